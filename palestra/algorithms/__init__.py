@@ -1,0 +1,1 @@
+"""What turns rewards into a gradient. An algorithm is pure functions; the trainer never asks for its name."""

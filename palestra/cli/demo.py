@@ -1,0 +1,35 @@
+"""`palestra demo`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from palestra.cli.options import command, load_function
+from palestra.errors import NotFound
+
+
+def add(commands: Any) -> None:
+    """Add the command."""
+    parser = command(
+        commands,
+        "demo",
+        run,
+        "train SmolLM2-135M to add, on this machine, in about three minutes",
+        "  palestra demo --steps 10",
+    )
+    parser.add_argument("--steps", type=int, default=30, help="training steps (default 30)")
+    parser.add_argument("--seed", type=int, default=0, help="of all sampling and orders (default 0)")
+    parser.add_argument("--resume", action="store_true", help="go on with the newest demo run")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Run `examples/addition.py`."""
+    here = Path(__file__).parent
+    for folder in (here.parents[1] / "examples", here / "examples"):  # a checkout; an installed package
+        if (folder / "addition.py").is_file():
+            demonstrate = load_function(f"{folder / 'addition.py'}:demonstrate")
+            demonstrate(arguments.steps, arguments.seed, arguments.resume)
+            return
+    raise NotFound("examples/addition.py is not there; install Palestra anew")

@@ -1,0 +1,125 @@
+"""`palestra episodes`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from palestra.cli.options import command, run_folder
+from palestra.config import JobConfig
+from palestra.ledger.browsing import EpisodeSummary, browse, list_episodes, manifest_of
+from palestra.schemas.records import Chat, Trajectory
+from palestra.trajectory import TokenRow, rows_of
+
+
+def add(commands: Any) -> None:
+    """Add the command."""
+    parser = command(
+        commands,
+        "episodes",
+        run,
+        "list a run's episodes, or show one token by token",
+        "  palestra episodes runs/addition --kind validation --limit 10\n"
+        "  palestra episodes runs/addition train-000012-03",
+    )
+    parser.add_argument("run_dir", metavar="RUN", type=Path, help="the run's folder")
+    parser.add_argument("episode", metavar="ID", nargs="?", help="an episode's id, as the list shows it")
+    parser.add_argument("--kind", choices=["train", "validation", "adhoc"], help="only these")
+    parser.add_argument("--state", choices=["registered", "claimed", "completed", "discarded"], help="only these")
+    parser.add_argument("--limit", type=int, default=40, help="newest so many (default 40)")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Read the run store; a running job is not disturbed."""
+    folder, config = run_folder(arguments.run_dir)
+    console = Console(highlight=False, soft_wrap=arguments.episode is not None)
+    with browse(folder / "run.db") as connection:
+        if arguments.episode is None:
+            rows = list_episodes(connection, arguments.kind, arguments.state, arguments.limit)
+            console.print(_list(rows))
+        else:
+            trajectory, step = manifest_of(connection, arguments.episode)
+            _show(console, trajectory, step, _token_text(config))
+
+
+def _list(rows: Sequence[EpisodeSummary]) -> Table | str:
+    if not rows:
+        return "no such episodes"
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("episode", "task", "state", "reward", "calls", "tokens", "attempts", "note"):
+        right = name in ("reward", "calls", "tokens", "attempts")
+        table.add_column(name, justify="right" if right else "left", no_wrap=True, overflow="ellipsis")
+    for row in rows:
+        reward = "" if row.reward is None else f"{row.reward:.3g}"
+        note = row.reason or ", ".join(f"{k}={v!r}" for k, v in row.metadata.items())
+        table.add_row(
+            Text(row.episode_id),
+            Text(row.task_id[:24]),
+            row.state,
+            reward,
+            str(row.calls),
+            str(row.completion_tokens),
+            str(row.attempts),
+            Text(note[:60]),
+        )
+    return table
+
+
+def _show(console: Console, trajectory: Trajectory, step: int | None, text_of: Callable[[int], str]) -> None:
+    episode = trajectory.episode
+    reward = "none" if episode.reward is None else f"{episode.reward:g}"
+    console.print(f"[bold]{episode.episode_id}[/]  {episode.state}  reward {reward}  attempts {episode.attempts}")
+    console.print(Text(f"task {episode.task.task_id}: {episode.task.data}"))
+    if episode.metadata:
+        console.print(Text(f"metadata: {episode.metadata}"))
+    console.print("trained in no step yet" if step is None else f"in the batch of step {step}", style="dim")
+    for chat in trajectory.chats:
+        console.print(_call_line(chat), style="dim")
+    for number, row in enumerate(rows_of(trajectory.chats), 1):
+        console.print(f"\n[bold]row {number}[/]: {len(row.ids)} tokens, {int(row.sampled.sum())} sampled")
+        console.print(_tokens(row, step is not None, text_of))
+
+
+def _call_line(chat: Chat) -> str:
+    parent = chat.parent
+    where = "rendered afresh" if parent is None else f"goes on from call {parent}, {chat.shared} ids reused"
+    size = f"{len(chat.prompt_ids)} + {len(chat.completion_ids)} tokens, {chat.finish_reason}"
+    how = f"temperature {chat.sampling.temperature:g}, {chat.finished_at - chat.started_at:.2f} s"
+    return f"call {chat.index}: {size}, {where}, {how}"
+
+
+def _tokens(row: TokenRow, in_a_batch: bool, text_of: Callable[[int], str]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("place", "id", "text", "logprob", "loss", "version"):
+        table.add_column(name, justify="left" if name in ("text", "loss") else "right")
+    for place, token in enumerate(row.ids.tolist()):
+        sampled = bool(row.sampled[place])
+        loss = "masked" if not sampled else ("trained" if in_a_batch else "sampled")
+        table.add_row(
+            str(place),
+            str(token),
+            Text(repr(text_of(token))[1:-1]),
+            f"{row.logprobs[place]:.4f}" if sampled else "",
+            loss,
+            ".".join(map(str, row.versions[place])) if sampled else "",
+            style=None if sampled else "dim",
+        )
+    return table
+
+
+def _token_text(config: JobConfig) -> Callable[[int], str]:
+    if config.engine.kind == "scripted":
+        from palestra.chat import ByteTokenizer
+
+        plain = ByteTokenizer()
+        return lambda token: plain.decode([token])
+    from palestra.models.causal_lm import load_tokenizer
+
+    tokenizer = load_tokenizer(config.policy.model)
+    return lambda token: str(tokenizer.decode([token]))

@@ -1,0 +1,47 @@
+"""`palestra COMMAND …`: one module a command; an error is one line on stderr and exit code 2."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+
+from palestra.cli import demo, episodes, export, run, train
+from palestra.errors import PalestraError
+
+COMMANDS = (demo, run, train, episodes, export)
+
+
+def parser() -> argparse.ArgumentParser:
+    """All commands and their options."""
+    top = argparse.ArgumentParser(
+        prog="palestra",
+        description="Reinforcement learning for LLM agents: bring an agent, get a better model.",
+        epilog="start here: palestra demo",
+    )
+    top.add_argument("--verbose", action="store_true", help="show warnings of the server and the workers")
+    commands = top.add_subparsers(metavar="COMMAND", required=True)
+    for module in COMMANDS:
+        module.add(commands)
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    parsed = parser().parse_args(arguments)
+    logging.basicConfig(
+        level=logging.INFO if parsed.verbose else logging.ERROR, format="%(name)s: %(message)s", stream=sys.stderr
+    )
+    try:
+        code: int = parsed.run(parsed) or 0
+    except PalestraError as error:
+        print(f"palestra: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

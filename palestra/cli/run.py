@@ -1,0 +1,39 @@
+"""`palestra run`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from palestra.cli.options import add_set, command, overrides
+from palestra.config import load_config
+
+
+def add(commands: Any) -> None:
+    """Add the command."""
+    parser = command(
+        commands,
+        "run",
+        run,
+        "run one job on this machine, with its data plane open, until its steps are done",
+        "  palestra run job.toml\n  palestra run job.toml --resume\n\n"
+        "then, in another terminal, any script with palestra.Client; the key is in RUN/api_key",
+    )
+    parser.add_argument("config", type=Path, help="the job, in TOML (docs/configuration.md)")
+    parser.add_argument("--resume", action="store_true", help="go on with the run in the job's folder")
+    add_set(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve and train until the end, or Ctrl-C."""
+    from palestra.cluster.console import Console
+    from palestra.cluster.local import resolve_run_dir, serve
+
+    config = resolve_run_dir(load_config(arguments.config, overrides(arguments.set)), arguments.resume)
+    console = Console(config)
+    with console:
+        progress = asyncio.run(serve(config, console.report, console.ready))
+        console.finished(progress.state.value, max((config.folder / "checkpoints").glob("step-*"), default=None))
+    return 0 if progress.over else 130

@@ -1,0 +1,55 @@
+"""What a worker holds while it plays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Policy:
+    """The model under training, for an OpenAI client: `OpenAI(base_url=policy.base_url, api_key=policy.api_key)`."""
+
+    base_url: str
+    api_key: str
+    model: str
+    version: str  # (incarnation.n) when the episode was claimed
+
+
+@dataclass(kw_only=True, slots=True)
+class Episode:
+    """A claimed episode. `reward` and `metadata` are for `with client.episode()`; see there."""
+
+    episode_id: str
+    kind: str  # "train", "validation" or "adhoc"
+    task_id: str
+    task: dict[str, Any]
+    policy: Policy
+    lease_seconds: float
+    reward: float | Mapping[str, float] | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def base_url(self) -> str:
+        """For an OpenAI client."""
+        return self.policy.base_url
+
+    @property
+    def api_key(self) -> str:
+        """Opens this episode and nothing else."""
+        return self.policy.api_key
+
+    @property
+    def model(self) -> str:
+        """The name to send as `model`."""
+        return self.policy.model
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutResult:
+    """What a rollout function may return instead of a plain reward."""
+
+    reward: float | Mapping[str, float]  # or by agent
+    step_rewards: Sequence[float] | None = None  # by TimeStep
+    metadata: Mapping[str, Any] = field(default_factory=dict)  # JSON; shown by `palestra episodes`

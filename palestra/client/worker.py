@@ -1,0 +1,114 @@
+"""Plays a user's rollout function, many episodes side by side, until the job is over."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import traceback
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from palestra.client.client import AsyncClient
+from palestra.client.episode import Episode, Policy, RolloutResult
+from palestra.errors import Conflict, InvalidRequest, PalestraError
+
+log = logging.getLogger("palestra.worker")
+Outcome = float | Mapping[str, float] | RolloutResult
+Rollout = Callable[[dict[str, Any], Policy], Outcome | Awaitable[Outcome]]
+FAILURES_IN_A_ROW = 20
+
+
+class Worker:
+    """Claims up to `concurrency` episodes at a time and plays each with `rollout(task, policy)`.
+
+    `rollout` is sync (run in threads) or async, and returns a reward, rewards by agent, or a `RolloutResult`. An
+    exception gives the episode back; it is never a reward. After many failures without one success the last is raised.
+    """
+
+    def __init__(self, client: AsyncClient, rollout: Rollout, concurrency: int) -> None:
+        self._client, self._rollout, self._concurrency = client, rollout, concurrency
+        self._is_async = inspect.iscoroutinefunction(rollout) or inspect.iscoroutinefunction(
+            getattr(rollout, "__call__", None)  # noqa: B004 - an object whose __call__ is async
+        )
+        self._threads = None if self._is_async else ThreadPoolExecutor(concurrency, "palestra-rollout")
+        self._in_a_row = 0
+        self.counts: Counter[str] = Counter()
+
+    async def run(self) -> None:
+        """Play until the job is over.
+
+        Raises:
+            PalestraError: the server refuses the worker, or can't be reached for long.
+            Exception: what the rollout function raised, when it did nothing else.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(self._concurrency):
+                    group.create_task(self._loop())
+        except BaseExceptionGroup as errors:
+            raise _first(errors) from None
+        finally:
+            if self._threads is not None:
+                self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _loop(self) -> None:
+        while (episode := await self._client.begin_episode()) is not None:
+            await self._play(episode)
+
+    async def _play(self, episode: Episode) -> None:
+        beat = asyncio.create_task(self._beat(episode))
+        try:
+            result = await self._call(episode)
+            result = result if isinstance(result, RolloutResult) else RolloutResult(reward=result)
+            await self._client.end_episode(
+                episode, result.reward, step_rewards=result.step_rewards, metadata=result.metadata
+            )
+        except Conflict as error:  # the lease was lost; somebody else plays it now
+            self.counts["lost"] += 1
+            log.warning("%s", error)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            self.counts["failed"] += 1
+            self._in_a_row += 1
+            log.warning("episode %s failed: %s: %s", episode.episode_id, type(error).__name__, error)
+            await self._give_back(episode, error)
+            if self._in_a_row >= FAILURES_IN_A_ROW or isinstance(error, InvalidRequest):
+                raise
+        else:
+            self.counts["played"] += 1
+            self._in_a_row = 0
+        finally:
+            beat.cancel()
+
+    async def _call(self, episode: Episode) -> Any:
+        if self._threads is None:
+            return await self._rollout(episode.task, episode.policy)  # type: ignore[misc]
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self._rollout, episode.task, episode.policy)
+
+    async def _give_back(self, episode: Episode, error: Exception) -> None:
+        reason = "".join(traceback.format_exception_only(error)).strip()
+        try:
+            await self._client.abort_episode(episode, reason)
+        except Conflict:  # it has been given to another worker already
+            self.counts["lost"] += 1
+
+    async def _beat(self, episode: Episode) -> None:
+        """Renew the lease three times a period."""
+        while True:
+            await asyncio.sleep(max(0.1, episode.lease_seconds / 3))
+            try:
+                await self._client.heartbeat(episode)
+            except PalestraError as error:  # the next call of the episode is told the same
+                log.warning("heartbeat of %s: %s", episode.episode_id, error)
+                return
+
+
+def _first(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

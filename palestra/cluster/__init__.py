@@ -1,0 +1,1 @@
+"""Where everything is wired: one process (`local`); later a Ray cluster."""

@@ -1,0 +1,106 @@
+"""What a person sees while a job runs: one line a step, and below it what is going on and how long it will take."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from palestra.config import JobConfig
+
+if TYPE_CHECKING:
+    from palestra.cluster.local import LocalJob
+
+REFRESH_SECONDS = 0.25
+
+
+class Console:
+    """Shows a job on a terminal, or as plain lines where the output is no terminal."""
+
+    def __init__(self, config: JobConfig, quiet: bool = False) -> None:
+        self._config = config
+        self._out = RichConsole(quiet=quiet, highlight=False, soft_wrap=True)
+        self._live = Progress(
+            TextColumn("{task.fields[phase]}"),
+            BarColumn(bar_width=30),
+            MofNCompleteColumn(),
+            TextColumn("steps   {task.fields[left]}"),
+            console=self._out,
+            transient=True,
+            disable=quiet or not sys.stdout.isatty(),
+        )
+        self._bar = self._live.add_task("", total=config.steps, phase="loading the model", left="")
+        self._job: LocalJob | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._refresh, name="palestra-console", daemon=True)
+        self._first: dict[str, float] = {}
+
+    def __enter__(self) -> Self:
+        model = self._config.policy.model
+        self._out.print(f"[bold]{self._config.name}[/]: {model}, {self._config.steps} steps → {self._config.folder}")
+        self._live.start()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._live.stop()
+
+    def ready(self, job: LocalJob) -> None:
+        """The data plane listens."""
+        self._job = job
+        self._out.print(f"data plane at {job.url}, its key in {job.folder.path / 'api_key'}")
+
+    def report(self, kind: str, data: dict[str, Any]) -> None:
+        """An event of the job."""
+        if kind == "running" and data["step"]:
+            self._out.print(f"going on after step {data['step']}")
+        elif kind == "evaluated" and data["step"] == 0 and "validation/reward_mean" in data:
+            self._out.print(f"before training: {_validation(data)}")
+        elif kind == "step" and data["step"]:
+            self._out.print(self._step_line(data))
+
+    def finished(self, state: str, checkpoint: Path | None) -> None:
+        """The job is over, or was stopped."""
+        folder = self._config.folder
+        if state != "completed":
+            self._out.print(f"stopped; go on with --resume (the run is in {folder})")
+            return
+        self._out.print(f"\n[bold]done[/]: {folder / 'curve.png'}, {folder / 'metrics.jsonl'}")
+        if checkpoint is not None:
+            self._out.print(f"model:  {checkpoint}  (load it with transformers)")
+        self._out.print(
+            "next:   "
+            f"palestra episodes {folder}   what was played, token by token\n"
+            f"        palestra export {folder} my-model   the trained model as a folder of its own"
+        )
+
+    def _step_line(self, row: dict[str, float]) -> str:
+        width = len(str(self._config.steps))
+        text = f"step {int(row['step']):>{width}}/{self._config.steps}   reward {row['train/reward_mean']:5.2f}"
+        text += f"   {row.get('rollout/tokens_per_second', 0.0):6.0f} tok/s   {row['time/step_seconds']:5.1f} s"
+        if "validation/reward_mean" in row:
+            text += f"   [bold]{_validation(row)}[/]"
+        return text
+
+    def _refresh(self) -> None:
+        while not self._stop.wait(REFRESH_SECONDS):
+            if self._job is not None:
+                progress = self._job.progress
+                left = progress.seconds_left
+                shown = "" if left is None else f"about {int(left) // 60}:{int(left) % 60:02d} left"
+                self._live.update(self._bar, completed=progress.step, phase=progress.phase, left=shown)
+
+
+def _validation(row: dict[str, Any]) -> str:
+    scored, total = int(row["validation/scored"]), int(row["validation/total"])
+    of = f"{total}" if scored == total else f"{scored} of {total}"
+    return f"validation {row['validation/reward_mean']:.2f} on {of} tasks"

@@ -1,0 +1,83 @@
+"""Builds the parts of a job from its configuration: engine, trainer, renderer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from palestra.chat import ByteTokenizer, ChatMLRenderer, Renderer, select_renderer
+from palestra.config import JobConfig
+from palestra.errors import ConfigError
+from palestra.schemas.protocols import Engine, Trainer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """What differs between a real job and one with a scripted engine."""
+
+    engine: Engine
+    trainer: Trainer
+    renderer: Renderer
+    decode: Callable[[Sequence[int]], str]
+
+
+def build_parts(config: JobConfig) -> Parts:
+    """Load the model twice: bf16 to sample from, float32 to train.
+
+    Raises:
+        ModelError: missing weights, or an unsupported architecture.
+        ConfigError: max_context is more than the model has.
+    """
+    return _scripted(config) if config.engine.kind == "scripted" else _embedded(config)
+
+
+def _scripted(config: JobConfig) -> Parts:
+    """No model: neither torch nor transformers is imported."""
+    from palestra.inference.scripted import ScriptedEngine, digits_script
+    from palestra.trainer.recording import RecordingTrainer
+
+    tokenizer = ByteTokenizer()
+    script = digits_script(config.engine.scripted_tokens, tokenizer.eos_token_id)
+    return Parts(
+        engine=ScriptedEngine(script, config.engine.scripted_delay_seconds),
+        trainer=RecordingTrainer(config.checkpoint.keep),
+        renderer=ChatMLRenderer(tokenizer),
+        decode=tokenizer.decode,
+    )
+
+
+def _embedded(config: JobConfig) -> Parts:
+    import torch
+
+    from palestra.inference.embedded import EmbeddedEngine
+    from palestra.models.causal_lm import load_causal_lm, load_tokenizer
+    from palestra.models.memory import keep_heap
+    from palestra.trainer.torch_trainer import TorchTrainer
+
+    keep_heap()
+    if config.deterministic:
+        torch.use_deterministic_algorithms(True)
+    policy = config.policy
+    tokenizer = load_tokenizer(policy.model)
+    renderer = select_renderer(tokenizer)
+    sampler = load_causal_lm(policy.model, getattr(torch, config.engine.dtype))
+    longest = getattr(sampler.config, "max_position_embeddings", policy.max_context)
+    if policy.max_context > longest:
+        raise ConfigError(f"max_context is {policy.max_context} and {policy.model} has {longest} positions")
+    engine = EmbeddedEngine(
+        sampler, config.policy_name, renderer.get_stop_token_ids(), config.engine, config.deterministic
+    )
+    trainer = TorchTrainer(
+        load_causal_lm(policy.model, torch.float32),
+        tokenizer,
+        config.policy_name,
+        policy.optimizer,
+        config.trainer,
+        config.checkpoint,
+    )
+    return Parts(
+        engine=engine,
+        trainer=trainer,
+        renderer=renderer,
+        decode=lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False)),
+    )

@@ -1,0 +1,206 @@
+"""`palestra.train`: a rollout function and tasks in, a trained model out; embedded, or on a server elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from palestra.client import AsyncClient, Worker
+from palestra.client.worker import Rollout
+from palestra.cluster.console import Console
+from palestra.cluster.local import LocalJob, local_job, resolve_run_dir
+from palestra.config import JobConfig
+
+Tasks = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainResult:
+    """What a training run left behind."""
+
+    state: str  # "completed", or "running" where it was stopped before its last step
+    run_dir: Path
+    metrics: list[dict[str, float]]  # the rows of metrics.jsonl
+    checkpoint: Path | None  # loads in transformers; None if none was written
+
+
+def train(
+    rollout: Rollout,
+    tasks: Tasks,
+    config: JobConfig | None = None,
+    *,
+    validation_tasks: Tasks = (),
+    concurrency: int | None = None,
+    resume: bool = False,
+    quiet: bool = False,
+) -> TrainResult:
+    """Train a model on what `rollout(task, policy)` returns, in this process, showing progress.
+
+    The model server listens on a loopback port; the rollout function talks to it as it would to one far away.
+
+    Args:
+        rollout: sync or async; gets a task and a `Policy` (base_url, api_key, model for any OpenAI client) and returns
+            a reward, rewards by agent, or a `RolloutResult`. An exception gives the episode back and is no reward.
+        tasks: JSON objects; a key `id` names a task. May be empty where the configuration names files.
+        config: the job; None for the defaults.
+        validation_tasks: held out; scored greedily every `evaluation.every_steps` steps.
+        concurrency: episodes played at the same time; None: one step's worth, at most 64.
+        resume: go on with the run in the configured folder (or the newest of the job's name).
+        quiet: print nothing.
+
+    Raises:
+        PalestraError: the job failed; the message says why and what to do.
+    """
+    config = resolve_run_dir(config or JobConfig(), resume)
+    config = config.model_copy(update={"server": config.server.model_copy(update={"port": 0})})
+    playing = concurrency or min(64, config.rollout.group_size * config.rollout.groups_per_step)
+    console = Console(config, quiet=quiet)
+    server = _ServerThread(config, console)
+    with console:
+        _run(_play(server, Rollouts(rollout, list(tasks), list(validation_tasks), playing)))
+        result = server.result()
+        console.finished(result.state, result.checkpoint)
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class Rollouts:
+    """What a user gave to `train`."""
+
+    rollout: Rollout
+    tasks: Tasks
+    validation_tasks: Tasks
+    concurrency: int
+
+
+class _ServerThread:
+    """The job in a thread with an event loop of its own, where no code of the user can hold it up."""
+
+    def __init__(self, config: JobConfig, console: Console) -> None:
+        self._config, self._console = config, console
+        self._job: LocalJob | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._result: TrainResult | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._main, name="palestra-server", daemon=True)
+
+    async def start(self) -> LocalJob:
+        """Returns when the data plane listens.
+
+        Raises:
+            PalestraError: the job can't be started.
+        """
+        ready: asyncio.Future[LocalJob | None] = asyncio.get_running_loop().create_future()
+        self._ready = _from_other_thread(ready)
+        self.ended = asyncio.Event()
+        self._on_end = _from_other_thread(self.ended)
+        self._thread.start()
+        job = await ready
+        if job is None:
+            self.result()
+        assert job is not None
+        return job
+
+    def stop(self) -> None:
+        """Ask the job to end."""
+        if self._loop is not None and self._job is not None:
+            with contextlib.suppress(RuntimeError):  # it has ended
+                self._loop.call_soon_threadsafe(self._job.stop)
+
+    def result(self) -> TrainResult:
+        """Wait for the end.
+
+        Raises:
+            PalestraError: the job failed.
+        """
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        return self._result
+
+    def _main(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:  # noqa: BLE001 - raised in `result`
+            self._error = error
+        finally:
+            self._ready(None)
+            self._on_end(None)
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        async with local_job(self._config, self._console.report) as job:
+            self._job = job
+            self._console.ready(job)
+            self._ready(job)
+            try:
+                await job.run()
+            finally:
+                await job.linger()
+            self._result = TrainResult(
+                state=job.progress.state.value,
+                run_dir=job.folder.path,
+                metrics=await job.plane.store.metrics(),
+                checkpoint=max(job.folder.checkpoints.glob("step-*"), default=None),
+            )
+
+
+def _from_other_thread(target: asyncio.Future[Any] | asyncio.Event) -> Callable[[Any], None]:
+    """A function that sets `target`, on the event loop of whoever calls this."""
+    loop = asyncio.get_running_loop()
+
+    def set_it(value: Any) -> None:
+        if isinstance(target, asyncio.Event):
+            target.set()
+        elif not target.done():
+            target.set_result(value)
+
+    def call(value: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # nobody waits any more
+            loop.call_soon_threadsafe(set_it, value)
+
+    return call
+
+
+async def _play(server: _ServerThread, user: Rollouts) -> None:
+    """Push the tasks and play episodes until the job is over, or has been stopped."""
+    job = await server.start()
+    loop = asyncio.get_running_loop()
+    handled = threading.current_thread() is threading.main_thread()
+    for number in (signal.SIGINT, signal.SIGTERM) if handled else ():
+        loop.add_signal_handler(number, server.stop)
+    try:
+        async with AsyncClient(job.url, job.api_key, worker_id="train") as client:
+            if user.tasks:
+                await client.push_tasks(user.tasks, user.validation_tasks)
+            playing = asyncio.create_task(Worker(client, user.rollout, user.concurrency).run())
+            ended = asyncio.create_task(server.ended.wait())
+            await asyncio.wait((playing, ended), return_when=asyncio.FIRST_COMPLETED)
+            ended.cancel()
+            if not playing.done():
+                playing.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await playing
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM) if handled else ():
+            loop.remove_signal_handler(number)
+        server.stop()
+
+
+def _run(work: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine here, or in a thread of its own where an event loop is running (a notebook)."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        asyncio.run(work)
+    else:
+        with ThreadPoolExecutor(1, "palestra-train") as thread:
+            thread.submit(asyncio.run, work).result()

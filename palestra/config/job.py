@@ -1,0 +1,220 @@
+"""`JobConfig` and its parts. Every field says its unit; unknown keys are refused (see `loading`)."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+Positive = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
+Identifier = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+
+
+class Section(BaseModel):
+    """Base of all parts: unknown keys are errors, values can't be changed after the check."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class SamplingConfig(Section):
+    """How training episodes are sampled. A job fixes these, whatever a call asks for."""
+
+    temperature: float = Field(1.0, gt=0, le=10, description="Softmax temperature, also used by the trainer.")
+    max_tokens: Positive = Field(1024, description="Most tokens a call may sample; a call may ask for fewer.")
+
+
+class OptimizerConfig(Section):
+    """AdamW on float32 master weights."""
+
+    learning_rate: float = Field(2e-5, gt=0, description="Peak learning rate.")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="Learning rate after warm-up: constant, or falling to zero at the last step."
+    )
+    warmup_steps: int = Field(0, ge=0, description="Steps over which the learning rate grows linearly from 0.")
+    betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW's decay rates.")
+    epsilon: float = Field(1e-8, gt=0, description="AdamW's epsilon.")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay.")
+    max_grad_norm: float = Field(1.0, gt=0, description="Gradients are scaled down to this global L2 norm.")
+
+
+class PolicyConfig(Section):
+    """One model being trained."""
+
+    model: str = Field(
+        "SmolLM2-135M-Instruct",
+        min_length=1,
+        description="`SmolLM2-135M-Instruct` (from a Python package), `tiny-random` (made on the spot), "
+        "or a Hugging Face folder or name.",
+    )
+    max_context: Positive = Field(4096, description="Most tokens of prompt and reply together.")
+    sampling: SamplingConfig = SamplingConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+
+
+class TasksConfig(Section):
+    """Where tasks come from. With no file, clients push them with `POST /tasks`."""
+
+    train: Path | None = Field(None, description="JSONL file: one task a line, an object; `id` is optional.")
+    validation: Path | None = Field(None, description="JSONL file of held-out tasks, never trained on.")
+
+
+class RolloutConfig(Section):
+    """Groups, episodes and leases."""
+
+    group_size: Positive = Field(8, description="Episodes of one task, compared with one another.")
+    groups_per_step: Positive = Field(8, description="Tasks that one training step is made from.")
+    min_group_size: Positive = Field(
+        2,
+        description="A group that lost episodes is trained if this many are left, else dropped and replaced.",
+    )
+    max_attempts: Positive = Field(3, description="Claims an episode may use up before it is discarded.")
+    lease_seconds: Seconds = Field(
+        120.0,
+        description="A claimed episode is given back after this long without any call (`allow_discard_timeout`).",
+    )
+    max_lease_seconds: Seconds = Field(3600.0, description="The longest lease that a claim may ask for.")
+    max_episode_seconds: Seconds = Field(3600.0, description="The longest that one attempt may take in all.")
+    max_staleness: Literal[0] = Field(
+        0, description="How many versions older than the trained policy a token may be. 0: synchronous."
+    )
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> RolloutConfig:
+        if self.min_group_size > self.group_size:
+            raise ValueError("min_group_size is larger than group_size")
+        if self.lease_seconds > self.max_lease_seconds:
+            raise ValueError("lease_seconds is larger than max_lease_seconds")
+        return self
+
+
+class AlgorithmConfig(Section):
+    """GRPO: a group's rewards are its baseline (Shao et al. 2024, DeepSeekMath, section 4.1)."""
+
+    name: Literal["grpo"] = "grpo"
+    advantage_scale: Literal["std", "none"] = Field(
+        "std", description="`std`: divide by the group's deviation (GRPO); `none`: do not (Dr. GRPO)."
+    )
+    clip_low: float = Field(0.2, ge=0, le=1, description="Probability ratios below 1 - clip_low are clipped.")
+    clip_high: float = Field(0.2, ge=0, description="Probability ratios above 1 + clip_high are clipped.")
+    aggregation: Literal["rollout", "token", "constant"] = Field(
+        "rollout",
+        description="`rollout`: mean over a rollout's tokens, then over rollouts (GRPO); `token`: mean over all tokens "
+        "of the batch (DAPO); `constant`: sum over tokens divided by rollouts x max_tokens (Dr. GRPO).",
+    )
+    epochs: Positive = Field(1, description="Optimizer steps made from one batch.")
+
+
+class EvaluationConfig(Section):
+    """Validation through the same claim path, greedy, on a pinned version."""
+
+    every_steps: int = Field(
+        5, ge=0, description="Evaluate each so many steps, before the first and after the last. 0: never."
+    )
+    max_tasks: Positive | None = Field(None, description="Use only the first so many validation tasks.")
+
+
+class CheckpointConfig(Section):
+    """Weights, optimizer, random state and cursor."""
+
+    every_steps: Positive = Field(10, description="Save each so many steps; the last step is always saved.")
+    keep: int = Field(2, ge=2, description="How many to keep; at least two, so that a damaged one has one before it.")
+
+
+class EngineConfig(Section):
+    """What samples."""
+
+    kind: Literal["embedded", "scripted"] = Field(
+        "embedded",
+        description="`embedded`: transformers, in this process; `scripted`: fixed replies, for tests.",
+    )
+    dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="Precision of the engine's weights.")
+    threads: Positive | None = Field(None, description="CPU threads for arithmetic. None: all cores.")
+    max_batch: Annotated[int, Field(ge=2)] = Field(64, description="Sequences that are decoded at the same time.")
+    prefill_tokens: Positive = Field(2048, description="Most prompt tokens in one forward pass.")
+    prefix_cache_tokens: int = Field(32768, ge=0, description="Prompt tokens whose keys and values are kept.")
+    scripted_delay_seconds: float = Field(0.0, ge=0, description="How long the scripted engine takes for a reply.")
+    scripted_tokens: Positive = Field(32, description="Longest reply of the scripted engine, in tokens.")
+
+
+class TrainerConfig(Section):
+    """How gradients are computed."""
+
+    dtype: Literal["bfloat16", "float32"] = Field(
+        "bfloat16", description="Compute precision (autocast); weights are float32."
+    )
+    threads: Positive | None = Field(None, description="CPU threads for arithmetic. None: all cores.")
+    micro_batch_tokens: Positive = Field(4096, description="Most tokens in one forward and backward pass.")
+    logit_chunk: Positive = Field(2048, description="Most positions whose logits exist at the same time.")
+
+
+class StoreConfig(Section):
+    """The run store."""
+
+    synchronous: Literal["FULL", "NORMAL"] = Field(
+        "FULL", description="SQLite's level. NORMAL survives kill -9; FULL survives loss of power too."
+    )
+
+
+class ServerConfig(Section):
+    """The data plane."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(7411, ge=0, le=65535, description="0: any free port.")
+    max_body_bytes: Positive = Field(4 * 2**20, description="A larger body is refused with 413.")
+    max_waiting_calls: Positive = Field(1024, description="More model calls at the same time are refused with 429.")
+    max_wait_seconds: Seconds = Field(60.0, description="The longest that a claim may wait for an episode.")
+
+
+class JobConfig(Section):
+    """One training run."""
+
+    name: Identifier = "job"
+    seed: int = Field(0, ge=0, lt=2**63, description="All sampling and all orders follow from it.")
+    steps: Positive = Field(30, description="Training steps.")
+    deterministic: bool = Field(False, description="Bit-identical results on one CPU build, also after any kill.")
+    run_dir: Path | None = Field(None, description="The run's folder. None: runs/<name>.")
+    policies: dict[Identifier, PolicyConfig] = Field(default_factory=lambda: {"policy": PolicyConfig()})
+    tasks: TasksConfig = TasksConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    engine: EngineConfig = EngineConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    store: StoreConfig = StoreConfig()
+    server: ServerConfig = ServerConfig()
+
+    @field_validator("policies")
+    @classmethod
+    def _one_policy(cls, policies: dict[str, PolicyConfig]) -> dict[str, PolicyConfig]:
+        if len(policies) != 1:
+            raise ValueError(f"this version trains exactly one policy a job; {len(policies)} are given")
+        return policies
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return self.run_dir if self.run_dir is not None else Path("runs") / self.name
+
+    @property
+    def policy_name(self) -> str:
+        """The name of the one policy."""
+        return next(iter(self.policies))
+
+    @property
+    def policy(self) -> PolicyConfig:
+        """The one policy."""
+        return self.policies[self.policy_name]
+
+    def digest(self) -> str:
+        """Hash of all that decides what is trained; a run can't be resumed with another one.
+
+        Left out: where it is served, where it is written, and how far it goes (unless the schedule depends on it).
+        """
+        left_out = {"name", "run_dir", "server", "store", "checkpoint", "evaluation"}
+        if self.policy.optimizer.schedule == "constant":
+            left_out.add("steps")
+        return hashlib.sha256(self.model_dump_json(exclude=left_out).encode()).hexdigest()

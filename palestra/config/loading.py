@@ -1,0 +1,113 @@
+"""TOML to `JobConfig` and back; errors are one line that names the key and the nearest known one."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from palestra.config.job import JobConfig
+from palestra.errors import ConfigError
+
+
+def load_config(path: Path, overrides: Mapping[str, Any] | None = None) -> JobConfig:
+    """Read a TOML file. `overrides` maps dotted keys to values. Relative paths in it are relative to the file.
+
+    Raises:
+        ConfigError: no such file, not TOML, an unknown key, or a value out of range.
+    """
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path}: no such file") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    for split in ("train", "validation"):
+        given = data.get("tasks", {}).get(split) if isinstance(data.get("tasks"), dict) else None
+        if isinstance(given, str) and not Path(given).is_absolute():
+            data["tasks"][split] = str(path.parent / given)
+    return parse_config(data, overrides, source=str(path))
+
+
+def parse_config(
+    data: Mapping[str, Any], overrides: Mapping[str, Any] | None = None, source: str = "config"
+) -> JobConfig:
+    """Check a plain mapping.
+
+    Raises:
+        ConfigError: an unknown key, or a value out of range.
+    """
+    merged: dict[str, Any] = {k: dict(v) if isinstance(v, dict) else v for k, v in data.items()}
+    for dotted, value in (overrides or {}).items():
+        *parents, leaf = dotted.split(".")
+        level = merged
+        for parent in parents:
+            level = level.setdefault(parent, {})
+        level[leaf] = value
+    try:
+        return JobConfig.model_validate(merged)
+    except ValidationError as error:
+        raise ConfigError(f"{source}: {_explain(error)}") from error
+
+
+def dump_config(config: JobConfig) -> str:
+    """The whole configuration as TOML, defaults included; `parse_config` of it gives an equal one."""
+    lines: list[str] = []
+    _dump_table(config.model_dump(mode="json", exclude_none=True), (), lines)
+    return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def _dump_table(table: Mapping[str, Any], path: tuple[str, ...], lines: list[str]) -> None:
+    values = {k: v for k, v in table.items() if not isinstance(v, dict)}
+    if path and values:
+        lines.extend(("", f"[{'.'.join(map(_key, path))}]"))
+    lines.extend(f"{_key(key)} = {_literal(value)}" for key, value in values.items())
+    for key, value in table.items():
+        if isinstance(value, dict):
+            _dump_table(value, (*path, key), lines)
+
+
+def _key(key: str) -> str:
+    return key if key.replace("_", "").replace("-", "").isalnum() else _literal(key)
+
+
+def _literal(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_literal, value)) + "]"
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+        return '"' + "".join(c if c.isprintable() else f"\\u{ord(c):04X}" for c in escaped) + '"'
+    return repr(value)
+
+
+def _explain(error: ValidationError) -> str:
+    first = error.errors()[0]
+    place = tuple(first["loc"])
+    dotted = ".".join(map(str, place))
+    if first["type"] == "extra_forbidden":
+        known = _known_keys(place[:-1])
+        near = difflib.get_close_matches(str(place[-1]), known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"known keys here: {', '.join(known)}"
+        return f"unknown key {dotted!r}; {hint}"
+    message = first["msg"].removeprefix("Value error, ")
+    return f"{dotted}: {message}" if dotted else message
+
+
+def _known_keys(path: tuple[int | str, ...]) -> list[str]:
+    """The fields of the section at `path`, walking through `dict[str, Section]`."""
+    model: type[BaseModel] = JobConfig
+    steps = iter(path)
+    for step in steps:
+        annotation = model.model_fields[str(step)].annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            model = annotation
+        else:
+            model = next(a for a in get_args(annotation) if isinstance(a, type) and issubclass(a, BaseModel))
+            next(steps, None)
+    return list(model.model_fields)

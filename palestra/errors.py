@@ -1,0 +1,164 @@
+"""Every error that Palestra raises on purpose.
+
+    PalestraError                    500
+    ├── InvalidRequest               422  the body, or a value in it, can't be used
+    │   └── UnsupportedField         400  a field of the OpenAI API that is not supported here
+    ├── ContextOverflow              400  prompt and reply do not fit into the model's context
+    ├── ConfigError                  400  a job's configuration is wrong
+    ├── Unauthorized                 401  no key, or one that is not known
+    ├── Forbidden                    403  a key that opens something else
+    ├── NotFound                     404  no such episode, job, policy or file
+    ├── Conflict                     409  not possible in the present state
+    │   ├── IllegalTransition        409  a lifecycle does not allow this move
+    │   ├── EpisodeLeaseExpired      409  the episode was given to another worker, or its time ran out
+    │   └── EpisodeEnded             409  the episode has ended
+    ├── PayloadTooLarge              413
+    ├── TooManyRequests              429  retry after `retry_after_seconds`
+    ├── ServerStopping               503  the server is going down; it may come back
+    ├── EngineFailure                503  the engine could not finish a call
+    ├── ConnectionLost               503  the server could not be reached (raised by the client)
+    ├── ModelError                   500  weights are missing or can't be used
+    ├── CheckpointError              500  no checkpoint can be read
+    └── StoreError                   500  the run store is damaged or of another version
+
+`http_status` is what the API answers with; `retryable` says whether the same request may succeed later.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class PalestraError(Exception):
+    """Base of all errors. `code` is the stable name used in API answers."""
+
+    http_status: ClassVar[int] = 500
+    retryable: ClassVar[bool] = False
+
+    @property
+    def code(self) -> str:
+        """The error's name in snake case, e.g. `episode_lease_expired`."""
+        name = type(self).__name__
+        return "".join("_" + c.lower() if c.isupper() and i else c.lower() for i, c in enumerate(name))
+
+
+class InvalidRequest(PalestraError):
+    """The request can't be understood or a value is out of range."""
+
+    http_status = 422
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class UnsupportedField(InvalidRequest):
+    """A field of the OpenAI API which this server does not implement."""
+
+    http_status = 400
+
+
+class ContextOverflow(PalestraError):
+    """Prompt and reply together are longer than the model's context."""
+
+    http_status = 400
+
+    def __init__(self, prompt_tokens: int, max_context: int) -> None:
+        super().__init__(
+            f"the prompt has {prompt_tokens} tokens and the context of this policy is {max_context}; "
+            "shorten the messages, or raise max_context of the policy"
+        )
+        self.prompt_tokens = prompt_tokens
+        self.max_context = max_context
+
+
+class ConfigError(PalestraError):
+    """A job's configuration is wrong."""
+
+    http_status = 400
+
+
+class Unauthorized(PalestraError):
+    """No key was sent, or it is not known."""
+
+    http_status = 401
+
+
+class Forbidden(PalestraError):
+    """The key is good, but for something else."""
+
+    http_status = 403
+
+
+class NotFound(PalestraError):
+    """What was named does not exist."""
+
+    http_status = 404
+
+
+class Conflict(PalestraError):
+    """The present state does not allow the request."""
+
+    http_status = 409
+
+
+class IllegalTransition(Conflict):
+    """A lifecycle does not have this move."""
+
+
+class EpisodeLeaseExpired(Conflict):
+    """The caller no longer holds the episode."""
+
+
+class EpisodeEnded(Conflict):
+    """The episode is over; nothing can be added."""
+
+
+class PayloadTooLarge(PalestraError):
+    """The body is over the limit."""
+
+    http_status = 413
+
+
+class TooManyRequests(PalestraError):
+    """Too many calls are waiting."""
+
+    http_status = 429
+    retryable = True
+
+    def __init__(self, message: str, retry_after_seconds: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
+
+
+class ServerStopping(PalestraError):
+    """The server is going down."""
+
+    http_status = 503
+    retryable = True
+
+
+class EngineFailure(PalestraError):
+    """The engine could not finish a call."""
+
+    http_status = 503
+    retryable = True
+
+
+class ConnectionLost(PalestraError):
+    """The server could not be reached for longer than the client was told to try."""
+
+    http_status = 503
+    retryable = True
+
+
+class ModelError(PalestraError):
+    """Weights are missing or of a kind that can't be used."""
+
+
+class CheckpointError(PalestraError):
+    """No checkpoint of the run can be read."""
+
+
+class StoreError(PalestraError):
+    """The run store is damaged, or was written by another version of Palestra."""

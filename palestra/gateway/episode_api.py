@@ -1,0 +1,123 @@
+"""Claim, heartbeat, end and abort episodes; push tasks."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+
+from palestra.errors import InvalidRequest
+from palestra.gateway.chat_api import until_disconnect
+from palestra.gateway.plane import DataPlane
+from palestra.schemas.records import Claim, Task
+from palestra.schemas.wire import (
+    AbortEpisode,
+    ClaimAnswer,
+    ClaimedEpisode,
+    ClaimEpisode,
+    EndEpisode,
+    EpisodeAnswer,
+    EpisodeRegistered,
+    HeartbeatEpisode,
+    PushTasks,
+    RegisterEpisode,
+    TasksPushed,
+    task_id_of,
+)
+
+SOLE_AGENT = "agent"
+
+
+def episode_router(plane: DataPlane) -> APIRouter:
+    """The routes that workers call."""
+    router = APIRouter(tags=["episodes"])
+    store, keys = plane.store, plane.keys
+
+    @router.post("/tasks")
+    async def push_tasks(body: PushTasks, request: Request) -> TasksPushed:
+        """Add tasks, in chunks that may be sent again; `final` starts the job."""
+        keys.require_job(request)
+        tasks = [Task(task_id=task_id_of(task), data=task.data) for task in body.tasks]
+        total = await store.push_tasks(body.split, tasks, body.chunk_id)
+        if body.final:
+            await store.seal_tasks()
+            store.settled.ring()  # the learner waits for it
+        return TasksPushed(split=body.split, total=total)
+
+    @router.post("/register_episode")
+    async def register_episode(body: RegisterEpisode, request: Request) -> EpisodeRegistered:
+        """An episode outside the schedule: recorded, never trained on, claimed by its id."""
+        keys.require_job(request)
+        task = Task(task_id=task_id_of(body.task), data=body.task.data)
+        return EpisodeRegistered(episode_id=await store.register_adhoc(task, body.request_id))
+
+    @router.post("/claim_episode")
+    async def claim_episode(body: ClaimEpisode, request: Request) -> ClaimAnswer:
+        """Take the next episode, or wait up to `wait_seconds` for one."""
+        keys.require_job(request)
+        plane.workers[body.worker_id] = store.clock.monotonic()
+        claim = await until_disconnect(request, _claim(plane, body))
+        if claim is not None:
+            return ClaimAnswer(status="claimed", episode=_claimed(plane, claim, request), job_state=_state(plane))
+        if plane.progress.over:
+            plane.told.add(body.worker_id)
+        return ClaimAnswer(status="finished" if plane.progress.over else "waiting", job_state=_state(plane))
+
+    @router.post("/heartbeat_episode")
+    async def heartbeat_episode(body: HeartbeatEpisode, request: Request) -> EpisodeAnswer:
+        """Renew the lease; any other call of the episode does, too."""
+        key = await keys.require_this_episode(request, body.episode_id, store)
+        await store.renew(key.episode_id, key.fence)
+        return EpisodeAnswer(episode_id=key.episode_id, state="claimed")
+
+    @router.post("/end_episode")
+    async def end_episode(body: EndEpisode, request: Request) -> EpisodeAnswer:
+        """Hand in the reward. Answered when it is on disk; the same body again is answered the same."""
+        key = await keys.require_this_episode(request, body.episode_id, store)
+        if (body.reward is None) == (body.rewards is None):
+            raise InvalidRequest("give either reward or rewards", "reward")
+        rewards = body.rewards if body.rewards is not None else {SOLE_AGENT: float(body.reward or 0.0)}
+        await store.end(key.episode_id, key.fence, rewards, body.step_rewards, body.metadata)
+        return EpisodeAnswer(episode_id=key.episode_id, state="completed")
+
+    @router.post("/abort_episode")
+    async def abort_episode(body: AbortEpisode, request: Request) -> EpisodeAnswer:
+        """The attempt failed for a reason that is not the policy's: no reward, nothing trained."""
+        key = await keys.require_this_episode(request, body.episode_id, store)
+        await store.abort(key.episode_id, key.fence, body.reason or "given back by its worker", body.discard)
+        return EpisodeAnswer(episode_id=key.episode_id, state=(await store.episode(key.episode_id)).state)
+
+    return router
+
+
+async def _claim(plane: DataPlane, body: ClaimEpisode) -> Claim | None:
+    """Long poll: None when the time is over, or the job is."""
+    clock = plane.store.clock
+    until = clock.monotonic() + min(body.wait_seconds, plane.config.server.max_wait_seconds)
+    while True:
+        if plane.progress.over and body.episode_id is None:
+            return None
+        seen = plane.store.available.rings
+        claim = await plane.store.claim(body.worker_id, body.request_id, body.allow_discard_timeout, body.episode_id)
+        left = until - clock.monotonic()
+        if claim is not None or left <= 0:
+            return claim
+        await plane.store.available.wait(left, seen)
+
+
+def _claimed(plane: DataPlane, claim: Claim, request: Request) -> ClaimedEpisode:
+    episode = claim.episode
+    return ClaimedEpisode(
+        episode_id=episode.episode_id,
+        kind=episode.kind,
+        task_id=episode.task.task_id,
+        task=episode.task.data,
+        base_url=f"{request.base_url}v1",
+        api_key=plane.keys.episode_key(episode.episode_id, episode.fence),
+        model=claim.policy,
+        version=str(claim.version),
+        lease_seconds=episode.lease_seconds,
+    )
+
+
+def _state(plane: DataPlane) -> str:
+    return plane.progress.state.value

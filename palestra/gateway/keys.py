@@ -1,0 +1,94 @@
+"""Keys of the data plane. An episode's key is derived, not stored, so a retried claim gets the same one."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from dataclasses import dataclass
+
+from starlette.requests import Request
+
+from palestra.errors import Forbidden, Unauthorized
+from palestra.ledger import RunStore
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeKey:
+    """What an episode key says, after its signature was checked."""
+
+    episode_id: str
+    fence: int
+
+
+class KeyRing:
+    """Makes and checks the keys of one job from the server's secret."""
+
+    def __init__(self, secret: bytes, job: str, job_key: str | None = None) -> None:
+        self._secret, self._job = secret, job
+        self.job_key = job_key or "pj-" + self._sign("job")
+
+    def episode_key(self, episode_id: str, fence: int) -> str:
+        """HMAC(secret, job, episode, fence), with episode and fence in clear in front of it."""
+        return f"pe-{episode_id}.{fence}.{self._sign('episode', episode_id, str(fence))}"
+
+    def check(self, key: str | None) -> EpisodeKey | None:
+        """None: it is the job's key; otherwise the episode that it opens.
+
+        Raises:
+            Unauthorized: no key, or an unknown one.
+        """
+        if not key:
+            raise Unauthorized("no key; send the header `Authorization: Bearer <key>`")
+        if hmac.compare_digest(key.encode(), self.job_key.encode()):
+            return None
+        prefix, _, _ = key.rpartition(".")
+        episode_id, _, fence = prefix.removeprefix("pe-").rpartition(".")
+        known = key.startswith("pe-") and fence.isascii() and fence.isdigit() and len(fence) < 10
+        if known and hmac.compare_digest(key.encode(), self.episode_key(episode_id, int(fence)).encode()):
+            return EpisodeKey(episode_id, int(fence))
+        raise Unauthorized("unknown key; it may be of another job, or the run was made anew")
+
+    def require_job(self, request: Request) -> None:
+        """The request must carry the job's key.
+
+        Raises:
+            Unauthorized, Forbidden: it does not.
+        """
+        if self.check(bearer(request)) is not None:
+            raise Forbidden("this is an episode's key; this route takes the job's key")
+
+    def require_episode(self, request: Request) -> EpisodeKey:
+        """The request must carry an episode's key.
+
+        Raises:
+            Unauthorized, Forbidden: it does not.
+        """
+        key = self.check(bearer(request))
+        if key is None:
+            raise Forbidden("this is the job's key; this route takes the key of the episode (claim one)")
+        return key
+
+    async def require_this_episode(self, request: Request, episode_id: str, store: RunStore) -> EpisodeKey:
+        """The request must carry the key of `episode_id`.
+
+        Raises:
+            Unauthorized, Forbidden: it does not.
+            NotFound: there is no such episode.
+        """
+        key = self.check(bearer(request))
+        if key is None or key.episode_id != episode_id:
+            await store.episode(episode_id)
+            raise Forbidden(f"this key is not the key of episode {episode_id}")
+        return key
+
+    def _sign(self, *parts: str) -> str:
+        message = "\0".join((self._job, *parts)).encode()
+        return hmac.new(self._secret, message, hashlib.sha256).hexdigest()[:40]
+
+
+def bearer(request: Request) -> str | None:
+    """The key of a request; also read from `x-api-key`, as some clients send it."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        return key.strip()
+    return request.headers.get("x-api-key")

@@ -1,0 +1,123 @@
+"""Status, events and metrics of a job."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import orjson
+from fastapi import APIRouter
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from palestra.errors import InvalidRequest
+from palestra.gateway.plane import DataPlane
+from palestra.schemas.protocols import Counts
+from palestra.schemas.wire import JobStatus
+
+POLL_SECONDS = 0.5
+KEEPALIVE_SECONDS = 15.0
+
+
+def status_router(plane: DataPlane) -> APIRouter:
+    """The routes for watching."""
+    router = APIRouter(tags=["status"])
+
+    @router.get("/status")
+    async def status(request: Request) -> JobStatus:
+        """Where the job stands."""
+        plane.keys.require_job(request)
+        progress, counts = plane.progress, await plane.store.counts()
+        return JobStatus(
+            job=progress.job,
+            state=progress.state.value,
+            reason=progress.reason,
+            step=progress.step,
+            steps=progress.steps,
+            version=progress.version,
+            policies=list(plane.sessions.context.policies),
+            episodes=_episodes(counts),
+            calls={"in_flight": plane.sessions.in_flight, **plane.sessions.context.counts},
+            last_metrics=progress.last_metrics,
+            seconds_left=progress.seconds_left,
+            run_dir=progress.run_dir,
+        )
+
+    @router.get("/events")
+    async def events(request: Request, after: int = 0, follow: bool = True) -> StreamingResponse:
+        """Server-sent events: all after `after` (or the header `Last-Event-ID`), then new ones as they happen."""
+        plane.keys.require_job(request)
+        last = request.headers.get("last-event-id", str(after))
+        if not last.isascii() or not last.isdigit():
+            raise InvalidRequest(f"Last-Event-ID is {last!r}; it is the number of an event", "last-event-id")
+        return StreamingResponse(_event_stream(plane, int(last), follow), media_type="text/event-stream")
+
+    @router.get("/metrics")
+    async def metrics(request: Request) -> Response:
+        """The same in Prometheus' text format."""
+        plane.keys.require_job(request)
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(_Collector(plane, await plane.store.counts()))
+        return Response(generate_latest(registry), media_type="text/plain; version=0.0.4")
+
+    return router
+
+
+def _episodes(counts: Counts) -> dict[str, int]:
+    return {name: getattr(counts, name) for name in Counts.__slots__}
+
+
+async def _event_stream(plane: DataPlane, last: int, follow: bool) -> AsyncIterator[bytes]:
+    quiet = 0.0
+    while True:
+        found = await plane.store.events(last)
+        for event in found:
+            last = event.event_id
+            data = orjson.dumps({"at": event.at, "kind": event.kind, **event.data}).decode()
+            yield f"id: {event.event_id}\nevent: {event.kind}\ndata: {data}\n\n".encode()
+        if found:
+            quiet = 0.0
+            continue
+        if not follow or plane.progress.over:
+            return
+        await asyncio.sleep(POLL_SECONDS)
+        quiet += POLL_SECONDS
+        if quiet >= KEEPALIVE_SECONDS:
+            quiet = 0.0
+            yield b": still here\n\n"
+
+
+class _Collector(Collector):
+    """Counters and gauges as they are now."""
+
+    def __init__(self, plane: DataPlane, counts: Counts) -> None:
+        self._plane, self._counts = plane, counts
+
+    def collect(self) -> list[Metric]:
+        """See prometheus_client."""
+        plane = self._plane
+        episodes = GaugeMetricFamily("palestra_episodes", "Episodes by state.", labels=["state"])
+        for state, number in _episodes(self._counts).items():
+            episodes.add_metric([state], number)
+        seconds = CounterMetricFamily("palestra_turn_seconds", "Time of calls by state.", labels=["state"])
+        for turn_state, spent in plane.sessions.context.seconds.items():
+            seconds.add_metric([turn_state.value], spent)
+        happened = CounterMetricFamily(
+            "palestra_calls", "What became of model calls, and their tokens.", labels=["what"]
+        )
+        for what, number in plane.sessions.context.counts.items():
+            happened.add_metric([what], number)
+        latest = GaugeMetricFamily("palestra_metric", "The newest row of metrics.jsonl.", labels=["name"])
+        for name, value in plane.progress.last_metrics.items():
+            latest.add_metric([name], value)
+        return [
+            episodes,
+            seconds,
+            happened,
+            latest,
+            GaugeMetricFamily("palestra_step", "Steps that are done.", value=plane.progress.step),
+            GaugeMetricFamily("palestra_calls_in_flight", "Model calls in flight.", value=plane.sessions.in_flight),
+        ]

@@ -1,0 +1,166 @@
+"""Keys and values of the sequences that are being decoded.
+
+Sequences lie in buckets by capacity, which follows from a sequence's own length alone: all rows of a bucket are
+attended to in one call, and what a row is padded to never depends on its neighbours. A row that outgrows its bucket
+moves to the next one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+STEP = 64
+
+
+def capacity_for(length: int) -> int:
+    """The smallest bucket for this many positions: steps of 64 up to 1024, then of a quarter of the size."""
+    step = STEP
+    while length > 16 * step:
+        step *= 2
+    return -(-length // step) * step
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """One sequence's place: `length` positions of `bucket` row `index` are filled."""
+
+    length: int
+    bucket: Bucket = field(init=False)
+    index: int = field(init=False)
+
+
+class Bucket:
+    """Rows of one capacity, kept without gaps. Storage: [layers, 2, rows, key heads, capacity, head dim]."""
+
+    def __init__(
+        self, capacity: int, layers: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.capacity = capacity
+        self.rows: list[Row] = []
+        self.storage = torch.zeros((layers, 2, 4, heads, capacity, dim), dtype=dtype, device=device)
+
+    def add(self, row: Row) -> None:
+        """Give a row a place; its storage is the caller's to fill."""
+        if len(self.rows) == self.storage.shape[2]:
+            self.storage = torch.cat((self.storage, torch.zeros_like(self.storage)), dim=2)
+        row.bucket, row.index = self, len(self.rows)
+        self.rows.append(row)
+
+    def remove(self, row: Row) -> None:
+        """Free a row's place; the last row takes it."""
+        last = self.rows.pop()
+        if last is not row:
+            self.storage[:, :, row.index] = self.storage[:, :, last.index]
+            self.rows[row.index] = last
+            last.index = row.index
+
+
+class KVCache:
+    """All buckets of one engine."""
+
+    def __init__(self, layers: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._shape = (layers, heads, dim, dtype, device)
+        self._buckets: dict[int, Bucket] = {}
+
+    def insert(self, prefix: Tensor) -> Row:
+        """A new row that starts with a prompt's keys and values, [layers, 2, key heads, T, head dim]."""
+        length = prefix.shape[3]
+        row = Row(length)
+        bucket = self._bucket(capacity_for(length + 1))
+        bucket.add(row)
+        bucket.storage[:, :, row.index, :, :length] = prefix
+        return row
+
+    def remove(self, row: Row) -> None:
+        """Forget a row."""
+        row.bucket.remove(row)
+        if not row.bucket.rows:
+            del self._buckets[row.bucket.capacity]
+
+    def make_room(self, row: Row) -> None:
+        """Move a full row to the next bucket."""
+        if row.length < row.bucket.capacity:
+            return
+        old, index = row.bucket, row.index
+        bucket = self._bucket(capacity_for(row.length + 1))
+        content = old.storage[:, :, index].clone()
+        self.remove(row)
+        bucket.add(row)
+        bucket.storage[:, :, row.index, :, : row.length] = content
+
+    def in_order(self) -> list[Bucket]:
+        """Buckets from the smallest; the flat batch of a decoding step lies in this order."""
+        return [self._buckets[capacity] for capacity in sorted(self._buckets)]
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._buckets.clear()
+
+    def _bucket(self, capacity: int) -> Bucket:
+        if capacity not in self._buckets:
+            self._buckets[capacity] = Bucket(capacity, *self._shape)
+        return self._buckets[capacity]
+
+
+class DecodeAttend:
+    """Attention of one decoding step: every row of the cache adds one position and sees all before it."""
+
+    def __init__(self, buckets: list[Bucket]) -> None:
+        self._parts: list[tuple[Bucket, int, Tensor, Tensor]] = []
+        for bucket in buckets:
+            lengths = torch.tensor([row.length for row in bucket.rows], device=bucket.storage.device)
+            places = torch.arange(bucket.capacity, device=bucket.storage.device)
+            mask = (places <= lengths.unsqueeze(1)).view(len(bucket.rows), 1, 1, bucket.capacity)
+            self._parts.append((bucket, len(bucket.rows), lengths, mask))
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """See `Attend`. Rows beyond the cache's (there to keep products above one row) come back as zeros."""
+        heads, dim = query.shape[1], query.shape[3]
+        kv_heads = key.shape[1]
+        out = query.new_zeros((query.shape[2], heads, dim))
+        start = 0
+        for bucket, rows, lengths, mask in self._parts:
+            stop = start + rows
+            keys, values = bucket.storage[layer, 0, :rows], bucket.storage[layer, 1, :rows]
+            index = torch.arange(rows, device=query.device)
+            keys[index, :, lengths] = key[0, :, start:stop].transpose(0, 1)
+            values[index, :, lengths] = value[0, :, start:stop].transpose(0, 1)
+            grouped = query[0, :, start:stop].transpose(0, 1).reshape(rows, kv_heads, heads // kv_heads, dim)
+            seen = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
+            out[start:stop] = seen.reshape(rows, heads, dim)
+            start = stop
+        return out
+
+
+class PrefillAttend:
+    """Causal attention within each of several prompts that lie one after another; keeps their keys and values."""
+
+    def __init__(self, lengths: list[int], layers: int) -> None:
+        self._lengths = lengths
+        self._kept: list[list[Tensor]] = [[] for _ in lengths]
+        self._layers = layers
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """See `Attend`."""
+        pieces = []
+        start = 0
+        for number, length in enumerate(self._lengths):
+            part = slice(start, start + length)
+            keys, values = key[:, :, part], value[:, :, part]
+            self._kept[number].append(torch.stack((keys[0], values[0])))
+            seen = F.scaled_dot_product_attention(
+                query[:, :, part], keys, values, is_causal=True, scale=scale, enable_gqa=True
+            )
+            pieces.append(seen[0].transpose(0, 1))
+            start += length
+        if start < query.shape[2]:  # rows that only keep products above one row
+            pieces.append(query.new_zeros((query.shape[2] - start, query.shape[1], query.shape[3])))
+        return torch.cat(pieces)
+
+    def kept(self) -> list[Tensor]:
+        """Keys and values of each prompt, [layers, 2, key heads, T, head dim]."""
+        return [torch.stack(layers) for layers in self._kept]

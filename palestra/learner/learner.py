@@ -1,0 +1,280 @@
+"""The learner's loop: evaluate, gather, fix the batch, train, publish, save.
+
+A step that was fixed before a restart is trained again from its manifest; one that was not is gathered first. So
+going on after a crash is no special case: the same code runs from the last checkpoint on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+from palestra.algorithms.grpo import ClippedSurrogate
+from palestra.config import JobConfig
+from palestra.errors import ConfigError
+from palestra.learner.batch import Batch, make_batch
+from palestra.learner.evaluation import evaluate
+from palestra.learner.groups import WAKE_SECONDS, gather_groups
+from palestra.learner.reporting import RunFolder
+from palestra.learner.schedule import TaskOrder, learning_rate
+from palestra.ledger import RunStore
+from palestra.schemas.progress import JobProgress
+from palestra.schemas.protocols import Engine, StepReport, Trainer
+from palestra.schemas.records import BatchManifest, Task
+from palestra.schemas.states import JobState
+
+Report = Callable[[str, dict[str, Any]], None]
+
+
+class Learner:
+    """Trains one policy of one job."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        store: RunStore,
+        trainer: Trainer,
+        engine: Engine,
+        folder: RunFolder,
+        progress: JobProgress,
+        report: Report,
+    ) -> None:
+        """`report` is told of every event, as it is recorded."""
+        self._config, self._store, self._trainer, self._engine = config, store, trainer, engine
+        self._folder, self._progress, self._report = folder, progress, report
+        self._policy = config.policy_name
+        self._loss = ClippedSurrogate(config.algorithm.clip_low, config.algorithm.clip_high)
+        self._saving: asyncio.Task[None] | None = None
+        self._saved = 0  # step of the newest checkpoint
+        self._save_seconds = 0.0  # of checkpoints that were finished since the last row
+        self._wall_before = 0.0
+        self._started = time.monotonic()
+        self._stopping = asyncio.Event()
+        self._train_tasks: list[Task] = []
+        self._validation_tasks: list[Task] = []
+
+    def stop(self) -> None:
+        """Finish the step that is being trained, or drop the one that is being gathered; then save and return."""
+        self._stopping.set()
+
+    async def run(self) -> None:
+        """Train until the job's steps are done, or `stop` is called.
+
+        Raises:
+            PalestraError: the job can't go on; the reason is in the message.
+        """
+        await self._restore()
+        self._progress.move(JobState.RUNNING)
+        await self._event("running", {"step": self._progress.step, "version": self._progress.version})
+        await self._unless_stopped(self._wait_for_tasks())
+        await self._evaluate_if_due(0)
+        while self._progress.step < self._config.steps and not self._stopping.is_set():
+            started = time.monotonic()
+            step = self._progress.step + 1
+            manifest, gathered = await self._unless_stopped(self._manifest(step)) or (None, {})
+            if manifest is None:
+                break
+            row = gathered | await self._train(manifest)
+            self._progress.step = step
+            row |= {"step": float(step), "time/step_seconds": time.monotonic() - started}
+            await self._save_if_due(step)
+            row |= await self._evaluate_if_due(step)
+            self._progress.step_seconds.append(time.monotonic() - started)
+            await self._finish_row(step, row)
+        await self._save_now()
+        if self._progress.step >= self._config.steps:
+            self._progress.move(JobState.COMPLETED)
+            await self._event("completed", {"step": self._progress.step})
+        self._store.available.ring()
+
+    async def _unless_stopped(self, work: Any) -> Any:
+        """The result of `work`, or None if the job is stopped first; `work` is cancelled then."""
+        task, stop = asyncio.ensure_future(work), asyncio.ensure_future(self._stopping.wait())
+        try:
+            await asyncio.wait((task, stop), return_when=asyncio.FIRST_COMPLETED)
+            return await task if task.done() else None
+        finally:
+            task.cancel()
+            stop.cancel()
+
+    # Starting, and starting again
+
+    async def _restore(self) -> None:
+        """Load the last good checkpoint, if there is one, and say what the engine samples from."""
+        digest = self._config.digest()
+        known = await self._store.meta("config_digest")
+        if known is not None and known != digest:
+            raise ConfigError(
+                f"the run in {self._folder.path} was started with another configuration of what is trained; "
+                "use its config.toml, or another run_dir"
+            )
+        if known is None:
+            await self._store.set_meta("config_digest", digest)
+        state = await self._trainer.load(self._folder.checkpoints)
+        if state is not None:
+            self._progress.step = self._saved = int(state["step"])
+            self._wall_before = float(state["wall_seconds"])
+        if known is not None and not self._config.deterministic:
+            incarnation = int(await self._store.meta("incarnation") or 0) + 1
+            await self._store.set_meta("incarnation", str(incarnation))
+            self._trainer.begin_incarnation(incarnation)
+        rows = [row for row in await self._store.metrics() if row["step"] <= self._progress.step]
+        self._folder.write_metrics(rows)
+        await self._publish("restore")
+
+    async def _wait_for_tasks(self) -> None:
+        """Tasks come from files, or are pushed by a client until it says that there are no more."""
+        self._progress.phase = "waiting for tasks"
+        seen = self._store.settled.rings
+        while not await self._store.tasks_sealed():
+            await self._store.settled.wait(WAKE_SECONDS, seen)
+            seen = self._store.settled.rings
+        self._train_tasks = await self._store.tasks("train")
+        self._validation_tasks = (await self._store.tasks("validation"))[: self._config.evaluation.max_tasks]
+        if not self._train_tasks:
+            raise ConfigError("the job has no training tasks")
+        self._order = TaskOrder(self._train_tasks, self._config.seed)
+
+    # One step
+
+    async def _manifest(self, step: int) -> tuple[BatchManifest, dict[str, float]]:
+        """What the step trains on: fixed before a restart, or gathered now."""
+        manifest = await self._store.manifest(step)
+        if manifest is not None:
+            self._progress.phase = f"repeating step {step} from its manifest"
+            return manifest, {
+                "time/rollout_seconds": 0.0,
+                "train/groups_dropped": 0.0,
+                "train/episodes_discarded": 0.0,
+            }
+        self._progress.phase = f"gathering step {step}"
+        started = time.monotonic()
+        gathered = await gather_groups(self._store, self._order, step, self._config.rollout)
+        manifest = BatchManifest(
+            step=step,
+            version=self._trainer.version(self._policy),
+            episode_ids=gathered.episode_ids,
+            seed=self._config.seed,
+            config_digest=self._config.digest(),
+        )
+        await self._store.commit_manifest(manifest)
+        return manifest, {
+            "time/rollout_seconds": time.monotonic() - started,
+            "train/groups_dropped": float(gathered.dropped),
+            "train/episodes_discarded": float(gathered.discarded),
+        }
+
+    async def _train(self, manifest: BatchManifest) -> dict[str, float]:
+        """Gradient, update, publication."""
+        self._progress.phase = f"training step {manifest.step}"
+        config, step = self._config, manifest.step
+        trajectories = await self._store.trajectories(manifest.episode_ids)
+        version = self._trainer.version(self._policy)
+        batch = await asyncio.to_thread(
+            make_batch, trajectories, config.algorithm, config.policy.sampling.max_tokens, version
+        )
+        started = time.monotonic()
+        row = batch.metrics | {"train/rows": 0.0, "train/trained_tokens": 0.0}
+        if batch.samples:
+            row |= await self._update(step, batch)
+        row["time/train_seconds"] = time.monotonic() - started
+        started = time.monotonic()
+        await self._publish(f"step {step}")
+        row["time/publish_seconds"] = time.monotonic() - started
+        row["version"] = float(self._trainer.version(self._policy).n)
+        return row
+
+    async def _update(self, step: int, batch: Batch) -> dict[str, float]:
+        rate = learning_rate(self._config.policy.optimizer, step, self._config.steps)
+        reports: list[StepReport] = []
+        for epoch in range(self._config.algorithm.epochs):
+            name = f"step {step} epoch {epoch}"
+            reports.append(
+                await self._trainer.forward_backward(self._policy, batch.samples, self._loss, f"{name} gradient")
+            )
+            update = await self._trainer.optim_step(self._policy, rate, f"{name} update")
+        first, last = reports[0], reports[-1]
+        return {
+            "train/rows": float(last.rows),
+            "train/trained_tokens": float(last.trained_tokens),
+            "train/merged_share": 1.0 - last.forward_tokens / max(last.flat_tokens, 1),
+            "train/loss": last.metrics["loss"],
+            "train/ratio_mean": last.metrics["ratio"],
+            "train/clip_fraction": last.metrics["clipped"],
+            "train/entropy": last.metrics["entropy"],
+            "train/logprob_gap_mean": first.metrics["gap"],
+            "train/logprob_gap_max": first.metrics["gap_max"],
+            "train/grad_norm": update.grad_norm,
+            "train/learning_rate": update.learning_rate,
+        }
+
+    async def _publish(self, name: str) -> None:
+        version = await self._trainer.publish(self._policy, self._engine, f"publish {name}")
+        self._store.policy_version = version
+        self._progress.version = str(version)
+
+    # What surrounds a step
+
+    async def _evaluate_if_due(self, done: int) -> dict[str, float]:
+        every = self._config.evaluation.every_steps
+        due = every and self._validation_tasks and (done % every == 0 or done == self._config.steps)
+        if not due or self._stopping.is_set():
+            return {}
+        if done == 0 and self._progress.step > 0:
+            return {}  # a resumed run has its first evaluation behind it
+        self._progress.phase = f"evaluating after step {done}"
+        row: dict[str, float] = await self._unless_stopped(evaluate(self._store, self._validation_tasks, done)) or {}
+        if row:
+            await self._event("evaluated", {"step": done, **row})
+            if done == 0:
+                await self._finish_row(0, {"step": 0.0, "version": float(self._trainer.version(self._policy).n), **row})
+        return row
+
+    async def _save_if_due(self, step: int) -> None:
+        """Start writing a checkpoint; it goes on while the next episodes are played."""
+        if step % self._config.checkpoint.every_steps == 0 and step < self._config.steps:
+            await self._saving_done()
+            self._saving = asyncio.create_task(self._save(step))
+
+    async def _save_now(self) -> None:
+        await self._saving_done()
+        if self._progress.step > self._saved:
+            await self._save(self._progress.step)
+
+    async def _save(self, step: int) -> None:
+        self._progress.phase = f"saving step {step}"
+        started = time.monotonic()
+        state = {"step": step, "wall_seconds": self._wall(), "config_digest": self._config.digest()}
+        path = await self._trainer.save(self._folder.checkpoints, state, f"save {step}")
+        self._saved = step
+        self._save_seconds += (seconds := time.monotonic() - started)
+        await self._event("saved", {"step": step, "path": str(path), "seconds": seconds})
+
+    async def _saving_done(self) -> None:
+        if self._saving is not None:
+            await self._saving
+            self._saving = None
+
+    async def _finish_row(self, step: int, row: dict[str, float]) -> None:
+        """Record a step's metrics, and show them."""
+        row["wall_seconds"] = self._wall()
+        row["time/checkpoint_seconds"], self._save_seconds = self._save_seconds, 0.0
+        if row.get("time/rollout_seconds"):
+            tokens = row["rollout/prompt_tokens"] + row["rollout/completion_tokens"]
+            row["rollout/tokens_per_second"] = tokens / row["time/rollout_seconds"]
+        await self._store.put_metrics(step, row)
+        self._folder.append_metrics(row)
+        self._progress.last_metrics = row
+        await self._event("step", row)
+        if "validation/reward_mean" in row or step == self._config.steps:
+            rows = await self._store.metrics()
+            await asyncio.to_thread(self._folder.draw_curve, rows, self._config.name)
+
+    async def _event(self, kind: str, data: dict[str, Any]) -> None:
+        await self._store.add_event(kind, data)
+        self._report(kind, data)
+
+    def _wall(self) -> float:
+        return self._wall_before + time.monotonic() - self._started

@@ -1,0 +1,91 @@
+"""The run's folder: `config.toml`, `metrics.jsonl`, `curve.png`; the store holds the truth of both."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from palestra.config import JobConfig, dump_config
+
+Row = Mapping[str, float]
+
+
+class RunFolder:
+    """Files that people and other programs read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def store(self) -> Path:
+        """The run store."""
+        return self.path / "run.db"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints are written."""
+        return self.path / "checkpoints"
+
+    def write_config(self, config: JobConfig) -> None:
+        """The configuration in full, defaults included."""
+        _replace(self.path / "config.toml", dump_config(config).encode())
+
+    def write_metrics(self, rows: Sequence[Row]) -> None:
+        """All rows anew, as after a restart."""
+        _replace(self.path / "metrics.jsonl", b"".join(_line(row) for row in rows))
+
+    def append_metrics(self, row: Row) -> None:
+        """One more row."""
+        with (self.path / "metrics.jsonl").open("ab") as file:
+            file.write(_line(row))
+
+    def draw_curve(self, rows: Sequence[Row], title: str) -> None:
+        """Sampled and validation reward over steps."""
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
+
+        figure = Figure(figsize=(7.2, 4.2), dpi=150, layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.subplots()
+        for name, label, style in (
+            (
+                "train/reward_mean",
+                "sampled episodes (training tasks)",
+                {"color": "#9aa5b1", "marker": ".", "lw": 1.2},
+            ),
+            (
+                "validation/reward_mean",
+                "greedy, held-out tasks",
+                {"color": "#c0392b", "marker": "o", "lw": 2.2},
+            ),
+        ):
+            points = [(row["step"], row[name]) for row in rows if name in row]
+            if points:
+                x, y = zip(*points, strict=True)
+                axes.plot(x, y, label=label, **style)  # type: ignore[arg-type]
+                axes.annotate(f"{y[-1]:.2f}", (x[-1], y[-1]), textcoords="offset points", xytext=(6, 0), va="center")
+        axes.set(xlabel="training step", ylabel="mean reward", title=title)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", alpha=0.25)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.margins(x=0.06)
+        if axes.lines:
+            axes.legend(frameon=False, loc="best")
+        temporary = self.path / ".curve.png"
+        figure.savefig(temporary)
+        temporary.replace(self.path / "curve.png")
+
+
+def _line(row: Row) -> bytes:
+    whole = {name: int(value) if float(value).is_integer() else value for name, value in row.items()}
+    return (json.dumps(whole) + "\n").encode()
+
+
+def _replace(path: Path, content: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_bytes(content)
+    temporary.replace(path)

@@ -1,0 +1,38 @@
+"""Which task a group gets, and which learning rate a step has: functions of the job's configuration alone."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+
+from palestra.config import OptimizerConfig
+from palestra.schemas.records import Task
+
+
+class TaskOrder:
+    """All tasks in a new random order every epoch."""
+
+    def __init__(self, tasks: Sequence[Task], seed: int) -> None:
+        self._tasks, self._seed = tasks, seed
+        self._epoch = -1
+        self._order: list[int] = []
+
+    def task(self, group_index: int) -> Task:
+        """The task of the group with this index."""
+        epoch, place = divmod(group_index, len(self._tasks))
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, list(range(len(self._tasks)))
+            random.Random(f"{self._seed}:{epoch}").shuffle(self._order)
+        return self._tasks[self._order[place]]
+
+
+def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
+    """The learning rate of step `step` (from 1) of `steps`."""
+    if step <= config.warmup_steps:
+        return config.learning_rate * step / config.warmup_steps
+    if config.schedule == "constant":
+        return config.learning_rate
+    done = (step - 1 - config.warmup_steps) / max(1, steps - config.warmup_steps)
+    share = 1.0 - done if config.schedule == "linear" else (1.0 + math.cos(math.pi * done)) / 2
+    return config.learning_rate * share

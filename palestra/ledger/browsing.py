@@ -1,0 +1,99 @@
+"""Looking into a run store from another process, without writing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+import sqlalchemy as sa
+from sqlalchemy import Connection, func, select
+
+from palestra.errors import StoreError
+from palestra.ledger.chats import trajectories
+from palestra.ledger.codec import unpack
+from palestra.ledger.tables import chats, episodes, manifests
+from palestra.ledger.writer import open_engine
+from palestra.schemas.records import Trajectory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EpisodeSummary:
+    """One line of a list."""
+
+    episode_id: str
+    task_id: str
+    state: str
+    reward: float | None
+    calls: int
+    completion_tokens: int
+    attempts: int
+    metadata: dict[str, Any]
+    reason: str | None
+
+
+@contextmanager
+def browse(path: Path) -> Iterator[Connection]:
+    """A read-only connection; a job that is writing meanwhile is not disturbed.
+
+    Raises:
+        StoreError: the file is not a run store.
+    """
+    engine = open_engine(path, "FULL", read_only=True)
+    try:
+        with engine.begin() as connection:
+            yield connection
+    except sa.exc.DatabaseError as error:
+        raise StoreError(f"{path} can't be read as a run store: {error.orig}") from error
+    finally:
+        engine.dispose()
+
+
+def list_episodes(connection: Connection, kind: str | None, state: str | None, limit: int) -> list[EpisodeSummary]:
+    """The newest `limit` episodes, in canonical order, of one kind and state if given."""
+    wanted = select(episodes)
+    if kind is not None:
+        wanted = wanted.where(episodes.c.kind == kind)
+    if state is not None:
+        wanted = wanted.where(episodes.c.state == state)
+    newest = wanted.order_by(
+        func.coalesce(episodes.c.claimed_at, 0).desc(),
+        episodes.c.group_index.desc(),
+        episodes.c.sample_index.desc(),
+    ).limit(limit)
+    rows = sorted(connection.execute(newest), key=lambda r: (r.kind, r.group_index, r.sample_index))
+    return [_summary(connection, row) for row in rows]
+
+
+def manifest_of(connection: Connection, episode_id: str) -> tuple[Trajectory, int | None]:
+    """An episode with its calls, and the step whose batch it is in (None: none yet).
+
+    Raises:
+        NotFound: no such episode.
+    """
+    found = trajectories(connection, [episode_id])[0]
+    step = connection.execute(
+        select(manifests.c.step).where(manifests.c.episode_ids.contains(f'"{episode_id}"'))
+    ).scalar()
+    return found, step
+
+
+def _summary(connection: Connection, row: Any) -> EpisodeSummary:
+    calls = connection.execute(
+        select(chats.c.completion).where(chats.c.episode_id == row.episode_id, chats.c.fence == row.fence)
+    ).scalars()
+    lengths = [len(unpack(blob, "i4")) for blob in calls]
+    return EpisodeSummary(
+        episode_id=row.episode_id,
+        task_id=row.task_id,
+        state=row.state,
+        reward=None if row.rewards is None else float(sum(orjson.loads(row.rewards).values())),
+        calls=len(lengths),
+        completion_tokens=sum(lengths),
+        attempts=row.attempts,
+        metadata=orjson.loads(row.metadata),
+        reason=row.reason if row.state != "completed" else None,
+    )

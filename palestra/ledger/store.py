@@ -1,0 +1,315 @@
+"""The run store as the rest of Palestra sees it: asynchronous, every change on disk when it returns.
+
+What each promise needs of SQLite: with `synchronous=NORMAL` a commit survives the death of the process (kill -9),
+because it is in the operating system's hands; with `FULL`, the default, it also survives the loss of power.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import sqlalchemy as sa
+
+from palestra.config import RolloutConfig, StoreConfig
+from palestra.errors import InvalidRequest, StoreError
+from palestra.ledger import chats, episodes, history
+from palestra.ledger.leases import LeaseBook
+from palestra.ledger.tables import migrate
+from palestra.ledger.writer import Writer, open_engine
+from palestra.schemas.clock import Clock, SystemClock
+from palestra.schemas.protocols import Counts, GroupRecord
+from palestra.schemas.records import (
+    BatchManifest,
+    Chat,
+    Claim,
+    Episode,
+    EpisodeKind,
+    Event,
+    PolicyVersion,
+    Task,
+    Trajectory,
+)
+from palestra.schemas.states import EpisodeState, GroupState
+
+T = TypeVar("T")
+LeaseOver = Callable[[str, int], None]
+
+
+class Bell:
+    """Wakes whoever waits. `rings`, read before looking at the store, makes sure that no ring in between is missed."""
+
+    def __init__(self) -> None:
+        self.rings = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def wait(self, timeout_seconds: float, since: int) -> None:
+        """Return at the next ring, or at once if it rang after `rings` was `since`, or when the time is over."""
+        if self.rings != since:
+            return
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(future)
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                await future
+        except TimeoutError:
+            return
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled():
+                self.ring(1)  # this wake-up was for somebody who will use it
+            raise
+        finally:
+            future.cancel()
+
+    def ring(self, times: int | None = None) -> None:
+        """Wake the first `times` that wait, or all."""
+        left = len(self._waiting) if times is None else times
+        self.rings += 1
+        while left > 0 and self._waiting:
+            future = self._waiting.popleft()
+            if not future.done():
+                future.set_result(None)
+                left -= 1
+
+
+class RunStore:
+    """SQLite behind one writer thread; implements `EpisodeStore`."""
+
+    def __init__(self, path: Path, rollout: RolloutConfig, store: StoreConfig, clock: Clock | None = None) -> None:
+        self.clock: Clock = clock or SystemClock()
+        self.path, self._rollout = path, rollout
+        self.leases = LeaseBook(self.clock, rollout.max_episode_seconds)
+        self.available = Bell()  # rings when an episode can be claimed
+        self.settled = Bell()  # rings when an episode was completed or discarded
+        self.on_lease_over: list[LeaseOver] = []
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._engine = open_engine(path, store.synchronous)
+        try:
+            with self._engine.begin() as connection:
+                migrate(connection)
+                for episode in episodes.live(connection):
+                    self.leases.grant(episode.episode_id, episode.fence, episode.lease_seconds)
+        except sa.exc.DatabaseError as error:
+            raise StoreError(f"{path} is not a run store, or is damaged: {error.orig}") from error
+        self._writer = Writer(self._engine)
+        self._read_engine = open_engine(path, store.synchronous, read_only=True)
+        self._reader = ThreadPoolExecutor(1, "palestra-reader")
+        self.policy_version = PolicyVersion(0, 0)  # what a claim is told; set by the learner
+        self.policy_name = "policy"
+
+    def close(self) -> None:
+        """Finish what was submitted and close the file."""
+        self._writer.close()
+        self._reader.shutdown()
+        self._read_engine.dispose()
+        self._engine.dispose()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def write(self, operation: Callable[[sa.Connection], T], tag: str | None = None) -> T:
+        """Run an operation on the writer's connection."""
+        return await self._writer.submit(operation, tag)
+
+    async def read(self, operation: Callable[[sa.Connection], T]) -> T:
+        """Run a query on a connection of its own; it sees every change that was awaited before."""
+        return await asyncio.get_running_loop().run_in_executor(self._reader, self._query, operation)
+
+    def _query(self, operation: Callable[[sa.Connection], T]) -> T:
+        with self._read_engine.begin() as connection:
+            return operation(connection)
+
+    # Tasks
+
+    async def push_tasks(self, split: str, tasks: Sequence[Task], chunk_id: str) -> int:
+        """See `EpisodeStore`."""
+        return await self.write(lambda c: history.push_tasks(c, split, tasks, chunk_id))
+
+    async def seal_tasks(self) -> None:
+        """See `EpisodeStore`."""
+        await self.write(lambda c: history.set_meta(c, "tasks_sealed", "yes"))
+
+    async def tasks_sealed(self) -> bool:
+        """Whether no more tasks will come."""
+        return await self.read(lambda c: history.get_meta(c, "tasks_sealed")) is not None
+
+    async def tasks(self, split: str) -> list[Task]:
+        """All tasks of a split, in order."""
+        return await self.read(lambda c: history.read_tasks(c, split))
+
+    # Episodes
+
+    async def register_group(self, kind: EpisodeKind, group_index: int, step: int, task: Task, size: int) -> None:
+        """See `EpisodeStore`."""
+        added = await self.write(lambda c: episodes.register_group(c, kind, group_index, step, task, size))
+        self.available.ring(added)
+
+    async def register_adhoc(self, task: Task, request_id: str) -> str:
+        """An episode outside the schedule, to be claimed by its id."""
+        return await self.write(lambda c: episodes.register_adhoc(c, task, request_id))
+
+    async def claim(
+        self, worker_id: str, request_id: str, lease_seconds: float | None, episode_id: str | None = None
+    ) -> Claim | None:
+        """See `EpisodeStore`."""
+        seconds = self._rollout.lease_seconds if lease_seconds is None else lease_seconds
+        if seconds > self._rollout.max_lease_seconds:
+            raise InvalidRequest(
+                f"allow_discard_timeout is {seconds:g} s and this job allows {self._rollout.max_lease_seconds:g} s",
+                "allow_discard_timeout",
+            )
+        now = self.clock.now()
+        found = await self.write(
+            lambda c: episodes.claim(c, worker_id, request_id, seconds, episode_id, now), "claim_commit"
+        )
+        if found is None:
+            return None
+        self.leases.grant(found.episode_id, found.fence, found.lease_seconds)
+        return Claim(episode=found, policy=self.policy_name, version=self.policy_version)
+
+    async def end(
+        self,
+        episode_id: str,
+        fence: int,
+        rewards: Mapping[str, float],
+        step_rewards: Sequence[float] | None,
+        metadata: Mapping[str, Any],
+    ) -> bool:
+        """See `EpisodeStore`."""
+        now = self.clock.now()
+        first = await self.write(
+            lambda c: episodes.end(c, episode_id, fence, rewards, step_rewards, metadata, now), "end_commit"
+        )
+        if first:
+            self._lease_over(episode_id, fence)
+            self.settled.ring()
+        return first
+
+    async def abort(self, episode_id: str, fence: int, reason: str, discard: bool) -> None:
+        """See `EpisodeStore`."""
+        limit, now = self._rollout.max_attempts, self.clock.now()
+        after = await self.write(lambda c: episodes.give_back(c, episode_id, fence, reason, discard, limit, now))
+        self._lease_over(episode_id, fence)
+        if after.state is EpisodeState.REGISTERED:
+            self.available.ring(1)
+        else:
+            self.settled.ring()
+
+    async def expire_leases(self) -> int:
+        """Give back every episode whose lease ran out; returns how many."""
+        over = self.leases.expired()
+        for episode_id, fence in over:
+            await self.abort(episode_id, fence, "lease expired", discard=False)
+            await self.add_event("lease_expired", {"episode_id": episode_id, "fence": fence})
+        return len(over)
+
+    def _lease_over(self, episode_id: str, fence: int) -> None:
+        self.leases.drop(episode_id, fence)
+        for callback in self.on_lease_over:
+            callback(episode_id, fence)
+
+    def hold(self, episode_id: str, fence: int) -> AbstractContextManager[None]:
+        """Keep a lease from running out while the server itself is at work for it."""
+        return self.leases.hold(episode_id, fence)
+
+    async def renew(self, episode_id: str, fence: int) -> None:
+        """Any call of a worker renews its lease.
+
+        Raises:
+            EpisodeLeaseExpired, EpisodeEnded, NotFound: the worker does not hold it.
+        """
+        if not self.leases.renew(episode_id, fence):
+            await self.read(lambda c: episodes.held(c, episode_id, fence))
+
+    async def episode(self, episode_id: str) -> Episode:
+        """See `EpisodeStore`."""
+        return await self.read(lambda c: episodes.read(c, episode_id))
+
+    async def counts(self) -> Counts:
+        """Episodes in each state."""
+        return await self.read(episodes.counts)
+
+    # Groups
+
+    async def groups_of_step(self, kind: EpisodeKind, step: int) -> list[tuple[GroupRecord, list[Episode]]]:
+        """A step's groups in canonical order, each with its episodes."""
+        return await self.read(lambda c: episodes.of_step(c, kind, step))
+
+    async def settle_group(self, kind: EpisodeKind, group_index: int, state: GroupState) -> None:
+        """A group is READY, or DROPPED."""
+        await self.write(lambda c: episodes.settle_group(c, kind, group_index, state))
+
+    async def next_group_index(self, kind: EpisodeKind) -> int:
+        """One more than the largest in use."""
+        return await self.read(lambda c: episodes.next_group_index(c, kind))
+
+    # Calls
+
+    async def append_chat(self, chat: Chat) -> None:
+        """See `EpisodeStore`."""
+        await self.write(partial(chats.append, chat=chat), "chat_commit")
+
+    async def chats(self, episode_id: str, fence: int) -> tuple[Chat, ...]:
+        """See `EpisodeStore`."""
+        return await self.read(lambda c: chats.of_lease(c, episode_id, fence))
+
+    async def trajectories(self, episode_ids: Sequence[str]) -> list[Trajectory]:
+        """See `EpisodeStore`."""
+        return await self.read(lambda c: chats.trajectories(c, episode_ids))
+
+    # History
+
+    async def commit_manifest(self, manifest: BatchManifest) -> None:
+        """See `EpisodeStore`."""
+        await self.write(lambda c: history.commit_manifest(c, manifest), "manifest_commit")
+
+    async def manifest(self, step: int) -> BatchManifest | None:
+        """What a step trains on; None until it is fixed."""
+        return await self.read(lambda c: history.read_manifest(c, step))
+
+    async def put_metrics(self, step: int, data: Mapping[str, float]) -> None:
+        """Write a step's row of metrics."""
+        await self.write(lambda c: history.put_metrics(c, step, data))
+
+    async def metrics(self) -> list[dict[str, float]]:
+        """All rows of metrics, by step."""
+        return await self.read(history.read_metrics)
+
+    async def add_event(self, kind: str, data: Mapping[str, Any]) -> Event:
+        """See `EpisodeStore`."""
+        now = self.clock.now()
+        return await self.write(lambda c: history.add_event(c, kind, data, now))
+
+    async def events(self, after: int, limit: int = 500) -> list[Event]:
+        """Events with a larger id, oldest first."""
+        return await self.read(lambda c: history.read_events(c, after, limit))
+
+    async def meta(self, key: str) -> str | None:
+        """A small fact of the run; None where it was never set."""
+        return await self.read(lambda c: history.get_meta(c, key))
+
+    async def set_meta(self, key: str, value: str) -> None:
+        """Set a small fact of the run."""
+        await self.write(lambda c: history.set_meta(c, key, value))
+
+    async def secret(self) -> bytes:
+        """The secret from which the run's keys are derived; made once."""
+
+        def get_or_make(connection: sa.Connection) -> str:
+            known = history.get_meta(connection, "secret")
+            if known is None:
+                known = secrets.token_hex(32)
+                history.set_meta(connection, "secret", known)
+            return known
+
+        return bytes.fromhex(await self.write(get_or_make))

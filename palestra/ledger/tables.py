@@ -1,0 +1,146 @@
+"""The tables of the run store, and how an older file is brought up to date."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from sqlalchemy import Column, Float, Index, Integer, LargeBinary, String, Table, Text
+
+from palestra.errors import StoreError
+
+SCHEMA_VERSION = 1
+
+metadata = sa.MetaData()
+
+meta = Table("meta", metadata, Column("key", String, primary_key=True), Column("value", Text, nullable=False))
+
+tasks = Table(
+    "tasks",
+    metadata,
+    Column("split", String, primary_key=True),
+    Column("position", Integer, primary_key=True),
+    Column("task_id", String, nullable=False),
+    Column("data", Text, nullable=False),
+    Index("tasks_by_id", "split", "task_id", unique=True),
+)
+
+task_chunks = Table(
+    "task_chunks",
+    metadata,
+    Column("split", String, primary_key=True),
+    Column("chunk_id", String, primary_key=True),
+    Column("digest", String, nullable=False),
+)
+
+groups = Table(
+    "groups",
+    metadata,
+    Column("kind", String, primary_key=True),
+    Column("group_index", Integer, primary_key=True),
+    Column("step", Integer, nullable=False),
+    Column("task_id", String, nullable=False),
+    Column("size", Integer, nullable=False),
+    Column("state", String, nullable=False),
+    Index("groups_by_step", "kind", "step"),
+)
+
+episodes = Table(
+    "episodes",
+    metadata,
+    Column("episode_id", String, primary_key=True),
+    Column("kind", String, nullable=False),
+    Column("group_index", Integer, nullable=False),
+    Column("sample_index", Integer, nullable=False),
+    Column("task_id", String, nullable=False),
+    Column("task_data", Text, nullable=False),
+    Column("state", String, nullable=False),
+    Column("fence", Integer, nullable=False, default=0),
+    Column("attempts", Integer, nullable=False, default=0),
+    Column("lease_seconds", Float, nullable=False, default=0.0),
+    Column("worker_id", String),
+    Column("claim_request_id", String, unique=True),
+    Column("rewards", Text),
+    Column("step_rewards", Text),
+    Column("metadata", Text, nullable=False, default="{}"),
+    Column("end_digest", String),
+    Column("reason", Text),
+    Column("claimed_at", Float),
+    Column("ended_at", Float),
+    Index("episodes_of_group", "kind", "group_index", "sample_index", unique=True),
+    Index("episodes_by_state", "state", "kind", "group_index", "sample_index"),
+)
+
+chats = Table(
+    "chats",
+    metadata,
+    Column("episode_id", String, primary_key=True),
+    Column("fence", Integer, primary_key=True),
+    Column("idx", Integer, primary_key=True),
+    Column("time_step", Integer, nullable=False),
+    Column("agent", String, nullable=False),
+    Column("policy", String, nullable=False),
+    Column("parent", Integer),
+    Column("shared", Integer, nullable=False),  # leading prompt ids taken from the parent, not stored again
+    Column("shared_messages", Integer, nullable=False),  # leading messages taken from the parent, likewise
+    Column("messages", Text, nullable=False),  # the other messages, JSON
+    Column("reply", Text, nullable=False),
+    Column("prompt_tail", LargeBinary, nullable=False),  # the other prompt ids: zlib of int32
+    Column("completion", LargeBinary, nullable=False),  # zlib of int32
+    Column("logprobs", LargeBinary, nullable=False),  # zlib of float32
+    Column("versions", Text, nullable=False),  # [[incarnation, n, count], …]
+    Column("finish_reason", String, nullable=False),
+    Column("temperature", Float, nullable=False),
+    Column("max_tokens", Integer, nullable=False),
+    Column("seed", String, nullable=False),  # up to 64 bits, which SQLite's integers don't hold unsigned
+    Column("request_digest", String, nullable=False),
+    Column("started_at", Float, nullable=False),
+    Column("finished_at", Float, nullable=False),
+    sqlite_with_rowid=False,
+)
+
+manifests = Table(
+    "manifests",
+    metadata,
+    Column("step", Integer, primary_key=True),
+    Column("incarnation", Integer, nullable=False),
+    Column("n", Integer, nullable=False),
+    Column("episode_ids", Text, nullable=False),
+    Column("seed", String, nullable=False),
+    Column("config_digest", String, nullable=False),
+)
+
+metric_rows = Table(
+    "metric_rows", metadata, Column("step", Integer, primary_key=True), Column("data", Text, nullable=False)
+)
+
+events = Table(
+    "events",
+    metadata,
+    Column("event_id", Integer, primary_key=True, autoincrement=True),
+    Column("at", Float, nullable=False),
+    Column("kind", String, nullable=False),
+    Column("data", Text, nullable=False),
+)
+
+# One entry a version: the statements that lead from version i to i + 1. Version 0 is an empty file.
+MIGRATIONS: tuple[tuple[str, ...], ...] = ((),)
+
+
+def migrate(connection: sa.Connection) -> None:
+    """Create the tables, or bring an older file to `SCHEMA_VERSION`, in the caller's transaction.
+
+    Raises:
+        StoreError: the file was written by a newer version of Palestra.
+    """
+    found = connection.exec_driver_sql("PRAGMA user_version").scalar_one()
+    if found > SCHEMA_VERSION:
+        raise StoreError(
+            f"this run store has version {found} and this Palestra reads up to {SCHEMA_VERSION}; upgrade Palestra"
+        )
+    if found == 0:
+        metadata.create_all(connection)
+    else:
+        for version in range(found, SCHEMA_VERSION):
+            for statement in MIGRATIONS[version]:
+                connection.exec_driver_sql(statement)
+    if found != SCHEMA_VERSION:
+        connection.exec_driver_sql(f"PRAGMA user_version = {SCHEMA_VERSION}")

@@ -1,0 +1,156 @@
+"""One thread that owns the only writing connection, and commits whatever has gathered in one transaction.
+
+A caller awaits the commit, never the disk on the event loop; under load many calls share one fsync.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import sqlalchemy as sa
+
+from palestra.errors import PalestraError, StoreError
+from palestra.faults import fault_point
+
+T = TypeVar("T")
+MAX_BATCH = 256
+
+
+@dataclass(slots=True)
+class _Operation:
+    run: Callable[[sa.Connection], Any]
+    tag: str | None  # names its fault points, e.g. `chat_commit`
+    loop: asyncio.AbstractEventLoop
+    future: asyncio.Future[Any]
+    result: Any = None
+    error: BaseException | None = field(default=None)
+
+
+def open_engine(path: Path, synchronous: str, read_only: bool = False) -> sa.Engine:
+    """A SQLAlchemy engine on a SQLite file in WAL mode, whose transactions begin with BEGIN IMMEDIATE."""
+    target = f"file:{path}?mode=ro" if read_only else f"file:{path}"
+    engine = sa.create_engine(
+        f"sqlite+pysqlite:///{target}&uri=true" if read_only else f"sqlite+pysqlite:///{target}?uri=true",
+        poolclass=sa.pool.StaticPool,
+        connect_args={"check_same_thread": False},
+    )
+
+    @sa.event.listens_for(engine, "connect")
+    def _configure(connection: Any, _record: Any) -> None:
+        connection.isolation_level = None
+        if not read_only:
+            connection.execute("PRAGMA journal_mode=WAL")
+            connection.execute(f"PRAGMA synchronous={synchronous}")
+        connection.execute("PRAGMA busy_timeout=10000")
+        connection.execute("PRAGMA cache_size=-32768")
+
+    @sa.event.listens_for(engine, "begin")
+    def _begin(connection: sa.Connection) -> None:
+        connection.exec_driver_sql("BEGIN" if read_only else "BEGIN IMMEDIATE")
+
+    return engine
+
+
+class Writer:
+    """Runs operations in order, groups of them in one transaction.
+
+    An operation that raises a `PalestraError` must do so before it writes. Any other error undoes the group,
+    whose operations are then tried one by one, so that one bad operation never takes others with it.
+    """
+
+    def __init__(self, engine: sa.Engine) -> None:
+        self._engine = engine
+        self._queue: queue.SimpleQueue[_Operation | None] = queue.SimpleQueue()
+        self._closed = False
+        self._thread = threading.Thread(target=self._loop, name="palestra-writer", daemon=True)
+        self._thread.start()
+
+    async def submit(self, run: Callable[[sa.Connection], T], tag: str | None = None) -> T:
+        """Run an operation and return its result when it is on disk.
+
+        A caller that is cancelled does not take the operation back: it is committed all the same.
+        """
+        if self._closed:
+            raise StoreError("the run store is closed")
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+        self._queue.put(_Operation(run, tag, loop, future))
+        return await future
+
+    def close(self) -> None:
+        """Finish what was submitted, then stop."""
+        self._closed = True
+        self._queue.put(None)
+        self._thread.join()
+
+    def _loop(self) -> None:
+        with self._engine.connect() as connection:
+            while (first := self._queue.get()) is not None:
+                group = [first]
+                last = False
+                while len(group) < MAX_BATCH and not last:
+                    try:
+                        following = self._queue.get_nowait()
+                    except queue.Empty:
+                        break
+                    if following is None:
+                        last = True
+                    else:
+                        group.append(following)
+                self._commit(connection, group)
+                if last:
+                    return
+
+    def _commit(self, connection: sa.Connection, group: list[_Operation]) -> None:
+        try:
+            self._transaction(connection, group)
+        except Exception as error:  # noqa: BLE001 - handed to the callers
+            if len(group) == 1:
+                group[0].error = error
+                _deliver(group)
+            else:
+                for operation in group:
+                    operation.result = operation.error = None
+                    self._commit(connection, [operation])
+        else:
+            _deliver(group)
+
+    def _transaction(self, connection: sa.Connection, group: list[_Operation]) -> None:
+        with connection.begin():
+            for operation in group:
+                try:
+                    operation.result = operation.run(connection)
+                except PalestraError as error:
+                    operation.error = error
+            for operation in group:
+                if operation.tag and operation.error is None:
+                    fault_point(f"before_{operation.tag}")
+        for operation in group:
+            if operation.tag and operation.error is None:
+                fault_point(f"after_{operation.tag}")
+
+
+def _deliver(group: list[_Operation]) -> None:
+    """Hand results to the event loops: one wake-up for all operations of a loop."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[_Operation]] = {}
+    for operation in group:
+        by_loop.setdefault(operation.loop, []).append(operation)
+    for loop, operations in by_loop.items():
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(_resolve, operations)
+
+
+def _resolve(operations: list[_Operation]) -> None:
+    for operation in operations:
+        if operation.future.done():
+            continue
+        if operation.error is not None:
+            operation.future.set_exception(operation.error)
+        else:
+            operation.future.set_result(operation.result)

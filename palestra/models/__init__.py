@@ -1,0 +1,1 @@
+"""Weights and the forward pass, shared by inference and training."""

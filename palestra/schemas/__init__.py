@@ -1,0 +1,1 @@
+"""Records, states and protocols that more than one room uses."""

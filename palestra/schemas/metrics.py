@@ -1,0 +1,75 @@
+"""Every metric of `metrics.jsonl`, once: name, unit, formula. Docs, dashboard and checks are made from this table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One column of `metrics.jsonl`."""
+
+    name: str
+    unit: str
+    formula: str
+
+
+METRICS = (
+    Metric("step", "steps", "Number of this training step, from 1."),
+    Metric("version", "updates", "n of the policy version after the step."),
+    Metric("train/reward_mean", "reward", "Mean of the rewards of all completed episodes of the step's batch."),
+    Metric("train/reward_std", "reward", "Population standard deviation of the same rewards."),
+    Metric("train/episodes", "episodes", "Completed episodes in the batch."),
+    Metric("train/groups_zero_variance", "groups", "Groups whose rewards are all equal: advantage 0, skipped."),
+    Metric("train/groups_dropped", "groups", "Groups of this step that lost too many episodes and were replaced."),
+    Metric("train/episodes_discarded", "episodes", "Episodes of the batch's groups that were discarded."),
+    Metric(
+        "train/episodes_without_tokens",
+        "episodes",
+        "Completed episodes in which nothing was sampled: no row.",
+    ),
+    Metric("train/rows", "rows", "TrainSamples that entered the loss."),
+    Metric("train/trained_tokens", "tokens", "Sampled tokens that entered the loss, each once per epoch."),
+    Metric(
+        "train/merged_share",
+        "ratio",
+        "1 - tokens forwarded / tokens of the flat rows: saved by shared prefixes.",
+    ),
+    Metric("train/loss", "nats", "Sum over trained tokens of weight x clipped surrogate, last epoch."),
+    Metric("train/ratio_mean", "ratio", "Mean over trained tokens of pi(token) / behaviour(token)."),
+    Metric("train/clip_fraction", "ratio", "Share of trained tokens where the clipped term is the smaller one."),
+    Metric("train/entropy", "nats", "Mean over trained tokens of the policy's entropy at that position."),
+    Metric(
+        "train/logprob_gap_mean",
+        "nats",
+        "Mean of |trainer's logprob - engine's logprob| over trained tokens, before the first update of the step.",
+    ),
+    Metric("train/logprob_gap_max", "nats", "Largest such difference."),
+    Metric("train/grad_norm", "1", "Global L2 norm of the gradient before clipping."),
+    Metric("train/learning_rate", "1", "Learning rate of the update."),
+    Metric("rollout/prompt_tokens", "tokens", "Prompt tokens of all calls of the batch."),
+    Metric("rollout/completion_tokens", "tokens", "Sampled tokens of all calls of the batch."),
+    Metric("rollout/truncated_share", "ratio", "Share of calls that ended at max_tokens."),
+    Metric("rollout/tokens_per_second", "tokens/s", "Prompt and completion tokens / time/rollout_seconds."),
+    Metric(
+        "rollout/staleness_max",
+        "versions",
+        "Largest n(policy before the step) - n(token) over trained tokens.",
+    ),
+    Metric("time/rollout_seconds", "s", "From the first episode's registration to the last one's end."),
+    Metric("time/train_seconds", "s", "Forward, backward and optimizer."),
+    Metric("time/publish_seconds", "s", "Handing the weights to the engine."),
+    Metric(
+        "time/checkpoint_seconds",
+        "s",
+        "Writing a checkpoint, which goes on beside the next rollout; on the row of the step in which it ended.",
+    ),
+    Metric("time/step_seconds", "s", "The whole step, evaluation left out."),
+    Metric("validation/reward_mean", "reward", "Mean reward of the scored validation episodes, greedy."),
+    Metric("validation/scored", "episodes", "Validation episodes that got a reward."),
+    Metric("validation/total", "episodes", "Validation episodes in all; the mean is over `scored` of them."),
+    Metric("time/validation_seconds", "s", "The whole evaluation."),
+    Metric("wall_seconds", "s", "Seconds since the job was first started, without the time it was stopped."),
+)
+
+METRIC_NAMES = frozenset(metric.name for metric in METRICS)

@@ -1,0 +1,45 @@
+"""Where a job stands: written by the learner, read by `/status`, the terminal and the client."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from palestra.schemas.states import JobState, check_transition
+
+
+@dataclass(kw_only=True, slots=True)
+class JobProgress:
+    """The live state of one job."""
+
+    job: str
+    steps: int
+    run_dir: str
+    state: JobState = JobState.STARTING
+    reason: str | None = None
+    phase: str = "starting"  # what it is doing, for people
+    step: int = 0  # steps that are done
+    version: str = "0.0"
+    last_metrics: dict[str, float] = field(default_factory=dict)
+    step_seconds: list[float] = field(default_factory=list)  # the last few, evaluation included
+
+    def move(self, following: JobState, reason: str | None = None) -> None:
+        """Change the state.
+
+        Raises:
+            IllegalTransition: the lifecycle does not allow it.
+        """
+        check_transition(f"job {self.job}", self.state, following)
+        self.state, self.reason = following, reason
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more will happen."""
+        return self.state in (JobState.COMPLETED, JobState.FAILED, JobState.CANCELLED)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Steps left times the mean of the last steps; None until two are done."""
+        if len(self.step_seconds) < 2:
+            return None
+        recent = self.step_seconds[-10:]
+        return (self.steps - self.step) * sum(recent) / len(recent)

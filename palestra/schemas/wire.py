@@ -1,0 +1,155 @@
+"""Bodies of the data plane, one class each way; the gateway checks them and the client builds them."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
+
+FiniteFloat = Annotated[float, Field(allow_inf_nan=False, strict=True)]
+Name = Annotated[str, Field(min_length=1, max_length=200)]
+
+
+class Body(BaseModel):
+    """Base of all bodies: unknown keys are refused, numbers are finite."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TaskBody(Body):
+    """One task."""
+
+    id: Name | None = Field(None, description="None: made from the data, so that equal tasks have equal ids.")
+    data: dict[str, JsonValue]
+
+
+class PushTasks(Body):
+    """`POST /tasks`. Idempotent by `chunk_id`."""
+
+    split: Literal["train", "validation"] = "train"
+    chunk_id: Name = Field(description="The client's name of this chunk; the same again is a no-op.")
+    tasks: tuple[TaskBody, ...] = Field(max_length=10_000)
+    final: bool = Field(False, description="No more tasks will come, in either split; the job starts.")
+
+
+class TasksPushed(Body):
+    """How many tasks the split has now."""
+
+    split: str
+    total: int
+
+
+class RegisterEpisode(Body):
+    """`POST /register_episode`: an episode outside the schedule, recorded and never trained on."""
+
+    task: TaskBody
+    request_id: Name = Field(description="The client's name of this request; the same again gives the same episode.")
+
+
+class EpisodeRegistered(Body):
+    """Claim it with `episode_id`."""
+
+    episode_id: str
+
+
+class ClaimEpisode(Body):
+    """`POST /claim_episode`."""
+
+    worker_id: Name = "worker"
+    request_id: Name = Field(description="A retry with the same id gets the same claim.")
+    wait_seconds: float = Field(0.0, ge=0, allow_inf_nan=False, description="How long to wait for an episode.")
+    allow_discard_timeout: float | None = Field(
+        None, gt=0, allow_inf_nan=False, description="Lease in seconds; None: the job's `lease_seconds`."
+    )
+    episode_id: Name | None = Field(None, description="Only this episode; None: the next in order.")
+
+
+class ClaimedEpisode(Body):
+    """What a worker needs to play one episode."""
+
+    episode_id: str
+    kind: str
+    task_id: str
+    task: dict[str, JsonValue]
+    base_url: str = Field(description="For an OpenAI client.")
+    api_key: str = Field(description="Opens this episode, under this lease, and nothing else.")
+    model: str
+    version: str
+    lease_seconds: float
+
+
+class ClaimAnswer(Body):
+    """`claimed` with an episode; `waiting`: none now, ask again; `finished`: the job is over."""
+
+    status: Literal["claimed", "waiting", "finished"]
+    episode: ClaimedEpisode | None = None
+    job_state: str
+
+
+class HeartbeatEpisode(Body):
+    """`POST /heartbeat_episode`."""
+
+    episode_id: Name
+
+
+class EndEpisode(Body):
+    """`POST /end_episode`. The same body again is answered 200; another reward 409."""
+
+    episode_id: Name
+    reward: FiniteFloat | None = Field(None, description="One reward for the episode; or `rewards`.")
+    rewards: dict[Name, FiniteFloat] | None = Field(None, description="Rewards by agent.")
+    step_rewards: tuple[FiniteFloat, ...] | None = Field(None, description="Rewards by TimeStep.")
+    metadata: dict[str, JsonValue] = Field(default_factory=dict)
+
+
+class AbortEpisode(Body):
+    """`POST /abort_episode`: it failed for a reason that is not the policy's; no reward, nothing trained."""
+
+    episode_id: Name
+    reason: str = Field("", max_length=2000)
+    discard: bool = Field(False, description="True: never try it again; False: give it back for another attempt.")
+
+
+class EpisodeAnswer(Body):
+    """An episode after a change."""
+
+    episode_id: str
+    state: str
+
+
+class JobStatus(Body):
+    """`GET /status`."""
+
+    job: str
+    state: str
+    reason: str | None = Field(description="Why it failed or is waiting; None otherwise.")
+    step: int = Field(description="Steps that are done.")
+    steps: int
+    version: str
+    policies: list[str]
+    episodes: dict[str, int]
+    calls: dict[str, float]
+    last_metrics: dict[str, float]
+    seconds_left: float | None = Field(description="Estimated; None until two steps are done.")
+    run_dir: str
+
+
+class ErrorBody(Body):
+    """OpenAI's error shape."""
+
+    message: str
+    type: str
+    code: str
+    param: str | None = None
+
+
+class ErrorAnswer(Body):
+    """All answers of 400 and above."""
+
+    error: ErrorBody
+
+
+def task_id_of(task: TaskBody) -> str:
+    """The task's id, or one made from its data."""
+    return task.id or "t" + hashlib.sha256(task.model_dump_json(include={"data"}).encode()).hexdigest()[:15]

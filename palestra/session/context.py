@@ -1,0 +1,61 @@
+"""What all sessions of a model server share."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from palestra.chat import Renderer
+from palestra.config import PolicyConfig
+from palestra.errors import NotFound
+from palestra.ledger import RunStore
+from palestra.schemas.clock import Clock
+from palestra.schemas.protocols import Engine
+from palestra.schemas.records import Chat
+from palestra.schemas.states import TurnState
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyRuntime:
+    """What a session needs of one policy."""
+
+    config: PolicyConfig
+    renderer: Renderer
+    engine: Engine
+    stop_ids: frozenset[int]
+    decode: Callable[[Sequence[int]], str]  # ids to text, control tokens included
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SessionContext:
+    """Store, policies, the job's seed, and the counters that `/status` and `/metrics` show."""
+
+    store: RunStore
+    policies: Mapping[str, PolicyRuntime]
+    seed: int
+    counts: Counter[str] = field(default_factory=Counter)
+    seconds: dict[TurnState, float] = field(default_factory=dict)  # spent in each state, over all calls
+
+    @property
+    def clock(self) -> Clock:
+        """The store's clock."""
+        return self.store.clock
+
+    def runtime(self, policy: str) -> PolicyRuntime:
+        """A policy by name.
+
+        Raises:
+            NotFound: no such policy.
+        """
+        runtime = self.policies.get(policy)
+        if runtime is None:
+            raise NotFound(f"there is no model {policy!r} here; this job has {', '.join(map(repr, self.policies))}")
+        return runtime
+
+    def count(self, chat: Chat) -> None:
+        """Add a finished call to the counters."""
+        self.counts["calls"] += 1
+        self.counts["prompt_tokens"] += len(chat.prompt_ids)
+        self.counts["completion_tokens"] += len(chat.completion_ids)
+        self.counts["reused_prompt_tokens"] += chat.shared

@@ -1,0 +1,60 @@
+"""All open sessions of a model server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from palestra.errors import EpisodeLeaseExpired, TooManyRequests
+from palestra.schemas.states import EpisodeState
+from palestra.session.context import SessionContext
+from palestra.session.session import EpisodeSession
+
+
+class Sessions:
+    """Opens sessions, closes them when their leases end, and limits the calls in flight."""
+
+    def __init__(self, context: SessionContext, max_waiting_calls: int) -> None:
+        self.context = context
+        self.in_flight = 0
+        self._limit = max_waiting_calls
+        self._open: dict[tuple[str, int], EpisodeSession] = {}
+        context.store.on_lease_over.append(self._lease_over)
+
+    async def open(self, episode_id: str, fence: int) -> EpisodeSession:
+        """The session of a lease, rebuilt from the store where it is not in memory; renews the lease.
+
+        Raises:
+            EpisodeLeaseExpired, EpisodeEnded, NotFound: the lease is not, or no longer, the episode's.
+        """
+        store = self.context.store
+        await store.renew(episode_id, fence)
+        session = self._open.get((episode_id, fence))
+        if session is None:
+            episode = await store.episode(episode_id)
+            recorded = await store.chats(episode_id, fence)
+            if episode.fence != fence or episode.state is not EpisodeState.CLAIMED:
+                await store.renew(episode_id, fence)  # raises what is the matter
+            session = self._open.setdefault((episode_id, fence), EpisodeSession(self.context, episode, recorded))
+        return session
+
+    @contextmanager
+    def admitted(self) -> Iterator[None]:
+        """A place for one call.
+
+        Raises:
+            TooManyRequests: all places are taken.
+        """
+        if self.in_flight >= self._limit:
+            self.context.counts["calls_refused"] += 1
+            raise TooManyRequests(f"{self.in_flight} calls are in flight, which is the limit; try again soon")
+        self.in_flight += 1
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+
+    def _lease_over(self, episode_id: str, fence: int) -> None:
+        session = self._open.pop((episode_id, fence), None)
+        if session is not None:
+            session.terminate(EpisodeLeaseExpired(f"episode {episode_id} ended, or its lease ran out, during the call"))

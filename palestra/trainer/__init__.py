@@ -1,0 +1,1 @@
+"""Master weights, gradients and checkpoints."""

@@ -1,0 +1,109 @@
+"""Checkpoints: a folder that is whole or not there, with a hash of every file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from palestra.errors import CheckpointError
+from palestra.faults import fault_point
+
+log = logging.getLogger("palestra.checkpoint")
+INDEX = "checkpoint.json"
+_BLOCK = 1 << 22
+
+
+def write(folder: Path, step: int, fill: Callable[[Path], object], state: Mapping[str, Any], keep: int) -> Path:
+    """Write `folder/step-NNNNNN`: fill a temporary folder, hash and fsync its files, rename it, drop the oldest.
+
+    Raises:
+        CheckpointError: the disk is full, or can't be written to; what was there before is untouched.
+    """
+    final = folder / f"step-{step:06d}"
+    temporary = folder / f".writing-{step:06d}"
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        fill(temporary)
+        files = sorted(p for p in temporary.rglob("*") if p.is_file())
+        index = {
+            "step": step,
+            "state": dict(state),
+            "files": {str(p.relative_to(temporary)): _digest(p) for p in files},
+        }
+        (temporary / INDEX).write_text(json.dumps(index, indent=1))
+        _sync(temporary / INDEX)
+        _sync(temporary)
+        if final.exists():  # a damaged one of the same step, or one of a lineage that did not survive
+            shutil.rmtree(final)
+        fault_point("before_checkpoint_rename")
+        temporary.rename(final)
+        _sync(folder)
+        fault_point("after_checkpoint_rename")
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError(f"checkpoint of step {step} could not be written to {folder}: {error}") from error
+    for old in found(folder)[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def newest_good(folder: Path) -> tuple[Path, dict[str, Any]] | None:
+    """The newest checkpoint whose files all have their hashes, and its state; None where there is none at all.
+
+    Raises:
+        CheckpointError: there are some, and all are damaged.
+    """
+    there = found(folder)
+    for path in reversed(there):
+        problem = _problem(path)
+        if problem is None:
+            state: dict[str, Any] = json.loads((path / INDEX).read_text())["state"]
+            return path, state
+        log.warning("%s is damaged (%s); trying the one before", path, problem)
+    if there:
+        raise CheckpointError(
+            f"every checkpoint in {folder} is damaged; move the folder away to train again from the recorded episodes"
+        )
+    return None
+
+
+def found(folder: Path) -> list[Path]:
+    """Finished checkpoints, oldest first."""
+    return sorted(folder.glob("step-[0-9]*"))
+
+
+def _problem(path: Path) -> str | None:
+    try:
+        files: dict[str, str] = json.loads((path / INDEX).read_text())["files"]
+        for name, digest in files.items():
+            if _digest(path / name, sync=False) != digest:
+                return f"{name} has another hash"
+    except (OSError, ValueError, KeyError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _digest(path: Path, sync: bool = True) -> str:
+    """SHA-256 of a file, which is on disk afterwards."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+        if sync:
+            os.fsync(file.fileno())
+    return digest.hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,152 @@
+"""Rows to trees: what rows have in common is computed once.
+
+The episodes of a group share their prompt, so most of a flat batch is repetition. Rows that begin alike are merged
+into a tree of tokens, in which each token sees its ancestors only; the gradient of a shared token is then the sum of
+the gradients that its copies would have had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from palestra.schemas.records import TrainSample
+
+
+class Tree:
+    """Rows merged on their common beginnings. Nodes are tokens, in the order in which they were added."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.positions: list[int] = []
+        self.runs: list[tuple[int, int, int]] = []  # (first node, one past the last, parent node or -1)
+        self.paths: list[NDArray[np.int64]] = []  # for each row its nodes, [N]
+        self._rows: list[NDArray[np.int32]] = []
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def shared(self, row: NDArray[np.int32]) -> tuple[int, int]:
+        """(tokens that the row has in common with the best of the rows so far, number of that row)."""
+        best, which = 0, -1
+        for number, known in enumerate(self._rows):
+            common = _common(known, row)
+            if common > best:
+                best, which = common, number
+        return best, which
+
+    def add(self, row: NDArray[np.int32]) -> None:
+        """Add a row; only what is new of it becomes nodes."""
+        common, which = self.shared(row)
+        old = self.paths[which][:common] if common else np.empty(0, np.int64)
+        first, last = len(self.ids), len(self.ids) + len(row) - common
+        if last > first:
+            self.runs.append((first, last, int(old[-1]) if common else -1))
+            self.ids.extend(row[common:].tolist())
+            self.positions.extend(range(common, len(row)))
+        self.paths.append(np.concatenate((old, np.arange(first, last))))
+        self._rows.append(row)
+
+    def mask(self) -> Tensor | None:
+        """[n, n] bool, row i True at i and its ancestors; None where the tree is a single chain."""
+        if len(self.runs) == 1:
+            return None
+        seen = torch.zeros((len(self), len(self)), dtype=torch.bool)
+        for first, last, parent in self.runs:
+            if parent >= 0:
+                seen[first:last, :first] = seen[parent, :first]
+            seen[first:last, first:last] = torch.ones((last - first, last - first), dtype=torch.bool).tril()
+        return seen
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    """Trees that go through the model together, and the samples in them."""
+
+    trees: list[Tree] = field(default_factory=list)
+    samples: list[tuple[TrainSample, int, NDArray[np.int64]]] = field(default_factory=list)  # with offset and path
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are computed."""
+        return sum(map(len, self.trees))
+
+    def targets(self) -> dict[str, Tensor]:
+        """For each trained token, in order of the samples: the node that predicts it, and what the loss needs."""
+        columns: dict[str, list[NDArray[np.generic]]] = {
+            name: [] for name in ("source", "target", "behaviour", "advantage", "weight", "temperature")
+        }
+        for sample, offset, path in self.samples:
+            trained = np.flatnonzero(sample.loss_mask)
+            columns["source"].append(path[trained - 1] + offset)
+            columns["target"].append(sample.ids[trained].astype(np.int64))
+            columns["behaviour"].append(sample.logprobs[trained])
+            columns["advantage"].append(sample.advantages[trained])
+            columns["weight"].append(sample.weights[trained])
+            columns["temperature"].append(np.full(len(trained), sample.temperature, np.float32))
+        return {name: torch.from_numpy(np.concatenate(parts)) for name, parts in columns.items()}
+
+
+def pack(samples: Sequence[TrainSample], max_tokens: int) -> list[MicroBatch]:
+    """Micro-batches of at most `max_tokens` computed tokens (more only where one row alone has more).
+
+    The order of the samples is kept, so the same samples in the same order give the same arithmetic.
+    """
+    batches: list[MicroBatch] = []
+    tree: Tree | None = None
+    for sample in samples:
+        if sample.loss_mask[0]:
+            raise ValueError(f"the first token of a row of episode {sample.episode_id} can't be a sampled one")
+        length = len(sample.ids)
+        new = length if tree is None else length - tree.shared(sample.ids)[0]
+        if not batches or batches[-1].tokens + new > max_tokens:
+            batches.append(MicroBatch())
+            tree, new = None, length
+        if tree is None or new == length:
+            tree = Tree()
+            batches[-1].trees.append(tree)
+        offset = batches[-1].tokens - len(tree)
+        tree.add(sample.ids)
+        batches[-1].samples.append((sample, offset, tree.paths[-1]))
+    return batches
+
+
+class TreeAttend:
+    """Attention within each tree of a micro-batch; see `Attend`."""
+
+    def __init__(self, trees: Sequence[Tree], device: torch.device) -> None:
+        self._parts = []
+        for tree in trees:
+            mask = tree.mask()
+            self._parts.append((len(tree), None if mask is None else mask.to(device)))
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """[1, H, N, D] and [1, K, N, D] to [N, H, D]."""
+        pieces, start = [], 0
+        for length, mask in self._parts:
+            part = slice(start, start + length)
+            seen = F.scaled_dot_product_attention(
+                query[:, :, part],
+                key[:, :, part],
+                value[:, :, part],
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=scale,
+                enable_gqa=True,
+            )
+            pieces.append(seen[0].transpose(0, 1))
+            start += length
+        return torch.cat(pieces)
+
+
+def _common(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
+    """Length of the common beginning."""
+    shortest = min(len(a), len(b))
+    different = np.flatnonzero(a[:shortest] != b[:shortest])
+    return int(different[0]) if len(different) else shortest

@@ -1,0 +1,226 @@
+"""The trainer: float32 master weights, bf16 compute, AdamW, in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import safetensors.torch
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint as recompute
+
+from palestra.config import CheckpointConfig, OptimizerConfig, TrainerConfig
+from palestra.errors import CheckpointError
+from palestra.faults import fault_point
+from palestra.models.causal_lm import CausalLM, set_threads
+from palestra.schemas.protocols import Engine, OptimReport, StepReport
+from palestra.schemas.records import PolicyVersion, TrainSample
+from palestra.trainer import checkpoint
+from palestra.trainer.packing import MicroBatch, TreeAttend, pack
+from palestra.trainer.serial import Serial
+
+T = TypeVar("T")
+Loss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
+_OPTIMIZER_FILE = "optimizer.safetensors"
+
+
+class TorchTrainer:
+    """Implements `Trainer` for one policy."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        tokenizer: Any,
+        policy: str,
+        optimizer: OptimizerConfig,
+        config: TrainerConfig,
+        checkpoints: CheckpointConfig,
+    ) -> None:
+        """`model` has float32 weights."""
+        self._model, self._tokenizer, self._policy = model, tokenizer, policy
+        self._config, self._max_grad_norm, self._keep = config, optimizer.max_grad_norm, checkpoints.keep
+        self._parameters = model.named_parameters()
+        self._optimizer = torch.optim.AdamW(
+            [p for _, p in self._parameters],
+            lr=optimizer.learning_rate,
+            betas=optimizer.betas,
+            eps=optimizer.epsilon,
+            weight_decay=optimizer.weight_decay,
+            fused=True,
+        )
+        self._device = self._parameters[0][1].device
+        self._version = PolicyVersion(0, 0)
+        self._serial = Serial()
+        self._thread = ThreadPoolExecutor(1, "palestra-trainer", initializer=set_threads, initargs=(config.threads,))
+
+    def version(self, policy: str) -> PolicyVersion:
+        """See `Trainer`."""
+        return self._version
+
+    def begin_incarnation(self, incarnation: int) -> None:
+        """What was done before this restart can't be repeated bit by bit: versions from here on say so."""
+        self._version = PolicyVersion(incarnation, self._version.n)
+
+    async def forward_backward(
+        self, policy: str, batch: Sequence[TrainSample], loss: Loss, request_id: str
+    ) -> StepReport:
+        """See `Trainer`."""
+        return await self._serial.once(request_id, lambda: self._run(lambda: self._forward_backward(batch, loss)))
+
+    async def optim_step(self, policy: str, learning_rate: float, request_id: str) -> OptimReport:
+        """See `Trainer`."""
+        return await self._serial.once(request_id, lambda: self._run(lambda: self._optim_step(learning_rate)))
+
+    async def save(self, folder: Path, state: Mapping[str, Any], request_id: str) -> Path:
+        """See `Trainer`. The folder loads in transformers as it is."""
+        full = {**state, "incarnation": self._version.incarnation, "n": self._version.n}
+        return await self._serial.once(
+            request_id,
+            lambda: self._run(lambda: checkpoint.write(folder, int(state["step"]), self._fill, full, self._keep)),
+        )
+
+    async def load(self, folder: Path) -> dict[str, Any] | None:
+        """See `Trainer`."""
+        return await self._run(lambda: self._load(folder))
+
+    async def publish(self, policy: str, engine: Engine, request_id: str) -> PolicyVersion:
+        """See `Trainer`."""
+
+        async def hand_over() -> PolicyVersion:
+            fault_point("before_publish")
+            weights = [(name, p.detach()) for name, p in self._parameters]
+            await engine.update_weights(policy, self._version, weights)
+            fault_point("after_publish")
+            return self._version
+
+        return await self._serial.once(request_id, hand_over)
+
+    async def close(self) -> None:
+        """See `Trainer`."""
+        await asyncio.get_running_loop().run_in_executor(None, self._thread.shutdown)
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    # The trainer's thread.
+
+    def _forward_backward(self, batch: Sequence[TrainSample], loss: Loss) -> StepReport:
+        totals: dict[str, Tensor] = {}
+        gap_max, computed, trained = 0.0, 0, 0
+        for micro in pack(batch, self._config.micro_batch_tokens):
+            sums = self._micro_batch(micro, loss)
+            gap_max = max(gap_max, float(sums.pop("gap_max")))
+            for name, value in sums.items():
+                totals[name] = totals.get(name, torch.zeros(())) + value
+            computed += micro.tokens
+            trained += int(sum(sample.loss_mask.sum() for sample, _, _ in micro.samples))
+        metrics = {name: float(value) / max(trained, 1) for name, value in totals.items() if name != "loss"}
+        metrics |= {"loss": float(totals.get("loss", 0.0)), "gap_max": gap_max}
+        return StepReport(
+            rows=len(batch),
+            trained_tokens=trained,
+            forward_tokens=computed,
+            flat_tokens=sum(len(sample.ids) for sample in batch),
+            metrics=metrics,
+        )
+
+    def _micro_batch(self, micro: MicroBatch, loss: Loss) -> dict[str, Tensor]:
+        """Forward and backward; returns sums over the trained tokens."""
+        device = self._device
+        targets = {name: column.to(device) for name, column in micro.targets().items()}
+        ids = torch.tensor([i for tree in micro.trees for i in tree.ids], device=device)
+        positions = torch.tensor([p for tree in micro.trees for p in tree.positions], device=device)
+        autocast = torch.autocast(device.type, torch.bfloat16, enabled=self._config.dtype == "bfloat16")
+        with torch.enable_grad(), autocast:
+            hidden = self._model.hidden(ids, positions, TreeAttend(micro.trees, device))
+            logprobs, entropy = self._logprobs(hidden.index_select(0, targets["source"]), targets)
+            losses, report = loss(logprobs, targets["behaviour"], targets["advantage"])
+            total = (losses * targets["weight"]).sum()
+        total.backward()  # type: ignore[no-untyped-call]
+        gap = (logprobs.detach() - targets["behaviour"]).abs()
+        sums = {name: values.sum() for name, values in report.items()}
+        return sums | {
+            "loss": total.detach(),
+            "entropy": entropy.sum(),
+            "gap": gap.sum(),
+            "gap_max": gap.max() if len(gap) else torch.zeros(()),
+        }
+
+    def _logprobs(self, hidden: Tensor, targets: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """[T, hidden] to the targets' log-probabilities (with gradient) and entropies, [T] float32 each.
+
+        Logits of at most `logit_chunk` positions exist at a time; of more they are computed again in the backward pass.
+        """
+        size = self._config.logit_chunk
+        pieces = [
+            _call(
+                self._chunk,
+                hidden[i : i + size],
+                targets["target"][i : i + size],
+                targets["temperature"][i : i + size],
+                again=len(hidden) > size,
+            )
+            for i in range(0, len(hidden), size)
+        ]
+        if not pieces:
+            empty = hidden.sum(dtype=torch.float32).expand(0)
+            return empty, empty.detach()
+        return torch.cat([p for p, _ in pieces]), torch.cat([e for _, e in pieces])
+
+    def _chunk(self, hidden: Tensor, target: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+        scores = self._model.logits(hidden).float() / temperature.unsqueeze(1)
+        total = scores.logsumexp(dim=-1)
+        chosen = scores.gather(1, target.unsqueeze(1)).squeeze(1) - total
+        with torch.no_grad():
+            mean_score = ((scores - total.unsqueeze(1)).exp() * scores).sum(dim=-1)
+            entropy = total - mean_score
+        return chosen, entropy
+
+    def _optim_step(self, learning_rate: float) -> OptimReport:
+        fault_point("before_step")
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        norm = torch.nn.utils.clip_grad_norm_([p for _, p in self._parameters], self._max_grad_norm)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self._version = PolicyVersion(self._version.incarnation, self._version.n + 1)
+        fault_point("after_step")
+        return OptimReport(version=self._version, learning_rate=learning_rate, grad_norm=float(norm))
+
+    def _fill(self, folder: Path) -> None:
+        """Write weights, tokenizer, optimizer and random state into a checkpoint's folder."""
+        self._model.save(folder, self._tokenizer)
+        tensors = {"rng": torch.get_rng_state()}
+        for name, parameter in self._parameters:
+            for key, value in self._optimizer.state.get(parameter, {}).items():
+                tensors[f"{key}.{name}"] = value
+        safetensors.torch.save_file(tensors, folder / _OPTIMIZER_FILE)
+
+    def _load(self, folder: Path) -> dict[str, Any] | None:
+        newest = checkpoint.newest_good(folder)
+        if newest is None:
+            return None
+        path, state = newest
+        weights: dict[str, Tensor] = {}
+        for file in sorted(path.glob("model*.safetensors")):
+            weights |= safetensors.torch.load_file(file)
+        optimizer = safetensors.torch.load_file(path / _OPTIMIZER_FILE)
+        torch.set_rng_state(optimizer.pop("rng"))
+        for name, parameter in self._parameters:
+            if name not in weights or weights[name].shape != parameter.shape:
+                raise CheckpointError(f"{path} has no weight {name} of shape {tuple(parameter.shape)}: another model")
+            with torch.no_grad():
+                parameter.copy_(weights[name])
+            kept = {key.removesuffix("." + name): v for key, v in optimizer.items() if key.endswith("." + name)}
+            if kept:
+                self._optimizer.state[parameter] = kept
+        self._version = PolicyVersion(int(state["incarnation"]), int(state["n"]))
+        return state
+
+
+def _call(function: Callable[..., Any], *arguments: Tensor, again: bool) -> Any:
+    return recompute(function, *arguments, use_reentrant=False) if again else function(*arguments)

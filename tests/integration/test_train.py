@@ -1,0 +1,69 @@
+"""`palestra.train` on a real, tiny model: HTTP, the openai client, gradients, checkpoints."""
+
+from __future__ import annotations
+
+import json
+
+import openai
+import pytest
+
+import palestra
+from palestra import JobConfig
+
+
+def config(folder, **changes):
+    return JobConfig.model_validate(
+        {
+            "name": "tiny",
+            "steps": 2,
+            "run_dir": folder,
+            "policies": {"policy": {"model": "tiny-random", "max_context": 256, "sampling": {"max_tokens": 8}}},
+            "rollout": {"group_size": 4, "groups_per_step": 2},
+            "evaluation": {"every_steps": 1},
+            "engine": {"threads": 1},
+            "trainer": {"threads": 1},
+        }
+        | changes
+    )
+
+
+async def rollout(task, policy):
+    async with openai.AsyncOpenAI(base_url=policy.base_url, api_key=policy.api_key) as client:
+        reply = await client.chat.completions.create(
+            model=policy.model, messages=[{"role": "user", "content": task["text"]}], max_tokens=8
+        )
+    return float(len(reply.choices[0].message.content) % 3)
+
+
+TASKS = [{"text": f"say {i}"} for i in range(5)]
+
+
+def test_trains_saves_and_reports(tmp_path):
+    result = palestra.train(rollout, TASKS, config(tmp_path / "run"), validation_tasks=TASKS[:2], quiet=True)
+    assert result.state == "completed"
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert rows[-1]["train/trained_tokens"] > 0
+    assert {"train/reward_mean", "validation/reward_mean"} <= rows[-1].keys()
+    assert (tmp_path / "run" / "curve.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_checkpoint_loads_in_transformers_and_differs_from_the_start(tmp_path):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    result = palestra.train(rollout, TASKS, config(tmp_path / "run"), quiet=True)
+    trained = AutoModelForCausalLM.from_pretrained(result.checkpoint)
+    AutoTokenizer.from_pretrained(result.checkpoint)
+    from palestra.models.catalog import model_folder
+
+    before = AutoModelForCausalLM.from_pretrained(model_folder("tiny-random"))
+    assert any(not torch.equal(a, b) for a, b in zip(trained.parameters(), before.parameters(), strict=True))
+
+
+def test_a_rollout_that_always_fails_ends_the_run_with_its_error(tmp_path):
+    async def broken(task, policy):
+        raise ZeroDivisionError("no reward today")
+
+    with pytest.raises(ZeroDivisionError, match="no reward today"):
+        palestra.train(broken, TASKS, config(tmp_path / "run"), quiet=True)
