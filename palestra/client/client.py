@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import random
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -15,48 +13,20 @@ from typing import Any, Self
 import httpx2
 
 from palestra.client.episode import Episode
+from palestra.client.exchange import Reply, Settings, exchange
 from palestra.client.protocol import (
     Call,
     abort_call,
-    backoff_seconds,
     claim_call,
     end_call,
-    error_of,
     heartbeat_call,
-    may_retry,
     push_calls,
     read_claim,
 )
-from palestra.errors import ConfigError, ConnectionLost, InvalidRequest, PalestraError
+from palestra.errors import InvalidRequest
 
 _Reward = float | Mapping[str, float]
 _LIMITS = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
-
-
-class _Settings:
-    """What both clients are told."""
-
-    def __init__(self, url: str, api_key: str | None, worker_id: str | None, retry_seconds: float) -> None:
-        key = api_key or os.environ.get("PALESTRA_API_KEY")
-        if not key:
-            raise ConfigError(
-                "no API key: pass api_key=… or set PALESTRA_API_KEY (a run writes its key to <run>/api_key)"
-            )
-        self.url, self.key = url.rstrip("/"), key
-        self.worker_id = worker_id or f"{os.uname().nodename}-{os.getpid()}"
-        self.retry_seconds = retry_seconds
-        self.draw = random.Random()
-
-    def request(self, call: Call) -> dict[str, Any]:
-        return {
-            "url": self.url + call.path,
-            "content": call.body.model_dump_json(),
-            "headers": {
-                "authorization": f"Bearer {call.key or self.key}",
-                "content-type": "application/json",
-            },
-            "timeout": call.timeout_seconds,
-        }
 
 
 class AsyncClient:
@@ -70,7 +40,7 @@ class AsyncClient:
         worker_id: str | None = None,
         retry_seconds: float = 300.0,
     ) -> None:
-        self._settings = _Settings(url, api_key, worker_id, retry_seconds)
+        self._settings = Settings(url, api_key, worker_id, retry_seconds)
         self._http = httpx2.AsyncClient(limits=_LIMITS)
 
     async def __aenter__(self) -> Self:
@@ -131,26 +101,21 @@ class AsyncClient:
             await self.end_episode(episode, _reward_of(episode), metadata=episode.metadata)
 
     async def _send(self, call: Call) -> Any:
-        settings, until = self._settings, time.monotonic() + self._settings.retry_seconds
-        attempt = 0
-        while True:
-            try:
-                response = await self._http.post(**settings.request(call))
-            except httpx2.TransportError as error:
-                problem: PalestraError = ConnectionLost(
-                    f"{settings.url} can't be reached: {str(error) or type(error).__name__}"
-                )
-            else:
-                if response.status_code < 300:
-                    return response.json()
-                problem = _problem(response)
-                if not may_retry(response.status_code):
-                    raise problem
-            pause = backoff_seconds(attempt, settings.draw)
-            if time.monotonic() + pause > until:
-                raise problem
-            attempt += 1
-            await asyncio.sleep(pause)
+        steps = exchange(self._settings, call)
+        reply: Reply = None
+        try:
+            while True:
+                action = steps.send(reply)
+                if isinstance(action, float):
+                    await asyncio.sleep(action)
+                    reply = None
+                    continue
+                try:
+                    reply = await self._http.post(**action)
+                except httpx2.TransportError as error:
+                    reply = error
+        except StopIteration as end:
+            return end.value
 
 
 class Client:
@@ -175,7 +140,7 @@ class Client:
         Raises:
             ConfigError: no key.
         """
-        self._settings = _Settings(url, api_key, worker_id, retry_seconds)
+        self._settings = Settings(url, api_key, worker_id, retry_seconds)
         self._http = httpx2.Client(limits=_LIMITS)
         self._live: dict[str, Episode] = {}
         self._lock = threading.Lock()
@@ -290,34 +255,21 @@ class Client:
                     self._forget(episode)
 
     def _send(self, call: Call) -> Any:
-        settings, until = self._settings, time.monotonic() + self._settings.retry_seconds
-        attempt = 0
-        while True:
-            try:
-                response = self._http.post(**settings.request(call))
-            except httpx2.TransportError as error:
-                problem: PalestraError = ConnectionLost(
-                    f"{settings.url} can't be reached: {str(error) or type(error).__name__}"
-                )
-            else:
-                if response.status_code < 300:
-                    return response.json()
-                problem = _problem(response)
-                if not may_retry(response.status_code):
-                    raise problem
-            pause = backoff_seconds(attempt, settings.draw)
-            if time.monotonic() + pause > until:
-                raise problem
-            attempt += 1
-            time.sleep(pause)
-
-
-def _problem(response: httpx2.Response) -> PalestraError:
-    try:
-        answer = response.json()
-    except ValueError:
-        answer = None
-    return error_of(response.status_code, answer)
+        steps = exchange(self._settings, call)
+        reply: Reply = None
+        try:
+            while True:
+                action = steps.send(reply)
+                if isinstance(action, float):
+                    time.sleep(action)
+                    reply = None
+                    continue
+                try:
+                    reply = self._http.post(**action)
+                except httpx2.TransportError as error:
+                    reply = error
+        except StopIteration as end:
+            return end.value
 
 
 def _reward_of(episode: Episode) -> _Reward:

@@ -1,25 +1,13 @@
-"""What both clients say, and how they try again, without any input or output."""
+"""What both clients say: one function a request."""
 
 from __future__ import annotations
 
-import random
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from palestra.client.episode import Episode, Policy
-from palestra.errors import (
-    Conflict,
-    ConnectionLost,
-    Forbidden,
-    InvalidRequest,
-    NotFound,
-    PalestraError,
-    PayloadTooLarge,
-    TooManyRequests,
-    Unauthorized,
-)
 from palestra.schemas.wire import (
     AbortEpisode,
     ClaimAnswer,
@@ -32,15 +20,6 @@ from palestra.schemas.wire import (
 
 POLL_SECONDS = 20.0
 CHUNK_TASKS = 1000
-_BY_STATUS: dict[int, type[PalestraError]] = {
-    401: Unauthorized,
-    403: Forbidden,
-    404: NotFound,
-    409: Conflict,
-    413: PayloadTooLarge,
-    422: InvalidRequest,
-    400: InvalidRequest,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,25 +112,3 @@ def push_calls(tasks: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[Cal
 def _task_body(row: Mapping[str, Any]) -> TaskBody:
     data = dict(row)
     return TaskBody(id=str(data.pop("id")) if "id" in data else None, data=data)
-
-
-def error_of(status: int, answer: Any) -> PalestraError:
-    """The error that an answer stands for."""
-    message = f"the server answered {status}"
-    if isinstance(answer, dict) and isinstance(answer.get("error"), dict):
-        message = str(answer["error"].get("message", message))
-    if status == 429:
-        return TooManyRequests(message)
-    if status >= 500:
-        return ConnectionLost(message)
-    return _BY_STATUS.get(status, PalestraError)(message)
-
-
-def may_retry(status: int) -> bool:
-    """All calls are idempotent, so those that the server could not serve now are sent again."""
-    return status == 429 or status >= 500
-
-
-def backoff_seconds(attempt: int, draw: random.Random) -> float:
-    """0.1, 0.2, 0.4, … up to 5 s, each shortened by up to a half at random."""
-    return min(5.0, 0.1 * 2.0**attempt) * (0.5 + draw.random() / 2)

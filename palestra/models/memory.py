@@ -5,11 +5,11 @@ from __future__ import annotations
 import ctypes
 import sys
 
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+_M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # malloc.h
 
 
 def keep_heap() -> bool:
-    """Tell glibc's malloc to keep freed memory and to take large blocks from the heap. False where it is not glibc.
+    """Tell glibc's malloc to keep freed memory, in one heap for all threads started later. False where it can't be.
 
     Page faults on large temporaries take a third of a training step otherwise (docs/benchmarks.md).
     """
@@ -19,4 +19,4 @@ def keep_heap() -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except AttributeError:  # another C library
         return False
-    return bool(mallopt(_M_MMAP_MAX, 0)) and bool(mallopt(_M_TRIM_THRESHOLD, 2**31 - 1))
+    return all(mallopt(*setting) for setting in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_ARENA_MAX, 1)))
