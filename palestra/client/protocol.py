@@ -20,6 +20,7 @@ from palestra.schemas.wire import (
 
 POLL_SECONDS = 20.0
 CHUNK_TASKS = 1000
+LONGEST_PAUSE_SECONDS = 2.0  # between two tries; a server that is back waits so long for its workers
 
 
 @dataclass(frozen=True, slots=True)

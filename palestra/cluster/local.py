@@ -18,6 +18,7 @@ from typing import IO, Any
 
 import uvicorn
 
+from palestra.client.protocol import LONGEST_PAUSE_SECONDS
 from palestra.cluster.parts import build_parts
 from palestra.config import JobConfig
 from palestra.errors import ConfigError, PalestraError
@@ -32,6 +33,7 @@ from palestra.session import PolicyRuntime, SessionContext, Sessions
 
 log = logging.getLogger("palestra")
 LINGER_SECONDS = 10.0  # how long workers may take to hear that the job is over
+RETURN_SECONDS = LONGEST_PAUSE_SECONDS + 0.5  # after a restart, all workers of before have tried again by then
 Report = Callable[[str, dict[str, Any]], None]
 
 
@@ -60,8 +62,9 @@ def resolve_run_dir(config: JobConfig, resume: bool) -> JobConfig:
 class LocalJob:
     """A running job: what its owner may look at and do."""
 
-    def __init__(self, learner: Learner, plane: DataPlane, url: str, folder: RunFolder) -> None:
+    def __init__(self, learner: Learner, plane: DataPlane, url: str, folder: RunFolder, resumed: bool) -> None:
         self._learner, self.plane, self.url, self.folder = learner, plane, url, folder
+        self._all_back_at = time.monotonic() + (RETURN_SECONDS if resumed else 0.0)
         self.over = asyncio.Event()  # set when nothing more will be trained
 
     @property
@@ -97,10 +100,8 @@ class LocalJob:
     async def linger(self) -> None:
         """Let workers that are still there hear that the job is over, for a while."""
         until = time.monotonic() + LINGER_SECONDS
-        clock = self.plane.store.clock
         while self.progress.over and time.monotonic() < until:
-            recent = {w for w, seen in self.plane.workers.items() if clock.monotonic() - seen < 60}
-            if recent <= self.plane.told:
+            if self.plane.attendance.complete and time.monotonic() >= self._all_back_at:
                 return
             await asyncio.sleep(0.05)
 
@@ -114,6 +115,7 @@ async def local_job(config: JobConfig, report: Report) -> AsyncIterator[LocalJob
         ModelError: missing weights.
     """
     folder = RunFolder(config.folder)
+    resumed = folder.store.exists()
     with contextlib.ExitStack() as stack:
         stack.enter_context(_locked(folder.path))
         listener = stack.enter_context(_listen(config.server.host, config.server.port))
@@ -146,7 +148,7 @@ async def local_job(config: JobConfig, report: Report) -> AsyncIterator[LocalJob
             host, port = listener.getsockname()[:2]
             url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
             async with _served(plane, listener), _reaper(store):
-                yield LocalJob(learner, plane, url, folder)
+                yield LocalJob(learner, plane, url, folder, resumed)
         finally:
             await parts.engine.close()
             await parts.trainer.close()

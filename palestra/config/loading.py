@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import tomllib
 from collections.abc import Mapping
@@ -24,6 +25,8 @@ def load_config(path: Path, overrides: Mapping[str, Any] | None = None) -> JobCo
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ConfigError(f"{path}: no such file") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: can't be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
     for split in ("train", "validation"):
@@ -41,12 +44,14 @@ def parse_config(
     Raises:
         ConfigError: an unknown key, or a value out of range.
     """
-    merged: dict[str, Any] = {k: dict(v) if isinstance(v, dict) else v for k, v in data.items()}
+    merged: dict[str, Any] = copy.deepcopy(dict(data))
     for dotted, value in (overrides or {}).items():
         *parents, leaf = dotted.split(".")
         level = merged
         for parent in parents:
             level = level.setdefault(parent, {})
+            if not isinstance(level, dict):
+                raise ConfigError(f"{source}: {dotted} can't be set: {parent!r} is not a section")
         level[leaf] = value
     try:
         return JobConfig.model_validate(merged)
@@ -82,7 +87,7 @@ def _literal(value: Any) -> str:
         return "[" + ", ".join(map(_literal, value)) + "]"
     if isinstance(value, str):
         escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-        return '"' + "".join(c if c.isprintable() else f"\\u{ord(c):04X}" for c in escaped) + '"'
+        return '"' + "".join(c if c.isprintable() else f"\\U{ord(c):08X}" for c in escaped) + '"'
     return repr(value)
 
 

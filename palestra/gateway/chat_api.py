@@ -55,13 +55,21 @@ class ChatRequest(BaseModel):
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
-    model: str
-    messages: Annotated[tuple[ChatMessage, ...], Field(min_length=1, max_length=10_000)]
-    max_tokens: Annotated[int, Field(ge=1, strict=True)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1, strict=True)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
-    seed: Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)] | None = None
-    logprobs: bool | None = None
+    model: str = Field(description="The policy's name, as the claim gave it.")
+    messages: Annotated[tuple[ChatMessage, ...], Field(min_length=1, max_length=10_000)] = Field(
+        description="The conversation so far; content is text, or a list of text parts."
+    )
+    max_tokens: Annotated[int, Field(ge=1, strict=True)] | None = Field(
+        None, description="Most tokens to sample; the job's own limit applies as well."
+    )
+    max_completion_tokens: Annotated[int, Field(ge=1, strict=True)] | None = Field(
+        None, description="The newer name of the same."
+    )
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = Field(
+        None, description="Used on ad-hoc episodes only; elsewhere the job's, as `x-palestra-sampling` then says."
+    )
+    seed: Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)] | None = Field(None, description="Likewise.")
+    logprobs: bool | None = Field(None, description="Return the logprobs of the sampled tokens.")
 
 
 class ModelInfo(BaseModel):

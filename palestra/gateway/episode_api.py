@@ -54,12 +54,16 @@ def episode_router(plane: DataPlane) -> APIRouter:
     async def claim_episode(body: ClaimEpisode, request: Request) -> ClaimAnswer:
         """Take the next episode, or wait up to `wait_seconds` for one."""
         keys.require_job(request)
-        plane.workers[body.worker_id] = store.clock.monotonic()
-        claim = await until_disconnect(request, _claim(plane, body))
+        plane.attendance.asks(body.worker_id, body.request_id)
+        try:
+            claim = await until_disconnect(request, _claim(plane, body))
+        finally:
+            plane.attendance.leaves(body.worker_id, body.request_id)
         if claim is not None:
+            plane.attendance.plays(body.worker_id, claim.episode.episode_id, claim.episode.fence)
             return ClaimAnswer(status="claimed", episode=_claimed(plane, claim, request), job_state=_state(plane))
         if plane.progress.over:
-            plane.told.add(body.worker_id)
+            plane.attendance.told(body.worker_id, body.request_id)
         return ClaimAnswer(status="finished" if plane.progress.over else "waiting", job_state=_state(plane))
 
     @router.post("/heartbeat_episode")

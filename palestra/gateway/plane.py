@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from palestra.config import JobConfig
+from palestra.gateway.attendance import Attendance
 from palestra.gateway.keys import KeyRing
 from palestra.ledger import RunStore
 from palestra.schemas.progress import JobProgress
@@ -21,5 +22,8 @@ class DataPlane:
     keys: KeyRing
     progress: JobProgress
     started_at: float  # Unix seconds
-    told: set[str] = field(default_factory=set)  # workers that know that the job is over
-    workers: dict[str, float] = field(default_factory=dict)  # monotonic time of each worker's last claim
+    attendance: Attendance = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "attendance", Attendance(self.store.clock))
+        self.store.on_lease_over.append(self.attendance.lease_over)

@@ -234,7 +234,7 @@ class Learner:
 
     async def _save_if_due(self, step: int) -> None:
         """Start writing a checkpoint; it goes on while the next episodes are played."""
-        if step % self._config.checkpoint.every_steps == 0 and step < self._config.steps:
+        if step % self._config.checkpoint.every_steps == 0 or step == self._config.steps:
             await self._saving_done()
             self._saving = asyncio.create_task(self._save(step))
 

@@ -1,0 +1,191 @@
+"""Writes the reference pages from the code (`make docs`); a test checks that they are current."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from palestra.config import JobConfig
+from palestra.schemas.metrics import METRICS
+
+_HEADER = "<!-- made by `make docs` from the code; do not edit -->\n\n"
+
+
+def metrics_page() -> str:
+    """docs/metrics.md."""
+    lines = [
+        "# Metrics",
+        "",
+        "`metrics.jsonl` has one row a step; a row has the columns that apply to it. Row 0 is the evaluation before "
+        "the first step. The same names are in `GET /metrics`, `GET /events` and `TrainResult.metrics`.",
+        "",
+        "| name | unit | formula |",
+        "|---|---|---|",
+    ]
+    lines += [f"| `{m.name}` | {m.unit} | {m.formula.replace('|', chr(92) + '|')} |" for m in METRICS]
+    return _HEADER + "\n".join(lines) + "\n"
+
+
+def configuration_page() -> str:
+    """docs/configuration.md."""
+    lines = [
+        "# Configuration",
+        "",
+        "A job is a TOML file; every key is optional. An unknown key is refused, with the nearest known name. "
+        "`palestra run job.toml --set key=value` changes one key.",
+    ]
+    _section(JobConfig, "", lines)
+    return _HEADER + "\n".join(lines) + "\n"
+
+
+def api_page(document: Mapping[str, Any]) -> str:
+    """docs/api.md, from the data plane's OpenAPI document."""
+    schemas = document["components"]["schemas"]
+    lines = [
+        "# HTTP API of the data plane",
+        "",
+        "Every request carries `Authorization: Bearer KEY`. The job's key (`RUN/api_key`) opens the job; a claim gives "
+        "a key that opens one episode, under one lease. The server has the machine-readable form at `/openapi.json`.",
+        "",
+        'Errors have OpenAI\'s shape, `{"error": {message, type, code, param}}`: 400 not supported or too long, '
+        "401 unknown key, 403 a key for something else, 404 no such episode or model, 409 not possible now (the lease "
+        "was lost, the episode has ended), 413 body too large, 422 not valid, 429 too many calls (with `Retry-After`), "
+        "503 try again. The header `x-should-retry` says whether trying again makes sense.",
+    ]
+    for path, methods in document["paths"].items():
+        for method, route in methods.items():
+            lines += ["", f"## `{method.upper()} {path}`", "", route.get("description", "").strip()]
+            body = route.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema")
+            if body:
+                lines += ["", *_fields(body, schemas)]
+            for parameter in route.get("parameters", ()):
+                lines += ["", f"Query `{parameter['name']}`, default `{parameter['schema'].get('default')}`."]
+            answer = route["responses"].get("200", {}).get("content", {}).get("application/json", {}).get("schema")
+            if answer and "$ref" in answer:
+                lines += ["", "Answer:", "", *_fields(answer, schemas)]
+    return _HEADER + "\n".join(lines) + "\n"
+
+
+def openapi_document() -> dict[str, Any]:
+    """The OpenAPI document of a job that is not run."""
+    import asyncio
+    from contextlib import AsyncExitStack
+
+    from palestra.cluster.local import local_job
+    from palestra.config import parse_config
+    from palestra.gateway import create_app
+
+    async def read(folder: str) -> dict[str, Any]:
+        config = parse_config({"run_dir": folder, "engine": {"kind": "scripted"}, "server": {"port": 0}})
+        async with AsyncExitStack() as stack:
+            job = await stack.enter_async_context(local_job(config, lambda kind, data: None))
+            return create_app(job.plane).openapi()
+
+    with tempfile.TemporaryDirectory() as folder:
+        return asyncio.run(read(folder))
+
+
+def pages() -> dict[str, str]:
+    """File name to text."""
+    return {
+        "metrics.md": metrics_page(),
+        "configuration.md": configuration_page(),
+        "api.md": api_page(openapi_document()),
+    }
+
+
+def _section(model: type[BaseModel], path: str, lines: list[str]) -> None:
+    doc = (model.__doc__ or "").strip().split("\n")[0]
+    lines += [
+        "",
+        f"## `[{path}]`" if path else "## Top level",
+        "",
+        doc,
+        "",
+        "| key | type | default | meaning |",
+        "|---|---|---|---|",
+    ]
+    inner: list[tuple[str, type[BaseModel]]] = []
+    for name, field in model.model_fields.items():
+        nested = _nested(field.annotation)
+        if nested is not None:
+            within = f"{path}.{name}" if path else name
+            inner.append((f"{within}.NAME" if get_origin(field.annotation) is dict else within, nested))
+            continue
+        default = "required" if field.default is PydanticUndefined else f"`{_toml(field.default)}`"
+        lines.append(f"| `{name}` | {_type(field.annotation)} | {default} | {field.description or ''} |")
+    for within, nested in inner:
+        _section(nested, within, lines)
+
+
+def _nested(annotation: Any) -> type[BaseModel] | None:
+    candidates = [annotation, *get_args(annotation)]
+    return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
+
+
+def _type(annotation: Any) -> str:
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _type(get_args(annotation)[0])
+    if origin is Literal:
+        return " or ".join(f"`{value!r}`".replace("'", '"') for value in get_args(annotation))
+    if origin in (Union, UnionType):
+        return " or ".join(_type(a) for a in get_args(annotation) if a is not type(None))
+    if origin is tuple:
+        return "[" + ", ".join(_type(a) for a in get_args(annotation)) + "]"
+    name = str(annotation.__name__)
+    return {"str": "text", "Path": "path", "bool": "true or false"}.get(name, name)
+
+
+def _toml(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) else str(list(value) if isinstance(value, tuple) else value)
+
+
+def _fields(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> list[str]:
+    found = schemas[schema["$ref"].rsplit("/", 1)[1]] if "$ref" in schema else schema
+    required = set(found.get("required", ()))
+    lines = ["| field | type | meaning |", "|---|---|---|"]
+    for name, field in found.get("properties", {}).items():
+        needed = " (required)" if name in required else ""
+        lines.append(f"| `{name}`{needed} | {_json_type(field)} | {field.get('description', '')} |")
+    return lines
+
+
+def _json_type(field: Mapping[str, Any]) -> str:
+    if "$ref" in field:
+        return str(field["$ref"]).rsplit("/", 1)[1]
+    if "anyOf" in field:
+        return " or ".join(_json_type(option) for option in field["anyOf"])
+    if "enum" in field:
+        return " or ".join(f"`{value}`" for value in field["enum"])
+    if field.get("type") == "array":
+        return f"list of {_json_type(field.get('items', {}))}"
+    return str(field.get("type", "any"))
+
+
+def main() -> int:
+    """Write the pages."""
+    parser = argparse.ArgumentParser(description="Write the reference pages from the code.")
+    parser.add_argument("folder", type=Path)
+    folder: Path = parser.parse_args().folder
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in pages().items():
+        (folder / name).write_text(text, encoding="utf-8")
+        print(folder / name)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

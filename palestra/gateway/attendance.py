@@ -1,0 +1,71 @@
+"""Who plays: so that at the end of a job all who are there hear of it before the server goes away."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from palestra.schemas.clock import Clock
+
+FORGOTTEN_SECONDS = 60.0  # without a claim and without an episode in play: that worker is gone
+
+
+@dataclass(slots=True)
+class _Worker:
+    seen_at: float
+    asking: set[str] = field(default_factory=set)  # request ids of the claims that wait
+    playing: set[tuple[str, int]] = field(default_factory=set)  # (episode id, fence)
+    told: set[str] = field(default_factory=set)  # request ids of the claims that were answered `finished`
+    loops: int = 0
+
+    def count(self) -> None:
+        self.loops = max(self.loops, len(self.asking) + len(self.playing))
+
+
+class Attendance:
+    """One name may stand for many loops that play side by side (threads, tasks), and each has to be told.
+
+    A loop either asks for an episode or plays one, so the most that a worker ever did of both at the same time is the
+    number of its loops.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._workers: defaultdict[str, _Worker] = defaultdict(lambda: _Worker(clock.monotonic()))
+        self._players: dict[tuple[str, int], str] = {}
+
+    def asks(self, worker_id: str, request_id: str) -> None:
+        """A claim has come in."""
+        worker = self._workers[worker_id]
+        worker.seen_at = self._clock.monotonic()
+        worker.asking.add(request_id)
+        worker.count()
+
+    def leaves(self, worker_id: str, request_id: str) -> None:
+        """The claim is answered, or its connection is lost."""
+        self._workers[worker_id].asking.discard(request_id)
+
+    def plays(self, worker_id: str, episode_id: str, fence: int) -> None:
+        """A claim got an episode."""
+        worker = self._workers[worker_id]
+        worker.playing.add((episode_id, fence))
+        worker.count()
+        self._players[episode_id, fence] = worker_id
+
+    def lease_over(self, episode_id: str, fence: int) -> None:
+        """The episode ended, or was given back."""
+        worker_id = self._players.pop((episode_id, fence), None)
+        if worker_id is not None:
+            worker = self._workers[worker_id]
+            worker.playing.discard((episode_id, fence))
+            worker.seen_at = self._clock.monotonic()
+
+    def told(self, worker_id: str, request_id: str) -> None:
+        """The claim was answered `finished`."""
+        self._workers[worker_id].told.add(request_id)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every loop that is still there has been told."""
+        gone = self._clock.monotonic() - FORGOTTEN_SECONDS
+        return all(len(w.told) >= w.loops for w in self._workers.values() if w.playing or w.seen_at > gone)
