@@ -9,6 +9,7 @@
     ├── Forbidden                    403  a key that opens something else
     ├── NotFound                     404  no such episode, job, policy or file
     ├── Conflict                     409  not possible in the present state
+    │   ├── ClaimOver                409  a claim that was sent again is no longer the newest of its episode
     │   ├── IllegalTransition        409  a lifecycle does not allow this move
     │   ├── EpisodeLeaseExpired      409  the episode was given to another worker, or its time ran out
     │   └── EpisodeEnded             409  the episode has ended
@@ -104,6 +105,10 @@ class Conflict(PalestraError):
 
 class IllegalTransition(Conflict):
     """A lifecycle does not have this move."""
+
+
+class ClaimOver(Conflict):
+    """A claim was sent again after its lease had ended; claim anew, under another request id."""
 
 
 class EpisodeLeaseExpired(Conflict):

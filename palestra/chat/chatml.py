@@ -86,7 +86,8 @@ class ChatMLRenderer:
     ) -> RenderedTokens | None:
         """Prompt and completion as they were, then the new messages and an open assistant turn.
 
-        None where a new message is the assistant's: its sampled ids are not known here.
+        None where a new message is the assistant's: its sampled ids are not known here; and where the completion goes
+        on after its stop token: no turn ends with these exact ids.
         """
         if not new_messages or tools or reject_assistant_in_extension(list(new_messages)):
             return None
@@ -97,6 +98,8 @@ class ChatMLRenderer:
             synthesize_close=self._end,  # the reply was cut at its token limit
         )
         assert ids is not None
+        if len(ids) < len(previous_prompt_ids) + len(previous_completion_ids):
+            return None
         out = RenderedTokens(token_ids=ids, message_roles=[m["role"] for m in new_messages])
         out.message_indices = [-1] * len(ids)
         out.sampled_mask = [False] * len(ids)

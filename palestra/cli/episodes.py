@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -13,8 +13,8 @@ from rich.text import Text
 
 from palestra.cli.options import command, run_folder
 from palestra.config import JobConfig
-from palestra.ledger.browsing import EpisodeSummary, browse, list_episodes, manifest_of
-from palestra.schemas.records import Chat, Trajectory
+from palestra.ledger.browsing import EpisodeSummary, EpisodeView, browse, list_episodes, read_episode
+from palestra.schemas.records import Chat
 from palestra.trajectory import TokenRow, rows_of
 
 
@@ -44,8 +44,7 @@ def run(arguments: argparse.Namespace) -> None:
             rows = list_episodes(connection, arguments.kind, arguments.state, arguments.limit)
             console.print(_list(rows))
         else:
-            trajectory, step = manifest_of(connection, arguments.episode)
-            _show(console, trajectory, step, _token_text(config))
+            _show(console, read_episode(connection, arguments.episode), _token_text(config))
 
 
 def _list(rows: Sequence[EpisodeSummary]) -> Table | str:
@@ -54,7 +53,9 @@ def _list(rows: Sequence[EpisodeSummary]) -> Table | str:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("episode", "task", "state", "reward", "calls", "tokens", "attempts", "note"):
         right = name in ("reward", "calls", "tokens", "attempts")
-        table.add_column(name, justify="right" if right else "left", no_wrap=True, overflow="ellipsis")
+        width = {"episode": 17, "task": 8, "state": 9, "note": 4}.get(name, len(name))
+        justify: Literal["right", "left"] = "right" if right else "left"
+        table.add_column(name, justify=justify, no_wrap=True, overflow="ellipsis", min_width=width)
     for row in rows:
         reward = "" if row.reward is None else f"{row.reward:.3g}"
         note = row.reason or ", ".join(f"{k}={v!r}" for k, v in row.metadata.items())
@@ -71,19 +72,32 @@ def _list(rows: Sequence[EpisodeSummary]) -> Table | str:
     return table
 
 
-def _show(console: Console, trajectory: Trajectory, step: int | None, text_of: Callable[[int], str]) -> None:
-    episode = trajectory.episode
+def _show(console: Console, view: EpisodeView, text_of: Callable[[int], str]) -> None:
+    trajectory, episode = view.trajectory, view.trajectory.episode
     reward = "none" if episode.reward is None else f"{episode.reward:g}"
     console.print(f"[bold]{episode.episode_id}[/]  {episode.state}  reward {reward}  attempts {episode.attempts}")
     console.print(Text(f"task {episode.task.task_id}: {episode.task.data}"))
     if episode.metadata:
         console.print(Text(f"metadata: {episode.metadata}"))
-    console.print("trained in no step yet" if step is None else f"in the batch of step {step}", style="dim")
+    trained, why = _fate(view)
+    console.print(why, style="dim")
     for chat in trajectory.chats:
         console.print(_call_line(chat), style="dim")
     for number, row in enumerate(rows_of(trajectory.chats), 1):
         console.print(f"\n[bold]row {number}[/]: {len(row.ids)} tokens, {int(row.sampled.sum())} sampled")
-        console.print(_tokens(row, step is not None, text_of))
+        console.print(_tokens(row, trained, text_of))
+
+
+def _fate(view: EpisodeView) -> tuple[bool, str]:
+    """Whether its tokens are trained, and the reason in words."""
+    kind = view.trajectory.episode.kind
+    if kind != "train":
+        return False, f"never trained: it is a {kind} episode"
+    if view.step is None:
+        return False, "not trained: it is in no batch yet"
+    if len(set(view.group_rewards)) < 2:
+        return False, f"in the batch of step {view.step}, not trained: all rewards of its group are equal"
+    return True, f"trained in step {view.step}; rewards of its group: {', '.join(f'{r:g}' for r in view.group_rewards)}"
 
 
 def _call_line(chat: Chat) -> str:
@@ -94,13 +108,13 @@ def _call_line(chat: Chat) -> str:
     return f"call {chat.index}: {size}, {where}, {how}"
 
 
-def _tokens(row: TokenRow, in_a_batch: bool, text_of: Callable[[int], str]) -> Table:
+def _tokens(row: TokenRow, trained: bool, text_of: Callable[[int], str]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("place", "id", "text", "logprob", "loss", "version"):
         table.add_column(name, justify="left" if name in ("text", "loss") else "right")
     for place, token in enumerate(row.ids.tolist()):
         sampled = bool(row.sampled[place])
-        loss = "masked" if not sampled else ("trained" if in_a_batch else "sampled")
+        loss = "masked" if not sampled else ("trained" if trained else "sampled")
         table.add_row(
             str(place),
             str(token),

@@ -23,7 +23,7 @@ from palestra.client.protocol import (
     push_calls,
     read_claim,
 )
-from palestra.errors import InvalidRequest
+from palestra.errors import ClaimOver, InvalidRequest
 
 _Reward = float | Mapping[str, float]
 _LIMITS = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
@@ -56,7 +56,10 @@ class AsyncClient:
     async def begin_episode(self, *, allow_discard_timeout: float | None = None) -> Episode | None:
         """See `Client.begin_episode`."""
         while True:
-            answer = await self._send(claim_call(self._settings.worker_id, allow_discard_timeout))
+            try:
+                answer = await self._send(claim_call(self._settings.worker_id, allow_discard_timeout))
+            except ClaimOver:
+                continue
             episode, finished = read_claim(answer)
             if episode is not None or finished:
                 return episode
@@ -174,7 +177,10 @@ class Client:
             ConnectionLost: the server could not be reached for `retry_seconds`.
         """
         while True:
-            answer = self._send(claim_call(self._settings.worker_id, allow_discard_timeout))
+            try:
+                answer = self._send(claim_call(self._settings.worker_id, allow_discard_timeout))
+            except ClaimOver:
+                continue
             episode, finished = read_claim(answer)
             if episode is not None:
                 self._keep_alive(episode)

@@ -15,6 +15,7 @@ import httpx2
 
 from palestra.client.protocol import Call
 from palestra.errors import (
+    ClaimOver,
     ConfigError,
     Conflict,
     ConnectionLost,
@@ -92,10 +93,13 @@ def exchange(settings: Settings, call: Call) -> Generator[dict[str, Any] | float
 
 def _problem(reply: httpx2.Response) -> PalestraError:
     """The error that an answer stands for, in the server's own words."""
-    message = f"the server answered {reply.status_code}"
+    message, code = f"the server answered {reply.status_code}", None
     try:
-        message = str(reply.json()["error"]["message"])
+        error = reply.json()["error"]
+        message, code = str(error["message"]), error["code"]
     except (ValueError, KeyError, TypeError):  # not one of ours: a proxy in between, perhaps
         message = f"{message}: {reply.text[:200]}"
+    if code == "claim_over":
+        return ClaimOver(message)
     kind = ConnectionLost if reply.status_code >= 500 else _BY_STATUS.get(reply.status_code, PalestraError)
     return kind(message)

@@ -20,6 +20,7 @@ from palestra.schemas.wire import (
 
 POLL_SECONDS = 20.0
 CHUNK_TASKS = 1000
+CHUNK_BYTES = 2**20
 LONGEST_PAUSE_SECONDS = 2.0  # between two tries; a server that is back waits so long for its workers
 
 
@@ -98,16 +99,26 @@ def heartbeat_call(episode: Episode) -> Call:
 
 def push_calls(tasks: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[Call]:
     """Tasks by split, in chunks named by their place, so that a push that broke off can be sent again whole."""
-    chunks = [
-        (split, start, rows[start : start + CHUNK_TASKS])
-        for split, rows in tasks.items()
-        for start in range(0, len(rows), CHUNK_TASKS)
-    ]
-    for number, (split, start, rows) in enumerate(chunks):
-        bodies = tuple(_task_body(row) for row in rows)
+    chunks = [(split, start, bodies) for split, rows in tasks.items() for start, bodies in _chunks(rows)]
+    for number, (split, start, bodies) in enumerate(chunks):
         final = number == len(chunks) - 1
-        chunk_id = f"{split}-{start}"
-        yield Call("/tasks", PushTasks(split=split, chunk_id=chunk_id, tasks=bodies, final=final))  # type: ignore[arg-type]
+        body = PushTasks(split=split, chunk_id=f"{split}-{start}", tasks=tuple(bodies), final=final)  # type: ignore[arg-type]
+        yield Call("/tasks", body)
+
+
+def _chunks(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, list[TaskBody]]]:
+    """(index of the first task, tasks): at most CHUNK_TASKS, and CHUNK_BYTES unless one task alone is larger."""
+    start, size, bodies = 0, 0, list[TaskBody]()
+    for index, row in enumerate(rows):
+        body = _task_body(row)
+        length = len(body.model_dump_json())
+        if bodies and (len(bodies) == CHUNK_TASKS or size + length > CHUNK_BYTES):
+            yield start, bodies
+            start, size, bodies = index, 0, []
+        size += length
+        bodies.append(body)
+    if bodies:
+        yield start, bodies
 
 
 def _task_body(row: Mapping[str, Any]) -> TaskBody:

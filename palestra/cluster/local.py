@@ -8,6 +8,7 @@ import fcntl
 import json
 import logging
 import os
+import secrets
 import signal
 import socket
 import time
@@ -119,7 +120,6 @@ async def local_job(config: JobConfig, report: Report) -> AsyncIterator[LocalJob
     with contextlib.ExitStack() as stack:
         stack.enter_context(_locked(folder.path))
         listener = stack.enter_context(_listen(config.server.host, config.server.port))
-        folder.write_config(config)
         parts = await asyncio.to_thread(build_parts, config)
         store = stack.enter_context(RunStore(folder.store, config.rollout, config.store))
         store.policy_name = config.policy_name
@@ -134,7 +134,7 @@ async def local_job(config: JobConfig, report: Report) -> AsyncIterator[LocalJob
             )
             context = SessionContext(store=store, policies={config.policy_name: runtime}, seed=config.seed)
             progress = JobProgress(job=config.name, steps=config.steps, run_dir=str(folder.path))
-            keys = KeyRing(await store.secret(), config.name, os.environ.get("PALESTRA_API_KEY"))
+            keys = KeyRing(_secret(folder.path), config.name, os.environ.get("PALESTRA_API_KEY"))
             _write_private(folder.path / "api_key", keys.job_key + "\n")
             plane = DataPlane(
                 config=config,
@@ -216,10 +216,23 @@ def _locked(folder: Path) -> Iterator[None]:
         lock.close()
 
 
+def _secret(folder: Path) -> bytes:
+    """What the run's keys are derived from; made once, readable by its owner only."""
+    path = folder / "secret"
+    if not path.exists():
+        _write_private(path, secrets.token_hex(32) + "\n")
+    return bytes.fromhex(path.read_text().strip())
+
+
 def _write_private(path: Path, text: str) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    """Write a file whole or not at all, with mode 600."""
+    temporary = path.with_name(f".{path.name}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w") as file:
         file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
 
 
 @asynccontextmanager

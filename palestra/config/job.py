@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -93,7 +93,7 @@ class RolloutConfig(Section):
 class AlgorithmConfig(Section):
     """GRPO: a group's rewards are its baseline (Shao et al. 2024, DeepSeekMath, section 4.1)."""
 
-    name: Literal["grpo"] = "grpo"
+    name: Literal["grpo"] = Field("grpo", description="The only one yet.")
     advantage_scale: Literal["std", "none"] = Field(
         "std", description="`std`: divide by the group's deviation (GRPO); `none`: do not (Dr. GRPO)."
     )
@@ -161,7 +161,7 @@ class StoreConfig(Section):
 class ServerConfig(Section):
     """The data plane."""
 
-    host: str = "127.0.0.1"
+    host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 for all. TLS is a proxy's work.")
     port: int = Field(7411, ge=0, le=65535, description="0: any free port.")
     max_body_bytes: Positive = Field(4 * 2**20, description="A larger body is refused with 413.")
     max_waiting_calls: Positive = Field(1024, description="More model calls at the same time are refused with 429.")
@@ -171,7 +171,7 @@ class ServerConfig(Section):
 class JobConfig(Section):
     """One training run."""
 
-    name: Identifier = "job"
+    name: Identifier = Field("job", description="Of the job, and of its folder below runs/.")
     seed: int = Field(0, ge=0, lt=2**63, description="All sampling and all orders follow from it.")
     steps: Positive = Field(30, description="Training steps.")
     deterministic: bool = Field(False, description="Bit-identical results on one CPU build, also after any kill.")
@@ -212,9 +212,13 @@ class JobConfig(Section):
     def digest(self) -> str:
         """Hash of all that decides what is trained; a run can't be resumed with another one.
 
-        Left out: where it is served, where it is written, and how far it goes (unless the schedule depends on it).
+        Left out: where it is served and written, how workers are watched, and how far it goes (unless the learning
+        rate depends on that). The tasks themselves are in the run store.
         """
-        left_out = {"name", "run_dir", "server", "store", "checkpoint", "evaluation"}
+        left_out: dict[str, Any] = dict.fromkeys(
+            ("name", "run_dir", "tasks", "server", "store", "checkpoint", "evaluation"), True
+        )
+        left_out["rollout"] = {"lease_seconds", "max_lease_seconds", "max_episode_seconds", "max_attempts"}
         if self.policy.optimizer.schedule == "constant":
-            left_out.add("steps")
+            left_out["steps"] = True
         return hashlib.sha256(self.model_dump_json(exclude=left_out).encode()).hexdigest()

@@ -8,6 +8,7 @@ rounding of matrix products; with `deterministic` that is excluded too (see `_ch
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
 import threading
 from collections import OrderedDict
@@ -26,6 +27,7 @@ from palestra.inference.sampling import sample
 from palestra.models.causal_lm import CausalLM, set_threads
 from palestra.schemas.records import Ids, PolicyVersion, SampledTokens, Sampling
 
+log = logging.getLogger("palestra.engine")
 _DONE = object()
 
 
@@ -67,6 +69,8 @@ class EmbeddedEngine:
         self._paused = self._stopping = False
         self.sampled_tokens = self.prefilled_tokens = self.passes = 0
         self._outbox: list[tuple[_Sequence, Any]] = []
+        if deterministic:
+            self._check_determinism()
         self._thread = threading.Thread(target=self._run, name="palestra-engine", daemon=True)
         self._thread.start()
 
@@ -75,6 +79,8 @@ class EmbeddedEngine:
     async def generate(self, policy: str, prompt_ids: Ids, sampling: Sampling) -> AsyncIterator[SampledTokens]:
         """See `Engine`."""
         self._require(policy)
+        if self._stopping:
+            raise EngineFailure("the engine was stopped")
         loop = asyncio.get_running_loop()
         pieces: asyncio.Queue[Any] = asyncio.Queue()
         sequence = _Sequence(prompt_ids, sampling, lambda item: loop.call_soon_threadsafe(pieces.put_nowait, item))
@@ -133,21 +139,28 @@ class EmbeddedEngine:
 
     def _run(self) -> None:
         set_threads(self._config.threads)
-        with torch.inference_mode():
-            if self._deterministic:
-                self._check_determinism()
-            while not self._stopping:
-                self._take_arrivals()
-                if self._paused or self._stopping:
-                    continue
-                try:
-                    self._admit()
-                    self._decode()
-                except Exception as error:  # noqa: BLE001 - fails the calls, not the engine
-                    self._fail_all(error)
-                self._flush()
-            self._fail_all(EngineFailure("the engine was stopped"))
-            self._flush()
+        problem: Exception = EngineFailure("the engine was stopped")
+        try:
+            with torch.inference_mode():
+                while not self._stopping:
+                    self._take_arrivals()
+                    if not (self._paused or self._stopping):
+                        self._pass()
+        except Exception as error:  # a defect of the engine itself
+            log.exception("the engine's thread ended")
+            problem = error
+        self._stopping = True
+        self._fail_all(problem)
+        self._flush()
+
+    def _pass(self) -> None:
+        """One turn of the loop."""
+        try:
+            self._admit()
+            self._decode()
+        except Exception as error:  # noqa: BLE001 - fails the calls, not the engine
+            self._fail_all(error)
+        self._flush()
 
     def _take_arrivals(self) -> None:
         """Run what was put into the inbox; wait for something if there is nothing to do."""
@@ -306,12 +319,14 @@ class EmbeddedEngine:
         m = self._model
         return KVCache(m.layers, m.key_heads, m.head_dim, self._dtype, self._device)
 
+    @torch.inference_mode()
     def _check_determinism(self) -> None:
         """Refuse to call results reproducible where this machine's matrix products say otherwise.
 
         A row must come out the same beside any number of other rows; prompts run alone, so only the products of
         decoding, with 2 to `max_batch` rows, are tried: all layers' weights once, on random input.
         """
+        set_threads(self._config.threads)
         generator = torch.Generator().manual_seed(0)
         for name, weight in self._model.named_parameters():
             if weight.ndim != 2:
@@ -320,7 +335,6 @@ class EmbeddedEngine:
             whole = torch.nn.functional.linear(rows, weight)
             for count in {2, 3, self._config.max_batch // 2, self._config.max_batch - 1} - {0, 1}:
                 if not torch.equal(torch.nn.functional.linear(rows[:count], weight), whole[:count]):
-                    self._stopping = True
                     raise ModelError(
                         f"deterministic = true is not possible here: {name} gives other bits for {count} rows than "
                         f"for {self._config.max_batch}; set engine.dtype = 'float32' or engine.max_batch = 2"

@@ -112,6 +112,7 @@ class Learner:
             )
         if known is None:
             await self._store.set_meta("config_digest", digest)
+        self._folder.write_config(self._config)
         state = await self._trainer.load(self._folder.checkpoints)
         if state is not None:
             self._progress.step = self._saved = int(state["step"])
@@ -189,12 +190,14 @@ class Learner:
     async def _update(self, step: int, batch: Batch) -> dict[str, float]:
         rate = learning_rate(self._config.policy.optimizer, step, self._config.steps)
         reports: list[StepReport] = []
+        skipped = 0
         for epoch in range(self._config.algorithm.epochs):
             name = f"step {step} epoch {epoch}"
             reports.append(
                 await self._trainer.forward_backward(self._policy, batch.samples, self._loss, f"{name} gradient")
             )
             update = await self._trainer.optim_step(self._policy, rate, f"{name} update")
+            skipped += not update.applied
         first, last = reports[0], reports[-1]
         return {
             "train/rows": float(last.rows),
@@ -207,6 +210,7 @@ class Learner:
             "train/logprob_gap_mean": first.metrics["gap"],
             "train/logprob_gap_max": first.metrics["gap_max"],
             "train/grad_norm": update.grad_norm,
+            "train/updates_skipped": float(skipped),
             "train/learning_rate": update.learning_rate,
         }
 

@@ -68,8 +68,17 @@ def list_episodes(connection: Connection, kind: str | None, state: str | None, l
     return [_summary(connection, row) for row in rows]
 
 
-def manifest_of(connection: Connection, episode_id: str) -> tuple[Trajectory, int | None]:
-    """An episode with its calls, and the step whose batch it is in (None: none yet).
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EpisodeView:
+    """One episode in full."""
+
+    trajectory: Trajectory
+    step: int | None  # the step whose batch it is in; None: none
+    group_rewards: tuple[float, ...]  # of the completed episodes of its group, itself included
+
+
+def read_episode(connection: Connection, episode_id: str) -> EpisodeView:
+    """An episode with its calls and what became of it.
 
     Raises:
         NotFound: no such episode.
@@ -78,7 +87,13 @@ def manifest_of(connection: Connection, episode_id: str) -> tuple[Trajectory, in
     step = connection.execute(
         select(manifests.c.step).where(manifests.c.episode_ids.contains(f'"{episode_id}"'))
     ).scalar()
-    return found, step
+    group = select(episodes.c.rewards).where(
+        episodes.c.kind == found.episode.kind,
+        episodes.c.group_index == found.episode.group_index,
+        episodes.c.rewards.is_not(None),
+    )
+    rewards = tuple(_total(rewards) for rewards in connection.execute(group).scalars())
+    return EpisodeView(trajectory=found, step=step, group_rewards=rewards)
 
 
 def _summary(connection: Connection, row: Any) -> EpisodeSummary:
@@ -90,10 +105,14 @@ def _summary(connection: Connection, row: Any) -> EpisodeSummary:
         episode_id=row.episode_id,
         task_id=row.task_id,
         state=row.state,
-        reward=None if row.rewards is None else float(sum(orjson.loads(row.rewards).values())),
+        reward=None if row.rewards is None else _total(row.rewards),
         calls=len(lengths),
         completion_tokens=sum(lengths),
         attempts=row.attempts,
         metadata=orjson.loads(row.metadata),
         reason=row.reason if row.state != "completed" else None,
     )
+
+
+def _total(rewards: str) -> float:
+    return float(sum(orjson.loads(rewards).values()))

@@ -9,7 +9,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy import Connection, bindparam, func, select
 
-from palestra.errors import Conflict, EpisodeEnded, EpisodeLeaseExpired, NotFound
+from palestra.errors import ClaimOver, Conflict, EpisodeEnded, EpisodeLeaseExpired, NotFound
 from palestra.ledger.codec import episode_of, to_json
 from palestra.ledger.tables import episodes, groups
 from palestra.schemas.protocols import Counts, GroupRecord
@@ -120,12 +120,15 @@ def claim(
     """The next registered episode in canonical order, or the one named; a known `request_id` gets its claim again.
 
     Raises:
-        Conflict: the episode named is not registered, or the claim of this `request_id` is over.
+        ClaimOver: the claim of this `request_id` is over.
+        IllegalTransition: the episode named is not registered.
     """
     known = connection.execute(_BY_REQUEST, {"request_id": request_id}).first()
     if known is not None:
         if known.state != EpisodeState.CLAIMED:
-            raise Conflict(f"the claim {request_id!r} is over: episode {known.episode_id} is {known.state}")
+            raise ClaimOver(
+                f"the claim {request_id!r} is over: episode {known.episode_id} is {known.state}; claim anew"
+            )
         return episode_of(known)
     found = read(connection, episode_id) if episode_id is not None else _next(connection)
     if found is None:

@@ -7,7 +7,6 @@ because it is in the operating system's hands; with `FULL`, the default, it also
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -301,15 +300,3 @@ class RunStore:
     async def set_meta(self, key: str, value: str) -> None:
         """Set a small fact of the run."""
         await self.write(lambda c: history.set_meta(c, key, value))
-
-    async def secret(self) -> bytes:
-        """The secret from which the run's keys are derived; made once."""
-
-        def get_or_make(connection: sa.Connection) -> str:
-            known = history.get_meta(connection, "secret")
-            if known is None:
-                known = secrets.token_hex(32)
-                history.set_meta(connection, "secret", known)
-            return known
-
-        return bytes.fromhex(await self.write(get_or_make))

@@ -112,7 +112,7 @@ class Writer:
             self._transaction(connection, group)
         except Exception as error:  # noqa: BLE001 - handed to the callers
             if len(group) == 1:
-                group[0].error = error
+                group[0].error = _explained(error)
                 _deliver(group)
             else:
                 for operation in group:
@@ -154,3 +154,12 @@ def _resolve(operations: list[_Operation]) -> None:
             operation.future.set_exception(operation.error)
         else:
             operation.future.set_result(operation.result)
+
+
+def _explained(error: Exception) -> Exception:
+    """A full disk, or a damaged file, in words; a defect of ours as it is."""
+    if isinstance(error, sa.exc.OperationalError | sa.exc.DatabaseError) and not isinstance(
+        error, sa.exc.IntegrityError
+    ):
+        return StoreError(f"the run store could not be written: {error.orig}")
+    return error

@@ -5,8 +5,15 @@ from __future__ import annotations
 import hashlib
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
+
+def _without_surrogates(text: str) -> str:
+    """Lone surrogates, which neither a tokenizer nor a file takes, become `?`."""
+    return text.encode("utf-8", errors="replace").decode("utf-8")
+
+
+Text = Annotated[str, AfterValidator(_without_surrogates)]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
@@ -16,7 +23,7 @@ class TextPart(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     type: Literal["text"] = "text"
-    text: str
+    text: Text
 
 
 class ImagePart(BaseModel):
@@ -38,7 +45,7 @@ class ChatMessage(BaseModel):
 
     role: Role
     content: tuple[Part, ...] = ()
-    name: str | None = None
+    name: Text | None = None
 
     @field_validator("content", mode="before")
     @classmethod

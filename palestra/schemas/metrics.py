@@ -46,6 +46,7 @@ METRICS = (
     ),
     Metric("train/logprob_gap_max", "nats", "Largest such difference."),
     Metric("train/grad_norm", "1", "Global L2 norm of the gradient before clipping."),
+    Metric("train/updates_skipped", "updates", "Updates left out because their gradient was not finite."),
     Metric("train/learning_rate", "1", "Learning rate of the update."),
     Metric("rollout/prompt_tokens", "tokens", "Prompt tokens of all calls of the batch."),
     Metric("rollout/completion_tokens", "tokens", "Sampled tokens of all calls of the batch."),

@@ -75,6 +75,7 @@ class OptimReport:
     version: PolicyVersion
     learning_rate: float
     grad_norm: float  # before clipping
+    applied: bool = True  # False: the gradient was not finite; weights and version are as before
 
 
 class Trainer(Protocol):

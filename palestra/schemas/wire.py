@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+import orjson
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
 
-FiniteFloat = Annotated[float, Field(allow_inf_nan=False, strict=True)]
+
+def _storable(data: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    """What the store gives back as it came: NaN would be null, and longer numbers and lone surrogates an error."""
+    try:
+        json.dumps(data, allow_nan=False)
+        orjson.dumps(data)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"this JSON can't be stored: {error}") from None
+    return data
+
+
+JsonObject = Annotated[dict[str, JsonValue], AfterValidator(_storable)]
+# Far beyond any useful reward, and far from where sums and squares of rewards overflow.
+MAX_REWARD = 1e9
+Reward = Annotated[float, Field(allow_inf_nan=False, strict=True, ge=-MAX_REWARD, le=MAX_REWARD)]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 
 
@@ -21,7 +37,7 @@ class TaskBody(Body):
     """One task."""
 
     id: Name | None = Field(None, description="None: made from the data, so that equal tasks have equal ids.")
-    data: dict[str, JsonValue]
+    data: JsonObject
 
 
 class PushTasks(Body):
@@ -97,10 +113,10 @@ class EndEpisode(Body):
     """`POST /end_episode`. The same body again is answered 200; another reward 409."""
 
     episode_id: Name
-    reward: FiniteFloat | None = Field(None, description="One reward for the episode; or `rewards`.")
-    rewards: dict[Name, FiniteFloat] | None = Field(None, description="Rewards by agent.")
-    step_rewards: tuple[FiniteFloat, ...] | None = Field(None, description="Rewards by TimeStep.")
-    metadata: dict[str, JsonValue] = Field(default_factory=dict)
+    reward: Reward | None = Field(None, description="One reward for the episode; or `rewards`.")
+    rewards: dict[Name, Reward] | None = Field(None, description="Rewards by agent.")
+    step_rewards: tuple[Reward, ...] | None = Field(None, description="Rewards by TimeStep.")
+    metadata: JsonObject = Field(default_factory=dict)
 
 
 class AbortEpisode(Body):

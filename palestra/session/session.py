@@ -53,7 +53,7 @@ class EpisodeSession:
         self._over: PalestraError | None = None
         for chat in recorded:
             self._remember(chat)
-            self._same_prompt[chat.prompt_ids.tobytes()] += 1
+            self._same_prompt[prompt_digest(chat.prompt_ids)] += 1
         used = {chat.parent for chat in recorded}
         for chat in recorded:
             if chat.index not in used:  # nothing tells that its reply arrived, so a retry may ask for it again
@@ -122,7 +122,7 @@ class EpisodeSession:
         prompt_ids, shared = await self._prompt(call, runtime, parent)
         if shared == 0:
             parent = None
-        identity = prompt_ids.tobytes()
+        identity = prompt_digest(prompt_ids)
         sampling = self._sampling(call, runtime, prompt_ids, self._same_prompt[identity])
         self._same_prompt[identity] += 1
         try:
@@ -208,8 +208,13 @@ def call_seed(job_seed: int, episode_id: str, prompt_ids: Ids, occurrence: int) 
     So the order in which different calls arrive changes nothing, nor does a call that was lost and is sent again.
     """
     text = f"{job_seed}\0{episode_id}\0{occurrence}\0".encode()
-    digest = hashlib.blake2b(text + prompt_ids.tobytes(), digest_size=8).digest()
+    digest = hashlib.blake2b(text + prompt_digest(prompt_ids), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def prompt_digest(prompt_ids: Ids) -> bytes:
+    """16 bytes that stand for a prompt."""
+    return hashlib.blake2b(prompt_ids.astype("<i4").tobytes(), digest_size=16).digest()
 
 
 def _join(pieces: Sequence[SampledTokens]) -> tuple[Ids, NDArray[np.float32], tuple[VersionSpan, ...]]:

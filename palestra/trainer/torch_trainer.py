@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -184,12 +185,16 @@ class TorchTrainer:
         fault_point("before_step")
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
-        norm = torch.nn.utils.clip_grad_norm_([p for _, p in self._parameters], self._max_grad_norm)
-        self._optimizer.step()
+        norm = float(torch.nn.utils.clip_grad_norm_([p for _, p in self._parameters], self._max_grad_norm))
+        finite = math.isfinite(norm)
+        if finite:
+            self._optimizer.step()
+            self._version = PolicyVersion(self._version.incarnation, self._version.n + 1)
         self._optimizer.zero_grad(set_to_none=True)
-        self._version = PolicyVersion(self._version.incarnation, self._version.n + 1)
         fault_point("after_step")
-        return OptimReport(version=self._version, learning_rate=learning_rate, grad_norm=float(norm))
+        return OptimReport(
+            version=self._version, learning_rate=learning_rate, grad_norm=norm if finite else 0.0, applied=finite
+        )
 
     def _fill(self, folder: Path) -> None:
         """Write weights, tokenizer, optimizer and random state into a checkpoint's folder."""
