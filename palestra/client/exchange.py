@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx2
 
-from palestra.client.protocol import Call
+from palestra.client.protocol import LONGEST_PAUSE_SECONDS, Call
 from palestra.errors import (
     ClaimOver,
     ConfigError,
@@ -84,7 +84,7 @@ def exchange(settings: Settings, call: Call) -> Generator[dict[str, Any] | float
                 raise problem
         else:
             problem = ConnectionLost(f"{settings.url} can't be reached: {str(reply) or type(reply).__name__}")
-        pause = min(5.0, 0.1 * 2.0**attempt) * (0.5 + settings.draw.random() / 2)
+        pause = min(LONGEST_PAUSE_SECONDS, 0.1 * 2.0**attempt) * (0.5 + settings.draw.random() / 2)
         if time.monotonic() + pause > until:
             raise problem
         attempt += 1

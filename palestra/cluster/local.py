@@ -34,6 +34,7 @@ from palestra.session import PolicyRuntime, SessionContext, Sessions
 
 log = logging.getLogger("palestra")
 LINGER_SECONDS = 10.0  # how long workers may take to hear that the job is over
+BACKLOG = 4096
 RETURN_SECONDS = LONGEST_PAUSE_SECONDS + 0.5  # after a restart, all workers of before have tried again by then
 Report = Callable[[str, dict[str, Any]], None]
 
@@ -93,10 +94,12 @@ class LocalJob:
             self.over.set()
 
     async def _failed(self, error: PalestraError) -> None:
-        if not self.progress.over:
-            self.progress.move(JobState.FAILED, str(error))
-        self.plane.store.available.ring()
-        await self.plane.store.add_event("failed", {"reason": str(error)})
+        try:
+            await self.plane.store.add_event("failed", {"reason": str(error)})  # first: who follows hears the reason
+        finally:
+            if not self.progress.over:
+                self.progress.move(JobState.FAILED, str(error))
+            self.plane.store.available.ring()
 
     async def linger(self) -> None:
         """Let workers that are still there hear that the job is over, for a while."""
@@ -121,6 +124,8 @@ async def local_job(config: JobConfig, report: Report) -> AsyncIterator[LocalJob
         stack.enter_context(_locked(folder.path))
         listener = stack.enter_context(_listen(config.server.host, config.server.port))
         parts = await asyncio.to_thread(build_parts, config)
+        if resumed:
+            await parts.engine.pause()  # until the learner has given it the weights that the run had come to
         store = stack.enter_context(RunStore(folder.store, config.rollout, config.store))
         store.policy_name = config.policy_name
         try:
@@ -194,6 +199,7 @@ def _listen(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        listener.listen(BACKLOG)  # at once: until one listens, two servers can have the same address
     except OSError as error:
         raise ConfigError(
             f"{host}:{port} can't be listened on ({error.strerror or error}); set server.port, or 0 for any free port"
@@ -242,7 +248,7 @@ async def _served(plane: DataPlane, listener: socket.socket) -> AsyncIterator[No
         log_config=None,
         access_log=False,
         lifespan="off",
-        backlog=4096,
+        backlog=BACKLOG,
         timeout_keep_alive=75,
         timeout_graceful_shutdown=2,
     )
@@ -253,6 +259,7 @@ async def _served(plane: DataPlane, listener: socket.socket) -> AsyncIterator[No
             await asyncio.wait((task,), timeout=0.01)
         yield
     finally:
+        plane.stop()
         server.should_exit = True
         await task
 

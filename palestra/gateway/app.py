@@ -107,6 +107,10 @@ async def _validation_error(_request: Request, error: Exception) -> JSONResponse
 
 async def _http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
+    if isinstance(error.__cause__, PalestraError):  # FastAPI wraps whatever happens while it reads a body
+        return _answer(error.__cause__)
+    if isinstance(error.__cause__, RecursionError):
+        return _answer(InvalidRequest("the body is not valid JSON: it is nested too deep"))
     body = {
         "message": f"{request.method} {request.url.path}: {error.detail}",
         "type": "invalid_request_error",

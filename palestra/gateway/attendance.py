@@ -52,13 +52,25 @@ class Attendance:
         worker.count()
         self._players[episode_id, fence] = worker_id
 
-    def lease_over(self, episode_id: str, fence: int) -> None:
-        """The episode ended, or was given back."""
-        worker_id = self._players.pop((episode_id, fence), None)
-        if worker_id is not None:
-            worker = self._workers[worker_id]
-            worker.playing.discard((episode_id, fence))
+    def hands_in(self, episode_id: str, fence: int) -> None:
+        """Its player ends the episode, or gives it back; it will ask for another."""
+        worker = self._stops_playing(episode_id, fence)
+        if worker is not None:
             worker.seen_at = self._clock.monotonic()
+
+    def lease_over(self, episode_id: str, fence: int) -> None:
+        """Nothing was heard of its player for so long that it is not waited for; if it comes back, it asks again."""
+        worker = self._stops_playing(episode_id, fence)
+        if worker is not None:
+            worker.loops -= 1
+
+    def _stops_playing(self, episode_id: str, fence: int) -> _Worker | None:
+        worker_id = self._players.pop((episode_id, fence), None)
+        if worker_id is None:
+            return None
+        worker = self._workers[worker_id]
+        worker.playing.discard((episode_id, fence))
+        return worker
 
     def told(self, worker_id: str, request_id: str) -> None:
         """The claim was answered `finished`."""

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -50,13 +51,30 @@ _IGNORED = (
 )
 
 
+def _only_text(message: Any) -> Any:
+    """Refuse what a prompt would silently lack: the records have a place for images, the renderers not yet."""
+    if isinstance(message, dict):
+        content = message.get("content")
+        parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+        kinds = [part["type"] for part in parts if isinstance(part.get("type"), str) and part["type"] != "text"]
+        found = [key for key in ("tool_calls", "function_call", "audio") if message.get(key)]
+        found += ["role tool"] if message.get("role") == "tool" else []
+        found += [f"content of type {kind!r}" for kind in kinds]
+        if found:
+            raise PydanticCustomError("not_text", "{found} is not supported by this server", {"found": found[0]})
+    return message
+
+
+Message = Annotated[ChatMessage, BeforeValidator(_only_text)]
+
+
 class ChatRequest(BaseModel):
     """The fields of OpenAI's chat request that this server acts on."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
     model: str = Field(description="The policy's name, as the claim gave it.")
-    messages: Annotated[tuple[ChatMessage, ...], Field(min_length=1, max_length=10_000)] = Field(
+    messages: Annotated[tuple[Message, ...], Field(min_length=1, max_length=10_000)] = Field(
         description="The conversation so far; content is text, or a list of text parts."
     )
     max_tokens: Annotated[int, Field(ge=1, strict=True)] | None = Field(
@@ -149,8 +167,8 @@ def parse_chat(body: bytes, headers: Any) -> tuple[ModelCall, ChatRequest]:
 def _explain(error: ValidationError) -> InvalidRequest:
     first = error.errors()[0]
     place = ".".join(map(str, first["loc"]))
-    if "tool" in place or (first["type"] == "union_tag_invalid" and place.startswith("messages")):
-        return UnsupportedField(f"{place}: {first['msg']}; only text is supported by this server", place)
+    if first["type"] == "not_text":
+        return UnsupportedField(f"{place}: {first['msg']}", place)
     return InvalidRequest(
         f"{place}: {first['msg']}" if place else f"the body is not valid JSON: {first['msg']}", place or None
     )

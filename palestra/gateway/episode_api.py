@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter
 from starlette.requests import Request
 
-from palestra.errors import InvalidRequest
+from palestra.errors import InvalidRequest, ServerStopping
 from palestra.gateway.chat_api import until_disconnect
 from palestra.gateway.plane import DataPlane
 from palestra.schemas.records import Claim, Task
@@ -80,6 +80,7 @@ def episode_router(plane: DataPlane) -> APIRouter:
         if (body.reward is None) == (body.rewards is None):
             raise InvalidRequest("give either reward or rewards", "reward")
         rewards = body.rewards if body.rewards is not None else {SOLE_AGENT: float(body.reward or 0.0)}
+        plane.attendance.hands_in(key.episode_id, key.fence)
         await store.end(key.episode_id, key.fence, rewards, body.step_rewards, body.metadata)
         return EpisodeAnswer(episode_id=key.episode_id, state="completed")
 
@@ -87,6 +88,7 @@ def episode_router(plane: DataPlane) -> APIRouter:
     async def abort_episode(body: AbortEpisode, request: Request) -> EpisodeAnswer:
         """The attempt failed for a reason that is not the policy's: no reward, nothing trained."""
         key = await keys.require_this_episode(request, body.episode_id, store)
+        plane.attendance.hands_in(key.episode_id, key.fence)
         await store.abort(key.episode_id, key.fence, body.reason or "given back by its worker", body.discard)
         return EpisodeAnswer(episode_id=key.episode_id, state=(await store.episode(key.episode_id)).state)
 
@@ -100,6 +102,8 @@ async def _claim(plane: DataPlane, body: ClaimEpisode) -> Claim | None:
     while True:
         if plane.progress.over and body.episode_id is None:
             return None
+        if plane.stopping.is_set():
+            raise ServerStopping("the server is going down; it may come back")
         seen = plane.store.available.rings
         claim = await plane.store.claim(body.worker_id, body.request_id, body.allow_discard_timeout, body.episode_id)
         left = until - clock.monotonic()

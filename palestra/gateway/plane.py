@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 
 from palestra.config import JobConfig
+from palestra.errors import ServerStopping
 from palestra.gateway.attendance import Attendance
 from palestra.gateway.keys import KeyRing
 from palestra.ledger import RunStore
@@ -22,8 +24,15 @@ class DataPlane:
     keys: KeyRing
     progress: JobProgress
     started_at: float  # Unix seconds
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
     attendance: Attendance = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "attendance", Attendance(self.store.clock))
         self.store.on_lease_over.append(self.attendance.lease_over)
+
+    def stop(self) -> None:
+        """The server goes away: whoever waits for it is told so at once, and may come back."""
+        self.stopping.set()
+        self.sessions.stop(ServerStopping("the server is going down; it may come back"))
+        self.store.available.ring()

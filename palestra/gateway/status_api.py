@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 
 import orjson
@@ -73,6 +74,7 @@ def _episodes(counts: Counts) -> dict[str, int]:
 async def _event_stream(plane: DataPlane, last: int, follow: bool) -> AsyncIterator[bytes]:
     quiet = 0.0
     while True:
+        over = plane.progress.over or plane.stopping.is_set()  # looked at first, so that no last event is missed
         found = await plane.store.events(last)
         for event in found:
             last = event.event_id
@@ -81,9 +83,10 @@ async def _event_stream(plane: DataPlane, last: int, follow: bool) -> AsyncItera
         if found:
             quiet = 0.0
             continue
-        if not follow or plane.progress.over:
+        if not follow or over:
             return
-        await asyncio.sleep(POLL_SECONDS)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(plane.stopping.wait(), POLL_SECONDS)
         quiet += POLL_SECONDS
         if quiet >= KEEPALIVE_SECONDS:
             quiet = 0.0

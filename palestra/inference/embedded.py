@@ -302,12 +302,14 @@ class EmbeddedEngine:
 
     def _replace_weights(self, version: PolicyVersion, weights: Iterable[tuple[str, Tensor]]) -> None:
         own = dict(self._model.named_parameters())
-        for name, tensor in weights:
+        given = dict(weights)
+        for name, tensor in given.items():
             if name not in own or own[name].shape != tensor.shape:
                 raise ModelError(f"the engine's model has no weight {name} of shape {tuple(tensor.shape)}")
-            own.pop(name).copy_(tensor)
-        if own:
-            raise ModelError(f"no new weights were given for {', '.join(own)}")
+        if missing := own.keys() - given.keys():
+            raise ModelError(f"no new weights were given for {', '.join(sorted(missing))}")
+        for name, tensor in given.items():
+            own[name].copy_(tensor)
         self._version = version
         self._forget_prefixes()
 

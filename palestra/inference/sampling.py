@@ -26,6 +26,8 @@ def sample(
     scores = logits.float()
     if any(t not in (0.0, 1.0) for t in temperatures):
         scores = scores / torch.tensor([t or 1.0 for t in temperatures]).to(scores.device).unsqueeze(1)
+    if any(banned):
+        scores = scores.clone()  # the caller's logits stay as they are
     for row, ids in enumerate(banned):
         if ids:
             scores[row, list(ids)] = float("-inf")

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
+from palestra.errors import EngineFailure
 from palestra.inference.draw import uniform
 from palestra.schemas.records import Ids, PolicyVersion, SampledTokens, Sampling
 
@@ -30,6 +31,7 @@ class ScriptedEngine:
         self._versions: dict[str, PolicyVersion] = {}
         self._running = asyncio.Event()
         self._running.set()
+        self._closed = False
         self.calls = 0
 
     async def generate(self, policy: str, prompt_ids: Ids, sampling: Sampling) -> AsyncIterator[SampledTokens]:
@@ -37,6 +39,8 @@ class ScriptedEngine:
         await self._running.wait()
         if self._delay:
             await asyncio.sleep(self._delay)
+        if self._closed:
+            raise EngineFailure("the engine was stopped")
         self.calls += 1
         ids = tuple(self._script(prompt_ids, sampling))[: sampling.max_tokens]
         yield SampledTokens(ids=ids, logprobs=(-1.0,) * len(ids), version=self.version(policy))
@@ -59,3 +63,5 @@ class ScriptedEngine:
 
     async def close(self) -> None:
         """See `Engine`."""
+        self._closed = True
+        self._running.set()

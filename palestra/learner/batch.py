@@ -28,6 +28,9 @@ def make_batch(
 ) -> Batch:
     """Rows with advantages and weights; groups without variance are left out and counted.
 
+    They still count in the weights, as the rollouts with advantage 0 that they are: a batch in which little can be
+    learned makes a small step, not one that a few rollouts decide.
+
     Args:
         trajectories: completed episodes in canonical order.
         algorithm: how rewards become advantages, and tokens a loss.
@@ -35,28 +38,21 @@ def make_batch(
         version: the policy before the step, to which staleness is counted.
     """
     left_out: Counter[str] = Counter()
-    entering: list[tuple[Trajectory, list[TokenRow], float]] = []
-    for _, group in groupby(trajectories, key=lambda t: t.episode.group_index):
+    entering: list[tuple[Trajectory, float, float]] = []  # with advantage and weight
+    tokens = [sum(len(chat.completion_ids) for chat in t.chats) for t in trajectories]
+    weighted = zip(trajectories, token_weights(tokens, algorithm.aggregation, max_tokens), strict=True)
+    for _, group in groupby(weighted, key=lambda pair: pair[0].episode.group_index):
         members = list(group)
-        advantages = group_advantages([_reward(t) for t in members], algorithm.advantage_scale)
+        advantages = group_advantages([_reward(t) for t, _ in members], algorithm.advantage_scale)
         if not any(advantages):
             left_out["groups_zero_variance"] += 1
             continue
-        for trajectory, advantage in zip(members, advantages, strict=True):
-            rows = rows_of(trajectory.chats)
-            if not rows:
-                left_out["episodes_without_tokens"] += 1
-            else:
-                entering.append((trajectory, rows, advantage))
-    weights = token_weights(
-        [sum(int(row.sampled.sum()) for row in rows) for _, rows, _ in entering],
-        algorithm.aggregation,
-        max_tokens,
-    )
+        left_out["episodes_without_tokens"] += sum(not weight for _, weight in members)
+        entering += [(t, a, w) for (t, w), a in zip(members, advantages, strict=True)]
     samples = [
         _sample(trajectory.episode.episode_id, row, advantage, weight)
-        for (trajectory, rows, advantage), weight in zip(entering, weights, strict=True)
-        for row in rows
+        for trajectory, advantage, weight in entering
+        for row in rows_of(trajectory.chats)
     ]
     metrics = {f"train/{name}": float(left_out[name]) for name in ("groups_zero_variance", "episodes_without_tokens")}
     return Batch(samples=samples, metrics=metrics | _rollout_metrics(trajectories, samples, version))

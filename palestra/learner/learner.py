@@ -65,11 +65,13 @@ class Learner:
         Raises:
             PalestraError: the job can't go on; the reason is in the message.
         """
-        await self._restore()
+        unfinished = await self._restore()
+        await self._open_engine()
         self._progress.move(JobState.RUNNING)
         await self._event("running", {"step": self._progress.step, "version": self._progress.version})
         await self._unless_stopped(self._wait_for_tasks())
-        await self._evaluate_if_due(0)
+        if unfinished is not None:
+            await self._finish_step(unfinished)
         while self._progress.step < self._config.steps and not self._stopping.is_set():
             started = time.monotonic()
             step = self._progress.step + 1
@@ -77,16 +79,17 @@ class Learner:
             if manifest is None:
                 break
             row = gathered | await self._train(manifest)
-            self._progress.step = step
             row |= {"step": float(step), "time/step_seconds": time.monotonic() - started}
+            await self._store.put_metrics(step, row)  # before a checkpoint makes the step final
+            self._progress.step = step
+            await self._open_engine()
             await self._save_if_due(step)
-            row |= await self._evaluate_if_due(step)
+            await self._finish_step(row)
             self._progress.step_seconds.append(time.monotonic() - started)
-            await self._finish_row(step, row)
         await self._save_now()
         if self._progress.step >= self._config.steps:
+            await self._event("completed", {"step": self._progress.step})  # first: who follows hears of it
             self._progress.move(JobState.COMPLETED)
-            await self._event("completed", {"step": self._progress.step})
         self._store.available.ring()
 
     async def _unless_stopped(self, work: Any) -> Any:
@@ -101,8 +104,11 @@ class Learner:
 
     # Starting, and starting again
 
-    async def _restore(self) -> None:
-        """Load the last good checkpoint, if there is one, and say what the engine samples from."""
+    async def _restore(self) -> dict[str, float] | None:
+        """Load the last good checkpoint, if there is one, and say what the engine samples from.
+
+        Returns the row of the step that was done last, if it still waits for its evaluation; a run begins with one.
+        """
         digest = self._config.digest()
         known = await self._store.meta("config_digest")
         if known is not None and known != digest:
@@ -121,9 +127,12 @@ class Learner:
             incarnation = int(await self._store.meta("incarnation") or 0) + 1
             await self._store.set_meta("incarnation", str(incarnation))
             self._trainer.begin_incarnation(incarnation)
-        rows = [row for row in await self._store.metrics() if row["step"] <= self._progress.step]
-        self._folder.write_metrics(rows)
         await self._publish("restore")
+        rows = {int(row["step"]): row for row in await self._store.metrics() if row["step"] <= self._progress.step}
+        finished = [row for row in rows.values() if "wall_seconds" in row]
+        self._folder.write_metrics(finished)
+        last = rows.get(self._progress.step, {"step": 0.0} if self._progress.step == 0 else None)
+        return None if last in finished else last
 
     async def _wait_for_tasks(self) -> None:
         """Tasks come from files, or are pushed by a client until it says that there are no more."""
@@ -221,20 +230,30 @@ class Learner:
 
     # What surrounds a step
 
-    async def _evaluate_if_due(self, done: int) -> dict[str, float]:
+    async def _finish_step(self, row: dict[str, float]) -> None:
+        """Evaluate if it is time to, and record the row. A job that is stopped meanwhile does it when it goes on."""
+        step = int(row["step"])
         every = self._config.evaluation.every_steps
-        due = every and self._validation_tasks and (done % every == 0 or done == self._config.steps)
-        if not due or self._stopping.is_set():
-            return {}
-        if done == 0 and self._progress.step > 0:
-            return {}  # a resumed run has its first evaluation behind it
-        self._progress.phase = f"evaluating after step {done}"
-        row: dict[str, float] = await self._unless_stopped(evaluate(self._store, self._validation_tasks, done)) or {}
-        if row:
-            await self._event("evaluated", {"step": done, **row})
-            if done == 0:
-                await self._finish_row(0, {"step": 0.0, "version": float(self._trainer.version(self._policy).n), **row})
-        return row
+        if every and self._validation_tasks and (step % every == 0 or step == self._config.steps):
+            if self._stopping.is_set():
+                return
+            self._progress.phase = f"evaluating after step {step}"
+            found = await self._unless_stopped(evaluate(self._store, self._validation_tasks, step))
+            if found is None:
+                return
+            row |= {"version": float(self._trainer.version(self._policy).n), **found}
+            await self._event("evaluated", {"step": step, **found})
+        elif step == 0:
+            return
+        await self._finish_row(step, row)
+
+    async def _open_engine(self) -> None:
+        """Let calls be sampled, unless a step that was fixed before a restart is still to be repeated.
+
+        Until then the engine has older weights than those that the open episodes are played with; their calls wait.
+        """
+        if await self._store.manifest(self._progress.step + 1) is None:
+            await self._engine.resume()
 
     async def _save_if_due(self, step: int) -> None:
         """Start writing a checkpoint; it goes on while the next episodes are played."""

@@ -264,9 +264,8 @@ def next_group_index(connection: Connection, kind: EpisodeKind) -> int:
 
 def counts(connection: Connection) -> Counts:
     """Episodes in each state."""
-    found: dict[str, int] = dict(
-        connection.execute(select(episodes.c.state, func.count()).group_by(episodes.c.state)).tuples().all()
-    )
+    rows = connection.execute(select(episodes.c.state, func.count()).group_by(episodes.c.state))
+    found: dict[str, int] = {state: number for state, number in rows}
     return Counts(**{state.value: found.get(state.value, 0) for state in EpisodeState})
 
 

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar
 
 import sqlalchemy as sa
 
 from palestra.config import RolloutConfig, StoreConfig
-from palestra.errors import InvalidRequest, StoreError
+from palestra.errors import Conflict, InvalidRequest, StoreError
 from palestra.ledger import chats, episodes, history
 from palestra.ledger.leases import LeaseBook
 from palestra.ledger.tables import migrate
@@ -38,8 +38,19 @@ from palestra.schemas.records import (
 )
 from palestra.schemas.states import EpisodeState, GroupState
 
+P = ParamSpec("P")
 T = TypeVar("T")
 LeaseOver = Callable[[str, int], None]
+
+
+def _whole(method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
+    """A caller that goes away keeps nothing from being finished: the file and the leases in memory always agree."""
+
+    @wraps(method)
+    async def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        return await asyncio.shield(method(*args, **kwargs))
+
+    return run
 
 
 class Bell:
@@ -148,6 +159,7 @@ class RunStore:
 
     # Episodes
 
+    @_whole
     async def register_group(self, kind: EpisodeKind, group_index: int, step: int, task: Task, size: int) -> None:
         """See `EpisodeStore`."""
         added = await self.write(lambda c: episodes.register_group(c, kind, group_index, step, task, size))
@@ -157,6 +169,7 @@ class RunStore:
         """An episode outside the schedule, to be claimed by its id."""
         return await self.write(lambda c: episodes.register_adhoc(c, task, request_id))
 
+    @_whole
     async def claim(
         self, worker_id: str, request_id: str, lease_seconds: float | None, episode_id: str | None = None
     ) -> Claim | None:
@@ -176,6 +189,7 @@ class RunStore:
         self.leases.grant(found.episode_id, found.fence, found.lease_seconds)
         return Claim(episode=found, policy=self.policy_name, version=self.policy_version)
 
+    @_whole
     async def end(
         self,
         episode_id: str,
@@ -194,6 +208,7 @@ class RunStore:
             self.settled.ring()
         return first
 
+    @_whole
     async def abort(self, episode_id: str, fence: int, reason: str, discard: bool) -> None:
         """See `EpisodeStore`."""
         limit, now = self._rollout.max_attempts, self.clock.now()
@@ -206,11 +221,16 @@ class RunStore:
 
     async def expire_leases(self) -> int:
         """Give back every episode whose lease ran out; returns how many."""
-        over = self.leases.expired()
-        for episode_id, fence in over:
-            await self.abort(episode_id, fence, "lease expired", discard=False)
+        given_back = 0
+        for episode_id, fence in self.leases.expired():
+            try:
+                await self.abort(episode_id, fence, "lease expired", discard=False)
+            except Conflict:  # the worker was quicker: it ended the episode meanwhile
+                self.leases.drop(episode_id, fence)
+                continue
+            given_back += 1
             await self.add_event("lease_expired", {"episode_id": episode_id, "fence": fence})
-        return len(over)
+        return given_back
 
     def _lease_over(self, episode_id: str, fence: int) -> None:
         self.leases.drop(episode_id, fence)

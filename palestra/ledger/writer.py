@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import sqlite3
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -34,11 +35,11 @@ class _Operation:
 
 def open_engine(path: Path, synchronous: str, read_only: bool = False) -> sa.Engine:
     """A SQLAlchemy engine on a SQLite file in WAL mode, whose transactions begin with BEGIN IMMEDIATE."""
-    target = f"file:{path}?mode=ro" if read_only else f"file:{path}"
+    target = path.absolute().as_uri() + ("?mode=ro" if read_only else "?mode=rwc")  # any character may be in a path
     engine = sa.create_engine(
-        f"sqlite+pysqlite:///{target}&uri=true" if read_only else f"sqlite+pysqlite:///{target}?uri=true",
+        "sqlite+pysqlite://",
+        creator=lambda: sqlite3.connect(target, uri=True, check_same_thread=False),
         poolclass=sa.pool.StaticPool,
-        connect_args={"check_same_thread": False},
     )
 
     @sa.event.listens_for(engine, "connect")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from palestra.errors import EpisodeLeaseExpired, TooManyRequests
+from palestra.errors import EpisodeLeaseExpired, PalestraError, TooManyRequests
 from palestra.schemas.states import EpisodeState
 from palestra.session.context import SessionContext
 from palestra.session.session import EpisodeSession
@@ -19,6 +19,7 @@ class Sessions:
         self.in_flight = 0
         self._limit = max_waiting_calls
         self._open: dict[tuple[str, int], EpisodeSession] = {}
+        self._stopped: PalestraError | None = None
         context.store.on_lease_over.append(self._lease_over)
 
     async def open(self, episode_id: str, fence: int) -> EpisodeSession:
@@ -44,7 +45,10 @@ class Sessions:
 
         Raises:
             TooManyRequests: all places are taken.
+            PalestraError: what `stop` was given.
         """
+        if self._stopped is not None:
+            raise self._stopped
         if self.in_flight >= self._limit:
             self.context.counts["calls_refused"] += 1
             raise TooManyRequests(f"{self.in_flight} calls are in flight, which is the limit; try again soon")
@@ -53,6 +57,12 @@ class Sessions:
             yield
         finally:
             self.in_flight -= 1
+
+    def stop(self, reason: PalestraError) -> None:
+        """Take no more calls, and end those in flight; nothing of them is kept."""
+        self._stopped = reason
+        while self._open:
+            self._open.popitem()[1].terminate(reason)
 
     def _lease_over(self, episode_id: str, fence: int) -> None:
         session = self._open.pop((episode_id, fence), None)

@@ -37,7 +37,7 @@ def write(folder: Path, step: int, fill: Callable[[Path], object], state: Mappin
             "state": dict(state),
             "files": {str(p.relative_to(temporary)): _digest(p) for p in files},
         }
-        (temporary / INDEX).write_text(json.dumps(index, indent=1))
+        (temporary / INDEX).write_text(json.dumps(index | {"digest": _fingerprint(index)}, indent=1))
         _sync(temporary / INDEX)
         _sync(temporary)
         if final.exists():  # a damaged one of the same step, or one of a lineage that did not survive
@@ -76,18 +76,25 @@ def newest_good(folder: Path) -> tuple[Path, dict[str, Any]] | None:
 
 def found(folder: Path) -> list[Path]:
     """Finished checkpoints, oldest first."""
-    return sorted(folder.glob("step-[0-9]*"))
+    return sorted((p for p in folder.glob("step-*") if p.name[5:].isdecimal()), key=lambda p: int(p.name[5:]))
 
 
 def _problem(path: Path) -> str | None:
     try:
-        files: dict[str, str] = json.loads((path / INDEX).read_text())["files"]
-        for name, digest in files.items():
+        index = json.loads((path / INDEX).read_text())
+        if index.pop("digest") != _fingerprint(index):
+            return f"{INDEX} has another hash"
+        for name, digest in index["files"].items():
             if _digest(path / name, sync=False) != digest:
                 return f"{name} has another hash"
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         return f"{type(error).__name__}: {error}"
     return None
+
+
+def _fingerprint(index: Mapping[str, Any]) -> str:
+    """SHA-256 of the index, without this."""
+    return hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
 
 
 def _digest(path: Path, sync: bool = True) -> str:

@@ -110,6 +110,16 @@ class TorchTrainer:
     # The trainer's thread.
 
     def _forward_backward(self, batch: Sequence[TrainSample], loss: Loss) -> StepReport:
+        """Add the gradient of the whole batch, or, where that fails, of nothing: the request may be sent again."""
+        before = [None if p.grad is None else p.grad.clone() for _, p in self._parameters]
+        try:
+            return self._all_micro_batches(batch, loss)
+        except Exception:
+            for (_, parameter), gradient in zip(self._parameters, before, strict=True):
+                parameter.grad = gradient
+            raise
+
+    def _all_micro_batches(self, batch: Sequence[TrainSample], loss: Loss) -> StepReport:
         totals: dict[str, Tensor] = {}
         gap_max, computed, trained = 0.0, 0, 0
         for micro in pack(batch, self._config.micro_batch_tokens):

@@ -16,7 +16,7 @@ def token_weights(
     How a rollout is cut into calls or rows does not matter: only its number of trained tokens does.
 
     Args:
-        tokens_R: trained tokens of each rollout (episode) that enters the loss.
+        tokens_R: sampled tokens of each rollout (episode) of the batch, also of those whose advantage is 0.
         aggregation: `rollout`: each rollout weighs the same, its tokens share it (GRPO, DeepSeekMath equation 3);
             `token`: each token weighs the same (DAPO, Yu et al. 2025, equation 8); `constant`: each token weighs
             1 / (rollouts x max_tokens) (Dr. GRPO, Liu et al. 2025).

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # a job with a scripted engine loads no torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +36,8 @@ class ClippedSurrogate:
         Returns:
             [T] losses, and [T] tensors `ratio` and `clipped` (1 where the clipped term is the smaller one).
         """
-        ratio = torch.exp(logprobs_T - behaviour_T)
+        ratio = (logprobs_T - behaviour_T).exp()
         plain = ratio * advantages_T
         bounded = ratio.clamp(1.0 - self.clip_low, 1.0 + self.clip_high) * advantages_T
         report = {"ratio": ratio.detach(), "clipped": (bounded < plain).detach().float()}
-        return -torch.minimum(plain, bounded), report
+        return -plain.minimum(bounded), report

@@ -1,0 +1,77 @@
+"""The benchmark: prints tables, writes bench/results.json.
+
+python bench/run.py                        everything (about fifteen minutes)
+python bench/run.py --only data-plane      one part, or several with commas: step, data-plane, episodes
+python bench/run.py --quick                the same with fewer and shorter runs, for looking at a change
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import data_plane
+import episodes
+import step
+from figures import Part, show, write
+from load_runs import Runs
+from machine import observed, remark
+from processes import BenchError
+from rich.console import Console
+
+FULL, QUICK = Runs(repeats=3, seconds=5.0), Runs(repeats=1, seconds=2.0)
+PARTS: dict[str, Callable[[Part, argparse.Namespace], None]] = {
+    "step": lambda part, arguments: step.run(part, arguments.threads, arguments.quick),
+    "data-plane": lambda part, arguments: data_plane.run(part, QUICK if arguments.quick else FULL),
+    "episodes": lambda part, arguments: episodes.run(part, QUICK if arguments.quick else FULL),
+}
+
+
+def parts_named(text: str) -> list[str]:
+    """The parts that a comma-separated list names."""
+    names = text.split(",")
+    for name in names:
+        if name not in PARTS:
+            raise argparse.ArgumentTypeError(f"{name!r} is no part; there are {', '.join(PARTS)}")
+    return names
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", type=parts_named, default=list(PARTS), metavar="PARTS")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="for arithmetic; default: all cores")
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results.json"))
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Run the parts one after another."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended, too
+    arguments = parse_arguments()
+    console = Console(width=None if sys.stdout.isatty() else 240, highlight=False)
+    command = " ".join(["python", *sys.argv])
+    for name in arguments.only:
+        part = Part(name=name)
+        console.print(f"\n[bold]{name}[/] …")
+        try:
+            with observed(part.machine):
+                PARTS[name](part, arguments)
+        except BenchError as error:
+            console.print(f"{name} failed: {error}", markup=False)
+            return 1
+        part.machine["command"] = command
+        part.notes.append(remark(part.machine))
+        show(part, console)
+        write([part], arguments.out)
+    console.print(f"\nwritten to {arguments.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,213 @@
+"""Times GRPO steps of Palestra's own parts, in a process of their own; prints one JSON line.
+
+    python bench/step_palestra.py --threads 2 --steps 6
+
+One step is what bench/peers/trl_step.py does: 8 prompts of 40 tokens x 8 samples of 12, seeded random rewards, one
+AdamW update of float32 weights with bfloat16 compute; here the new weights are handed to the engine as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from step_floor import best_rate, count_weights, generate_flop, product_rates, train_flop
+
+from palestra.algorithms.grpo import ClippedSurrogate
+from palestra.cluster.parts import Parts, build_parts
+from palestra.config import JobConfig, parse_config
+from palestra.learner.batch import make_batch
+from palestra.models.causal_lm import load_causal_lm
+from palestra.schemas.messages import ChatMessage, text_message
+from palestra.schemas.records import Chat, Episode, Ids, Sampling, Task, TimeStep, Trajectory, VersionSpan
+from palestra.schemas.states import EpisodeState
+
+PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 8, 8, 40, 12
+SYSTEM = "You are a calculator. Reply with the number only."
+FILLER = " now"  # one token; repeated until a prompt has its length
+Messages = tuple[ChatMessage, ...]
+
+
+def job_config(threads: int) -> JobConfig:
+    """The job whose parts are measured: Palestra's defaults, but for lengths and threads."""
+    arithmetic = {"threads": threads}
+    policy = {"sampling": {"max_tokens": NEW_TOKENS}, "max_context": 256}
+    return parse_config({"policies": {"policy": policy}, "engine": arithmetic, "trainer": arithmetic})
+
+
+class Bench:
+    """The parts, and the time that each piece of a step took."""
+
+    def __init__(self, config: JobConfig, seed: int) -> None:
+        self.config, self.parts = config, build_parts(config)
+        self.draw = random.Random(seed)
+        self.steps: list[dict[str, float]] = []  # seconds by piece
+        self.tokens: dict[str, int] = {}  # of the last step
+
+    @contextmanager
+    def clock(self, piece: str) -> Iterator[None]:
+        """Add to the seconds of a piece of the present step."""
+        start = time.perf_counter()
+        yield
+        self.steps[-1][piece] = time.perf_counter() - start
+
+    async def step(self, number: int) -> None:
+        """Sample, reward, gradient, update, publish."""
+        self.steps.append({})
+        parts, name = self.parts, self.config.policy_name
+        prompts = make_prompts(parts, PROMPTS, self.draw)
+        before = (parts.engine.prefilled_tokens, parts.engine.sampled_tokens)  # type: ignore[attr-defined]
+        with self.clock("total"):
+            with self.clock("generate"):
+                calls = [self.play(index, *prompt) for index, prompt in enumerate(prompts) for _ in range(SAMPLES)]
+                chats = await asyncio.gather(*calls)
+            with self.clock("batch"):
+                played = [self.reward(number, place, chat) for place, chat in enumerate(chats)]
+                version = parts.trainer.version(name)
+                batch = make_batch(played, self.config.algorithm, NEW_TOKENS, version).samples
+            with self.clock("forward_backward"):
+                loss = ClippedSurrogate(self.config.algorithm.clip_low, self.config.algorithm.clip_high)
+                report = await parts.trainer.forward_backward(name, batch, loss, f"gradient {number}")
+            with self.clock("optimizer"):
+                rate = self.config.policy.optimizer.learning_rate
+                await parts.trainer.optim_step(name, rate, f"update {number}")
+            with self.clock("publish"):
+                await parts.trainer.publish(name, parts.engine, f"publish {number}")
+        assert (report.rows, report.trained_tokens) == (PROMPTS * SAMPLES, PROMPTS * SAMPLES * NEW_TOKENS), report
+        self.tokens = {
+            "prefilled": parts.engine.prefilled_tokens - before[0],  # type: ignore[attr-defined]
+            "sampled": parts.engine.sampled_tokens - before[1],  # type: ignore[attr-defined]
+            "computed": report.forward_tokens,
+            "flat": report.flat_tokens,
+            "trained": report.trained_tokens,
+        }
+
+    async def play(self, group: int, messages: Messages, prompt_ids: Ids) -> Chat:
+        """One call of exactly `NEW_TOKENS` tokens, as the session records it."""
+        sampling = Sampling(
+            temperature=1.0, max_tokens=NEW_TOKENS, min_tokens=NEW_TOKENS, seed=self.draw.getrandbits(63)
+        )
+        pieces = [p async for p in self.parts.engine.generate(self.config.policy_name, prompt_ids, sampling)]
+        ids = np.array([token for piece in pieces for token in piece.ids], np.int32)
+        assert len(ids) == NEW_TOKENS, f"{len(ids)} tokens were sampled"
+        return Chat(
+            episode_id=f"group-{group}",
+            fence=1,
+            index=0,
+            time_step=0,
+            agent="agent",
+            policy=self.config.policy_name,
+            messages=messages,
+            reply=text_message("assistant", ""),
+            prompt_ids=prompt_ids,
+            completion_ids=ids,
+            logprobs=np.array([value for piece in pieces for value in piece.logprobs], np.float32),
+            versions=(VersionSpan(pieces[0].version, len(ids)),),
+            finish_reason="length",
+            parent=None,
+            shared=0,
+            shared_messages=0,
+            sampling=sampling,
+            request_digest="",
+            started_at=0.0,
+            finished_at=0.0,
+        )
+
+    def reward(self, step: int, place: int, chat: Chat) -> Trajectory:
+        """A completed episode with a random reward."""
+        episode = Episode(
+            episode_id=f"step-{step}-{place}",
+            kind="train",
+            group_index=step * PROMPTS + place // SAMPLES,
+            sample_index=place % SAMPLES,
+            task=Task(task_id=chat.episode_id, data={}),
+            state=EpisodeState.COMPLETED,
+            fence=1,
+            attempts=1,
+            rewards={"agent": self.draw.random()},
+            step_rewards=None,
+            metadata={},
+            worker_id="bench",
+            lease_seconds=120.0,
+        )
+        return Trajectory(
+            episode=episode,
+            steps=(TimeStep(index=0, chats=(chat,), reward=None, terminated=True, truncated=False),),
+        )
+
+
+def make_prompts(parts: Parts, count: int, draw: random.Random) -> list[tuple[Messages, Ids]]:
+    """Different conversations of exactly `PROMPT_TOKENS` tokens, with their ids."""
+    found: list[tuple[Messages, Ids]] = []
+    for pair in draw.sample([(a, b) for a in range(1, 100) for b in range(1, 100)], count):
+        for repeats in range(PROMPT_TOKENS):
+            text = f"Add{FILLER * repeats}: {pair[0]} + {pair[1]} ="
+            messages = (text_message("system", SYSTEM), text_message("user", text))
+            plain = [{"role": message.role, "content": message.text} for message in messages]
+            ids = parts.renderer.render_ids(plain, add_generation_prompt=True)
+            if len(ids) == PROMPT_TOKENS:
+                found.append((messages, np.array(ids, np.int32)))
+                break
+    assert len(found) == count, f"only {len(found)} of {count} prompts could be made {PROMPT_TOKENS} tokens long"
+    return found
+
+
+async def measure(threads: int, steps: int, seed: int) -> dict[str, Any]:
+    """Run the steps, the first of which is a warm-up; returns the record that is printed."""
+    rates = product_rates(threads)
+    config = job_config(threads)
+    bench = Bench(config, seed)
+    await bench.parts.engine.resume()
+    try:
+        for number in range(steps):
+            await bench.step(number)
+    finally:
+        await bench.parts.engine.close()
+        await bench.parts.trainer.close()
+    peak = peak_rss_mb()
+    return {"steps": bench.steps[1:], "peak_rss_mb": peak, "tokens": bench.tokens, "floor": floor(bench, rates)}
+
+
+def floor(bench: Bench, rates: dict[str, float]) -> dict[str, Any]:
+    """Seconds of arithmetic in the last step."""
+    import torch
+
+    model = load_causal_lm(bench.config.policy.model, torch.bfloat16)
+    weights, tokens, rate = count_weights(model.named_parameters(), model.vocab_size), bench.tokens, best_rate(rates)
+    computed_in_generation = tokens["prefilled"] + tokens["sampled"] - PROMPTS * SAMPLES  # the last one is not fed back
+    return {
+        "gflops_by_shape": {name: value / 1e9 for name, value in rates.items()},
+        "body_weights": weights.body,
+        "head_weights": weights.head,
+        "generate_seconds": generate_flop(weights, computed_in_generation, tokens["sampled"]) / rate,
+        "train_seconds": train_flop(weights, tokens["computed"], tokens["trained"]) / rate,
+        "flat_train_seconds": train_flop(weights, tokens["flat"], tokens["trained"]) / rate,
+    }
+
+
+def peak_rss_mb() -> float:
+    """Largest resident size of this process so far, in MiB (VmHWM; `ru_maxrss` would survive the parent's)."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return int(next(line for line in lines if line.startswith("VmHWM:")).split()[1]) / 1024
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Read the command line, run, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--steps", type=int, default=6, help="the first is a warm-up")
+    parser.add_argument("--seed", type=int, default=0)
+    wanted = parser.parse_args(arguments)
+    print(json.dumps(asyncio.run(measure(wanted.threads, wanted.steps, wanted.seed))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""What every engine promises, whatever is behind it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from palestra.config import EngineConfig
+from palestra.errors import EngineFailure
+from palestra.inference.embedded import EmbeddedEngine
+from palestra.inference.scripted import ScriptedEngine, digits_script
+from palestra.models.causal_lm import load_causal_lm
+from palestra.schemas.records import PolicyVersion, Sampling
+
+PROMPT = np.arange(40, 52, dtype=np.int32)
+SAMPLING = Sampling(temperature=1.0, max_tokens=10, seed=3)
+
+
+@pytest.fixture(params=["scripted", "embedded"])
+async def engine(request):
+    torch.set_num_threads(1)
+    if request.param == "scripted":
+        made = ScriptedEngine(digits_script(12, 258))
+    else:
+        model = load_causal_lm("tiny-random", torch.float32)
+        made = EmbeddedEngine(model, "policy", [258], EngineConfig(threads=1, dtype="float32"))
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+def weights(engine):
+    """What the engine's trainer would hand over."""
+    if isinstance(engine, ScriptedEngine):
+        return "new"
+    return [(name, p.detach() * 2) for name, p in engine._model.named_parameters()]
+
+
+async def pieces_of(engine, sampling=SAMPLING, prompt=PROMPT):
+    return [piece async for piece in engine.generate("policy", prompt, sampling)]
+
+
+async def test_a_reply_has_a_logprob_and_a_version_for_every_token(engine):
+    pieces = await pieces_of(engine)
+    assert pieces
+    for piece in pieces:
+        assert len(piece.ids) == len(piece.logprobs)
+        assert all(p <= 0 for p in piece.logprobs)
+        assert all(isinstance(i, int) for i in piece.ids)
+        assert piece.version == engine.version("policy")
+
+
+async def test_a_reply_is_never_longer_than_max_tokens_and_stops_at_a_stop_token(engine):
+    for seed in range(20):
+        ids = [i for p in await pieces_of(engine, replace(SAMPLING, seed=seed, max_tokens=3)) for i in p.ids]
+        assert 1 <= len(ids) <= 3
+        assert 258 not in ids[:-1]
+
+
+async def test_equal_calls_have_equal_replies_also_side_by_side(engine):
+    alone = [await pieces_of(engine, replace(SAMPLING, seed=s)) for s in range(6)]
+    together = await asyncio.gather(*(pieces_of(engine, replace(SAMPLING, seed=s)) for s in range(6)))
+    assert [[p.ids for p in reply] for reply in together] == [[p.ids for p in reply] for reply in alone]
+
+
+async def test_while_paused_no_call_is_answered(engine):
+    await engine.pause()
+    call = asyncio.ensure_future(pieces_of(engine))
+    await asyncio.sleep(0.02)
+    assert not call.done()
+    await engine.resume()
+    assert await asyncio.wait_for(call, 5)
+
+
+async def test_weights_can_be_replaced_while_paused_and_count_from_then_on(engine, weights):
+    await engine.pause()
+    call = asyncio.ensure_future(pieces_of(engine))
+    await asyncio.sleep(0.02)
+    await asyncio.wait_for(engine.update_weights("policy", PolicyVersion(1, 4), weights), 5)
+    await engine.resume()
+    assert {p.version for p in await call} == {PolicyVersion(1, 4)}
+    assert engine.version("policy") == PolicyVersion(1, 4)
+
+
+async def test_a_call_that_is_left_does_not_hold_up_the_next(engine):
+    reply = engine.generate("policy", PROMPT, SAMPLING)
+    await anext(reply)
+    await reply.aclose()
+    assert await asyncio.wait_for(pieces_of(engine), 5)
+
+
+async def test_a_call_that_is_cancelled_while_it_waits_leaves_nothing(engine):
+    await engine.pause()
+    call = asyncio.ensure_future(pieces_of(engine))
+    await asyncio.sleep(0.02)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    await engine.resume()
+    assert await asyncio.wait_for(pieces_of(engine), 5)
+
+
+async def test_closing_while_paused_fails_the_calls_that_wait(engine):
+    await engine.pause()
+    call = asyncio.ensure_future(pieces_of(engine))
+    await asyncio.sleep(0.02)
+    await asyncio.wait_for(engine.close(), 5)
+    with pytest.raises(EngineFailure):
+        await asyncio.wait_for(call, 5)

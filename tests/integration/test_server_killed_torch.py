@@ -1,0 +1,41 @@
+"""The same with a real, tiny model: in deterministic mode the weights are bit-identical to the undisturbed run's."""
+
+from __future__ import annotations
+
+import pytest
+import safetensors.torch
+import torch
+from outcome import assert_complete, assert_same_metrics
+from servers import TINY, Job, run_through
+
+
+def tensors(job: Job) -> dict[str, torch.Tensor]:
+    return safetensors.torch.load_file(job.checkpoints()[-1] / "model.safetensors")
+
+
+# 2 claims and 4 chats are of each validation, 6 claims and 12 chats of each step.
+@pytest.mark.parametrize(
+    ("every", "fault"),
+    [
+        pytest.param(10, "after_chat_commit:26", id="while step 2 is gathered, and step 1 has to be repeated"),
+        pytest.param(2, "after_end_commit:24", id="while step 3 is gathered, and step 2 is in the checkpoint"),
+        pytest.param(1, "before_step:2", id="before the update of step 2"),
+        pytest.param(10, "before_publish:4", id="before step 3 is published, and all has to be repeated"),
+    ],
+)
+def test_weights_are_bit_identical_after_a_kill(tmp_path, undisturbed_tiny, every, fault):
+    with Job(tmp_path, TINY | {"checkpoint": {"every_steps": every}}) as job:
+        run_through(job, [fault])
+        assert_complete(job)
+        assert_same_metrics(job, undisturbed_tiny)
+        found, wanted = tensors(job), tensors(undisturbed_tiny)
+        assert found.keys() == wanted.keys()
+        assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+
+
+def test_training_has_changed_the_weights(undisturbed_tiny):
+    from palestra.models.catalog import model_folder
+
+    before = safetensors.torch.load_file(f"{model_folder('tiny-random')}/model.safetensors")
+    after = tensors(undisturbed_tiny)
+    assert [name for name in before if torch.equal(before[name], after[name])] == []

@@ -1,0 +1,158 @@
+"""Makers of records, stores and models that many tests use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from palestra.config import RolloutConfig, StoreConfig
+from palestra.ledger import RunStore
+from palestra.schemas.messages import ChatMessage, text_message
+from palestra.schemas.records import (
+    Chat,
+    Episode,
+    PolicyVersion,
+    Sampling,
+    Task,
+    TimeStep,
+    TrainSample,
+    Trajectory,
+    VersionSpan,
+)
+from palestra.schemas.states import EpisodeState
+
+TASK = Task(task_id="t", data={"question": "1 + 1"})
+
+
+class FakeClock:
+    """Time that stands until a test moves it; the two clocks are independent."""
+
+    def __init__(self) -> None:
+        self.wall = 1_800_000_000.0
+        self.ticks = 1000.0
+
+    def now(self) -> float:
+        return self.wall
+
+    def monotonic(self) -> float:
+        return self.ticks
+
+    def advance(self, seconds: float) -> None:
+        self.wall += seconds
+        self.ticks += seconds
+
+
+def open_store(folder: Path, clock: FakeClock | None = None, **rollout: Any) -> RunStore:
+    """A run store in `folder`; NORMAL, because no test pulls the plug."""
+    settings = RolloutConfig.model_validate({"lease_seconds": 60.0, "max_lease_seconds": 600.0} | rollout)
+    return RunStore(folder / "run.db", settings, StoreConfig(synchronous="NORMAL"), clock)
+
+
+def ids(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def make_chat(
+    episode_id: str = "train-000000-00",
+    fence: int = 1,
+    index: int = 0,
+    prompt: Sequence[int] = (1, 2, 3),
+    completion: Sequence[int] = (4, 5),
+    messages: tuple[ChatMessage, ...] | None = None,
+    reply: str = "reply",
+    parent: Chat | None = None,
+    **changes: Any,
+) -> Chat:
+    """One call; with `parent` its prompt is the parent's tokens followed by `prompt`."""
+    logprobs = changes.pop("logprobs", None)
+    own = np.array(prompt, np.int32)
+    shared, shared_messages = 0, 0
+    messages = (text_message("user", "hello"),) if messages is None else messages
+    if parent is not None:
+        history = np.concatenate((parent.prompt_ids, parent.completion_ids))
+        own, shared = np.concatenate((history, own)).astype(np.int32), len(history)
+        messages = (*parent.messages, parent.reply, *messages)
+        shared_messages = len(parent.messages) + 1
+    chat = Chat(
+        episode_id=episode_id,
+        fence=fence,
+        index=index,
+        time_step=index,
+        agent="agent",
+        policy="policy",
+        messages=messages,
+        reply=text_message("assistant", reply),
+        prompt_ids=own,
+        completion_ids=np.array(completion, np.int32),
+        logprobs=np.array(logprobs if logprobs is not None else [-0.5] * len(completion), np.float32),
+        versions=(VersionSpan(PolicyVersion(0, 0), len(completion)),),
+        finish_reason="stop",
+        parent=None if parent is None else parent.index,
+        shared=shared,
+        shared_messages=shared_messages,
+        sampling=Sampling(temperature=1.0, max_tokens=16, seed=7),
+        request_digest=f"digest-{index}",
+        started_at=1.0,
+        finished_at=2.0,
+    )
+    return replace(chat, **changes)
+
+
+def make_episode(group: int = 0, sample: int = 0, reward: float | None = 1.0, **changes: Any) -> Episode:
+    episode = Episode(
+        episode_id=f"train-{group:06d}-{sample:02d}",
+        kind="train",
+        group_index=group,
+        sample_index=sample,
+        task=TASK,
+        state=EpisodeState.COMPLETED,
+        fence=1,
+        attempts=1,
+        rewards=None if reward is None else {"agent": reward},
+        step_rewards=None,
+        metadata={},
+        worker_id="w",
+        lease_seconds=60.0,
+    )
+    return replace(episode, **changes)
+
+
+def make_trajectory(group: int, sample: int, reward: float, chats: Sequence[Chat]) -> Trajectory:
+    steps = tuple(
+        TimeStep(index=i, chats=(chat,), reward=None, terminated=False, truncated=False) for i, chat in enumerate(chats)
+    )
+    return Trajectory(episode=make_episode(group, sample, reward), steps=steps)
+
+
+def make_sample(
+    row: Sequence[int],
+    trained: Sequence[int],
+    advantage: float = 1.0,
+    weight: float = 1.0,
+    logprobs: float | Sequence[float] = -1.0,
+    temperature: float = 1.0,
+    name: str = "e",
+) -> TrainSample:
+    """A row whose positions `trained` are sampled tokens."""
+    n = len(row)
+    mask = np.zeros(n, np.bool_)
+    mask[list(trained)] = True
+    behaviour = np.full(n, np.nan, np.float32)
+    behaviour[mask] = logprobs
+    versions = np.full((n, 2), -1, np.int32)
+    versions[mask] = 0
+    return TrainSample(
+        episode_id=name,
+        policy="policy",
+        ids=np.array(row, np.int32),
+        loss_mask=mask,
+        logprobs=behaviour,
+        versions=versions,
+        advantages=mask.astype(np.float32) * np.float32(advantage),
+        weights=mask.astype(np.float32) * np.float32(weight),
+        temperature=temperature,
+    )

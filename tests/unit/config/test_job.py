@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from palestra.config import JobConfig, PolicyConfig, RolloutConfig
+
+BASE: dict[str, Any] = {
+    "policies": {"policy": {}},
+    "tasks": {"train": "/a.jsonl", "validation": "/b.jsonl"},
+}
+# Every leaf with a value other than its default. A new field has to be put here, and thereby on one of the two sides.
+OTHER: dict[str, Any] = {
+    "name": "other",
+    "seed": 1,
+    "steps": 31,
+    "deterministic": True,
+    "run_dir": "elsewhere",
+    "policies.policy.model": "tiny-random",
+    "policies.policy.max_context": 100,
+    "policies.policy.sampling.temperature": 0.5,
+    "policies.policy.sampling.max_tokens": 7,
+    "policies.policy.optimizer.learning_rate": 1e-3,
+    "policies.policy.optimizer.schedule": "linear",
+    "policies.policy.optimizer.warmup_steps": 3,
+    "policies.policy.optimizer.betas": (0.8, 0.9),
+    "policies.policy.optimizer.epsilon": 1e-6,
+    "policies.policy.optimizer.weight_decay": 0.1,
+    "policies.policy.optimizer.max_grad_norm": 2.0,
+    "tasks.train": "/c.jsonl",
+    "tasks.validation": "/c.jsonl",
+    "rollout.group_size": 4,
+    "rollout.groups_per_step": 4,
+    "rollout.min_group_size": 3,
+    "rollout.max_attempts": 9,
+    "rollout.lease_seconds": 9.0,
+    "rollout.max_lease_seconds": 999.0,
+    "rollout.max_episode_seconds": 99.0,
+    "algorithm.advantage_scale": "none",
+    "algorithm.clip_low": 0.1,
+    "algorithm.clip_high": 0.3,
+    "algorithm.aggregation": "token",
+    "algorithm.epochs": 2,
+    "evaluation.every_steps": 1,
+    "evaluation.max_tasks": 3,
+    "checkpoint.every_steps": 3,
+    "checkpoint.keep": 3,
+    "engine.kind": "scripted",
+    "engine.dtype": "float32",
+    "engine.threads": 1,
+    "engine.max_batch": 8,
+    "engine.prefill_tokens": 99,
+    "engine.prefix_cache_tokens": 99,
+    "engine.scripted_delay_seconds": 0.5,
+    "engine.scripted_tokens": 9,
+    "trainer.dtype": "float32",
+    "trainer.threads": 1,
+    "trainer.micro_batch_tokens": 99,
+    "trainer.logit_chunk": 99,
+    "store.synchronous": "NORMAL",
+    "server.host": "0.0.0.0",
+    "server.port": 1,
+    "server.max_body_bytes": 99,
+    "server.max_waiting_calls": 99,
+    "server.max_wait_seconds": 9.0,
+}
+ONLY_ONE_VALUE = {"rollout.max_staleness", "algorithm.name"}
+# What neither moves a weight nor says which samples there are: where it is, how it is kept, how far it goes.
+NOT_TRAINED = {"name", "run_dir", "steps", "evaluation", "checkpoint", "store", "server"}
+
+
+def leaves(model: BaseModel, path: str = "") -> set[str]:
+    found: set[str] = set()
+    for name in type(model).model_fields:
+        value = getattr(model, name)
+        if name == "policies":
+            found |= leaves(value["policy"], "policies.policy.")
+        elif isinstance(value, BaseModel):
+            found |= leaves(value, f"{path}{name}.")
+        else:
+            found.add(path + name)
+    return found
+
+
+def config(**leaf_values: Any) -> JobConfig:
+    data = {k: {**v} for k, v in BASE.items()}
+    data["policies"] = {"policy": {}}
+    for dotted, value in leaf_values.items():
+        *parents, last = dotted.split(".")
+        level: Any = data
+        for parent in parents:
+            level = level.setdefault(parent, {})
+        level[last] = value
+    return JobConfig.model_validate(data)
+
+
+def test_the_table_of_this_test_has_every_field():
+    assert leaves(config()) == OTHER.keys() | ONLY_ONE_VALUE
+
+
+@pytest.mark.parametrize("leaf", sorted(OTHER))
+def test_the_digest_changes_exactly_with_what_is_trained(leaf):
+    changed = config(**{leaf: OTHER[leaf]})
+    assert changed != config()
+    same = changed.digest() == config().digest()
+    assert same == (leaf.split(".")[0] in NOT_TRAINED)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_the_number_of_steps_is_part_of_the_digest_where_the_schedule_depends_on_it(schedule):
+    key = "policies.policy.optimizer.schedule"
+    assert config(**{key: schedule}).digest() != config(**{key: schedule, "steps": 31}).digest()
+
+
+def test_the_name_of_the_policy_is_part_of_the_digest():
+    assert JobConfig(policies={"a": PolicyConfig()}).digest() != JobConfig(policies={"b": PolicyConfig()}).digest()
+
+
+@pytest.mark.parametrize(
+    ("leaf", "value"),
+    [
+        ("seed", -1),
+        ("seed", 2**63),
+        ("steps", 0),
+        ("name", ""),
+        ("name", "a/b"),
+        ("name", "../a"),
+        ("name", ".hidden"),
+        ("name", "a\n"),
+        ("name", "x" * 65),
+        ("policies.policy.sampling.temperature", 0.0),
+        ("policies.policy.sampling.temperature", float("nan")),
+        ("policies.policy.optimizer.learning_rate", 0.0),
+        ("policies.policy.optimizer.learning_rate", float("inf")),
+        ("policies.policy.max_context", 0),
+        ("rollout.lease_seconds", 0.0),
+        ("rollout.max_staleness", 1),
+        ("rollout.group_size", 0),
+        ("checkpoint.keep", 1),
+        ("engine.max_batch", 1),
+        ("algorithm.clip_low", 1.5),
+        ("server.port", 65536),
+    ],
+)
+def test_values_out_of_range_are_refused(leaf, value):
+    with pytest.raises(ValidationError):
+        config(**{leaf: value})
+
+
+def test_a_group_can_not_need_more_than_it_has():
+    with pytest.raises(ValidationError, match="min_group_size is larger than group_size"):
+        RolloutConfig(group_size=2, min_group_size=3)
+    assert RolloutConfig(group_size=3, min_group_size=3).min_group_size == 3
+
+
+def test_a_lease_can_not_be_longer_than_the_longest():
+    with pytest.raises(ValidationError, match="lease_seconds is larger"):
+        RolloutConfig(lease_seconds=11, max_lease_seconds=10)
+
+
+@pytest.mark.parametrize("policies", [{}, {"a": {}, "b": {}}])
+def test_a_job_has_exactly_one_policy(policies):
+    with pytest.raises(ValidationError, match=f"{len(policies)} are given"):
+        JobConfig.model_validate({"policies": policies})
+
+
+def test_the_one_policy_is_found_by_its_name():
+    job = JobConfig.model_validate({"policies": {"actor": {"max_context": 5}}})
+    assert (job.policy_name, job.policy.max_context) == ("actor", 5)
+
+
+def test_the_folder_is_run_dir_or_follows_from_the_name():
+    assert JobConfig(name="x").folder == Path("runs/x")
+    assert JobConfig(name="x", run_dir=Path("y")).folder == Path("y")
+
+
+def test_a_configuration_can_not_be_changed():
+    with pytest.raises(ValidationError, match="frozen"):
+        JobConfig().seed = 3  # type: ignore[misc]

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from palestra.config import JobConfig, dump_config, load_config, parse_config
+from palestra.errors import ConfigError
+
+
+def refused(data, **overrides) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(data, overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("data", "wanted"),
+    [
+        ({"setps": 3}, "config: unknown key 'setps'; did you mean 'steps'?"),
+        ({"rollout": {"group_sise": 3}}, "config: unknown key 'rollout.group_sise'; did you mean 'group_size'?"),
+        (
+            {"policies": {"p": {"samplin": {}}}},
+            "config: unknown key 'policies.p.samplin'; did you mean 'sampling'?",
+        ),
+        (
+            {"policies": {"p": {"sampling": {"temprature": 1}}}},
+            "config: unknown key 'policies.p.sampling.temprature'; did you mean 'temperature'?",
+        ),
+        (
+            {"checkpoint": {"zzz": 1}},
+            "config: unknown key 'checkpoint.zzz'; known keys here: every_steps, keep",
+        ),
+    ],
+)
+def test_an_unknown_key_is_named_with_the_nearest_known_one_in_one_line(data, wanted):
+    assert refused(data) == wanted
+
+
+def test_an_unknown_key_in_a_table_that_is_no_section_is_one_line_too():
+    assert "policies.p" in refused({"policies": {"p": 3}})
+
+
+def test_a_wrong_value_is_named_in_one_line():
+    assert refused({"steps": "many"}).startswith("config: steps: ")
+    assert refused({"rollout": {"min_group_size": 99}}) == "config: rollout: min_group_size is larger than group_size"
+
+
+def test_overrides_reach_nested_keys_and_win():
+    config = parse_config({"steps": 3, "rollout": {"group_size": 5}}, {"rollout.group_size": 6, "seed": 9})
+    assert (config.steps, config.rollout.group_size, config.seed) == (3, 6, 9)
+    assert parse_config({}, {"policies.p.max_context": 77}).policy.max_context == 77
+
+
+def test_overrides_leave_the_mapping_alone():
+    data = {"policies": {"p": {"sampling": {"max_tokens": 3}}}}
+    parse_config(data, {"policies.p.sampling.max_tokens": 4})
+    assert data == {"policies": {"p": {"sampling": {"max_tokens": 3}}}}
+
+
+def test_an_override_below_a_value_is_one_line():
+    assert "steps" in refused({"steps": 3}, **{"steps.x": 1})
+
+
+def test_an_unknown_override_is_named():
+    assert "did you mean 'steps'" in refused({}, stesp=3)
+
+
+def test_a_file_is_read_and_its_task_files_are_relative_to_it(tmp_path):
+    path = tmp_path / "job.toml"
+    path.write_text('steps = 4\n[tasks]\ntrain = "a.jsonl"\nvalidation = "/b.jsonl"\n')
+    config = load_config(path, {"seed": 2})
+    assert (config.steps, config.seed) == (4, 2)
+    assert config.tasks.train == tmp_path / "a.jsonl"
+    assert config.tasks.validation == Path("/b.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("content", "wanted"),
+    [
+        (b"steps = ", "not valid TOML"),
+        (b"\xff\xfe", "not valid TOML"),
+        (b"setps = 1", "did you mean 'steps'"),
+        (b"tasks = 3", "tasks"),
+    ],
+)
+def test_a_bad_file_is_one_line_with_its_path(tmp_path, content, wanted):
+    path = tmp_path / "job.toml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert wanted in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_is_one_line(tmp_path):
+    with pytest.raises(ConfigError, match="no such file"):
+        load_config(tmp_path / "none.toml")
+
+
+def test_a_folder_instead_of_a_file_is_one_line(tmp_path):
+    with pytest.raises(ConfigError, match=str(tmp_path)):
+        load_config(tmp_path)
+
+
+def test_defaults_are_written_out():
+    text = dump_config(JobConfig())
+    assert tomllib.loads(text)["policies"]["policy"]["optimizer"]["learning_rate"] == 2e-5
+    assert parse_config(tomllib.loads(text)) == JobConfig()

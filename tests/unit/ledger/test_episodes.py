@@ -1,0 +1,418 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from palestra.errors import (
+    Conflict,
+    EpisodeEnded,
+    EpisodeLeaseExpired,
+    IllegalTransition,
+    InvalidRequest,
+    NotFound,
+)
+from palestra.ledger import RunStore
+from palestra.schemas.records import PolicyVersion, Task
+from palestra.schemas.states import EpisodeState, GroupState
+from unit.building import TASK, FakeClock, open_store
+
+YEAR = 365 * 86400.0
+FIRST, SECOND = "train-000000-00", "train-000000-01"
+
+
+async def register(store: RunStore, groups: int = 1, size: int = 2, kind="train") -> None:
+    for index in range(groups):
+        await store.register_group(kind, index, 1, TASK, size)
+
+
+async def claim(store: RunStore, request: str = "r", **kw):
+    found = await store.claim("worker", request, kw.pop("lease", None), **kw)
+    assert found is not None
+    return found.episode
+
+
+async def end(store: RunStore, episode, reward: float = 1.0, **kw) -> bool:
+    fence = kw.pop("fence", episode.fence)
+    body = {"step_rewards": None, "metadata": {}} | kw
+    return await store.end(episode.episode_id, fence, {"agent": reward}, body["step_rewards"], body["metadata"])
+
+
+async def state(store: RunStore, episode_id: str) -> EpisodeState:
+    return (await store.episode(episode_id)).state
+
+
+# Registering
+
+
+async def test_a_group_has_its_episodes_once(store):
+    await register(store, size=3)
+    await register(store, size=3)
+    assert (await store.counts()).registered == 3
+    episode = await store.episode("train-000000-02")
+    assert (episode.group_index, episode.sample_index, episode.fence, episode.attempts) == (0, 2, 0, 0)
+    assert (episode.task, episode.rewards, episode.reward) == (TASK, None, None)
+
+
+async def test_an_unknown_episode_is_not_found(store):
+    with pytest.raises(NotFound, match="'nope'"):
+        await store.episode("nope")
+
+
+async def test_an_adhoc_episode_is_registered_once_by_request(store):
+    one = await store.register_adhoc(TASK, "a")
+    assert await store.register_adhoc(TASK, "a") == one
+    two = await store.register_adhoc(TASK, "b")
+    assert two != one
+    assert {(await store.episode(e)).group_index for e in (one, two)} == {0, 1}
+
+
+# Claiming
+
+
+async def test_claims_go_in_canonical_order_validation_first(store):
+    await register(store, groups=2)
+    await store.register_group("validation", 0, 0, TASK, 1)
+    order = [(await claim(store, f"r{i}")).episode_id for i in range(5)]
+    assert order == ["validation-000000-00", FIRST, SECOND, "train-000001-00", "train-000001-01"]
+    assert await store.claim("w", "r6", None) is None
+
+
+async def test_adhoc_episodes_are_claimed_by_name_only(store):
+    name = await store.register_adhoc(TASK, "a")
+    assert await store.claim("w", "r", None) is None
+    assert (await claim(store, episode_id=name)).episode_id == name
+
+
+async def test_a_claim_says_policy_and_version(store):
+    await register(store)
+    store.policy_version, store.policy_name = PolicyVersion(1, 7), "actor"
+    found = await store.claim("w", "r", None)
+    assert (found.policy, found.version) == ("actor", PolicyVersion(1, 7))
+    assert (found.episode.worker_id, found.episode.lease_seconds) == ("w", 60.0)
+
+
+async def test_the_same_request_gets_the_same_claim(store):
+    await register(store)
+    one = await claim(store, "r")
+    again = await claim(store, "r")
+    assert (again.episode_id, again.fence, again.attempts) == (one.episode_id, 1, 1)
+    assert (await claim(store, "s")).episode_id == SECOND
+
+
+async def test_a_request_whose_claim_is_over_gets_no_other_episode(store):
+    await register(store)
+    one = await claim(store, "r")
+    await end(store, one)
+    with pytest.raises(Conflict, match="'r' is over"):
+        await claim(store, "r")
+    assert (await store.counts()).registered == 1
+
+
+async def test_a_claimed_or_ended_episode_can_not_be_claimed_by_name(store):
+    await register(store)
+    one = await claim(store, "r")
+    with pytest.raises(IllegalTransition):
+        await claim(store, "s", episode_id=FIRST)
+    await end(store, one)
+    with pytest.raises(IllegalTransition):
+        await claim(store, "t", episode_id=FIRST)
+    with pytest.raises(NotFound):
+        await claim(store, "u", episode_id="nope")
+
+
+async def test_a_lease_may_be_asked_for_up_to_the_limit(store):
+    await register(store)
+    assert (await claim(store, "r", lease=600.0)).lease_seconds == 600.0
+    with pytest.raises(InvalidRequest, match="601 s"):
+        await claim(store, "s", lease=601.0)
+
+
+async def test_many_tasks_never_get_the_same_episode(store):
+    await register(store, groups=10, size=8)
+    played: list[tuple[str, int]] = []
+
+    async def worker(name: str) -> None:
+        number = 0
+        while (found := await store.claim(name, f"{name}-{number}", None)) is not None:
+            number += 1
+            played.append((found.episode.episode_id, found.episode.fence))
+            await end(store, found.episode)
+
+    await asyncio.gather(*(worker(f"w{i}") for i in range(32)))
+    assert len(played) == len(set(played)) == 80
+    assert {fence for _, fence in played} == {1}
+    assert (await store.counts()).completed == 80
+
+
+async def test_one_request_sent_many_times_at_once_takes_one_episode(store):
+    await register(store, groups=4)
+    found = await asyncio.gather(*(claim(store, "r") for _ in range(20)))
+    assert {(e.episode_id, e.fence) for e in found} == {(FIRST, 1)}
+    assert (await store.counts()).claimed == 1
+
+
+# Ending
+
+
+async def test_an_end_is_kept_as_it_was_handed_in(store):
+    await register(store)
+    one = await claim(store)
+    assert await store.end(FIRST, 1, {"a": 0.1, "b": -3.0}, [0.5, 1 / 3], {"why": ["x", None]})
+    episode = await store.episode(FIRST)
+    assert episode.state is EpisodeState.COMPLETED
+    assert (episode.rewards, episode.step_rewards) == ({"a": 0.1, "b": -3.0}, (0.5, 1 / 3))
+    assert (episode.reward, episode.metadata) == (0.1 - 3.0, {"why": ["x", None]})
+    assert one.fence == episode.fence
+
+
+async def test_the_same_end_again_changes_nothing_and_another_is_refused(store):
+    await register(store)
+    one = await claim(store)
+    assert await end(store, one, 0.5, metadata={"a": 1, "b": 2})
+    assert not await end(store, one, 0.5, metadata={"a": 1, "b": 2})
+    for other in ({"reward": 0.6}, {"metadata": {"a": 2}}, {"step_rewards": [0.5]}):
+        with pytest.raises(Conflict, match="another body"):
+            await end(store, one, **({"reward": 0.5, "metadata": {"a": 1, "b": 2}} | other))
+    assert (await store.episode(FIRST)).reward == 0.5
+    assert (await store.counts()).completed == 1
+
+
+async def test_many_equal_ends_at_once_count_once(store):
+    await register(store)
+    one = await claim(store)
+    assert sorted(await asyncio.gather(*(end(store, one) for _ in range(10)))) == [False] * 9 + [True]
+
+
+async def test_many_different_ends_at_once_leave_one(store):
+    await register(store)
+    one = await claim(store)
+    found = await asyncio.gather(*(end(store, one, float(i)) for i in range(10)), return_exceptions=True)
+    assert sum(f is True for f in found) == 1
+    assert sum(isinstance(f, Conflict) for f in found) == 9
+    assert (await store.episode(FIRST)).reward == float(found.index(True))
+
+
+async def test_what_is_not_claimed_can_not_be_ended(store):
+    await register(store)
+    with pytest.raises(EpisodeLeaseExpired):
+        await store.end(FIRST, 0, {"agent": 1.0}, None, {})
+    with pytest.raises(NotFound):
+        await store.end("nope", 1, {"agent": 1.0}, None, {})
+
+
+# Giving back
+
+
+async def test_an_episode_given_back_is_claimed_anew_under_a_new_fence(store):
+    await register(store)
+    one = await claim(store, "r")
+    await store.abort(FIRST, 1, "tripped", discard=False)
+    assert await state(store, FIRST) is EpisodeState.REGISTERED
+    again = await claim(store, "s")
+    assert (again.episode_id, again.fence, again.attempts) == (FIRST, 2, 2)
+    assert one.fence == 1
+
+
+async def test_the_former_holder_is_refused_everything(store):
+    await register(store)
+    late = await claim(store, "r")
+    await store.abort(FIRST, 1, "", discard=False)
+    for refused in (
+        end(store, late),
+        store.abort(FIRST, 1, "", discard=False),
+        store.abort(FIRST, 1, "", discard=True),
+        store.renew(FIRST, 1),
+    ):
+        with pytest.raises(EpisodeLeaseExpired):
+            await refused
+    present = await claim(store, "s")
+    for refused in (end(store, late), store.abort(FIRST, 1, "", discard=True), store.renew(FIRST, 1)):
+        with pytest.raises(EpisodeLeaseExpired, match="claim 1 of 2"):
+            await refused
+    assert await end(store, present, 0.25)
+    with pytest.raises(EpisodeLeaseExpired):
+        await end(store, late, 0.25)
+    assert (await store.episode(FIRST)).reward == 0.25
+
+
+async def test_a_fence_of_the_future_is_refused_too(store):
+    await register(store)
+    one = await claim(store)
+    with pytest.raises(EpisodeLeaseExpired):
+        await end(store, one, fence=2)
+
+
+async def test_after_its_last_attempt_an_episode_is_discarded(tmp_path, clock):
+    with open_store(tmp_path, clock, max_attempts=3) as store:
+        await register(store, size=1)
+        for attempt in range(3):
+            assert await state(store, FIRST) is EpisodeState.REGISTERED
+            await claim(store, f"r{attempt}")
+            await store.abort(FIRST, attempt + 1, "tripped", discard=False)
+        assert await state(store, FIRST) is EpisodeState.DISCARDED
+        assert await store.claim("w", "r9", None) is None
+
+
+async def test_an_episode_may_be_discarded_at_once_and_stays_so(store):
+    await register(store)
+    one = await claim(store, "r")
+    await store.abort(FIRST, 1, "hopeless", discard=True)
+    assert await state(store, FIRST) is EpisodeState.DISCARDED
+    for refused in (end(store, one), store.abort(FIRST, 1, "", discard=False), store.renew(FIRST, 1)):
+        with pytest.raises(EpisodeEnded, match="discarded"):
+            await refused
+    with pytest.raises(IllegalTransition):
+        await claim(store, "s", episode_id=FIRST)
+
+
+async def test_a_completed_episode_can_not_be_given_back(store):
+    await register(store)
+    one = await claim(store)
+    await end(store, one)
+    with pytest.raises(EpisodeEnded, match="completed"):
+        await store.abort(FIRST, 1, "", discard=True)
+    assert await state(store, FIRST) is EpisodeState.COMPLETED
+
+
+# Leases
+
+
+async def test_a_lease_that_runs_out_gives_the_episode_back(store, clock):
+    await register(store)
+    late = await claim(store, "r")
+    clock.advance(59)
+    assert await store.expire_leases() == 0
+    clock.advance(1)
+    assert await store.expire_leases() == 1
+    assert await state(store, FIRST) is EpisodeState.REGISTERED
+    assert [e.data for e in await store.events(0) if e.kind == "lease_expired"] == [{"episode_id": FIRST, "fence": 1}]
+    with pytest.raises(EpisodeLeaseExpired):
+        await end(store, late)
+    assert (await claim(store, "s")).fence == 2
+
+
+async def test_any_call_renews(store, clock):
+    await register(store)
+    one = await claim(store)
+    for _ in range(5):
+        clock.advance(50)
+        await store.renew(FIRST, 1)
+        assert await store.expire_leases() == 0
+    assert await end(store, one)
+
+
+async def test_a_lease_does_not_run_out_while_the_server_itself_is_at_work(store, clock):
+    await register(store)
+    await claim(store)
+    with store.hold(FIRST, 1):
+        clock.advance(1000)
+        assert await store.expire_leases() == 0
+    assert await store.expire_leases() == 0
+    clock.advance(60)
+    assert await store.expire_leases() == 1
+
+
+@pytest.mark.parametrize("jump", [-30 * YEAR, 30 * YEAR])
+async def test_a_calendar_that_jumps_by_years_changes_nothing(store, clock, jump):
+    await register(store)
+    one = await claim(store, "r")
+    clock.wall += jump
+    assert await store.expire_leases() == 0
+    clock.advance(59)
+    clock.wall -= 2 * jump
+    await store.renew(FIRST, 1)
+    assert await store.expire_leases() == 0
+    two = await claim(store, "s")
+    assert await end(store, one)
+    clock.wall += 3 * jump
+    clock.ticks += 60
+    assert await store.expire_leases() == 1
+    with pytest.raises(EpisodeLeaseExpired):
+        await end(store, two)
+    assert await state(store, FIRST) is EpisodeState.COMPLETED
+
+
+async def test_a_restart_gives_every_live_lease_a_full_period(tmp_path):
+    clock = FakeClock()
+    with open_store(tmp_path, clock) as store:
+        await register(store)
+        one = await claim(store, "r", lease=20.0)
+        clock.advance(19)
+    later = FakeClock()
+    later.ticks, later.wall = 3.0, clock.wall - YEAR  # another boot: monotonic time starts anew
+    with open_store(tmp_path, later) as store:
+        later.advance(19)
+        assert await store.expire_leases() == 0
+        assert (await claim(store, "r")).fence == 1  # the retried claim is still known
+        assert await end(store, one)
+
+
+async def test_after_a_restart_a_lease_that_nobody_uses_runs_out(tmp_path, clock):
+    with open_store(tmp_path, clock) as store:
+        await register(store)
+        await claim(store, "r", lease=20.0)
+    with open_store(tmp_path, clock) as store:
+        clock.advance(20)
+        assert await store.expire_leases() == 1
+        assert (await claim(store, "s")).fence == 2
+
+
+async def test_ends_are_known_after_a_restart(tmp_path, clock):
+    with open_store(tmp_path, clock) as store:
+        await register(store)
+        one = await claim(store, "r")
+        await end(store, one, 0.5)
+    with open_store(tmp_path, clock) as store:
+        assert not await end(store, one, 0.5)
+        with pytest.raises(Conflict):
+            await end(store, one, 0.6)
+        clock.advance(1000)
+        assert await store.expire_leases() == 0
+
+
+# Groups
+
+
+async def test_groups_of_a_step_are_in_canonical_order_with_their_episodes(store):
+    await store.register_group("train", 1, 1, TASK, 2)
+    await store.register_group("train", 0, 1, Task(task_id="u", data={}), 1)
+    await store.register_group("train", 2, 2, TASK, 1)
+    await store.register_group("validation", 0, 1, TASK, 1)
+    found = await store.groups_of_step("train", 1)
+    assert [(r.group_index, r.task_id, r.size, r.state) for r, _ in found] == [
+        (0, "u", 1, GroupState.OPEN),
+        (1, "t", 2, GroupState.OPEN),
+    ]
+    assert [[e.episode_id for e in members] for _, members in found] == [
+        ["train-000000-00"],
+        ["train-000001-00", "train-000001-01"],
+    ]
+    assert await store.groups_of_step("train", 9) == []
+    assert [await store.next_group_index(kind) for kind in ("train", "validation", "adhoc")] == [3, 1, 0]
+
+
+async def test_a_group_of_another_step_in_between_is_left_out(store):
+    for index, step in ((0, 1), (1, 2), (2, 1)):
+        await store.register_group("train", index, step, TASK, 1)
+    assert [r.group_index for r, _ in await store.groups_of_step("train", 1)] == [0, 2]
+
+
+async def test_a_group_is_settled_once(store):
+    await register(store)
+    await store.settle_group("train", 0, GroupState.READY)
+    await store.settle_group("train", 0, GroupState.READY)
+    with pytest.raises(IllegalTransition):
+        await store.settle_group("train", 0, GroupState.DROPPED)
+    assert (await store.groups_of_step("train", 1))[0][0].state is GroupState.READY
+
+
+async def test_counts_are_of_all_kinds(store):
+    await register(store, groups=2)
+    await store.register_group("validation", 0, 0, TASK, 1)
+    one, two = await claim(store, "a"), await claim(store, "b")
+    await end(store, one)
+    await store.abort(two.episode_id, 1, "", discard=True)
+    await claim(store, "c")
+    counts = await store.counts()
+    assert (counts.registered, counts.claimed, counts.completed, counts.discarded) == (2, 1, 1, 1)

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import sqlite3
+
+import pytest
+
+from palestra.errors import StoreError
+from palestra.ledger import tables
+from palestra.ledger.tables import MIGRATIONS, SCHEMA_VERSION, migrate
+from palestra.ledger.writer import open_engine
+from unit.building import open_store
+
+
+def version_of(path) -> int:
+    with sqlite3.connect(path) as db:
+        found = db.execute("PRAGMA user_version").fetchone()[0]
+    db.close()
+    return found
+
+
+def set_version(path, version: int) -> None:
+    with sqlite3.connect(path) as db:
+        db.execute(f"PRAGMA user_version = {version}")
+    db.close()
+
+
+def schema(path) -> set[str]:
+    with sqlite3.connect(path) as db:
+        found = {row[0] for row in db.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")}
+    db.close()
+    return found
+
+
+def test_a_new_file_gets_all_tables_and_the_version(tmp_path):
+    open_store(tmp_path).close()
+    assert version_of(tmp_path / "run.db") == SCHEMA_VERSION
+    assert len([s for s in schema(tmp_path / "run.db") if s.strip().startswith("CREATE TABLE")]) == len(
+        tables.metadata.tables
+    )
+
+
+def test_opening_again_changes_nothing(tmp_path):
+    open_store(tmp_path).close()
+    before = schema(tmp_path / "run.db")
+    open_store(tmp_path).close()
+    assert schema(tmp_path / "run.db") == before
+
+
+def test_a_file_of_a_newer_palestra_is_refused_and_left_alone(tmp_path):
+    open_store(tmp_path).close()
+    set_version(tmp_path / "run.db", SCHEMA_VERSION + 1)
+    with pytest.raises(StoreError, match=rf"version {SCHEMA_VERSION + 1}.*upgrade"):
+        open_store(tmp_path)
+    assert version_of(tmp_path / "run.db") == SCHEMA_VERSION + 1
+
+
+def test_there_is_one_migration_a_version():
+    assert len(MIGRATIONS) == SCHEMA_VERSION
+
+
+def test_an_older_file_goes_through_every_migration_after_its_own(monkeypatch, tmp_path):
+    open_store(tmp_path).close()
+    monkeypatch.setattr(tables, "SCHEMA_VERSION", 3)
+    monkeypatch.setattr(
+        tables,
+        "MIGRATIONS",
+        ((), ("ALTER TABLE meta ADD COLUMN two TEXT",), ("ALTER TABLE meta ADD COLUMN three TEXT", "DELETE FROM meta")),
+    )
+    open_store(tmp_path).close()
+    assert version_of(tmp_path / "run.db") == 3
+    assert any("three TEXT" in s for s in schema(tmp_path / "run.db"))
+    open_store(tmp_path).close()  # not a second time
+
+
+def test_a_migration_that_fails_leaves_the_file_as_it_was(monkeypatch, tmp_path):
+    open_store(tmp_path).close()
+    before = schema(tmp_path / "run.db")
+    monkeypatch.setattr(tables, "SCHEMA_VERSION", 2)
+    monkeypatch.setattr(tables, "MIGRATIONS", ((), ("ALTER TABLE meta ADD COLUMN two TEXT", "NONSENSE")))
+    with pytest.raises(StoreError):
+        open_store(tmp_path)
+    assert schema(tmp_path / "run.db") == before
+    assert version_of(tmp_path / "run.db") == 1
+
+
+def test_the_caller_decides_about_the_transaction(tmp_path):
+    engine = open_engine(tmp_path / "x.db", "NORMAL")
+    with engine.connect() as connection, connection.begin() as transaction:
+        migrate(connection)
+        transaction.rollback()
+    engine.dispose()
+    assert version_of(tmp_path / "x.db") == 0

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import inspect
+import re
+
+import pytest
+
+from palestra import errors
+from palestra.errors import PalestraError
+
+CLASSES = [c for _, c in inspect.getmembers(errors, inspect.isclass) if issubclass(c, PalestraError)]
+
+
+def tree_of_the_docstring() -> dict[str, tuple[int, int]]:
+    """Name of each line of the tree -> (depth, status)."""
+    found = {}
+    for line in (errors.__doc__ or "").splitlines():
+        match = re.match(r"^( {4}[ │├└─]*)([A-Z]\w+)\s+(\d{3})\b", line)
+        if match:
+            found[match[2]] = ((len(match[1]) - 4) // 4, int(match[3]))
+    return found
+
+
+def test_the_tree_in_the_docstring_has_every_class_at_its_depth_with_its_status():
+    real = {c.__name__: (len(c.__mro__) - PalestraError.__mro__.__len__(), c.http_status) for c in CLASSES}
+    assert tree_of_the_docstring() == real
+
+
+def test_the_tree_in_the_docstring_hangs_each_class_under_its_base():
+    path: list[str] = []
+    for name, (depth, _) in tree_of_the_docstring().items():
+        path = [*path[:depth], name]
+        if depth:
+            assert getattr(errors, name).__base__.__name__ == path[depth - 1]
+
+
+def example(kind: type[PalestraError]) -> PalestraError:
+    return kind(5000, 4096) if kind is errors.ContextOverflow else kind("what happened")
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_the_code_is_the_name_in_snake_case(kind):
+    words = re.findall(r"[A-Z][a-z]+", kind.__name__)
+    assert example(kind).code == "_".join(word.lower() for word in words)
+
+
+def test_codes_are_distinct():
+    assert len({example(kind).code for kind in CLASSES}) == len(CLASSES)
+
+
+def test_what_may_succeed_later_is_429_or_503_and_nothing_else():
+    assert {c.__name__ for c in CLASSES if c.retryable} == {c.__name__ for c in CLASSES if c.http_status in (429, 503)}
+
+
+def test_a_context_overflow_says_both_numbers():
+    error = errors.ContextOverflow(5000, 4096)
+    assert "5000" in str(error)
+    assert "4096" in str(error)
+    assert (error.prompt_tokens, error.max_context) == (5000, 4096)
+
+
+def test_an_invalid_request_names_its_field():
+    assert errors.InvalidRequest("no", "reward").field == "reward"
+    assert errors.InvalidRequest("no").field is None

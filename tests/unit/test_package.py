@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+
+import palestra
+
+LIGHT = ["palestra", "palestra.client", "palestra.schemas", "palestra.envs", "palestra.config", "palestra.errors"]
+HEAVY = ("torch", "ray", "transformers")
+
+
+def modules_of(package: str) -> list[str]:
+    found = __import__(package, fromlist=["_"])
+    if package == "palestra" or not hasattr(found, "__path__"):
+        return [package]
+    return [package, *(m.name for m in pkgutil.walk_packages(found.__path__, package + "."))]
+
+
+def test_importing_the_light_rooms_loads_neither_torch_nor_ray_nor_transformers():
+    names = [name for room in LIGHT for name in modules_of(room)]
+    assert "palestra.schemas.records" in names
+    code = (
+        "import sys, importlib\n"
+        f"for name in {names!r}: importlib.import_module(name)\n"
+        "import palestra\n"
+        "palestra.Client, palestra.JobConfig, palestra.load_config, palestra.RolloutResult\n"
+        f"print([m for m in {HEAVY!r} if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("room", ["palestra.ledger", "palestra.gateway", "palestra.session", "palestra.chat"])
+def test_the_server_without_a_model_loads_no_torch(room):
+    code = f"import sys, {room}; print([m for m in {HEAVY!r} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_what_the_package_exports_is_frozen():
+    assert sorted(palestra.__all__) == [
+        "AsyncClient",
+        "Client",
+        "Episode",
+        "JobConfig",
+        "Policy",
+        "RolloutResult",
+        "TrainResult",
+        "load_config",
+        "train",
+    ]
+    assert dir(palestra) == sorted(palestra.__all__)
+
+
+@pytest.mark.parametrize("name", sorted(palestra.__all__))
+def test_every_exported_name_is_there_and_is_the_one_of_its_home(name):
+    assert getattr(palestra, name).__name__ == name
+
+
+def test_another_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'Clinet'"):
+        palestra.Clinet  # noqa: B018

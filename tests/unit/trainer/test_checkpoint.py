@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+
+import pytest
+
+from palestra.errors import CheckpointError
+from palestra.trainer import checkpoint
+
+
+def fill(content: bytes = b"weights"):
+    def run(folder) -> None:
+        (folder / "a.bin").write_bytes(content)
+        (folder / "sub").mkdir()
+        (folder / "sub" / "b.bin").write_bytes(content * 2)
+
+    return run
+
+
+def write(folder, step: int, keep: int = 9, **kw):
+    return checkpoint.write(
+        folder, step, kw.get("fill", fill(b"%d" % step)), {"step": step, "note": "été"} | kw.get("state", {}), keep
+    )
+
+
+def names(folder) -> list[str]:
+    return sorted(p.name for p in folder.iterdir())
+
+
+def test_a_checkpoint_comes_back_with_its_state(tmp_path):
+    path = write(tmp_path, 7)
+    assert path == tmp_path / "step-000007"
+    assert checkpoint.newest_good(tmp_path) == (path, {"step": 7, "note": "été"})
+    assert (path / "sub" / "b.bin").read_bytes() == b"77"
+    assert names(tmp_path) == ["step-000007"]
+
+
+def test_every_file_has_its_hash(tmp_path):
+    path = write(tmp_path, 1)
+    files = json.loads((path / "checkpoint.json").read_text())["files"]
+    assert files == {
+        "a.bin": hashlib.sha256(b"1").hexdigest(),
+        "sub/b.bin": hashlib.sha256(b"11").hexdigest(),
+    }
+
+
+def test_where_there_is_none_there_is_none(tmp_path):
+    assert checkpoint.newest_good(tmp_path) is None
+    assert checkpoint.newest_good(tmp_path / "not there") is None
+
+
+def test_the_newest_is_taken_by_step_not_by_time(tmp_path):
+    for step in (9, 100, 20):
+        write(tmp_path, step)
+    path, _ = checkpoint.newest_good(tmp_path)
+    assert path.name == "step-000100"
+
+
+@pytest.mark.parametrize("steps", [(999_999, 1_000_000)])
+def test_also_past_a_million_steps(tmp_path, steps):
+    for step in steps:
+        write(tmp_path, step)
+    path, _ = checkpoint.newest_good(tmp_path)
+    assert path.name == "step-1000000"
+
+
+def test_only_so_many_are_kept(tmp_path):
+    for step in range(1, 6):
+        write(tmp_path, step, keep=2)
+    assert names(tmp_path) == ["step-000004", "step-000005"]
+
+
+def test_the_same_step_again_replaces_the_older_one(tmp_path):
+    write(tmp_path, 1)
+    write(tmp_path, 1, fill=fill(b"new"))
+    path, _ = checkpoint.newest_good(tmp_path)
+    assert (path / "a.bin").read_bytes() == b"new"
+    assert names(tmp_path) == ["step-000001"]
+
+
+def damage(path, how: str) -> None:
+    if how == "flip":
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(bytes(content))
+    elif how == "cut":
+        path.write_bytes(path.read_bytes()[:-1])
+    elif how == "empty":
+        path.write_bytes(b"")
+    else:
+        path.unlink()
+
+
+@pytest.mark.parametrize("how", ["flip", "cut", "empty", "gone"])
+@pytest.mark.parametrize("file", ["a.bin", "sub/b.bin", "checkpoint.json"])
+def test_a_damaged_one_gives_way_to_the_one_before_with_a_warning(tmp_path, caplog, file, how):
+    write(tmp_path, 1)
+    damage(write(tmp_path, 2) / file, how)
+    with caplog.at_level(logging.WARNING):
+        path, state = checkpoint.newest_good(tmp_path)
+    assert (path.name, state["step"]) == ("step-000001", 1)
+    assert "step-000002 is damaged" in caplog.text
+
+
+def test_no_byte_of_it_can_change_unnoticed(tmp_path):
+    """Also not one of the state, which says which step was trained last."""
+    write(tmp_path, 1)
+    path = write(tmp_path, 20)
+    for file in ("a.bin", "checkpoint.json"):
+        whole = (path / file).read_bytes()
+        for place in range(len(whole)):
+            for mask in (1, 0x10):
+                content = bytearray(whole)
+                content[place] ^= mask
+                (path / file).write_bytes(bytes(content))
+                found, state = checkpoint.newest_good(tmp_path)
+                if found.name == "step-000020":  # what does not change what is read, as a space, may pass
+                    assert state == {"step": 20, "note": "été"}
+                    assert json.loads(bytes(content)) == json.loads(whole)
+        (path / file).write_bytes(whole)
+    assert checkpoint.newest_good(tmp_path)[0] == path
+
+
+@pytest.mark.parametrize("index", [b"[]", b"{}", b'{"files": [], "state": {}}', b'{"files": {}}', b"null", b"\xff"])
+def test_an_index_of_another_shape_is_damage(tmp_path, index):
+    write(tmp_path, 1)
+    (write(tmp_path, 2) / "checkpoint.json").write_bytes(index)
+    assert checkpoint.newest_good(tmp_path)[0].name == "step-000001"
+
+
+def test_where_all_are_damaged_it_says_so(tmp_path):
+    for step in (1, 2):
+        damage(write(tmp_path, step) / "a.bin", "flip")
+    with pytest.raises(CheckpointError, match="every checkpoint"):
+        checkpoint.newest_good(tmp_path)
+
+
+def test_what_a_kill_in_the_middle_left_is_ignored_and_then_replaced(tmp_path):
+    write(tmp_path, 1)
+    left = tmp_path / ".writing-000002"
+    left.mkdir()
+    (left / "a.bin").write_bytes(b"half")
+    (left / "stale").write_bytes(b"x")
+    assert checkpoint.newest_good(tmp_path)[0].name == "step-000001"
+    path = write(tmp_path, 2)
+    assert names(tmp_path) == ["step-000001", "step-000002"]
+    assert names(path) == ["a.bin", "checkpoint.json", "sub"]
+
+
+def test_a_failure_while_writing_leaves_what_was_there(tmp_path):
+    def full(folder) -> None:
+        (folder / "a.bin").write_bytes(b"x")
+        raise OSError(28, "No space left on device")
+
+    write(tmp_path, 1)
+    for step in (1, 2):
+        with pytest.raises(CheckpointError, match="No space left"):
+            write(tmp_path, step, fill=full)
+    assert names(tmp_path) == ["step-000001"]
+    assert checkpoint.newest_good(tmp_path)[1]["step"] == 1
+
+
+def test_a_folder_that_can_not_be_written_to_is_a_checkpoint_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="step 3"):
+        write(tmp_path / "file" / "checkpoints", 3)
+
+
+def test_files_are_on_disk_before_the_folder_has_its_name(tmp_path, monkeypatch):
+    order: list[str] = []
+    real_sync, real_rename = os.fsync, type(tmp_path).rename
+    monkeypatch.setattr(os, "fsync", lambda fd: (order.append(os.readlink(f"/proc/self/fd/{fd}")), real_sync(fd)))
+    monkeypatch.setattr(type(tmp_path), "rename", lambda self, to: (order.append("RENAME"), real_rename(self, to))[1])
+    write(tmp_path, 3)
+    before, after = order[: order.index("RENAME")], order[order.index("RENAME") + 1 :]
+    temporary = str(tmp_path / ".writing-000003")
+    assert {f"{temporary}/{f}" for f in ("a.bin", "sub/b.bin", "checkpoint.json")} | {temporary} <= set(before)
+    assert after == [str(tmp_path)]
+
+
+def test_damaged_newer_ones_do_not_push_out_the_good_one_that_is_written_after_them(tmp_path):
+    for step in (10, 20, 30):
+        write(tmp_path, step, keep=3)
+    for step in (20, 30):
+        damage(tmp_path / f"step-0000{step}" / "a.bin", "flip")
+    for step in (15, 16, 17):  # went on from 10
+        write(tmp_path, step, keep=3)
+        assert checkpoint.newest_good(tmp_path)[1]["step"] == step

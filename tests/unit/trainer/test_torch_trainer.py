@@ -1,0 +1,432 @@
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from palestra.algorithms.grpo import ClippedSurrogate
+from palestra.config import CheckpointConfig, OptimizerConfig, TrainerConfig
+from palestra.errors import CheckpointError
+from palestra.models.catalog import model_folder
+from palestra.models.causal_lm import load_causal_lm, load_tokenizer
+from palestra.schemas.records import PolicyVersion, TrainSample
+from palestra.trainer.torch_trainer import TorchTrainer
+from unit.building import make_sample
+
+LOSS = ClippedSurrogate(0.2, 0.3)
+
+
+def sharpen(model) -> None:
+    """Random weights attend to everything alike; so that it matters who sees whom, queries and keys are made larger."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.mul_(10.0 if "q_proj" in name or "k_proj" in name else 2.0)
+
+
+def sharp_tiny():
+    model = load_causal_lm("tiny-random", torch.float32)
+    sharpen(model.model)
+    return model
+
+
+@pytest.fixture(scope="module")
+def sharp_reference():
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        model_folder("tiny-random"), dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    sharpen(model)
+    return model
+
+
+@asynccontextmanager
+async def training(model=None, optimizer=None, **config):
+    settings = TrainerConfig.model_validate({"threads": 1, "dtype": "float32"} | config)
+    trainer = TorchTrainer(
+        model or sharp_tiny(),
+        load_tokenizer("tiny-random"),
+        "policy",
+        OptimizerConfig.model_validate(optimizer or {}),
+        settings,
+        CheckpointConfig(keep=2),
+    )
+    try:
+        yield trainer
+    finally:
+        await trainer.close()
+
+
+def gradients(trainer: TorchTrainer) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in trainer._model.named_parameters() if p.grad is not None}
+
+
+def weights(trainer: TorchTrainer) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in trainer._model.named_parameters()}
+
+
+def batch_of_two_groups() -> list[TrainSample]:
+    """Rows that share prompts, rows that fork inside what another sampled, a row of two turns, odd temperatures."""
+    draw = np.random.default_rng(0)
+
+    def ids(n: int) -> list[int]:
+        return draw.integers(0, 259, n).tolist()
+
+    prompt, other = ids(11), ids(7)
+    reply = ids(8)
+    fork = [*prompt, *reply[:4], *ids(5)]  # four tokens that the first row sampled are context here
+    turns = [*prompt, *ids(3), *ids(4), *ids(6)]
+
+    def behaviour(n: int) -> list[float]:
+        return (-draw.exponential(5.5, n)).tolist()  # about what the random model itself says: ratios on both sides
+
+    def sample(row, trained, advantage, weight, temperature=1.0, name="e"):
+        return make_sample(row, trained, advantage, weight, behaviour(len(trained)), temperature, name)
+
+    return [
+        sample([*prompt, *reply], range(11, 19), 1.5, 0.02),
+        sample(fork, range(15, 20), -0.7, 0.05),
+        sample(turns, [11, 12, 13, *range(18, 24)], 0.4, 0.03, temperature=0.7),
+        sample([*prompt, *ids(2)], [12], -1.2, 0.1),
+        sample([*other, *ids(9)], range(7, 16), 2.0, 0.01, temperature=1.4),
+        sample([*other, *ids(1)], [7], -2.0, 0.2),
+    ]
+
+
+def flat(reference, samples: Sequence[TrainSample]) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """Gradients and sums from plain rows, one by one, through transformers' own model and a loss written out here."""
+    reference.zero_grad(set_to_none=True)
+    total, entropy, gaps, ratios, clipped, count = 0.0, 0.0, [], 0.0, 0, 0
+    for sample in samples:
+        logits = reference(torch.tensor(sample.ids[None].astype(np.int64))).logits[0] / sample.temperature
+        scores = torch.log_softmax(logits, dim=-1)
+        loss = torch.zeros(())
+        for t in np.flatnonzero(sample.loss_mask):
+            row = scores[t - 1]
+            ratio = torch.exp(row[int(sample.ids[t])] - float(sample.logprobs[t]))
+            a, w = float(sample.advantages[t]), float(sample.weights[t])
+            limit = 1.3 if a > 0 else 0.8
+            value = float(ratio.detach())
+            outside = value > limit if a > 0 else value < limit
+            loss = loss - w * a * (torch.tensor(limit) if outside else ratio)
+            entropy += float(-(row.detach().exp() * row.detach()).sum())
+            gaps.append(abs(float(row[int(sample.ids[t])].detach()) - float(sample.logprobs[t])))
+            ratios += value
+            clipped += outside
+            count += 1
+        if loss.requires_grad:
+            loss.backward()
+        total += float(loss.detach())
+    sums = {
+        "loss": total,
+        "entropy": entropy / count,
+        "gap": sum(gaps) / count,
+        "gap_max": max(gaps),
+        "ratio": ratios / count,
+        "clipped": clipped / count,
+    }
+    return {name: p.grad.clone() for name, p in reference.named_parameters()}, sums
+
+
+def close(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], tolerance: float) -> None:
+    """Every weight's gradient within `tolerance` of its norm."""
+    assert found.keys() == wanted.keys()
+    worst = max(float((found[name] - g).norm() / g.norm()) for name, g in wanted.items())
+    assert worst <= tolerance
+
+
+# The gradient
+
+
+async def test_merged_rows_have_the_loss_and_gradient_of_plain_rows_in_transformers(sharp_reference):
+    samples = batch_of_two_groups()
+    wanted, sums = flat(sharp_reference, samples)
+    assert 0 < sums["clipped"] < 1
+    async with training() as trainer:
+        report = await trainer.forward_backward("policy", samples, LOSS, "1")
+        close(gradients(trainer), wanted, 1e-5)
+    for name, value in sums.items():
+        assert report.metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+
+
+async def test_what_was_seen_is_counted_exactly():
+    samples = batch_of_two_groups()
+    async with training() as trainer:
+        report = await trainer.forward_backward("policy", samples, LOSS, "1")
+    assert (report.rows, report.trained_tokens) == (6, 8 + 5 + 9 + 1 + 9 + 1)
+    assert report.flat_tokens == 19 + 20 + 24 + 13 + 16 + 8
+    assert report.forward_tokens == report.flat_tokens - 15 - 11 - 11 - 7
+
+
+async def gradients_with(**config) -> dict[str, torch.Tensor]:
+    async with training(**config) as trainer:
+        report = await trainer.forward_backward("policy", batch_of_two_groups(), LOSS, "1")
+        assert report.trained_tokens == 33
+        return gradients(trainer)
+
+
+@pytest.mark.parametrize("tokens", [1, 20, 40, 70])
+async def test_how_the_batch_is_cut_into_micro_batches_does_not_matter(tokens):
+    close(await gradients_with(micro_batch_tokens=tokens), await gradients_with(), 3e-6)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 32])
+async def test_how_the_logits_are_cut_into_chunks_does_not_matter(chunk):
+    close(await gradients_with(logit_chunk=chunk), await gradients_with(), 3e-6)
+
+
+async def test_two_calls_add_their_gradients():
+    samples = batch_of_two_groups()
+    async with training() as trainer:
+        await trainer.forward_backward("policy", samples[:3], LOSS, "1")
+        await trainer.forward_backward("policy", samples[3:], LOSS, "2")
+        close(gradients(trainer), await gradients_with(), 3e-6)
+
+
+async def test_equal_batches_have_bit_identical_gradients():
+    one, two = await gradients_with(), await gradients_with()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+async def test_context_tokens_have_no_part_in_the_loss_whatever_stands_beside_them():
+    """NaN logprobs, weights and advantages of positions that are not trained are never looked at."""
+    samples = batch_of_two_groups()
+    dirty = []
+    for s in samples:
+        advantages, weights_ = s.advantages.copy(), s.weights.copy()
+        advantages[~s.loss_mask] = weights_[~s.loss_mask] = np.nan
+        dirty.append(replace(s, advantages=advantages, weights=weights_))
+    async with training() as trainer:
+        await trainer.forward_backward("policy", dirty, LOSS, "1")
+        found = gradients(trainer)
+    wanted = await gradients_with()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+async def test_rows_without_anything_to_train_change_nothing():
+    samples = batch_of_two_groups()
+    empty = replace(samples[0], loss_mask=np.zeros_like(samples[0].loss_mask))
+    async with training() as trainer:
+        report = await trainer.forward_backward("policy", [empty], LOSS, "1")
+        assert (report.trained_tokens, report.metrics["loss"], report.metrics["gap_max"]) == (0, 0.0, 0.0)
+        assert all(not g.any() for g in gradients(trainer).values())
+
+
+async def test_bf16_compute_gives_nearly_the_gradient_of_float32():
+    exact, rounded = [
+        await gradients_with(model=load_causal_lm("tiny-random", torch.float32), dtype=dtype)
+        for dtype in ("float32", "bfloat16")
+    ]
+    a, b = (torch.cat([g[name].flatten() for name in sorted(g)]) for g in (exact, rounded))
+    assert all(g.dtype == torch.float32 for g in rounded.values())
+    assert float(torch.nn.functional.cosine_similarity(a, b, dim=0)) > 0.995
+    assert 0.9 < float(b.norm() / a.norm()) < 1.1
+    assert not torch.equal(a, b)
+
+
+async def test_a_batch_that_failed_in_the_middle_and_is_sent_again_counts_once():
+    """The first micro-batch's gradient must not be in it twice."""
+    calls = 0
+
+    def breaks_once(*arguments):
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise RuntimeError("out of memory")
+        return LOSS(*arguments)
+
+    samples = batch_of_two_groups()
+    async with training(micro_batch_tokens=20) as trainer:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            await trainer.forward_backward("policy", samples, breaks_once, "1")
+        await trainer.forward_backward("policy", samples, breaks_once, "1")
+        close(gradients(trainer), await gradients_with(), 3e-6)
+
+
+# The update
+
+
+async def test_an_update_is_adamw_on_the_clipped_gradient():
+    """Against AdamW written out (Loshchilov & Hutter, algorithm 2), three steps, in float64."""
+    settings = {"betas": (0.8, 0.9), "epsilon": 1e-6, "weight_decay": 0.1, "max_grad_norm": 0.5}
+    rates = [1e-3, 5e-4, 2e-3]
+    async with training(optimizer=settings) as trainer:
+        wanted = {name: w.double() for name, w in weights(trainer).items()}
+        first = {name: torch.zeros_like(w) for name, w in wanted.items()}
+        second = {name: torch.zeros_like(w) for name, w in wanted.items()}
+        for number, rate in enumerate(rates, 1):
+            await trainer.forward_backward("policy", batch_of_two_groups(), LOSS, f"g{number}")
+            grads = {name: g.double() for name, g in gradients(trainer).items()}
+            norm = math.sqrt(sum(float((g**2).sum()) for g in grads.values()))
+            report = await trainer.optim_step("policy", rate, f"u{number}")
+            assert report.grad_norm == pytest.approx(norm, rel=1e-5)
+            assert (report.learning_rate, report.applied) == (rate, True)
+            assert report.version == PolicyVersion(0, number) == trainer.version("policy")
+            for name, g in grads.items():
+                g = g * min(1.0, 0.5 / (norm + 1e-6))
+                first[name] = 0.8 * first[name] + 0.2 * g
+                second[name] = 0.9 * second[name] + 0.1 * g**2
+                step = first[name] / (1 - 0.8**number)
+                step = step / ((second[name] / (1 - 0.9**number)).sqrt() + 1e-6)
+                wanted[name] = wanted[name] * (1 - rate * 0.1) - rate * step
+            assert gradients(trainer) == {}
+        assert norm > 0.5  # it was clipped
+        for name, found in weights(trainer).items():
+            assert float((found.double() - wanted[name]).abs().max()) < 2e-6, name
+
+
+async def test_a_gradient_that_is_not_finite_changes_nothing_and_is_reported():
+    async with training() as trainer:
+        before = weights(trainer)
+        bad = batch_of_two_groups()[:1]
+        bad[0].weights[12] = np.inf
+        await trainer.forward_backward("policy", bad, LOSS, "1")
+        report = await trainer.optim_step("policy", 1e-3, "2")
+        assert not report.applied
+        assert report.version == PolicyVersion(0, 0)
+        assert all(torch.equal(before[name], w) for name, w in weights(trainer).items())
+        assert gradients(trainer) == {}
+
+
+async def test_a_repeated_request_is_answered_and_not_done_again():
+    samples = batch_of_two_groups()
+    async with training() as trainer:
+        first, again = await asyncio.gather(*(trainer.forward_backward("policy", samples, LOSS, "g") for _ in range(2)))
+        assert first == again
+        close(gradients(trainer), await gradients_with(), 3e-6)
+        one, two = [await trainer.optim_step("policy", 1e-3, "u") for _ in range(2)]
+        assert one == two
+        assert trainer.version("policy").n == 1
+
+
+# Checkpoints
+
+
+async def step(trainer: TorchTrainer, number: int) -> None:
+    samples = batch_of_two_groups()[number % 3 :]
+    await trainer.forward_backward("policy", samples, LOSS, f"gradient {number}")
+    await trainer.optim_step("policy", 1e-3, f"update {number}")
+
+
+def everything(trainer: TorchTrainer) -> dict[str, torch.Tensor]:
+    """Weights and the optimizer's moments."""
+    found = weights(trainer)
+    for name, parameter in trainer._model.named_parameters():
+        for key, value in trainer._optimizer.state[parameter].items():
+            found[f"{key} {name}"] = value.clone()
+    return found
+
+
+@pytest.mark.parametrize("stop_after", [1, 2])
+async def test_going_on_from_a_checkpoint_is_bit_identical_to_never_stopping(tmp_path, stop_after):
+    async with training() as trainer:
+        for number in range(3):
+            await step(trainer, number)
+        wanted, version = everything(trainer), trainer.version("policy")
+    async with training() as trainer:
+        for number in range(stop_after):
+            await step(trainer, number)
+        await trainer.save(tmp_path, {"step": stop_after, "seen": [1, "x"]}, "save")
+    async with training() as trainer:
+        state = await trainer.load(tmp_path)
+        assert (state["step"], state["seen"]) == (stop_after, [1, "x"])
+        assert trainer.version("policy") == PolicyVersion(0, stop_after)
+        for number in range(stop_after, 3):
+            await step(trainer, number)
+        found = everything(trainer)
+        assert trainer.version("policy") == version
+    assert found.keys() == wanted.keys()
+    assert len(found) == 4 * len(weights(trainer))
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+async def test_saving_changes_nothing_for_the_run_that_goes_on(tmp_path):
+    async with training() as trainer:
+        await step(trainer, 0)
+        await step(trainer, 1)
+        wanted = everything(trainer)
+    async with training() as trainer:
+        await step(trainer, 0)
+        await trainer.save(tmp_path, {"step": 1}, "save")
+        await step(trainer, 1)
+        found = everything(trainer)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+async def test_the_random_state_is_part_of_a_checkpoint(tmp_path):
+    with torch.random.fork_rng(devices=[]):
+        async with training() as trainer:
+            torch.manual_seed(5)
+            await trainer.save(tmp_path, {"step": 1}, "save")
+            wanted = torch.rand(3)
+            torch.manual_seed(6)
+            await trainer.load(tmp_path)
+            assert torch.equal(torch.rand(3), wanted)
+
+
+async def test_incarnations_are_part_of_a_checkpoint(tmp_path):
+    async with training() as trainer:
+        await step(trainer, 0)
+        trainer.begin_incarnation(3)
+        assert trainer.version("policy") == PolicyVersion(3, 1)
+        await trainer.save(tmp_path, {"step": 1}, "save")
+    async with training() as trainer:
+        await trainer.load(tmp_path)
+        assert trainer.version("policy") == PolicyVersion(3, 1)
+
+
+async def test_the_checkpoint_loads_in_transformers_with_the_same_weights(tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    async with training() as trainer:
+        await step(trainer, 0)
+        path = await trainer.save(tmp_path, {"step": 1}, "save")
+        wanted = weights(trainer)
+    loaded = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    assert {name: torch.equal(p, wanted[name]) for name, p in loaded.named_parameters()} == dict.fromkeys(wanted, True)
+    assert AutoTokenizer.from_pretrained(path).chat_template
+    ids = torch.tensor([[1, 2, 3]])
+    assert loaded(ids).logits.shape == (1, 3, 259)
+
+
+async def test_without_a_checkpoint_nothing_is_loaded(tmp_path):
+    async with training() as trainer:
+        before = weights(trainer)
+        assert await trainer.load(tmp_path) is None
+        assert all(torch.equal(before[name], w) for name, w in weights(trainer).items())
+
+
+async def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path):
+    async with training() as trainer:
+        await step(trainer, 0)
+        await trainer.save(tmp_path, {"step": 1}, "1")
+        wanted = everything(trainer)
+        await step(trainer, 1)
+        path = await trainer.save(tmp_path, {"step": 2}, "2")
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        whole = (path / file).read_bytes()
+        (path / file).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        async with training() as trainer:
+            assert (await trainer.load(tmp_path))["step"] == 1
+            found = everything(trainer)
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+        (path / file).write_bytes(whole)
+
+
+async def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from palestra.models.causal_lm import CausalLM
+
+    async with training() as trainer:
+        await trainer.save(tmp_path, {"step": 1}, "1")
+    config = AutoConfig.from_pretrained(model_folder("tiny-random"), num_hidden_layers=3)
+    async with training(CausalLM(AutoModelForCausalLM.from_config(config))) as trainer:
+        with pytest.raises(CheckpointError, match="another model"):
+            await trainer.load(tmp_path)
