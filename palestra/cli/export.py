@@ -10,7 +10,7 @@ from typing import Any
 from palestra.cli.options import command, run_folder
 from palestra.errors import Conflict, NotFound
 
-LEFT_OUT = ("optimizer.safetensors", "checkpoint.json")
+LEFT_OUT = ("optimizer-*.safetensors", "checkpoint.json")
 
 
 def add(commands: Any) -> None:

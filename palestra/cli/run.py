@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +28,11 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serve and train until the end, or Ctrl-C."""
     from palestra.cluster.console import Console
-    from palestra.cluster.local import resolve_run_dir, serve
+    from palestra.cluster.local import resolve_run_dir, run_on_uvloop, serve
 
     config = resolve_run_dir(load_config(arguments.config, overrides(arguments.set)), arguments.resume)
     console = Console(config)
     with console:
-        progress = asyncio.run(serve(config, console.report, console.ready))
+        progress = run_on_uvloop(serve(config, console.report, console.ready))
         console.finished(progress.state.value, max((config.folder / "checkpoints").glob("step-*"), default=None))
     return 0 if progress.over else 130

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import ValidationError
+
 from palestra.client.episode import Episode, Policy
+from palestra.errors import InvalidRequest
 from palestra.schemas.wire import (
     AbortEpisode,
     ClaimAnswer,
@@ -69,21 +73,40 @@ def end_call(
     step_rewards: Sequence[float] | None,
     metadata: Mapping[str, Any] | None,
 ) -> Call:
-    """Hand in a reward; sent again as it is, it changes nothing."""
+    """Hand in a reward; sent again as it is, it changes nothing.
+
+    Raises:
+        InvalidRequest: a reward that is no finite number, or metadata that is no JSON.
+    """
     by_agent = isinstance(reward, Mapping)
-    body = EndEpisode(
-        episode_id=episode.episode_id,
-        reward=None if by_agent else _number(reward),
-        rewards={agent: _number(value) for agent, value in reward.items()} if isinstance(reward, Mapping) else None,
-        step_rewards=None if step_rewards is None else tuple(_number(value) for value in step_rewards),
-        metadata=dict(metadata or {}),
-    )
+    with _checked():
+        body = EndEpisode(
+            episode_id=episode.episode_id,
+            reward=None if by_agent else _number(reward),
+            rewards={agent: _number(value) for agent, value in reward.items()} if isinstance(reward, Mapping) else None,
+            step_rewards=None if step_rewards is None else tuple(_number(value) for value in step_rewards),
+            metadata=dict(metadata or {}),
+        )
     return Call("/end_episode", body, episode.api_key)
 
 
 def _number(value: Any) -> float:
-    """Numpy and bool rewards are welcome; what is no number is left for the check that follows."""
-    return value if isinstance(value, str) else float(value)  # type: ignore[return-value]
+    """Numpy and bool rewards are welcome."""
+    try:
+        return float(value if not isinstance(value, str) else None)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise InvalidRequest(f"a reward is a number; {value!r:.60} is none", "reward") from None
+
+
+@contextmanager
+def _checked() -> Iterator[None]:
+    """What the server would refuse is refused here, with the same error."""
+    try:
+        yield
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise InvalidRequest(f"{place}: {first['msg'].removeprefix('Value error, ')}", place) from None
 
 
 def abort_call(episode: Episode, reason: str, discard: bool) -> Call:
@@ -123,4 +146,6 @@ def _chunks(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, list[TaskB
 
 def _task_body(row: Mapping[str, Any]) -> TaskBody:
     data = dict(row)
-    return TaskBody(id=str(data.pop("id")) if "id" in data else None, data=data)
+    name = data.pop("id", None)
+    with _checked():
+        return TaskBody(id=None if name is None else str(name), data=data)

@@ -12,12 +12,14 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import uvicorn
+import uvloop
+from pydantic import ValidationError
 
 from palestra.client.protocol import LONGEST_PAUSE_SECONDS
 from palestra.cluster.parts import build_parts
@@ -33,6 +35,7 @@ from palestra.schemas.wire import TaskBody, task_id_of
 from palestra.session import PolicyRuntime, SessionContext, Sessions
 
 log = logging.getLogger("palestra")
+T = TypeVar("T")
 LINGER_SECONDS = 10.0  # how long workers may take to hear that the job is over
 BACKLOG = 4096
 RETURN_SECONDS = LONGEST_PAUSE_SECONDS + 0.5  # after a restart, all workers of before have tried again by then
@@ -175,22 +178,27 @@ def read_tasks(path: Path) -> list[Task]:
     Raises:
         ConfigError: no such file, or a line that is no JSON object; the line is named.
     """
-    tasks = []
     try:
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    data = json.loads(line)
-                    if not isinstance(data, dict):
-                        raise ConfigError(f"{path}:{number}: a task is a JSON object, this is a {type(data).__name__}")
-                    name = data.pop("id", None)
-                    body = TaskBody(id=None if name is None else str(name), data=data)
-                    tasks.append(Task(task_id=task_id_of(body), data=data))
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}:{number}: not valid JSON: {error.msg}") from error
+        with path.open("rb") as file:
+            return [_task(line, f"{path}:{number}") for number, line in enumerate(file, 1) if line.strip()]
     except OSError as error:
         raise ConfigError(f"tasks file {path}: {error.strerror}") from error
-    return tasks
+
+
+def _task(line: bytes, place: str) -> Task:
+    try:
+        data = json.loads(line.decode())
+        if not isinstance(data, dict):
+            raise TypeError(f"a task is a JSON object, this is a {type(data).__name__}")
+        name = data.pop("id", None)
+        body = TaskBody(id=None if name is None else str(name), data=data)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{place}: not valid JSON: {error.msg}") from error
+    except ValidationError as error:
+        raise ConfigError(f"{place}: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from error
+    except (UnicodeDecodeError, RecursionError, TypeError) as error:
+        raise ConfigError(f"{place}: {error}") from error
+    return Task(task_id=task_id_of(body), data=data)
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -248,6 +256,8 @@ async def _served(plane: DataPlane, listener: socket.socket) -> AsyncIterator[No
         log_config=None,
         access_log=False,
         lifespan="off",
+        proxy_headers=False,
+        server_header=False,
         backlog=BACKLOG,
         timeout_keep_alive=75,
         timeout_graceful_shutdown=2,
@@ -290,6 +300,12 @@ async def _reaper(store: RunStore) -> AsyncIterator[None]:
         yield
     finally:
         task.cancel()
+
+
+def run_on_uvloop(work: Coroutine[Any, Any, T]) -> T:
+    """`asyncio.run` on the faster event loop, for the threads and processes that serve."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(work)
 
 
 async def serve(config: JobConfig, report: Report, ready: Callable[[LocalJob], None]) -> JobProgress:

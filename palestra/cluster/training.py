@@ -15,7 +15,7 @@ from typing import Any
 from palestra.client import AsyncClient, Worker
 from palestra.client.worker import Rollout
 from palestra.cluster.console import Console
-from palestra.cluster.local import LocalJob, local_job, resolve_run_dir
+from palestra.cluster.local import LocalJob, local_job, resolve_run_dir, run_on_uvloop
 from palestra.config import JobConfig
 
 Tasks = Sequence[Mapping[str, Any]]
@@ -128,7 +128,7 @@ class _ServerThread:
 
     def _main(self) -> None:
         try:
-            asyncio.run(self._serve())
+            run_on_uvloop(self._serve())
         except BaseException as error:  # noqa: BLE001 - raised in `result`
             self._error = error
         finally:

@@ -15,10 +15,10 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from palestra.errors import InvalidRequest, PalestraError, PayloadTooLarge, TooManyRequests
-from palestra.gateway.chat_api import chat_router
-from palestra.gateway.episode_api import episode_router
+from palestra.gateway.chat_api import add_chat_routes
+from palestra.gateway.episode_api import add_episode_routes
 from palestra.gateway.plane import DataPlane
-from palestra.gateway.status_api import status_router
+from palestra.gateway.status_api import add_status_routes
 from palestra.schemas.wire import ErrorAnswer
 
 __all__ = ["DataPlane", "create_app"]
@@ -40,9 +40,9 @@ def create_app(plane: DataPlane) -> FastAPI:
         redoc_url=None,
         openapi_url="/openapi.json",
     )
-    app.include_router(chat_router(plane))
-    app.include_router(episode_router(plane))
-    app.include_router(status_router(plane))
+    add_chat_routes(app, plane)
+    add_episode_routes(app, plane)
+    add_status_routes(app, plane)
     app.add_exception_handler(PalestraError, _palestra_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)

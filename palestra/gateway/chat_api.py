@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
-from fastapi import APIRouter
+from fastapi import FastAPI
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError
 from starlette.requests import Request
@@ -106,13 +106,13 @@ class ModelList(BaseModel):
     data: list[ModelInfo]
 
 
-def chat_router(plane: DataPlane) -> APIRouter:
+def add_chat_routes(app: FastAPI, plane: DataPlane) -> None:
     """The routes that OpenAI clients call."""
-    router = APIRouter(prefix="/v1", tags=["model"])
     schema = ChatRequest.model_json_schema(ref_template="#/components/schemas/{model}")
 
-    @router.post(
-        "/chat/completions",
+    @app.post(
+        "/v1/chat/completions",
+        tags=["model"],
         openapi_extra={"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}},
     )
     async def chat_completions(request: Request) -> Response:
@@ -126,14 +126,12 @@ def chat_router(plane: DataPlane) -> APIRouter:
         decode = plane.sessions.context.runtime(chat.policy).decode if wanted.logprobs else None
         return _ChatResponse(session, chat, completion(chat, decode), _overruled(chat, wanted))
 
-    @router.get("/models")
+    @app.get("/v1/models", tags=["model"])
     async def models(request: Request) -> ModelList:
         """The policies of this job. Any key of it will do."""
         plane.keys.check(bearer(request))
         created = int(plane.started_at)
         return ModelList(data=[ModelInfo(id=name, created=created) for name in plane.sessions.context.policies])
-
-    return router
 
 
 def parse_chat(body: bytes, headers: Any) -> tuple[ModelCall, ChatRequest]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
+from fastapi import FastAPI
 from starlette.requests import Request
 
 from palestra.errors import InvalidRequest, ServerStopping
@@ -27,12 +27,11 @@ from palestra.schemas.wire import (
 SOLE_AGENT = "agent"
 
 
-def episode_router(plane: DataPlane) -> APIRouter:
+def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
     """The routes that workers call."""
-    router = APIRouter(tags=["episodes"])
     store, keys = plane.store, plane.keys
 
-    @router.post("/tasks")
+    @app.post("/tasks", tags=["episodes"])
     async def push_tasks(body: PushTasks, request: Request) -> TasksPushed:
         """Add tasks, in chunks that may be sent again; `final` starts the job."""
         keys.require_job(request)
@@ -43,14 +42,14 @@ def episode_router(plane: DataPlane) -> APIRouter:
             store.settled.ring()  # the learner waits for it
         return TasksPushed(split=body.split, total=total)
 
-    @router.post("/register_episode")
+    @app.post("/register_episode", tags=["episodes"])
     async def register_episode(body: RegisterEpisode, request: Request) -> EpisodeRegistered:
         """An episode outside the schedule: recorded, never trained on, claimed by its id."""
         keys.require_job(request)
         task = Task(task_id=task_id_of(body.task), data=body.task.data)
         return EpisodeRegistered(episode_id=await store.register_adhoc(task, body.request_id))
 
-    @router.post("/claim_episode")
+    @app.post("/claim_episode", tags=["episodes"])
     async def claim_episode(body: ClaimEpisode, request: Request) -> ClaimAnswer:
         """Take the next episode, or wait up to `wait_seconds` for one."""
         keys.require_job(request)
@@ -66,14 +65,14 @@ def episode_router(plane: DataPlane) -> APIRouter:
             plane.attendance.told(body.worker_id, body.request_id)
         return ClaimAnswer(status="finished" if plane.progress.over else "waiting", job_state=_state(plane))
 
-    @router.post("/heartbeat_episode")
+    @app.post("/heartbeat_episode", tags=["episodes"])
     async def heartbeat_episode(body: HeartbeatEpisode, request: Request) -> EpisodeAnswer:
         """Renew the lease; any other call of the episode does, too."""
         key = await keys.require_this_episode(request, body.episode_id, store)
         await store.renew(key.episode_id, key.fence)
         return EpisodeAnswer(episode_id=key.episode_id, state="claimed")
 
-    @router.post("/end_episode")
+    @app.post("/end_episode", tags=["episodes"])
     async def end_episode(body: EndEpisode, request: Request) -> EpisodeAnswer:
         """Hand in the reward. Answered when it is on disk; the same body again is answered the same."""
         key = await keys.require_this_episode(request, body.episode_id, store)
@@ -84,15 +83,13 @@ def episode_router(plane: DataPlane) -> APIRouter:
         await store.end(key.episode_id, key.fence, rewards, body.step_rewards, body.metadata)
         return EpisodeAnswer(episode_id=key.episode_id, state="completed")
 
-    @router.post("/abort_episode")
+    @app.post("/abort_episode", tags=["episodes"])
     async def abort_episode(body: AbortEpisode, request: Request) -> EpisodeAnswer:
         """The attempt failed for a reason that is not the policy's: no reward, nothing trained."""
         key = await keys.require_this_episode(request, body.episode_id, store)
         plane.attendance.hands_in(key.episode_id, key.fence)
         await store.abort(key.episode_id, key.fence, body.reason or "given back by its worker", body.discard)
         return EpisodeAnswer(episode_id=key.episode_id, state=(await store.episode(key.episode_id)).state)
-
-    return router
 
 
 async def _claim(plane: DataPlane, body: ClaimEpisode) -> Claim | None:

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator
 
 import orjson
-from fastapi import APIRouter
+from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -23,11 +23,10 @@ POLL_SECONDS = 0.5
 KEEPALIVE_SECONDS = 15.0
 
 
-def status_router(plane: DataPlane) -> APIRouter:
+def add_status_routes(app: FastAPI, plane: DataPlane) -> None:
     """The routes for watching."""
-    router = APIRouter(tags=["status"])
 
-    @router.get("/status")
+    @app.get("/status", tags=["status"])
     async def status(request: Request) -> JobStatus:
         """Where the job stands."""
         plane.keys.require_job(request)
@@ -47,7 +46,7 @@ def status_router(plane: DataPlane) -> APIRouter:
             run_dir=progress.run_dir,
         )
 
-    @router.get("/events")
+    @app.get("/events", tags=["status"])
     async def events(request: Request, after: int = 0, follow: bool = True) -> StreamingResponse:
         """Server-sent events: all after `after` (or the header `Last-Event-ID`), then new ones as they happen."""
         plane.keys.require_job(request)
@@ -56,15 +55,13 @@ def status_router(plane: DataPlane) -> APIRouter:
             raise InvalidRequest(f"Last-Event-ID is {last!r}; it is the number of an event", "last-event-id")
         return StreamingResponse(_event_stream(plane, int(last), follow), media_type="text/event-stream")
 
-    @router.get("/metrics")
+    @app.get("/metrics", tags=["status"])
     async def metrics(request: Request) -> Response:
         """The same in Prometheus' text format."""
         plane.keys.require_job(request)
         registry = CollectorRegistry(auto_describe=False)
         registry.register(_Collector(plane, await plane.store.counts()))
         return Response(generate_latest(registry), media_type="text/plain; version=0.0.4")
-
-    return router
 
 
 def _episodes(counts: Counts) -> dict[str, int]:

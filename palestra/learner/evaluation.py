@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from palestra.learner.groups import WAKE_SECONDS
 from palestra.ledger import RunStore
 from palestra.schemas.records import Task
 from palestra.schemas.states import EpisodeState
@@ -23,12 +22,11 @@ async def evaluate(store: RunStore, tasks: Sequence[Task], done: int) -> dict[st
     for offset, task in enumerate(tasks):  # those that a restart finds registered are left as they are
         await store.register_group("validation", first + offset, done, task, 1)
     while True:
-        seen = store.settled.rings
+        await store.wait_settled("validation", await store.discarded("validation"))
         groups = await store.groups_of_step("validation", done)
         episodes = [episode for _, members in groups for episode in members]
         if all(e.state in (EpisodeState.COMPLETED, EpisodeState.DISCARDED) for e in episodes):
             break
-        await store.settled.wait(WAKE_SECONDS, seen)
     rewards = [e.reward for e in episodes if e.reward is not None]
     row = {
         "validation/scored": float(len(rewards)),

@@ -13,8 +13,6 @@ from palestra.schemas.protocols import GroupRecord
 from palestra.schemas.records import Episode
 from palestra.schemas.states import EpisodeState, GroupState
 
-WAKE_SECONDS = 5.0
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gathered:
@@ -34,7 +32,7 @@ async def gather_groups(store: RunStore, order: TaskOrder, step: int, config: Ro
         EngineFailure: group after group failed; training on what is left would hide it.
     """
     while True:
-        seen = store.settled.rings
+        discarded = await store.discarded("train")
         groups = await store.groups_of_step("train", step)
         for record, episodes in groups:
             following = _settled(record, episodes, config.min_group_size)
@@ -63,7 +61,7 @@ async def gather_groups(store: RunStore, order: TaskOrder, step: int, config: Ro
                 discarded=sum(e.state is EpisodeState.DISCARDED for e in members),
             )
         else:
-            await store.settled.wait(WAKE_SECONDS, seen)
+            await store.wait_settled("train", discarded)
 
 
 def _settled(record: GroupRecord, episodes: Sequence[Episode], min_group_size: int) -> GroupState | None:

@@ -7,6 +7,7 @@ going on after a crash is no special case: the same code runs from the last chec
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,10 +17,10 @@ from palestra.config import JobConfig
 from palestra.errors import ConfigError
 from palestra.learner.batch import Batch, make_batch
 from palestra.learner.evaluation import evaluate
-from palestra.learner.groups import WAKE_SECONDS, gather_groups
+from palestra.learner.groups import gather_groups
 from palestra.learner.reporting import RunFolder
 from palestra.learner.schedule import TaskOrder, learning_rate
-from palestra.ledger import RunStore
+from palestra.ledger import WAKE_SECONDS, RunStore
 from palestra.schemas.progress import JobProgress
 from palestra.schemas.protocols import Engine, StepReport, Trainer
 from palestra.schemas.records import BatchManifest, Task
@@ -208,7 +209,7 @@ class Learner:
             update = await self._trainer.optim_step(self._policy, rate, f"{name} update")
             skipped += not update.applied
         first, last = reports[0], reports[-1]
-        return {
+        row = {
             "train/rows": float(last.rows),
             "train/trained_tokens": float(last.trained_tokens),
             "train/merged_share": 1.0 - last.forward_tokens / max(last.flat_tokens, 1),
@@ -222,6 +223,7 @@ class Learner:
             "train/updates_skipped": float(skipped),
             "train/learning_rate": update.learning_rate,
         }
+        return {name: value for name, value in row.items() if math.isfinite(value)}  # NaN is no JSON
 
     async def _publish(self, name: str) -> None:
         version = await self._trainer.publish(self._policy, self._engine, f"publish {name}")

@@ -29,6 +29,13 @@ _CHANGE = (
     .where(episodes.c.episode_id == bindparam("b_id"), episodes.c.fence == bindparam("b_fence"))
     .values(state=bindparam("b_state"))
 )
+_ANY = (
+    select(episodes.c.episode_id)
+    .where(episodes.c.state == bindparam("state"), episodes.c.kind == bindparam("kind"))
+    .limit(1)
+)
+_COUNT = select(func.count()).where(episodes.c.state == bindparam("state"), episodes.c.kind == bindparam("kind"))
+OPEN_STATES = (EpisodeState.REGISTERED, EpisodeState.CLAIMED)
 CLAIM_ORDER: tuple[EpisodeKind, ...] = ("validation", "train")  # ad-hoc episodes are claimed by id only
 
 
@@ -241,6 +248,13 @@ def of_step(connection: Connection, kind: EpisodeKind, step: int) -> list[tuple[
         if row.group_index in members:
             members[row.group_index].append(episode_of(row))
     return [(record, members[record.group_index]) for record in records]
+
+
+def progress(connection: Connection, kind: EpisodeKind) -> tuple[bool, int]:
+    """(whether an episode of this kind may still be completed, how many were discarded); no scan of the others."""
+    is_open = any(connection.execute(_ANY, {"kind": kind, "state": state.value}).first() for state in OPEN_STATES)
+    discarded = connection.execute(_COUNT, {"kind": kind, "state": EpisodeState.DISCARDED.value}).scalar_one()
+    return is_open, int(discarded)
 
 
 def settle_group(connection: Connection, kind: EpisodeKind, group_index: int, following: GroupState) -> None:

@@ -40,6 +40,7 @@ from palestra.schemas.states import EpisodeState, GroupState
 
 P = ParamSpec("P")
 T = TypeVar("T")
+WAKE_SECONDS = 5.0  # a bell that was missed costs no more than this
 LeaseOver = Callable[[str, int], None]
 
 
@@ -263,6 +264,19 @@ class RunStore:
     async def groups_of_step(self, kind: EpisodeKind, step: int) -> list[tuple[GroupRecord, list[Episode]]]:
         """A step's groups in canonical order, each with its episodes."""
         return await self.read(lambda c: episodes.of_step(c, kind, step))
+
+    async def discarded(self, kind: EpisodeKind) -> int:
+        """How many episodes of this kind were discarded."""
+        return (await self.read(lambda c: episodes.progress(c, kind)))[1]
+
+    async def wait_settled(self, kind: EpisodeKind, discarded: int) -> None:
+        """Return when no episode of this kind is open, or another number than `discarded` of them is discarded."""
+        while True:
+            seen = self.settled.rings
+            is_open, now = await self.read(lambda c: episodes.progress(c, kind))
+            if not is_open or now != discarded:
+                return
+            await self.settled.wait(WAKE_SECONDS, seen)
 
     async def settle_group(self, kind: EpisodeKind, group_index: int, state: GroupState) -> None:
         """A group is READY, or DROPPED."""

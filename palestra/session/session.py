@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,14 +46,15 @@ class EpisodeSession:
         self._chats: dict[int, Chat] = {}
         self._by_history: dict[bytes, Chat] = {}  # hash of messages and reply -> the call that ends there
         self._undelivered: dict[str, Chat] = {}  # by request digest
-        self._same_prompt: Counter[bytes] = Counter()  # calls by prompt, recorded or in flight: part of the seed
+        self._seeds: set[int] = set()  # of the calls that are recorded or in flight
+        self._taken: dict[bytes, int] = {}  # by prompt: all occurrences before this one have calls
         self._in_flight: set[asyncio.Task[object]] = set()
         self._turns: set[Turn] = set()
         self._next_index = 0
         self._over: PalestraError | None = None
         for chat in recorded:
             self._remember(chat)
-            self._same_prompt[prompt_digest(chat.prompt_ids)] += 1
+            self._seeds.add(chat.sampling.seed)
         used = {chat.parent for chat in recorded}
         for chat in recorded:
             if chat.index not in used:  # nothing tells that its reply arrived, so a retry may ask for it again
@@ -122,17 +123,19 @@ class EpisodeSession:
         prompt_ids, shared = await self._prompt(call, runtime, parent)
         if shared == 0:
             parent = None
-        identity = prompt_digest(prompt_ids)
-        sampling = self._sampling(call, runtime, prompt_ids, self._same_prompt[identity])
-        self._same_prompt[identity] += 1
+        prompt = prompt_digest(prompt_ids)
+        occurrence, seed = self._free_seed(prompt)
+        sampling = self._sampling(call, runtime, prompt_ids, seed)
+        self._seeds.add(seed)
         try:
             turn.move(TurnState.GENERATING)
             pieces = [p async for p in runtime.engine.generate(call.policy, prompt_ids, sampling)]
+            completion_ids, logprobs, versions = _join(pieces)
         except BaseException:
-            self._same_prompt[identity] -= 1  # the same call, sent again, is the same sample
+            self._seeds.discard(seed)  # the same call, sent again, is the same sample
+            self._taken[prompt] = min(self._taken[prompt], occurrence)
             raise
         turn.move(TurnState.INTERACTING)
-        completion_ids, logprobs, versions = _join(pieces)
         chat = Chat(
             episode_id=self.episode.episode_id,
             fence=self.episode.fence,
@@ -155,11 +158,24 @@ class EpisodeSession:
             started_at=started,
             finished_at=clock.now(),
         )
+        await asyncio.shield(self._record(chat))
+        return chat
+
+    async def _record(self, chat: Chat) -> None:
+        """Goes on where the caller is gone: what was committed is what a retry gets, and nothing beside it."""
         await self._context.store.append_chat(chat)
         self._remember(chat)
         self._undelivered[chat.request_digest] = chat
         self._context.count(chat)
-        return chat
+
+    def _free_seed(self, prompt: bytes) -> tuple[int, int]:
+        """Number and seed of the first occurrence of this prompt that no other call has."""
+        for occurrence in count(self._taken.get(prompt, 0)):
+            seed = _seed(self._context.seed, self.episode.episode_id, prompt, occurrence)
+            if seed not in self._seeds:
+                break
+        self._taken[prompt] = occurrence
+        return occurrence, seed
 
     async def _prompt(self, call: ModelCall, runtime: PolicyRuntime, parent: Chat | None) -> tuple[Ids, int]:
         exact = None if parent is None else (parent.prompt_ids, parent.completion_ids)
@@ -168,7 +184,7 @@ class EpisodeSession:
             return render_prompt(runtime.renderer, call.messages, exact, new_from)
         return await asyncio.to_thread(render_prompt, runtime.renderer, call.messages, exact, new_from)
 
-    def _sampling(self, call: ModelCall, runtime: PolicyRuntime, prompt_ids: Ids, occurrence: int) -> Sampling:
+    def _sampling(self, call: ModelCall, runtime: PolicyRuntime, prompt_ids: Ids, seed: int) -> Sampling:
         """The job's settings for training, greedy for validation, the caller's own for an ad-hoc episode."""
         room = runtime.config.max_context - len(prompt_ids)
         if room < 1:
@@ -178,7 +194,6 @@ class EpisodeSession:
         temperature = {"train": fixed.temperature, "validation": 0.0}.get(self.episode.kind)
         if temperature is None:
             temperature = fixed.temperature if call.temperature is None else call.temperature
-        seed = call_seed(self._context.seed, self.episode.episode_id, prompt_ids, occurrence)
         if self.episode.kind == "adhoc" and call.seed is not None:
             seed = call.seed
         return Sampling(
@@ -207,8 +222,12 @@ def call_seed(job_seed: int, episode_id: str, prompt_ids: Ids, occurrence: int) 
 
     So the order in which different calls arrive changes nothing, nor does a call that was lost and is sent again.
     """
+    return _seed(job_seed, episode_id, prompt_digest(prompt_ids), occurrence)
+
+
+def _seed(job_seed: int, episode_id: str, prompt: bytes, occurrence: int) -> int:
     text = f"{job_seed}\0{episode_id}\0{occurrence}\0".encode()
-    digest = hashlib.blake2b(text + prompt_digest(prompt_ids), digest_size=8).digest()
+    digest = hashlib.blake2b(text + prompt, digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 

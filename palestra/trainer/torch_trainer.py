@@ -26,7 +26,8 @@ from palestra.trainer.serial import Serial
 
 T = TypeVar("T")
 Loss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
-_OPTIMIZER_FILE = "optimizer.safetensors"
+_OPTIMIZER_FILE = "optimizer-{}.safetensors"
+_SHARD_BYTES = 2**28
 
 
 class TorchTrainer:
@@ -210,10 +211,15 @@ class TorchTrainer:
         """Write weights, tokenizer, optimizer and random state into a checkpoint's folder."""
         self._model.save(folder, self._tokenizer)
         tensors = {"rng": torch.get_rng_state()}
+        number = 0
         for name, parameter in self._parameters:
             for key, value in self._optimizer.state.get(parameter, {}).items():
                 tensors[f"{key}.{name}"] = value
-        safetensors.torch.save_file(tensors, folder / _OPTIMIZER_FILE)
+            if sum(t.nbytes for t in tensors.values()) >= _SHARD_BYTES:  # a shard is copied whole to be written
+                safetensors.torch.save_file(tensors, folder / _OPTIMIZER_FILE.format(number))
+                tensors, number = {}, number + 1
+        if tensors:
+            safetensors.torch.save_file(tensors, folder / _OPTIMIZER_FILE.format(number))
 
     def _load(self, folder: Path) -> dict[str, Any] | None:
         newest = checkpoint.newest_good(folder)
@@ -223,16 +229,21 @@ class TorchTrainer:
         weights: dict[str, Tensor] = {}
         for file in sorted(path.glob("model*.safetensors")):
             weights |= safetensors.torch.load_file(file)
-        optimizer = safetensors.torch.load_file(path / _OPTIMIZER_FILE)
+        optimizer: dict[str, Tensor] = {}
+        for file in sorted(path.glob(_OPTIMIZER_FILE.format("*"))):
+            optimizer |= safetensors.torch.load_file(file)
         torch.set_rng_state(optimizer.pop("rng"))
+        moments: dict[str, dict[str, Tensor]] = {}
+        for key, value in optimizer.items():
+            kind, _, name = key.partition(".")
+            moments.setdefault(name, {})[kind] = value
         for name, parameter in self._parameters:
             if name not in weights or weights[name].shape != parameter.shape:
                 raise CheckpointError(f"{path} has no weight {name} of shape {tuple(parameter.shape)}: another model")
             with torch.no_grad():
                 parameter.copy_(weights[name])
-            kept = {key.removesuffix("." + name): v for key, v in optimizer.items() if key.endswith("." + name)}
-            if kept:
-                self._optimizer.state[parameter] = kept
+            if name in moments:
+                self._optimizer.state[parameter] = moments[name]
         self._version = PolicyVersion(int(state["incarnation"]), int(state["n"]))
         return state
 

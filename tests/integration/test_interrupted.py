@@ -8,7 +8,7 @@ import pytest
 import safetensors.torch
 import torch
 from outcome import assert_complete, assert_same_metrics
-from servers import SCRIPTED, TINY, Job, Process, until
+from servers import SCRIPTED, TINY, Job, Plane, Process, until
 
 RARELY = {"checkpoint": {"every_steps": 100}}  # so that it is the interruption that saves
 
@@ -88,4 +88,16 @@ def test_before_anything_happened_nothing_is_saved_and_resume_starts(tmp_path, u
         job.work()
         job.finish()
         assert_complete(job)
+        assert job.weights() == undisturbed.weights()
+
+
+def test_calls_in_flight_are_answered_503_and_sent_again_by_the_openai_client(tmp_path, undisturbed):
+    settings = SCRIPTED | RARELY | {"engine": {**SCRIPTED["engine"], "scripted_delay_seconds": 0.25}}
+    with Job(tmp_path, settings) as job, Plane(job.url) as plane:
+        server = job.start()
+        job.work("--threads", "2")
+        until(lambda: len(job.worker_log("ended")) >= 5 and plane.status()["calls"]["in_flight"], "calls in flight")
+        interrupt(server)
+        resume(job)
+        assert_same_metrics(job, undisturbed)
         assert job.weights() == undisturbed.weights()

@@ -409,7 +409,7 @@ async def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path):
         wanted = everything(trainer)
         await step(trainer, 1)
         path = await trainer.save(tmp_path, {"step": 2}, "2")
-    for file in ("model.safetensors", "optimizer.safetensors"):
+    for file in ("model.safetensors", "optimizer-0.safetensors"):
         whole = (path / file).read_bytes()
         (path / file).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
         async with training() as trainer:

@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from palestra.client.episode import Episode, Policy
+from palestra.client.protocol import (
+    CHUNK_BYTES,
+    CHUNK_TASKS,
+    abort_call,
+    claim_call,
+    end_call,
+    heartbeat_call,
+    push_calls,
+    read_claim,
+)
+from palestra.errors import InvalidRequest
+
+EPISODE = Episode(
+    episode_id="train-000000-00",
+    kind="train",
+    task_id="t",
+    task={},
+    policy=Policy(base_url="http://x/v1", api_key="pe-key", model="policy", version="0.0"),
+    lease_seconds=60.0,
+)
+
+
+def body(call) -> dict:
+    return json.loads(call.body.model_dump_json())
+
+
+def test_every_claim_has_a_request_id_of_its_own_and_time_to_be_answered():
+    one, two = claim_call("w", 30.0), claim_call("w", None)
+    assert body(one)["request_id"] != body(two)["request_id"]
+    assert (body(one)["worker_id"], body(one)["allow_discard_timeout"]) == ("w", 30.0)
+    assert one.timeout_seconds > body(one)["wait_seconds"]
+    assert one.key is None
+
+
+def claimed(**changes) -> dict:
+    episode = {
+        "episode_id": "e",
+        "kind": "train",
+        "task_id": "t",
+        "task": {"q": 1},
+        "base_url": "http://x/v1",
+        "api_key": "k",
+        "model": "m",
+        "version": "0.3",
+        "lease_seconds": 9.0,
+    }
+    return {"status": "claimed", "job_state": "running", "episode": episode} | changes
+
+
+def test_a_claim_is_read_as_it_was_answered():
+    episode, over = read_claim(claimed())
+    assert not over
+    assert (episode.episode_id, episode.task, episode.lease_seconds) == ("e", {"q": 1}, 9.0)
+    assert (episode.base_url, episode.api_key, episode.model) == ("http://x/v1", "k", "m")
+    assert read_claim(claimed(status="waiting", episode=None)) == (None, False)
+    assert read_claim(claimed(status="finished", episode=None)) == (None, True)
+
+
+@pytest.mark.parametrize(
+    ("reward", "wanted"),
+    [(1, 1.0), (0.25, 0.25), (True, 1.0), (np.float32(0.5), 0.5), (np.int64(3), 3.0), (np.array(2.0), 2.0)],
+)
+def test_any_number_is_a_reward(reward, wanted):
+    call = end_call(EPISODE, reward, None, None)
+    assert (body(call)["reward"], body(call)["rewards"]) == (wanted, None)
+    assert call.key == "pe-key"
+    assert body(end_call(EPISODE, {"a": reward}, [reward], {"x": 1})) == {
+        "episode_id": "train-000000-00",
+        "reward": None,
+        "rewards": {"a": wanted},
+        "step_rewards": [wanted],
+        "metadata": {"x": 1},
+    }
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf, "1", None, [1], object()])
+def test_what_is_no_finite_number_is_an_invalid_request(reward):
+    """As `Client.end_episode` promises; the user is not shown how bodies are checked."""
+    for arguments in ((reward, None), ({"a": reward}, None), (1.0, [reward])):
+        with pytest.raises(InvalidRequest):
+            end_call(EPISODE, *arguments, None)
+
+
+@pytest.mark.parametrize("metadata", [{"x": math.nan}, {"x": object()}, {"x": 10**30}, {1: 2}])
+def test_metadata_that_is_no_json_is_an_invalid_request(metadata):
+    with pytest.raises(InvalidRequest):
+        end_call(EPISODE, 1.0, None, metadata)
+
+
+def test_a_long_reason_is_cut():
+    assert len(body(abort_call(EPISODE, "x" * 5000, discard=True))["reason"]) == 2000
+    assert body(heartbeat_call(EPISODE)) == {"episode_id": "train-000000-00"}
+
+
+def test_tasks_go_in_chunks_that_are_named_by_their_place_and_the_last_says_so():
+    rows = [{"n": i} for i in range(CHUNK_TASKS + 1)]
+    calls = list(push_calls({"validation": rows[:2], "train": rows}))
+    assert [(c.body.split, c.body.chunk_id, len(c.body.tasks), c.body.final) for c in calls] == [
+        ("validation", "validation-0", 2, False),
+        ("train", "train-0", CHUNK_TASKS, False),
+        ("train", f"train-{CHUNK_TASKS}", 1, True),
+    ]
+    assert [t.data for c in calls[1:] for t in c.body.tasks] == rows
+
+
+def test_large_tasks_go_in_smaller_chunks():
+    rows = [{"text": "x" * (CHUNK_BYTES // 3)} for _ in range(5)] + [{"text": "y" * 2 * CHUNK_BYTES}]
+    calls = list(push_calls({"train": rows}))
+    assert [len(c.body.tasks) for c in calls] == [2, 2, 1, 1]
+    assert [c.body.chunk_id for c in calls] == ["train-0", "train-2", "train-4", "train-5"]
+    assert [t.data for c in calls for t in c.body.tasks] == rows
+
+
+def test_a_task_may_bring_its_id_and_the_users_own_mapping_is_left_alone():
+    row = {"id": 7, "q": "?"}
+    (call,) = push_calls({"train": [row]})
+    assert (call.body.tasks[0].id, call.body.tasks[0].data) == ("7", {"q": "?"})
+    assert row == {"id": 7, "q": "?"}
+
+
+def test_an_id_of_none_is_no_id():
+    (call,) = push_calls({"train": [{"id": None, "q": 1}]})
+    assert call.body.tasks[0].id is None
+
+
+def test_a_task_that_is_no_json_is_an_invalid_request():
+    with pytest.raises(InvalidRequest):
+        list(push_calls({"train": [{"q": object()}]}))

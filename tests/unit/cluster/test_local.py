@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import pytest
+
+from palestra.cluster.local import read_tasks, resolve_run_dir
+from palestra.config import JobConfig
+from palestra.errors import ConfigError
+
+
+def run_in(folder) -> None:
+    folder.mkdir(parents=True)
+    (folder / "run.db").write_bytes(b"")
+
+
+def test_a_new_run_gets_the_next_free_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert str(resolve_run_dir(JobConfig(name="x"), False).folder) == "runs/x"
+    run_in(tmp_path / "runs" / "x")
+    assert str(resolve_run_dir(JobConfig(name="x"), False).folder) == "runs/x-2"
+    run_in(tmp_path / "runs" / "x-2")
+    assert str(resolve_run_dir(JobConfig(name="x"), False).folder) == "runs/x-3"
+
+
+def test_going_on_takes_the_newest_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="no run to go on with"):
+        resolve_run_dir(JobConfig(name="x"), True)
+    run_in(tmp_path / "runs" / "x")
+    run_in(tmp_path / "runs" / "x-2")
+    assert str(resolve_run_dir(JobConfig(name="x"), True).folder) == "runs/x-2"
+
+
+def test_a_folder_that_was_named_is_never_used_twice_by_mistake(tmp_path):
+    config = JobConfig(run_dir=tmp_path / "r")
+    assert resolve_run_dir(config, False).folder == tmp_path / "r"
+    with pytest.raises(ConfigError, match="leave --resume out"):
+        resolve_run_dir(config, True)
+    run_in(tmp_path / "r")
+    assert resolve_run_dir(config, True).folder == tmp_path / "r"
+    with pytest.raises(ConfigError, match="add --resume"):
+        resolve_run_dir(config, False)
+
+
+def test_tasks_are_read_one_a_line(tmp_path):
+    path = tmp_path / "tasks.jsonl"
+    path.write_text('{"id": 7, "q": "é"}\n\n  \n{"q": 2}\n{"id": null, "q": 3}', encoding="utf-8")
+    tasks = read_tasks(path)
+    assert [t.data for t in tasks] == [{"q": "é"}, {"q": 2}, {"q": 3}]
+    assert tasks[0].task_id == "7"
+    assert len({t.task_id for t in tasks}) == 3
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"{", b"[]", b"3", b'{"x": NaN}', b'{"x": 1e999}', b'{"x": 100000000000000000000000}', b'{"x": "\\ud800"}', b'{"\xff": 1}'],
+)
+def test_a_bad_line_is_named_with_its_number(tmp_path, line):
+    path = tmp_path / "tasks.jsonl"
+    path.write_bytes(b'{"q": 1}\n' + line + b"\n")
+    with pytest.raises(ConfigError, match=r"tasks\.jsonl:2: ") as caught:
+        read_tasks(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"none\.jsonl"):
+        read_tasks(tmp_path / "none.jsonl")

@@ -1,0 +1,140 @@
+"""A whole job in one process without a model: learner, store, sessions, workers. It can be stopped, and crashed."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from pathlib import Path
+from typing import Any
+
+from unit.building import FakeClock
+
+from palestra.chat import ByteTokenizer, ChatMLRenderer
+from palestra.config import JobConfig
+from palestra.inference.scripted import ScriptedEngine, digits_script
+from palestra.learner import Learner, RunFolder
+from palestra.ledger import RunStore
+from palestra.schemas.messages import text_message
+from palestra.schemas.progress import JobProgress
+from palestra.schemas.records import Task
+from palestra.session import ModelCall, PolicyRuntime, SessionContext, Sessions
+from palestra.trainer.recording import RecordingTrainer
+
+TASKS = [Task(task_id=f"t{i}", data={"text": f"say {i}"}) for i in range(5)]
+HELD_OUT = [Task(task_id=f"v{i}", data={"text": f"validate {i}"}) for i in range(2)]
+
+
+def config(**changes: Any) -> JobConfig:
+    return JobConfig.model_validate(
+        {
+            "name": "scripted",
+            "steps": 3,
+            "deterministic": True,
+            "rollout": {"group_size": 2, "groups_per_step": 2, "lease_seconds": 60, "max_attempts": 5},
+            "evaluation": {"every_steps": 2},
+            "checkpoint": {"every_steps": 2},
+            "engine": {"kind": "scripted", "scripted_tokens": 6},
+            "store": {"synchronous": "NORMAL"},
+        }
+        | changes
+    )
+
+
+class WithoutCurve(RunFolder):
+    """Drawing takes longer than all the rest; one test draws."""
+
+    def draw_curve(self, rows: Any, title: str) -> None:
+        pass
+
+
+class Crash(Exception):
+    """The process died."""
+
+
+class ScriptedJob:
+    """One life of the process of a job."""
+
+    def __init__(self, folder: Path, settings: JobConfig, *, crash_at: int | None = None, draw: bool = False) -> None:
+        """`crash_at`: the number of the commit before which the process dies; nothing is written from there on."""
+        self.config, self.clock = settings, FakeClock()
+        self.folder = (RunFolder if draw else WithoutCurve)(folder)
+        self.store = RunStore(self.folder.store, settings.rollout, settings.store, self.clock)
+        self.commits = 0
+        self._crash_at, self._real_write = crash_at, self.store.write
+        self.store.write = self._write  # type: ignore[method-assign]
+        self.engine = ScriptedEngine(digits_script(settings.engine.scripted_tokens, 258))
+        self.trainer = RecordingTrainer(settings.checkpoint.keep)
+        self.progress = JobProgress(job=settings.name, steps=settings.steps, run_dir=str(folder))
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.learner = Learner(
+            settings, self.store, self.trainer, self.engine, self.folder, self.progress, self._report
+        )
+        self.on_event = lambda kind, data: None
+        tokenizer = ByteTokenizer()
+        renderer = ChatMLRenderer(tokenizer)
+        runtime = PolicyRuntime(
+            config=settings.policy,
+            renderer=renderer,
+            engine=self.engine,
+            stop_ids=frozenset(renderer.get_stop_token_ids()),
+            decode=tokenizer.decode,
+        )
+        context = SessionContext(store=self.store, policies={settings.policy_name: runtime}, seed=settings.seed)
+        self.sessions = Sessions(context, 1000)
+        self.dead = asyncio.Event()
+
+    def _report(self, kind: str, data: dict[str, Any]) -> None:
+        self.events.append((kind, data))
+        self.on_event(kind, data)
+
+    async def _write(self, operation, tag=None):
+        self.commits += 1
+        if self._crash_at is not None and self.commits >= self._crash_at:
+            self.dead.set()
+            raise Crash
+        return await self._real_write(operation, tag)
+
+    async def run(self) -> str:
+        """Until the job is done or stopped; returns the weights.
+
+        Raises:
+            Crash: the process died.
+        """
+        try:
+            await self._leases_of_the_dead_run_out()
+            await self.store.push_tasks("train", TASKS, "train")
+            await self.store.push_tasks("validation", HELD_OUT, "validation")
+            await self.store.seal_tasks()
+            async with asyncio.TaskGroup() as group:
+                workers = [group.create_task(self._play(f"w{i}-{id(self)}")) for i in range(3)]
+                await asyncio.wait_for(self.learner.run(), 20)
+                for worker in workers:
+                    worker.cancel()
+        except BaseExceptionGroup as errors:
+            if errors.subgroup(Crash) is not None:
+                raise Crash from None
+            raise
+        finally:
+            self.store.close()
+        return self.trainer.weights
+
+    async def _leases_of_the_dead_run_out(self) -> None:
+        self.clock.advance(60)
+        await self.store.expire_leases()
+
+    async def _play(self, worker: str) -> None:
+        for number in itertools.count():
+            claim = None
+            while claim is None:
+                seen = self.store.available.rings
+                claim = await self.store.claim(worker, f"{worker}-{number}", None)
+                if claim is None:
+                    await self.store.available.wait(0.05, seen)
+            episode = claim.episode
+            session = await self.sessions.open(episode.episode_id, episode.fence)
+            messages = (text_message("user", episode.task.data["text"]),)
+            first = await session.chat(ModelCall(policy=claim.policy, messages=messages))
+            messages = (*messages, first.reply, text_message("user", "again"))
+            second = await session.chat(ModelCall(policy=claim.policy, messages=messages))
+            reward = float((len(first.completion_ids) + int("0" + second.reply.text)) % 3)
+            await self.store.end(episode.episode_id, episode.fence, {"agent": reward}, None, {})

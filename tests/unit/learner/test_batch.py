@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from unit.building import make_chat, make_episode, make_trajectory
+
+from palestra.config import AlgorithmConfig
+from palestra.learner.batch import make_batch
+from palestra.schemas.records import PolicyVersion, Trajectory, VersionSpan
+
+VERSION = PolicyVersion(0, 3)
+
+
+def trajectory(group: int, sample: int, reward: float, *completions: int, fork: bool = False) -> Trajectory:
+    """Calls with so many completion tokens each: one conversation, or (`fork`) each of its own."""
+    chats = []
+    for index, length in enumerate(completions):
+        parent = chats[-1] if chats and not fork else None
+        chats.append(
+            make_chat(
+                f"train-{group:06d}-{sample:02d}",
+                index=index,
+                parent=parent,
+                prompt=(9, 9),
+                completion=[1] * length,
+                versions=(VersionSpan(PolicyVersion(0, 2), length),),
+            )
+        )
+    return make_trajectory(group, sample, reward, chats)
+
+
+def batch_of(*trajectories: Trajectory, max_tokens: int = 100, **algorithm):
+    return make_batch(trajectories, AlgorithmConfig.model_validate(algorithm), max_tokens, VERSION)
+
+
+def names(batch) -> list[str]:
+    return [s.episode_id for s in batch.samples]
+
+
+def test_rows_are_in_the_order_of_the_trajectories_with_their_groups_advantages():
+    batch = batch_of(trajectory(0, 0, 0.0, 2), trajectory(0, 1, 1.0, 3), trajectory(4, 0, 5.0, 1), trajectory(4, 1, 1.0, 1))
+    assert names(batch) == ["train-000000-00", "train-000000-01", "train-000004-00", "train-000004-01"]
+    two, four = 0.5 / (math.sqrt(0.5) + 1e-4), 2 / (math.sqrt(8) + 1e-4)
+    found = [float(s.advantages[s.loss_mask][0]) for s in batch.samples]
+    assert found == pytest.approx([-two, two, four, -four], rel=1e-6)
+
+
+def test_what_is_not_trained_has_no_advantage_and_no_weight():
+    for s in batch_of(trajectory(0, 0, 0.0, 2, 3), trajectory(0, 1, 1.0, 3)).samples:
+        assert (s.advantages[~s.loss_mask] == 0).all()
+        assert (s.weights[~s.loss_mask] == 0).all()
+        assert (s.weights[s.loss_mask] > 0).all()
+        assert len(set(s.weights[s.loss_mask].tolist())) == 1
+        assert (s.advantages.dtype, s.weights.dtype) == (np.float32, np.float32)
+
+
+def test_groups_without_variance_are_left_out_and_counted():
+    batch = batch_of(
+        trajectory(0, 0, 1.0, 2),
+        trajectory(0, 1, 1.0, 2),
+        trajectory(1, 0, 0.0, 2),
+        trajectory(1, 1, 1.0, 2),
+        trajectory(2, 0, 7.0, 2),  # a group of one has nothing to be compared with (trap 2)
+    )
+    assert names(batch) == ["train-000001-00", "train-000001-01"]
+    assert batch.metrics["train/groups_zero_variance"] == 2
+    assert batch.metrics["train/episodes"] == 5
+    assert batch.metrics["train/reward_mean"] == pytest.approx(2.0)
+    assert batch.metrics["train/reward_std"] == pytest.approx(np.std([1, 1, 0, 1, 7]))
+
+
+def test_where_no_group_has_variance_there_is_nothing_to_train():
+    batch = batch_of(trajectory(0, 0, 1.0, 2), trajectory(0, 1, 1.0, 2))
+    assert batch.samples == []
+    assert batch.metrics["rollout/completion_tokens"] == 4
+
+
+def test_an_episode_in_which_nothing_was_sampled_has_no_row_and_is_counted():
+    batch = batch_of(trajectory(0, 0, 1.0), trajectory(0, 1, 0.0, 2), trajectory(0, 2, 0.0, 2))
+    assert names(batch) == ["train-000000-01", "train-000000-02"]
+    assert batch.metrics["train/episodes_without_tokens"] == 1
+    assert float(batch.samples[0].advantages.min()) < 0  # its reward is still part of the baseline
+
+
+def total_weights(batch) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for s in batch.samples:
+        found[s.episode_id] = found.get(s.episode_id, 0.0) + float(s.weights.sum())
+    return found
+
+
+@pytest.mark.parametrize("aggregation", ["rollout", "token", "constant"])
+def test_how_a_rollout_is_cut_into_calls_and_rows_does_not_matter(aggregation):
+    """Promise 2: more calls, rows or branches never mean more weight."""
+    whole = batch_of(trajectory(0, 0, 0.0, 6), trajectory(0, 1, 1.0, 3), aggregation=aggregation)
+    turns = batch_of(trajectory(0, 0, 0.0, 1, 2, 3), trajectory(0, 1, 1.0, 3), aggregation=aggregation)
+    rows = batch_of(trajectory(0, 0, 0.0, 1, 2, 3, fork=True), trajectory(0, 1, 1.0, 3), aggregation=aggregation)
+    assert [len(b.samples) for b in (whole, turns, rows)] == [2, 2, 4]
+    assert total_weights(whole) == pytest.approx(total_weights(turns))
+    assert total_weights(whole) == pytest.approx(total_weights(rows))
+
+
+def test_weights_are_those_of_the_aggregation_over_all_rollouts_of_the_batch():
+    """Groups without variance count: a batch in which little can be learned makes a small step."""
+    members = (
+        trajectory(0, 0, 0.0, 2),
+        trajectory(0, 1, 1.0, 6),
+        trajectory(1, 0, 1.0, 4),
+        trajectory(1, 1, 1.0, 4),
+        trajectory(1, 2, 1.0),
+    )
+    assert total_weights(batch_of(*members)) == pytest.approx({"train-000000-00": 1 / 4, "train-000000-01": 1 / 4})
+    assert total_weights(batch_of(*members, aggregation="token")) == pytest.approx(
+        {"train-000000-00": 2 / 16, "train-000000-01": 6 / 16}
+    )
+    assert total_weights(batch_of(*members, aggregation="constant", max_tokens=50)) == pytest.approx(
+        {"train-000000-00": 2 / 200, "train-000000-01": 6 / 200}
+    )
+
+
+def test_every_sampled_token_is_trained_once_with_what_was_recorded_of_it():
+    chat = make_chat(prompt=(1, 2), completion=(3, 4), logprobs=[-0.5, -1.5])
+    one = make_trajectory(0, 0, 1.0, [chat])
+    batch = batch_of(one, trajectory(0, 1, 0.0, 1))
+    s = batch.samples[0]
+    assert s.ids.tolist() == [1, 2, 3, 4]
+    assert s.logprobs[s.loss_mask].tolist() == [-0.5, -1.5]
+    assert sum(int(s.loss_mask.sum()) for s in batch.samples) == batch.metrics["rollout/completion_tokens"] == 3
+    assert s.temperature == 1.0
+
+
+def test_the_rewards_of_several_agents_are_added():
+    one = replace(
+        trajectory(0, 0, 0.0, 1),
+        episode=make_episode(0, 0, rewards={"a": 1.0, "b": 2.0}),
+    )
+    assert batch_of(one, trajectory(0, 1, 1.0, 1)).metrics["train/reward_mean"] == 2.0
+
+
+def test_tokens_calls_and_staleness_are_measured():
+    cut = make_chat(
+        index=1,
+        prompt=(1,),
+        completion=(2,),
+        finish_reason="length",
+        versions=(VersionSpan(PolicyVersion(0, 3), 1),),
+    )
+    old = replace(cut, index=2, versions=(VersionSpan(PolicyVersion(0, 1), 1),))
+    batch = batch_of(trajectory(0, 0, 0.0, 2), make_trajectory(0, 1, 1.0, [cut, old]))
+    assert batch.metrics["rollout/prompt_tokens"] == 4
+    assert batch.metrics["rollout/completion_tokens"] == 4
+    assert batch.metrics["rollout/truncated_share"] == pytest.approx(2 / 3)
+    assert batch.metrics["rollout/staleness_max"] == 2

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from palestra.config import RolloutConfig
+from palestra.errors import EngineFailure
+from palestra.learner.groups import gather_groups
+from palestra.learner.schedule import TaskOrder
+from palestra.schemas.records import Task
+
+CONFIG = RolloutConfig(group_size=3, groups_per_step=2, min_group_size=2)
+ORDER = TaskOrder([Task(task_id=str(i), data={}) for i in range(20)], 0)
+
+
+class Players:
+    """Plays whatever can be claimed; `fails` says which episodes are discarded."""
+
+    def __init__(self, store, fails=lambda episode_id: False) -> None:
+        self.store, self.fails = store, fails
+        self.played: list[str] = []
+
+    async def play(self) -> None:
+        number = 0
+        while True:
+            seen = self.store.available.rings
+            number += 1
+            claim = await self.store.claim("w", f"{id(self)}-{number}", None)
+            if claim is None:
+                await self.store.available.wait(5, seen)
+                continue
+            name = claim.episode.episode_id
+            self.played.append(name)
+            if self.fails(name):
+                await self.store.abort(name, claim.episode.fence, "broken", discard=True)
+            else:
+                await self.store.end(name, claim.episode.fence, {"agent": 1.0}, None, {})
+
+
+async def gathered(store, fails=lambda _: False, step: int = 1):
+    players = Players(store, fails)
+    task = asyncio.ensure_future(players.play())
+    try:
+        return await asyncio.wait_for(gather_groups(store, ORDER, step, CONFIG), 10), players
+    finally:
+        task.cancel()
+
+
+async def test_a_step_is_made_of_full_groups_in_canonical_order(store):
+    found, _ = await gathered(store)
+    assert found.episode_ids == tuple(f"train-{g:06d}-{s:02d}" for g in range(2) for s in range(3))
+    assert (found.dropped, found.discarded) == (0, 0)
+    again, _ = await gathered(store, step=2)
+    assert again.episode_ids[0] == "train-000002-00"
+
+
+async def test_groups_get_their_tasks_in_order(store):
+    await gathered(store)
+    groups = await store.groups_of_step("train", 1)
+    assert [record.task_id for record, _ in groups] == [ORDER.task(0).task_id, ORDER.task(1).task_id]
+
+
+async def test_a_group_that_lost_few_is_trained_with_its_remainder(store):
+    found, _ = await gathered(store, lambda name: name == "train-000000-01")
+    assert found.episode_ids == ("train-000000-00", "train-000000-02", *(f"train-000001-0{s}" for s in range(3)))
+    assert (found.dropped, found.discarded) == (0, 1)
+
+
+async def test_a_group_that_lost_too_many_is_replaced_and_counted(store):
+    found, players = await gathered(store, lambda name: name.startswith("train-000000") and not name.endswith("02"))
+    assert {name[:12] for name in found.episode_ids} == {"train-000001", "train-000002"}
+    assert (found.dropped, found.discarded) == (1, 0)
+    assert "train-000000-02" in players.played
+    assert [e.data for e in await store.events(0) if e.kind == "group_dropped"] == [{"group_index": 0, "step": 1}]
+
+
+async def test_where_group_after_group_fails_the_job_says_so_and_does_not_go_on_for_ever(store):
+    with pytest.raises(EngineFailure, match=r"step 1 lost more than 1"):
+        await gathered(store, lambda _: True)
+    assert await store.next_group_index("train") == 6
+
+
+async def test_what_was_handed_in_before_a_restart_is_used(store):
+    players = Players(store)
+    first = asyncio.ensure_future(gather_groups(store, ORDER, 1, CONFIG))
+    while await store.next_group_index("train") < 2:
+        await asyncio.sleep(0)
+    claim = await store.claim("w", "early", None)
+    await store.end(claim.episode.episode_id, 1, {"agent": 0.5}, None, {})
+    first.cancel()
+    found, players = await gathered(store)
+    assert len(found.episode_ids) == 6
+    assert claim.episode.episode_id not in players.played
+    assert await store.next_group_index("train") == 2

@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+from unit.building import open_store
+from unit.learner.scripted_job import ScriptedJob, config
+
+from palestra.errors import ConfigError
+from palestra.schemas.metrics import METRIC_NAMES
+from palestra.schemas.records import PolicyVersion
+from palestra.schemas.states import JobState
+
+
+def rows(folder) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+async def test_every_metric_that_is_written_is_in_the_table_and_every_one_of_the_table_is_written(tmp_path):
+    job = ScriptedJob(tmp_path, config())
+    await job.run()
+    written = set().union(*rows(tmp_path))
+    assert written == METRIC_NAMES
+
+
+async def test_a_job_runs_to_its_end(tmp_path):
+    job = ScriptedJob(tmp_path, config(), draw=True)
+    await job.run()
+    assert job.progress.state is JobState.COMPLETED
+    assert [row["step"] for row in rows(tmp_path)] == [0, 1, 2, 3]
+    assert [row["version"] for row in rows(tmp_path)] == [0, 1, 2, 3]
+    assert ["validation/reward_mean" in row for row in rows(tmp_path)] == [True, False, True, True]
+    assert all("train/reward_mean" not in row for row in rows(tmp_path)[:1])
+    assert sorted(p.name for p in job.folder.checkpoints.iterdir()) == ["step-000002", "step-000003"]
+    assert job.engine.version("policy") == PolicyVersion(0, 3)
+    assert [kind for kind, _ in job.events if kind in ("running", "completed")] == ["running", "completed"]
+    assert (tmp_path / "curve.png").is_file()
+
+
+async def test_every_accepted_episode_is_in_exactly_one_manifest(tmp_path):
+    job = ScriptedJob(tmp_path, config())
+    await job.run()
+    with open_store(tmp_path) as store:
+        manifests = [await store.manifest(step) for step in (1, 2, 3)]
+        trained = [e for m in manifests for e in m.episode_ids]
+        groups = [g for step in (1, 2, 3) for g in await store.groups_of_step("train", step)]
+    completed = [e.episode_id for _, members in groups for e in members if e.reward is not None]
+    assert trained == completed == sorted(set(trained))
+    assert [m.version for m in manifests] == [PolicyVersion(0, n) for n in range(3)]
+    assert {m.seed for m in manifests} == {0}
+    assert {m.config_digest for m in manifests} == {config().digest()}
+
+
+async def test_equal_jobs_end_with_equal_weights_and_another_seed_with_others(tmp_path):
+    found = [await ScriptedJob(tmp_path / name, config(seed=seed)).run() for name, seed in (("a", 0), ("b", 0), ("c", 1))]
+    assert found[0] == found[1]
+    assert found[0] != found[2]
+
+
+async def test_a_job_that_is_stopped_saves_and_goes_on_to_the_same_end(tmp_path):
+    whole = await ScriptedJob(tmp_path / "whole", config()).run()
+    first = ScriptedJob(tmp_path / "run", config())
+    first.on_event = lambda kind, data: first.learner.stop() if (kind, data.get("step")) == ("step", 1.0) else None
+    await first.run()
+    assert first.progress.state is JobState.RUNNING
+    assert [row["step"] for row in rows(tmp_path / "run")] == [0, 1]
+    assert sorted(p.name for p in first.folder.checkpoints.iterdir()) == ["step-000001"]
+    second = ScriptedJob(tmp_path / "run", config())
+    assert await second.run() == whole
+    assert [row["step"] for row in rows(tmp_path / "run")] == [0, 1, 2, 3]
+    assert second.progress.version == "0.3"
+
+
+async def test_without_deterministic_a_restart_begins_a_new_incarnation(tmp_path):
+    first = ScriptedJob(tmp_path, config(deterministic=False))
+    first.on_event = lambda kind, data: first.learner.stop() if (kind, data.get("step")) == ("step", 1.0) else None
+    await first.run()
+    second = ScriptedJob(tmp_path, config(deterministic=False))
+    await second.run()
+    assert second.progress.version == "1.3"
+    assert second.engine.version("policy") == PolicyVersion(1, 3)
+
+
+async def test_a_run_can_not_go_on_with_another_configuration_of_what_is_trained(tmp_path):
+    await ScriptedJob(tmp_path, config()).run()
+    other = ScriptedJob(tmp_path, config(seed=1))
+    with pytest.raises(ConfigError, match="another configuration"):
+        await other.learner.run()
+    other.store.close()
+    longer = ScriptedJob(tmp_path, config(steps=4, evaluation={"every_steps": 1}))
+    await longer.run()
+    assert [row["step"] for row in rows(tmp_path)] == [0, 1, 2, 3, 4]
+
+
+async def test_a_job_without_training_tasks_says_so(tmp_path):
+    job = ScriptedJob(tmp_path, config())
+    await job.store.seal_tasks()
+    with pytest.raises(ConfigError, match="no training tasks"):
+        await job.learner.run()
+    job.store.close()
+
+
+async def test_a_step_in_which_nothing_can_be_learned_changes_no_weight_and_is_counted(tmp_path):
+    settings = config(rollout={"group_size": 1, "min_group_size": 1, "groups_per_step": 2, "lease_seconds": 60})
+    job = ScriptedJob(tmp_path, settings)
+    before = job.trainer.weights
+    assert await job.run() == before
+    for row in rows(tmp_path)[1:]:
+        assert (row["train/groups_zero_variance"], row["train/trained_tokens"], row["version"]) == (2, 0, 0)
+        assert "train/loss" not in row
+
+
+async def test_several_epochs_are_several_updates_of_one_batch(tmp_path):
+    job = ScriptedJob(tmp_path, config(algorithm={"epochs": 3}))
+    await job.run()
+    assert [row["version"] for row in rows(tmp_path)] == [0, 3, 6, 9]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+async def test_numbers_that_are_not_finite_stay_out_of_the_metrics(tmp_path, value):
+    """They would be null in the store, break a restart, and be no JSON in the file."""
+    job = ScriptedJob(tmp_path, config(steps=1))
+    real = job.trainer.forward_backward
+
+    async def overflows(*arguments):
+        report = await real(*arguments)
+        return replace(report, metrics=report.metrics | {"ratio": value, "loss": value})
+
+    job.trainer.forward_backward = overflows
+    await job.run()
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert "NaN" not in text
+    assert "Infinity" not in text
+    assert None not in rows(tmp_path)[-1].values()
+    assert "train/ratio_mean" not in rows(tmp_path)[-1]
+    again = ScriptedJob(tmp_path, config(steps=2))
+    await again.run()
+    assert [row["step"] for row in rows(tmp_path)] == [0, 1, 2]
+
+
+async def test_a_row_is_there_for_every_step_wherever_the_evaluation_was_interrupted(tmp_path):
+    """A checkpoint makes a step final; killed during the evaluation after it, its row must not be missing."""
+    first = ScriptedJob(tmp_path, config())
+    first.on_event = lambda kind, data: first.learner.stop() if (kind, data.get("step")) == ("saved", 2) else None
+    await first.run()
+    second = ScriptedJob(tmp_path, config())
+    await second.run()
+    found = rows(tmp_path)
+    assert [row["step"] for row in found] == [0, 1, 2, 3]
+    assert all("train/reward_mean" in row for row in found[1:])
+    assert "validation/reward_mean" in found[2]

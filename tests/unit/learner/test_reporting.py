@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import json
+import tomllib
+
+import pytest
+
+from palestra.config import JobConfig, parse_config
+from palestra.learner.reporting import RunFolder
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return RunFolder(tmp_path / "deep" / "run")
+
+
+def lines(folder) -> list[str]:
+    return (folder.path / "metrics.jsonl").read_text().splitlines()
+
+
+def test_the_folder_is_made_and_has_its_places(folder):
+    assert folder.path.is_dir()
+    assert (folder.store.name, folder.checkpoints.name) == ("run.db", "checkpoints")
+
+
+def test_the_configuration_can_be_read_again(folder):
+    config = JobConfig(name="x", steps=3)
+    folder.write_config(config)
+    assert parse_config(tomllib.loads((folder.path / "config.toml").read_text())) == config
+
+
+def test_metrics_are_one_row_a_line_whole_numbers_without_a_point(folder):
+    folder.append_metrics({"step": 1.0, "train/reward_mean": 0.1})
+    folder.append_metrics({"step": 2.0, "big": 1e20})
+    assert lines(folder)[0] == '{"step": 1, "train/reward_mean": 0.1}'
+    assert [json.loads(line) for line in lines(folder)] == [
+        {"step": 1, "train/reward_mean": 0.1},
+        {"step": 2, "big": 10**20},
+    ]
+
+
+def test_a_restart_writes_the_rows_anew(folder):
+    folder.append_metrics({"step": 1.0})
+    folder.append_metrics({"step": 2.0})
+    folder.write_metrics([{"step": 1.0}])
+    folder.append_metrics({"step": 2.0, "x": 0.5})
+    assert lines(folder) == ['{"step": 1}', '{"step": 2, "x": 0.5}']
+    assert sorted(p.name for p in folder.path.iterdir()) == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [],
+        [{"step": 0.0, "validation/reward_mean": 0.2}],
+        [{"step": float(s), "train/reward_mean": s / 9, "validation/reward_mean": s / 8} for s in range(9)],
+    ],
+)
+def test_a_curve_is_drawn_of_whatever_there_is(folder, rows):
+    folder.draw_curve(rows, "job")
+    assert (folder.path / "curve.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert sorted(p.name for p in folder.path.iterdir()) == ["curve.png"]

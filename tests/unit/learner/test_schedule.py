@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from palestra.config import OptimizerConfig
+from palestra.learner.schedule import TaskOrder, learning_rate
+from palestra.schemas.records import Task
+
+TASKS = [Task(task_id=str(i), data={}) for i in range(7)]
+
+
+def epoch(order: TaskOrder, number: int) -> list[str]:
+    return [order.task(number * 7 + i).task_id for i in range(7)]
+
+
+def test_every_epoch_is_a_permutation_of_all_tasks():
+    order = TaskOrder(TASKS, seed=3)
+    for number in range(20):
+        assert sorted(epoch(order, number)) == [t.task_id for t in TASKS]
+
+
+def test_epochs_and_seeds_differ():
+    order = TaskOrder(TASKS, seed=3)
+    assert len({tuple(epoch(order, n)) for n in range(10)}) == 10
+    assert epoch(TaskOrder(TASKS, seed=4), 0) != epoch(order, 0)
+
+
+def test_a_groups_task_does_not_depend_on_what_was_asked_before():
+    forward, backward = TaskOrder(TASKS, 3), TaskOrder(TASKS, 3)
+    wanted = [forward.task(i).task_id for i in range(40)]
+    assert [backward.task(i).task_id for i in reversed(range(40))] == wanted[::-1]
+
+
+def test_the_order_is_the_same_in_every_version_of_the_program():
+    assert epoch(TaskOrder(TASKS, 0), 0) == ["2", "3", "1", "0", "6", "5", "4"]
+
+
+def rate(step: int, steps: int = 10, **kw) -> float:
+    return learning_rate(OptimizerConfig.model_validate({"learning_rate": 2.0} | kw), step, steps)
+
+
+def test_without_a_schedule_the_rate_is_constant():
+    assert {rate(step) for step in range(1, 11)} == {2.0}
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_warm_up_grows_in_a_line_to_the_peak(schedule):
+    assert [rate(s, schedule=schedule, warmup_steps=4) for s in range(1, 6)] == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0])
+
+
+def test_linear_falls_by_the_same_each_step_and_would_be_zero_one_step_after_the_last():
+    rates = [rate(s, schedule="linear") for s in range(1, 11)]
+    assert rates == pytest.approx([2.0 * (10 - i) / 10 for i in range(10)])
+    warm = [rate(s, schedule="linear", warmup_steps=4) for s in range(5, 11)]
+    assert warm == pytest.approx([2.0 * (6 - i) / 6 for i in range(6)])
+
+
+def test_cosine_is_half_a_wave():
+    rates = [rate(s, schedule="cosine", warmup_steps=2) for s in range(3, 11)]
+    assert rates == pytest.approx([1.0 + math.cos(math.pi * i / 8) for i in range(8)])
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_a_warm_up_as_long_as_the_run_has_no_rate_of_nothing(schedule):
+    assert [rate(s, steps=4, schedule=schedule, warmup_steps=4) for s in range(1, 5)] == [0.5, 1.0, 1.5, 2.0]
+    assert rate(1, steps=1, schedule=schedule) == 2.0

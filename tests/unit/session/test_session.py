@@ -1,0 +1,450 @@
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import threading
+
+import numpy as np
+import pytest
+from unit.building import ids
+from unit.session.conftest import STOP, Bench, call
+
+from palestra.chat import ByteTokenizer, ChatMLRenderer
+from palestra.errors import ContextOverflow, EngineFailure, EpisodeLeaseExpired, NotFound
+from palestra.schemas.messages import text_message
+from palestra.schemas.records import PolicyVersion, SampledTokens, VersionSpan
+from palestra.schemas.states import TurnState
+from palestra.session import EpisodeSession, ModelCall
+from palestra.session.session import LONG_TEXT, call_seed
+from palestra.trajectory import rows_of
+
+RENDERER = ChatMLRenderer(ByteTokenizer())
+
+
+def says(text: str, stop: bool = True):
+    return lambda prompt, sampling: [*text.encode(), *([STOP] if stop else [])]
+
+
+# Seeds
+
+
+def test_a_calls_seed_is_a_hash_of_job_episode_prompt_and_occurrence():
+    """Written out a second time: seeds that change would change every replayed run."""
+    prompt = np.array([1, 2, 300], np.int32)
+    inner = hashlib.blake2b(b"\x01\0\0\0\x02\0\0\0\x2c\x01\0\0", digest_size=16).digest()
+    digest = hashlib.blake2b(b"7\0train-000000-00\0002\0" + inner, digest_size=8).digest()
+    wanted = int.from_bytes(digest, "little") >> 1
+    assert call_seed(7, "train-000000-00", prompt, 2) == wanted
+    assert call_seed(0, "e", ids(1), 0) == 8573689642262603724
+
+
+def test_seeds_differ_by_each_of_them_and_fit_63_bits():
+    base = (7, "train-000000-00", ids(1, 2), 0)
+    others = [
+        (8, *base[1:]),
+        (7, "train-000000-01", *base[2:]),
+        (*base[:2], ids(1, 3), 0),
+        (*base[:2], ids(1, 2, 0), 0),
+        (*base[:3], 1),
+    ]
+    seeds = {call_seed(*arguments) for arguments in [base, *others]}
+    assert len(seeds) == 6
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+# One call
+
+
+async def test_a_call_is_on_disk_with_exact_ids_when_it_returns(bench, clock):
+    bench.script = says("two")
+    await bench.engine.update_weights("policy", PolicyVersion(1, 5), None)
+    session = await bench.session()
+    chat = await session.chat(call("1 + 1?", agent="solver", time_step=4))
+    (stored,) = await bench.recorded(session)
+    assert chat.prompt_ids.tolist() == RENDERER.render_ids(
+        [{"role": "user", "content": "1 + 1?"}], add_generation_prompt=True
+    )
+    assert chat.completion_ids.tolist() == [*b"two", STOP]
+    assert chat.reply == text_message("assistant", "two")
+    assert (chat.index, chat.time_step, chat.agent, chat.policy, chat.finish_reason) == (0, 4, "solver", "policy", "stop")
+    assert chat.versions == (VersionSpan(PolicyVersion(1, 5), 4),)
+    assert (chat.parent, chat.shared, chat.shared_messages) == (None, 0, 0)
+    assert (chat.started_at, chat.finished_at) == (clock.wall, clock.wall)
+    assert (stored.prompt_ids == chat.prompt_ids).all()
+    assert (stored.logprobs == chat.logprobs).all()
+    assert stored.sampling == chat.sampling
+
+
+async def test_a_reply_without_a_stop_token_was_cut(bench):
+    bench.script = says("x" * 99, stop=False)
+    chat = await (await bench.session()).chat(call("a", max_tokens=3))
+    assert (chat.finish_reason, chat.completion_ids.tolist()) == ("length", [120, 120, 120])
+
+
+async def test_pieces_of_several_versions_become_spans(bench):
+    class Pieces:
+        async def generate(self, policy, prompt_ids, sampling):
+            for n, token in ((1, 10), (1, 11), (2, 12), (1, 13)):
+                yield SampledTokens(ids=(token,), logprobs=(-float(token),), version=PolicyVersion(0, n))
+            yield SampledTokens(ids=(), logprobs=(), version=PolicyVersion(0, 9))
+
+    bench.engine = Pieces()
+    bench.context = bench.new_context()
+    chat = await (await bench.session()).chat(call("a"))
+    assert chat.completion_ids.tolist() == [10, 11, 12, 13]
+    assert chat.logprobs.tolist() == [-10, -11, -12, -13]
+    assert [(s.version.n, s.tokens) for s in chat.versions] == [(1, 2), (2, 1), (1, 1)]
+
+
+async def test_an_unknown_policy_is_not_found_with_the_known_ones(bench):
+    session = await bench.session()
+    with pytest.raises(NotFound, match=r"'gpt-4o'.*'policy'"):
+        await session.chat(call("a", policy="gpt-4o"))
+    assert await bench.recorded(session) == ()
+
+
+# Sampling
+
+
+async def test_training_is_sampled_as_the_job_says_whatever_is_asked_for(tmp_path, clock):
+    bench = Bench(tmp_path, clock, sampling={"max_tokens": 50, "temperature": 0.8})
+    session = await bench.session()
+    chat = await session.chat(call("a", temperature=0.1, seed=5, max_tokens=7))
+    assert (chat.sampling.temperature, chat.sampling.max_tokens) == (0.8, 7)
+    assert chat.sampling.seed == call_seed(11, session.episode.episode_id, chat.prompt_ids, 0)
+    assert (await session.chat(call("b", max_tokens=500))).sampling.max_tokens == 50
+    bench.store.close()
+
+
+async def test_validation_is_greedy(bench):
+    chat = await (await bench.session("validation")).chat(call("a", temperature=1.0))
+    assert chat.sampling.temperature == 0.0
+
+
+async def test_an_adhoc_episode_is_sampled_as_its_caller_says(bench):
+    session = await bench.session("adhoc")
+    chat = await session.chat(call("a", temperature=0.25, seed=5))
+    assert (chat.sampling.temperature, chat.sampling.seed) == (0.25, 5)
+    default = await session.chat(call("b"))
+    assert default.sampling.temperature == 1.0
+
+
+async def test_a_prompt_over_the_context_is_refused_with_both_numbers(tmp_path, clock):
+    bench = Bench(tmp_path, clock, max_context=40)
+    session = await bench.session()
+    length = len(RENDERER.render_ids([{"role": "user", "content": "x" * 30}], add_generation_prompt=True))
+    with pytest.raises(ContextOverflow, match=rf"\b{length}\b.*\b40\b"):
+        await session.chat(call("x" * 30))
+    assert await bench.recorded(session) == ()
+    assert session.state is TurnState.PENDING
+    bench.store.close()
+
+
+async def test_a_reply_gets_the_room_that_the_prompt_leaves_and_not_a_token_more(tmp_path, clock):
+    bench = Bench(tmp_path, clock, max_context=40)
+    session = await bench.session()
+    around = len(RENDERER.render_ids([{"role": "user", "content": ""}], add_generation_prompt=True))
+    for room in (1, 5):
+        chat = await session.chat(call("x" * (40 - around - room)))
+        assert chat.sampling.max_tokens == room
+    with pytest.raises(ContextOverflow):
+        await session.chat(call("x" * (40 - around)))
+    bench.store.close()
+
+
+# Turns
+
+
+async def test_a_call_that_goes_on_starts_with_the_exact_ids_of_the_one_before(bench):
+    session = await bench.session()
+    bench.script = lambda prompt, _: [0xC3, 0x28, STOP]  # no UTF-8: its text is not what was sampled
+    first = await session.chat(call("a"))
+    second = await session.chat(call("a", first.reply.text, "b"))
+    history = [*first.prompt_ids.tolist(), *first.completion_ids.tolist()]
+    assert second.prompt_ids[: len(history)].tolist() == history
+    assert (second.parent, second.shared, second.shared_messages) == (0, len(history), 2)
+    third = await session.chat(call("a", first.reply.text, "b", second.reply.text, "c"))
+    assert (third.parent, third.shared) == (1, len(second.prompt_ids) + 3)
+    (row,) = rows_of([first, second, third])
+    assert row.ids[row.sampled].tolist() == [0xC3, 0x28, STOP] * 3
+    for chat, stored in zip((first, second, third), await bench.recorded(session), strict=True):
+        assert chat.prompt_ids.tolist() == stored.prompt_ids.tolist()
+        assert chat.messages == stored.messages
+
+
+async def test_a_reply_that_was_cut_is_closed_and_still_reused(bench):
+    session = await bench.session()
+    bench.script = says("abcdef", stop=False)
+    first = await session.chat(call("a", max_tokens=3))
+    second = await session.chat(call("a", "abc", "b"))
+    history = [*first.prompt_ids.tolist(), *b"abc"]
+    assert second.prompt_ids[: len(history) + 1].tolist() == [*history, STOP]
+    assert second.shared == len(history)
+
+
+async def test_the_longest_history_is_used_and_an_edited_one_goes_back_to_where_it_was_the_same(bench):
+    bench.script = says("r")
+    session = await bench.session()
+    await session.chat(call("a"))
+    await session.chat(call("a", "r", "b"))
+    longer = await session.chat(call("a", "r", "b", "r", "c"))
+    edited = await session.chat(call("a", "r", "B", "r", "c"))
+    other = await session.chat(call("A", "r", "b"))
+    assert [c.parent for c in (longer, edited, other)] == [1, None, None]
+    forked = await session.chat(call("a", "r", "other"))
+    assert (forked.parent, forked.shared_messages) == (0, 2)
+    assert [row.ids[row.sampled].tolist() for row in rows_of(await bench.recorded(session))] == [
+        [ord("r"), STOP] * 3,
+        [ord("r"), STOP],
+        [ord("r"), STOP],
+        [ord("r"), STOP],
+    ]
+
+
+async def test_a_history_is_found_again_after_a_restart(bench):
+    bench.script = says("r")
+    session = await bench.session()
+    first = await session.chat(call("a"))
+    again = await bench.reopened(session)
+    second = await again.chat(call("a", "r", "b"))
+    assert (second.index, second.parent, second.shared) == (1, 0, len(first.prompt_ids) + 2)
+
+
+async def test_long_texts_are_rendered_to_the_same_ids(bench):
+    bench.script = says("r")
+    session = await bench.session()
+    text = "y" * (LONG_TEXT + 1)
+    bench.policy = bench.policy.model_copy(update={"max_context": 10 * LONG_TEXT})
+    session = EpisodeSession(bench.new_context(), session.episode, ())
+    chat = await session.chat(call(text))
+    assert chat.prompt_ids.tolist() == RENDERER.render_ids(
+        [{"role": "user", "content": text}], add_generation_prompt=True
+    )
+    assert (await session.chat(call(text, "r", "b"))).parent == 0
+
+
+async def test_lone_surrogates_do_not_crash(bench):
+    session = await bench.session()
+    chat = await session.chat(ModelCall(policy="policy", messages=(text_message("user", "a\ud800"),)))
+    assert bytes(chat.prompt_ids[1:8].tolist()) == b"user\na?"
+    assert len(await bench.recorded(session)) == 1
+
+
+# The same call again
+
+
+async def test_equal_calls_are_distinct_samples_in_order(bench):
+    session = await bench.session()
+    chats = [await session.chat(call("a")) for _ in range(3)]
+    wanted = [call_seed(11, session.episode.episode_id, chats[0].prompt_ids, n) for n in range(3)]
+    assert [c.sampling.seed for c in chats] == wanted
+    again = await bench.reopened(session)
+    assert (await again.chat(call("a"))).sampling.seed == call_seed(
+        11, session.episode.episode_id, chats[0].prompt_ids, 3
+    )
+
+
+async def test_the_order_in_which_different_calls_arrive_changes_nothing(bench):
+    one, two = await bench.session(request="r"), await bench.session(request="s")
+    two.episode = one.episode  # as another run of the same job would have it
+    first = {t: (await one.chat(call(t))).sampling.seed for t in "abc"}
+    two._next_index = 3
+    second = {t: (await two.chat(call(t))).sampling.seed for t in "cab"}
+    assert first == second
+
+
+async def test_a_retry_gets_the_recorded_call_and_samples_nothing(bench):
+    session = await bench.session()
+    first = await session.chat(call("a"))
+    calls = bench.engine.calls
+    assert await session.chat(call("a", retry=True)) is first
+    assert bench.engine.calls == calls
+    assert len(await bench.recorded(session)) == 1
+    assert bench.context.counts["retries_answered"] == 1
+
+
+async def test_what_was_delivered_or_is_not_said_to_be_a_retry_is_sampled_anew(bench):
+    session = await bench.session()
+    first = await session.chat(call("a"))
+    assert (await session.chat(call("a"))).index == 1
+    session.delivered(first)
+    second = await session.chat(call("a", retry=True))  # the second of the two is still undelivered
+    assert second.index == 1
+    session.delivered(second)
+    assert (await session.chat(call("a", retry=True))).index == 2
+    assert (await session.chat(call("b", retry=True))).index == 3
+
+
+async def test_a_retry_after_a_restart_gets_what_was_recorded(bench):
+    session = await bench.session()
+    bench.script = says("r")
+    await session.chat(call("a"))
+    await session.chat(call("a", "r", "b"))
+    again = await bench.reopened(session)
+    assert (await again.chat(call("a", "r", "b", retry=True))).index == 1
+    assert (await again.chat(call("a", retry=True))).index == 2  # its reply had arrived: "b" goes on from it
+    assert len(await bench.recorded(session)) == 3
+
+
+async def test_a_call_that_failed_is_the_same_sample_when_it_is_sent_again(bench):
+    session = await bench.session()
+    real = bench.script
+
+    def fails(prompt, sampling):
+        raise EngineFailure("no")
+
+    bench.script = fails
+    with pytest.raises(EngineFailure):
+        await session.chat(call("a"))
+    bench.script = lambda prompt, sampling: []
+    with pytest.raises(EngineFailure, match="no token"):
+        await session.chat(call("a"))
+    assert await bench.recorded(session) == ()
+    assert bench.context.counts["calls_incomplete"] == 2
+    bench.script = real
+    chat = await session.chat(call("a"))
+    assert chat.sampling.seed == call_seed(11, session.episode.episode_id, chat.prompt_ids, 0)
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+async def in_flight(session, *calls):
+    """Calls that wait for the paused engine."""
+    tasks = [asyncio.ensure_future(session.chat(c)) for c in calls]
+    await until(lambda: sum(t.state is TurnState.GENERATING for t in session._turns) == len(calls))
+    return tasks
+
+
+async def test_a_call_whose_caller_went_away_is_not_recorded_and_is_the_same_sample_when_sent_again(bench):
+    session = await bench.session()
+    await bench.engine.pause()
+    (task,) = await in_flight(session, call("a"))
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await bench.engine.resume()
+    assert await bench.recorded(session) == ()
+    chat = await session.chat(call("a"))
+    assert chat.sampling.seed == call_seed(11, session.episode.episode_id, chat.prompt_ids, 0)
+
+
+@pytest.mark.parametrize("restart", [False, True])
+async def test_of_two_equal_calls_the_one_that_is_lost_and_sent_again_is_not_the_others_sample(bench, restart):
+    session = await bench.session()
+    await bench.engine.pause()
+    lost, kept = await in_flight(session, call("a"), call("a"))
+    lost.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await lost
+    await bench.engine.resume()
+    second = await kept
+    if restart:
+        session = await bench.reopened(session)
+    first = await session.chat(call("a"))
+    seeds = [call_seed(11, session.episode.episode_id, first.prompt_ids, n) for n in range(2)]
+    assert [first.sampling.seed, second.sampling.seed] == seeds
+
+
+async def test_a_call_that_was_committed_while_its_caller_went_away_is_what_a_retry_gets(bench):
+    """Otherwise a reply that the agent never saw would be trained beside the one that it did see."""
+    session = await bench.session()
+    reached, go = threading.Event(), threading.Event()
+
+    def busy(connection) -> None:
+        reached.set()
+        assert go.wait(10)
+
+    blocking = asyncio.ensure_future(bench.store.write(busy))
+    await asyncio.to_thread(reached.wait, 10)
+    task = asyncio.ensure_future(session.chat(call("a")))
+    await until(lambda: any(t.state is TurnState.INTERACTING for t in session._turns))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    go.set()
+    await blocking
+    await bench.store.write(lambda c: None)
+    await asyncio.sleep(0.01)
+    again = await session.chat(call("a", retry=True))
+    recorded = await bench.recorded(session)
+    assert [c.index for c in recorded] == [again.index] == [0]
+    assert bench.engine.calls == 1
+
+
+# The end
+
+
+async def test_terminating_cancels_the_calls_in_flight_which_are_not_recorded(bench):
+    session = await bench.session()
+    await session.chat(call("before"))
+    await bench.engine.pause()
+    tasks = await in_flight(session, call("a"), call("b"))
+    session.terminate(EpisodeLeaseExpired("over"))
+    for found in await asyncio.gather(*tasks, return_exceptions=True):
+        assert isinstance(found, EpisodeLeaseExpired)
+    await bench.engine.resume()
+    assert session.state is TurnState.TERMINATED
+    with pytest.raises(EpisodeLeaseExpired):
+        await session.chat(call("c"))
+    assert [c.messages[0].text for c in await bench.recorded(session)] == ["before"]
+    assert bench.context.counts["calls_incomplete"] == 2
+
+
+async def test_a_lease_that_is_lost_during_a_call_refuses_its_record(bench):
+    session = await bench.session()
+    bench.store.on_lease_over.clear()
+    await bench.engine.pause()
+    (task,) = await in_flight(session, call("a"))
+    await bench.store.abort(session.episode.episode_id, 1, "", discard=False)
+    await bench.engine.resume()
+    with pytest.raises(EpisodeLeaseExpired):
+        await task
+    assert await bench.recorded(session) == ()
+
+
+async def test_a_lease_does_not_run_out_while_the_engine_is_slow(bench, clock):
+    session = await bench.session()
+    await bench.engine.pause()
+    (task,) = await in_flight(session, call("a"))
+    clock.advance(1000)
+    assert await bench.store.expire_leases() == 0
+    await bench.engine.resume()
+    await task
+    clock.advance(59)
+    assert await bench.store.expire_leases() == 0
+    clock.advance(1)
+    assert await bench.store.expire_leases() == 1
+
+
+# States and counters
+
+
+async def test_the_state_is_that_of_the_calls(bench, clock):
+    session = await bench.session()
+    assert session.state is TurnState.PENDING
+    await bench.engine.pause()
+    tasks = await in_flight(session, call("a"), call("b"))
+    assert session.state is TurnState.GENERATING
+    clock.advance(3)
+    await bench.engine.resume()
+    await asyncio.gather(*tasks)
+    assert session.state is TurnState.INTERACTING
+    assert bench.context.seconds[TurnState.GENERATING] == 6.0
+    assert bench.context.seconds[TurnState.PENDING] == 0.0
+
+
+async def test_calls_and_tokens_are_counted(bench):
+    bench.script = says("r")
+    session = await bench.session()
+    first = await session.chat(call("a"))
+    second = await session.chat(call("a", "r", "b"))
+    counts = bench.context.counts
+    assert counts["calls"] == 2
+    assert counts["prompt_tokens"] == len(first.prompt_ids) + len(second.prompt_ids)
+    assert counts["completion_tokens"] == 4
+    assert counts["reused_prompt_tokens"] == len(first.prompt_ids) + 2

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from unit.building import TASK
+from unit.session.conftest import call
+
+from palestra.errors import EpisodeEnded, EpisodeLeaseExpired, NotFound, ServerStopping, TooManyRequests
+from palestra.schemas.states import TurnState
+from palestra.session import Sessions
+
+EPISODE = "train-000000-00"
+
+
+@pytest.fixture
+async def sessions(bench):
+    await bench.store.register_group("train", 0, 1, TASK, 2)
+    await bench.store.claim("w", "r", None)
+    return Sessions(bench.context, max_waiting_calls=2)
+
+
+async def test_a_lease_has_one_session_however_often_and_at_once_it_is_opened(sessions):
+    found = await asyncio.gather(*(sessions.open(EPISODE, 1) for _ in range(5)))
+    assert len({id(s) for s in found}) == 1
+    assert await sessions.open(EPISODE, 1) is found[0]
+
+
+async def test_opening_renews_the_lease(sessions, bench, clock):
+    for _ in range(4):
+        clock.advance(50)
+        await sessions.open(EPISODE, 1)
+        assert await bench.store.expire_leases() == 0
+
+
+async def test_only_the_holder_of_the_lease_may_open(sessions, bench):
+    with pytest.raises(NotFound):
+        await sessions.open("nope", 1)
+    with pytest.raises(EpisodeLeaseExpired):
+        await sessions.open(EPISODE, 2)
+    with pytest.raises(EpisodeLeaseExpired):
+        await sessions.open("train-000000-01", 0)
+    await bench.store.end(EPISODE, 1, {"agent": 1.0}, None, {})
+    with pytest.raises(EpisodeEnded):
+        await sessions.open(EPISODE, 1)
+
+
+async def test_a_session_that_is_not_in_memory_is_rebuilt_from_the_store(sessions, bench):
+    session = await sessions.open(EPISODE, 1)
+    first = await session.chat(call("a"))
+    rebuilt = await Sessions(bench.context, 2).open(EPISODE, 1)
+    assert rebuilt is not session
+    second = await rebuilt.chat(call("a", first.reply.text, "b"))
+    assert (second.index, second.parent) == (1, 0)
+
+
+@pytest.mark.parametrize("how", ["end", "give back", "discard", "expire"])
+async def test_when_the_lease_is_over_the_session_is_and_its_calls_are(sessions, bench, clock, how):
+    session = await sessions.open(EPISODE, 1)
+    await bench.engine.pause()
+    task = asyncio.ensure_future(session.chat(call("a")))
+    while session.state is not TurnState.GENERATING:
+        await asyncio.sleep(0)
+    if how == "end":
+        await bench.store.end(EPISODE, 1, {"agent": 1.0}, None, {})
+    elif how == "expire":
+        clock.advance(4000)  # longer than an attempt may take in all
+        assert await bench.store.expire_leases() == 1
+    else:
+        await bench.store.abort(EPISODE, 1, "", discard=how == "discard")
+    with pytest.raises(EpisodeLeaseExpired, match=EPISODE):
+        await asyncio.wait_for(task, 5)
+    assert session.state is TurnState.TERMINATED
+    assert await bench.store.chats(EPISODE, 1) == ()
+
+
+async def test_the_next_lease_has_a_session_of_its_own_without_the_former_calls(sessions, bench):
+    first = await sessions.open(EPISODE, 1)
+    chat = await first.chat(call("a"))
+    await bench.store.abort(EPISODE, 1, "", discard=False)
+    await bench.store.claim("w", "s", None)
+    second = await sessions.open(EPISODE, 2)
+    again = await second.chat(call("a"))
+    assert (again.index, again.parent, again.fence) == (0, None, 2)
+    assert again.sampling.seed == chat.sampling.seed  # the attempt is played again as it was
+
+
+async def test_so_many_calls_may_be_in_flight_and_no_more(sessions, bench):
+    with sessions.admitted(), sessions.admitted():
+        assert sessions.in_flight == 2
+        with pytest.raises(TooManyRequests, match="2 calls"), sessions.admitted():
+            pass
+    assert sessions.in_flight == 0
+    assert bench.context.counts["calls_refused"] == 1
+    with pytest.raises(RuntimeError), sessions.admitted():
+        raise RuntimeError
+    assert sessions.in_flight == 0
+
+
+async def test_stopping_ends_the_calls_in_flight_and_takes_no_more(sessions, bench):
+    session = await sessions.open(EPISODE, 1)
+    await bench.engine.pause()
+    task = asyncio.ensure_future(session.chat(call("a")))
+    while session.state is not TurnState.GENERATING:
+        await asyncio.sleep(0)
+    sessions.stop(ServerStopping("bye"))
+    with pytest.raises(ServerStopping):
+        await asyncio.wait_for(task, 5)
+    with pytest.raises(ServerStopping), sessions.admitted():
+        pass
+    assert await bench.store.chats(EPISODE, 1) == ()
