@@ -61,7 +61,14 @@ def job(seed: int, steps: int) -> JobConfig:
             "name": "addition",
             "seed": seed,
             "steps": steps,
-            "policies": {"calculator": {"model": "SmolLM2-135M-Instruct", "max_context": 512}},
+            "policies": {
+                "calculator": {
+                    "model": "SmolLM2-135M-Instruct",
+                    "max_context": 512,
+                    "optimizer": {"learning_rate": 3e-5, "schedule": "linear"},
+                }
+            },
+            "rollout": {"groups_per_step": 16, "group_size": 6},
         }
     )
 

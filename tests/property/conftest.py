@@ -1,4 +1,4 @@
-"""Hypothesis draws the same examples in every run; `pytest tests/property --hypothesis-profile=search` draws new ones."""
+"""Hypothesis draws the same examples in every run; with `--hypothesis-profile=search` it draws new ones."""
 
 from __future__ import annotations
 

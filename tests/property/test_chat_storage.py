@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +36,7 @@ def spans(draw, total: int) -> tuple[VersionSpan, ...]:
     cuts = sorted(draw(st.sets(st.integers(1, total - 1))) if total > 1 else set())
     edges = [0, *cuts, total]
     versions = st.builds(PolicyVersion, st.integers(0, 3), st.integers(0, 2**40))
-    return tuple(VersionSpan(draw(versions), b - a) for a, b in zip(edges, edges[1:], strict=False))
+    return tuple(VersionSpan(draw(versions), b - a) for a, b in pairwise(edges))
 
 
 @st.composite

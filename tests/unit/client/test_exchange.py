@@ -91,7 +91,7 @@ def test_what_could_not_be_served_now_is_sent_again_after_growing_pauses(bad):
     ],
 )
 def test_a_refusal_is_the_error_of_its_status_in_the_servers_words_and_is_not_sent_again(status, kind):
-    with pytest.raises(kind, match="^why$"):
+    with pytest.raises(kind, match=r"^why$"):
         play(exchange(settings(), CALL), reply(status))
 
 

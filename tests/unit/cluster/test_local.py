@@ -52,7 +52,16 @@ def test_tasks_are_read_one_a_line(tmp_path):
 
 @pytest.mark.parametrize(
     "line",
-    [b"{", b"[]", b"3", b'{"x": NaN}', b'{"x": 1e999}', b'{"x": 100000000000000000000000}', b'{"x": "\\ud800"}', b'{"\xff": 1}'],
+    [
+        b"{",
+        b"[]",
+        b"3",
+        b'{"x": NaN}',
+        b'{"x": 1e999}',
+        b'{"x": 100000000000000000000000}',
+        b'{"x": "\\ud800"}',
+        b'{"\xff": 1}',
+    ],
 )
 def test_a_bad_line_is_named_with_its_number(tmp_path, line):
     path = tmp_path / "tasks.jsonl"

@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import pytest
-from unit.building import FakeClock
 
 from palestra.gateway.attendance import FORGOTTEN_SECONDS, Attendance
+from unit.building import FakeClock
 
 
 @pytest.fixture

@@ -3,12 +3,12 @@ from __future__ import annotations
 import json
 
 import pytest
-from unit.building import make_chat
 
 from palestra.chat import ByteTokenizer
 from palestra.errors import InvalidRequest, UnsupportedField
 from palestra.gateway.chat_api import completion, parse_chat
 from palestra.schemas.messages import text_message
+from unit.building import make_chat
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -94,7 +94,9 @@ def test_a_wrong_value_is_named(fields, place):
     assert not isinstance(caught.value, UnsupportedField)
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"\xff", b'{"model": "m", "messages": [{"role": "user", "content": "\\ud800"}]}'])
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"\xff", b'{"model": "m", "messages": [{"role": "user", "content": "\\ud800"}]}']
+)
 def test_what_is_no_json_is_an_invalid_request(body):
     with pytest.raises(InvalidRequest, match="not valid JSON"):
         parse_chat(body, {})

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from palestra.inference.draw import uniform
@@ -41,5 +43,5 @@ def test_numbers_are_spread_evenly():
 
 def test_neighbouring_positions_are_not_correlated():
     numbers = [uniform(3, position) - 0.5 for position in range(10_000)]
-    products = [a * b for a, b in zip(numbers, numbers[1:], strict=False)]
+    products = [a * b for a, b in pairwise(numbers)]
     assert sum(products) / len(products) == pytest.approx(0.0, abs=4 * (1 / 12) / 100)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from unit.building import FakeClock, open_store
 
 

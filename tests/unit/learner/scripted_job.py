@@ -7,8 +7,6 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-from unit.building import FakeClock
-
 from palestra.chat import ByteTokenizer, ChatMLRenderer
 from palestra.config import JobConfig
 from palestra.inference.scripted import ScriptedEngine, digits_script
@@ -19,6 +17,7 @@ from palestra.schemas.progress import JobProgress
 from palestra.schemas.records import Task
 from palestra.session import ModelCall, PolicyRuntime, SessionContext, Sessions
 from palestra.trainer.recording import RecordingTrainer
+from unit.building import FakeClock
 
 TASKS = [Task(task_id=f"t{i}", data={"text": f"say {i}"}) for i in range(5)]
 HELD_OUT = [Task(task_id=f"v{i}", data={"text": f"validate {i}"}) for i in range(2)]

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from unit.building import make_chat, make_episode, make_trajectory
 
 from palestra.config import AlgorithmConfig
 from palestra.learner.batch import make_batch
 from palestra.schemas.records import PolicyVersion, Trajectory, VersionSpan
+from unit.building import make_chat, make_episode, make_trajectory
 
 VERSION = PolicyVersion(0, 3)
 
@@ -41,7 +41,9 @@ def names(batch) -> list[str]:
 
 
 def test_rows_are_in_the_order_of_the_trajectories_with_their_groups_advantages():
-    batch = batch_of(trajectory(0, 0, 0.0, 2), trajectory(0, 1, 1.0, 3), trajectory(4, 0, 5.0, 1), trajectory(4, 1, 1.0, 1))
+    batch = batch_of(
+        trajectory(0, 0, 0.0, 2), trajectory(0, 1, 1.0, 3), trajectory(4, 0, 5.0, 1), trajectory(4, 1, 1.0, 1)
+    )
     assert names(batch) == ["train-000000-00", "train-000000-01", "train-000004-00", "train-000004-01"]
     two, four = 0.5 / (math.sqrt(0.5) + 1e-4), 2 / (math.sqrt(8) + 1e-4)
     found = [float(s.advantages[s.loss_mask][0]) for s in batch.samples]

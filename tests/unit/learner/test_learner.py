@@ -5,13 +5,13 @@ import math
 from dataclasses import replace
 
 import pytest
-from unit.building import open_store
-from unit.learner.scripted_job import ScriptedJob, config
 
 from palestra.errors import ConfigError
 from palestra.schemas.metrics import METRIC_NAMES
 from palestra.schemas.records import PolicyVersion
 from palestra.schemas.states import JobState
+from unit.building import open_store
+from unit.learner.scripted_job import ScriptedJob, config
 
 
 def rows(folder) -> list[dict[str, float]]:
@@ -54,7 +54,9 @@ async def test_every_accepted_episode_is_in_exactly_one_manifest(tmp_path):
 
 
 async def test_equal_jobs_end_with_equal_weights_and_another_seed_with_others(tmp_path):
-    found = [await ScriptedJob(tmp_path / name, config(seed=seed)).run() for name, seed in (("a", 0), ("b", 0), ("c", 1))]
+    found = [
+        await ScriptedJob(tmp_path / name, config(seed=seed)).run() for name, seed in (("a", 0), ("b", 0), ("c", 1))
+    ]
     assert found[0] == found[1]
     assert found[0] != found[2]
 

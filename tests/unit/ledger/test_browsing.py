@@ -11,7 +11,7 @@ from unit.building import TASK, make_chat
 
 
 async def played(store, clock) -> None:
-    """Four training episodes: ended with 2 calls, ended with none, discarded, registered; one of validation, claimed."""
+    """Training: one ended with 2 calls, one ended with none, one discarded, one registered; validation: one claimed."""
     await store.register_group("train", 0, 1, TASK, 4)
     for request in "abc":
         clock.advance(1)

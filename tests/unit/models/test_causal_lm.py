@@ -116,22 +116,24 @@ def test_a_tokenizer_without_a_chat_template_is_refused(tmp_path):
 
 
 @pytest.mark.model
-def test_smollm2_gives_transformers_logits_and_answers_a_sum():
-    """The converted weights are really those of the model: 2 + 2."""
+def test_smollm2_gives_the_logits_of_transformers_and_knows_english():
+    """The converted weights are really those of the model: English is likely to it, shuffled English is not."""
     from transformers import AutoModelForCausalLM
 
     name = "SmolLM2-135M-Instruct"
-    tokenizer = load_tokenizer(name)
-    ids = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "The capital of France is"}], add_generation_prompt=True, return_dict=False
-    )
-    flat = torch.tensor(ids)
+    text = "The sun rises in the east and sets in the west. Water boils at one hundred degrees."
+    ids = load_tokenizer(name).encode(text)
     reference = AutoModelForCausalLM.from_pretrained(model_folder(name), dtype=torch.float32).eval()
-    with torch.inference_mode():
-        wanted = reference(flat[None]).logits[0]
-        model = load_causal_lm(name, torch.float32)
-        found = model.logits(model.hidden(flat, torch.arange(len(ids)), Causal()))
-        reply = reference.generate(flat[None], do_sample=False, max_new_tokens=12)[0, len(ids) :]
-    assert torch.allclose(found, wanted, atol=2e-3)
-    assert (found.argmax(-1) == wanted.argmax(-1)).all()
-    assert "Paris" in tokenizer.decode(reply)
+    model = load_causal_lm(name, torch.float32)
+
+    def surprise(tokens: list[int]) -> float:
+        flat = torch.tensor(tokens)
+        with torch.inference_mode():
+            wanted = reference(flat[None]).logits[0]
+            found = model.logits(model.hidden(flat, torch.arange(len(tokens)), Causal()))
+        assert torch.allclose(found, wanted, atol=2e-3)
+        scores = found.log_softmax(-1)[:-1]
+        return -float(scores[range(len(tokens) - 1), tokens[1:]].mean())
+
+    assert surprise(ids) < 4.0
+    assert surprise(sorted(ids)) > 6.0

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from unit.building import TASK, FakeClock
-from unit.session.conftest import STOP, Bench
 
 from palestra.envs import Environment
 from palestra.errors import EpisodeLeaseExpired
@@ -11,6 +9,8 @@ from palestra.rollout.runner import Runner
 from palestra.schemas.states import EpisodeState
 from palestra.session import Sessions
 from palestra.trajectory import rows_of
+from unit.building import TASK, FakeClock
+from unit.session.conftest import STOP, Bench
 
 
 class Countdown(Environment):
@@ -25,7 +25,13 @@ class Countdown(Environment):
     def step(self, action):
         self.step_number += 1
         over = self.step_number == 3
-        return f"step {self.step_number}", float(self.step_number), over and not self.truncates, over and self.truncates, {}
+        return (
+            f"step {self.step_number}",
+            float(self.step_number),
+            over and not self.truncates,
+            over and self.truncates,
+            {},
+        )
 
 
 @pytest.fixture
@@ -88,32 +94,19 @@ async def test_an_environment_that_fails_is_no_reward_of_zero(bench):
 
 
 async def test_a_lease_that_is_lost_is_not_given_back_a_second_time(bench):
-    class Slow(Countdown):
-        def step(self, action):
-            bench.clock.advance(4000)
-            return super().step(action)
-
-    real_open = Sessions.open
-
-    class Expiring(Sessions):
-        async def open(self, episode_id, fence):
-            return await real_open(self, episode_id, fence)
-
-    playing = Runner(sessions=Expiring(bench.context, 10), make_environment=Slow)
-    real_script = bench.script
-
-    def script(prompt, sampling):
-        return real_script(prompt, sampling)
-
-    bench.script = script
-    await bench.store.register_group("train", 1, 1, TASK, 1)
+    """It is somebody else's episode by then."""
 
     class Lost(Countdown):
         def step(self, action):
-            bench.store.leases.drop("train-000000-00", 1)
             raise EpisodeLeaseExpired("over")
 
     with pytest.raises(EpisodeLeaseExpired):
         await runner(bench, Lost).play_episode()
     assert (await bench.store.episode("train-000000-00")).state is EpisodeState.CLAIMED
-    assert playing is not None
+
+
+async def test_a_world_that_is_cut_off_ends_the_episode_too(bench):
+    class Cut(Countdown):
+        truncates = True
+
+    assert (await runner(bench, Cut).play_episode()).episode.reward == 6.0

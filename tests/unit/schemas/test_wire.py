@@ -16,7 +16,7 @@ from palestra.schemas.wire import (
 )
 
 BODIES = [c for c in vars(wire).values() if isinstance(c, type) and issubclass(c, wire.Body) and c is not wire.Body]
-NO_REWARD = ["NaN", "Infinity", "-Infinity", "1e999", "true", "false", '"1"', '"nan"', "[1]", "{}"]
+NO_REWARD = ["NaN", "Infinity", "-Infinity", "1e999", "1.1e9", "-1e300", "true", "false", '"1"', '"nan"', "[1]", "{}"]
 
 
 def end(field: str, value: str) -> EndEpisode:
@@ -34,7 +34,7 @@ def test_a_reward_that_is_no_finite_number_is_refused(value):
         end("step_rewards", f"[{value}]")
 
 
-@pytest.mark.parametrize("value", ["0", "-3", "0.25", "1e300", "-0.0"])
+@pytest.mark.parametrize("value", ["0", "-3", "0.25", "1e9", "-1e9", "-0.0"])
 def test_a_finite_number_is_a_reward_as_it_is(value):
     assert end("reward", value).reward == float(value)
     assert end("rewards", f'{{"a": {value}}}').rewards == {"a": float(value)}

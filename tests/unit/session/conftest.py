@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from unit.building import TASK, FakeClock, open_store
 
 from palestra.chat import ByteTokenizer, ChatMLRenderer
 from palestra.config import PolicyConfig
 from palestra.inference.scripted import ScriptedEngine, digits_script
 from palestra.schemas.messages import text_message
 from palestra.session import EpisodeSession, ModelCall, PolicyRuntime, SessionContext
+from unit.building import TASK, FakeClock, open_store
 
 STOP = 258
 

@@ -6,8 +6,6 @@ import threading
 
 import numpy as np
 import pytest
-from unit.building import ids
-from unit.session.conftest import STOP, Bench, call
 
 from palestra.chat import ByteTokenizer, ChatMLRenderer
 from palestra.errors import ContextOverflow, EngineFailure, EpisodeLeaseExpired, NotFound
@@ -17,6 +15,8 @@ from palestra.schemas.states import TurnState
 from palestra.session import EpisodeSession, ModelCall
 from palestra.session.session import LONG_TEXT, call_seed
 from palestra.trajectory import rows_of
+from unit.building import ids
+from unit.session.conftest import STOP, Bench, call
 
 RENDERER = ChatMLRenderer(ByteTokenizer())
 
@@ -66,7 +66,13 @@ async def test_a_call_is_on_disk_with_exact_ids_when_it_returns(bench, clock):
     )
     assert chat.completion_ids.tolist() == [*b"two", STOP]
     assert chat.reply == text_message("assistant", "two")
-    assert (chat.index, chat.time_step, chat.agent, chat.policy, chat.finish_reason) == (0, 4, "solver", "policy", "stop")
+    assert (chat.index, chat.time_step, chat.agent, chat.policy, chat.finish_reason) == (
+        0,
+        4,
+        "solver",
+        "policy",
+        "stop",
+    )
     assert chat.versions == (VersionSpan(PolicyVersion(1, 5), 4),)
     assert (chat.parent, chat.shared, chat.shared_messages) == (None, 0, 0)
     assert (chat.started_at, chat.finished_at) == (clock.wall, clock.wall)

@@ -3,12 +3,12 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from unit.building import TASK
-from unit.session.conftest import call
 
 from palestra.errors import EpisodeEnded, EpisodeLeaseExpired, NotFound, ServerStopping, TooManyRequests
 from palestra.schemas.states import TurnState
 from palestra.session import Sessions
+from unit.building import TASK
+from unit.session.conftest import call
 
 EPISODE = "train-000000-00"
 

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import pytest
-from unit.building import FakeClock
 
 from palestra.errors import IllegalTransition
 from palestra.schemas.states import TurnState
 from palestra.session.turn import Turn
+from unit.building import FakeClock
 
 
 def test_the_time_in_each_state_is_added_up():
