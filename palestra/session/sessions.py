@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from palestra.errors import EpisodeLeaseExpired, PalestraError, TooManyRequests
-from palestra.schemas.states import EpisodeState
 from palestra.session.context import SessionContext
 from palestra.session.session import EpisodeSession
 
@@ -34,7 +33,7 @@ class Sessions:
         if session is None:
             episode = await store.episode(episode_id)
             recorded = await store.chats(episode_id, fence)
-            if episode.fence != fence or episode.state is not EpisodeState.CLAIMED:
+            if not store.leases.renew(episode_id, fence):  # it ended meanwhile
                 await store.renew(episode_id, fence)  # raises what is the matter
             session = self._open.setdefault((episode_id, fence), EpisodeSession(self.context, episode, recorded))
         return session

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import shutil
 import signal
 import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from outcome import assert_complete
-from servers import PALESTRA, SCRIPTED, Job, Process, environment, run_through, until
+from servers import PALESTRA, SCRIPTED, Job, Process, run_through, until
 
-from palestra.cli.main import COMMANDS
+from palestra.cli.main import COMMANDS, main
 
 JOB = """
 name = "mine"
@@ -26,16 +30,38 @@ port = 0
 """
 
 
-def palestra(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [str(PALESTRA), *map(str, arguments)]
-    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60, check=False)
+@dataclass(frozen=True)
+class Done:
+    """What a command left."""
+
+    code: int
+    stdout: str
+    stderr: str
 
 
-def refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
-    assert done.returncode == 2, done.stderr
+def palestra(*arguments: object) -> Done:
+    """Run a command in this process, which is quicker; `test_the_installed_command` runs it as a person does."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as exit_:
+            code = int(exit_.code or 0)
+    return Done(code, out.getvalue(), err.getvalue())
+
+
+def refused(done: Done, *words: str) -> None:
+    assert done.code == 2, done.stderr
     assert done.stderr.startswith("palestra: ")
     assert done.stderr.count("\n") == 1, done.stderr
     assert [word for word in words if word not in done.stderr] == [], done.stderr
+
+
+def test_the_installed_command(job_file):
+    command = [str(PALESTRA), "run", str(job_file), "--set", "setps=3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    refused(Done(done.returncode, done.stdout, done.stderr), "'setps'", "'steps'")
+    assert done.stdout == ""
 
 
 @pytest.fixture
@@ -140,12 +166,27 @@ def test_every_help_has_an_example():
     for module in COMMANDS:
         name = module.__name__.rpartition(".")[2]
         done = palestra(name, "--help")
-        assert done.returncode == 0
+        assert done.code == 0
         assert "example:" in done.stdout
         assert f"palestra {name}" in done.stdout.partition("example:")[2]
 
 
 # What depends on a run that is there
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Iterator[Job]:
+    with Job(tmp_path_factory.mktemp("finished"), SCRIPTED | {"checkpoint": {"every_steps": 1}}) as job:
+        run_through(job, [])
+        yield job
+
+
+@pytest.fixture
+def copied(tmp_path, finished) -> Iterator[Job]:
+    """A finished run of one's own, to be damaged or gone on with."""
+    with Job(tmp_path, finished.settings) as job:
+        shutil.copytree(finished.run_dir, job.run_dir)
+        yield job
 
 
 def test_a_port_in_use(tmp_path):
@@ -197,34 +238,30 @@ def run_through_resumed(job: Job) -> None:
 
 
 @pytest.mark.parametrize("damage", ["weights.txt", "checkpoint.json", "truncated", "missing"])
-def test_a_damaged_checkpoint_is_passed_over_and_the_run_still_ends_right(tmp_path, undisturbed, damage):
-    with Job(tmp_path, SCRIPTED | {"checkpoint": {"every_steps": 1}}) as job:
-        run_through(job, [])
-        newest = job.checkpoints()[-1]
-        if damage == "missing":
-            (newest / "weights.txt").unlink()
-        else:
-            path = newest / ("weights.txt" if damage == "truncated" else damage)
-            path.write_text(path.read_text()[:10] if damage == "truncated" else "x" * 64)
-        exported = palestra("export", job.run_dir, tmp_path / "model")
-        assert "step 2" in exported.stdout
-        resumed = job.start("--resume")
-        job.finish()
-        assert "after step 2" in resumed.output
-        assert job.weights() == undisturbed.weights()
-        assert [row["step"] for row in job.metrics()] == [0, 1, 2, 3]
+def test_a_damaged_checkpoint_is_passed_over_and_the_run_still_ends_right(copied, finished, tmp_path, damage):
+    newest = copied.checkpoints()[-1]
+    if damage == "missing":
+        (newest / "weights.txt").unlink()
+    else:
+        path = newest / ("weights.txt" if damage == "truncated" else damage)
+        path.write_text(path.read_text()[:10] if damage == "truncated" else "x" * 64)
+    exported = palestra("export", copied.run_dir, tmp_path / "model")
+    assert "step 2" in exported.stdout
+    resumed = copied.start("--resume")
+    copied.finish()
+    assert "after step 2" in resumed.output
+    assert copied.weights() == finished.weights()
+    assert [row["step"] for row in copied.metrics()] == [0, 1, 2, 3]
 
 
-def test_when_every_checkpoint_is_damaged_nothing_is_thrown_away(tmp_path, undisturbed):
-    with Job(tmp_path, SCRIPTED | {"checkpoint": {"every_steps": 1}}) as job:
-        run_through(job, [])
-        for path in job.checkpoints():
-            (path / "weights.txt").write_text("damaged")
-        refused(palestra("run", job.config_file, "--resume"), "every checkpoint", "move the folder away")
-        shutil.move(job.run_dir / "checkpoints", tmp_path / "away")
-        job.start("--resume")
-        job.finish()
-        assert job.weights() == undisturbed.weights()
+def test_when_every_checkpoint_is_damaged_nothing_is_thrown_away(copied, finished, tmp_path):
+    for path in copied.checkpoints():
+        (path / "weights.txt").write_text("damaged")
+    refused(palestra("run", copied.config_file, "--resume"), "every checkpoint", "move the folder away")
+    shutil.move(copied.run_dir / "checkpoints", tmp_path / "away")
+    copied.start("--resume")
+    copied.finish()
+    assert copied.weights() == finished.weights()
 
 
 def test_a_damaged_run_store(tmp_path):
@@ -234,21 +271,19 @@ def test_a_damaged_run_store(tmp_path):
         refused(palestra("run", job.config_file, "--resume"), "run.db", "damaged")
 
 
-def test_a_finished_run_can_be_read_and_goes_on_with_more_steps(tmp_path, undisturbed):
-    with Job(tmp_path, SCRIPTED) as job:
-        run_through(job, [])
-        listed = palestra("episodes", job.run_dir, "--kind", "train")
-        assert listed.returncode == 0
-        assert "train-000005-01" in listed.stdout
-        shown = palestra("episodes", job.run_dir, "train-000005-01")
-        assert "trained in step 3" in shown.stdout
-        refused(palestra("episodes", job.run_dir, "train-999999-00"), "train-999999-00")
-        job.start("--resume", "--set", "steps=4")
-        job.work(worker_id="later")
-        job.finish()
-        assert list(job.manifests()) == [1, 2, 3, 4]
-        assert [row["step"] for row in job.metrics()] == [0, 1, 2, 3, 4]
-        assert json.loads((job.checkpoints()[-1] / "checkpoint.json").read_text())["step"] == 4
+def test_a_finished_run_can_be_read_and_goes_on_with_more_steps(copied):
+    listed = palestra("episodes", copied.run_dir, "--kind", "train")
+    assert listed.code == 0
+    assert "train-000005-01" in listed.stdout
+    shown = palestra("episodes", copied.run_dir, "train-000005-01")
+    assert "trained in step 3" in shown.stdout
+    refused(palestra("episodes", copied.run_dir, "train-999999-00"), "train-999999-00")
+    copied.start("--resume", "--set", "steps=4")
+    copied.work()
+    copied.finish()
+    assert list(copied.manifests()) == [1, 2, 3, 4]
+    assert [row["step"] for row in copied.metrics()] == [0, 1, 2, 3, 4]
+    assert json.loads((copied.checkpoints()[-1] / "checkpoint.json").read_text())["step"] == 4
 
 
 def test_a_scripted_job_loads_no_torch(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -333,3 +334,18 @@ def test_two_worker_processes_of_four_threads_play_each_episode_once(tmp_path, u
         assert len(claimed) == len(set(claimed)) == 20
         assert job.worker_log("lost") == []
         assert all(row["attempts"] == 1 for row in job.query("SELECT attempts FROM episodes"))
+
+
+def test_a_job_that_is_over_waits_until_every_loop_of_its_workers_has_heard_so(tmp_path):
+    settings = SCRIPTED | {"steps": 1, "rollout": {"group_size": 2, "groups_per_step": 1}}
+    with Job(tmp_path, settings, validation=()) as job, Plane(job.url) as plane:
+        server = job.start()
+        claims = ({"worker_id": "one name", "request_id": f"claim {n}", "wait_seconds": 30} for n in range(4))
+        playing = [plane.post("/claim_episode", next(claims)).json()["episode"] for _ in range(2)]  # two loops of it
+        for episode in playing:
+            assert plane.end(episode, 1.0).status_code == 200
+        assert plane.post("/claim_episode", next(claims)).json()["status"] == "finished"
+        with pytest.raises(subprocess.TimeoutExpired):
+            server.popen.wait(0.5)
+        assert plane.post("/claim_episode", next(claims)).json()["status"] == "finished"
+        assert server.wait(5) == 0

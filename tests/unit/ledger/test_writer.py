@@ -127,6 +127,27 @@ async def test_an_operation_that_breaks_after_writing_takes_no_other_with_it_and
     assert values(tmp_path / "t.db") == [1, 2]
 
 
+async def test_an_operation_that_is_tried_again_is_told_what_came_of_the_second_try(writer, tmp_path):
+    """The first try saw a row that was taken back when another operation broke."""
+    tries = []
+
+    def only_once(connection: sa.Connection) -> None:
+        tries.append(1)
+        if len(tries) > 1:
+            raise ZeroDivisionError
+        insert(1)(connection)
+
+    def if_empty(connection: sa.Connection) -> int:
+        if connection.exec_driver_sql("SELECT count(*) FROM t").scalar_one():
+            raise Conflict("not empty")
+        return insert(2)(connection)
+
+    found = await gathered(writer, [only_once, if_empty, lambda _: 1 // 0])
+    assert found[1] == 20
+    assert [type(f) for f in (found[0], found[2])] == [ZeroDivisionError] * 2
+    assert values(tmp_path / "t.db") == [2]
+
+
 async def test_the_writer_goes_on_after_an_error(writer, tmp_path):
     with pytest.raises(ZeroDivisionError):
         await writer.submit(lambda _: 1 // 0)
