@@ -42,7 +42,8 @@ class ChatMLRenderer:
         unknown = tokenizer.unk_token_id
         if None in (self._start, self._end) or (unknown in (self._start, self._end) and unknown is not None):
             raise ValueError("the tokenizer has no <|im_start|> and <|im_end|>")
-        self._stops = [self._end] if end_of_text in (None, unknown) else [self._end, end_of_text]
+        known = end_of_text is not None and tokenizer.decode([end_of_text]) == "<|endoftext|>"  # not just "unknown"
+        self._stops = [self._end, end_of_text] if known else [self._end]
         self._encode = lru_cache(maxsize=4096)(_plain_encoder(tokenizer))
 
     def render(

@@ -205,9 +205,13 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(BACKLOG)  # at once: until one listens, two servers can have the same address
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(BACKLOG)  # at once: until one listens, two servers can have the same address
+        except OSError:
+            listener.close()
+            raise
     except OSError as error:
         raise ConfigError(
             f"{host}:{port} can't be listened on ({error.strerror or error}); set server.port, or 0 for any free port"

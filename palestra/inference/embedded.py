@@ -29,6 +29,7 @@ from palestra.schemas.records import Ids, PolicyVersion, SampledTokens, Sampling
 
 log = logging.getLogger("palestra.engine")
 _DONE = object()
+_MIN_ROWS = 4  # products of fewer rows take another way through the processor, and round differently
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +57,7 @@ class EmbeddedEngine:
     ) -> None:
         self._model, self._policy, self._config = model, policy, config
         self._stops = tuple(sorted(set(stop_ids)))
-        self._deterministic = deterministic
+        self._deterministic, self._min_rows = deterministic, _MIN_ROWS if deterministic else 1
         self._version = version
         parameter = next(iter(model.model.parameters()))
         self._device, self._dtype = parameter.device, parameter.dtype
@@ -252,15 +253,18 @@ class EmbeddedEngine:
         self._sample(order, hidden[: len(order)])
 
     def _forward(self, ids: Tensor, positions: Tensor, attend: Any) -> Tensor:
-        """Hidden states [N, hidden]; a single row gets a companion, because one-row products round differently."""
-        if len(ids) == 1:
-            ids, positions = ids.repeat(2), positions.repeat(2)
+        """Hidden states [N, hidden], of a few more rows where there are too few to round as many do."""
+        lacking = self._min_rows - len(ids)
+        if lacking > 0:
+            ids = torch.cat((ids, ids[:1].expand(lacking)))
+            positions = torch.cat((positions, positions[:1].expand(lacking)))
         self.passes += 1
         return self._model.hidden(ids.to(self._device), positions.to(self._device), attend)
 
     def _sample(self, sequences: list[_Sequence], hidden: Tensor) -> None:
         """Draw the next token of each sequence from its hidden state, [B, hidden]."""
-        rows = hidden if len(hidden) > 1 else hidden.repeat(2, 1)
+        lacking = self._min_rows - len(hidden)
+        rows = torch.cat((hidden, hidden[:1].expand(lacking, -1))) if lacking > 0 else hidden
         logits = self._model.logits(rows)[: len(sequences)]
         chosen, logprobs = sample(
             logits,
@@ -326,7 +330,7 @@ class EmbeddedEngine:
         """Refuse to call results reproducible where this machine's matrix products say otherwise.
 
         A row must come out the same beside any number of other rows; prompts run alone, so only the products of
-        decoding, with 2 to `max_batch` rows, are tried: all layers' weights once, on random input.
+        decoding, with `_MIN_ROWS` to `max_batch` rows, are tried: all layers' weights once, on random input.
         """
         set_threads(self._config.threads)
         generator = torch.Generator().manual_seed(0)
@@ -335,9 +339,10 @@ class EmbeddedEngine:
                 continue
             rows = torch.randn((self._config.max_batch, weight.shape[1]), generator=generator).to(weight)
             whole = torch.nn.functional.linear(rows, weight)
-            for count in {2, 3, self._config.max_batch // 2, self._config.max_batch - 1} - {0, 1}:
+            most = self._config.max_batch
+            for count in {n for n in (_MIN_ROWS, _MIN_ROWS + 1, most // 2, most - 1) if _MIN_ROWS <= n <= most}:
                 if not torch.equal(torch.nn.functional.linear(rows[:count], weight), whole[:count]):
                     raise ModelError(
                         f"deterministic = true is not possible here: {name} gives other bits for {count} rows than "
-                        f"for {self._config.max_batch}; set engine.dtype = 'float32' or engine.max_batch = 2"
+                        f"for {self._config.max_batch}; set engine.dtype = 'float32', or engine.threads = 1"
                     )

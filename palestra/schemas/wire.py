@@ -36,7 +36,7 @@ class Body(BaseModel):
 class TaskBody(Body):
     """One task."""
 
-    id: Name | None = Field(None, description="None: made from the data, so that equal tasks have equal ids.")
+    id: Name | None = Field(None, description="None: made from the data as it is written.")
     data: JsonObject
 
 

@@ -44,7 +44,7 @@ class EpisodeSession:
         self.episode = episode
         self._context = context
         self._chats: dict[int, Chat] = {}
-        self._by_history: dict[bytes, Chat] = {}  # hash of messages and reply -> the call that ends there
+        self._by_history: dict[tuple[str, bytes], Chat] = {}  # (policy, hash of messages and reply) -> the call
         self._undelivered: dict[str, Chat] = {}  # by request digest
         self._seeds: set[int] = set()  # of the calls that are recorded or in flight
         self._taken: dict[bytes, int] = {}  # by prompt: all occurrences before this one have calls
@@ -119,7 +119,7 @@ class EpisodeSession:
         clock, started = self._context.clock, self._context.clock.now()
         index = self._next_index
         self._next_index += 1
-        parent = self._longest_history(call.messages)
+        parent = self._longest_history(call)
         prompt_ids, shared = await self._prompt(call, runtime, parent)
         if shared == 0:
             parent = None
@@ -202,19 +202,19 @@ class EpisodeSession:
             seed=seed,
         )
 
-    def _longest_history(self, messages: tuple[ChatMessage, ...]) -> Chat | None:
-        """The earlier call whose messages and reply are the longest beginning of these messages."""
+    def _longest_history(self, call: ModelCall) -> Chat | None:
+        """The earlier call of the policy whose messages and reply are the longest beginning of these messages."""
         if not self._by_history:
             return None
-        for state in reversed(message_chain(messages[:-1])):
-            if (chat := self._by_history.get(state)) is not None:
+        for state in reversed(message_chain(call.messages[:-1])):
+            if (chat := self._by_history.get((call.policy, state))) is not None:
                 return chat
         return None
 
     def _remember(self, chat: Chat) -> None:
         self._chats[chat.index] = chat
         self._next_index = max(self._next_index, chat.index + 1)
-        self._by_history[message_chain((*chat.messages, chat.reply))[-1]] = chat
+        self._by_history[chat.policy, message_chain((*chat.messages, chat.reply))[-1]] = chat
 
 
 def call_seed(job_seed: int, episode_id: str, prompt_ids: Ids, occurrence: int) -> int:
