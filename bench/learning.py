@@ -34,6 +34,7 @@ class Outcome:
     wall_seconds: float
     cpu_seconds: float
     peak_mib: float
+    load: float  # average of the last minute, at the end
 
     def validation(self) -> list[tuple[int, float]]:
         """(step, greedy reward on the held-out sums)."""
@@ -56,6 +57,7 @@ def play(seed: int, steps: int) -> Outcome:
         wall_seconds=time.monotonic() - started,
         cpu_seconds=usage.ru_utime + usage.ru_stime,
         peak_mib=usage.ru_maxrss / 1024,
+        load=os.getloadavg()[0],
     )
 
 
@@ -109,7 +111,8 @@ def page(outcomes: list[Outcome], steps: int) -> str:
     lines += [
         "",
         "Wall and CPU seconds are of the whole process: loading, 7 evaluations, checkpoints and the curve are in them.",
-        f"Machine: {machine()}; {datetime.date.today()}.",
+        f"Machine: {machine()}; {datetime.date.today()}; load average at the ends of the runs: "
+        f"{', '.join(f'{o.load:.1f}' for o in outcomes)} (above 2, other work shared the cores).",
     ]
     return "\n".join(lines) + "\n"
 

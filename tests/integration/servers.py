@@ -40,12 +40,12 @@ TINY = {  # the same with a real, tiny model
         "policy": {
             "model": "tiny-random",
             "max_context": 256,
-            "sampling": {"max_tokens": 6},
+            "sampling": {"max_tokens": 24},
             "optimizer": {"learning_rate": 1e-2},  # so that one step more or less is seen in what is sampled
         }
     },
     "engine": {"threads": 1},
-    "trainer": {"threads": 1, "micro_batch_tokens": 16},  # a row at a time, so that a step takes a while
+    "trainer": {"threads": 1, "micro_batch_tokens": 16, "logit_chunk": 1},  # so that a step takes a while
     "rollout": {"group_size": 3, "groups_per_step": 2},
     "evaluation": {"every_steps": 1},
 }

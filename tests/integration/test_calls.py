@@ -16,7 +16,7 @@ from servers import Job, Plane, until
 from palestra.ledger.codec import unpack
 from palestra.session.session import call_seed
 
-DELAY_SECONDS = 0.6
+DELAY_SECONDS = 1.0
 SETTINGS = {"steps": 100, "engine": {"kind": "scripted", "scripted_delay_seconds": DELAY_SECONDS}}
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 
