@@ -32,7 +32,8 @@ contracts: $(DEV)
 	$(BIN)/lint-imports
 
 unit: $(DEV)
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist worksteal -m "not model"
+	$(BIN)/pytest -m model
 
 docs: $(RUNTIME)  ## write docs/api.md, docs/metrics.md and docs/configuration.md from the code
 	$(BIN)/python -m palestra.cli.generate_docs docs
