@@ -11,6 +11,7 @@
     ├── Conflict                     409  not possible in the present state
     │   ├── ClaimOver                409  a claim that was sent again is no longer the newest of its episode
     │   ├── IllegalTransition        409  a lifecycle does not allow this move
+    │   ├── HistoryDrift             409  exact tokens of an earlier call would be lost (strict mode)
     │   ├── EpisodeLeaseExpired      409  the episode was given to another worker, or its time ran out
     │   └── EpisodeEnded             409  the episode has ended
     ├── PayloadTooLarge              413
@@ -109,6 +110,20 @@ class IllegalTransition(Conflict):
 
 class ClaimOver(Conflict):
     """A claim was sent again after its lease had ended; claim anew, under another request id."""
+
+
+class HistoryDrift(Conflict):
+    """In strict mode: a call would lose exact tokens of an earlier one."""
+
+    def __init__(self, reason: str, call: int | None, message: int, position: int) -> None:
+        left = "an earlier call" if call is None else f"call {call}"
+        super().__init__(
+            f"these messages do not go on from the exact tokens of {left}: {reason.replace('_', ' ')}; the first "
+            f"difference is in message {message}, at token {position}. Send the earlier messages as they were, or set "
+            "rollout.strict_history = false"
+        )
+        self.reason = reason
+        self.position = position
 
 
 class EpisodeLeaseExpired(Conflict):

@@ -2,14 +2,17 @@
 
 from palestra.chat.byte_tokenizer import ByteTokenizer
 from palestra.chat.chatml import ChatMLConfig, ChatMLRenderer
-from palestra.chat.rendering import Renderer, render_prompt, reply_message, select_renderer
+from palestra.chat.rendering import Renderer, Reply, bridge, parse_reply, render
+from palestra.chat.selection import select_renderer
 
 __all__ = [
     "ByteTokenizer",
     "ChatMLConfig",
     "ChatMLRenderer",
     "Renderer",
-    "render_prompt",
-    "reply_message",
+    "Reply",
+    "bridge",
+    "parse_reply",
+    "render",
     "select_renderer",
 ]

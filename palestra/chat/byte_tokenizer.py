@@ -20,7 +20,7 @@ class ByteTokenizer:
         return list(text.encode("utf-8", errors="replace"))
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """Text of the ids; bytes that are no UTF-8 become U+FFFD."""
+        """Text of the ids; bytes that are no UTF-8, and ids that are no token, become U+FFFD."""
         pieces, run = [], bytearray()
         for token in token_ids:
             if token < 256:
@@ -28,7 +28,9 @@ class ByteTokenizer:
                 continue
             pieces.append(run.decode("utf-8", errors="replace"))
             run.clear()
-            if not skip_special_tokens:
+            if token >= self.vocab_size:
+                pieces.append("\ufffd")
+            elif not skip_special_tokens:
                 pieces.append(SPECIALS[token - 256])
         return "".join(pieces) + run.decode("utf-8", errors="replace")
 

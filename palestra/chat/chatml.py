@@ -1,29 +1,35 @@
-r"""ChatML (SmolLM2, Qwen2.5): `<|im_start|>role\ncontent<|im_end|>\n`, with the bridge to the next turn.
+r"""ChatML (SmolLM2, Qwen2.5): `<|im_start|>role\ncontent<|im_end|>\n`, with tools and the bridge to the next turn.
 
 Implements the protocol of the `renderers` package, so it can also be loaded there as a custom renderer.
-Message bodies are encoded as plain text: one that contains `<|im_end|>` can't close its turn.
+Message bodies, tools, calls and results are encoded as plain text: one that contains `<|im_end|>` can't close its turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict
-from renderers import ParsedResponse, RenderedTokens, reject_assistant_in_extension, trim_to_turn_close
+from renderers import ParsedResponse, ParsedToolCall, RenderedTokens, ToolCallParseStatus
 from renderers.configs import BaseRendererConfig
+
+from palestra.chat.plain_text import plain_encoder
+from palestra.chat.thoughts import read_thought
+from palestra.chat.tool_calls import Attempt, read_calls
+from palestra.chat.turns import Turn, first_turn, turns
 
 
 class ChatMLConfig(BaseRendererConfig):  # type: ignore[misc]
     """How a model's template differs from plain ChatML."""
 
     model_config = ConfigDict(frozen=True)
-    _internal_fields: ClassVar[frozenset[str]] = frozenset({"default_system"})
+    _internal_fields: ClassVar[frozenset[str]] = frozenset({"default_system", "developer"})
 
     name: Literal["chatml"] = "chatml"
     default_system: str | None = None
     """Text of the system message that the template adds where a conversation starts without one."""
+    developer: Literal["developer", "system"] = "developer"
+    """The role under which a developer's message stands."""
 
 
 class ChatMLRenderer:
@@ -44,7 +50,7 @@ class ChatMLRenderer:
             raise ValueError("the tokenizer has no <|im_start|> and <|im_end|>")
         known = end_of_text is not None and tokenizer.decode([end_of_text]) == "<|endoftext|>"  # not just "unknown"
         self._stops = [self._end, end_of_text] if known else [self._end]
-        self._encode = lru_cache(maxsize=4096)(_plain_encoder(tokenizer))
+        self._encode = plain_encoder(tokenizer)
 
     def render(
         self,
@@ -54,17 +60,11 @@ class ChatMLRenderer:
         add_generation_prompt: bool = False,
     ) -> RenderedTokens:
         """The ids of a whole conversation, each with the index of its message (-1: the template's own)."""
-        if not messages:
-            raise ValueError("no messages")
-        if tools:
-            raise ValueError("this ChatML renderer does not render tools")
         out = RenderedTokens(message_roles=[m["role"] for m in messages])
-        if self.config.default_system is not None and messages[0]["role"] != "system":
-            self._emit(out, -1, "system", self.config.default_system)
-        for index, message in enumerate(messages):
-            self._emit(out, index, message["role"], message.get("content") or "")
+        for turn in self._layout(messages, tools):
+            self._attribute(out, turn)
         if add_generation_prompt:
-            self._open_turn(out)
+            _add(out, -1, self._opening())
         return out
 
     def render_ids(
@@ -75,7 +75,19 @@ class ChatMLRenderer:
         add_generation_prompt: bool = False,
     ) -> list[int]:
         """The ids alone."""
-        return list(self.render(messages, tools=tools, add_generation_prompt=add_generation_prompt).token_ids)
+        ids = [token for turn in self._layout(messages, tools) for token in self._turn(turn)]
+        return ids + self._opening() if add_generation_prompt else ids
+
+    def continuation(self, completion_ids: Sequence[int], new_messages: Sequence[Any]) -> list[int]:
+        """What follows a prompt and its completion: the new messages and an open assistant turn.
+
+        A completion that was cut at its token limit is closed first; only its last id is looked at. There may be
+        replies among the messages (an agent changed a later one), or no message (a second reply is asked for).
+        """
+        ids = self._closing(completion_ids)
+        for turn in turns(self._roles(new_messages)):
+            ids += self._turn(turn)
+        return ids + self._opening()
 
     def bridge_to_next_turn(
         self,
@@ -84,30 +96,15 @@ class ChatMLRenderer:
         new_messages: Sequence[Any],
         *,
         tools: Sequence[Any] | None = None,
-    ) -> RenderedTokens | None:
-        """Prompt and completion as they were, then the new messages and an open assistant turn.
-
-        None where a new message is the assistant's: its sampled ids are not known here; and where the completion goes
-        on after its stop token: no turn ends with these exact ids.
-        """
-        if not new_messages or tools or reject_assistant_in_extension(list(new_messages)):
-            return None
-        ids = trim_to_turn_close(
-            list(previous_prompt_ids),
-            list(previous_completion_ids),
-            set(self._stops),
-            synthesize_close=self._end,  # the reply was cut at its token limit
-        )
-        assert ids is not None
-        if len(ids) < len(previous_prompt_ids) + len(previous_completion_ids):
-            return None
-        out = RenderedTokens(token_ids=ids, message_roles=[m["role"] for m in new_messages])
-        out.message_indices = [-1] * len(ids)
-        out.sampled_mask = [False] * len(ids)
-        self._add(out, -1, self._encode("\n"))
-        for index, message in enumerate(new_messages):
-            self._emit(out, index, message["role"], message.get("content") or "")
-        self._open_turn(out)
+    ) -> RenderedTokens:
+        """Prompt and completion as they were, then the `continuation`. The tools are those of the prompt."""
+        ids = [*previous_prompt_ids, *previous_completion_ids, *self._closing(previous_completion_ids)]
+        out = RenderedTokens(message_roles=[m["role"] for m in new_messages])
+        _add(out, -1, ids)
+        for turn in turns(self._roles(new_messages)):
+            self._attribute(out, turn)
+        _add(out, -1, self._opening())
+        out.sampled_mask = [False] * len(out.token_ids)
         return out
 
     def parse_response(
@@ -117,51 +114,75 @@ class ChatMLRenderer:
         tools: Sequence[Any] | None = None,
         prompt_ids: Sequence[int] | None = None,
     ) -> ParsedResponse:
-        """The text of a reply, without its stop token."""
-        ids = list(token_ids)
+        """Content, reasoning and, where there are tools, calls. What can't be understood stays in the content, too."""
+        reasoning, content, attempts = self.read_reply(token_ids, bool(tools))
+        return ParsedResponse(content=content, reasoning_content=reasoning, tool_calls=[_parsed(a) for a in attempts])
+
+    def read_reply(self, completion_ids: Sequence[int], calls: bool) -> tuple[str | None, str, list[Attempt]]:
+        """Reasoning, content, and with `calls` the tool calls, of a reply without the stop tokens at its end."""
+        ids = list(completion_ids)
         while ids and ids[-1] in self._stops:
             ids.pop()
-        return ParsedResponse(content=self._tokenizer.decode(ids, skip_special_tokens=False))
+        reasoning, content = read_thought(self._tokenizer.decode(ids, skip_special_tokens=False))
+        if not calls:
+            return reasoning, content, []
+        return reasoning, *read_calls(content)
 
     def get_stop_token_ids(self) -> list[int]:
         """`<|im_end|>`, and `<|endoftext|>` where the tokenizer has it."""
         return list(self._stops)
 
-    def _emit(self, out: RenderedTokens, index: int, role: str, content: str) -> None:
-        sampled = role == "assistant" and index >= 0
-        self._add(out, index, (self._start,))
-        if sampled:
-            opening = self._encode("assistant\n")
-            whole = self._encode("assistant\n" + content)
-            body = whole[len(opening) :] if whole[: len(opening)] == opening else None
-            self._add(out, index, opening if body is not None else whole)
-            self._add(out, index, body or (), sampled=True)
-        else:
-            self._add(out, index, self._encode(f"{role}\n{content}"))
-        self._add(out, index, (self._end,), sampled=sampled)
-        self._add(out, index, self._encode("\n"))
+    def _layout(self, messages: Sequence[Any], tools: Sequence[Any] | None) -> Iterator[Turn]:
+        if not messages:
+            raise ValueError("no messages")
+        messages = self._roles(messages)
+        first = first_turn(messages, tools or (), self.config.default_system)
+        if first is not None:
+            yield first
+        yield from turns(messages, start=1 if messages[0]["role"] == "system" else 0)
 
-    def _open_turn(self, out: RenderedTokens) -> None:
-        self._add(out, -1, (self._start,))
-        self._add(out, -1, self._encode("assistant\n"))
+    def _roles(self, messages: Sequence[Any]) -> Sequence[Any]:
+        if self.config.developer == "developer":
+            return messages
+        return [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
 
-    @staticmethod
-    def _add(out: RenderedTokens, index: int, ids: Sequence[int], sampled: bool = False) -> None:
-        out.token_ids.extend(ids)
-        out.message_indices.extend([index] * len(ids))
-        out.sampled_mask.extend([sampled] * len(ids))
+    def _turn(self, turn: Turn) -> list[int]:
+        body = self._encode("".join(piece.text for piece in turn))
+        return [self._start, *body, self._end, *self._encode("\n")]
+
+    def _opening(self) -> list[int]:
+        return [self._start, *self._encode("assistant\n")]
+
+    def _closing(self, completion_ids: Sequence[int]) -> list[int]:
+        stopped = len(completion_ids) > 0 and int(completion_ids[-1]) in self._stops
+        return [*([] if stopped else [self._end]), *self._encode("\n")]
+
+    def _attribute(self, out: RenderedTokens, turn: Turn) -> None:
+        """Add a turn. A token that two pieces share belongs to the later one."""
+        first, last = turn[0], turn[-1]
+        body = self._encode("".join(piece.text for piece in turn))
+        _add(out, first.message, [self._start])
+        done, text = 0, ""
+        for piece in turn:
+            text += piece.text
+            until = len(body) if piece is last else _shared(body, self._encode(text))
+            _add(out, piece.message, body[done:until], piece.sampled)
+            done = max(done, until)
+        _add(out, last.message, [self._end], last.sampled)
+        _add(out, last.message, self._encode("\n"))
 
 
-def _plain_encoder(tokenizer: Any) -> Any:
-    """A function from text to a tuple of ids that never yields a control token."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:  # a tokenizer that has no special tokens in text, such as ByteTokenizer
-        return lambda text: tuple(tokenizer.encode(text, add_special_tokens=False))
-    plain = type(backend).from_str(backend.to_str())
-    plain.encode_special_tokens = True
+def _shared(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many ids both begin with."""
+    return next((k for k, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
-    def encode(text: str) -> tuple[int, ...]:
-        text = text.encode("utf-8", errors="replace").decode("utf-8")  # lone surrogates
-        return tuple(plain.encode(text, add_special_tokens=False).ids)
 
-    return encode
+def _add(out: RenderedTokens, message: int, ids: Sequence[int], sampled: bool = False) -> None:
+    out.token_ids.extend(ids)
+    out.message_indices.extend([message] * len(ids))
+    out.sampled_mask.extend([sampled] * len(ids))
+
+
+def _parsed(attempt: Attempt) -> ParsedToolCall:
+    status = ToolCallParseStatus.OK if attempt.problem is None else ToolCallParseStatus.MALFORMED_STRUCTURE
+    return ParsedToolCall(raw=attempt.text, name=attempt.name, arguments=attempt.arguments, status=status)

@@ -1,25 +1,21 @@
-"""Which renderer a model gets, and the two steps that a session needs: messages to a prompt, ids to a reply."""
+"""The three steps that a session needs: messages to a prompt, to what follows a reply, and ids to a reply."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
-from palestra.chat.chatml import ChatMLConfig, ChatMLRenderer
-from palestra.schemas.messages import ChatMessage, text_message
+from palestra.chat.chatml import ChatMLRenderer
+from palestra.chat.json_text import object_text, read_object
+from palestra.chat.tool_calls import Attempt
+from palestra.schemas.messages import ChatMessage, FunctionCall, ToolCall, text_message
 from palestra.schemas.records import Ids
 
-_PROBES: tuple[tuple[dict[str, str], ...], ...] = (
-    ({"role": "user", "content": "Hi."},),
-    ({"role": "system", "content": "Be brief."}, {"role": "user", "content": " 1 + 1?\n"}),
-    (
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "b\n"},
-        {"role": "user", "content": "é 漢字"},
-    ),
-)
+Tools = Sequence[Mapping[str, Any]]  # OpenAI's: {"type": "function", "function": {…}}
 
 
 class Renderer(Protocol):
@@ -61,65 +57,141 @@ class Renderer(Protocol):
         ...
 
 
-def select_renderer(tokenizer: Any) -> Renderer:
-    """The renderer for a transformers tokenizer.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reply:
+    """The message that a completion stands for."""
 
-    One made for the model's name in `renderers`; else ours, if it gives exactly what the model's own ChatML template
-    gives on some conversations; else the template itself, which has no bridge.
+    message: ChatMessage
+    malformed: tuple[str, ...]  # why a tool call could not be understood, one a call; their text is in the content
+
+
+def render(renderer: Renderer, messages: Sequence[ChatMessage], tools: Tools = ()) -> Ids:
+    """[P], the whole prompt, with an open assistant turn."""
+    ids = renderer.render_ids(_dicts(messages), tools=_given(tools), add_generation_prompt=True)
+    return np.asarray(ids, np.int32)
+
+
+def bridge(
+    renderer: Renderer,
+    prompt_ids: Callable[[], Ids],
+    completion_ids: Ids,
+    new_messages: Sequence[ChatMessage],
+    tools: Tools = (),
+) -> Ids | None:
+    """What follows a call's prompt and completion, [N], where `new_messages` follow its reply; None: not possible.
+
+    `tools` must be those of the call. Ours never needs the prompt, and can always go on. Of a renderer of the package
+    nothing is taken that does not begin with the exact ids.
     """
-    from renderers import DefaultRendererConfig, create_renderer
-    from renderers.base import MODEL_RENDERER_MAP
-
-    if getattr(tokenizer, "name_or_path", None) in MODEL_RENDERER_MAP:
-        renderer: Renderer = create_renderer(tokenizer)
-        return renderer
-    return _matching_chatml(tokenizer) or create_renderer(tokenizer, DefaultRendererConfig())
-
-
-def _matching_chatml(tokenizer: Any) -> ChatMLRenderer | None:
-    template = getattr(tokenizer, "chat_template", None)
-    if not isinstance(template, str) or "<|im_start|>" not in template:
+    if isinstance(renderer, ChatMLRenderer):
+        return np.asarray(renderer.continuation(completion_ids[-1:].tolist(), _dicts(new_messages)), np.int32)
+    prompt, completion = prompt_ids().tolist(), completion_ids.tolist()
+    names: dict[str, str] = {}
+    if any(m.role == "tool" and m.name is None for m in new_messages):
+        _, _, attempts = _read_with_package(renderer, completion_ids, prompt_ids, tools)
+        names = _names([a.name or "" for a in attempts if a.problem is None], new_messages)
+    bridged = renderer.bridge_to_next_turn(prompt, completion, _dicts(new_messages, names), tools=_given(tools))
+    if bridged is None:
         return None
-    alone = tokenizer.apply_chat_template(list(_PROBES[0]), tokenize=False)
-    head, close, _ = alone.partition("<|im_end|>")
-    system = head.removeprefix("<|im_start|>system\n") if close and head.startswith("<|im_start|>system\n") else None
+    history = prompt + completion
+    if list(bridged.token_ids[: len(history)]) != history:
+        return None
+    return np.asarray(bridged.token_ids[len(history) :], np.int32)
+
+
+def parse_reply(
+    renderer: Renderer,
+    completion_ids: Ids,
+    prompt_ids: Callable[[], Ids],
+    tools: Tools = (),
+    call_ids: str = "call",
+) -> Reply:
+    """The assistant's message that a completion stands for. Tool call k has the id `{call_ids}_{k}`."""
+    if isinstance(renderer, ChatMLRenderer):
+        reasoning, content, attempts = renderer.read_reply(completion_ids.tolist(), bool(tools))
+    else:
+        reasoning, content, attempts = _read_with_package(renderer, completion_ids, prompt_ids, tools)
+    good = [a for a in attempts if a.problem is None]
+    calls = tuple(
+        ToolCall(id=f"{call_ids}_{k}", function=FunctionCall(name=a.name or "", arguments=a.arguments or "{}"))
+        for k, a in enumerate(good)
+    )
+    message = text_message("assistant", content).model_copy(
+        update={"reasoning_content": reasoning, "tool_calls": calls}
+    )
+    problems = tuple(f"tool call {k}: {a.problem}" for k, a in enumerate(attempts) if a.problem is not None)
+    return Reply(message=message, malformed=problems)
+
+
+def _read_with_package(
+    renderer: Renderer, completion_ids: Ids, prompt_ids: Callable[[], Ids], tools: Tools
+) -> tuple[str | None, str, list[Attempt]]:
+    ids = completion_ids.tolist()
     try:
-        renderer = ChatMLRenderer(tokenizer, ChatMLConfig(default_system=system))
+        parsed = renderer.parse_response(ids, tools=_given(tools), prompt_ids=prompt_ids().tolist())
+    except RecursionError:  # a model can write JSON that no parser of the package can read
+        stops = renderer.get_stop_token_ids()
+        end = next((k for k, token in enumerate(ids) if token in stops), len(ids))
+        text = renderer._tokenizer.decode(ids[:end])  # type: ignore[attr-defined]  # each of the package has it
+        return None, text, [Attempt(text=text, problem="it is nested too deep")] if tools else []
+    attempts = [_attempt(call) for call in parsed.tool_calls]
+    text = [a.text for a in attempts if a.problem is not None or not tools]
+    content = "\n".join([parsed.content, *text] if parsed.content else text)
+    return parsed.reasoning_content or None, content, attempts if tools else []
+
+
+def _attempt(call: Any) -> Attempt:
+    """A call that the package has read, or has tried to."""
+    if call.status != "ok" or not call.name:
+        return Attempt(text=call.raw, problem=str(call.status))
+    arguments = _arguments(call.raw, call.arguments)
+    problem = None if arguments is not None else "its arguments are not a JSON object"
+    return Attempt(text=call.raw, name=call.name, arguments=arguments, problem=problem)
+
+
+def _arguments(raw: str, value: Any) -> str | None:
+    """Arguments as the model wrote them, where it wrote JSON; else their value as JSON. None: it is no object."""
+    if isinstance(value, str):
+        return object_text(value)
+    try:
+        members = read_object(raw)[0]
+        written = members.get("arguments") or members.get("parameters")
+    except ValueError:  # the format is not JSON
+        written = None
+    if written is not None and isinstance(value, dict) and written.value == value:
+        return written.text
+    try:
+        return object_text(json.dumps({} if value is None else value, ensure_ascii=False, allow_nan=False))
     except ValueError:
         return None
-    for probe in _PROBES:
-        wanted = tokenizer.apply_chat_template(
-            list(probe), tokenize=True, add_generation_prompt=True, return_dict=False
-        )
-        if list(wanted) != renderer.render_ids(probe, add_generation_prompt=True):
-            return None
-    return renderer
 
 
-def render_prompt(
-    renderer: Renderer, messages: Sequence[ChatMessage], parent: tuple[Ids, Ids] | None, new_from: int
-) -> tuple[Ids, int]:
-    """The prompt of a call, and how many of its leading ids are the parent's prompt and completion.
-
-    `parent` is the (prompt ids, completion ids) of an earlier call whose messages and reply are the first `new_from`
-    messages. Where the renderer can extend it, its exact ids are reused; otherwise all is rendered afresh.
-    """
-    if parent is not None:
-        prompt, completion = parent
-        bridged = renderer.bridge_to_next_turn(
-            prompt.tolist(), completion.tolist(), [_plain(m) for m in messages[new_from:]]
-        )
-        if bridged is not None:
-            return np.asarray(bridged.token_ids, np.int32), len(prompt) + len(completion)
-    ids = renderer.render_ids([_plain(m) for m in messages], add_generation_prompt=True)
-    return np.asarray(ids, np.int32), 0
+def _given(tools: Tools) -> list[dict[str, Any]] | None:
+    return [dict(tool) for tool in tools] or None
 
 
-def reply_message(renderer: Renderer, completion_ids: Ids, prompt_ids: Ids) -> ChatMessage:
-    """The assistant's message that a completion stands for."""
-    parsed = renderer.parse_response(completion_ids.tolist(), prompt_ids=prompt_ids.tolist())
-    return text_message("assistant", parsed.content)
+def _names(called: Sequence[str], answers: Sequence[ChatMessage]) -> dict[str, str]:
+    """Ids of calls to the tools' names; `parse_reply` ends the id of call k with `_k`."""
+    ids = [m.tool_call_id for m in answers if m.tool_call_id is not None]
+    numbers = {call: call.rpartition("_")[2] for call in ids}
+    return {call: called[int(k)] for call, k in numbers.items() if k in {str(i) for i in range(len(called))}}
 
 
-def _plain(message: ChatMessage) -> dict[str, str]:
-    return {"role": message.role, "content": message.text}
+def _dicts(messages: Sequence[ChatMessage], names: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+    """Messages as the package takes them. A tool's answer is told which tool: some formats show it."""
+    named = {**(names or {}), **{call.id: call.function.name for m in messages for call in m.tool_calls}}
+    return [_dict(message, named) for message in messages]
+
+
+def _dict(message: ChatMessage, names: Mapping[str, str]) -> dict[str, Any]:
+    out: dict[str, Any] = {"role": message.role, "content": message.text}
+    if message.reasoning_content:
+        out["reasoning_content"] = message.reasoning_content
+    if message.tool_calls:
+        out["tool_calls"] = [call.model_dump() for call in message.tool_calls]
+    if message.tool_call_id is not None:
+        out["tool_call_id"] = message.tool_call_id
+    name = message.name or (names.get(message.tool_call_id or "") if message.role == "tool" else None)
+    if name is not None:
+        out["name"] = name
+    return out

@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from palestra.cli.episode_tree import call_tree
 from palestra.cli.options import command, run_folder
-from palestra.config import JobConfig
+from palestra.config import AlgorithmConfig, JobConfig
 from palestra.ledger.browsing import EpisodeSummary, EpisodeView, browse, list_episodes, read_episode
-from palestra.schemas.records import Chat
-from palestra.trajectory import TokenRow, rows_of
+from palestra.trajectory import TokenRow, TokenTrie, calls_of_final_answers, rows_of_trie
 
 
 def add(commands: Any) -> None:
@@ -44,14 +44,15 @@ def run(arguments: argparse.Namespace) -> None:
             rows = list_episodes(connection, arguments.kind, arguments.state, arguments.limit)
             console.print(_list(rows))
         else:
-            _show(console, read_episode(connection, arguments.episode), _token_text(config))
+            _show(console, read_episode(connection, arguments.episode), config.algorithm, _token_text(config))
 
 
 def _list(rows: Sequence[EpisodeSummary]) -> Table | str:
     if not rows:
         return "no such episodes"
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("episode", "task", "state", "reward", "calls", "tokens", "attempts", "note"):
+    forks = ["forks"] if any(row.forks for row in rows) else []
+    for name in ("episode", "task", "state", "reward", "calls", "tokens", "attempts", *forks, "note"):
         right = name in ("reward", "calls", "tokens", "attempts")
         width = {"episode": 17, "task": 8, "state": 9, "note": 4}.get(name, len(name))
         justify: Literal["right", "left"] = "right" if right else "left"
@@ -67,12 +68,13 @@ def _list(rows: Sequence[EpisodeSummary]) -> Table | str:
             str(row.calls),
             str(row.completion_tokens),
             str(row.attempts),
+            *([", ".join(f"{n} {reason.value.replace('_', ' ')}" for reason, n in row.forks.items())] if forks else []),
             Text(note[:60]),
         )
     return table
 
 
-def _show(console: Console, view: EpisodeView, text_of: Callable[[int], str]) -> None:
+def _show(console: Console, view: EpisodeView, algorithm: AlgorithmConfig, text_of: Callable[[int], str]) -> None:
     trajectory, episode = view.trajectory, view.trajectory.episode
     reward = "none" if episode.reward is None else f"{episode.reward:g}"
     console.print(f"[bold]{episode.episode_id}[/]  {episode.state}  reward {reward}  attempts {episode.attempts}")
@@ -81,9 +83,13 @@ def _show(console: Console, view: EpisodeView, text_of: Callable[[int], str]) ->
         console.print(Text(f"metadata: {episode.metadata}"))
     trained, why = _fate(view)
     console.print(why, style="dim")
-    for chat in trajectory.chats:
-        console.print(_call_line(chat), style="dim")
-    for number, row in enumerate(rows_of(trajectory.chats), 1):
+    trie = TokenTrie(trajectory.chats)
+    kept = frozenset(trie.chats)
+    if algorithm.abandoned == "exclude":
+        kept = calls_of_final_answers(trie, trajectory.chats)
+    console.print()
+    console.print(call_tree(trajectory, trie, set(trie.chats) - kept))
+    for number, row in enumerate(rows_of_trie(trie, kept), 1):
         console.print(f"\n[bold]row {number}[/]: {len(row.ids)} tokens, {int(row.sampled.sum())} sampled")
         console.print(_tokens(row, trained, text_of))
 
@@ -92,20 +98,12 @@ def _fate(view: EpisodeView) -> tuple[bool, str]:
     """Whether its tokens are trained, and the reason in words."""
     kind = view.trajectory.episode.kind
     if kind != "train":
-        return False, f"never trained: it is a {kind} episode"
+        return False, f"never trained: it is {'an ad-hoc' if kind == 'adhoc' else 'a validation'} episode"
     if view.step is None:
         return False, "not trained: it is in no batch yet"
     if len(set(view.group_rewards)) < 2:
         return False, f"in the batch of step {view.step}, not trained: all rewards of its group are equal"
     return True, f"trained in step {view.step}; rewards of its group: {', '.join(f'{r:g}' for r in view.group_rewards)}"
-
-
-def _call_line(chat: Chat) -> str:
-    parent = chat.parent
-    where = "rendered afresh" if parent is None else f"goes on from call {parent}, {chat.shared} ids reused"
-    size = f"{len(chat.prompt_ids)} + {len(chat.completion_ids)} tokens, {chat.finish_reason}"
-    how = f"temperature {chat.sampling.temperature:g}, {chat.finished_at - chat.started_at:.2f} s"
-    return f"call {chat.index}: {size}, {where}, {how}"
 
 
 def _tokens(row: TokenRow, trained: bool, text_of: Callable[[int], str]) -> Table:

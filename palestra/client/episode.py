@@ -16,6 +16,16 @@ class Policy:
     model: str
     version: str  # (incarnation.n) when the episode was claimed
 
+    def headers(self, agent: str | None = None, step: int | None = None) -> dict[str, str]:
+        """To say who calls and why: `extra_headers=policy.headers(agent="planner/search", step=3)`.
+
+        Args:
+            agent: who calls; a subagent's name starts with its parent's. Rewards can be given by these names.
+            step: the TimeStep, from 0, that the call belongs to. None: every call is one of its own.
+        """
+        names = {"x-palestra-agent": agent, "x-palestra-step": None if step is None else str(step)}
+        return {name: value for name, value in names.items() if value is not None}
+
 
 @dataclass(kw_only=True, slots=True)
 class Episode:
@@ -29,6 +39,10 @@ class Episode:
     lease_seconds: float
     reward: float | Mapping[str, float] | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
+
+    def headers(self, agent: str | None = None, step: int | None = None) -> dict[str, str]:
+        """See `Policy.headers`."""
+        return self.policy.headers(agent, step)
 
     @property
     def base_url(self) -> str:

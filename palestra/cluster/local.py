@@ -140,7 +140,13 @@ async def local_job(config: JobConfig, report: Report) -> AsyncIterator[LocalJob
                 stop_ids=frozenset(parts.renderer.get_stop_token_ids()),
                 decode=parts.decode,
             )
-            context = SessionContext(store=store, policies={config.policy_name: runtime}, seed=config.seed)
+            context = SessionContext(
+                store=store,
+                policies={config.policy_name: runtime},
+                seed=config.seed,
+                strict_history=config.rollout.strict_history,
+                keep_dropped_reasoning=config.rollout.dropped_reasoning == "keep",
+            )
             progress = JobProgress(job=config.name, steps=config.steps, run_dir=str(folder.path))
             keys = KeyRing(_secret(folder.path), config.name, os.environ.get("PALESTRA_API_KEY"))
             _write_private(folder.path / "api_key", keys.job_key + "\n")

@@ -81,6 +81,17 @@ class RolloutConfig(Section):
         0, description="How many versions older than the trained policy a token may be. 0: synchronous."
     )
 
+    strict_history: bool = Field(
+        False,
+        description="Refuse, with 409, a call that goes on from an earlier one and would lose its exact tokens.",
+    )
+
+    dropped_reasoning: Literal["fork", "keep"] = Field(
+        "fork",
+        description="What a reply that the agent sends back without its reasoning means. `fork`: the model is not to "
+        "see the reasoning again, so the tokens fork; `keep`: nothing, the exact tokens stay.",
+    )
+
     @model_validator(mode="after")
     def _sizes_fit(self) -> RolloutConfig:
         if self.min_group_size > self.group_size:
@@ -103,6 +114,19 @@ class AlgorithmConfig(Section):
         "rollout",
         description="`rollout`: mean over a rollout's tokens, then over rollouts (GRPO); `token`: mean over all tokens "
         "of the batch (DAPO); `constant`: sum over tokens divided by rollouts x max_tokens (Dr. GRPO).",
+    )
+    credit: Literal["episode", "step", "agent", "branch"] = Field(
+        "episode",
+        description="What a call's tokens are credited with. `episode`: the sum of all rewards; `step`: the discounted "
+        "sum of the TimeSteps' rewards from its own on; `agent`: the reward of its agent, or of the nearest parent "
+        "that has one (`planner` for `planner/search`), compared with those of the same agent; `branch`: likewise, "
+        "and subagents are compared with all that the same parent started.",
+    )
+    discount: float = Field(1.0, ge=0, le=1, description="Of one TimeStep, where credit is by step.")
+    abandoned: Literal["train", "exclude"] = Field(
+        "train",
+        description="Calls whose tokens do not stand in the last call of their agent, such as attempts that were "
+        "given up: trained like all others, or excluded and counted.",
     )
     epochs: Positive = Field(1, description="Optimizer steps made from one batch.")
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
 from fastapi import FastAPI
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError
 from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 from starlette.responses import Response
@@ -23,6 +23,10 @@ from palestra.session import EpisodeSession, ModelCall
 
 T = TypeVar("T")
 
+SOLE_AGENT = "agent"
+MAX_AGENT = 200
+MAX_STEP = 1_000_000
+
 # Fields that may be sent, with the values that ask for nothing we do not do.
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -31,7 +35,6 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "top_p": (1, 1.0),
     "top_logprobs": (0,),
     "stop": ([],),
-    "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "presence_penalty": (0, 0.0),
@@ -57,8 +60,7 @@ def _only_text(message: Any) -> Any:
         content = message.get("content")
         parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
         kinds = [part["type"] for part in parts if isinstance(part.get("type"), str) and part["type"] != "text"]
-        found = [key for key in ("tool_calls", "function_call", "audio") if message.get(key)]
-        found += ["role tool"] if message.get("role") == "tool" else []
+        found = [key for key in ("function_call", "audio") if message.get(key)]
         found += [f"content of type {kind!r}" for kind in kinds]
         if found:
             raise PydanticCustomError("not_text", "{found} is not supported by this server", {"found": found[0]})
@@ -66,6 +68,25 @@ def _only_text(message: Any) -> Any:
 
 
 Message = Annotated[ChatMessage, BeforeValidator(_only_text)]
+
+
+class FunctionSpec(BaseModel):
+    """A tool's name, what it is for, and the JSON schema of its arguments."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    name: Annotated[str, Field(min_length=1, max_length=200)]
+    description: str | None = None
+    parameters: dict[str, JsonValue] | None = None
+
+
+class ToolSpec(BaseModel):
+    """One tool that the model may call."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    type: Literal["function"]
+    function: FunctionSpec
 
 
 class ChatRequest(BaseModel):
@@ -85,6 +106,9 @@ class ChatRequest(BaseModel):
     )
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = Field(
         None, description="Used on ad-hoc episodes only; elsewhere the job's, as `x-palestra-sampling` then says."
+    )
+    tools: Annotated[tuple[ToolSpec, ...], Field(max_length=1000)] | None = Field(
+        None, description="What the model may call. Calls come back in `tool_calls`, unless `tool_choice` is none."
     )
     seed: Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)] | None = Field(None, description="Likewise.")
     logprobs: bool | None = Field(None, description="Return the logprobs of the sampled tokens.")
@@ -156,10 +180,32 @@ def parse_chat(body: bytes, headers: Any) -> tuple[ModelCall, ChatRequest]:
         max_tokens=wanted.max_completion_tokens or wanted.max_tokens,
         temperature=wanted.temperature,
         seed=None if wanted.seed is None else wanted.seed & (2**63 - 1),
+        tools=() if wanted.tools is None else tuple(tool.model_dump(exclude_unset=True) for tool in wanted.tools),
+        parse_tool_calls=(wanted.model_extra or {}).get("tool_choice") != "none",
+        agent=_agent(headers),
+        time_step=_time_step(headers),
         digest=hashlib.blake2b(body, digest_size=16).hexdigest(),
         retry=headers.get("x-stainless-retry-count", "0") not in ("", "0"),
     )
     return call, wanted
+
+
+def _agent(headers: Mapping[str, str]) -> str:
+    """Who calls; a subagent's name starts with its parent's: `planner/search`."""
+    name = headers.get("x-palestra-agent", SOLE_AGENT)
+    if not 0 < len(name) <= MAX_AGENT or not name.isprintable() or "" in name.split("/"):
+        raise InvalidRequest(f"an agent's name has 1 to {MAX_AGENT} printable characters: {name!r}", "x-palestra-agent")
+    return name
+
+
+def _time_step(headers: Mapping[str, str]) -> int | None:
+    """The interaction with the environment that the call belongs to; None: it is one of its own."""
+    step = headers.get("x-palestra-step")
+    if step is None:
+        return None
+    if not step.isascii() or not step.isdigit() or int(step) > MAX_STEP:
+        raise InvalidRequest(f"a TimeStep is a number from 0 to {MAX_STEP}: {step[:20]!r}", "x-palestra-step")
+    return int(step)
 
 
 def _explain(error: ValidationError) -> InvalidRequest:
@@ -218,13 +264,23 @@ class _ChatResponse(Response):
         self._session.delivered(self._chat)
 
 
+def _message(reply: ChatMessage) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": reply.text, "refusal": None}
+    if reply.reasoning_content is not None:
+        message["reasoning_content"] = reply.reasoning_content
+    if reply.tool_calls:
+        message["content"] = reply.text or None
+        message["tool_calls"] = [call.model_dump() for call in reply.tool_calls]
+    return message
+
+
 def completion(chat: Chat, decode: Callable[[Sequence[int]], str] | None) -> dict[str, Any]:
     """OpenAI's `chat.completion` object; with logprobs where `decode`, from ids to text, is given."""
-    prompt, sampled = len(chat.prompt_ids), len(chat.completion_ids)
+    prompt, sampled = chat.prompt_tokens, len(chat.completion_ids)
     choice: dict[str, Any] = {
         "index": 0,
-        "message": {"role": "assistant", "content": chat.reply.text, "refusal": None},
-        "finish_reason": chat.finish_reason,
+        "message": _message(chat.reply),
+        "finish_reason": "tool_calls" if chat.reply.tool_calls else chat.finish_reason,
         "logprobs": None,
     }
     if decode is not None:

@@ -6,7 +6,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 
 from palestra.errors import InvalidRequest, ServerStopping
-from palestra.gateway.chat_api import until_disconnect
+from palestra.gateway.chat_api import SOLE_AGENT, until_disconnect
 from palestra.gateway.plane import DataPlane
 from palestra.schemas.records import Claim, Task
 from palestra.schemas.wire import (
@@ -23,8 +23,6 @@ from palestra.schemas.wire import (
     TasksPushed,
     task_id_of,
 )
-
-SOLE_AGENT = "agent"
 
 
 def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
 
-from palestra.algorithms.grpo import group_advantages, token_weights
+from palestra.algorithms.credit import episode_credits, group_credit
+from palestra.algorithms.grpo import token_weights
 from palestra.config import AlgorithmConfig
+from palestra.schemas.forks import ForkReason
 from palestra.schemas.records import PolicyVersion, TrainSample, Trajectory
-from palestra.trajectory import TokenRow, rows_of
+from palestra.trajectory import TokenTrie, calls_of_final_answers, rows_of_trie
+
+LEFT_OUT = (
+    "groups_zero_variance",
+    "episodes_without_tokens",
+    "calls_without_peers",
+    "calls_abandoned",
+    "tokens_abandoned",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,24 +48,67 @@ def make_batch(
         version: the policy before the step, to which staleness is counted.
     """
     left_out: Counter[str] = Counter()
-    entering: list[tuple[Trajectory, float, float]] = []  # with advantage and weight
-    tokens = [sum(len(chat.completion_ids) for chat in t.chats) for t in trajectories]
-    weighted = zip(trajectories, token_weights(tokens, algorithm.aggregation, max_tokens), strict=True)
-    for _, group in groupby(weighted, key=lambda pair: pair[0].episode.group_index):
+    rollouts = [_rollout(trajectory, algorithm, left_out) for trajectory in trajectories]
+    weights = token_weights([rollout.tokens for rollout in rollouts], algorithm.aggregation, max_tokens)
+    weighted = zip(rollouts, weights, strict=True)
+    samples: list[TrainSample] = []
+    for _, group in groupby(weighted, key=lambda pair: pair[0].trajectory.episode.group_index):
         members = list(group)
-        advantages = group_advantages([_reward(t) for t, _ in members], algorithm.advantage_scale)
-        if not any(advantages):
+        credit = group_credit(
+            [episode_credits(r.trajectory, algorithm.credit, algorithm.discount) for r, _ in members],
+            algorithm.advantage_scale,
+        )
+        left_out["calls_without_peers"] += credit.calls_without_peers
+        if not any(any(advantages.values()) for advantages in credit.advantages):
             left_out["groups_zero_variance"] += 1
             continue
         left_out["episodes_without_tokens"] += sum(not weight for _, weight in members)
-        entering += [(t, a, w) for (t, w), a in zip(members, advantages, strict=True)]
-    samples = [
-        _sample(trajectory.episode.episode_id, row, advantage, weight)
-        for trajectory, advantage, weight in entering
-        for row in rows_of(trajectory.chats)
-    ]
-    metrics = {f"train/{name}": float(left_out[name]) for name in ("groups_zero_variance", "episodes_without_tokens")}
+        for (rollout, weight), advantages in zip(members, credit.advantages, strict=True):
+            samples += _samples(rollout, advantages, weight)
+    metrics = {f"train/{name}": float(left_out[name]) for name in LEFT_OUT}
     return Batch(samples=samples, metrics=metrics | _rollout_metrics(trajectories, samples, version))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Rollout:
+    trajectory: Trajectory
+    trie: TokenTrie
+    trained: frozenset[int]  # indices of the calls whose tokens enter the loss
+    tokens: int  # that they sampled
+
+
+def _rollout(trajectory: Trajectory, algorithm: AlgorithmConfig, left_out: Counter[str]) -> _Rollout:
+    chats = trajectory.chats
+    trie = TokenTrie(chats)
+    trained = frozenset(chat.index for chat in chats)
+    if algorithm.abandoned == "exclude":
+        trained = calls_of_final_answers(trie, chats)
+        abandoned = [chat for chat in chats if chat.index not in trained]
+        left_out["calls_abandoned"] += len(abandoned)
+        left_out["tokens_abandoned"] += sum(len(chat.completion_ids) for chat in abandoned)
+    tokens = sum(len(chat.completion_ids) for chat in chats if chat.index in trained)
+    return _Rollout(trajectory=trajectory, trie=trie, trained=trained, tokens=tokens)
+
+
+def _samples(rollout: _Rollout, advantages: Mapping[int, float], weight: float) -> list[TrainSample]:
+    """The rows of a rollout; each of its tokens weighs the same, in whichever row and call it stands."""
+    by_call = np.zeros(max(advantages, default=-1) + 2, np.float32)  # the last one for tokens that are not trained
+    for index, advantage in advantages.items():
+        by_call[index] = advantage
+    return [
+        TrainSample(
+            episode_id=rollout.trajectory.episode.episode_id,
+            policy=row.policy,
+            ids=row.ids,
+            loss_mask=row.sampled,
+            logprobs=row.logprobs,
+            versions=row.versions,
+            advantages=by_call[row.chats],
+            weights=row.sampled * np.float32(weight),
+            temperatures=row.temperatures,
+        )
+        for row in rows_of_trie(rollout.trie, rollout.trained)
+    ]
 
 
 def _reward(trajectory: Trajectory) -> float:
@@ -64,33 +117,21 @@ def _reward(trajectory: Trajectory) -> float:
     return reward
 
 
-def _sample(episode_id: str, row: TokenRow, advantage: float, weight: float) -> TrainSample:
-    trained = row.sampled.astype(np.float32)
-    return TrainSample(
-        episode_id=episode_id,
-        policy=row.policy,
-        ids=row.ids,
-        loss_mask=row.sampled,
-        logprobs=row.logprobs,
-        versions=row.versions,
-        advantages=trained * np.float32(advantage),
-        weights=trained * np.float32(weight),
-        temperature=row.temperature,
-    )
-
-
 def _rollout_metrics(
     trajectories: Sequence[Trajectory], samples: Sequence[TrainSample], version: PolicyVersion
 ) -> dict[str, float]:
     rewards = [_reward(t) for t in trajectories]
     calls = [chat for t in trajectories for chat in t.chats]
     stale = [version.n - int(s.versions[s.loss_mask, 1].min()) for s in samples]
+    forks = Counter(call.fork.reason for call in calls if call.fork is not None)
     return {
         "train/reward_mean": float(np.mean(rewards)),
         "train/reward_std": float(np.std(rewards)),
         "train/episodes": float(len(trajectories)),
-        "rollout/prompt_tokens": float(sum(len(c.prompt_ids) for c in calls)),
+        "rollout/prompt_tokens": float(sum(c.prompt_tokens for c in calls)),
+        "rollout/reused_tokens": float(sum(c.shared for c in calls)),
         "rollout/completion_tokens": float(sum(len(c.completion_ids) for c in calls)),
         "rollout/truncated_share": float(np.mean([c.finish_reason == "length" for c in calls])) if calls else 0.0,
         "rollout/staleness_max": float(max(stale, default=0)),
-    }
+        "rollout/drift_share": sum(forks[reason] for reason in forks if reason.is_drift) / max(len(calls), 1),
+    } | {f"rollout/forks_{reason.value}": float(forks[reason]) for reason in ForkReason}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,9 +15,10 @@ from sqlalchemy import Connection, func, select
 
 from palestra.errors import StoreError
 from palestra.ledger.chats import trajectories
-from palestra.ledger.codec import unpack
+from palestra.ledger.codec import fork_of, unpack
 from palestra.ledger.tables import chats, episodes, manifests
 from palestra.ledger.writer import open_engine
+from palestra.schemas.forks import ForkReason
 from palestra.schemas.records import Trajectory
 
 
@@ -31,6 +33,7 @@ class EpisodeSummary:
     calls: int
     completion_tokens: int
     attempts: int
+    forks: dict[ForkReason, int]  # calls that lost exact tokens of an earlier one, by reason
     metadata: dict[str, Any]
     reason: str | None
 
@@ -98,9 +101,10 @@ def read_episode(connection: Connection, episode_id: str) -> EpisodeView:
 
 def _summary(connection: Connection, row: Any) -> EpisodeSummary:
     calls = connection.execute(
-        select(chats.c.completion).where(chats.c.episode_id == row.episode_id, chats.c.fence == row.fence)
-    ).scalars()
-    lengths = [len(unpack(blob, "i4")) for blob in calls]
+        select(chats.c.completion, chats.c.fork).where(chats.c.episode_id == row.episode_id, chats.c.fence == row.fence)
+    ).all()
+    lengths = [len(unpack(call.completion, "i4")) for call in calls]
+    forks = Counter(fork_of(call.fork).reason for call in calls if call.fork is not None)
     return EpisodeSummary(
         episode_id=row.episode_id,
         task_id=row.task_id,
@@ -109,6 +113,7 @@ def _summary(connection: Connection, row: Any) -> EpisodeSummary:
         calls=len(lengths),
         completion_tokens=sum(lengths),
         attempts=row.attempts,
+        forks={reason: count for reason, count in forks.items() if reason.is_drift},
         metadata=orjson.loads(row.metadata),
         reason=row.reason if row.state != "completed" else None,
     )

@@ -10,8 +10,17 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from palestra.schemas.forks import Fork, ForkReason
 from palestra.schemas.messages import ChatMessage
-from palestra.schemas.records import Chat, Episode, PolicyVersion, Sampling, Task, VersionSpan
+from palestra.schemas.records import (
+    Chat,
+    Episode,
+    MediaSpan,
+    PolicyVersion,
+    Sampling,
+    Task,
+    VersionSpan,
+)
 from palestra.schemas.states import EpisodeState
 
 
@@ -51,7 +60,7 @@ def episode_of(row: Any) -> Episode:
 
 def chat_row(chat: Chat) -> dict[str, Any]:
     """A row of `chats`: only what the parent does not have already."""
-    own = chat.messages[chat.shared_messages :]
+    tools = () if chat.parent is None else chat.parent.tools
     return {
         "episode_id": chat.episode_id,
         "fence": chat.fence,
@@ -59,16 +68,19 @@ def chat_row(chat: Chat) -> dict[str, Any]:
         "time_step": chat.time_step,
         "agent": chat.agent,
         "policy": chat.policy,
-        "parent": chat.parent,
+        "parent": None if chat.parent is None else chat.parent.index,
         "shared": chat.shared,
         "shared_messages": chat.shared_messages,
-        "messages": "[" + ",".join(m.model_dump_json(exclude_none=True) for m in own) + "]",
-        "reply": chat.reply.model_dump_json(exclude_none=True),
-        "prompt_tail": pack(chat.prompt_ids[chat.shared :], "i4"),
+        "messages": "[" + ",".join(map(_message_text, chat.new_messages)) + "]",
+        "tools": None if chat.tools == tools else to_json(chat.tools),
+        "media": to_json([list(span) for span in chat.media]) if chat.media else None,
+        "reply": _message_text(chat.reply),
+        "prompt_tail": pack(chat.prompt_tail, "i4"),
         "completion": pack(chat.completion_ids, "i4"),
         "logprobs": pack(chat.logprobs, "f4"),
         "versions": json.dumps([[*span.version, span.tokens] for span in chat.versions]),
         "finish_reason": chat.finish_reason,
+        "fork": None if chat.fork is None else _fork_text(chat.fork),
         "temperature": chat.sampling.temperature,
         "max_tokens": chat.sampling.max_tokens,
         "seed": str(chat.sampling.seed),
@@ -79,14 +91,9 @@ def chat_row(chat: Chat) -> dict[str, Any]:
 
 
 def chat_of(row: Any, earlier: dict[int, Chat]) -> Chat:
-    """A row of `chats`, put together again with its parent, which must be in `earlier` (by index)."""
-    messages = tuple(ChatMessage.model_validate(m) for m in orjson.loads(row.messages))
-    prompt_ids = unpack(row.prompt_tail, "i4")
-    if row.parent is not None:
-        parent = earlier[row.parent]
-        history = np.concatenate((parent.prompt_ids, parent.completion_ids))
-        prompt_ids = np.concatenate((history[: row.shared], prompt_ids))
-        messages = ((*parent.messages, parent.reply)[: row.shared_messages]) + messages
+    """A row of `chats`; its parent must be in `earlier` (by index)."""
+    parent = None if row.parent is None else earlier[row.parent]
+    inherited = () if parent is None else parent.tools
     return Chat(
         episode_id=row.episode_id,
         fence=row.fence,
@@ -94,18 +101,35 @@ def chat_of(row: Any, earlier: dict[int, Chat]) -> Chat:
         time_step=row.time_step,
         agent=row.agent,
         policy=row.policy,
-        messages=messages,
+        parent=parent,
+        shared=row.shared,
+        shared_messages=row.shared_messages,
+        new_messages=tuple(ChatMessage.model_validate(m) for m in orjson.loads(row.messages)),
+        prompt_tail=unpack(row.prompt_tail, "i4"),
+        media=tuple(MediaSpan(*span) for span in orjson.loads(row.media)) if row.media else (),
+        tools=inherited if row.tools is None else tuple(orjson.loads(row.tools)),
         reply=ChatMessage.model_validate_json(row.reply),
-        prompt_ids=prompt_ids,
         completion_ids=unpack(row.completion, "i4"),
         logprobs=unpack(row.logprobs, "f4"),
         versions=tuple(VersionSpan(PolicyVersion(i, n), count) for i, n, count in orjson.loads(row.versions)),
         finish_reason=row.finish_reason,
-        parent=row.parent,
-        shared=row.shared,
-        shared_messages=row.shared_messages,
+        fork=None if row.fork is None else fork_of(row.fork),
         sampling=Sampling(temperature=row.temperature, max_tokens=row.max_tokens, seed=int(row.seed)),
         request_digest=row.request_digest,
         started_at=row.started_at,
         finished_at=row.finished_at,
     )
+
+
+def _message_text(message: ChatMessage) -> str:
+    return message.model_dump_json(exclude_none=True, exclude=None if message.tool_calls else {"tool_calls"})
+
+
+def _fork_text(fork: Fork) -> str:
+    return to_json([fork.reason, fork.call, fork.message, fork.position])
+
+
+def fork_of(text: str) -> Fork:
+    """What `chats.fork` says."""
+    reason, call, message, position = orjson.loads(text)
+    return Fork(reason=ForkReason(reason), call=call, message=message, position=position)

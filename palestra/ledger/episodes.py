@@ -9,9 +9,9 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy import Connection, bindparam, func, select
 
-from palestra.errors import ClaimOver, Conflict, EpisodeEnded, EpisodeLeaseExpired, NotFound
+from palestra.errors import ClaimOver, Conflict, EpisodeEnded, EpisodeLeaseExpired, InvalidRequest, NotFound
 from palestra.ledger.codec import episode_of, to_json
-from palestra.ledger.tables import episodes, groups
+from palestra.ledger.tables import chats, episodes, groups
 from palestra.schemas.protocols import Counts, GroupRecord
 from palestra.schemas.records import Episode, EpisodeKind, Task
 from palestra.schemas.states import EpisodeState, GroupState, check_transition
@@ -192,8 +192,22 @@ def end(
             return False
         raise Conflict(f"episode {episode_id} was ended before with another body; the first one stands")
     episode = held(connection, episode_id, fence)
+    if step_rewards is not None:
+        _one_for_each_step(connection, episode, len(step_rewards))
     _change(connection, episode, EpisodeState.COMPLETED, {**body, "end_digest": digest, "ended_at": now})
     return True
+
+
+def _one_for_each_step(connection: Connection, episode: Episode, rewards: int) -> None:
+    """More are fine: the environment may go on without a call."""
+    of_lease = (chats.c.episode_id == episode.episode_id) & (chats.c.fence == episode.fence)
+    last = connection.execute(select(func.max(chats.c.time_step)).where(of_lease)).scalar()
+    if last is not None and rewards <= last:
+        raise InvalidRequest(
+            f"step_rewards has {rewards} rewards, and the calls of episode {episode.episode_id} belong to TimeSteps 0 "
+            f"to {last}; give one for each, or send `x-palestra-step` with the calls to say which they belong to",
+            "step_rewards",
+        )
 
 
 def give_back(

@@ -7,7 +7,7 @@ from sqlalchemy import Column, Float, Index, Integer, LargeBinary, String, Table
 
 from palestra.errors import StoreError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 metadata = sa.MetaData()
 
@@ -82,12 +82,15 @@ chats = Table(
     Column("shared", Integer, nullable=False),  # leading prompt ids taken from the parent, not stored again
     Column("shared_messages", Integer, nullable=False),  # leading messages taken from the parent, likewise
     Column("messages", Text, nullable=False),  # the other messages, JSON
+    Column("tools", Text),  # JSON; NULL: the parent's, or none
+    Column("media", Text),  # [[start, tokens, digest], …] in the tail; NULL: none
     Column("reply", Text, nullable=False),
     Column("prompt_tail", LargeBinary, nullable=False),  # the other prompt ids: zlib of int32
     Column("completion", LargeBinary, nullable=False),  # zlib of int32
     Column("logprobs", LargeBinary, nullable=False),  # zlib of float32
     Column("versions", Text, nullable=False),  # [[incarnation, n, count], …]
     Column("finish_reason", String, nullable=False),
+    Column("fork", Text),  # [reason, call, message, position]; NULL: none
     Column("temperature", Float, nullable=False),
     Column("max_tokens", Integer, nullable=False),
     Column("seed", String, nullable=False),  # up to 64 bits, which SQLite's integers don't hold unsigned
@@ -122,7 +125,14 @@ events = Table(
 )
 
 # One entry a version: the statements that lead from version i to i + 1. Version 0 is an empty file.
-MIGRATIONS: tuple[tuple[str, ...], ...] = ((),)
+MIGRATIONS: tuple[tuple[str, ...], ...] = (
+    (),
+    (
+        "ALTER TABLE chats ADD COLUMN tools TEXT",
+        "ALTER TABLE chats ADD COLUMN media TEXT",
+        "ALTER TABLE chats ADD COLUMN fork TEXT",
+    ),
+)
 
 
 def migrate(connection: sa.Connection) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
@@ -38,6 +37,25 @@ class ImagePart(BaseModel):
 Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
 
 
+class FunctionCall(BaseModel):
+    """What a tool is called with."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    name: Text
+    arguments: Text = Field(description="JSON text of an object, as the model wrote it.")
+
+
+class ToolCall(BaseModel):
+    """One call of a tool by the assistant."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    id: Text = ""
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
 class ChatMessage(BaseModel):
     """One message. Keys that carry no content for the model (`refusal: null`, `annotations: []`) are dropped."""
 
@@ -46,6 +64,9 @@ class ChatMessage(BaseModel):
     role: Role
     content: tuple[Part, ...] = ()
     name: Text | None = None
+    reasoning_content: Text | None = None  # of the assistant: what it thought before it answered
+    tool_calls: tuple[ToolCall, ...] = ()  # of the assistant
+    tool_call_id: Text | None = None  # of a tool's message: the call that it answers
 
     @field_validator("content", mode="before")
     @classmethod
@@ -53,6 +74,11 @@ class ChatMessage(BaseModel):
         if value is None:
             return ()
         return ({"type": "text", "text": value},) if isinstance(value, str) else value
+
+    @field_validator("tool_calls", mode="before")
+    @classmethod
+    def _calls(cls, value: Any) -> Any:
+        return () if value is None else value
 
     @property
     def text(self) -> str:
@@ -63,16 +89,3 @@ class ChatMessage(BaseModel):
 def text_message(role: Role, text: str) -> ChatMessage:
     """A message of one text part."""
     return ChatMessage(role=role, content=(TextPart(text=text),))
-
-
-def message_chain(messages: tuple[ChatMessage, ...], start: bytes = b"") -> list[bytes]:
-    """Rolling hashes: entry k stands for the first k+1 messages (after whatever `start` stands for).
-
-    Two conversations agree up to a message exactly when their entries there are equal, so the longest common
-    history is found by looking up hashes, without comparing text.
-    """
-    chain, state = [], start
-    for message in messages:
-        state = hashlib.blake2b(state + message.model_dump_json(exclude_none=True).encode(), digest_size=16).digest()
-        chain.append(state)
-    return chain

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from palestra.schemas.forks import MEANINGS, ForkReason
+
 
 @dataclass(frozen=True, slots=True)
 class Metric:
@@ -28,6 +30,13 @@ METRICS = (
         "episodes",
         "Completed episodes in which nothing was sampled: no row.",
     ),
+    Metric(
+        "train/calls_without_peers",
+        "calls",
+        "Calls whose agent, with `credit = agent | branch`, is in one episode of its group only: advantage 0.",
+    ),
+    Metric("train/calls_abandoned", "calls", "Calls that were left out because of `abandoned = exclude`."),
+    Metric("train/tokens_abandoned", "tokens", "What they had sampled."),
     Metric("train/rows", "rows", "TrainSamples that entered the loss."),
     Metric("train/trained_tokens", "tokens", "Sampled tokens that entered the loss, each once per epoch."),
     Metric(
@@ -49,6 +58,7 @@ METRICS = (
     Metric("train/updates_skipped", "updates", "Updates left out because their gradient was not finite."),
     Metric("train/learning_rate", "1", "Learning rate of the update."),
     Metric("rollout/prompt_tokens", "tokens", "Prompt tokens of all calls of the batch."),
+    Metric("rollout/reused_tokens", "tokens", "Prompt tokens that an earlier call of the episode has, too."),
     Metric("rollout/completion_tokens", "tokens", "Sampled tokens of all calls of the batch."),
     Metric("rollout/truncated_share", "ratio", "Share of calls that ended at max_tokens."),
     Metric("rollout/tokens_per_second", "tokens/s", "Prompt and completion tokens / time/rollout_seconds."),
@@ -56,6 +66,15 @@ METRICS = (
         "rollout/staleness_max",
         "versions",
         "Largest n(policy before the step) - n(token) over trained tokens.",
+    ),
+    Metric(
+        "rollout/drift_share",
+        "ratio",
+        "Share of calls that went on from an earlier one, and could not start with its exact tokens.",
+    ),
+    *(
+        Metric(f"rollout/forks_{reason.value}", "calls", f"Calls that forked: {MEANINGS[reason]}.")
+        for reason in ForkReason
     ),
     Metric("time/rollout_seconds", "s", "From the first episode's registration to the last one's end."),
     Metric("time/train_seconds", "s", "Forward, backward and optimizer."),

@@ -5,12 +5,14 @@ Letters for ragged axes: P prompt tokens, C completion tokens, N tokens of a row
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from palestra.schemas.forks import Fork
 from palestra.schemas.messages import ChatMessage
 from palestra.schemas.states import EpisodeState
 
@@ -98,30 +100,95 @@ class VersionSpan(NamedTuple):
     tokens: int
 
 
+class MediaSpan(NamedTuple):
+    """`tokens` placeholder ids from position `start` of a prompt stand for the bytes with this sha256."""
+
+    start: int
+    tokens: int
+    digest: str
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Chat:
-    """One call of a model, token by token."""
+    """One call of a model, token by token. It holds what its parent does not have; the rest is read through it."""
 
     episode_id: str
     fence: int  # of the lease under which it was made
-    index: int  # 0, 1, … in the order in which the calls of this lease arrived
+    index: int  # grows in the order in which the prompts of this lease were made; a call that failed leaves a gap
     time_step: int  # the interaction with the environment that it belongs to
     agent: str
     policy: str
-    messages: tuple[ChatMessage, ...]  # as the agent sent them
+    parent: Chat | None  # the earlier call with which the prompt has most leading ids in common; None: no id
+    shared: int  # how many leading prompt ids are the parent's, of its prompt and completion; 0 without a parent
+    shared_messages: int  # how many leading messages are the parent's messages and reply; 0 without a parent
+    new_messages: tuple[ChatMessage, ...]  # the others, as the agent sent them
+    prompt_tail: Ids  # [P - shared], the other prompt ids
+    media: tuple[MediaSpan, ...] = ()  # in the tail, by their positions in the whole prompt
+    tools: tuple[dict[str, Any], ...] = ()  # what was offered, in OpenAI's shape
     reply: ChatMessage
-    prompt_ids: Ids  # [P]
     completion_ids: Ids  # [C], with the stop token where one was sampled
     logprobs: Floats  # [C]
     versions: tuple[VersionSpan, ...]  # their tokens add up to C
     finish_reason: FinishReason
-    parent: int | None  # index of the earlier call whose exact ids the prompt starts with; None: rendered afresh
-    shared: int  # how many leading prompt ids are the parent's prompt and completion; 0 without a parent
-    shared_messages: int  # how many leading messages are the parent's messages and reply; 0 without a parent
+    fork: Fork | None = None  # None: nothing that the agent meant to keep was lost
     sampling: Sampling
     request_digest: str  # of the request body, to know a retry
     started_at: float  # Unix seconds
     finished_at: float
+
+    @property
+    def prompt_tokens(self) -> int:
+        """P."""
+        return self.shared + len(self.prompt_tail)
+
+    @property
+    def tokens(self) -> int:
+        """P + C."""
+        return self.prompt_tokens + len(self.completion_ids)
+
+    @property
+    def extends(self) -> Chat | None:
+        """The parent, if the prompt starts with all of it."""
+        return self.parent if self.parent is not None and self.shared == self.parent.tokens else None
+
+    @property
+    def prompt_ids(self) -> Ids:
+        """[P], put together from the ancestors' parts."""
+        return self._leading(self.prompt_tokens)
+
+    @property
+    def ids(self) -> Ids:
+        """[P + C], prompt and completion."""
+        return self._leading(self.tokens)
+
+    @property
+    def messages(self) -> tuple[ChatMessage, ...]:
+        """All messages of the prompt, put together from the ancestors' parts."""
+        pieces: list[tuple[ChatMessage, ...]] = [self.new_messages]
+        end = self.shared_messages
+        chat = self.parent
+        while chat is not None and end > 0:
+            pieces.append((*chat.new_messages, chat.reply)[: max(end - chat.shared_messages, 0)])
+            end = min(end, chat.shared_messages)
+            chat = chat.parent
+        return tuple(message for piece in reversed(pieces) for message in piece)
+
+    def lineage(self) -> Iterator[tuple[Chat, int]]:
+        """The call and its ancestors, each with the number of its leading ids that this one starts with."""
+        chat, end = self, self.tokens
+        while True:
+            yield chat, end
+            if chat.parent is None:
+                return
+            chat, end = chat.parent, min(end, chat.shared)
+
+    def _leading(self, length: int) -> Ids:
+        pieces: list[Ids] = []
+        for chat, end in self.lineage():
+            end = min(end, length)
+            pieces.append(chat.completion_ids[: max(end - chat.prompt_tokens, 0)])
+            pieces.append(chat.prompt_tail[: max(end - chat.shared, 0)])
+        return np.concatenate(pieces[::-1]).astype(np.int32, copy=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,7 +212,7 @@ class Trajectory:
     @property
     def chats(self) -> tuple[Chat, ...]:
         """Every call, in order of arrival."""
-        return tuple(chat for step in self.steps for chat in step.chats)
+        return tuple(sorted((chat for step in self.steps for chat in step.chats), key=lambda chat: chat.index))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -160,7 +227,7 @@ class TrainSample:
     versions: NDArray[np.int32]  # [N, 2] (incarnation, n); -1 where not sampled
     advantages: Floats  # [N], 0 where not trained
     weights: Floats  # [N], share in the loss; 0 where not trained
-    temperature: float
+    temperatures: Floats  # [N], at which the token was sampled; 1 where not sampled
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -34,6 +34,8 @@ class SessionContext:
     store: RunStore
     policies: Mapping[str, PolicyRuntime]
     seed: int
+    strict_history: bool = False  # refuse a call that would lose exact tokens of an earlier one
+    keep_dropped_reasoning: bool = False  # go on with the exact ids of a reply that came back without its reasoning
     counts: Counter[str] = field(default_factory=Counter)
     seconds: dict[TurnState, float] = field(default_factory=dict)  # spent in each state, over all calls
 
@@ -56,6 +58,8 @@ class SessionContext:
     def count(self, chat: Chat) -> None:
         """Add a finished call to the counters."""
         self.counts["calls"] += 1
-        self.counts["prompt_tokens"] += len(chat.prompt_ids)
+        self.counts["prompt_tokens"] += chat.prompt_tokens
         self.counts["completion_tokens"] += len(chat.completion_ids)
         self.counts["reused_prompt_tokens"] += chat.shared
+        if chat.fork is not None:
+            self.counts[f"forks_{chat.fork.reason.value}"] += 1

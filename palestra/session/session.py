@@ -7,19 +7,19 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from palestra.chat import render_prompt, reply_message
+from palestra.chat import parse_reply
 from palestra.errors import ContextOverflow, EngineFailure, PalestraError
-from palestra.schemas.messages import ChatMessage, message_chain
+from palestra.schemas.messages import ChatMessage
 from palestra.schemas.records import Chat, Episode, Ids, SampledTokens, Sampling, VersionSpan
 from palestra.schemas.states import TurnState
 from palestra.session.context import PolicyRuntime, SessionContext
+from palestra.session.prompting import Prompts
 from palestra.session.turn import Turn
-
-LONG_TEXT = 20_000  # characters from which rendering leaves the event loop
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +31,9 @@ class ModelCall:
     max_tokens: int | None = None  # None: as many as the job allows
     temperature: float | None = None  # used where the job does not fix it
     seed: int | None = None  # likewise
-    agent: str = "agent"
+    tools: tuple[dict[str, Any], ...] = ()  # that the model is told of, in OpenAI's shape
+    parse_tool_calls: bool = True  # False: what looks like one stays text
+    agent: str = "agent"  # a subagent's name starts with its parent's: "planner/search"
     time_step: int | None = None  # None: every call is a TimeStep of its own
     digest: str = ""  # of the request, to know a retry
     retry: bool = False  # the client says that it has sent this before
@@ -43,19 +45,19 @@ class EpisodeSession:
     def __init__(self, context: SessionContext, episode: Episode, recorded: Sequence[Chat]) -> None:
         self.episode = episode
         self._context = context
-        self._chats: dict[int, Chat] = {}
-        self._by_history: dict[tuple[str, bytes], Chat] = {}  # (policy, hash of messages and reply) -> the call
+        self._prompts = Prompts(context.keep_dropped_reasoning)
         self._undelivered: dict[str, Chat] = {}  # by request digest
         self._seeds: set[int] = set()  # of the calls that are recorded or in flight
         self._taken: dict[bytes, int] = {}  # by prompt: all occurrences before this one have calls
         self._in_flight: set[asyncio.Task[object]] = set()
         self._turns: set[Turn] = set()
         self._next_index = 0
+        self._next_step = 0
         self._over: PalestraError | None = None
         for chat in recorded:
             self._remember(chat)
             self._seeds.add(chat.sampling.seed)
-        used = {chat.parent for chat in recorded}
+        used = {chat.parent.index for chat in recorded if chat.parent is not None and chat.extends}
         for chat in recorded:
             if chat.index not in used:  # nothing tells that its reply arrived, so a retry may ask for it again
                 self._undelivered[chat.request_digest] = chat
@@ -69,7 +71,7 @@ class EpisodeSession:
         for state in (TurnState.GENERATING, TurnState.PENDING):
             if state in states:
                 return state
-        return TurnState.INTERACTING if self._chats else TurnState.PENDING
+        return TurnState.INTERACTING if self._prompts.trie.chats else TurnState.PENDING
 
     async def chat(self, call: ModelCall) -> Chat:
         """Play one call. When it returns, the call is on disk.
@@ -77,6 +79,7 @@ class EpisodeSession:
         Raises:
             NotFound: no such policy.
             ContextOverflow: the prompt leaves no room for a reply.
+            HistoryDrift: the job is strict, and exact tokens of an earlier call would be lost.
             EpisodeLeaseExpired, EpisodeEnded: the lease ended meanwhile; nothing of the call is kept.
             EngineFailure: the engine could not finish.
         """
@@ -117,47 +120,50 @@ class EpisodeSession:
 
     async def _play(self, call: ModelCall, runtime: PolicyRuntime, turn: Turn) -> Chat:
         clock, started = self._context.clock, self._context.clock.now()
-        index = self._next_index
+        prompt = await self._prompts.make(runtime, call.policy, call.messages, call.tools, self._context.strict_history)
+        index = self._next_index  # after its parent's, and no other call comes between
         self._next_index += 1
-        parent = self._longest_history(call)
-        prompt_ids, shared = await self._prompt(call, runtime, parent)
-        if shared == 0:
-            parent = None
-        prompt = prompt_digest(prompt_ids)
-        occurrence, seed = self._free_seed(prompt)
-        sampling = self._sampling(call, runtime, prompt_ids, seed)
+        digest = prompt_digest(prompt.ids)
+        occurrence, seed = self._free_seed(digest)
+        sampling = self._sampling(call, runtime, prompt.ids, seed)
         self._seeds.add(seed)
         try:
             turn.move(TurnState.GENERATING)
-            pieces = [p async for p in runtime.engine.generate(call.policy, prompt_ids, sampling)]
+            pieces = [p async for p in runtime.engine.generate(call.policy, prompt.ids, sampling)]
             completion_ids, logprobs, versions = _join(pieces)
         except BaseException:
             self._seeds.discard(seed)  # the same call, sent again, is the same sample
-            self._taken[prompt] = min(self._taken[prompt], occurrence)
+            self._taken[digest] = min(self._taken[digest], occurrence)
             raise
         turn.move(TurnState.INTERACTING)
+        tools = call.tools if call.parse_tool_calls else ()
+        reply = parse_reply(runtime.renderer, completion_ids, lambda: prompt.ids, tools, f"call_{seed:016x}")
+        self._context.counts["malformed_tool_calls"] += len(reply.malformed)
         chat = Chat(
             episode_id=self.episode.episode_id,
             fence=self.episode.fence,
             index=index,
-            time_step=index if call.time_step is None else call.time_step,
+            time_step=self._next_step if call.time_step is None else call.time_step,
             agent=call.agent,
             policy=call.policy,
-            messages=call.messages,
-            reply=reply_message(runtime.renderer, completion_ids, prompt_ids),
-            prompt_ids=prompt_ids,
+            parent=prompt.parent,
+            shared=prompt.shared,
+            shared_messages=prompt.shared_messages,
+            new_messages=prompt.new_messages,
+            prompt_tail=prompt.tail,
+            tools=call.tools,
+            reply=reply.message,
             completion_ids=completion_ids,
             logprobs=logprobs,
             versions=versions,
             finish_reason="stop" if int(completion_ids[-1]) in runtime.stop_ids else "length",
-            parent=None if parent is None else parent.index,
-            shared=shared,
-            shared_messages=0 if parent is None else len(parent.messages) + 1,
+            fork=prompt.fork,
             sampling=sampling,
             request_digest=call.digest,
             started_at=started,
             finished_at=clock.now(),
         )
+        self._next_step = max(self._next_step, chat.time_step + 1)
         await asyncio.shield(self._record(chat))
         return chat
 
@@ -177,13 +183,6 @@ class EpisodeSession:
         self._taken[prompt] = occurrence
         return occurrence, seed
 
-    async def _prompt(self, call: ModelCall, runtime: PolicyRuntime, parent: Chat | None) -> tuple[Ids, int]:
-        exact = None if parent is None else (parent.prompt_ids, parent.completion_ids)
-        new_from = 0 if parent is None else len(parent.messages) + 1
-        if sum(len(m.text) for m in call.messages) < LONG_TEXT:
-            return render_prompt(runtime.renderer, call.messages, exact, new_from)
-        return await asyncio.to_thread(render_prompt, runtime.renderer, call.messages, exact, new_from)
-
     def _sampling(self, call: ModelCall, runtime: PolicyRuntime, prompt_ids: Ids, seed: int) -> Sampling:
         """The job's settings for training, greedy for validation, the caller's own for an ad-hoc episode."""
         room = runtime.config.max_context - len(prompt_ids)
@@ -202,19 +201,10 @@ class EpisodeSession:
             seed=seed,
         )
 
-    def _longest_history(self, call: ModelCall) -> Chat | None:
-        """The earlier call of the policy whose messages and reply are the longest beginning of these messages."""
-        if not self._by_history:
-            return None
-        for state in reversed(message_chain(call.messages[:-1])):
-            if (chat := self._by_history.get((call.policy, state))) is not None:
-                return chat
-        return None
-
     def _remember(self, chat: Chat) -> None:
-        self._chats[chat.index] = chat
+        self._prompts.add(chat)
         self._next_index = max(self._next_index, chat.index + 1)
-        self._by_history[chat.policy, message_chain((*chat.messages, chat.reply))[-1]] = chat
+        self._next_step = max(self._next_step, chat.time_step + 1)
 
 
 def call_seed(job_seed: int, episode_id: str, prompt_ids: Ids, occurrence: int) -> int:

@@ -89,7 +89,7 @@ class MicroBatch:
             columns["behaviour"].append(sample.logprobs[trained])
             columns["advantage"].append(sample.advantages[trained])
             columns["weight"].append(sample.weights[trained])
-            columns["temperature"].append(np.full(len(trained), sample.temperature, np.float32))
+            columns["temperature"].append(sample.temperatures[trained])
         return {name: torch.from_numpy(np.concatenate(parts)) for name, parts in columns.items()}
 
 

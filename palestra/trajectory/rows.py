@@ -1,81 +1,123 @@
-"""Calls to rows: a call that goes on where another ended extends its row; every sampled token stands once."""
+"""The trie to rows: as few as flat rows allow, every sampled token with its loss in exactly one of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from palestra.schemas.records import Chat, Floats, Ids, Mask
+from palestra.schemas.records import Chat, Floats, Ids, Mask, MediaSpan
+from palestra.trajectory.trie import Node, Sampled, TokenTrie
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TokenRow:
-    """One prompt + completion that the engine saw, from its first token to its last."""
+    """A path of the trie: one prompt + completion that the engine saw, from its first token to its last."""
 
     policy: str
-    agent: str
     ids: Ids  # [N]
-    sampled: Mask  # [N], True where the token was sampled by a call of this row
-    logprobs: Floats  # [N], NaN where not sampled
+    media: tuple[MediaSpan, ...]
+    sampled: Mask  # [N], True where the token was sampled by a call that this row trains
+    logprobs: Floats  # [N], NaN where not sampled: never scored, which is not 0
     versions: NDArray[np.int32]  # [N, 2] (incarnation, n); -1 where not sampled
-    temperature: float
+    temperatures: Floats  # [N], 1 where not sampled
+    chats: NDArray[np.int32]  # [N], index of the call that sampled the token; -1 where not sampled
 
 
-def rows_of(chats: Sequence[Chat]) -> list[TokenRow]:
-    """All calls of one episode as rows, in the order in which the rows began.
+def rows_of(chats: Iterable[Chat], trained: Collection[int] | None = None) -> list[TokenRow]:
+    """The rows of an episode's calls; see `rows_of_trie`."""
+    return rows_of_trie(TokenTrie(chats), trained)
 
-    Only ids decide: a call extends a row if its prompt starts with exactly the ids with which the row ends. Where a
-    call goes on from the middle of a row, or from one that was extended already, a new row begins, and what the
-    older row had sampled is context there, not trained again.
+
+def rows_of_trie(trie: TokenTrie, trained: Collection[int] | None = None) -> list[TokenRow]:
+    """Rows for the trainer, in an order that depends on the tokens alone.
+
+    Each path to a last trained token is a row, for each policy; what an earlier row has trained of it is context. A
+    token that several calls sampled after the same prompt, as retries do, counts as often: in another row that passes
+    it, or in one more row where there is none (the trainer computes common paths once).
+
+    Args:
+        trie: the calls.
+        trained: indices of the calls whose tokens are trained; what others sampled is context. None: all.
     """
-    rows: list[list[Chat]] = []
-    ending_with: dict[int, list[Chat]] = {}  # index of a row's last call -> that row
-    for chat in sorted(chats, key=lambda c: c.index):
-        row = ending_with.pop(chat.parent, None) if chat.parent is not None else None
-        if row is None or not _continues(row[-1], chat):
-            if row is not None:
-                ending_with[row[-1].index] = row
-            row = []
-            rows.append(row)
-        row.append(chat)
-        ending_with[chat.index] = row
-    return [_row(calls) for calls in rows]
+    nodes = list(trie.nodes())
+    rows: list[TokenRow] = []
+    for policy in sorted({s.chat.policy for node in nodes for s in node.samplings}):
+        left = {node: _wanted(node, policy, trained) for node in nodes}
+        while left := {node: samplings for node, samplings in left.items() if samplings}:
+            rows += [_row(trie, policy, path, _take(trie, left, path)) for path in _longest_paths(left)]
+    return rows
 
 
-def _continues(last: Chat, chat: Chat) -> bool:
-    same_kind = (last.policy, last.agent, last.sampling.temperature) == (
-        chat.policy,
-        chat.agent,
-        chat.sampling.temperature,
+def _wanted(node: Node, policy: str, trained: Collection[int] | None) -> list[Sampled]:
+    """By seed: which of several equal calls got which seed may depend on arrival, the seeds do not."""
+    found = [s for s in node.samplings if s.chat.policy == policy and (trained is None or s.chat.index in trained)]
+    return sorted(found, key=lambda s: (s.chat.sampling.seed, s.chat.index))
+
+
+def _longest_paths(nodes: Collection[Node]) -> list[list[Node]]:
+    """Paths from the root that contain all of the nodes, none a part of another; in the order of the nodes."""
+    above: set[Node] = set()
+    for node in nodes:
+        parent = node.parent
+        while parent is not None and parent not in above:
+            above.add(parent)
+            parent = parent.parent
+    return [node.path() for node in nodes if node not in above]
+
+
+def _take(trie: TokenTrie, left: Mapping[Node, list[Sampled]], path: Sequence[Node]) -> list[tuple[Node, Sampled]]:
+    """From each node one sampling, of a call that ends on this path if there is one."""
+    on_path = set(path)
+    taken = []
+    for node in path:
+        samplings = left.get(node)
+        if samplings:
+            own = (k for k, s in enumerate(samplings) if trie.end(s.chat.index) in on_path)
+            taken.append((node, samplings.pop(next(own, 0))))
+    return taken
+
+
+def _row(trie: TokenTrie, policy: str, path: Sequence[Node], trained: Sequence[tuple[Node, Sampled]]) -> TokenRow:
+    length = path[-1].stop
+    row = TokenRow(
+        policy=policy,
+        ids=np.concatenate([node.ids for node in path]),
+        media=_media(trie, path),
+        sampled=np.zeros(length, np.bool_),
+        logprobs=np.full(length, np.nan, np.float32),
+        versions=np.full((length, 2), -1, np.int32),
+        temperatures=np.ones(length, np.float32),
+        chats=np.full(length, -1, np.int32),
     )
-    return same_kind and chat.shared == len(last.prompt_ids) + len(last.completion_ids)
+    for node, (chat, start) in trained:
+        here, there = slice(node.start, node.stop), slice(start, start + len(node))
+        row.sampled[here] = True
+        row.logprobs[here] = chat.logprobs[there]
+        row.versions[here] = chat.versions[0].version if len(chat.versions) == 1 else _versions(chat)[there]
+        row.temperatures[here] = chat.sampling.temperature
+        row.chats[here] = chat.index
+    return row
 
 
-def _row(calls: Sequence[Chat]) -> TokenRow:
-    """Calls of which each starts with all that came before it."""
-    length = len(calls[-1].prompt_ids) + len(calls[-1].completion_ids)
-    sampled = np.zeros(length, np.bool_)
-    logprobs = np.full(length, np.nan, np.float32)
-    versions = np.full((length, 2), -1, np.int32)
-    for chat in calls:
-        start = len(chat.prompt_ids)
-        stop = start + len(chat.completion_ids)
-        sampled[start:stop] = True
-        logprobs[start:stop] = chat.logprobs
-        versions[start:stop] = np.repeat(
-            np.array([span.version for span in chat.versions], np.int32),
-            [span.tokens for span in chat.versions],
-            axis=0,
-        )
-    return TokenRow(
-        policy=calls[-1].policy,
-        agent=calls[-1].agent,
-        ids=np.concatenate((calls[-1].prompt_ids, calls[-1].completion_ids)).astype(np.int32),
-        sampled=sampled,
-        logprobs=logprobs,
-        versions=versions,
-        temperature=calls[-1].sampling.temperature,
+def _versions(chat: Chat) -> NDArray[np.int32]:
+    """[C, 2]."""
+    return np.repeat(
+        np.array([span.version for span in chat.versions], np.int32), [span.tokens for span in chat.versions], axis=0
     )
+
+
+def _media(trie: TokenTrie, path: Sequence[Node]) -> tuple[MediaSpan, ...]:
+    """Spans of equal digests. Two images of the same bytes side by side are one span."""
+    spans: list[MediaSpan] = []
+    for node in path:
+        for position, digest in enumerate(trie.digests(node) if trie.has_media else (), node.start):
+            if digest is None:
+                continue
+            if spans and spans[-1].digest == digest and spans[-1].start + spans[-1].tokens == position:
+                spans[-1] = MediaSpan(spans[-1].start, spans[-1].tokens + 1, digest)
+            else:
+                spans.append(MediaSpan(position, 1, digest))
+    return tuple(spans)

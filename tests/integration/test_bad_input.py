@@ -234,8 +234,8 @@ def test_a_prompt_over_the_context_is_400_and_the_answer_has_both_numbers(plane,
 
 UNSUPPORTED: list[tuple[str, Any]] = [
     ("stream", True),
-    ("tools", [{"type": "function", "function": {"name": "add", "parameters": {}}}]),
     ("tool_choice", "required"),
+    ("tool_choice", {"type": "function", "function": {"name": "add"}}),
     ("n", 2),
     ("stop", ["\n"]),
     ("top_p", 0.9),
@@ -260,10 +260,9 @@ def test_a_field_that_is_not_supported_is_400_and_named(plane, episode, name, va
         {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]},
         {"role": "user", "content": [{"type": "text", "text": "?"}, {"type": "image", "digest": "0" * 64}]},
         {"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}]},
-        {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "type": "function", "function": {}}]},
-        {"role": "tool", "content": "4", "tool_call_id": "c"},
+        {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}},
     ],
-    ids=["image_url", "image", "audio", "tool_calls", "tool"],
+    ids=["image_url", "image", "audio", "function_call"],
 )
 def test_content_other_than_text_is_400_and_never_dropped(plane, episode, message):
     messages = [{"role": "user", "content": "look"}, message]
@@ -279,6 +278,9 @@ def test_content_other_than_text_is_400_and_never_dropped(plane, episode, messag
         {"messages": [{"role": "wizard", "content": "hello"}]},
         {"messages": [{"content": "hello"}]},
         {"messages": [{"role": "user", "content": [{"type": [], "text": "hello"}]}]},
+        {"messages": [{"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": {}}]}]},
+        {"tools": [{"type": "function"}]},
+        {"tools": [{"type": "custom", "custom": {"name": "x"}}]},
         {"max_tokens": 0},
         {"max_tokens": "12"},
         {"temperature": -1},

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from unit.building import TASK, make_chat, open_store
 
 from palestra.schemas.messages import ChatMessage
-from palestra.schemas.records import Chat, PolicyVersion, Sampling, VersionSpan
+from palestra.schemas.records import Chat, MediaSpan, PolicyVersion, Sampling, VersionSpan
 
 EPISODE = "train-000000-00"
 texts = st.text(max_size=8)
@@ -28,6 +28,7 @@ messages = st.builds(
     st.none() | texts,
 )
 ids = st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=6)
+media = st.builds(MediaSpan, st.integers(0, 9), st.integers(1, 9), texts)
 logprobs = st.floats(width=32)  # with NaN, infinities, subnormal numbers
 
 
@@ -54,6 +55,7 @@ def episodes(draw) -> list[Chat]:
                 reply=draw(texts),
                 logprobs=draw(st.lists(logprobs, min_size=len(completion), max_size=len(completion))),
                 versions=draw(spans(len(completion))),
+                media=tuple(draw(st.lists(media, max_size=2))),
                 time_step=draw(st.integers(0, 3)),
                 agent=draw(texts),
                 finish_reason=draw(st.sampled_from(["stop", "length"])),
@@ -72,7 +74,9 @@ def episodes(draw) -> list[Chat]:
 def same(a: Chat, b: Chat) -> None:
     for field in dataclasses.fields(Chat):
         one, other = getattr(a, field.name), getattr(b, field.name)
-        if isinstance(one, np.ndarray):
+        if field.name == "parent":
+            assert (one is None and other is None) or one.index == other.index
+        elif isinstance(one, np.ndarray):
             assert one.dtype == other.dtype
             assert one.tobytes() == other.tobytes(), field.name
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 
 import numpy as np
@@ -9,9 +10,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from palestra.chat import render_prompt, reply_message, select_renderer
+from palestra.chat import bridge, parse_reply, render, select_renderer
 from palestra.models.causal_lm import load_tokenizer
-from palestra.schemas.messages import text_message
+from palestra.schemas.messages import ChatMessage, text_message
 
 MODELS = ["tiny-random", pytest.param("SmolLM2-135M-Instruct", marks=pytest.mark.model)]
 each_model = pytest.mark.parametrize("model", MODELS)
@@ -28,7 +29,8 @@ odd = st.sampled_from(
     [" ", "\n", "\t", "\r", "  ", "\u00a0", "1", "12", "'s", "é", "漢", "👩‍💻", "\u0301", "<", "|>", "\0", ".", " ,"]
 )
 texts = st.lists(odd | st.text(max_size=6, alphabet=st.characters(exclude_categories=("Cs",))), max_size=5).map("".join)
-roles = st.sampled_from(["system", "user", "assistant", "tool", "developer"])
+roles = st.sampled_from(["system", "user", "assistant", "developer"])
+# (Results of tools stand in a turn of the user's, also where a template, having no place for tools, has none for that.)
 conversations = st.lists(st.fixed_dictionaries({"role": roles, "content": texts}), min_size=1, max_size=5)
 
 
@@ -108,7 +110,8 @@ def test_the_text_of_a_reply_is_what_was_encoded(model, reply):
     if model != "tiny-random":  # SmolLM2 has no tokens for some bytes and drops them
         assume(all(tokenizer.decode(tokenizer.encode(c, add_special_tokens=False)) == c for c in reply))
     ids = np.array([*tokenizer.encode(reply, add_special_tokens=False), stop], np.int32)
-    assert reply_message(renderer, ids, ids) == text_message("assistant", reply)
+    assume(not reply.lstrip().startswith("<think>"))
+    assert parse_reply(renderer, ids, lambda: ids).message == text_message("assistant", reply)
 
 
 @each_model
@@ -119,7 +122,79 @@ def test_the_text_of_a_reply_is_what_was_encoded(model, reply):
 )
 def test_a_body_never_holds_a_control_token(model, body):
     tokenizer, renderer = both(model)
-    prompt, _ = render_prompt(renderer, (text_message("system", body), text_message("user", body)), None, 0)
-    bare, _ = render_prompt(renderer, (text_message("system", ""), text_message("user", "")), None, 0)
+    prompt = render(renderer, (text_message("system", body), text_message("user", body)))
+    bare = render(renderer, (text_message("system", ""), text_message("user", "")))
     for token in tokenizer.all_special_ids:
         assert (prompt == token).sum() == (bare == token).sum()
+
+
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}]
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=8,
+)
+written = st.builds(
+    lambda value, ascii_only, separators: json.dumps(value, ensure_ascii=ascii_only, separators=separators),
+    st.dictionaries(texts, json_values, max_size=3),
+    st.booleans(),
+    st.sampled_from([(", ", ": "), (",", ":"), (" ,\n", "  : ")]),
+)
+
+
+def never():
+    raise AssertionError("the prompt was asked for")
+
+
+@each_model
+@given(
+    content=st.sampled_from(["", "So.", "\n", " é\n\n"]),
+    calls=st.lists(st.tuples(st.sampled_from(["f", "search_files", "漢"]), written), min_size=1, max_size=3),
+)
+def test_calls_that_were_written_are_read_again_with_the_same_arguments(model, content, calls):
+    plain(model, *(arguments for _, arguments in calls))
+    tokenizer, renderer = both(model)
+    said = ChatMessage.model_validate(
+        {
+            "role": "assistant",
+            "content": content,
+            "tool_calls": [{"id": f"c_{k}", "function": {"name": n, "arguments": a}} for k, (n, a) in enumerate(calls)],
+        }
+    )
+    text = tokenizer.decode(render(renderer, (text_message("user", ""), said), TOOLS))
+    if model != "tiny-random":
+        assume(all(json.dumps(name)[1:-1] in text or name in text for name, _ in calls))
+        assume(all(arguments in text for _, arguments in calls))
+    reply = text.split("<|im_start|>assistant\n")[1].removesuffix("<|im_end|>\n")
+    ids = np.array([*tokenizer.encode(reply, add_special_tokens=False), renderer.get_stop_token_ids()[0]], np.int32)
+    parsed = parse_reply(renderer, ids, never, TOOLS, "c")
+    assert parsed.malformed == ()
+    assert parsed.message == said
+
+
+@each_model
+@given(data=st.data())
+def test_no_ids_are_too_odd_to_be_a_reply(model, data):
+    """Ids of no text, of control tokens, of half a tool call, and ids that the tokenizer does not have."""
+    tokenizer, renderer = both(model)
+    pieces = [
+        "<tool_call>",
+        "</tool_call>",
+        '{"name": "f", "arguments": {}}',
+        '"',
+        "{",
+        "[" * 2000,
+        "\\u",
+        "<think>",
+        "\n",
+    ]
+    part = st.sampled_from(pieces).map(lambda text: tokenizer.encode(text, add_special_tokens=False)) | st.lists(
+        st.integers(0, len(tokenizer) + 300), max_size=6
+    )
+    ids = np.array([token for ids in data.draw(st.lists(part, max_size=12)) for token in ids], np.int32)
+    reply = parse_reply(renderer, ids, never, TOOLS)
+    assert reply.message.role == "assistant"
+    assert all(json.loads(call.function.arguments).__class__ is dict for call in reply.message.tool_calls)
+    rest = bridge(renderer, never, ids, (reply.message, text_message("user", "so")), TOOLS)
+    assert rest is not None
+    assert render(renderer, (text_message("user", "hi"), reply.message), TOOLS).dtype == np.int32

@@ -1,86 +1,124 @@
-"""Rows of any tree of calls: each sampled token stands in exactly one row, and rows are what the engine saw."""
+"""Rows of any calls: each sampled token is trained in exactly one row, and rows are beginnings of what was seen."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Collection, Sequence
+
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from unit.building import make_chat
+from property.calls import Drawn, Edge, digests_of, episodes, orders, record
 
-from palestra.trajectory import rows_of
-
-tokens = st.integers(1, 3)  # few, so that unrelated calls look alike
+from palestra.trajectory import TokenRow, rows_of
 
 
-@st.composite
-def episodes(draw):
-    """Calls of which each extends any earlier one, or none; extensions may come twice from one call."""
-    chats = []
-    for index in range(draw(st.integers(1, 8))):
-        parent = draw(st.none() | st.sampled_from(chats)) if chats else None
-        new = draw(st.lists(tokens, min_size=1, max_size=3))
-        completion = draw(st.lists(tokens, min_size=1, max_size=3))
-        logprobs = [-(100.0 * index + i) for i in range(len(completion))]  # which call, which token
-        chats.append(
-            make_chat(
-                index=index,
-                parent=parent,
-                prompt=new,
-                completion=completion,
-                logprobs=logprobs,
-                agent=draw(st.sampled_from(["a", "b"])),
-            )
+def edges_of(row: TokenRow) -> tuple[Edge, ...]:
+    return (*zip(row.ids.tolist(), digests_of(row.media, len(row.ids)), strict=True),)
+
+
+def draw_trained(data, calls: Sequence[Drawn]) -> set[int]:
+    return data.draw(st.just({c.number for c in calls}) | st.sets(st.sampled_from([c.number for c in calls])))
+
+
+@given(st.data())
+@settings(max_examples=150)
+def test_every_sampled_token_is_trained_in_exactly_one_row_with_what_was_recorded_of_it(data):
+    calls = data.draw(episodes())
+    trained = draw_trained(data, calls)
+    chats = record(calls, data.draw(orders(calls)))
+    by_index = {chat.index: number for number, chat in chats.items()}
+    found: Counter[tuple[int, int]] = Counter()
+    for row in rows_of(chats.values(), {chats[number].index for number in trained}):
+        for position in np.flatnonzero(row.sampled).tolist():
+            call = calls[by_index[int(row.chats[position])]]
+            place = position - len(call.prompt)
+            found[call.number, place] += 1
+            assert edges_of(row)[: position + 1] == call.edges[: position + 1]
+            assert row.policy == call.policy
+            assert row.logprobs[position] == call.logprobs[place]
+            assert row.temperatures[position] == call.temperature
+            versions = [span.version for span in call.versions for _ in range(span.tokens)]
+            assert tuple(row.versions[position]) == versions[place]
+    assert found == Counter({(n, place): 1 for n in trained for place in range(len(calls[n].completion))})
+
+
+@given(st.data())
+def test_a_row_is_the_beginning_of_a_call_of_its_policy_and_ends_with_a_token_that_it_trains(data):
+    calls = data.draw(episodes())
+    trained = draw_trained(data, calls)
+    for row in rows_of(record(calls).values(), trained):
+        assert row.sampled[-1]
+        assert any(
+            call.edges[: len(row.ids)] == edges_of(row)
+            for call in calls
+            if call.policy == row.policy and call.number in trained
         )
-    return chats
 
 
-@given(episodes())
-def test_every_sampled_token_is_in_exactly_one_row(chats):
-    found = sorted(float(p) for row in rows_of(chats) for p in row.logprobs[row.sampled])
-    assert found == sorted(float(p) for chat in chats for p in chat.logprobs)
-
-
-@given(episodes())
-def test_rows_are_prompt_and_completion_exactly_as_the_engine_saw_them(chats):
-    seen = {float(chat.logprobs[0]): (chat.prompt_ids, chat.completion_ids) for chat in chats}
-    for row in rows_of(chats):
-        calls = [float(p) for p in row.logprobs[row.sampled] if float(p) in seen]
-        for first in calls:
-            prompt, completion = seen[first]
-            start = len(prompt)
-            assert row.ids[: start + len(completion)].tolist() == [*prompt.tolist(), *completion.tolist()]
-            assert row.sampled[start : start + len(completion)].all()
-            assert float(row.logprobs[start]) == first
-        prompt, completion = seen[calls[-1]]
-        assert len(row.ids) == len(prompt) + len(completion)
-
-
-@given(episodes())
-def test_what_was_not_sampled_in_this_row_has_neither_logprob_nor_version(chats):
-    for row in rows_of(chats):
-        assert (np.isnan(row.logprobs) == ~row.sampled).all()
-        assert ((row.versions[:, 0] < 0) == ~row.sampled).all()
+@given(st.data())
+def test_what_was_not_sampled_in_this_row_has_neither_logprob_nor_version_nor_call(data):
+    calls = data.draw(episodes())
+    for row in rows_of(record(calls).values(), draw_trained(data, calls)):
+        n = len(row.ids)
+        assert {len(a) for a in (row.sampled, row.logprobs, row.versions, row.temperatures, row.chats)} == {n}
+        assert np.isnan(row.logprobs[~row.sampled]).all()
+        assert not np.isnan(row.logprobs[row.sampled]).any()
+        assert (row.versions[~row.sampled] == -1).all()
+        assert (row.chats[~row.sampled] == -1).all()
+        assert (row.temperatures[~row.sampled] == 1).all()
         assert not row.sampled[0]
 
 
-@given(episodes())
-def test_a_row_has_one_agent_and_chains_without_forks_are_one_row(chats):
-    rows = rows_of(chats)
-    by_index = {chat.index: chat for chat in chats}
-    extended = set()
-    wanted = 0
-    for chat in chats:  # a row begins where a call goes on from nothing, from another agent's, or from a call used up
-        if chat.parent is None or by_index[chat.parent].agent != chat.agent or chat.parent in extended:
-            wanted += 1
-        else:
-            extended.add(chat.parent)
-    assert len(rows) == wanted
+def fewest(calls: Sequence[Drawn], policy: str, trained: Collection[int]) -> int:
+    """A token that k calls sampled needs k rows that pass it; a row that passes a token passes those before it."""
+    samples: Counter[tuple[Edge, ...]] = Counter()
+    for call in calls:
+        if call.policy == policy and call.number in trained:
+            samples.update(call.edges[: n + 1] for n in range(len(call.prompt), len(call.edges)))
+    needed: Counter[tuple[Edge, ...]] = Counter()
+    for beginning in sorted({b[:n] for b in samples for n in range(len(b) + 1)}, key=len, reverse=True):
+        needed[beginning] = max(needed[beginning], samples[beginning])
+        if beginning:
+            needed[beginning[:-1]] += needed[beginning]
+    return needed[()]
 
 
-@given(episodes(), st.randoms(use_true_random=False))
-def test_the_order_of_arrival_in_the_list_changes_nothing(chats, random):
-    shuffled = list(chats)
-    random.shuffle(shuffled)
-    for a, b in zip(rows_of(chats), rows_of(shuffled), strict=True):
-        assert (a.ids == b.ids).all()
-        assert (a.sampled == b.sampled).all()
+@given(st.data())
+@settings(max_examples=150)
+def test_there_are_as_few_rows_as_flat_rows_allow(data):
+    calls = data.draw(episodes())
+    trained = draw_trained(data, calls)
+    found = Counter(row.policy for row in rows_of(record(calls).values(), trained))
+    assert found == Counter({policy: fewest(calls, policy, trained) for policy in "pq"})
+
+
+@given(st.data())
+def test_where_nothing_was_sampled_twice_there_is_a_row_for_each_last_sampled_token(data):
+    calls = data.draw(episodes(policies=("p",)))
+    sampled = Counter(call.edges[: n + 1] for call in calls for n in range(len(call.prompt), len(call.edges)))
+    twice = {beginning for beginning, times in sampled.items() if times > 1}
+    once = [call for call in calls if not any(call.edges[:n] in twice for n in range(len(call.edges) + 1))]
+    whole = [call.edges for call in once]
+    last = [w for w in whole if not any(o[: len(w)] == w and len(o) > len(w) for o in whole)]
+    rows = rows_of(record(calls).values(), {call.number for call in once})
+    assert sorted(map(edges_of, rows), key=str) == sorted(last, key=str)
+
+
+@given(st.data())
+@settings(max_examples=150)
+def test_neither_the_order_of_arrival_nor_the_indices_change_the_rows(data):
+    calls = data.draw(episodes())
+    trained = draw_trained(data, calls)
+    some = record(calls)
+    orphans = data.draw(st.sets(st.sampled_from([call.number for call in calls])))
+    others = record(calls, data.draw(orders(calls)), orphans)
+    arrival = data.draw(st.permutations(sorted(others)))
+    one = rows_of(some.values(), {some[n].index for n in trained})
+    other = rows_of([others[n] for n in arrival], {others[n].index for n in trained})
+    name = {chat.index: number for number, chat in others.items()} | {-1: -1}
+    for a, b in zip(one, other, strict=True):
+        assert (a.policy, edges_of(a)) == (b.policy, edges_of(b))
+        for field in ("sampled", "logprobs", "versions", "temperatures"):
+            assert getattr(a, field).tobytes() == getattr(b, field).tobytes(), field
+        assert a.chats.tolist() == [name[index] for index in b.chats.tolist()]

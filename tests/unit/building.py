@@ -70,13 +70,9 @@ def make_chat(
     """One call; with `parent` its prompt is the parent's tokens followed by `prompt`."""
     logprobs = changes.pop("logprobs", None)
     own = np.array(prompt, np.int32)
-    shared, shared_messages = 0, 0
     messages = (text_message("user", "hello"),) if messages is None else messages
-    if parent is not None:
-        history = np.concatenate((parent.prompt_ids, parent.completion_ids))
-        own, shared = np.concatenate((history, own)).astype(np.int32), len(history)
-        messages = (*parent.messages, parent.reply, *messages)
-        shared_messages = len(parent.messages) + 1
+    shared = 0 if parent is None else parent.tokens
+    shared_messages = 0 if parent is None else len(parent.messages) + 1
     chat = Chat(
         episode_id=episode_id,
         fence=fence,
@@ -84,16 +80,16 @@ def make_chat(
         time_step=index,
         agent="agent",
         policy="policy",
-        messages=messages,
+        parent=parent,
+        shared=shared,
+        shared_messages=shared_messages,
+        new_messages=messages,
+        prompt_tail=own,
         reply=text_message("assistant", reply),
-        prompt_ids=own,
         completion_ids=np.array(completion, np.int32),
         logprobs=np.array(logprobs if logprobs is not None else [-0.5] * len(completion), np.float32),
         versions=(VersionSpan(PolicyVersion(0, 0), len(completion)),),
         finish_reason="stop",
-        parent=None if parent is None else parent.index,
-        shared=shared,
-        shared_messages=shared_messages,
         sampling=Sampling(temperature=1.0, max_tokens=16, seed=7),
         request_digest=f"digest-{index}",
         started_at=1.0,
@@ -154,5 +150,5 @@ def make_sample(
         versions=versions,
         advantages=mask.astype(np.float32) * np.float32(advantage),
         weights=mask.astype(np.float32) * np.float32(weight),
-        temperature=temperature,
+        temperatures=np.where(mask, np.float32(temperature), np.float32(1.0)),
     )

@@ -35,6 +35,8 @@ def test_the_tree_in_the_docstring_hangs_each_class_under_its_base():
 
 
 def example(kind: type[PalestraError]) -> PalestraError:
+    if kind is errors.HistoryDrift:
+        return kind("edited_message", 3, 4, 212)
     return kind(5000, 4096) if kind is errors.ContextOverflow else kind("what happened")
 
 
@@ -50,6 +52,13 @@ def test_codes_are_distinct():
 
 def test_what_may_succeed_later_is_429_or_503_and_nothing_else():
     assert {c.__name__ for c in CLASSES if c.retryable} == {c.__name__ for c in CLASSES if c.http_status in (429, 503)}
+
+
+def test_drift_says_what_was_left_where_and_why():
+    error = errors.HistoryDrift("edited_message", 3, 4, 212)
+    assert "call 3: edited message" in str(error)
+    assert "message 4, at token 212" in str(error)
+    assert "an earlier call" in str(errors.HistoryDrift("tools_changed", None, 0, 0))
 
 
 def test_a_context_overflow_says_both_numbers():

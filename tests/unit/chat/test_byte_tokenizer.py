@@ -28,6 +28,7 @@ def test_control_tokens_are_shown_or_skipped():
 def test_bytes_that_are_no_text_become_replacement_characters():
     assert TOKENIZER.decode([0xC3]) == "\ufffd"
     assert TOKENIZER.decode([0xC3, 258, 0xA9]) == "\ufffd<|im_end|>\ufffd"
+    assert TOKENIZER.decode([97, 259]) == "a\ufffd"
 
 
 @pytest.mark.parametrize("text", ["\ud800", "a\udfff", "\udcff\ud83d"])

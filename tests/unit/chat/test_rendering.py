@@ -1,95 +1,201 @@
 from __future__ import annotations
 
+import json
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
+from renderers import ParsedResponse, ParsedToolCall, ToolCallParseStatus
 
-from palestra.chat import ChatMLRenderer, render_prompt, reply_message, select_renderer
-from palestra.schemas.messages import text_message
+from palestra.chat import ByteTokenizer, bridge, parse_reply, render
+from palestra.schemas.messages import ChatMessage, text_message
 from unit.building import ids
 
 HELLO = text_message("user", "hello")
 BACK = text_message("assistant", "hi")
 MORE = text_message("user", "more")
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}]
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a":  1}}\n</tool_call>'
 
 
-def test_tiny_random_gets_our_renderer_without_a_default_system_message(tiny_renderer):
-    assert isinstance(tiny_renderer, ChatMLRenderer)
-    assert tiny_renderer.config.default_system is None
+def never():
+    raise AssertionError("the prompt was asked for")
 
 
-@pytest.mark.model
-def test_smollm2_gets_our_renderer_with_its_default_system_message(smollm_renderer):
-    assert isinstance(smollm_renderer, ChatMLRenderer)
-    assert smollm_renderer.config.default_system.startswith("You are a helpful AI assistant named SmolLM")
+def shown(tokens: Any) -> str:
+    return ByteTokenizer().decode(tokens.tolist())
+
+
+def encoded(text: str):
+    return ids(*text.encode(), 258)
+
+
+def test_a_prompt_is_the_whole_conversation_with_an_open_turn(byte_renderer):
+    prompt = render(byte_renderer, (HELLO, BACK, MORE))
+    assert prompt.dtype == np.int32
+    assert shown(prompt) == (
+        "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nhi<|im_end|>\n"
+        "<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_everything_a_message_has_reaches_the_renderer(byte_renderer):
+    said = ChatMessage.model_validate(
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning_content": "hm",
+            "tool_calls": [{"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a":  1}'}}],
+        }
+    )
+    answer = ChatMessage.model_validate({"role": "tool", "content": "2", "tool_call_id": "c"})
+    text = shown(render(byte_renderer, (HELLO, said, answer), TOOLS))
+    assert json.dumps(TOOLS[0]) in text
+    assert f"<think>\nhm\n</think>\n\n{CALL}<|im_end|>" in text
+    assert "<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>" in text
+
+
+def test_a_bridge_of_ours_is_what_follows_and_never_asks_for_the_prompt(byte_renderer):
+    rest = bridge(byte_renderer, never, ids(0xC3, 258), (MORE,))
+    assert rest.dtype == np.int32
+    assert shown(rest) == "\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
+    assert shown(bridge(byte_renderer, never, ids(0xC3), (BACK, MORE))).startswith(
+        "<|im_end|>\n<|im_start|>assistant\nhi"
+    )
+
+
+class Package:
+    """A renderer that is not ours."""
+
+    def __init__(self, ids_after: list[int] | None = None, parsed: ParsedResponse | None = None) -> None:
+        self.ids_after, self.parsed, self.given = ids_after, parsed, SimpleNamespace()
+
+    def render_ids(self, messages, *, tools=None, add_generation_prompt=False):
+        self.given = SimpleNamespace(messages=messages, tools=tools)
+        return [1]
+
+    def bridge_to_next_turn(self, prompt, completion, messages, *, tools=None):
+        self.given = SimpleNamespace(prompt=prompt, completion=completion, messages=messages, tools=tools)
+        return None if self.ids_after is None else SimpleNamespace(token_ids=self.ids_after)
+
+    def parse_response(self, token_ids, *, tools=None, prompt_ids=None):
+        return self.parsed
+
+    def get_stop_token_ids(self):
+        return [9]
 
 
 @pytest.mark.parametrize(
-    "template",
+    ("whole", "rest"),
     [
-        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] | trim + '<|im_end|>\n' }}"
-        "{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
-        "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}assistant: ",
-        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+        (None, None),
+        ([1, 2, 3, 9, 5, 6], [5, 6]),
+        ([1, 2, 3, 9], []),
+        ([1, 2, 3, 8, 5], None),
+        ([1, 2], None),
+        ([], None),
     ],
 )
-def test_a_template_that_is_not_exactly_chatml_is_left_to_itself(template):
-    from palestra.models.causal_lm import load_tokenizer
+def test_of_the_package_only_an_exact_bridge_is_taken(whole, rest):
+    renderer = Package(whole)
+    found = bridge(renderer, lambda: ids(1, 2), ids(3, 9), (MORE,), TOOLS)
+    assert (None if found is None else found.tolist()) == rest
+    assert renderer.given.prompt == [1, 2]
+    assert renderer.given.completion == [3, 9]
+    assert renderer.given.messages == [{"role": "user", "content": "more"}]
+    assert renderer.given.tools == TOOLS
 
-    tokenizer = load_tokenizer("tiny-random")
-    tokenizer.chat_template = template
-    renderer = select_renderer(tokenizer)
-    assert not isinstance(renderer, ChatMLRenderer)
-    messages = [{"role": "user", "content": " hello "}]
-    assert renderer.render_ids(messages, add_generation_prompt=True) == tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_dict=False
+
+def answer(call: str) -> ChatMessage:
+    return text_message("tool", "2").model_copy(update={"tool_call_id": call})
+
+
+def test_a_tools_answer_is_told_which_tool_it_is_of():
+    """Some formats show the name, which OpenAI's tool messages do not have."""
+    parsed = ParsedResponse(
+        content="", tool_calls=[ParsedToolCall(raw="", name="add", arguments={}), ParsedToolCall(raw="", name="now")]
     )
-    prompt, shared = render_prompt(renderer, (HELLO, BACK, MORE), (ids(1, 2), ids(3)), 2)
-    assert shared == 0
-    assert prompt.tolist() == renderer.render_ids(
-        [{"role": m.role, "content": m.text} for m in (HELLO, BACK, MORE)], add_generation_prompt=True
-    )
+    renderer = Package(None, parsed)
+    bridge(renderer, lambda: ids(1), ids(9), (answer("x_1"), answer("x_0"), answer("other"), answer("x_7")), TOOLS)
+    assert [m.get("name") for m in renderer.given.messages] == ["now", "add", None, None]
+    said = parse_reply(renderer, ids(9), lambda: ids(1), TOOLS, "x").message
+    render(renderer, (HELLO, said, answer("x_1")), TOOLS)
+    assert renderer.given.messages[2]["name"] == "now"
 
 
-def test_a_first_call_is_rendered_whole(byte_renderer):
-    prompt, shared = render_prompt(byte_renderer, (HELLO,), None, 0)
-    assert shared == 0
-    assert prompt.dtype == np.int32
-    assert bytes(prompt[1:11].tolist()) == b"user\nhello"
-
-
-def test_an_extending_call_starts_with_the_exact_ids_and_says_how_many(byte_renderer):
-    before, _ = render_prompt(byte_renderer, (HELLO,), None, 0)
-    odd = ids(ord("h"), ord("i"), 258)
-    prompt, shared = render_prompt(byte_renderer, (HELLO, BACK, MORE), (before, odd), 2)
-    assert shared == len(before) + 3
-    assert prompt[:shared].tolist() == [*before.tolist(), *odd.tolist()]
-
-
-def test_sampled_ids_win_over_their_text(byte_renderer):
-    """The reply is said to be "hi", its ids are others: the ids stand."""
-    before, _ = render_prompt(byte_renderer, (HELLO,), None, 0)
-    prompt, shared = render_prompt(byte_renderer, (HELLO, BACK, MORE), (before, ids(0xC3, 258)), 2)
-    assert prompt[len(before) : shared].tolist() == [0xC3, 258]
-
-
-def test_where_there_is_no_bridge_all_is_rendered_afresh_and_nothing_is_shared(byte_renderer):
-    before, _ = render_prompt(byte_renderer, (HELLO,), None, 0)
-    conversation = (HELLO, BACK, BACK, MORE)
-    prompt, shared = render_prompt(byte_renderer, conversation, (before, ids(1, 258)), 2)
-    assert shared == 0
-    assert prompt.tolist() == render_prompt(byte_renderer, conversation, None, 0)[0].tolist()
-
-
-def test_what_is_said_to_be_shared_is_always_what_the_prompt_starts_with(byte_renderer):
-    before, _ = render_prompt(byte_renderer, (HELLO,), None, 0)
-    for completion in (ids(1), ids(258), ids(1, 258, 2), ids(256, 1), ids(258, 258)):
-        prompt, shared = render_prompt(byte_renderer, (HELLO, BACK, MORE), (before, completion), 2)
-        history = np.concatenate((before, completion))
-        assert shared in (0, len(history))
-        assert prompt[:shared].tolist() == history[:shared].tolist()
+def test_no_tools_are_none_for_the_package():
+    renderer = Package()
+    render(renderer, (HELLO,))
+    assert renderer.given.tools is None
 
 
 def test_a_reply_is_an_assistants_message(byte_renderer):
-    assert reply_message(byte_renderer, ids(*b"ok", 258), ids(1)) == text_message("assistant", "ok")
+    reply = parse_reply(byte_renderer, encoded("ok"), never)
+    assert reply.message == text_message("assistant", "ok")
+    assert reply.malformed == ()
+
+
+def test_calls_of_a_reply_get_ids_and_keep_their_arguments(byte_renderer):
+    reply = parse_reply(
+        byte_renderer, encoded(f"<think>\nhm\n</think>\n\nSo.\n{CALL}\n{CALL}"), never, TOOLS, "call_e1"
+    )
+    assert reply.message.text == "So."
+    assert reply.message.reasoning_content == "hm"
+    assert [c.id for c in reply.message.tool_calls] == ["call_e1_0", "call_e1_1"]
+    assert {(c.function.name, c.function.arguments) for c in reply.message.tool_calls} == {("add", '{"a":  1}')}
+    assert reply.malformed == ()
+
+
+def test_without_tools_a_call_is_text(byte_renderer):
+    assert parse_reply(byte_renderer, encoded(CALL), never).message == text_message("assistant", CALL)
+
+
+def test_each_malformed_call_has_a_reason_and_the_good_ones_are_counted_alone(byte_renderer):
+    bad = "<tool_call>\nadd(1)\n</tool_call>"
+    reply = parse_reply(byte_renderer, encoded(f"{bad}\n{CALL}\n{bad}"), never, TOOLS)
+    assert [c.id for c in reply.message.tool_calls] == ["call_0"]
+    assert reply.message.text == f"{bad}\n{bad}"
+    assert [reason[:12] for reason in reply.malformed] == ["tool call 0:", "tool call 2:"]
+
+
+@pytest.mark.parametrize(
+    ("raw", "value", "arguments"),
+    [
+        ('{"name": "add", "arguments": {"a":  1}}', {"a": 1}, '{"a":  1}'),
+        ('{"name": "add", "parameters": {"a":1}}', {"a": 1}, '{"a":1}'),
+        ("<function=add>", {"a": "é"}, '{"a": "é"}'),
+        ('{"arguments": {"a": 2}}', {"a": 1}, '{"a": 1}'),  # the package read something else there
+        ("", '{"a":1}', '{"a":1}'),
+        ("", None, "{}"),
+    ],
+)
+def test_the_packages_calls_are_as_the_model_wrote_them_where_it_wrote_json(raw, value, arguments):
+    renderer = Package(
+        parsed=ParsedResponse(content="", tool_calls=[ParsedToolCall(raw=raw, name="add", arguments=value)])
+    )
+    reply = parse_reply(renderer, ids(9), lambda: ids(1), TOOLS)
+    assert [c.function.arguments for c in reply.message.tool_calls] == [arguments]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        ParsedToolCall(raw="<bad>", status=ToolCallParseStatus.INVALID_JSON),
+        ParsedToolCall(raw="<bad>", name="add", arguments="text"),
+        ParsedToolCall(raw="<bad>", name="add", arguments={"a": float("nan")}),
+        ParsedToolCall(raw="<bad>", name="add", arguments=[1]),
+    ],
+)
+def test_a_call_that_the_package_could_not_read_stays_in_the_content(call):
+    renderer = Package(parsed=ParsedResponse(content="So.", reasoning_content="", tool_calls=[call]))
+    reply = parse_reply(renderer, ids(9), lambda: ids(1), TOOLS)
+    assert reply.message == text_message("assistant", "So.\n<bad>")
+    assert len(reply.malformed) == 1
+
+
+def test_without_tools_the_packages_calls_are_text_too():
+    call = ParsedToolCall(raw="<call>", name="add", arguments={})
+    reply = parse_reply(Package(parsed=ParsedResponse(content="", tool_calls=[call])), ids(9), lambda: ids(1))
+    assert reply.message == text_message("assistant", "<call>")
+    assert reply.malformed == ()

@@ -60,7 +60,7 @@ def test_fields_that_ask_for_nothing_are_harmless(fields):
         ("n", 2),
         ("stream", True),
         ("top_p", 0.9),
-        ("tools", [{"type": "function"}]),
+        ("tool_choice", "required"),
         ("stop", ["x"]),
         ("presence_penalty", 0.5),
         ("response_format", {"type": "json_object"}),
@@ -106,8 +106,8 @@ def test_what_is_no_json_is_an_invalid_request(body):
     "message",
     [
         {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
-        {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
-        {"role": "tool", "content": "x", "tool_call_id": "1"},
+        {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}},
+        {"role": "assistant", "content": None, "audio": {"id": "1"}},
     ],
 )
 def test_what_is_not_text_is_refused_and_never_dropped(message):

@@ -78,7 +78,12 @@ class ScriptedJob:
             stop_ids=frozenset(renderer.get_stop_token_ids()),
             decode=tokenizer.decode,
         )
-        context = SessionContext(store=self.store, policies={settings.policy_name: runtime}, seed=settings.seed)
+        context = SessionContext(
+            store=self.store,
+            policies={settings.policy_name: runtime},
+            seed=settings.seed,
+            strict_history=settings.rollout.strict_history,
+        )
         self.sessions = Sessions(context, 1000)
         self.dead = asyncio.Event()
 

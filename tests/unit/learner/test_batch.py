@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from palestra.config import AlgorithmConfig
-from palestra.learner.batch import make_batch
+from palestra.learner.batch import LEFT_OUT, make_batch
+from palestra.schemas.forks import Fork, ForkReason
+from palestra.schemas.metrics import METRIC_NAMES
 from palestra.schemas.records import PolicyVersion, Trajectory, VersionSpan
 from unit.building import make_chat, make_episode, make_trajectory
 
@@ -131,7 +133,7 @@ def test_every_sampled_token_is_trained_once_with_what_was_recorded_of_it():
     assert s.ids.tolist() == [1, 2, 3, 4]
     assert s.logprobs[s.loss_mask].tolist() == [-0.5, -1.5]
     assert sum(int(s.loss_mask.sum()) for s in batch.samples) == batch.metrics["rollout/completion_tokens"] == 3
-    assert s.temperature == 1.0
+    assert set(s.temperatures.tolist()) == {1.0}
 
 
 def test_the_rewards_of_several_agents_are_added():
@@ -156,3 +158,84 @@ def test_tokens_calls_and_staleness_are_measured():
     assert batch.metrics["rollout/completion_tokens"] == 4
     assert batch.metrics["rollout/truncated_share"] == pytest.approx(2 / 3)
     assert batch.metrics["rollout/staleness_max"] == 2
+
+
+# Credit
+
+
+def attempts(sample: int, reward: float) -> Trajectory:
+    """A first call, an attempt that was given up, and the answer, which goes on from the first call."""
+    name = f"train-000000-{sample:02d}"
+    first = make_chat(name, prompt=(9,), completion=(1, 1), logprobs=[-1, -2])
+    given_up = make_chat(name, index=1, parent=first, prompt=(8,), completion=(2, 2, 2), logprobs=[-3, -4, -5])
+    answer = make_chat(name, index=2, parent=first, prompt=(7,), completion=(3,), logprobs=[-6])
+    return make_trajectory(0, sample, reward, [first, given_up, answer])
+
+
+def test_abandoned_calls_are_trained_unless_they_are_excluded_and_then_they_are_counted():
+    everything = batch_of(attempts(0, 0.0), attempts(1, 1.0))
+    assert sum(int(s.loss_mask.sum()) for s in everything.samples) == 12
+    assert (everything.metrics["train/calls_abandoned"], everything.metrics["train/tokens_abandoned"]) == (0, 0)
+    answers = batch_of(attempts(0, 0.0), attempts(1, 1.0), abandoned="exclude")
+    assert [s.ids.tolist() for s in answers.samples] == [[9, 1, 1, 7, 3]] * 2
+    assert [s.logprobs[s.loss_mask].tolist() for s in answers.samples] == [[-1, -2, -6]] * 2
+    assert (answers.metrics["train/calls_abandoned"], answers.metrics["train/tokens_abandoned"]) == (2, 6)
+    assert total_weights(answers) == pytest.approx(total_weights(everything))
+    assert answers.metrics["rollout/completion_tokens"] == 12  # what was sampled, trained or not
+
+
+def test_each_call_has_the_advantage_of_its_own_step_in_one_row():
+    def walked(sample: int, *rewards: float) -> Trajectory:
+        steps = trajectory(0, sample, 0.0, *[1] * len(rewards))
+        return replace(steps, episode=make_episode(0, sample, 0.0, step_rewards=rewards))
+
+    batch = batch_of(walked(0, 0.0, 4.0), walked(1, 1.0), credit="step", discount=0.5, advantage_scale="none")
+    baseline = ((2.0 + 4.0) / 2 + 1.0) / 2
+    assert [s.advantages[s.loss_mask].tolist() for s in batch.samples] == [[2 - baseline, 4 - baseline], [1 - baseline]]
+    assert total_weights(batch) == pytest.approx({"train-000000-00": 0.5, "train-000000-01": 0.5})
+
+
+def test_a_call_without_peers_has_no_advantage_and_is_counted():
+    def talked(sample: int, *agents: str) -> Trajectory:
+        chats = [make_chat(index=n, agent=agent, prompt=(n + 1,)) for n, agent in enumerate(agents)]
+        episode = make_episode(0, sample, rewards={"a": float(sample), "b": 5.0})
+        return replace(make_trajectory(0, sample, 0.0, chats), episode=episode)
+
+    batch = batch_of(talked(0, "a", "b", "b"), talked(1, "a"), credit="agent")
+    assert batch.metrics["train/calls_without_peers"] == 2
+    assert [s.advantages[s.loss_mask].any() for s in batch.samples] == [True, False, False, True]
+    assert total_weights(batch) == pytest.approx({"train-000000-00": 0.5, "train-000000-01": 0.5})
+
+
+def test_a_group_in_which_only_excluded_calls_differ_is_not_silently_trained_on_nothing():
+    """The advantages are of all calls; that the rows have some is what counts as variance."""
+    batch = batch_of(attempts(0, 1.0), attempts(1, 1.0), abandoned="exclude")
+    assert batch.samples == []
+    assert batch.metrics["train/groups_zero_variance"] == 1
+
+
+def test_forks_are_counted_by_reason_and_drift_is_their_share_of_all_calls():
+    def forked(index: int, reason: ForkReason):
+        return make_chat(index=index, prompt=(index + 1,), fork=Fork(reason=reason, call=0, message=1, position=1))
+
+    calls = [
+        make_chat(prompt=(1,)),
+        forked(1, ForkReason.EDITED_MESSAGE),
+        forked(2, ForkReason.NEW_CONVERSATION),
+        forked(3, ForkReason.EDITED_MESSAGE),
+    ]
+    metrics = batch_of(make_trajectory(0, 0, 1.0, calls), trajectory(0, 1, 0.0, 2)).metrics
+    assert metrics["rollout/drift_share"] == 2 / 5
+    counted = {name: value for name, value in metrics.items() if name.startswith("rollout/forks_") and value}
+    assert counted == {"rollout/forks_edited_message": 2, "rollout/forks_new_conversation": 1}
+
+
+def test_every_metric_is_defined_and_everything_that_is_left_out_is_among_them():
+    metrics = batch_of(trajectory(0, 0, 0.0, 1), trajectory(0, 1, 1.0, 2)).metrics
+    assert metrics.keys() <= METRIC_NAMES
+    assert {f"train/{name}" for name in LEFT_OUT} <= metrics.keys()
+
+
+def test_tokens_that_were_reused_are_those_that_a_call_shares_with_an_earlier_one():
+    metrics = batch_of(trajectory(0, 0, 0.0, 2, 3), trajectory(0, 1, 1.0, 1)).metrics
+    assert (metrics["rollout/prompt_tokens"], metrics["rollout/reused_tokens"]) == (2 + 6 + 2, 4)

@@ -5,7 +5,7 @@ import sqlite3
 import numpy as np
 import pytest
 
-from palestra.errors import EpisodeEnded, EpisodeLeaseExpired, NotFound
+from palestra.errors import EpisodeEnded, EpisodeLeaseExpired, InvalidRequest, NotFound
 from palestra.schemas.messages import text_message
 from unit.building import TASK, make_chat
 
@@ -102,7 +102,9 @@ async def test_calls_of_one_time_step_are_one_step_and_rewards_are_put_beside_th
         await store.append_chat(make_chat(index=index, time_step=step))
     (running,) = await store.trajectories([EPISODE])
     assert not any(step.terminated for step in running.steps)
-    await store.end(EPISODE, claim.episode.fence, {"agent": 1.0}, [0.1, 0.2], {})
+    with pytest.raises(InvalidRequest, match="3 rewards.*TimeSteps 0 to 3"):
+        await store.end(EPISODE, claim.episode.fence, {"agent": 1.0}, [0.1, 0.2, 0.3], {})
+    await store.end(EPISODE, claim.episode.fence, {"agent": 1.0}, [0.1, 0.2, 0.3, 0.4, 0.5], {})
     (done,) = await store.trajectories([EPISODE])
-    assert [(s.index, len(s.chats), s.reward) for s in done.steps] == [(0, 2, 0.1), (1, 1, 0.2), (3, 1, None)]
+    assert [(s.index, len(s.chats), s.reward) for s in done.steps] == [(0, 2, 0.1), (1, 1, 0.2), (3, 1, 0.4)]
     assert [s.terminated for s in done.steps] == [False, False, True]

@@ -48,7 +48,7 @@ def test_a_call_is_stored_without_what_its_parent_has():
 def test_a_call_can_not_be_put_together_without_its_parent():
     parent = make_chat()
     row = Row(chat_row(make_chat(index=1, parent=parent)))
-    assert chat_of(row, {0: parent}).parent == 0
+    assert chat_of(row, {0: parent}).parent is parent
     with pytest.raises(KeyError):
         chat_of(row, {})
 

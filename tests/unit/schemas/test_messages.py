@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from palestra.schemas.messages import ChatMessage, ImagePart, TextPart, message_chain, text_message
+from palestra.schemas.messages import ChatMessage, ImagePart, TextPart, text_message
 
 
 def parse(**data) -> ChatMessage:
@@ -54,21 +54,9 @@ def test_an_unknown_role_is_refused():
 def test_keys_that_say_nothing_to_the_model_are_dropped():
     noisy = parse(content="hi", refusal=None, annotations=[], audio=None)
     assert noisy == text_message("user", "hi")
-    assert message_chain((noisy,)) == message_chain((text_message("user", "hi"),))
 
 
 @pytest.mark.parametrize("text", ["\ud800", "a\udfffb", "\udc80\ud83d"])
 def test_lone_surrogates_which_no_tokenizer_takes_become_question_marks(text):
     message = text_message("user", text)
     assert message.text == "".join("?" if "\ud800" <= c <= "\udfff" else c for c in text)
-    assert len(message_chain((message,))) == 1
-
-
-def test_the_chain_of_nothing_is_empty():
-    assert message_chain(()) == []
-
-
-def test_the_chain_can_go_on_from_where_another_ended():
-    a, b, c = (text_message("user", t) for t in "abc")
-    whole = message_chain((a, b, c))
-    assert message_chain((c,), start=whole[1]) == whole[2:]

@@ -13,7 +13,8 @@ from palestra.schemas.messages import text_message
 from palestra.schemas.records import PolicyVersion, SampledTokens, VersionSpan
 from palestra.schemas.states import TurnState
 from palestra.session import EpisodeSession, ModelCall
-from palestra.session.session import LONG_TEXT, call_seed
+from palestra.session.prompting import LONG_TEXT
+from palestra.session.session import call_seed
 from palestra.trajectory import rows_of
 from unit.building import ids
 from unit.session.conftest import STOP, Bench, call
@@ -168,9 +169,9 @@ async def test_a_call_that_goes_on_starts_with_the_exact_ids_of_the_one_before(b
     second = await session.chat(call("a", first.reply.text, "b"))
     history = [*first.prompt_ids.tolist(), *first.completion_ids.tolist()]
     assert second.prompt_ids[: len(history)].tolist() == history
-    assert (second.parent, second.shared, second.shared_messages) == (0, len(history), 2)
+    assert (second.extends, second.shared, second.shared_messages) == (first, len(history), 2)
     third = await session.chat(call("a", first.reply.text, "b", second.reply.text, "c"))
-    assert (third.parent, third.shared) == (1, len(second.prompt_ids) + 3)
+    assert (third.extends, third.shared) == (second, len(second.prompt_ids) + 3)
     (row,) = rows_of([first, second, third])
     assert row.ids[row.sampled].tolist() == [0xC3, 0x28, STOP] * 3
     for chat, stored in zip((first, second, third), await bench.recorded(session), strict=True):
@@ -196,15 +197,14 @@ async def test_the_longest_history_is_used_and_an_edited_one_goes_back_to_where_
     longer = await session.chat(call("a", "r", "b", "r", "c"))
     edited = await session.chat(call("a", "r", "B", "r", "c"))
     other = await session.chat(call("A", "r", "b"))
-    assert [c.parent for c in (longer, edited, other)] == [1, None, None]
+    assert [None if c.extends is None else c.extends.index for c in (longer, edited, other)] == [1, 0, None]
+    assert (longer.fork, edited.fork.reason, edited.fork.call, edited.fork.message) == (None, "edited_message", 2, 2)
+    assert (other.fork.reason, other.fork.message) == ("edited_message", 0)
     forked = await session.chat(call("a", "r", "other"))
-    assert (forked.parent, forked.shared_messages) == (0, 2)
-    assert [row.ids[row.sampled].tolist() for row in rows_of(await bench.recorded(session))] == [
-        [ord("r"), STOP] * 3,
-        [ord("r"), STOP],
-        [ord("r"), STOP],
-        [ord("r"), STOP],
-    ]
+    assert (forked.extends.index, forked.shared_messages, forked.fork) == (0, 2, None)
+    sampled = [row.ids[row.sampled].tolist() for row in rows_of(await bench.recorded(session))]
+    assert sorted(map(len, sampled)) == [2, 2, 4, 4]
+    assert sum(sampled, []) == [ord("r"), STOP] * 6
 
 
 async def test_a_history_is_found_again_after_a_restart(bench):
@@ -213,7 +213,7 @@ async def test_a_history_is_found_again_after_a_restart(bench):
     first = await session.chat(call("a"))
     again = await bench.reopened(session)
     second = await again.chat(call("a", "r", "b"))
-    assert (second.index, second.parent, second.shared) == (1, 0, len(first.prompt_ids) + 2)
+    assert (second.index, second.extends.index, second.shared) == (1, 0, len(first.prompt_ids) + 2)
 
 
 async def test_long_texts_are_rendered_to_the_same_ids(bench):
@@ -226,7 +226,7 @@ async def test_long_texts_are_rendered_to_the_same_ids(bench):
     assert chat.prompt_ids.tolist() == RENDERER.render_ids(
         [{"role": "user", "content": text}], add_generation_prompt=True
     )
-    assert (await session.chat(call(text, "r", "b"))).parent == 0
+    assert (await session.chat(call(text, "r", "b"))).extends is chat
 
 
 async def test_lone_surrogates_do_not_crash(bench):

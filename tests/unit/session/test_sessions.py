@@ -51,7 +51,7 @@ async def test_a_session_that_is_not_in_memory_is_rebuilt_from_the_store(session
     rebuilt = await Sessions(bench.context, 2).open(EPISODE, 1)
     assert rebuilt is not session
     second = await rebuilt.chat(call("a", first.reply.text, "b"))
-    assert (second.index, second.parent) == (1, 0)
+    assert (second.index, second.extends.index) == (1, 0)
 
 
 @pytest.mark.parametrize("how", ["end", "give back", "discard", "expire"])

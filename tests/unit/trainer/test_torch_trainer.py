@@ -104,7 +104,9 @@ def flat(reference, samples: Sequence[TrainSample]) -> tuple[dict[str, torch.Ten
     reference.zero_grad(set_to_none=True)
     total, entropy, gaps, ratios, clipped, count = 0.0, 0.0, [], 0.0, 0, 0
     for sample in samples:
-        logits = reference(torch.tensor(sample.ids[None].astype(np.int64))).logits[0] / sample.temperature
+        logits = reference(torch.tensor(sample.ids[None].astype(np.int64))).logits[0] / float(
+            sample.temperatures[sample.loss_mask][0]
+        )
         scores = torch.log_softmax(logits, dim=-1)
         loss = torch.zeros(())
         for t in np.flatnonzero(sample.loss_mask):

@@ -59,31 +59,58 @@ def test_a_fork_is_a_new_row_in_which_what_was_sampled_before_is_context():
     assert [sampled_ids(row) for row in rows] == [[2, 4], [6, 8]]
 
 
-def test_only_ids_decide_equal_text_with_other_ids_is_a_row_of_its_own():
+def test_only_ids_decide_not_what_the_store_knows_of_them():
     first = make_chat(prompt=(1,), completion=(2,))
     rendered_afresh = make_chat(index=1, prompt=(1, 2, 3), completion=(4,))
-    assert [sampled_ids(r) for r in rows_of([first, rendered_afresh])] == [[2], [4]]
+    other_ids = make_chat(index=2, prompt=(1, 3), completion=(5,))
+    assert [sampled_ids(r) for r in rows_of([first, rendered_afresh, other_ids])] == [[2, 4], [5]]
 
 
-def test_a_call_that_keeps_only_a_part_of_its_parent_begins_a_row_and_leaves_the_parent_extendable():
+def test_a_call_that_keeps_only_a_part_of_its_parent_begins_a_row():
     first = make_chat(prompt=(1,), completion=(2, 3))
-    part = replace(make_chat(index=1, prompt=(1, 2, 9), completion=(4,)), parent=0, shared=2)
+    part = replace(make_chat(index=1, parent=first, prompt=(9,), completion=(4,)), shared=2)
     after = make_chat(index=2, parent=first, prompt=(5,), completion=(6,))
     rows = rows_of([first, part, after])
     assert [row.ids.tolist() for row in rows] == [[1, 2, 3, 5, 6], [1, 2, 9, 4]]
     assert [sampled_ids(row) for row in rows] == [[2, 3, 6], [4]]
 
 
-def test_another_agent_policy_or_temperature_is_a_row_of_its_own():
+def test_another_policy_is_a_row_of_its_own_and_another_agent_is_not():
     first = make_chat(prompt=(1,), completion=(2,))
-    for change in (
-        {"agent": "critic"},
-        {"policy": "other"},
-        {"sampling": Sampling(temperature=0.5, max_tokens=4, seed=1)},
-    ):
-        rows = rows_of([first, make_chat(index=1, parent=first, prompt=(3,), completion=(4,), **change)])
-        assert [sampled_ids(row) for row in rows] == [[2], [4]]
-    assert rows[1].temperature == 0.5
+    other = make_chat(index=1, parent=first, prompt=(3,), completion=(4,), policy="other")
+    assert [(row.policy, row.ids.tolist(), sampled_ids(row)) for row in rows_of([first, other])] == [
+        ("other", [1, 2, 3, 4], [4]),
+        ("policy", [1, 2], [2]),
+    ]
+    critic = make_chat(index=1, parent=first, prompt=(3,), completion=(4,), agent="critic")
+    assert [sampled_ids(row) for row in rows_of([first, critic])] == [[2, 4]]
+
+
+def test_every_token_has_the_temperature_and_the_call_that_sampled_it():
+    first = make_chat(prompt=(1,), completion=(2,))
+    warmer = Sampling(temperature=0.5, max_tokens=4, seed=1)
+    (row,) = rows_of([first, make_chat(index=1, parent=first, prompt=(3,), completion=(4,), sampling=warmer)])
+    assert row.temperatures.tolist() == [1.0, 1.0, 1.0, 0.5]
+    assert row.chats.tolist() == [-1, 0, -1, 1]
+
+
+def test_a_token_that_two_calls_sampled_is_trained_for_both():
+    first = make_chat(prompt=(1, 2), completion=(3, 4), logprobs=[-1, -2])
+    same = make_chat(index=1, prompt=(1, 2), completion=(3, 5), logprobs=[-3, -4])
+    rows = rows_of([first, same])
+    assert sorted(p for row in rows for p in row.logprobs[row.sampled].tolist()) == [-4, -3, -2, -1]
+    assert [row.ids.tolist() for row in rows] == [[1, 2, 3, 4], [1, 2, 3, 5]]
+    again = make_chat(index=2, prompt=(1, 2), completion=(3, 5), logprobs=[-5, -6])
+    rows = rows_of([first, same, again])
+    assert [row.logprobs[row.sampled].tolist() for row in rows] == [[-1, -2], [-3, -4], [-5, -6]]
+
+
+def test_what_is_not_trained_is_context_and_its_rows_are_not_made():
+    first = make_chat(prompt=(1,), completion=(2,))
+    left = make_chat(index=1, parent=first, prompt=(3,), completion=(4,))
+    right = make_chat(index=2, parent=first, prompt=(5,), completion=(6,))
+    (row,) = rows_of([first, left, right], trained={2})
+    assert (row.ids.tolist(), sampled_ids(row)) == ([1, 2, 5, 6], [6])
 
 
 def test_every_token_has_the_version_that_sampled_it():

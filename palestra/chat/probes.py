@@ -1,0 +1,73 @@
+"""Conversations on which a renderer must give what a model's own template gives before it is chosen for the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A conversation; arguments of calls are objects, since many templates take nothing else."""
+
+    messages: Sequence[dict[str, Any]]
+    tools: Sequence[dict[str, Any]] = ()
+
+
+def _call(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"id": "call_0", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _tool(name: str, description: str, **properties: Any) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": properties, "required": list(properties)}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+TOOLS = (
+    _tool("weather", 'Says what the sky is like; "where" is a city.', where={"type": "string"}),
+    _tool("add", "a + b, für 漢字 & <b>", a={"type": "number"}, b={"type": "number"}),
+)
+_ASK: dict[str, Any] = {"role": "user", "content": "How is it in Łódź?"}
+_CALL: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [_call("weather", where="Łódź")]}
+_PARALLEL: dict[str, Any] = {
+    "role": "assistant",
+    "content": "Both.",
+    "tool_calls": [_call("weather", where='"x"\n'), _call("add", a=1, b=[2.5, None, True, {}])],
+}
+_RESULT: dict[str, Any] = {"role": "tool", "name": "weather", "tool_call_id": "call_0", "content": '{"sky": "clear"}'}
+
+PLAIN = (
+    Probe([{"role": "user", "content": "Hi."}]),
+    Probe([{"role": "system", "content": "Be brief."}, {"role": "user", "content": " 1 + 1?\n"}]),
+    Probe(
+        [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "b\n"},
+            {"role": "user", "content": "é 漢字"},
+        ]
+    ),
+)
+WITH_TOOLS = (
+    Probe([_ASK], TOOLS),
+    Probe([_ASK, _CALL, _RESULT], TOOLS),
+    Probe([{"role": "system", "content": "Be brief."}, _ASK, _PARALLEL, _RESULT, _RESULT], TOOLS[:1]),
+    Probe(
+        [
+            _ASK,
+            _PARALLEL,
+            _RESULT,
+            {"role": "tool", "name": "add", "tool_call_id": "call_0", "content": " "},
+            {"role": "assistant", "content": "Done."},
+            {"role": "user", "content": "And now?"},
+            _CALL,
+            _RESULT,
+        ],
+        TOOLS,
+    ),
+)
+_THOUGHT: dict[str, Any] = {"role": "assistant", "content": "2", "reasoning_content": "One and one."}
+REASONING = (
+    Probe([{"role": "user", "content": "1 + 1?"}, _THOUGHT, {"role": "user", "content": "Sure?"}]),
+    Probe([_ASK, {**_CALL, "reasoning_content": "I'll look."}, _RESULT], TOOLS),
+)

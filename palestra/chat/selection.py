@@ -1,0 +1,124 @@
+"""Which renderer a model gets: found by its name, or by trying what gives the same ids as its own template."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+from palestra.chat.chatml import ChatMLConfig, ChatMLRenderer
+from palestra.chat.probes import PLAIN, REASONING, TOOLS, WITH_TOOLS, Probe
+from palestra.chat.rendering import Renderer
+
+
+def select_renderer(tokenizer: Any) -> Renderer:
+    """The renderer for a transformers tokenizer.
+
+    One made for the model's name in `renderers`; else ours, if it gives exactly what the model's own ChatML template
+    gives on some conversations; else one of `renderers` of which the same is true (a model in a folder has no name to
+    be found by); else the template itself, which has no bridge.
+
+    Where a template has no place for tools, conversations with tools are not compared: ours follows the convention of
+    Hermes and Qwen there. Where it has one, its format must be ours. The same holds for reasoning.
+    """
+    from renderers import DefaultRendererConfig, create_renderer
+    from renderers.base import MODEL_RENDERER_MAP
+
+    if getattr(tokenizer, "name_or_path", None) in MODEL_RENDERER_MAP:
+        renderer: Renderer = create_renderer(tokenizer)
+        return renderer
+    if isinstance(getattr(tokenizer, "chat_template", None), str) and _text(tokenizer, PLAIN[0]) is not None:
+        probes = _probes(tokenizer)
+        for candidate in _candidates(tokenizer):
+            if all(_agree(tokenizer, candidate, probe) for probe in probes):
+                return candidate
+    renderer = create_renderer(tokenizer, DefaultRendererConfig())
+    return renderer
+
+
+def _probes(tokenizer: Any) -> list[Probe]:
+    """The conversations that the template has a place for."""
+    tools = _has_place_for_tools(tokenizer)
+    probes = [*PLAIN, *(WITH_TOOLS if tools else ())]
+    if _has_place_for_reasoning(tokenizer):
+        probes += [probe for probe in REASONING if tools or not probe.tools]
+    return probes
+
+
+def _candidates(tokenizer: Any) -> Iterator[Renderer]:
+    """Ours, then those of the package that the tokenizer has the control tokens for."""
+    from pydantic import TypeAdapter
+    from renderers import RendererConfig, create_renderer
+    from renderers.base import MODEL_RENDERER_MAP
+
+    with suppress(ValueError):  # no ChatML tokens
+        yield ChatMLRenderer(tokenizer, _config(tokenizer))
+    for name in dict.fromkeys(MODEL_RENDERER_MAP.values()):
+        if name == "gpt-oss":  # reads a vocabulary from the network when it is made
+            continue
+        with suppress(AssertionError, ValueError, TypeError):  # how they say that the tokenizer lacks a token
+            yield create_renderer(tokenizer, TypeAdapter(RendererConfig).validate_python({"name": name}))
+
+
+def _config(tokenizer: Any) -> ChatMLConfig:
+    alone = _text(tokenizer, Probe([{"role": "user", "content": "Hi."}])) or ""
+    head, close, _ = alone.partition("<|im_end|>")
+    system = head.removeprefix("<|im_start|>system\n") if close and head.startswith("<|im_start|>system\n") else None
+    developed = _text(tokenizer, Probe([{"role": "developer", "content": "Hi."}])) or ""
+    return ChatMLConfig(
+        default_system=system,
+        developer="developer" if "<|im_start|>developer\nHi.<|im_end|>" in developed else "system",
+    )
+
+
+def _has_place_for_tools(tokenizer: Any) -> bool:
+    """Whether tools, calls or results make a difference, other than that the result's role is `tool`."""
+    asked = {"role": "user", "content": "Hi."}
+    called = {"role": "assistant", "content": "", "tool_calls": WITH_TOOLS[1].messages[1]["tool_calls"]}
+    result = {"role": "tool", "content": "sunny"}
+    pairs = [
+        (Probe([asked], TOOLS), Probe([asked])),
+        (Probe([asked, called, asked]), Probe([asked, {"role": "assistant", "content": ""}, asked])),
+    ]
+    if any(_text(tokenizer, a) != _text(tokenizer, b) for a, b in pairs):
+        return True
+    shown = _text(tokenizer, Probe([asked, result]))
+    return shown is not None and "<|im_start|>tool\nsunny<|im_end|>" not in shown
+
+
+def _has_place_for_reasoning(tokenizer: Any) -> bool:
+    def without(message: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in message.items() if key != "reasoning_content"}
+
+    return any(
+        _text(tokenizer, probe) != _text(tokenizer, Probe([without(m) for m in probe.messages], probe.tools))
+        for probe in REASONING
+    )
+
+
+def _text(tokenizer: Any, probe: Probe) -> str | None:
+    """What the template writes; None where it refuses."""
+    from jinja2 import TemplateError
+
+    try:
+        text: str = tokenizer.apply_chat_template(
+            list(probe.messages), tools=list(probe.tools) or None, tokenize=False, add_generation_prompt=True
+        )
+    except (TemplateError, TypeError, ValueError):
+        return None
+    return text
+
+
+def _agree(tokenizer: Any, renderer: Renderer, probe: Probe) -> bool:
+    """Whether both give the same ids, or the template refuses the conversation."""
+    if _text(tokenizer, probe) is None:
+        return True
+    messages, tools = list(probe.messages), list(probe.tools) or None
+    wanted: Sequence[int] = tokenizer.apply_chat_template(
+        messages, tools=tools, tokenize=True, add_generation_prompt=True, return_dict=False
+    )
+    try:
+        found = renderer.render_ids(messages, tools=tools, add_generation_prompt=True)
+    except (KeyError, TypeError, ValueError):  # what the template can say, this renderer can't
+        return False
+    return list(wanted) == list(found)

@@ -1,0 +1,77 @@
+"""An episode's calls drawn as a tree: what went on from what, where it forked, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from rich.text import Text
+from rich.tree import Tree
+
+from palestra.schemas.forks import MEANINGS, Fork
+from palestra.schemas.records import Chat, Trajectory
+from palestra.trajectory import Node, TokenTrie
+
+_REPLY = 60  # characters of a reply that are shown
+
+
+def call_tree(trajectory: Trajectory, trie: TokenTrie, left_out: Collection[int] = ()) -> Tree:
+    """A call is below the call whose prompt and completion its own prompt starts with.
+
+    Args:
+        trajectory: the episode.
+        trie: its calls.
+        left_out: indices of the calls that are not trained because they were abandoned.
+    """
+    chats = trajectory.chats
+    root = Tree(Text(_totals(chats, trie)), guide_style="dim")
+    branches: dict[int, Tree] = {}
+    ends = {trie.end(chat.index): chat for chat in reversed(chats)}  # the first of equal ones
+    for chat in chats:
+        before = _goes_on_from(chat, ends, trie.end(chat.index).path())
+        place = root if before is None else branches[before.index]
+        branches[chat.index] = place.add(_label(chat, before, chat.index in left_out))
+    return root
+
+
+def _goes_on_from(chat: Chat, ends: dict[Node, Chat], path: Sequence[Node]) -> Chat | None:
+    """The longest earlier call that the prompt starts with all of."""
+    for node in reversed(path):
+        found = ends.get(node)
+        if found is not None and node.stop <= chat.prompt_tokens and found.index < chat.index:
+            return found
+    return None
+
+
+def _totals(chats: Collection[Chat], trie: TokenTrie) -> str:
+    sampled = sum(len(chat.completion_ids) for chat in chats)
+    seen = sum(chat.tokens for chat in chats)
+    drift = sum(chat.fork is not None and chat.fork.reason.is_drift for chat in chats)
+    return (
+        f"{len(chats)} calls, {len(trie):,} distinct tokens of {seen:,} that the model saw, {sampled:,} sampled, "
+        f"{drift} forked from their history"
+    )
+
+
+def _label(chat: Chat, before: Chat | None, abandoned: bool) -> Text:
+    text = Text(f"call {chat.index}", style="bold")
+    text.append(f"  {chat.agent}, step {chat.time_step}", style="cyan")
+    text.append(_sizes(chat, before), style="not bold")
+    if abandoned:
+        text.append("  abandoned, not trained", style="not bold red")
+    if chat.fork is not None:
+        text.append("\n" + _fork(chat.fork), style="not bold yellow")
+    said = " ".join([repr(chat.reply.text)[1:-1], *(f"{c.function.name}(…)" for c in chat.reply.tool_calls)]).strip()
+    text.append("\n" + (said if len(said) <= _REPLY else said[: _REPLY - 1] + "…"), style="not bold dim")
+    return text
+
+
+def _sizes(chat: Chat, before: Chat | None) -> str:
+    kept = 0 if before is None else before.tokens
+    reused = f"{kept} reused + " if kept else ""
+    cut = ", cut at its limit" if chat.finish_reason == "length" else ""
+    return f"  {reused}{chat.prompt_tokens - kept} read + {len(chat.completion_ids)} sampled{cut}"
+
+
+def _fork(fork: Fork) -> str:
+    where = "" if fork.call is None else f" (call {fork.call}, message {fork.message}, token {fork.position})"
+    return f"⑂ {fork.reason.value.replace('_', ' ')}{where}: {MEANINGS[fork.reason]}"

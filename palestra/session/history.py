@@ -1,0 +1,170 @@
+"""Who said what in an episode: finds the earlier call that a conversation goes on from, or where it left one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import orjson
+
+from palestra.schemas.forks import ForkReason
+from palestra.schemas.messages import ChatMessage, TextPart, ToolCall
+from palestra.schemas.records import Chat
+
+_THOUGHT = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
+
+
+class _Node:
+    """A message, after those above it."""
+
+    __slots__ = ("calls", "children", "depth", "message", "parent")
+
+    def __init__(self, parent: _Node | None, message: ChatMessage | None) -> None:
+        self.parent = parent
+        self.message = message  # None: the start of a conversation
+        self.depth: int = 0 if parent is None else parent.depth + 1
+        self.children: dict[Hashable, _Node] = {}
+        self.calls: list[Chat] = []  # whose reply it is
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What an episode's calls have in common with a conversation."""
+
+    call: Chat | None  # the call whose messages and reply are the longest beginning of the conversation
+    messages: int  # how many messages that is
+    known: int  # leading messages that stood in any one call
+    left: Chat | None = None  # the call that the conversation left there; None: it left none
+    reason: ForkReason | None = None  # why; None: it goes on from where a call ended, or repeats one
+
+
+class History:
+    """The conversations of an episode, merged on equal messages."""
+
+    def __init__(self, ignore_reasoning: bool = False) -> None:
+        """`ignore_reasoning`: a reply that comes back without its reasoning is still the same."""
+        self._reasoning = not ignore_reasoning
+        self._starts: dict[str, _Node] = {}  # by policy
+        self._ends: dict[int, _Node] = {}  # by the call's index: its reply
+        self._replies: dict[Hashable, list[Chat]] = {}
+
+    def add(self, chat: Chat) -> None:
+        """Add a call, after its parent."""
+        node, messages = self._start(chat.policy), chat.new_messages
+        if chat.parent is not None and chat.parent.policy == chat.policy:
+            node = self._ends[chat.parent.index]
+            while node.parent is not None and node.depth > chat.shared_messages:
+                node = node.parent
+        elif chat.shared_messages:
+            messages = chat.messages
+        for message in (*messages, chat.reply):
+            key = self._key(message)
+            child = node.children.get(key)
+            if child is None:
+                child = node.children[key] = _Node(node, message)
+            node = child
+        node.calls.append(chat)
+        self._ends[chat.index] = node
+        self._replies.setdefault(self._key(chat.reply), []).append(chat)
+
+    def match(self, policy: str, messages: Sequence[ChatMessage]) -> Match:
+        """The longest call of the policy that these messages go on from, and where they leave what was said."""
+        node = self._start(policy)
+        call, ends, known = None, 0, 0
+        for message in messages:
+            child = node.children.get(self._key(message))
+            if child is None:
+                break
+            node, known = child, known + 1
+            if node.calls and known < len(messages):
+                # Equal texts may have been sampled as other ids; any order of arrival has to choose the same.
+                call, ends = min(node.calls, key=lambda chat: chat.sampling.seed), known
+        rest = messages[known:]
+        if not rest or not node.children or (known and known == ends and not self._has_reply(rest)):
+            return Match(call, ends, known)
+        left, reason = self._left(node, rest)
+        return Match(call, ends, known, left, reason)
+
+    def _key(self, message: ChatMessage) -> Hashable:
+        return message_key(message, self._reasoning)
+
+    def _start(self, policy: str) -> _Node:
+        return self._starts.setdefault(policy, _Node(None, None))
+
+    def _has_reply(self, messages: Sequence[ChatMessage]) -> bool:
+        return any(message.role == "assistant" and self._key(message) in self._replies for message in messages)
+
+    def _left(self, node: _Node, rest: Sequence[ChatMessage]) -> tuple[Chat | None, ForkReason]:
+        """The conversation goes on with `rest` where others went on from `node` in other ways."""
+        others = list(node.children.values())
+        if rest[0].role == "assistant":
+            for other in others:
+                if other.message is not None and (reason := _rewritten(rest[0], other.message)) is not None:
+                    return _latest(other), reason
+        if self._has_reply(rest):
+            return self._keeper(node, rest) or _latest(others[-1]), ForkReason.EDITED_MESSAGE
+        if rest[0].role == "assistant" and any(o.message and o.message.role == "assistant" for o in others):
+            return _latest(others[-1]), ForkReason.EDITED_MESSAGE
+        return (_latest(others[-1]) if node.depth else None), ForkReason.NEW_CONVERSATION
+
+    def _keeper(self, node: _Node, rest: Sequence[ChatMessage]) -> Chat | None:
+        """The last call that went on from `node` and whose reply is the last one kept in `rest`."""
+        for message in reversed(rest):
+            if message.role == "assistant":
+                for chat in reversed(self._replies.get(self._key(message), ())):
+                    end: _Node | None = self._ends[chat.index]
+                    while end is not None and end.depth > node.depth + 1:
+                        end = end.parent
+                    if end is not None and end.parent is node:
+                        return chat
+        return None
+
+
+def _latest(node: _Node) -> Chat:
+    """The last call that has this message; whatever has no answer is a reply itself."""
+    while node.children:
+        node = next(reversed(node.children.values()))
+    return node.calls[-1]
+
+
+def message_key(message: ChatMessage, reasoning: bool = True) -> Hashable:
+    """Equal for messages that tell the model the same: ids of calls and the spacing of arguments do not count.
+
+    With `reasoning` False what was thought does not count, either.
+    """
+    content = message.content
+    text = content[0].text if len(content) == 1 and isinstance(content[0], TextPart) else _parts(message)
+    thought = (message.reasoning_content or None) if reasoning else None
+    if thought is None and not message.tool_calls and message.name is None:
+        return (message.role, text, message.tool_call_id)
+    calls = tuple(map(_call_key, message.tool_calls))
+    return (message.role, text, message.tool_call_id, message.name, thought, calls)
+
+
+def _parts(message: ChatMessage) -> Hashable:
+    if all(isinstance(part, TextPart) for part in message.content):
+        return message.text
+    return tuple(part.text if isinstance(part, TextPart) else (part.type, part.digest) for part in message.content)
+
+
+def _call_key(call: ToolCall) -> Hashable:
+    try:
+        arguments = orjson.dumps(orjson.loads(call.function.arguments), option=orjson.OPT_SORT_KEYS)
+    except orjson.JSONDecodeError:
+        arguments = call.function.arguments.encode()
+    return (call.function.name, arguments)
+
+
+def _rewritten(now: ChatMessage, before: ChatMessage) -> ForkReason | None:
+    """How an assistant's message became another; None: in some other way than those that agents usually do."""
+    if before.role != "assistant":
+        return None
+    same_text = now.text == before.text
+    same_calls = list(map(_call_key, now.tool_calls)) == list(map(_call_key, before.tool_calls))
+    if same_calls and (same_text or _THOUGHT.sub("", now.text).strip() == _THOUGHT.sub("", before.text).strip()):
+        return ForkReason.REASONING_STRIPPED
+    names = [[call.function.name for call in message.tool_calls] for message in (now, before)]
+    if same_text and names[0] and names[0] == names[1]:
+        return ForkReason.TOOL_ARGUMENTS
+    return None

@@ -1,0 +1,174 @@
+"""From an agent's messages to the exact ids of a prompt, and what became of the episode's earlier ids on the way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from palestra.chat import Renderer, bridge, render
+from palestra.errors import HistoryDrift
+from palestra.schemas.forks import Fork, ForkReason
+from palestra.schemas.messages import ChatMessage
+from palestra.schemas.records import Chat, Ids
+from palestra.session.context import PolicyRuntime
+from palestra.session.history import History, Match
+from palestra.trajectory import TokenTrie
+
+LONG_TEXT = 20_000  # characters from which rendering leaves the event loop
+
+Tools = tuple[dict[str, Any], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    """The prompt of a call, as its record will hold it."""
+
+    ids: Ids  # [P]
+    parent: Chat | None
+    shared: int  # leading ids that are the parent's
+    shared_messages: int
+    new_messages: tuple[ChatMessage, ...]
+    fork: Fork | None
+
+    @property
+    def tail(self) -> Ids:
+        """[P - shared], a copy: a view would keep the whole prompt alive for as long as the call is."""
+        return self.ids[self.shared :].copy()
+
+
+class Prompts:
+    """The calls of an episode as far as they decide the next prompt: what was said, and in which ids."""
+
+    def __init__(self, ignore_reasoning: bool) -> None:
+        """See `History` for `ignore_reasoning`."""
+        self.trie = TokenTrie()
+        self._history = History(ignore_reasoning)
+
+    def add(self, chat: Chat) -> None:
+        """A call that is on disk."""
+        self.trie.add(chat)
+        self._history.add(chat)
+
+    async def make(
+        self, runtime: PolicyRuntime, policy: str, messages: tuple[ChatMessage, ...], tools: Tools, strict: bool
+    ) -> Prompt:
+        """The prompt of a call.
+
+        If the messages go on from an earlier call (from the longest, if from several), the prompt starts with the
+        exact ids of that call, sampled ones included, and the renderer adds what is new. Otherwise all is rendered,
+        and the earlier call with which most leading ids are in common becomes the parent.
+
+        Raises:
+            HistoryDrift: `strict`, and exact ids would be lost.
+        """
+        match = self._history.match(policy, messages)
+        prompt = await self._bridged(runtime.renderer, match, messages, tools)
+        if prompt is None:
+            prompt = await self._rendered(runtime, match, messages, tools)
+        if strict and prompt.fork is not None and prompt.fork.reason.is_drift:
+            fork = prompt.fork
+            raise HistoryDrift(fork.reason.value, fork.call, fork.message, fork.position)
+        return prompt
+
+    async def _bridged(
+        self, renderer: Renderer, match: Match, messages: tuple[ChatMessage, ...], tools: Tools
+    ) -> Prompt | None:
+        call = match.call
+        if call is None or call.tools != tools:
+            return None
+        new = messages[match.messages :]
+        tail = await _aside(new, bridge, renderer, lambda: call.prompt_ids, call.completion_ids, new, tools)
+        if tail is None:
+            return None
+        ids = np.concatenate((call.ids, tail)).astype(np.int32, copy=False)
+        fork = None if match.reason is None else _fork(match.reason, match.left, match.known, ids)
+        return Prompt(
+            ids=ids, parent=call, shared=call.tokens, shared_messages=match.messages, new_messages=new, fork=fork
+        )
+
+    async def _rendered(
+        self, runtime: PolicyRuntime, match: Match, messages: tuple[ChatMessage, ...], tools: Tools
+    ) -> Prompt:
+        ids = await _aside(messages, render, runtime.renderer, messages, tools)
+        parent, shared = self.trie.longest(ids)
+        fork = None
+        if match.reason is not None:
+            fork = _fork(match.reason, match.left, match.known, ids)
+        elif match.call is not None and not _starts_with(ids, match.call.ids):
+            fork = _drift(match.call, ids, tools, runtime.decode)
+        if match.call is not None and _starts_with(ids, match.call.ids):
+            parent, shared = match.call, match.call.tokens
+        shared_messages = 0 if parent is None else _common_messages(messages, (*parent.messages, parent.reply))
+        return Prompt(
+            ids=ids,
+            parent=parent,
+            shared=shared,
+            shared_messages=shared_messages,
+            new_messages=messages[shared_messages:],
+            fork=fork,
+        )
+
+
+async def _aside(messages: Sequence[ChatMessage], function: Any, *arguments: Any) -> Any:
+    """Call it, in another thread where there is much to do."""
+    if sum(len(message.text) for message in messages) < LONG_TEXT:
+        return function(*arguments)
+    return await asyncio.to_thread(function, *arguments)
+
+
+def _fork(reason: ForkReason, left: Chat | None, message: int, ids: Ids) -> Fork:
+    return Fork(
+        reason=reason,
+        call=None if left is None else left.index,
+        message=message,
+        position=0 if left is None else _common(ids, left.ids),
+    )
+
+
+def _drift(call: Chat, ids: Ids, tools: Tools, decode: Callable[[Sequence[int]], str]) -> Fork:
+    """The messages go on from `call`, but rendered anew they do not start with its ids: what the renderer changed."""
+    position = _common(ids, call.ids)
+    owner = next(chat for chat, end in reversed(list(call.lineage())) if position < end)
+    in_reply = position >= owner.prompt_tokens
+    before = owner if in_reply else owner.parent  # whose turn is written in another way
+    if call.tools != tools:
+        reason = ForkReason.TOOLS_CHANGED
+    elif decode(ids.tolist()).startswith(decode(call.ids.tolist())):
+        reason = ForkReason.TOKENIZATION
+    elif before is not None and before.finish_reason == "length":
+        reason = ForkReason.TRUNCATED_TURN
+    elif in_reply and (thought := _thought(owner.reply)) and thought not in decode(ids[owner.prompt_tokens :].tolist()):
+        reason = ForkReason.REASONING_STRIPPED
+    elif in_reply and owner.reply.tool_calls:
+        reason = ForkReason.TOOL_ARGUMENTS
+    else:
+        reason = ForkReason.TEMPLATE
+    message = len(owner.messages) if in_reply else owner.shared_messages
+    return Fork(reason=reason, call=call.index, message=message, position=position)
+
+
+def _thought(reply: ChatMessage) -> str:
+    return reply.reasoning_content or reply.text.rpartition("</think>")[0]
+
+
+def _starts_with(ids: Ids, beginning: Ids) -> bool:
+    return len(ids) >= len(beginning) and bool((ids[: len(beginning)] == beginning).all())
+
+
+def _common(a: Ids, b: Ids) -> int:
+    shortest = min(len(a), len(b))
+    different = np.flatnonzero(a[:shortest] != b[:shortest])
+    return int(different[0]) if len(different) else shortest
+
+
+def _common_messages(a: Sequence[ChatMessage], b: Sequence[ChatMessage]) -> int:
+    common = 0
+    for mine, theirs in zip(a, b, strict=False):
+        if mine != theirs:
+            break
+        common += 1
+    return common

@@ -1,0 +1,226 @@
+"""All calls of an episode, merged on the tokens with which they begin.
+
+A path from the root is a sequence of tokens that the engine saw. It is cut into nodes where calls part, and where a
+call's prompt or completion ends, so that all tokens of a node were made in the same way: by the same calls, or by
+none. The trie depends on the calls alone, not on the order in which they were added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from palestra.schemas.records import Chat, Ids, MediaSpan
+
+Edges = NDArray[np.int64]  # [n] token id + (number of the media digest << 32)
+
+_ID = (1 << 32) - 1
+
+
+class Sampled(NamedTuple):
+    """The call that sampled a node's tokens, and the place of the first of them in its completion."""
+
+    chat: Chat
+    start: int
+
+
+class Node:
+    """A run of tokens. It holds only what it adds to its parent."""
+
+    __slots__ = ("chat", "children", "edges", "parent", "samplings", "start")
+
+    def __init__(self, parent: Node | None, start: int, edges: Edges, chat: Chat | None) -> None:
+        self.parent = parent
+        self.start = start  # tokens before it
+        self.edges = edges
+        self.chat = chat  # the first call that brought these tokens; None: the root
+        self.children: dict[int, Node] = {}  # by first edge
+        self.samplings: list[Sampled] = []  # in order of the calls' indices; none: tokens that were only read
+
+    def __len__(self) -> int:
+        return len(self.edges)
+
+    @property
+    def stop(self) -> int:
+        """Tokens up to its end."""
+        return self.start + len(self.edges)
+
+    @property
+    def ids(self) -> Ids:
+        """[n] token ids."""
+        return (self.edges & _ID).astype(np.int32)
+
+    def path(self) -> list[Node]:
+        """The nodes from below the root to this one."""
+        nodes: list[Node] = []
+        node: Node | None = self
+        while node is not None and node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
+
+
+class TokenTrie:
+    """Calls of one episode. Adding one costs what is new of it, where its parent was added before it."""
+
+    def __init__(self, chats: Iterable[Chat] = ()) -> None:
+        self.root = Node(None, 0, np.empty(0, np.int64), None)
+        self._ends: dict[int, Node] = {}  # by the call's index: the node with which it ends
+        self._digests: list[str | None] = [None]  # number 0: a token of text
+        self._numbers: dict[str, int] = {}
+        for chat in chats:
+            self.add(chat)
+
+    def __len__(self) -> int:
+        """Distinct tokens."""
+        return sum(map(len, self.nodes()))
+
+    @property
+    def chats(self) -> list[int]:
+        """Indices of the calls in it."""
+        return sorted(self._ends)
+
+    @property
+    def has_media(self) -> bool:
+        """Whether any token stands for something else than text."""
+        return len(self._digests) > 1
+
+    def end(self, index: int) -> Node:
+        """The node with which a call ends."""
+        return self._ends[index]
+
+    def digests(self, node: Node) -> list[str | None]:
+        """[n] for each token of a node the media that it stands for; None: it is text."""
+        return [self._digests[number] for number in (node.edges >> 32).tolist()]
+
+    def nodes(self) -> Iterator[Node]:
+        """All nodes below the root, parents first, the children of each by token id and media digest."""
+        stack = self._sorted(self.root)[::-1]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(self._sorted(node)[::-1])
+
+    def add(self, chat: Chat) -> None:
+        """Add a call; once is enough."""
+        if chat.index in self._ends:
+            return
+        parent = None if chat.parent is None else self._ends.get(chat.parent.index)
+        if parent is None:  # nothing to start from: a first call, or one that came before its parent
+            prompt, start = self._edges(chat.prompt_ids, 0, _all_media(chat)), 0
+            node, offset = self.root, 0
+        else:
+            prompt, start = self._edges(chat.prompt_tail, chat.shared, chat.media), chat.shared
+            node, offset = _place(parent, start)
+        node = self._follow(node, offset, prompt, start, chat)
+        below = node
+        node = self._follow(node, len(node), self._edges(chat.completion_ids, 0, ()), chat.prompt_tokens, chat)
+        self._ends[chat.index] = node
+        while node is not below:
+            _insort(node.samplings, Sampled(chat, node.start - chat.prompt_tokens))
+            assert node.parent is not None
+            node = node.parent
+
+    def longest(self, ids: Ids, media: Sequence[MediaSpan] = ()) -> tuple[Chat | None, int]:
+        """The first call that has most leading ids in common with these, and how many; (None, 0) if there is none."""
+        node, _, matched = self._walk(self.root, 0, self._edges(ids, 0, media))
+        return (node.chat, matched) if matched else (None, 0)
+
+    def _follow(self, node: Node, offset: int, edges: Edges, start: int, chat: Chat) -> Node:
+        """Walk along `edges` from a place, make what is missing, and return the node that ends with them."""
+        node, offset, matched = self._walk(node, offset, edges, chat)
+        if offset < len(node):
+            node = _split(node, offset)
+        if matched < len(edges):
+            rest = edges[matched:].copy() if matched else edges  # not a view that keeps what is there already
+            new = Node(node, start + matched, rest, chat)
+            node.children[int(new.edges[0])] = new
+            node = new
+        return node
+
+    @staticmethod
+    def _walk(node: Node, offset: int, edges: Edges, chat: Chat | None = None) -> tuple[Node, int, int]:
+        """From a place as far as `edges` are there: (node, tokens of it, edges matched). `chat` passes this way."""
+        matched = 0
+        while matched < len(edges):
+            if offset == len(node):
+                child = node.children.get(int(edges[matched]))
+                if child is None:
+                    break
+                node, offset = child, 0
+            common = _common(node.edges[offset:], edges[matched:])
+            offset, matched = offset + common, matched + common
+            if chat is not None and node.chat is not None and common and chat.index < node.chat.index:
+                if offset < len(node):
+                    node = _split(node, offset)
+                node.chat = chat
+            if offset < len(node):
+                break
+        return node, offset, matched
+
+    def _edges(self, ids: Ids, start: int, media: Sequence[MediaSpan]) -> Edges:
+        edges = ids.astype(np.int64)
+        for span in media:
+            number = self._numbers.get(span.digest)
+            if number is None:
+                number = self._numbers[span.digest] = len(self._digests)
+                self._digests.append(span.digest)
+            edges[span.start - start : span.start - start + span.tokens] |= number << 32
+        return edges
+
+    def _sorted(self, node: Node) -> list[Node]:
+        if len(node.children) < 2:
+            return list(node.children.values())
+        return sorted(node.children.values(), key=self._rank)
+
+    def _rank(self, node: Node) -> tuple[int, str]:
+        first = int(node.edges[0])
+        return first & _ID, self._digests[first >> 32] or ""
+
+
+def _place(node: Node, depth: int) -> tuple[Node, int]:
+    """The node on the way to `node` in which the token number `depth` ends, and how many of its tokens that is."""
+    while node.parent is not None and node.start >= depth:
+        node = node.parent
+    return node, depth - node.start
+
+
+def _split(node: Node, offset: int) -> Node:
+    """Cut a node in two; returns the upper part. The lower one stays the end of the calls that end there."""
+    above = node.parent
+    assert above is not None
+    upper = Node(above, node.start, node.edges[:offset], node.chat)
+    upper.samplings = list(node.samplings)
+    above.children[int(upper.edges[0])] = upper
+    node.parent, node.start, node.edges = upper, node.start + offset, node.edges[offset:]
+    node.samplings = [Sampled(chat, start + offset) for chat, start in node.samplings]
+    upper.children[int(node.edges[0])] = node
+    return upper
+
+
+def _common(a: Edges, b: Edges) -> int:
+    """Length of the common beginning."""
+    shortest = min(len(a), len(b))
+    different = a[:shortest] != b[:shortest]
+    first = int(different.argmax()) if shortest else 0
+    return first if shortest and different[first] else shortest
+
+
+def _insort(samplings: list[Sampled], new: Sampled) -> None:
+    place = len(samplings)
+    while place and samplings[place - 1].chat.index > new.chat.index:
+        place -= 1
+    samplings.insert(place, new)
+
+
+def _all_media(chat: Chat) -> list[MediaSpan]:
+    """Of the whole prompt; of an ancestor's only as far as the prompt goes along with it."""
+    return [
+        span._replace(tokens=min(span.tokens, end - span.start))
+        for call, end in chat.lineage()
+        for span in call.media
+        if span.start < end
+    ]

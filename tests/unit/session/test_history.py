@@ -1,0 +1,205 @@
+"""What goes on from what, one example each; tests/property/test_histories.py has them all against an oracle."""
+
+from __future__ import annotations
+
+import pytest
+
+from palestra.schemas.forks import ForkReason
+from palestra.schemas.messages import ChatMessage, FunctionCall, ImagePart, TextPart, ToolCall, text_message
+from palestra.schemas.records import Sampling
+from palestra.session.history import History, message_key
+from unit.building import make_chat
+
+
+def turns(*texts: str) -> tuple[ChatMessage, ...]:
+    """User and assistant take turns; the first is the user."""
+    return tuple(text_message(("user", "assistant")[n % 2], text) for n, text in enumerate(texts))
+
+
+def a_call(index: int, *texts: str, seed: int = 7, policy: str = "policy", **changes):
+    """The last text is the reply."""
+    sampling = Sampling(temperature=1.0, max_tokens=9, seed=seed)
+    return make_chat(
+        index=index, messages=turns(*texts[:-1]), reply=texts[-1], policy=policy, sampling=sampling, **changes
+    )
+
+
+def history_of(*chats, **settings) -> History:
+    history = History(**settings)
+    for chat in chats:
+        history.add(chat)
+    return history
+
+
+def matched(history: History, *texts: str, policy: str = "policy") -> tuple:
+    match = history.match(policy, turns(*texts))
+    left = None if match.left is None else match.left.index
+    return None if match.call is None else match.call.index, match.messages, match.known, left, match.reason
+
+
+# What is gone on from
+
+
+def test_an_episode_without_calls_has_nothing_to_go_on_from():
+    assert matched(History(), "a") == (None, 0, 0, None, None)
+
+
+def test_the_longest_call_is_gone_on_from():
+    history = history_of(a_call(0, "a", "r"), a_call(1, "a", "r", "b", "s"))
+    assert matched(history, "a", "r", "b", "s", "c") == (1, 4, 4, None, None)
+    assert matched(history, "a", "r", "c") == (0, 2, 2, None, None)
+
+
+def test_a_call_is_not_gone_on_from_where_nothing_follows_its_reply():
+    """The messages end with the reply itself, so another reply to what was asked before would be a lie."""
+    assert matched(history_of(a_call(0, "a", "r")), "a", "r") == (None, 0, 2, None, None)
+
+
+def test_another_policys_calls_are_not_gone_on_from():
+    history = history_of(a_call(0, "a", "r"), a_call(1, "a", "s", policy="other"))
+    assert matched(history, "a", "s", "b", policy="other") == (1, 2, 2, None, None)
+    assert matched(history, "a", "r", "b", policy="other")[:3] == (None, 0, 1)
+
+
+def test_of_equal_replies_the_one_with_the_lowest_seed_is_gone_on_from():
+    for seeds in ((3, 1, 2), (1, 2, 3), (2, 3, 1)):
+        calls = [a_call(n, "a", "r", seed=seed) for n, seed in enumerate(seeds)]
+        assert matched(history_of(*calls), "a", "r", "b")[0] == seeds.index(1)
+
+
+def test_what_a_call_shares_with_its_parent_is_found_through_it():
+    first = a_call(0, "a", "r")
+    second = make_chat(index=1, parent=first, messages=turns("b"), reply="s")
+    part = make_chat(index=2, parent=second, messages=turns("c"), reply="t", shared_messages=2)
+    history = history_of(first, second, part)
+    assert matched(history, "a", "r", "b", "s", "d")[:2] == (1, 4)
+    assert matched(history, "a", "r", "c", "t", "d")[:2] == (2, 4)
+
+
+def test_a_parent_of_another_policy_gives_messages_and_no_place():
+    first = a_call(0, "a", "r", policy="other")
+    second = make_chat(index=1, parent=first, messages=turns("b"), reply="s")
+    assert matched(history_of(first, second), "a", "r", "b", "s", "c")[:3] == (1, 4, 4)
+
+
+# Why not
+
+
+@pytest.mark.parametrize(
+    ("texts", "wanted"),
+    [
+        (("A", "r", "b"), (None, 0, 0, 0, ForkReason.EDITED_MESSAGE)),  # the first message
+        (("a", "R", "b"), (None, 0, 1, 1, ForkReason.EDITED_MESSAGE)),  # a reply
+        (("a", "r", "B", "s", "c"), (0, 2, 2, 1, ForkReason.EDITED_MESSAGE)),  # a later message
+        (("b", "s", "c"), (None, 0, 0, 1, ForkReason.EDITED_MESSAGE)),  # the first turn is left out
+        (("so far: …", "s", "c"), (None, 0, 0, 1, ForkReason.EDITED_MESSAGE)),  # and summarised
+        (("a", "r", "b", "s", "b", "s", "c"), (1, 4, 4, None, None)),  # goes on, with a reply that it had before
+        (("so far: …",), (None, 0, 0, None, ForkReason.NEW_CONVERSATION)),  # replaced as a whole
+        (("x", "y", "z"), (None, 0, 0, None, ForkReason.NEW_CONVERSATION)),  # a subagent with an example
+        (("a",), (None, 0, 1, None, None)),  # once more
+        (("a", "r", "b"), (0, 2, 3, None, None)),
+        (("a", "r", "B"), (0, 2, 2, None, None)),
+    ],
+)
+def test_what_became_of_a_conversation_of_two_turns(texts, wanted):
+    assert matched(history_of(a_call(0, "a", "r"), a_call(1, "a", "r", "b", "s")), *texts) == wanted
+
+
+def test_of_several_conversations_it_is_the_one_whose_reply_was_kept():
+    history = history_of(*(a_call(n, text, f"re {text}") for n, text in enumerate("abc")))
+    for n, text in enumerate("abc"):
+        assert matched(history, "edited", f"re {text}", "d") == (None, 0, 0, n, ForkReason.EDITED_MESSAGE)
+
+
+def replying(message: ChatMessage):
+    """A history of one call with this reply."""
+    chat = make_chat(messages=turns("a"), reply="")
+    return history_of(type(chat)(**{f: getattr(chat, f) for f in chat.__slots__} | {"reply": message}))
+
+
+def thinking(text: str, thought: str | None) -> ChatMessage:
+    return text_message("assistant", text).model_copy(update={"reasoning_content": thought})
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        (thinking("x", "hm"), thinking("x", None)),
+        (thinking("x", "hm"), thinking("x", "something else")),
+        (text_message("assistant", "<think>hm</think>\n\nx"), text_message("assistant", "x")),
+        (text_message("assistant", "<think>hm</think>x"), text_message("assistant", " x ")),
+    ],
+)
+def test_a_reply_without_its_reasoning(before, now):
+    messages = (*turns("a"), now, *turns("b"))
+    match = replying(before).match("policy", messages)
+    assert (match.call, match.known, match.reason) == (None, 1, ForkReason.REASONING_STRIPPED)
+
+
+def test_where_reasoning_does_not_count_a_reply_without_it_is_the_same():
+    chat = make_chat(messages=turns("a"), reply="x")
+    thought = type(chat)(**{f: getattr(chat, f) for f in chat.__slots__} | {"reply": thinking("x", "hm")})
+    history = history_of(thought, ignore_reasoning=True)
+    assert matched(history, "a", "x", "b") == (0, 2, 2, None, None)
+
+
+def calling(*calls: tuple[str, str], text: str = "", ids: str = "1") -> ChatMessage:
+    return text_message("assistant", text).model_copy(
+        update={
+            "tool_calls": tuple(
+                ToolCall(id=f"{ids}{n}", function=FunctionCall(name=name, arguments=arguments))
+                for n, (name, arguments) in enumerate(calls)
+            )
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("now", "reason"),
+    [
+        (calling(("f", '{"i":1, "j":  [1]}'), ("g", "{}"), ids="9"), None),
+        (calling(("f", '{"j": [1], "i": 1}'), ("g", " { }")), None),
+        (calling(("f", '{"i": 2, "j": [1]}'), ("g", "{}")), ForkReason.TOOL_ARGUMENTS),
+        (calling(("f", '{"i": 1, "j": [1]}'), ("g", "")), ForkReason.TOOL_ARGUMENTS),
+        (calling(("f", '{"i": 1, "j": [1]}')), ForkReason.EDITED_MESSAGE),
+        (calling(("g", "{}"), ("f", '{"i": 1, "j": [1]}')), ForkReason.EDITED_MESSAGE),
+        (calling(("f", '{"i": 1, "j": [1]}'), ("g", "{}"), text="so"), ForkReason.EDITED_MESSAGE),
+    ],
+)
+def test_a_reply_with_tool_calls(now, reason):
+    history = replying(calling(("f", '{"i": 1, "j": [1]}'), ("g", "{}")))
+    match = history.match("policy", (*turns("a"), now, *turns("b")))
+    assert match.reason is reason
+    assert (match.call is None) == (reason is not None)
+
+
+# Messages
+
+
+def test_content_in_parts_is_the_same_text():
+    parts = ChatMessage(role="user", content=(TextPart(text="a"), TextPart(text="b")))
+    assert message_key(parts) == message_key(text_message("user", "ab"))
+    assert message_key(ChatMessage(role="user")) == message_key(text_message("user", ""))
+
+
+def test_media_and_their_places_count():
+    def message(*parts):
+        return message_key(ChatMessage(role="user", content=parts))
+
+    text, image = TextPart(text="a"), ImagePart(digest="d1")
+    keys = {message(text), message(text, image), message(image, text), message(text, ImagePart(digest="d2"))}
+    assert len(keys) == 4
+
+
+@pytest.mark.parametrize(
+    "changes", [{"role": "system"}, {"name": "n"}, {"tool_call_id": "1"}, {"reasoning_content": "r"}]
+)
+def test_role_name_reasoning_and_the_call_that_is_answered_count(changes):
+    message = text_message("user", "a")
+    assert message_key(message) != message_key(message.model_copy(update=changes))
+
+
+def test_a_numbers_kind_counts_and_what_is_no_json_counts_as_text():
+    assert message_key(calling(("f", "1"))) != message_key(calling(("f", "true")))
+    assert message_key(calling(("f", "{"))) != message_key(calling(("f", "{ ")))
+    assert message_key(calling(("f", "{"))) == message_key(calling(("f", "{")))
