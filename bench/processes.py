@@ -79,13 +79,26 @@ def run_json(command: Sequence[object], environment: Mapping[str, str] | None = 
     Raises:
         BenchError: it failed.
     """
+    result: dict[str, Any] = json.loads(_output(command, environment).splitlines()[-1])
+    return result
+
+
+def run_json_lines(command: Sequence[object], environment: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+    """Run a child to its end; every line of its output is a result.
+
+    Raises:
+        BenchError: it failed.
+    """
+    return [json.loads(line) for line in _output(command, environment).splitlines()]
+
+
+def _output(command: Sequence[object], environment: Mapping[str, str] | None) -> str:
     words = [str(word) for word in command]
     kept = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     done = subprocess.run(words, env=kept | dict(environment or {}), capture_output=True, text=True, cwd=ROOT)
     if done.returncode != 0:
         raise BenchError(f"{' '.join(words)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
+    return done.stdout
 
 
 def shown(command: Sequence[object], environment: Mapping[str, str] | None = None) -> str:

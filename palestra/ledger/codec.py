@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from dataclasses import MISSING, fields
 from typing import Any
 
 import numpy as np
@@ -81,8 +82,10 @@ def chat_row(chat: Chat) -> dict[str, Any]:
         "versions": json.dumps([[*span.version, span.tokens] for span in chat.versions]),
         "finish_reason": chat.finish_reason,
         "fork": None if chat.fork is None else _fork_text(chat.fork),
+        "stop": chat.stop,
         "temperature": chat.sampling.temperature,
         "max_tokens": chat.sampling.max_tokens,
+        "sampling": _more_text(chat.sampling),
         "seed": str(chat.sampling.seed),
         "request_digest": chat.request_digest,
         "started_at": chat.started_at,
@@ -114,7 +117,10 @@ def chat_of(row: Any, earlier: dict[int, Chat]) -> Chat:
         versions=tuple(VersionSpan(PolicyVersion(i, n), count) for i, n, count in orjson.loads(row.versions)),
         finish_reason=row.finish_reason,
         fork=None if row.fork is None else fork_of(row.fork),
-        sampling=Sampling(temperature=row.temperature, max_tokens=row.max_tokens, seed=int(row.seed)),
+        stop=row.stop,
+        sampling=Sampling(
+            temperature=row.temperature, max_tokens=row.max_tokens, seed=int(row.seed), **_more(row.sampling)
+        ),
         request_digest=row.request_digest,
         started_at=row.started_at,
         finished_at=row.finished_at,
@@ -123,6 +129,25 @@ def chat_of(row: Any, earlier: dict[int, Chat]) -> Chat:
 
 def _message_text(message: ChatMessage) -> str:
     return message.model_dump_json(exclude_none=True, exclude=None if message.tool_calls else {"tool_calls"})
+
+
+def _more_text(sampling: Sampling) -> str | None:
+    """What differs from the defaults, beside the columns of their own."""
+    more = {
+        field.name: getattr(sampling, field.name)
+        for field in fields(Sampling)
+        if field.default is not MISSING and getattr(sampling, field.name) != field.default
+    }
+    return to_json(more) if more else None
+
+
+def _more(text: str | None) -> dict[str, Any]:
+    more: dict[str, Any] = {} if text is None else orjson.loads(text)
+    return more | {
+        name: tuple(tuple(v) if isinstance(v, list) else v for v in value)
+        for name, value in more.items()
+        if isinstance(value, list)
+    }
 
 
 def _fork_text(fork: Fork) -> str:

@@ -90,9 +90,11 @@ chats = Table(
     Column("logprobs", LargeBinary, nullable=False),  # zlib of float32
     Column("versions", Text, nullable=False),  # [[incarnation, n, count], …]
     Column("finish_reason", String, nullable=False),
+    Column("stop", Text),  # the stop string that ended it; NULL: none
     Column("fork", Text),  # [reason, call, message, position]; NULL: none
     Column("temperature", Float, nullable=False),
     Column("max_tokens", Integer, nullable=False),
+    Column("sampling", Text),  # what else was asked for, a JSON object; NULL: nothing
     Column("seed", String, nullable=False),  # up to 64 bits, which SQLite's integers don't hold unsigned
     Column("request_digest", String, nullable=False),
     Column("started_at", Float, nullable=False),
@@ -131,6 +133,8 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "ALTER TABLE chats ADD COLUMN tools TEXT",
         "ALTER TABLE chats ADD COLUMN media TEXT",
         "ALTER TABLE chats ADD COLUMN fork TEXT",
+        "ALTER TABLE chats ADD COLUMN stop TEXT",
+        "ALTER TABLE chats ADD COLUMN sampling TEXT",
     ),
 )
 

@@ -82,6 +82,20 @@ class Sampling:
     max_tokens: int
     seed: int  # of this call; equal seeds on equal prompts and weights give equal tokens
     min_tokens: int = 0  # stop tokens can't be sampled before
+    top_p: float = 1.0  # only the most probable tokens that together have this probability; 1: all
+    top_k: int = 0  # only so many of the most probable tokens; 0: all
+    stop_ids: tuple[int, ...] = ()  # tokens that end the reply, beside the policy's own
+    presence_penalty: float = 0.0  # subtracted from the score of a token that the reply has already
+    frequency_penalty: float = 0.0  # subtracted as often as the reply has the token
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, added to its score)
+    grammar: str = ""  # what the reply has to match, in llguidance's JSON form; empty: anything
+    top_logprobs: int = 0  # how many of the most probable tokens to report at each place
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it is the model's own distribution at this temperature, which alone can be trained."""
+        reshaped = self.top_p < 1.0 or self.top_k > 0 or bool(self.logit_bias)
+        return not (reshaped or self.presence_penalty or self.frequency_penalty)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +105,7 @@ class SampledTokens:
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]  # of the distribution sampled from, natural log; at temperature 0 of the softmax
     version: PolicyVersion
+    top: tuple[tuple[tuple[int, float], ...], ...] = ()  # for each token (token, logprob) of the most probable; or none
 
 
 class VersionSpan(NamedTuple):
@@ -131,6 +146,7 @@ class Chat:
     versions: tuple[VersionSpan, ...]  # their tokens add up to C
     finish_reason: FinishReason
     fork: Fork | None = None  # None: nothing that the agent meant to keep was lost
+    stop: str | None = None  # the stop string that ended it; None: it was a stop token, or the limit
     sampling: Sampling
     request_digest: str  # of the request body, to know a retry
     started_at: float  # Unix seconds

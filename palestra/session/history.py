@@ -71,15 +71,16 @@ class History:
     def match(self, policy: str, messages: Sequence[ChatMessage]) -> Match:
         """The longest call of the policy that these messages go on from, and where they leave what was said."""
         node = self._start(policy)
-        call, ends, known = None, 0, 0
+        replied, ends, known = None, 0, 0
         for message in messages:
             child = node.children.get(self._key(message))
             if child is None:
                 break
             node, known = child, known + 1
             if node.calls and known < len(messages):
-                # Equal texts may have been sampled as other ids; any order of arrival has to choose the same.
-                call, ends = min(node.calls, key=lambda chat: chat.sampling.seed), known
+                replied, ends = node, known
+        # Equal texts may have been sampled as other ids; any order of arrival has to choose the same.
+        call = None if replied is None else min(replied.calls, key=lambda chat: chat.sampling.seed)
         rest = messages[known:]
         if not rest or not node.children or (known and known == ends and not self._has_reply(rest)):
             return Match(call, ends, known)

@@ -7,6 +7,7 @@ none. The trie depends on the calls alone, not on the order in which they were a
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -71,6 +72,7 @@ class TokenTrie:
         self._ends: dict[int, Node] = {}  # by the call's index: the node with which it ends
         self._digests: list[str | None] = [None]  # number 0: a token of text
         self._numbers: dict[str, int] = {}
+        self._whole: deque[tuple[Ids, Chat]] = deque(maxlen=16)  # calls that came without their parent
         for chat in chats:
             self.add(chat)
 
@@ -110,8 +112,12 @@ class TokenTrie:
             return
         parent = None if chat.parent is None else self._ends.get(chat.parent.index)
         if parent is None:  # nothing to start from: a first call, or one that came before its parent
-            prompt, start = self._edges(chat.prompt_ids, 0, _all_media(chat)), 0
-            node, offset = self.root, 0
+            ids, media = chat.prompt_ids, _all_media(chat)
+            node, start = self.root, 0
+            if not media:
+                node, start = self._gone_on_from(ids, chat.index)
+                self._whole.append((ids, chat))
+            prompt, offset = self._edges(ids[start:], start, media), len(node)
         else:
             prompt, start = self._edges(chat.prompt_tail, chat.shared, chat.media), chat.shared
             node, offset = _place(parent, start)
@@ -128,6 +134,14 @@ class TokenTrie:
         """The first call that has most leading ids in common with these, and how many; (None, 0) if there is none."""
         node, _, matched = self._walk(self.root, 0, self._edges(ids, 0, media))
         return (node.chat, matched) if matched else (None, 0)
+
+    def _gone_on_from(self, ids: Ids, index: int) -> tuple[Node, int]:
+        """The end of the longest recent call of which `ids` has all, and its tokens: compared at once, not by node."""
+        known = [chat for prompt, chat in self._whole if chat.index < index and _starts_with(ids, prompt, chat)]
+        if not known:
+            return self.root, 0
+        longest = max(known, key=lambda chat: chat.tokens)
+        return self._ends[longest.index], longest.tokens
 
     def _follow(self, node: Node, offset: int, edges: Edges, start: int, chat: Chat) -> Node:
         """Walk along `edges` from a place, make what is missing, and return the node that ends with them."""
@@ -207,6 +221,14 @@ def _common(a: Edges, b: Edges) -> int:
     different = a[:shortest] != b[:shortest]
     first = int(different.argmax()) if shortest else 0
     return first if shortest and different[first] else shortest
+
+
+def _starts_with(ids: Ids, prompt: Ids, chat: Chat) -> bool:
+    """Whether `ids` has all of a call, of which `prompt` is the prompt."""
+    middle, end = len(prompt), len(prompt) + len(chat.completion_ids)
+    if end > len(ids) or ids[end - 1] != chat.completion_ids[-1]:
+        return False
+    return np.array_equal(ids[middle:end], chat.completion_ids) and np.array_equal(ids[:middle], prompt)
 
 
 def _insort(samplings: list[Sampled], new: Sampled) -> None:
