@@ -13,6 +13,7 @@ from typing import Any
 
 import openai
 import pytest
+from conformance.vocabularies import at_hand, qwen25
 from in_process import episode_of, parts_of, renderer_of, serving, trajectory_of
 from servers import PALESTRA
 
@@ -116,6 +117,28 @@ async def test_a_real_model_has_no_drift_in_twenty_turns(tmp_path, model):
         async with episode_of(job) as (ai, episode_id):
             await tool_agent(ai)
         one_conversation((await trajectory_of(job, episode_id)).chats)
+
+
+@pytest.mark.model
+@pytest.mark.skipif(not at_hand(qwen25), reason="the vocabulary of Qwen2.5 is not here; `make conformance` fetches it")
+async def test_qwens_own_template_and_vocabulary_have_no_drift_in_twenty_turns(tmp_path):
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    tokenizer = qwen25()
+    assert tokenizer is not None
+    size: Any = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads: Any = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    shape = Qwen2Config(vocab_size=len(tokenizer), max_position_embeddings=16_384, **size, **heads)
+    Qwen2ForCausalLM(shape).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    policy = {"model": str(tmp_path / "model"), "max_context": 16_384, "sampling": {"max_tokens": 8}}
+    engine = {"kind": "embedded", "threads": 2}
+    async with serving(tmp_path, policies={"policy": policy}, engine=engine) as job:
+        async with episode_of(job) as (ai, episode_id):
+            await tool_agent(ai)
+        chats = (await trajectory_of(job, episode_id)).chats
+    one_conversation(chats)
+    assert "# Tools" in tokenizer.decode(chats[0].prompt_ids.tolist())
 
 
 # Agents that do not keep their history

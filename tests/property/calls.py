@@ -52,10 +52,16 @@ def episodes(draw, most: int = 8, policies: Sequence[str] = ("p", "q"), media: b
     for number in range(draw(st.integers(1, most))):
         parent = draw(st.none() | st.sampled_from(calls)) if calls else None
         whole = () if parent is None else parent.edges
-        shared = draw(st.just(len(whole)) | st.integers(0, len(whole)))
-        tail = draw(st.lists(token, min_size=0 if shared else 1, max_size=4))
-        completion = draw(st.lists(tokens, min_size=1, max_size=4))
-        cuts = [0, *sorted(draw(st.sets(st.integers(1, 3)))), 9]
+        said: tuple[int, ...] = ()
+        if parent is not None and draw(st.booleans()):  # the same prompt again, and perhaps the same reply
+            shared, tail = len(parent.prompt), []
+            said = parent.completion[: draw(st.integers(0, len(parent.completion)))]
+        else:
+            shared = draw(st.just(len(whole)) | st.integers(0, len(whole)))
+            runs = draw(st.lists(st.tuples(token, st.integers(1, 3)), min_size=0 if shared else 1, max_size=3))
+            tail = [edge for edge, length in runs for _ in range(length)]
+        completion = [*said, *draw(st.lists(tokens, min_size=0 if said else 1, max_size=4))]
+        cuts = [0, *sorted(draw(st.sets(st.integers(1, 3)))), len(completion)]
         cuts = sorted({min(cut, len(completion)) for cut in cuts})
         calls.append(
             Drawn(
@@ -65,7 +71,9 @@ def episodes(draw, most: int = 8, policies: Sequence[str] = ("p", "q"), media: b
                 prompt=(*whole[:shared], *tail),
                 completion=tuple(completion),
                 versions=tuple(VersionSpan(PolicyVersion(number, a), b - a) for a, b in pairwise(cuts)),
-                policy=draw(st.sampled_from(policies)),
+                policy=draw(
+                    st.sampled_from(policies) if parent is None else st.sampled_from([parent.policy, *policies])
+                ),
                 agent=draw(st.sampled_from(["a", "a/b", "c"])),
                 time_step=draw(st.integers(0, 3)),
                 temperature=draw(st.sampled_from([0.5, 1.0, 1.5])),

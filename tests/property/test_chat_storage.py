@@ -29,6 +29,9 @@ messages = st.builds(
 )
 ids = st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=6)
 media = st.builds(MediaSpan, st.integers(0, 9), st.integers(1, 9), texts)
+tools = st.lists(st.sampled_from([{"name": "f"}, {"name": "g", "parameters": {"é": [1.5, None]}}]), max_size=2).map(
+    tuple
+)
 logprobs = st.floats(width=32)  # with NaN, infinities, subnormal numbers
 
 
@@ -55,6 +58,7 @@ def episodes(draw) -> list[Chat]:
                 reply=draw(texts),
                 logprobs=draw(st.lists(logprobs, min_size=len(completion), max_size=len(completion))),
                 versions=draw(spans(len(completion))),
+                tools=draw(tools),
                 media=tuple(draw(st.lists(media, max_size=2))),
                 time_step=draw(st.integers(0, 3)),
                 agent=draw(texts),

@@ -6,12 +6,12 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from property.calls import Drawn, episodes, orders, record
 from unit.building import make_chat, make_episode
 
 from palestra.algorithms.credit import Credits, Unit, agent_reward, episode_credits, group_credit, step_returns
@@ -20,6 +20,7 @@ from palestra.config import AlgorithmConfig
 from palestra.learner.batch import make_batch
 from palestra.ledger.chats import time_steps
 from palestra.schemas.records import Chat, PolicyVersion, TrainSample, Trajectory
+from property.calls import Drawn, episodes, orders, record
 
 VERSION = PolicyVersion(0, 0)
 rewards = st.integers(-20, 20).map(lambda tenths: tenths / 10)
@@ -28,7 +29,9 @@ values = st.lists(st.lists(rewards, max_size=4), min_size=1, max_size=6)
 agents = st.sampled_from(["a", "a/b", "a/b/c", "a/d", "e", "e/f"])
 
 
-def trajectory(sample: int, chats: Sequence[Chat], by_agent: dict[str, float], steps=None, group: int = 0) -> Trajectory:
+def trajectory(
+    sample: int, chats: Sequence[Chat], by_agent: dict[str, float], steps=None, group: int = 0
+) -> Trajectory:
     episode = make_episode(group, sample, rewards=by_agent, step_rewards=steps)
     return Trajectory(episode=episode, steps=time_steps(episode, sorted(chats, key=lambda chat: chat.index)))
 
@@ -86,9 +89,7 @@ def test_one_unit_an_episode_is_a_group_of_rewards(rewards_G, scale):
 # Which reward is whose
 
 
-@given(
-    st.lists(st.integers(0, 6), min_size=1, max_size=6), st.lists(rewards, min_size=7, max_size=7), st.floats(0, 1)
-)
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=6), st.lists(rewards, min_size=7, max_size=7), st.floats(0, 1))
 def test_a_call_answers_for_the_discounted_rewards_from_its_own_step_on(steps, all_rewards, discount):
     chats = [make_chat(index=n, time_step=step) for n, step in enumerate(steps)]
     given_rewards = tuple(all_rewards[: max(steps) + 1])
@@ -117,6 +118,7 @@ def owner(agent: str, known) -> str | None:
     st.dictionaries(agents, rewards, min_size=1),
     st.sampled_from(["agent", "branch"]),
 )
+@settings(max_examples=200)
 def test_an_agent_has_its_own_reward_or_that_of_who_started_it(names, by_agent, mode):
     chats = [make_chat(index=n, agent=name) for n, name in enumerate(names)]
     credits = episode_credits(trajectory(0, chats, by_agent), mode, 1.0)
@@ -205,9 +207,7 @@ other_single = [make_chat(prompt=(1,), completion=(2, 2, 1), logprobs=[-1, -2, -
 @settings(max_examples=100)
 def test_the_terms_of_the_loss_are_the_calls_however_they_are_cut(data, aggregation):
     calls = data.draw(episodes(policies=("policy",), media=False))
-    relabelled = [
-        replace(call, agent=data.draw(agents), time_step=data.draw(st.integers(0, 3))) for call in calls
-    ]
+    relabelled = [replace(call, agent=data.draw(agents), time_step=data.draw(st.integers(0, 3))) for call in calls]
     plain = list(record(calls).values())
     orphans = data.draw(st.sets(st.sampled_from([call.number for call in calls])))
     variants = [
@@ -246,7 +246,7 @@ def cut_conversations(draw) -> tuple[list[Chat], list[Chat]]:
             )
         )
         cuts = sorted({0, len(completion)} | draw(st.sets(st.integers(1, len(completion)), max_size=4)))
-        for start, stop in zip(cuts, cuts[1:], strict=False):
+        for start, stop in pairwise(cuts):
             pieces.append(
                 make_chat(
                     index=len(pieces),
@@ -307,9 +307,7 @@ def test_every_token_has_the_advantage_of_the_call_that_sampled_it(data, mode):
     credit = group_credit([episode_credits(t, mode, 0.5) for t in trajectories], "std")
     batch = batch_of(*trajectories, credit=mode, discount=0.5)
     for k, (chats, advantages) in enumerate(zip(group, credit.advantages, strict=True)):
-        wanted = {
-            float(p): np.float32(advantages[chat.index]) for chat in chats.values() for p in chat.logprobs
-        }
+        wanted = {float(p): np.float32(advantages[chat.index]) for chat in chats.values() for p in chat.logprobs}
         mine = [s for s in batch.samples if s.episode_id == f"train-000000-{k:02d}"]
         found = {
             float(p): a for s in mine for p, a in zip(s.logprobs[s.loss_mask], s.advantages[s.loss_mask], strict=True)
@@ -329,9 +327,7 @@ def test_abandoned_calls_are_left_out_whole_and_each_call_and_token_is_counted(d
     kept = [call for call in calls if any(answer[: len(call.edges)] == call.edges for answer in answers)]
     trajectories = [trajectory(0, chats.values(), {"x": 1.0}), trajectory(1, other_single, {"x": 0.0})]
     batch = batch_of(*trajectories, abandoned="exclude")
-    found = sorted(
-        float(p) for s in batch.samples if s.episode_id.endswith("-00") for p in s.logprobs[s.loss_mask]
-    )
+    found = sorted(float(p) for s in batch.samples if s.episode_id.endswith("-00") for p in s.logprobs[s.loss_mask])
     assert found == sorted(p for call in kept for p in call.logprobs)
     left = [call for call in calls if call not in kept]
     assert batch.metrics["train/calls_abandoned"] == len(left)

@@ -17,7 +17,7 @@ from palestra.session.history import History, Match, message_key
 
 texts = st.sampled_from(["", "x", "y", "<think>a</think>x", "<think>b</think>\nx"])
 thoughts = st.sampled_from([None, "", "a", "b"])
-arguments = st.sampled_from(['{"i": 1, "j": [2]}', '{"i": 2}', "{}", '{"i": ', "[1]", '"\\u00e9"'])
+arguments = st.sampled_from(['{"j": [2], "i": 1}', '{"i": 2}', "{}", '{"i": ', "[1]", '"\\u00e9"'])
 tool_calls = st.builds(
     lambda name, text, id_: ToolCall(id=id_, function=FunctionCall(name=name, arguments=text)),
     st.sampled_from(["f", "g"]),
@@ -119,11 +119,11 @@ def whole(chat: Chat) -> Messages:
 @st.composite
 def conversations(draw) -> Conversation:
     chats: list[Chat] = []
-    for index in range(draw(st.integers(1, 6)) + 1):
-        base: Messages = ()
-        if chats:
-            base = draw(st.sampled_from([(), *map(whole, chats), *(c.messages for c in chats)]))
-        messages = draw(rewritten(base)) if base else ()
+    for index in range(draw(st.integers(1, 8)) + 1):
+        source = draw(st.sampled_from([None, *chats, *chats[-2:]])) if chats else None
+        messages: Messages = ()
+        if source is not None:
+            messages = draw(st.just(whole(source)) | st.just(source.messages) | rewritten(whole(source)))
         messages = (*messages, *draw(st.lists(asked, min_size=0 if messages else 1, max_size=2)))
         policy = draw(st.sampled_from(["p", "p", "p", "q"]))
         parent = draw(st.none() | st.sampled_from(chats)) if chats else None
@@ -137,7 +137,8 @@ def conversations(draw) -> Conversation:
             parent=parent,
             sampling=Sampling(temperature=1.0, max_tokens=9, seed=draw(st.integers(0, 99)) * 10 + index),
         )
-        chats.append(replace(chat, shared_messages=shared_messages, reply=draw(replies)))
+        reply = draw(replies) if source is None else draw(st.just(source.reply) | replies)
+        chats.append(replace(chat, shared_messages=shared_messages, reply=reply))
     return Conversation(chats[:-1], chats[-1].messages, chats[-1].policy)
 
 
@@ -223,9 +224,7 @@ def test_a_conversation_sent_again_repeats_one_and_leaves_none(drawn):
 def test_what_is_known_of_the_parents_changes_no_match(drawn):
     bare = [replace(c, parent=None, shared=0, shared_messages=0, new_messages=c.messages) for c in drawn.chats]
     found: list[Match] = [history_of(chats).match(drawn.policy, drawn.asked) for chats in (drawn.chats, bare)]
-    indices = [
-        (m.call and m.call.index, m.messages, m.known, m.left and m.left.index, m.reason) for m in found
-    ]
+    indices = [(m.call and m.call.index, m.messages, m.known, m.left and m.left.index, m.reason) for m in found]
     assert indices[0] == indices[1]
 
 

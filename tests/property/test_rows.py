@@ -8,9 +8,11 @@ from collections.abc import Collection, Sequence
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from property.calls import Drawn, Edge, digests_of, episodes, orders, record
+from unit.building import make_chat
 
+from palestra.schemas.records import Sampling
 from palestra.trajectory import TokenRow, rows_of
+from property.calls import Drawn, Edge, digests_of, episodes, orders, record
 
 
 def edges_of(row: TokenRow) -> tuple[Edge, ...]:
@@ -122,3 +124,21 @@ def test_neither_the_order_of_arrival_nor_the_indices_change_the_rows(data):
         for field in ("sampled", "logprobs", "versions", "temperatures"):
             assert getattr(a, field).tobytes() == getattr(b, field).tobytes(), field
         assert a.chats.tolist() == [name[index] for index in b.chats.tolist()]
+
+
+@given(st.lists(st.lists(st.integers(1, 2), min_size=1, max_size=4), min_size=2, max_size=6, unique_by=tuple))
+def test_attempts_at_one_prompt_that_end_apart_are_each_whole_in_a_row(completions):
+    chats = [
+        make_chat(
+            index=n,
+            prompt=(1, 2),
+            completion=[*completion, 9],
+            logprobs=[-float(n + 1)] * (len(completion) + 1),
+            sampling=Sampling(temperature=1.0, max_tokens=9, seed=-n),
+        )
+        for n, completion in enumerate(completions)
+    ]
+    rows = rows_of(chats)
+    assert len(rows) == len(chats)
+    assert all(len(set(row.logprobs[row.sampled].tolist())) == 1 for row in rows)
+    assert all(row.sampled[2:].all() for row in rows)

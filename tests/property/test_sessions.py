@@ -21,6 +21,7 @@ from palestra.schemas.messages import ChatMessage, text_message
 from palestra.schemas.records import Chat
 from palestra.session import EpisodeSession, ModelCall
 from palestra.session.prompting import Prompts
+from palestra.session.session import call_seed
 from palestra.trajectory import TokenTrie, rows_of
 
 Messages = tuple[ChatMessage, ...]
@@ -140,7 +141,7 @@ def test_calls_that_overlap_give_what_the_same_calls_give_one_after_another(cast
 @settings(max_examples=15)
 @given(st.integers(2, 6), st.lists(st.integers(0, 6), max_size=40))
 def test_equal_calls_at_once_are_the_samples_that_they_are_one_after_another(copies, turns):
-    call = ModelCall(policy="policy", messages=(text_message("user", "a"),), time_step=0)
+    call = ModelCall(policy="policy", messages=(text_message("user", "a"),))
 
     async def in_series(session: EpisodeSession) -> None:
         for _ in range(copies):
@@ -150,8 +151,13 @@ def test_equal_calls_at_once_are_the_samples_that_they_are_one_after_another(cop
         await asyncio.gather(*(session.chat(call) for _ in range(copies)))
 
     one, other = played(Turning(turns), at_once), played(Turning([]), in_series)
-    assert without_indices(one) == without_indices(other)
+    assert without_indices([replace(c, time_step=0) for c in one]) == without_indices(
+        [replace(c, time_step=0) for c in other]
+    )
+    seeds = [call_seed(11, chat.episode_id, chat.prompt_ids, n) for n, chat in enumerate(one)]
+    assert sorted(chat.sampling.seed for chat in one) == sorted(seeds)
     assert sorted(chat.index for chat in one) == list(range(copies))
+    assert sorted(chat.time_step for chat in one) == list(range(copies))  # none was told, so each is its own
 
 
 # A server that dies
@@ -238,9 +244,7 @@ async def episode(folder: Path, script: Sequence[tuple[int, str, str]], crashes:
                 for after in script:  # whatever is asked next
                     messages = asked(done, *after)
                     prompts = [await p.make(runtime, "policy", messages, (), False) for p in (before, session._prompts)]
-                    one, other = (
-                        replace(p, ids=p.ids.tobytes(), parent=p.parent and p.parent.index) for p in prompts
-                    )
+                    one, other = (replace(p, ids=p.ids.tobytes(), parent=p.parent and p.parent.index) for p in prompts)
                     assert one == other
                 done = list(recorded)
         return done, session._prompts

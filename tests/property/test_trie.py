@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from property.calls import Drawn, Edge, edges, episodes, orders, record, spans
 
 from palestra.schemas.records import Chat
 from palestra.trajectory import TokenTrie
+from property.calls import Drawn, Edge, edges, episodes, orders, record, spans
 
 Beginning = tuple[Edge, ...]
 
@@ -34,9 +34,7 @@ def oracle(calls: Sequence[Drawn], index_of: dict[int, int]) -> tuple[list, dict
     for end in sorted(cuts, key=order_of):
         start = max((n for n in range(1, len(end)) if end[:n] in cuts), default=0)
         through = [call for call in calls if call.edges[: len(end)] == end]
-        sampled = [
-            (index_of[call.number], start - len(call.prompt)) for call in through if len(call.prompt) <= start
-        ]
+        sampled = [(index_of[call.number], start - len(call.prompt)) for call in through if len(call.prompt) <= start]
         nodes.append((start, end[start:], min(index_of[call.number] for call in through), sorted(sampled)))
         ends |= {index_of[call.number]: len(nodes) - 1 for call in calls if call.edges == end}
     return nodes, ends
@@ -139,10 +137,10 @@ def test_the_longest_common_beginning_is_found_and_the_first_call_that_has_it(da
     wanted = (*start[:kept], *data.draw(st.lists(edges, max_size=3)))
 
     def common(call: Drawn) -> int:
-        return next((n for n, (a, b) in enumerate(zip(call.edges, wanted)) if a != b), min(len(call.edges), len(wanted)))
+        return max(n for n in range(len(wanted) + 1) if call.edges[:n] == wanted[:n])
 
     most = max(map(common, calls))
-    first = min((chats[call.number].index for call in calls if common(call) == most)) if most else None
+    first = min(chats[call.number].index for call in calls if common(call) == most) if most else None
     ids = np.array([token for token, _ in wanted], np.int32)
     found, matched = trie.longest(ids, spans(wanted, 0))
     assert (None if found is None else found.index, matched) == (first, most)

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from palestra.config import EngineConfig
-from palestra.errors import EngineFailure, ModelError
+from palestra.errors import EngineFailure, InvalidRequest, ModelError
 from palestra.inference.embedded import EmbeddedEngine
 from palestra.models.causal_lm import load_causal_lm
-from palestra.schemas.records import PolicyVersion, Sampling
+from palestra.schemas.records import PolicyVersion, SampledTokens, Sampling
 
 GREEDY = Sampling(temperature=0.0, max_tokens=12, seed=0)
 DRAWN = Sampling(temperature=1.0, max_tokens=12, seed=5)
@@ -41,6 +41,10 @@ async def reply(engine, ids, sampling):
         [p for piece in pieces for p in piece.logprobs],
         [piece.version for piece in pieces for _ in piece.ids],
     )
+
+
+async def all_of(pieces) -> list[SampledTokens]:
+    return [piece async for piece in pieces]
 
 
 def full_forward(reference, ids, completion, temperature) -> list[float]:
@@ -105,8 +109,8 @@ async def test_equal_seeds_give_equal_replies_and_others_others(tiny):
         one, again, other = [
             await reply(engine, prompt(9), replace(DRAWN, seed=seed, min_tokens=12)) for seed in (1, 1, 2)
         ]
-    assert one == again
-    assert one[0] != other[0]
+    assert one[0] == again[0] != other[0]
+    assert one[1] == pytest.approx(again[1], abs=1e-5)  # most of its prompt was computed in another pass
 
 
 async def test_a_group_with_one_prompt_computes_it_once(tiny):
@@ -118,7 +122,7 @@ async def test_a_group_with_one_prompt_computes_it_once(tiny):
         found = await asyncio.gather(*calls)
         assert engine.prefilled_tokens == 50
         await reply(engine, prompt(50), DRAWN)
-        assert engine.prefilled_tokens == 50
+        assert engine.prefilled_tokens == 51  # the last token's hidden state gives the first of the reply
     assert len({tuple(ids) for ids, _, _ in found}) == 8
 
 
@@ -130,14 +134,86 @@ async def test_without_a_prefix_cache_everything_is_computed_and_the_same(tiny):
 
 
 async def test_the_prefix_cache_forgets_what_was_used_longest_ago(tiny):
+    one_token = replace(DRAWN, max_tokens=1)
     async with serving(tiny, prefix_cache_tokens=60) as engine:
         for seed in (1, 2, 1, 3):  # 2 is the oldest when 3 comes
-            await reply(engine, prompt(30, seed), DRAWN)
-        assert engine.prefilled_tokens == 90
-        await reply(engine, prompt(30, 1), DRAWN)
-        assert engine.prefilled_tokens == 90
-        await reply(engine, prompt(30, 2), DRAWN)
-        assert engine.prefilled_tokens == 120
+            await reply(engine, prompt(30, seed), one_token)
+        assert engine.prefilled_tokens == 3 * 30 + 1
+        await reply(engine, prompt(30, 1), one_token)
+        assert engine.prefilled_tokens == 3 * 30 + 2
+        await reply(engine, prompt(30, 2), one_token)
+        assert engine.prefilled_tokens == 4 * 30 + 2
+
+
+async def test_a_turn_that_goes_on_computes_only_what_is_new(tiny, reference):
+    """Prompt and reply of the turn before are in the cache, but for the reply's last token, which was never fed."""
+    async with serving(tiny) as engine:
+        first, _, _ = await reply(engine, prompt(50), replace(DRAWN, min_tokens=12))
+        longer = np.concatenate((prompt(50), np.array(first, np.int32), prompt(7, 9)))
+        before = engine.prefilled_tokens
+        found, logprobs, _ = await reply(engine, longer, DRAWN)
+        assert engine.prefilled_tokens - before == 1 + 7
+        other = np.concatenate((longer[:30], prompt(20, 8)))  # leaves it in the middle
+        before = engine.prefilled_tokens
+        await reply(engine, other, DRAWN)
+        assert engine.prefilled_tokens - before == 20
+    assert np.allclose(logprobs, full_forward(reference, longer, found, 1.0), atol=1e-4)
+
+
+async def test_a_long_prompt_in_pieces_does_not_hold_up_others_and_is_the_same(tiny, reference):
+    long = prompt(900, 4)
+    async with serving(tiny, prefill_chunk=50) as engine:
+        talking = engine.generate("policy", prompt(4), FOREVER)
+        await anext(talking)
+        came = asyncio.ensure_future(reply(engine, long, DRAWN))
+        tokens, passes = 0, engine.passes
+        while not came.done():
+            await anext(talking)
+            tokens += 1
+        assert tokens >= 900 // 50  # one between each two pieces
+        assert engine.passes - passes >= tokens + 900 // 50 - 1
+        await talking.aclose()
+        ids, logprobs, _ = came.result()
+    assert np.allclose(logprobs, full_forward(reference, long, ids, 1.0), atol=1e-4)
+
+
+async def test_calls_wait_until_their_longest_reply_fits_into_memory(tiny):
+    """A token of the tiny model takes 2 layers x 2 x 2 heads x 16 x 4 bytes = 512 bytes; 320 tokens fit."""
+    async with serving(tiny, cache_gib=320 * 512 / 2**30) as engine:
+        assert engine._batch.budget == 320
+        sampling = Sampling(temperature=1.0, max_tokens=90, min_tokens=90, seed=1)
+        calls = [asyncio.ensure_future(reply(engine, prompt(30, s), replace(sampling, seed=s))) for s in range(5)]
+        most = 0
+        while not all(call.done() for call in calls):
+            most = max(most, len(engine._batch._running) + len(engine._batch._filling))
+            kept = sum(cache.tokens for cache in engine._batch._prefixes.values())
+            assert engine._batch._reserved + kept <= 320
+            await asyncio.sleep(0)
+        assert most == 2  # 128 tokens each, in steps of 64
+        assert all(len(call.result()[0]) == 90 for call in calls)
+
+
+async def test_leaving_frees_the_place_within_one_pass(tiny):
+    async with serving(tiny) as engine:
+        pieces = engine.generate("policy", prompt(4), FOREVER)
+        await anext(pieces)
+        await pieces.aclose()
+        passes = engine.passes
+        await asyncio.sleep(0.05)
+        assert engine.passes <= passes + 1
+        assert not engine._batch.busy
+        assert engine._batch._reserved == 0
+
+
+async def test_the_first_of_a_group_may_leave_while_the_prompt_is_computed(tiny):
+    async with serving(tiny, prefill_tokens=10) as engine:
+        calls = [asyncio.ensure_future(reply(engine, prompt(500), replace(DRAWN, seed=s))) for s in range(3)]
+        while engine.prefilled_tokens < 50:
+            await asyncio.sleep(0)
+        calls[0].cancel()
+        found = await asyncio.gather(*calls[1:])
+        assert engine.prefilled_tokens == 500  # what was computed for the first one is used
+    assert all(ids for ids, _, _ in found)
 
 
 # Where it ends
@@ -283,6 +359,7 @@ async def test_an_error_while_a_prompt_is_computed_leaves_no_half_of_it(tiny, re
     async with serving(tiny) as engine:
         with pytest.raises(EngineFailure, match="no"):
             await reply(engine, prompt(30), DRAWN)
+        assert engine._batch._reserved == 0
         ids, logprobs, _ = await reply(engine, prompt(30), DRAWN)
     assert np.allclose(logprobs, full_forward(reference, prompt(30), ids, 1.0), atol=1e-4)
 
@@ -381,3 +458,131 @@ async def test_while_paused_nothing_is_sampled(tiny):
         await engine.resume()
         assert set((await waiting)[2]) == {PolicyVersion(0, 1)}
         await running.aclose()
+
+
+async def test_a_prompt_that_breaks_the_model_fails_alone_among_those_computed_with_it(tiny):
+    real = tiny.hidden
+
+    def hidden(ids, positions, attend):
+        if (ids == 77).any():
+            raise RuntimeError("77 is no good")
+        return real(ids, positions, attend)
+
+    tiny.hidden = hidden
+    good = [prompt(20, s) % 70 for s in range(3)]
+    bad = np.array([1, 77, 2], np.int32)
+    async with serving(tiny) as engine:
+        await engine.pause()
+        calls = [asyncio.ensure_future(reply(engine, ids, GREEDY)) for ids in (*good[:2], bad, good[2])]
+        await asyncio.sleep(0)
+        await engine.resume()
+        found = await asyncio.gather(*calls, return_exceptions=True)
+    assert [isinstance(f, EngineFailure) for f in found] == [False, False, True, False]
+
+
+async def test_out_of_memory_ends_the_newest_call_and_the_others_go_on(tiny):
+    real, full = tiny.hidden, asyncio.Event()
+
+    def hidden(ids, positions, attend):
+        if full.is_set() and len(ids) == 3:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+        return real(ids, positions, attend)
+
+    tiny.hidden = hidden
+    async with serving(tiny) as engine:
+        calls = [engine.generate("policy", prompt(4, s), FOREVER) for s in range(3)]
+        for call in calls:
+            await anext(call)
+        full.set()
+        with pytest.raises(EngineFailure, match="allocate"):
+            await all_of(calls[2])
+        for call in calls[:2]:
+            await anext(call)
+            await call.aclose()
+
+
+@pytest.mark.parametrize("ids", [[], [1, 259], [-1]])
+async def test_a_prompt_with_ids_that_do_not_exist_is_refused_before_it_meets_others(tiny, ids):
+    async with serving(tiny) as engine:
+        with pytest.raises(InvalidRequest, match="from 0 to 258"):
+            await reply(engine, np.array(ids, np.int32), DRAWN)
+        with pytest.raises(InvalidRequest, match="logit_bias"):
+            await reply(engine, prompt(3), replace(DRAWN, logit_bias=((300, 1.0),)))
+
+
+async def test_replies_can_be_finished_before_new_weights_count(tiny):
+    weights = [(name, p.detach().clone()) for name, p in tiny.named_parameters()]
+    slow = Sampling(temperature=1.0, max_tokens=300, min_tokens=300, seed=1)
+    async with serving(tiny, in_flight_updates="finish") as engine:
+        running = asyncio.ensure_future(reply(engine, prompt(4), slow))
+        while not engine.sampled_tokens:
+            await asyncio.sleep(0)
+        update = asyncio.ensure_future(engine.update_weights("policy", PolicyVersion(0, 1), weights))
+        await asyncio.sleep(0)
+        later = asyncio.ensure_future(reply(engine, prompt(4), DRAWN))
+        await update
+        assert running.done() or len((await running)[0]) == 300
+        assert {v.n for v in (await running)[2]} == {0}
+        assert {v.n for v in (await later)[2]} == {1}
+
+
+async def test_what_was_computed_under_two_versions_is_not_used_again(tiny):
+    weights = [(name, p.detach().clone()) for name, p in tiny.named_parameters()]
+    slow = Sampling(temperature=1.0, max_tokens=200, min_tokens=200, seed=1)
+    async with serving(tiny) as engine:
+        running = asyncio.ensure_future(reply(engine, prompt(40), slow))
+        while not engine.sampled_tokens:
+            await asyncio.sleep(0)
+        await engine.update_weights("policy", PolicyVersion(0, 1), weights)
+        ids, _, versions = await running
+        assert {v.n for v in versions} == {0, 1}
+        before = engine.prefilled_tokens
+        await reply(engine, np.concatenate((prompt(40), np.array(ids, np.int32))), DRAWN)
+        assert engine.prefilled_tokens - before == 240
+
+
+async def test_other_stop_tokens_end_a_reply(tiny):
+    async with serving(tiny) as engine:
+        whole, _, _ = await reply(engine, prompt(8), replace(DRAWN, max_tokens=40))
+        ids, _, _ = await reply(engine, prompt(8), replace(DRAWN, max_tokens=40, stop_ids=(whole[5],)))
+    assert ids == whole[: whole.index(whole[5]) + 1]
+
+
+async def test_the_most_probable_tokens_come_with_each_token(tiny):
+    async with serving(tiny) as engine:
+        pieces = [p async for p in engine.generate("policy", prompt(8), replace(GREEDY, top_logprobs=3))]
+    for piece in pieces:
+        ((best, logprob), *others) = piece.top[0]
+        assert (best, logprob) == (piece.ids[0], piece.logprobs[0])
+        assert len(others) == 2
+        assert all(p <= logprob for _, p in others)
+
+
+async def test_a_reply_with_a_grammar_matches_it_whatever_the_seed(tiny):
+    import json
+
+    from llguidance import LLMatcher
+
+    from palestra.inference.grammar import Grammars
+    from palestra.models.causal_lm import load_tokenizer
+
+    tokenizer = load_tokenizer("tiny-random")
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "y"]}}}
+    schema |= {"required": ["a", "b"], "additionalProperties": False}
+    grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
+    settings = EngineConfig(threads=1, dtype="float32", max_batch=16)
+    engine = EmbeddedEngine(tiny, "policy", (258,), settings, grammars=Grammars(tokenizer, tiny.vocab_size))
+    try:
+        how = [Sampling(temperature=1.0, max_tokens=200, seed=s, grammar=grammar) for s in range(8)]
+        found = await asyncio.gather(*(reply(engine, prompt(6), h) for h in how))
+        with pytest.raises(InvalidRequest, match="grammar"):
+            await reply(engine, prompt(6), replace(how[0], grammar="{nonsense"))
+    finally:
+        await engine.close()
+    for ids, logprobs, _ in found:
+        assert ids[-1] == 258
+        value = json.loads(tokenizer.decode(ids[:-1]))
+        assert isinstance(value["a"], int)
+        assert value["b"] in ("x", "y")
+        assert max(logprobs) <= 0.0
+        assert sum(p > -1e-3 for p in logprobs) > 3  # where the grammar leaves one token only, it is certain

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from palestra.inference.kv_cache import DecodeAttend, KVCache, PrefillAttend, capacity_for
+from palestra.inference.kv_cache import DecodeAttend, KVCache, PromptAttend, capacity_for
 
 LAYERS, HEADS, DIM = 2, 2, 4
 
@@ -88,27 +88,32 @@ def attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sca
     return weights @ values.double()
 
 
-@pytest.mark.parametrize("lengths", [[1], [5], [3, 1, 70], [64, 65, 2]])
-def test_prefill_is_causal_attention_within_each_prompt(lengths):
+@pytest.mark.parametrize(
+    "pieces", [[(0, 1)], [(0, 5)], [(0, 3), (0, 1), (0, 70)], [(4, 1)], [(7, 60), (0, 5), (64, 2)]]
+)
+def test_a_piece_of_a_prompt_sees_what_is_filled_and_what_of_the_piece_is_before_it(pieces):
     generator = torch.Generator().manual_seed(0)
-    total, heads = sum(lengths), 4
+    total, heads = sum(new for _, new in pieces), 4
     query = torch.randn((1, heads, total, DIM), generator=generator)
     key, value = (torch.randn((1, HEADS, total, DIM), generator=generator) for _ in range(2))
-    attend = PrefillAttend(lengths, 1)
+    kept = [torch.randn((1, 2, HEADS, filled + new + 3, DIM), generator=generator) for filled, new in pieces]
+    before = [k.clone() for k in kept]
+    attend = PromptAttend([(k, filled, new) for k, (filled, new) in zip(kept, pieces, strict=True)])
     out = attend(0, query, key, value, 0.37)
     start = 0
-    for number, length in enumerate(lengths):
-        for place in range(length):
+    for number, (filled, new) in enumerate(pieces):
+        part = slice(start, start + new)
+        keys = torch.cat((before[number][0, 0, :, :filled], key[0, :, part]), dim=1)
+        values = torch.cat((before[number][0, 1, :, :filled], value[0, :, part]), dim=1)
+        assert torch.equal(kept[number][0, 0, :, : filled + new], keys)
+        assert torch.equal(kept[number][0, 1, :, : filled + new], values)
+        assert torch.equal(kept[number][:, :, :, filled + new :], before[number][:, :, :, filled + new :])
+        for place in range(new):
+            seen = slice(0, filled + place + 1)
             for head in range(heads):
-                seen = slice(start, start + place + 1)
-                wanted = attention(
-                    query[0, head, start + place], key[0, head // 2, seen], value[0, head // 2, seen], 0.37
-                )
+                wanted = attention(query[0, head, start + place], keys[head // 2, seen], values[head // 2, seen], 0.37)
                 assert torch.allclose(out[start + place, head].double(), wanted, atol=1e-5)
-        kept = attend.kept()[number]
-        assert torch.equal(kept[0, 0], key[0, :, start : start + length])
-        assert torch.equal(kept[0, 1], value[0, :, start : start + length])
-        start += length
+        start += new
 
 
 def test_a_decoding_step_sees_its_own_row_and_nothing_else():

@@ -207,13 +207,6 @@ def test_a_call_without_peers_has_no_advantage_and_is_counted():
     assert total_weights(batch) == pytest.approx({"train-000000-00": 0.5, "train-000000-01": 0.5})
 
 
-def test_a_group_in_which_only_excluded_calls_differ_is_not_silently_trained_on_nothing():
-    """The advantages are of all calls; that the rows have some is what counts as variance."""
-    batch = batch_of(attempts(0, 1.0), attempts(1, 1.0), abandoned="exclude")
-    assert batch.samples == []
-    assert batch.metrics["train/groups_zero_variance"] == 1
-
-
 def test_forks_are_counted_by_reason_and_drift_is_their_share_of_all_calls():
     def forked(index: int, reason: ForkReason):
         return make_chat(index=index, prompt=(index + 1,), fork=Fork(reason=reason, call=0, message=1, position=1))

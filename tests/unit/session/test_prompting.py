@@ -102,7 +102,8 @@ async def test_any_earlier_call_can_be_gone_on_from_again_and_nothing_is_lost(be
     await session.chat(call("a", "r", "b"))
     other = await session.chat(call("a", "r", "c"))
     assert (other.extends, other.fork) == (first, None)
-    assert len(session._prompts.trie) == len({tuple(c.ids[:n]) for c in await bench.recorded(session) for n in range(1, c.tokens + 1)})
+    seen = {tuple(chat.ids[:n]) for chat in await bench.recorded(session) for n in range(1, chat.tokens + 1)}
+    assert len(session._prompts.trie) == len(seen)
 
 
 async def test_among_replies_of_equal_text_it_is_the_one_with_the_lowest_seed_whoever_came_first(bench):
@@ -335,6 +336,8 @@ async def test_a_template_that_writes_all_as_it_was_loses_nothing(bench):
     first = await session.chat(call("a"))
     second = await session.chat(call("a", "x", "b"))
     assert (second.extends, second.fork) == (first, None)
+    third = await session.chat(call("a", "x", "c"))  # its first new ids are also those of the second call
+    assert (third.extends, third.fork) == (first, None)
 
 
 async def test_forks_are_counted_by_reason(bench):
