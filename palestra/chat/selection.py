@@ -11,8 +11,24 @@ from palestra.chat.probes import PLAIN, REASONING, TOOLS, WITH_TOOLS, Probe
 from palestra.chat.rendering import Renderer
 
 
-def select_renderer(tokenizer: Any) -> Renderer:
+def select_renderer(tokenizer: Any, keep_reasoning: bool = False) -> Renderer:
     """The renderer for a transformers tokenizer.
+
+    With `keep_reasoning` it goes on from a reply with its reasoning even where the model's template would drop it when
+    a user speaks again; ours always does.
+    """
+    found = _select(tokenizer)
+    config: Any = getattr(found, "config", None)
+    if not keep_reasoning or isinstance(found, ChatMLRenderer) or not hasattr(config, "thinking_retention"):
+        return found
+    from renderers import create_renderer
+
+    keeping: Renderer = create_renderer(tokenizer, config.model_copy(update={"thinking_retention": "all"}))
+    return keeping
+
+
+def _select(tokenizer: Any) -> Renderer:
+    """See `select_renderer`.
 
     One made for the model's name in `renderers`; else ours, if it gives exactly what the model's own ChatML template
     gives on some conversations; else one of `renderers` of which the same is true (a model in a folder has no name to

@@ -49,7 +49,8 @@ def _scripted(config: JobConfig) -> Parts:
 def _embedded(config: JobConfig) -> Parts:
     import torch
 
-    from palestra.inference.embedded import EmbeddedEngine
+    from palestra.inference.embedded import EmbeddedEngine, token_budget
+    from palestra.inference.grammar import Grammars
     from palestra.models.causal_lm import load_causal_lm, load_tokenizer
     from palestra.models.memory import keep_heap
     from palestra.trainer.torch_trainer import TorchTrainer
@@ -59,13 +60,24 @@ def _embedded(config: JobConfig) -> Parts:
         torch.use_deterministic_algorithms(True)
     policy = config.policy
     tokenizer = load_tokenizer(policy.model)
-    renderer = select_renderer(tokenizer)
+    renderer = select_renderer(tokenizer, keep_reasoning=config.rollout.dropped_reasoning == "keep")
     sampler = load_causal_lm(policy.model, getattr(torch, config.engine.dtype))
     longest = getattr(sampler.config, "max_position_embeddings", policy.max_context)
     if policy.max_context > longest:
         raise ConfigError(f"max_context is {policy.max_context} and {policy.model} has {longest} positions")
+    budget = token_budget(sampler, config.engine)
+    if policy.max_context > budget:
+        raise ConfigError(
+            f"max_context is {policy.max_context} and the keys and values of {budget} tokens fit into the engine's "
+            "memory; raise engine.cache_gib, or lower max_context"
+        )
     engine = EmbeddedEngine(
-        sampler, config.policy_name, renderer.get_stop_token_ids(), config.engine, config.deterministic
+        sampler,
+        config.policy_name,
+        renderer.get_stop_token_ids(),
+        config.engine,
+        config.deterministic,
+        grammars=Grammars(tokenizer, sampler.vocab_size),
     )
     trainer = TorchTrainer(
         load_causal_lm(policy.model, torch.float32),

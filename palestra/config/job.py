@@ -158,6 +158,20 @@ class EngineConfig(Section):
     threads: Positive | None = Field(None, description="CPU threads for arithmetic. None: all cores.")
     max_batch: Annotated[int, Field(ge=2)] = Field(64, description="Sequences that are decoded at the same time.")
     prefill_tokens: Positive = Field(2048, description="Most prompt tokens in one forward pass.")
+    prefill_chunk: Positive = Field(
+        512, description="The same while replies are being sampled, so that a long prompt does not hold them up."
+    )
+    cache_gib: float | None = Field(
+        None,
+        gt=0,
+        description="Memory for keys and values, in GiB. A call starts when its longest reply fits. None: a quarter of "
+        "the machine's memory, or half of what is free on the GPU.",
+    )
+    in_flight_updates: Literal["continue", "finish"] = Field(
+        "continue",
+        description="Replies that are being sampled when new weights come: `continue` under the new ones (each token "
+        "has its version), or `finish` first.",
+    )
     prefix_cache_tokens: int = Field(32768, ge=0, description="Prompt tokens whose keys and values are kept.")
     scripted_delay_seconds: float = Field(0.0, ge=0, description="How long the scripted engine takes for a reply.")
     scripted_tokens: Positive = Field(32, description="Longest reply of the scripted engine, in tokens.")

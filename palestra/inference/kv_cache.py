@@ -7,6 +7,7 @@ moves to the next one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -136,31 +137,39 @@ class DecodeAttend:
         return out
 
 
-class PrefillAttend:
-    """Causal attention within each of several prompts that lie one after another; keeps their keys and values."""
+class PromptAttend:
+    """Causal attention within pieces of several prompts that lie one after another; fills in their keys and values."""
 
-    def __init__(self, lengths: list[int], layers: int) -> None:
-        self._lengths = lengths
-        self._kept: list[list[Tensor]] = [[] for _ in lengths]
-        self._layers = layers
+    def __init__(self, pieces: Sequence[tuple[Tensor, int, int]]) -> None:
+        """Each piece is (keys [layers, 2, key heads, P, head dim], tokens of it that are filled, tokens to add)."""
+        self._pieces = [
+            (keys, filled, new, _seen(filled, new, keys.device) if filled else None) for keys, filled, new in pieces
+        ]
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """See `Attend`."""
-        pieces = []
+        results = []
         start = 0
-        for number, length in enumerate(self._lengths):
-            part = slice(start, start + length)
-            keys, values = key[:, :, part], value[:, :, part]
-            self._kept[number].append(torch.stack((keys[0], values[0])))
+        for kept, filled, new, mask in self._pieces:
+            part = slice(start, start + new)
+            keys, values = kept[layer, 0, :, : filled + new], kept[layer, 1, :, : filled + new]
+            keys[:, filled:], values[:, filled:] = key[0, :, part], value[0, :, part]
             seen = F.scaled_dot_product_attention(
-                query[:, :, part], keys, values, is_causal=True, scale=scale, enable_gqa=True
+                query[:, :, part],
+                key[:, :, part] if mask is None else keys.unsqueeze(0),
+                value[:, :, part] if mask is None else values.unsqueeze(0),
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=scale,
+                enable_gqa=True,
             )
-            pieces.append(seen[0].transpose(0, 1))
-            start += length
+            results.append(seen[0].transpose(0, 1))
+            start += new
         if start < query.shape[2]:  # rows that only keep products above one row
-            pieces.append(query.new_zeros((query.shape[2] - start, query.shape[1], query.shape[3])))
-        return torch.cat(pieces)
+            results.append(query.new_zeros((query.shape[2] - start, query.shape[1], query.shape[3])))
+        return torch.cat(results)
 
-    def kept(self) -> list[Tensor]:
-        """Keys and values of each prompt, [layers, 2, key heads, T, head dim]."""
-        return [torch.stack(layers) for layers in self._kept]
+
+def _seen(filled: int, new: int, device: torch.device) -> Tensor:
+    """[new, filled + new] bool: each new token sees all before it, and itself."""
+    return torch.ones((new, filled + new), dtype=torch.bool, device=device).tril(diagonal=filled)

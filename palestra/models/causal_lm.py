@@ -74,6 +74,7 @@ class CausalLM:
             raise ModelError(f"{config.model_type} models with other than full attention are not supported")
         self.model, self.config = model, config
         self.vocab_size: int = config.vocab_size
+        self.max_positions: int = getattr(config, "max_position_embeddings", None) or 2**20
         self.layers: int = config.num_hidden_layers
         self.key_heads: int = config.num_key_value_heads
         self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -109,6 +109,17 @@ def test_a_model_without_a_name_gets_the_renderer_of_the_package_that_writes_wha
     assert bridge(renderer, lambda: prompt, completion, [text_message("tool", "2")]) is not None
 
 
+def test_a_renderer_of_the_package_can_be_made_to_go_on_from_reasoning_that_its_template_would_drop():
+    tokenizer = qwen3_like()
+    for keep, wanted in ((False, False), (True, True)):
+        renderer = select_renderer(tokenizer, keep_reasoning=keep)
+        prompt = render(renderer, [text_message("user", "hello")])
+        thought = tokenizer.encode("<think>\nhm\n</think>\n\nso")
+        completion = np.array([*thought, renderer.get_stop_token_ids()[0]], np.int32)
+        again = bridge(renderer, lambda prompt=prompt: prompt, completion, [text_message("user", "and?")])
+        assert (again is not None) == wanted
+
+
 @pytest.mark.parametrize(
     "template",
     [

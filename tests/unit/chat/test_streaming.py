@@ -26,23 +26,34 @@ def in_pieces(text: str, sizes: list[int]) -> list[str]:
     return [*pieces, text[at:]]
 
 
-def split(pieces: list[str], calls: bool) -> MessageDelta:
-    splitter = ReplySplitter(calls, "id")
+def split(pieces: list[str], calls: bool, single: bool = False) -> tuple[MessageDelta, int]:
+    splitter = ReplySplitter(calls, "id", single)
     total = MessageDelta()
     for piece in pieces:
         total += splitter.feed(piece)
-    return total + splitter.end()
+    return total + splitter.end(), splitter.malformed
 
 
 @settings(max_examples=1500, deadline=None)
 @given(text=texts, sizes=st.lists(st.integers(0, 7), max_size=60), calls=st.booleans())
 def test_deltas_of_any_pieces_are_the_message_that_the_whole_text_is_read_as(text, sizes, calls):
     ids = np.asarray(RENDERER._tokenizer.encode(text), np.int32)
-    reply = parse_reply(RENDERER, ids, lambda: ids, TOOLS if calls else (), "id").message
-    assert split(in_pieces(text, sizes), calls) == whole_message(reply)
-    assert split(list(text), calls) == whole_message(reply)
+    reply = parse_reply(RENDERER, ids, lambda: ids, TOOLS if calls else (), "id")
+    wanted = (whole_message(reply.message), len(reply.malformed))
+    assert split(in_pieces(text, sizes), calls) == wanted
+    assert split(list(text), calls) == wanted
     reasoning, content, _ = read_text(text, calls)
-    assert (reasoning, content) == (reply.reasoning_content, reply.text)
+    assert (reasoning, content) == (reply.message.reasoning_content, reply.message.text)
+
+
+@settings(max_examples=500, deadline=None)
+@given(text=texts, sizes=st.lists(st.integers(0, 7), max_size=60))
+def test_a_single_call_is_the_first_one_and_what_came_before_it(text, sizes):
+    single, _ = split(in_pieces(text, sizes), calls=True, single=True)
+    whole, _ = split([text], calls=True)
+    assert single.calls == whole.calls[:1]
+    assert whole.content.startswith(single.content)
+    assert split(list(text), calls=True, single=True)[0] == single
 
 
 @pytest.mark.parametrize(
