@@ -115,17 +115,24 @@ class DecodeAttend:
         for bucket in buckets:
             lengths = torch.tensor([row.length for row in bucket.rows], device=bucket.storage.device)
             places = torch.arange(bucket.capacity, device=bucket.storage.device)
-            mask = (places <= lengths.unsqueeze(1)).view(len(bucket.rows), 1, 1, bucket.capacity)
-            self._parts.append((bucket, len(bucket.rows), lengths, mask))
+            before = lengths.unsqueeze(1) - places  # [rows, capacity]: how far back each place is
+            self._parts.append((bucket, len(bucket.rows), lengths, before.view(-1, 1, 1, bucket.capacity)))
+        self._masks: dict[tuple[int, int | None], Tensor] = {}
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None
+    ) -> Tensor:
         """See `Attend`. Rows beyond the cache's (there to keep products above one row) come back as zeros."""
         heads, dim = query.shape[1], query.shape[3]
         kv_heads = key.shape[1]
         out = query.new_zeros((query.shape[2], heads, dim))
         start = 0
-        for bucket, rows, lengths, mask in self._parts:
+        for number, (bucket, rows, lengths, before) in enumerate(self._parts):
             stop = start + rows
+            mask = self._masks.get((number, window))
+            if mask is None:
+                mask = before >= 0 if window is None else (before >= 0) & (before < window)
+                self._masks[number, window] = mask
             keys, values = bucket.storage[layer, 0, :rows], bucket.storage[layer, 1, :rows]
             index = torch.arange(rows, device=query.device)
             keys[index, :, lengths] = key[0, :, start:stop].transpose(0, 1)
@@ -142,16 +149,20 @@ class PromptAttend:
 
     def __init__(self, pieces: Sequence[tuple[Tensor, int, int]]) -> None:
         """Each piece is (keys [layers, 2, key heads, P, head dim], tokens of it that are filled, tokens to add)."""
-        self._pieces = [
-            (keys, filled, new, _seen(filled, new, keys.device) if filled else None) for keys, filled, new in pieces
-        ]
+        self._pieces = pieces
+        self._masks: dict[tuple[int, int | None], Tensor | None] = {}
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None
+    ) -> Tensor:
         """See `Attend`."""
         results = []
         start = 0
-        for kept, filled, new, mask in self._pieces:
+        for number, (kept, filled, new) in enumerate(self._pieces):
             part = slice(start, start + new)
+            if (number, window) not in self._masks:
+                self._masks[number, window] = _seen(filled, new, window, kept.device)
+            mask = self._masks[number, window]
             keys, values = kept[layer, 0, :, : filled + new], kept[layer, 1, :, : filled + new]
             keys[:, filled:], values[:, filled:] = key[0, :, part], value[0, :, part]
             seen = F.scaled_dot_product_attention(
@@ -170,6 +181,9 @@ class PromptAttend:
         return torch.cat(results)
 
 
-def _seen(filled: int, new: int, device: torch.device) -> Tensor:
-    """[new, filled + new] bool: each new token sees all before it, and itself."""
-    return torch.ones((new, filled + new), dtype=torch.bool, device=device).tril(diagonal=filled)
+def _seen(filled: int, new: int, window: int | None, device: torch.device) -> Tensor | None:
+    """[new, filled + new] bool: what each new token sees; None: plainly causal."""
+    if not filled and (window is None or new <= window):
+        return None
+    seen = torch.ones((new, filled + new), dtype=torch.bool, device=device).tril(diagonal=filled)
+    return seen if window is None else seen.triu(diagonal=filled - window + 1)

@@ -24,15 +24,23 @@ def digits_script(length: int, stop_id: int) -> Script:
 
 
 class ScriptedEngine:
-    """Implements `Engine` with a script; every token has logprob -1."""
+    """Implements `Engine` with a script; every token has logprob -1, and is the most probable one where that is asked.
 
-    def __init__(self, script: Script, delay_seconds: float = 0.0) -> None:
+    Of a call's sampling it obeys `max_tokens`, `stop_ids` and `top_logprobs`; the script gets all of it.
+    """
+
+    def __init__(
+        self, script: Script, delay_seconds: float = 0.0, piece_tokens: int = 0, piece_delay_seconds: float = 0.0
+    ) -> None:
+        """A reply comes after `delay_seconds`, in pieces of `piece_tokens` (0: whole) with a delay before each other."""
         self._script, self._delay = script, delay_seconds
+        self._piece, self._piece_delay = piece_tokens, piece_delay_seconds
         self._versions: dict[str, PolicyVersion] = {}
         self._running = asyncio.Event()
         self._running.set()
         self._closed = False
         self.calls = 0
+        self.running = 0  # calls that are being answered
 
     async def generate(self, policy: str, prompt_ids: Ids, sampling: Sampling) -> AsyncIterator[SampledTokens]:
         """See `Engine`."""
@@ -42,8 +50,20 @@ class ScriptedEngine:
         if self._closed:
             raise EngineFailure("the engine was stopped")
         self.calls += 1
-        ids = tuple(self._script(prompt_ids, sampling))[: sampling.max_tokens]
-        yield SampledTokens(ids=ids, logprobs=(-1.0,) * len(ids), version=self.version(policy))
+        self.running += 1
+        try:
+            ids = _until_stop(self._script(prompt_ids, sampling), sampling)
+            size = self._piece or max(len(ids), 1)
+            for start in range(0, max(len(ids), 1), size):
+                if start and self._piece_delay:
+                    await asyncio.sleep(self._piece_delay)
+                yield self._sampled(policy, ids[start : start + size], sampling)
+        finally:
+            self.running -= 1
+
+    def _sampled(self, policy: str, ids: tuple[int, ...], sampling: Sampling) -> SampledTokens:
+        top = tuple(_top(token, sampling.top_logprobs) for token in ids) if sampling.top_logprobs else ()
+        return SampledTokens(ids=ids, logprobs=(-1.0,) * len(ids), version=self.version(policy), top=top)
 
     async def update_weights(self, policy: str, version: PolicyVersion, weights: Any) -> None:
         """See `Engine`."""
@@ -65,3 +85,14 @@ class ScriptedEngine:
         """See `Engine`."""
         self._closed = True
         self._running.set()
+
+
+def _until_stop(reply: Sequence[int], sampling: Sampling) -> tuple[int, ...]:
+    ids = tuple(reply)[: sampling.max_tokens]
+    ends = [place for place, token in enumerate(ids) if token in sampling.stop_ids]
+    return ids[: ends[0] + 1] if ends else ids
+
+
+def _top(token: int, number: int) -> tuple[tuple[int, float], ...]:
+    """The token, and those with the next ids, each a little less probable."""
+    return tuple((token + k, -1.0 - k) for k in range(number))

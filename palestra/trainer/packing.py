@@ -121,15 +121,28 @@ class TreeAttend:
     """Attention within each tree of a micro-batch; see `Attend`."""
 
     def __init__(self, trees: Sequence[Tree], device: torch.device) -> None:
-        self._parts = []
-        for tree in trees:
-            mask = tree.mask()
-            self._parts.append((len(tree), None if mask is None else mask.to(device)))
+        self._trees, self._device = trees, device
+        self._masks: dict[tuple[int, int | None], Tensor | None] = {}
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def _mask(self, number: int, window: int | None) -> Tensor | None:
+        """[n, n] bool; None: plainly causal."""
+        if (number, window) not in self._masks:
+            tree = self._trees[number]
+            mask = tree.mask()
+            if window is not None and max(tree.positions) >= window:
+                places = torch.tensor(tree.positions)
+                near = places.unsqueeze(1) - places < window
+                mask = near & (near.new_ones(near.shape).tril() if mask is None else mask)
+            self._masks[number, window] = None if mask is None else mask.to(self._device)
+        return self._masks[number, window]
+
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None
+    ) -> Tensor:
         """[1, H, N, D] and [1, K, N, D] to [N, H, D]."""
         pieces, start = [], 0
-        for length, mask in self._parts:
+        for number, tree in enumerate(self._trees):
+            length, mask = len(tree), self._mask(number, window)
             part = slice(start, start + length)
             seen = F.scaled_dot_product_attention(
                 query[:, :, part],

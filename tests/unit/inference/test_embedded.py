@@ -11,7 +11,7 @@ import torch
 from palestra.config import EngineConfig
 from palestra.errors import EngineFailure, InvalidRequest, ModelError
 from palestra.inference.embedded import EmbeddedEngine
-from palestra.models.causal_lm import load_causal_lm
+from palestra.models.causal_lm import CausalLM, load_causal_lm
 from palestra.schemas.records import PolicyVersion, SampledTokens, Sampling
 
 GREEDY = Sampling(temperature=0.0, max_tokens=12, seed=0)
@@ -161,19 +161,20 @@ async def test_a_turn_that_goes_on_computes_only_what_is_new(tiny, reference):
 
 
 async def test_a_long_prompt_in_pieces_does_not_hold_up_others_and_is_the_same(tiny, reference):
-    long = prompt(900, 4)
+    long, heard = prompt(900, 4), []
+
+    async def listen(who, pieces):
+        async for _ in pieces:
+            heard.append(who)
+
     async with serving(tiny, prefill_chunk=50) as engine:
-        talking = engine.generate("policy", prompt(4), FOREVER)
-        await anext(talking)
-        came = asyncio.ensure_future(reply(engine, long, DRAWN))
-        tokens, passes = 0, engine.passes
-        while not came.done():
-            await anext(talking)
-            tokens += 1
-        assert tokens >= 900 // 50  # one between each two pieces
-        assert engine.passes - passes >= tokens + 900 // 50 - 1
-        await talking.aclose()
-        ids, logprobs, _ = came.result()
+        talking = asyncio.ensure_future(listen("talking", engine.generate("policy", prompt(4), FOREVER)))
+        while not heard:
+            await asyncio.sleep(0)
+        heard.clear()
+        ids, logprobs, _ = await reply(engine, long, DRAWN)
+        talking.cancel()
+    assert len(heard) >= 900 // 50 - 1  # one between each two pieces
     assert np.allclose(logprobs, full_forward(reference, long, ids, 1.0), atol=1e-4)
 
 
@@ -586,3 +587,15 @@ async def test_a_reply_with_a_grammar_matches_it_whatever_the_seed(tiny):
         assert value["b"] in ("x", "y")
         assert max(logprobs) <= 0.0
         assert sum(p > -1e-3 for p in logprobs) > 3  # where the grammar leaves one token only, it is certain
+
+
+async def test_a_sliding_window_is_kept_in_pieces_of_a_prompt_and_in_replies():
+    from unit.models.test_causal_lm import two_of
+
+    own, flat = two_of("mistral", sliding_window=7, vocab_size=259)
+    long = prompt(40)
+    async with serving(CausalLM(flat), stops=(), prefill_tokens=16) as engine:
+        ids, logprobs, _ = await reply(engine, long, replace(DRAWN, max_tokens=30))
+        again, others, _ = await reply(engine, np.concatenate((long, np.array(ids, np.int32))), DRAWN)
+    assert np.allclose(logprobs, full_forward(own, long, ids, 1.0), atol=1e-4)
+    assert np.allclose(others, full_forward(own, np.concatenate((long, np.array(ids))), again, 1.0), atol=1e-4)

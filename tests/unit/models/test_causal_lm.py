@@ -13,7 +13,7 @@ from palestra.models.causal_lm import CausalLM, load_causal_lm, load_tokenizer
 class Causal:
     """Plain causal attention of one sequence."""
 
-    def __call__(self, layer, query, key, value, scale):
+    def __call__(self, layer, query, key, value, scale, window):
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
         return out[0].transpose(0, 1)
 
@@ -69,35 +69,58 @@ def test_saving_writes_what_transformers_loads_and_leaves_the_model_usable(tiny,
         assert tiny.hidden(torch.arange(3), torch.arange(3), Causal()).shape == (3, 64)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"attn_logit_softcapping": 30.0}, {"logit_scale": 0.5}, {"attention_chunk_size": 64}],
-)
-def test_an_architecture_whose_arithmetic_would_be_lost_is_refused(change):
-    from transformers import AutoConfig, AutoModelForCausalLM
+SIZE = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "head_dim": 8,
+    "pad_token_id": 0,
+}
+OLD_SIZE = {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
+SUPPORTED = (
+    "apertus arcee cohere cohere2 ernie4_5 exaone4 gemma gemma3_text glm glm4 gpt2 gpt_neox granite helium "
+    "hunyuan_v1_dense llama mistral mixtral nemotron olmo olmo2 olmo3 opt phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe "
+    "seed_oss smollm3 stablelm starcoder2"
+).split()
 
-    config = AutoConfig.from_pretrained(model_folder("tiny-random"))
-    model = AutoModelForCausalLM.from_config(config)
-    for name, value in change.items():
-        setattr(model.config, name, value)
-    with pytest.raises(ModelError, match=next(iter(change))):
-        CausalLM(model)
+
+def two_of(kind: str, **changes):
+    """A small random model with transformers' own attention, and the same with ours."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    def config():
+        found = CONFIG_MAPPING[kind](**((OLD_SIZE if kind == "gpt2" else SIZE) | changes))
+        found.pad_token_id = 0
+        return found
+
+    torch.manual_seed(0)
+    own = AutoModelForCausalLM.from_config(config(), attn_implementation="eager").eval()
+    flat = AutoModelForCausalLM.from_config(config(), attn_implementation="palestra_flat").eval()
+    flat.load_state_dict(own.state_dict())
+    return own, flat
 
 
-def test_sliding_windows_are_refused():
-    from transformers import MistralConfig, MistralForCausalLM
+@pytest.mark.parametrize("kind", SUPPORTED)
+def test_decoder_only_architectures_give_what_transformers_gives(kind):
+    own, flat = two_of(kind)
+    model = CausalLM(flat)
+    ids = torch.from_numpy(np.random.default_rng(0).integers(1, 97, 40))
+    with torch.inference_mode():
+        found = model.logits(model.hidden(ids, torch.arange(40), Causal()))
+        wanted = own(ids[None]).logits[0]
+    assert torch.allclose(found, wanted, atol=1e-4)
 
-    config = MistralConfig(
-        vocab_size=16,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        sliding_window=8,
-    )
-    with pytest.raises(ModelError, match="full attention"):
-        CausalLM(MistralForCausalLM(config))
+
+@pytest.mark.parametrize("kind", ["gemma2", "gpt_oss", "deepseek_v3", "bloom", "mpt"])
+def test_an_architecture_whose_arithmetic_would_be_lost_is_refused(kind):
+    """Capped scores, attention sinks, values of another size than keys, distances as biases."""
+    changes = {"mpt": {"d_model": 32, "n_layers": 2, "n_heads": 4}, "bloom": {"n_layer": 2, "n_head": 4}}
+    with pytest.raises(ModelError, match=f"{kind} models|attention sinks"):
+        CausalLM(two_of(kind, **changes.get(kind, {}))[1])
 
 
 def test_a_folder_without_a_model_is_one_line(tmp_path):

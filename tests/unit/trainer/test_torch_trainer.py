@@ -429,6 +429,8 @@ async def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     async with training() as trainer:
         await trainer.save(tmp_path, {"step": 1}, "1")
     config = AutoConfig.from_pretrained(model_folder("tiny-random"), num_hidden_layers=3)
-    async with training(CausalLM(AutoModelForCausalLM.from_config(config))) as trainer:
+    async with training(
+        CausalLM(AutoModelForCausalLM.from_config(config, attn_implementation="palestra_flat"))
+    ) as trainer:
         with pytest.raises(CheckpointError, match="another model"):
             await trainer.load(tmp_path)
