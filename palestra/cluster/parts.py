@@ -52,6 +52,7 @@ def _embedded(config: JobConfig) -> Parts:
     from palestra.inference.embedded import EmbeddedEngine, token_budget
     from palestra.inference.grammar import Grammars
     from palestra.models.causal_lm import load_causal_lm, load_tokenizer
+    from palestra.models.devices import device_of
     from palestra.models.memory import keep_heap
     from palestra.trainer.torch_trainer import TorchTrainer
 
@@ -61,7 +62,9 @@ def _embedded(config: JobConfig) -> Parts:
     policy = config.policy
     tokenizer = load_tokenizer(policy.model)
     renderer = select_renderer(tokenizer, keep_reasoning=config.rollout.dropped_reasoning == "keep")
-    sampler = load_causal_lm(policy.model, getattr(torch, config.engine.dtype))
+    sampler = load_causal_lm(
+        policy.model, getattr(torch, config.engine.dtype), device_of(config.engine.device, "engine.device")
+    )
     longest = getattr(sampler.config, "max_position_embeddings", policy.max_context)
     if policy.max_context > longest:
         raise ConfigError(f"max_context is {policy.max_context} and {policy.model} has {longest} positions")
@@ -80,7 +83,7 @@ def _embedded(config: JobConfig) -> Parts:
         grammars=Grammars(tokenizer, sampler.vocab_size),
     )
     trainer = TorchTrainer(
-        load_causal_lm(policy.model, torch.float32),
+        load_causal_lm(policy.model, torch.float32, device_of(config.trainer.device, "trainer.device")),
         tokenizer,
         config.policy_name,
         policy.optimizer,

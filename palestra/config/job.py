@@ -155,6 +155,7 @@ class EngineConfig(Section):
         description="`embedded`: transformers, in this process; `scripted`: fixed replies, for tests.",
     )
     dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="Precision of the engine's weights.")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="`auto`: the GPU, if there is one.")
     threads: Positive | None = Field(None, description="CPU threads for arithmetic. None: all cores.")
     max_batch: Annotated[int, Field(ge=2)] = Field(64, description="Sequences that are decoded at the same time.")
     prefill_tokens: Positive = Field(2048, description="Most prompt tokens in one forward pass.")
@@ -183,6 +184,7 @@ class TrainerConfig(Section):
     dtype: Literal["bfloat16", "float32"] = Field(
         "bfloat16", description="Compute precision (autocast); weights are float32."
     )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="`auto`: the GPU, if there is one.")
     threads: Positive | None = Field(None, description="CPU threads for arithmetic. None: all cores.")
     micro_batch_tokens: Positive = Field(4096, description="Most tokens in one forward and backward pass.")
     logit_chunk: Positive = Field(2048, description="Most positions whose logits exist at the same time.")

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from palestra.config import EngineConfig
 from palestra.errors import EngineFailure
+from palestra.inference.adapters import Adapters
 from palestra.inference.draw import uniform
 from palestra.inference.kv_cache import DecodeAttend, KVCache, PromptAttend, Row, capacity_for
 from palestra.inference.prefix_cache import PrefixCache
@@ -32,10 +33,16 @@ class Batch:
     """All requests of an engine, in its thread."""
 
     def __init__(
-        self, model: CausalLM, stop_ids: Iterable[int], config: EngineConfig, deterministic: bool, budget: int
+        self,
+        model: CausalLM,
+        adapters: Adapters,
+        stop_ids: Iterable[int],
+        config: EngineConfig,
+        deterministic: bool,
+        budget: int,
     ) -> None:
         """`budget`: tokens whose keys and values may be in memory, prefix cache included."""
-        self._model, self._config, self.budget = model, config, budget
+        self._model, self.adapters, self._config, self.budget = model, adapters, config, budget
         self._stops = frozenset(stop_ids)
         self._deterministic, self._min_rows = deterministic, MIN_ROWS if deterministic else 1
         parameter = next(iter(model.model.parameters()))
@@ -211,7 +218,7 @@ class Batch:
         ids = torch.cat([torch.from_numpy(r.prompt[r.filled : r.filled + n].astype("int64")) for r, n in pieces])
         positions = torch.cat([torch.arange(r.filled, r.filled + n) for r, n in pieces])
         attend = PromptAttend([(r.keys, r.filled, n) for r, n in pieces if r.keys is not None])
-        hidden = self._forward(ids, positions, attend)
+        hidden = self._forward(ids, positions, attend, [r.policy for r, n in pieces for _ in range(n)])
         end = 0
         for request, new in pieces:
             end += new
@@ -266,21 +273,22 @@ class Batch:
         order = [self._running[row] for bucket in buckets for row in bucket.rows]
         ids = torch.tensor([request.last for request in order])
         positions = torch.tensor([row.length for bucket in buckets for row in bucket.rows])
-        hidden = self._forward(ids, positions, DecodeAttend(buckets))
+        hidden = self._forward(ids, positions, DecodeAttend(buckets), [request.policy for request in order])
         drawn = self._draw(order, hidden[: len(order)])
         for number, request in enumerate(order):
             assert request.row is not None
             request.row.length += 1
             self._take(request, drawn, number)
 
-    def _forward(self, ids: Tensor, positions: Tensor, attend: Any) -> Tensor:
+    def _forward(self, ids: Tensor, positions: Tensor, attend: Any, policies: Sequence[str]) -> Tensor:
         """Hidden states [N, hidden], of a few more rows where there are too few to round as many do."""
         lacking = self._min_rows - len(ids)
         if lacking > 0:
             ids = torch.cat((ids, ids[:1].expand(lacking)))
             positions = torch.cat((positions, positions[:1].expand(lacking)))
         self.passes += 1
-        return self._model.hidden(ids.to(self._device), positions.to(self._device), attend)
+        with self.adapters.applied(policies):
+            return self._model.hidden(ids.to(self._device), positions.to(self._device), attend)
 
     def _draw(self, requests: Sequence[Request], hidden: Tensor) -> Drawn:
         """The next token of each request from its hidden state, [B, hidden]; changes nothing yet."""

@@ -7,7 +7,8 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from palestra.config import EngineConfig
 from palestra.errors import EngineFailure, InvalidRequest, ModelError
+from palestra.inference.adapters import Adapter, Adapters
 from palestra.inference.batch import MIN_ROWS, Batch
 from palestra.inference.grammar import Grammars
 from palestra.inference.request import DONE, Request
@@ -25,7 +27,7 @@ log = logging.getLogger("palestra.engine")
 
 
 class EmbeddedEngine:
-    """Implements `Engine` for one policy."""
+    """Implements `Engine` for one base model: the policy that is the model itself, and those that adapt it."""
 
     def __init__(
         self,
@@ -36,17 +38,24 @@ class EmbeddedEngine:
         deterministic: bool = False,
         version: PolicyVersion = PolicyVersion(0, 0),  # noqa: B008 - immutable
         grammars: Grammars | None = None,
+        adapters: Mapping[str, Adapter] = MappingProxyType({}),
     ) -> None:
-        """`grammars` is needed for calls that have one.
+        """`grammars` is needed for calls that have one; `adapters` are further policies, on the same model.
 
         Raises:
-            ModelError: `deterministic`, and this machine's arithmetic can't keep it.
+            ModelError: `deterministic`, and this machine's arithmetic can't keep it; or an adapter that does not fit.
         """
         self._model, self._policy, self._config = model, policy, config
-        self._grammars = grammars
-        self._version = version
-        self._batch = Batch(model, stop_ids, config, deterministic, token_budget(model, config))
-        self._batch.set_version(policy, version)
+        self._grammars, self._adapters = grammars, dict(adapters)
+        if deterministic and adapters:
+            raise ModelError("results can't be reproduced bit by bit where adapters share a batch")
+        applied = Adapters(model)
+        for name, adapter in self._adapters.items():
+            applied.set(name, adapter)
+        self._batch = Batch(model, applied, stop_ids, config, deterministic, token_budget(model, config))
+        self._versions = dict.fromkeys((policy, *adapters), version)
+        for name in self._versions:
+            self._batch.set_version(name, version)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._update: Callable[[], None] | None = None  # new weights that wait for what is running
         self._paused = self._stopping = False
@@ -84,13 +93,16 @@ class EmbeddedEngine:
             request.cancelled = True
 
     async def update_weights(self, policy: str, version: PolicyVersion, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """See `Engine`. `weights` are (name, tensor) pairs as `CausalLM.named_parameters` gives them.
+        """See `Engine`.
+
+        `weights` are (name, tensor) pairs as `CausalLM.named_parameters` gives them; for an adapter, as PEFT does.
 
         Replies that are being made go on under the new weights, or are finished first, as `in_flight_updates` says;
         while the engine is paused they can't be finished, and so go on.
         """
         self._require(policy)
-        await self._on_thread(lambda: self._replace_weights(version, weights), waits=True)
+        replace = self._replace_adapter if policy in self._adapters else self._replace_weights
+        await self._on_thread(lambda: replace(policy, version, weights), waits=True)
 
     async def pause(self) -> None:
         """See `Engine`."""
@@ -103,7 +115,7 @@ class EmbeddedEngine:
     def version(self, policy: str) -> PolicyVersion:
         """See `Engine`."""
         self._require(policy)
-        return self._version
+        return self._versions[policy]
 
     async def close(self) -> None:
         """See `Engine`."""
@@ -126,8 +138,8 @@ class EmbeddedEngine:
         return self._batch.sampled_tokens
 
     def _require(self, policy: str) -> None:
-        if policy != self._policy:
-            raise ModelError(f"this engine has the policy {self._policy!r}, not {policy!r}")
+        if policy not in self._versions:
+            raise ModelError(f"this engine has the policies {', '.join(map(repr, self._versions))}, not {policy!r}")
 
     def _check_ids(self, prompt_ids: Ids, sampling: Sampling) -> None:
         """One call with an id that does not exist would fail all those beside it."""
@@ -194,7 +206,15 @@ class EmbeddedEngine:
                 return
             idle = False
 
-    def _replace_weights(self, version: PolicyVersion, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def _replace_adapter(self, policy: str, version: PolicyVersion, weights: Iterable[tuple[str, Tensor]]) -> None:
+        adapter = Adapter(self._adapters[policy].settings)
+        adapter.replace(weights)
+        self._batch.adapters.set(policy, adapter)
+        self._adapters[policy] = adapter
+        self._versions[policy] = version
+        self._batch.set_version(policy, version)
+
+    def _replace_weights(self, policy: str, version: PolicyVersion, weights: Iterable[tuple[str, Tensor]]) -> None:
         own = dict(self._model.named_parameters())
         given = dict(weights)
         for name, tensor in given.items():
@@ -204,8 +224,9 @@ class EmbeddedEngine:
             raise ModelError(f"no new weights were given for {', '.join(sorted(missing))}")
         for name, tensor in given.items():
             own[name].copy_(tensor)
-        self._version = version
-        self._batch.set_version(self._policy, version)
+        self._versions[policy] = version
+        for name in self._versions:  # what adapters computed was computed on the old base
+            self._batch.set_version(name, self._versions[name])
 
     @torch.inference_mode()
     def _check_determinism(self) -> None:

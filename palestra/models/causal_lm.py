@@ -177,8 +177,8 @@ class CausalLM:
         tokenizer.save_pretrained(folder)
 
 
-def load_causal_lm(name: str, dtype: torch.dtype) -> CausalLM:
-    """Load by catalog name, folder, or Hugging Face name.
+def load_causal_lm(name: str, dtype: torch.dtype, device: torch.device | None = None) -> CausalLM:
+    """Load by catalog name, folder, or Hugging Face name, onto a device; None: the CPU.
 
     Raises:
         ModelError: missing weights, or an architecture that flat batches don't support.
@@ -189,8 +189,7 @@ def load_causal_lm(name: str, dtype: torch.dtype) -> CausalLM:
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=_NAME)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"model {name!r} can't be loaded: {str(error).splitlines()[0]}") from error
-    model.eval()
-    return CausalLM(model)
+    return CausalLM(model.eval().to(device or torch.device("cpu")))
 
 
 def load_tokenizer(name: str) -> Any:

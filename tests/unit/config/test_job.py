@@ -55,6 +55,8 @@ OTHER: dict[str, Any] = {
     "checkpoint.keep": 3,
     "engine.kind": "scripted",
     "engine.dtype": "float32",
+    "engine.device": "cuda",
+    "trainer.device": "cpu",
     "engine.prefill_chunk": 99,
     "engine.cache_gib": 1.5,
     "engine.in_flight_updates": "finish",
