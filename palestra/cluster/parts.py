@@ -50,7 +50,7 @@ def _embedded(config: JobConfig) -> Parts:
     import torch
 
     from palestra.inference.embedded import EmbeddedEngine, token_budget
-    from palestra.inference.grammar import Grammars
+    from palestra.models.grammar import Grammars
     from palestra.models.causal_lm import load_causal_lm, load_tokenizer
     from palestra.models.devices import device_of
     from palestra.models.memory import keep_heap

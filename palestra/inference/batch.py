@@ -24,6 +24,7 @@ from palestra.inference.prefix_cache import PrefixCache
 from palestra.inference.request import DONE, Request
 from palestra.inference.sampling import Drawn, RowSampling, sample
 from palestra.models.causal_lm import CausalLM
+from palestra.models.grammar import unpack_bits
 from palestra.schemas.records import Ids, PolicyVersion, SampledTokens
 
 MIN_ROWS = 4  # products of fewer rows take another way through the processor, and round differently
@@ -298,12 +299,13 @@ class Batch:
         return sample(logits, [self._how(request) for request in requests])
 
     def _how(self, request: Request) -> RowSampling:
+        matcher = request.matcher
         return RowSampling(
             sampling=request.sampling,
             uniform=uniform(request.sampling.seed, len(request.reply)),
             banned=request.banned(self._stops),
             counts=request.counts,
-            allowed=None if request.matcher is None else request.matcher.allowed(),
+            allowed=None if matcher is None else unpack_bits(matcher.bits(), self._model.vocab_size),
         )
 
     def _take(self, request: Request, drawn: Drawn, number: int) -> None:

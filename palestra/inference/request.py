@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from palestra.inference.grammar import Matcher
+from palestra.models.grammar import Matcher
 from palestra.inference.kv_cache import Row
 from palestra.schemas.records import Ids, PolicyVersion, Sampling
 

@@ -106,6 +106,7 @@ def _samples(rollout: _Rollout, advantages: Mapping[int, float], weight: float) 
             advantages=by_call[row.chats],
             weights=row.sampled * np.float32(weight),
             temperatures=row.temperatures,
+            grammars=row.grammars,
         )
         for row in rows_of_trie(rollout.trie, rollout.trained)
     ]

@@ -123,6 +123,14 @@ class MediaSpan(NamedTuple):
     digest: str
 
 
+class GrammarSpan(NamedTuple):
+    """`tokens` ids from position `start` of a row were sampled so that they match a grammar; they are its beginning."""
+
+    start: int
+    tokens: int
+    grammar: str
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Chat:
     """One call of a model, token by token. It holds what its parent does not have; the rest is read through it."""
@@ -244,6 +252,7 @@ class TrainSample:
     advantages: Floats  # [N], 0 where not trained
     weights: Floats  # [N], share in the loss; 0 where not trained
     temperatures: Floats  # [N], at which the token was sampled; 1 where not sampled
+    grammars: tuple[GrammarSpan, ...] = ()  # of the calls that had to match one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,9 +18,11 @@ from palestra.config import CheckpointConfig, OptimizerConfig, TrainerConfig
 from palestra.errors import CheckpointError
 from palestra.faults import fault_point
 from palestra.models.causal_lm import CausalLM, set_threads
+from palestra.models.grammar import Grammars, unpack_bits
 from palestra.schemas.protocols import Engine, OptimReport, StepReport
 from palestra.schemas.records import PolicyVersion, TrainSample
 from palestra.trainer import checkpoint
+from palestra.trainer.constraints import allowed_tokens
 from palestra.trainer.packing import MicroBatch, TreeAttend, pack
 from palestra.trainer.serial import Serial
 
@@ -28,6 +30,7 @@ T = TypeVar("T")
 Loss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
 _OPTIMIZER_FILE = "optimizer-{}.safetensors"
 _SHARD_BYTES = 2**28
+_IMPOSSIBLE = -1e9  # finite, so that 0 x score is 0 in the entropy
 
 
 class TorchTrainer:
@@ -55,6 +58,7 @@ class TorchTrainer:
             fused=True,
         )
         self._device = self._parameters[0][1].device
+        self._grammars = Grammars(tokenizer, model.vocab_size)
         self._version = PolicyVersion(0, 0)
         self._serial = Serial()
         self._thread = ThreadPoolExecutor(1, "palestra-trainer", initializer=set_threads, initargs=(config.threads,))
@@ -149,6 +153,8 @@ class TorchTrainer:
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=self._config.dtype == "bfloat16")
         with torch.enable_grad(), autocast:
             hidden = self._model.hidden(ids, positions, TreeAttend(micro.trees, device))
+            allowed = allowed_tokens(micro.samples, self._grammars, self._model.vocab_size)
+            targets |= {} if allowed is None else {"allowed": allowed.to(device)}
             logprobs, entropy = self._logprobs(hidden.index_select(0, targets["source"]), targets)
             losses, report = loss(logprobs, targets["behaviour"], targets["advantage"])
             total = (losses * targets["weight"]).sum()
@@ -174,6 +180,7 @@ class TorchTrainer:
                 hidden[i : i + size],
                 targets["target"][i : i + size],
                 targets["temperature"][i : i + size],
+                *([targets["allowed"][i : i + size]] if "allowed" in targets else []),
                 again=len(hidden) > size,
             )
             for i in range(0, len(hidden), size)
@@ -183,8 +190,12 @@ class TorchTrainer:
             return empty, empty.detach()
         return torch.cat([p for p, _ in pieces]), torch.cat([e for _, e in pieces])
 
-    def _chunk(self, hidden: Tensor, target: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    def _chunk(
+        self, hidden: Tensor, target: Tensor, temperature: Tensor, allowed: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         scores = self._model.logits(hidden).float() / temperature.unsqueeze(1)
+        if allowed is not None:  # the distribution that was sampled from had no other tokens
+            scores = scores.masked_fill(~unpack_bits(allowed, scores.shape[1]), _IMPOSSIBLE)
         total = scores.logsumexp(dim=-1)
         chosen = scores.gather(1, target.unsqueeze(1)).squeeze(1) - total
         with torch.no_grad():

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from palestra.schemas.records import Chat, Floats, Ids, Mask, MediaSpan
+from palestra.schemas.records import Chat, Floats, GrammarSpan, Ids, Mask, MediaSpan
 from palestra.trajectory.trie import Node, Sampled, TokenTrie
 
 
@@ -23,6 +23,7 @@ class TokenRow:
     logprobs: Floats  # [N], NaN where not sampled: never scored, which is not 0
     versions: NDArray[np.int32]  # [N, 2] (incarnation, n); -1 where not sampled
     temperatures: Floats  # [N], 1 where not sampled
+    grammars: tuple[GrammarSpan, ...]  # of the calls that had to match one
     chats: NDArray[np.int32]  # [N], index of the call that sampled the token; -1 where not sampled
 
 
@@ -90,6 +91,7 @@ def _row(trie: TokenTrie, policy: str, path: Sequence[Node], trained: Sequence[t
         logprobs=np.full(length, np.nan, np.float32),
         versions=np.full((length, 2), -1, np.int32),
         temperatures=np.ones(length, np.float32),
+        grammars=_grammars(length, trained),
         chats=np.full(length, -1, np.int32),
     )
     for node, (chat, start) in trained:
@@ -100,6 +102,14 @@ def _row(trie: TokenTrie, policy: str, path: Sequence[Node], trained: Sequence[t
         row.temperatures[here] = chat.sampling.temperature
         row.chats[here] = chat.index
     return row
+
+
+def _grammars(length: int, trained: Sequence[tuple[Node, Sampled]]) -> tuple[GrammarSpan, ...]:
+    chats = {s.chat.index: s.chat for _, s in trained if s.chat.sampling.grammar}
+    return tuple(
+        GrammarSpan(chat.prompt_tokens, min(chat.tokens, length) - chat.prompt_tokens, chat.sampling.grammar)
+        for chat in chats.values()
+    )
 
 
 def _versions(chat: Chat) -> NDArray[np.int32]:

@@ -564,7 +564,7 @@ async def test_a_reply_with_a_grammar_matches_it_whatever_the_seed(tiny):
 
     from llguidance import LLMatcher
 
-    from palestra.inference.grammar import Grammars
+    from palestra.models.grammar import Grammars
     from palestra.models.causal_lm import load_tokenizer
 
     tokenizer = load_tokenizer("tiny-random")

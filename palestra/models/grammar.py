@@ -35,21 +35,25 @@ class Grammars:
         return Matcher(found, self._vocab_size)
 
 
+def unpack_bits(bits: Tensor, vocab_size: int) -> Tensor:
+    """[…, ceil(V / 32)] int32 to [..., V] bool."""
+    shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
+    return ((bits.unsqueeze(-1) >> shifts) & 1).bool().flatten(-2)[..., :vocab_size]
+
+
 class Matcher:
     """Where one reply stands in its grammar."""
 
     def __init__(self, matcher: Any, vocab_size: int) -> None:
         self._matcher = matcher
         self._bits = torch.zeros((1, (vocab_size + 31) // 32), dtype=torch.int32)
-        self._vocab_size = vocab_size
 
-    def allowed(self) -> Tensor:
-        """[V] bool, True for each token that may come next; the stop token where the reply may end."""
+    def bits(self) -> Tensor:
+        """[ceil(V / 32)] int32, a bit for each token that may come next; the stop token's where the reply may end."""
         from llguidance.torch import fill_next_token_bitmask
 
         fill_next_token_bitmask(self._matcher, self._bits)
-        shifts = torch.arange(32, dtype=torch.int32)
-        return ((self._bits[0].unsqueeze(1) >> shifts) & 1).bool().flatten()[: self._vocab_size]
+        return self._bits[0].clone()
 
     def accept(self, token: int) -> None:
         """Go on with a token.

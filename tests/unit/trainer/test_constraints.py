@@ -1,0 +1,68 @@
+"""The trainer's probabilities of a constrained reply are those that the engine sampled it with."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from llguidance import LLMatcher
+
+from palestra.algorithms.grpo import ClippedSurrogate
+from palestra.config import EngineConfig
+from palestra.inference.embedded import EmbeddedEngine
+from palestra.models.causal_lm import load_causal_lm, load_tokenizer
+from palestra.models.grammar import Grammars
+from palestra.schemas.records import GrammarSpan, Sampling
+from palestra.trajectory import rows_of
+from unit.building import make_chat, make_sample
+from unit.trainer.test_torch_trainer import training
+
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
+GRAMMAR = LLMatcher.grammar_from_json_schema(json.dumps(SCHEMA))
+
+
+async def sampled(prompt: np.ndarray, temperature: float, seed: int):
+    """A reply that matches the grammar, with the logprobs that it was sampled with."""
+    model, tokenizer = load_causal_lm("tiny-random", torch.float32), load_tokenizer("tiny-random")
+    settings = EngineConfig(threads=1, dtype="float32", max_batch=4)
+    engine = EmbeddedEngine(model, "policy", (258,), settings, grammars=Grammars(tokenizer, model.vocab_size))
+    how = Sampling(temperature=temperature, max_tokens=60, seed=seed, grammar=GRAMMAR)
+    try:
+        pieces = [piece async for piece in engine.generate("policy", prompt, how)]
+    finally:
+        await engine.close()
+    return how, [piece.ids[0] for piece in pieces], [piece.logprobs[0] for piece in pieces]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+async def test_a_constrained_reply_has_the_same_probabilities_in_the_trainer(temperature):
+    prompt = np.arange(1, 9, dtype=np.int32)
+    how, ids, logprobs = await sampled(prompt, temperature, 3)
+    chat = make_chat(prompt=prompt.tolist(), completion=ids, logprobs=logprobs, sampling=how)
+    (row,) = rows_of([chat])
+    assert row.grammars == (GrammarSpan(8, len(ids), GRAMMAR),)
+    sample = make_sample(row.ids.tolist(), range(8, len(row.ids)), logprobs=logprobs, temperature=temperature)
+    loss = ClippedSurrogate(0.2, 0.2)
+    async with training(load_causal_lm("tiny-random", torch.float32)) as trainer:
+        constrained = await trainer.forward_backward("policy", [replace(sample, grammars=row.grammars)], loss, "1")
+    async with training(load_causal_lm("tiny-random", torch.float32)) as trainer:
+        plain = await trainer.forward_backward("policy", [sample], loss, "1")
+    assert constrained.metrics["gap_max"] < 1e-4
+    assert np.isfinite(constrained.metrics["entropy"])
+    assert plain.metrics["gap_max"] > 1.0  # the control: without the grammar they are far apart
+
+
+async def test_a_row_that_trains_only_a_part_of_a_constrained_reply_goes_through_all_of_it():
+    prompt = np.arange(1, 9, dtype=np.int32)
+    how, ids, logprobs = await sampled(prompt, 1.0, 4)
+    part = make_sample([*prompt.tolist(), *ids], range(10, 8 + len(ids)), logprobs=logprobs[2:])
+    part = replace(part, grammars=(GrammarSpan(8, len(ids), how.grammar),))
+    other = make_sample([5, 6, 7, 8], [2, 3])
+    async with training(load_causal_lm("tiny-random", torch.float32)) as trainer:
+        report = await trainer.forward_backward("policy", [part], ClippedSurrogate(0.2, 0.2), "1")
+        assert report.metrics["gap_max"] < 1e-4
+        together = await trainer.forward_backward("policy", [other, part], ClippedSurrogate(0.2, 0.2), "2")
+    assert together.trained_tokens == len(ids)
