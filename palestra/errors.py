@@ -13,12 +13,14 @@
     │   ├── IllegalTransition        409  a lifecycle does not allow this move
     │   ├── HistoryDrift             409  exact tokens of an earlier call would be lost (strict mode)
     │   ├── EpisodeLeaseExpired      409  the episode was given to another worker, or its time ran out
-    │   └── EpisodeEnded             409  the episode has ended
+    │   ├── EpisodeEnded             409  the episode has ended
+    │   └── EpisodeOver              409  an environment has nothing more to show
     ├── PayloadTooLarge              413
     ├── TooManyRequests              429  retry after `retry_after_seconds`
     ├── ServerStopping               503  the server is going down; it may come back
     ├── EngineFailure                503  the engine could not finish a call
     ├── ConnectionLost               503  the server could not be reached (raised by the client)
+    ├── EnvironmentMistake       500  an environment does not keep to what environments have to do
     ├── ModelError                   500  weights are missing or can't be used
     ├── CheckpointError              500  no checkpoint can be read
     └── StoreError                   500  the run store is damaged or of another version
@@ -134,6 +136,10 @@ class EpisodeEnded(Conflict):
     """The episode is over; nothing can be added."""
 
 
+class EpisodeOver(Conflict):
+    """An environment has nothing more to show."""
+
+
 class PayloadTooLarge(PalestraError):
     """The body is over the limit."""
 
@@ -170,6 +176,10 @@ class ConnectionLost(PalestraError):
 
     http_status = 503
     retryable = True
+
+
+class EnvironmentMistake(PalestraError):
+    """An environment does not keep to what environments have to do; the message says how."""
 
 
 class ModelError(PalestraError):

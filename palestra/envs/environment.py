@@ -4,21 +4,40 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
+
+from palestra.schemas.messages import ChatMessage
+
+Info = dict[str, Any]
 
 
 class Environment(ABC):
-    """One episode's world. A new one is made for every episode."""
+    """One episode's world, in which one agent acts and the world answers."""
+
+    max_steps: ClassVar[int | None] = None  # after so many steps the episode is truncated; None: no limit
+    blocking: ClassVar[bool] = True  # whether reset and step may take long; if so they run in threads
+    reusable: ClassVar[bool] = False  # whether `reset` may be called again; otherwise each episode gets a new one
+    tools: tuple[dict[str, Any], ...] = ()  # what the agent may call, in OpenAI's shape
+
+    def setup(self) -> None:  # noqa: B027 - nothing to do, unless there is
+        """Before the first episode: connections, processes. May block."""
+
+    def close(self) -> None:  # noqa: B027
+        """After the last episode, also after one that failed. May block."""
 
     @abstractmethod
-    def reset(self, task: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    def reset(self, task: Mapping[str, Any]) -> tuple[str, Info]:
         """Start with a task; returns the first observation, as the agent reads it, and information for people."""
 
     @abstractmethod
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+    def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
         """Do what the agent said.
 
         Returns:
             Observation, reward of this step, terminated (the world is over), truncated (cut off, by a limit of steps
             for instance; not the same as over), information for people.
         """
+
+    def step_message(self, action: ChatMessage) -> tuple[str | tuple[ChatMessage, ...], float, bool, bool, Info]:
+        """The same with the whole message, tool calls included. Override this one to see or to send more than text."""
+        return self.step(action.text)

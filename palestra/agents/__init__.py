@@ -1,0 +1,6 @@
+"""Agents that Palestra plays itself. Loads neither torch nor ray."""
+
+from palestra.agents.agent import Agent, PolicyHandle
+from palestra.agents.model_agent import ModelAgent
+
+__all__ = ["Agent", "ModelAgent", "PolicyHandle"]

@@ -1,0 +1,47 @@
+"""What an agent is: a stateless way from an observation to an action."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from palestra.schemas.messages import ChatMessage
+from palestra.schemas.observations import Observation
+from palestra.schemas.records import Chat
+
+
+class PolicyHandle(Protocol):
+    """The model, for one turn of one agent in one episode."""
+
+    @property
+    def name(self) -> str:
+        """Of the policy."""
+        ...
+
+    @property
+    def history(self) -> tuple[ChatMessage, ...]:
+        """The agent's conversation before this observation: what it saw, and what it did."""
+        ...
+
+    async def chat(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        max_tokens: int | None = None,
+    ) -> Chat:
+        """Sample a reply; recorded in the episode, token by token, when it returns."""
+        ...
+
+
+class Agent(ABC):
+    """Keeps nothing from turn to turn, so one agent plays any number of episodes at once."""
+
+    @abstractmethod
+    async def step(self, observation: Observation, policy: PolicyHandle) -> tuple[list[Chat], ChatMessage]:
+        """Answer an observation.
+
+        Returns:
+            The calls that it took (a TimeStep may need several: a summary first, then an action), and the action.
+        """

@@ -1,0 +1,28 @@
+"""The agent that says what the model says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from palestra.agents.agent import Agent, PolicyHandle
+from palestra.schemas.messages import ChatMessage
+from palestra.schemas.observations import Observation
+from palestra.schemas.records import Chat
+
+
+class ModelAgent(Agent):
+    """Sends the whole conversation, and takes the reply as the action, tool calls included."""
+
+    def __init__(self, *, tools: Sequence[Mapping[str, Any]] = (), max_tokens: int | None = None) -> None:
+        """`tools`, in OpenAI's shape, are offered beside those of the observation; `max_tokens` bounds a reply."""
+        self._tools, self._max_tokens = tuple(tools), max_tokens
+
+    async def step(self, observation: Observation, policy: PolicyHandle) -> tuple[list[Chat], ChatMessage]:
+        """See `Agent`."""
+        chat = await policy.chat(
+            (*policy.history, *observation.content),
+            tools=(*self._tools, *observation.tools),
+            max_tokens=self._max_tokens,
+        )
+        return [chat], chat.reply

@@ -1,0 +1,113 @@
+"""The easy form of environments as the concurrent one: one agent, one observation at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from palestra.envs.concurrent import ConcurrentEnvironment
+from palestra.envs.environment import Environment
+from palestra.errors import EnvironmentMistake
+from palestra.schemas.clock import Clock
+from palestra.schemas.messages import ChatMessage, text_message
+from palestra.schemas.observations import Observation
+from palestra.tools.tool import in_thread
+
+
+class SerialEnvironment(ConcurrentEnvironment):
+    """Runs an `Environment`."""
+
+    def __init__(
+        self,
+        environment: Environment,
+        *,
+        agent: str = "agent",
+        system: str | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        """`agent` is who acts; `system` is the system message that its conversation starts with."""
+        super().__init__(clock)
+        self._environment, self._agent, self._system = environment, agent, system
+        self._steps = 0
+
+    async def setup(self) -> None:
+        """See `Environment.setup`."""
+        await self._run(self._environment.setup)
+
+    async def close(self) -> None:
+        """See `Environment.close`."""
+        await self.abandon()
+        await self._run(self._environment.close)
+
+    async def start(self, task: Mapping[str, Any]) -> None:
+        """Reset, and show the first observation."""
+        self._steps = 0
+        text, _ = checked_reset(await self._run(lambda: self._environment.reset(task)))
+        system = () if self._system is None else (text_message("system", self._system),)
+        self.emit(self._agent, (*system, text_message("user", text)), tools=self._environment.tools)
+
+    async def on_action(self, observation: Observation, action: ChatMessage) -> None:
+        """Step, and show what it brought."""
+        seen, reward, terminated, truncated, _ = checked_step(
+            await self._run(lambda: self._environment.step_message(action))
+        )
+        self._steps += 1
+        limit = self._environment.max_steps
+        content = seen if isinstance(seen, tuple) else (text_message("user", seen),)
+        self.emit(
+            self._agent,
+            content,
+            parents=(observation.id,),
+            tools=self._environment.tools,
+            reward=reward,
+            terminated=terminated,
+            truncated=truncated or (not terminated and limit is not None and self._steps >= limit),
+        )
+
+    async def _run(self, work: Callable[[], Any]) -> Any:
+        return await in_thread(work) if self._environment.blocking else work()
+
+
+def checked_reset(found: Any) -> tuple[str, dict[str, Any]]:
+    """What `reset` returned.
+
+    Raises:
+        EnvironmentMistake: it is not (text, information).
+    """
+    if not (isinstance(found, tuple) and len(found) == 2):
+        raise EnvironmentMistake(f"reset returns (observation, info), not {_shown(found)}")
+    if not isinstance(found[0], str) or not isinstance(found[1], dict):
+        raise EnvironmentMistake(f"reset returns (text, dict), not {_shown(found)}")
+    return found
+
+
+def checked_step(found: Any) -> tuple[str | tuple[ChatMessage, ...], float, bool, bool, dict[str, Any]]:
+    """What `step` returned.
+
+    Raises:
+        EnvironmentMistake: it is not (observation, reward, terminated, truncated, info), or one is of the wrong type.
+    """
+    if not (isinstance(found, tuple) and len(found) == 5):
+        raise EnvironmentMistake(
+            f"step returns (observation, reward, terminated, truncated, info), not {_shown(found)}"
+        )
+    seen, reward, terminated, truncated, info = found
+    messages = isinstance(seen, tuple) and all(isinstance(message, ChatMessage) for message in seen)
+    if not isinstance(seen, str) and not messages:
+        raise EnvironmentMistake(f"an observation is text, or a tuple of messages, not {_shown(seen)}")
+    try:
+        number = float(reward)
+    except (TypeError, ValueError):
+        raise EnvironmentMistake(f"a reward is a number, not {_shown(reward)}") from None
+    if number != number or number in (float("inf"), float("-inf")):
+        raise EnvironmentMistake(f"a reward is a finite number, not {number}")
+    if type(terminated).__name__ not in ("bool", "bool_") or type(truncated).__name__ not in ("bool", "bool_"):
+        raise EnvironmentMistake(f"terminated and truncated are True or False, not {_shown((terminated, truncated))}")
+    if not isinstance(info, dict):
+        raise EnvironmentMistake(f"info is a dict, not {_shown(info)}")
+    return seen, number, bool(terminated), bool(truncated), info
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:79]}…"

@@ -1,0 +1,28 @@
+"""What an environment shows to an agent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from palestra.schemas.messages import ChatMessage
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Observation:
+    """Something that happened in an environment, for one agent."""
+
+    id: str  # unique in the episode
+    parents: tuple[str, ...]  # the observations whose actions brought it; none: the episode's start
+    agent: str  # who sees it; a subagent's name starts with its parent's: "planner/search"
+    content: tuple[ChatMessage, ...]  # what is new to the agent's conversation
+    tools: tuple[dict[str, Any], ...] = ()  # what it may call, in OpenAI's shape
+    reward: float = 0.0  # for the actions that brought it
+    terminated: bool = False  # the agent's part is over: no action is asked for
+    truncated: bool = False  # it was cut off, by a limit for instance; not the same as over
+    observed_at: float = 0.0  # Unix seconds
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no action is asked for."""
+        return self.terminated or self.truncated

@@ -1,0 +1,124 @@
+"""Several agents at once in one episode: each sees its own conversation, and everything is recorded and credited."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from palestra.agents import Agent, ModelAgent
+from palestra.envs import ConcurrentEnvironment
+from palestra.rollout import Runner, Termination
+from palestra.schemas.forks import ForkReason
+from palestra.schemas.messages import text_message
+from palestra.schemas.states import EpisodeState
+from palestra.session import Sessions
+from palestra.trajectory import rows_of
+from unit.building import TASK, FakeClock
+from unit.session.conftest import STOP, Bench
+
+
+@pytest.fixture
+async def bench(tmp_path):
+    bench = Bench(tmp_path, FakeClock())
+    bench.script = lambda prompt, sampling: [*b"go", STOP]
+    await bench.store.register_group("train", 0, 1, TASK, 1)
+    yield bench
+    bench.store.close()
+
+
+class Split(ConcurrentEnvironment):
+    """The first action starts two subagents; when both have answered, the parent sees it, and its answer ends all."""
+
+    async def start(self, task):
+        self.answers, self.parents = [], []
+        self.emit("planner", (text_message("user", "split"),))
+
+    async def on_action(self, observation, action):
+        if observation.agent != "planner":
+            await asyncio.sleep(0.01 if observation.agent.endswith("0") else 0)
+            self.answers.append(observation.agent)
+            self.parents.append(observation.id)
+            if len(self.answers) == 2:
+                told = text_message("user", " ".join(self.answers))
+                self.emit("planner", (told,), parents=tuple(self.parents))
+        elif not self.answers:
+            for number in range(2):
+                self.emit(
+                    f"planner/part-{number}", (text_message("user", f"part {number}"),), parents=(observation.id,)
+                )
+        else:
+            self.emit("planner", (), parents=(observation.id,), reward=2.0, terminated=True)
+
+
+async def test_subagents_run_side_by_side_and_the_whole_tree_is_recorded(bench):
+    runner = Runner(sessions=Sessions(bench.context, 10), make_environment=Split)
+    trajectory = await runner.play_episode()
+    chats = trajectory.chats
+    assert [chat.agent for chat in chats] == ["planner", "planner/part-0", "planner/part-1", "planner"]
+    assert [chat.time_step for chat in chats] == [0, 1, 2, 3]
+    assert chats[3].extends is chats[0]
+    assert [m.text for m in chats[3].messages] == ["split", "go", "planner/part-1 planner/part-0"]
+    assert [chat.fork.reason for chat in chats if chat.fork] == [ForkReason.NEW_CONVERSATION] * 2
+    assert len(rows_of(chats)) == 3
+    assert trajectory.episode.rewards == {"planner": 2.0, "planner/part-0": 0.0, "planner/part-1": 0.0}
+    assert trajectory.episode.step_rewards == (0.0, 0.0, 0.0, 2.0)
+
+
+async def test_an_agent_may_take_several_calls_for_one_step_and_answer_with_something_else(bench):
+    class Thoughtful(Agent):
+        async def step(self, observation, policy):
+            thought = await policy.chat((*observation.content, text_message("user", "think")))
+            chat = await policy.chat((*policy.history, *observation.content, text_message("user", thought.reply.text)))
+            return [thought, chat], text_message("assistant", "left")
+
+    class One(ConcurrentEnvironment):
+        async def start(self, task):
+            self.emit("agent", (text_message("user", "?"),))
+
+        async def on_action(self, observation, action):
+            self.said = action.text
+            self.emit("agent", (), parents=(observation.id,), reward=float(action.text == "left"), truncated=True)
+
+    runner = Runner(sessions=Sessions(bench.context, 10), make_environment=One, agents={"": Thoughtful()})
+    trajectory = await runner.play_episode()
+    assert [chat.time_step for chat in trajectory.chats] == [0, 0]
+    assert trajectory.episode.reward == 1.0
+    assert trajectory.episode.metadata == {"termination": Termination.TRUNCATED.value}
+
+
+async def test_an_agent_that_fails_ends_the_episode_and_nothing_of_it_runs_on(bench):
+    hanging = []
+
+    class Fails(Agent):
+        async def step(self, observation, policy):
+            if observation.agent.endswith("1"):
+                raise ValueError("confused")
+            if observation.agent.endswith("0"):
+                hanging.append(asyncio.current_task())
+                await asyncio.sleep(60)
+            return await ModelAgent().step(observation, policy)
+
+    runner = Runner(sessions=Sessions(bench.context, 10), make_environment=Split, agents={"": Fails()})
+    with pytest.raises(ValueError, match="confused"):
+        await asyncio.wait_for(runner.play_episode(), 5)
+    assert all(task.done() for task in hanging)
+    assert (await bench.store.episode("train-000000-00")).state is EpisodeState.REGISTERED
+
+
+async def test_a_conversation_that_fills_the_context_ends_with_the_reward_so_far(tmp_path):
+    class Endless(ConcurrentEnvironment):
+        async def start(self, task):
+            self.emit("agent", (text_message("user", "x" * 30),))
+
+        async def on_action(self, observation, action):
+            self.emit("agent", (text_message("user", "x" * 30),), parents=(observation.id,), reward=1.0)
+
+    bench = Bench(tmp_path, FakeClock(), max_context=200)
+    bench.script = lambda prompt, sampling: [*b"go", STOP]
+    runner = Runner(sessions=Sessions(bench.context, 10), make_environment=Endless)
+    trajectory = await runner.play_episode({"n": 1})
+    assert trajectory.episode.kind == "adhoc"
+    assert trajectory.episode.metadata["termination"] == "context_full"
+    assert trajectory.episode.reward == len(trajectory.chats) == len(trajectory.episode.step_rewards) - 1 > 1
+    bench.store.close()
