@@ -3,6 +3,19 @@
 from palestra.envs.check import check_environment
 from palestra.envs.concurrent import ConcurrentEnvironment
 from palestra.envs.environment import Environment
+from palestra.envs.gomoku import Gomoku
+from palestra.envs.rewards import reward_function
 from palestra.envs.serial import SerialEnvironment
+from palestra.envs.task import TaskEnvironment
+from palestra.envs.tool_environment import ToolEnvironment
 
-__all__ = ["ConcurrentEnvironment", "Environment", "SerialEnvironment", "check_environment"]
+__all__ = [
+    "ConcurrentEnvironment",
+    "Environment",
+    "Gomoku",
+    "SerialEnvironment",
+    "TaskEnvironment",
+    "ToolEnvironment",
+    "check_environment",
+    "reward_function",
+]

@@ -1,0 +1,88 @@
+"""Gomoku of any size: first to have `to_win` stones in a row, against an opponent that is part of the world."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from palestra.envs.environment import Environment
+
+_MOVE = re.compile(r"(\d+)\D+(\d+)")
+_DIRECTIONS = ((0, 1), (1, 0), (1, 1), (1, -1))
+EMPTY, AGENT, OPPONENT = ".", "X", "O"
+
+
+class Gomoku(Environment):
+    """The task may have `size` (3), `to_win` (3), `opponent` (`random` or `greedy`), `first` (`agent` or `opponent`)
+    and `seed`. A move is two numbers, row and column from 1. Won: 1, drawn: 0.5, lost: 0, an impossible move: -0.5.
+    """
+
+    blocking = False
+    reusable = True
+
+    def reset(self, task: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+        """Empty the board; the opponent may begin."""
+        self._size, self._to_win = int(task.get("size", 3)), int(task.get("to_win", 3))
+        if not 2 <= self._to_win <= self._size <= 19:
+            raise ValueError(f"a board of {self._size} with {self._to_win} in a row can't be played")
+        self._greedy = task.get("opponent", "random") == "greedy"
+        self._draw = random.Random(int(task.get("seed", 0)))
+        self._board = [[EMPTY] * self._size for _ in range(self._size)]
+        if task.get("first", "agent") == "opponent":
+            self._put(*self._answer(), OPPONENT)
+        rules = f"You are {AGENT}. {self._to_win} in a row win. Move: row column, from 1 to {self._size}."
+        return f"{rules}\n{self._shown()}", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """The agent's move, then the opponent's."""
+        match = _MOVE.search(action)
+        row, column = (int(match[1]) - 1, int(match[2]) - 1) if match else (-1, -1)
+        if not (0 <= row < self._size and 0 <= column < self._size and self._board[row][column] == EMPTY):
+            return "impossible move", -0.5, True, False, {"result": "impossible"}
+        for stone, place in ((AGENT, (row, column)), (OPPONENT, None)):
+            at = place or self._answer()
+            self._put(*at, stone)
+            if self._wins(*at):
+                won = stone == AGENT
+                return self._shown(), 1.0 if won else 0.0, True, False, {"result": "won" if won else "lost"}
+            if not self._free():
+                return self._shown(), 0.5, True, False, {"result": "drawn"}
+        return self._shown(), 0.0, False, False, {}
+
+    def _answer(self) -> tuple[int, int]:
+        """The opponent's move: a winning one, else one that keeps the agent from winning, else any."""
+        free = self._free()
+        if self._greedy:
+            for stone in (OPPONENT, AGENT):
+                for row, column in free:
+                    self._board[row][column] = stone
+                    wins = self._wins(row, column)
+                    self._board[row][column] = EMPTY
+                    if wins:
+                        return row, column
+        return self._draw.choice(free)
+
+    def _put(self, row: int, column: int, stone: str) -> None:
+        self._board[row][column] = stone
+
+    def _free(self) -> list[tuple[int, int]]:
+        size = range(self._size)
+        return [(row, column) for row in size for column in size if self._board[row][column] == EMPTY]
+
+    def _wins(self, row: int, column: int) -> bool:
+        """Whether the stone at this place stands in a row that is long enough."""
+        stone = self._board[row][column]
+        for down, right in _DIRECTIONS:
+            length = 1
+            for sign in (1, -1):
+                y, x = row + sign * down, column + sign * right
+                while 0 <= y < self._size and 0 <= x < self._size and self._board[y][x] == stone:
+                    length, y, x = length + 1, y + sign * down, x + sign * right
+            if length >= self._to_win:
+                return True
+        return False
+
+    def _shown(self) -> str:
+        return "\n".join("".join(line) for line in self._board)

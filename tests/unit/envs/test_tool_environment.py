@@ -1,0 +1,89 @@
+"""The calculator over two turns, through a session: calls, results, `finish`, and the reward."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from palestra.envs import TaskEnvironment, ToolEnvironment, reward_function
+from palestra.errors import EnvironmentMistake
+from palestra.rollout import Runner
+from palestra.session import Sessions
+from palestra.tools import Calculator
+from unit.building import TASK, FakeClock
+from unit.session.conftest import STOP, Bench
+
+
+def call(name: str, **arguments) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def exact(task, answer):
+    return float(answer == task["answer"])
+
+
+async def played(tmp_path, replies, **settings):
+    """An episode in which the model says `replies`, one after another."""
+    bench = Bench(tmp_path, FakeClock(), sampling={"max_tokens": 200})
+    left = iter(replies)
+    bench.script = lambda prompt, sampling: [*next(left).encode(), STOP]
+    task = type(TASK)(task_id="t", data={"prompt": "17 * 23?", "answer": "391"})
+    await bench.store.register_group("train", 0, 1, task, 1)
+
+    def make():
+        return ToolEnvironment([Calculator()], exact, system="Use the calculator.", **settings)
+
+    trajectory = await Runner(sessions=Sessions(bench.context, 10), make_environment=make).play_episode()
+    bench.store.close()
+    return trajectory
+
+
+async def test_a_call_its_result_and_the_answer(tmp_path):
+    trajectory = await played(tmp_path, [call("calculator", expression="17 * 23"), call("finish", answer="391")])
+    assert [m.role for m in trajectory.chats[-1].messages] == ["system", "user", "assistant", "tool"]
+    assert trajectory.chats[-1].messages[-1].text == "391"
+    assert trajectory.chats[1].extends is trajectory.chats[0]
+    assert {tool["function"]["name"] for tool in trajectory.chats[0].tools} == {"calculator", "finish"}
+    assert trajectory.episode.step_rewards == (0.0, 1.0)
+    assert trajectory.episode.metadata["termination"] == "done"
+
+
+async def test_an_answer_without_a_call_counts_and_a_broken_call_can_be_put_right(tmp_path):
+    assert (await played(tmp_path / "a", ["391"])).episode.reward == 1.0
+    replies = [call("finish", result=391), call("calculater", expression="1"), call("finish", answer="391")]
+    trajectory = await played(tmp_path / "b", replies)
+    told = [m.text for m in trajectory.chats[-1].messages if m.role == "tool"]
+    assert "'answer' is missing" in told[0]
+    assert "no tool 'calculater'" in told[1]
+    assert trajectory.episode.reward == 1.0
+
+
+async def test_too_many_steps_are_a_truncation_scored_by_what_was_said(tmp_path):
+    trajectory = await played(tmp_path, [call("calculator", expression="1")] * 3, max_steps=3)
+    assert trajectory.episode.metadata["termination"] == "truncated"
+    assert (trajectory.episode.reward, len(trajectory.chats)) == (0.0, 3)
+
+
+def test_reward_functions_of_trl_are_taken_as_they_are():
+    def length(completions, answer, **kwargs):
+        assert kwargs["prompts"] == ["1 + 1?"]
+        return [len(c) + len(a) for c, a in zip(completions, answer, strict=True)]
+
+    def plain(completions):
+        return [1] * len(completions)
+
+    task = {"prompt": "1 + 1?", "answer": "two"}
+    assert reward_function(length)(task, "2") == 4.0
+    assert reward_function(plain)(task, "2") == 1.0
+    environment = TaskEnvironment(length)
+    assert environment.reset(task)[0] == "1 + 1?"
+    assert environment.step("22")[1:4] == (5.0, True, False)
+
+
+@pytest.mark.parametrize("value", [None, "much", float("nan"), [1.0]])
+def test_what_is_no_reward_is_an_error_and_not_zero(value):
+    with pytest.raises(EnvironmentMistake):
+        reward_function(lambda task, answer: value)({}, "")
+    with pytest.raises(EnvironmentMistake):
+        reward_function(lambda completions: [value, value])({}, "")
