@@ -77,8 +77,12 @@ class RolloutConfig(Section):
     )
     max_lease_seconds: Seconds = Field(3600.0, description="The longest lease that a claim may ask for.")
     max_episode_seconds: Seconds = Field(3600.0, description="The longest that one attempt may take in all.")
-    max_staleness: Literal[0] = Field(
-        0, description="How many versions older than the trained policy a token may be. 0: synchronous."
+    max_staleness: int = Field(
+        0,
+        ge=0,
+        le=16,
+        description="How many steps older than the policy that is trained a token may be. 0: synchronous; else the "
+        "episodes of so many steps to come are played while earlier ones are trained.",
     )
 
     strict_history: bool = Field(
@@ -233,6 +237,14 @@ class JobConfig(Section):
         if len(policies) != 1:
             raise ValueError(f"this version trains exactly one policy a job; {len(policies)} are given")
         return policies
+
+    @model_validator(mode="after")
+    def _reproducible(self) -> JobConfig:
+        if self.deterministic and self.rollout.max_staleness:
+            raise ValueError(
+                "deterministic = true needs rollout.max_staleness = 0: what is played ahead depends on time"
+            )
+        return self
 
     @property
     def folder(self) -> Path:

@@ -64,6 +64,18 @@ async def gather_groups(store: RunStore, order: TaskOrder, step: int, config: Ro
             await store.wait_settled("train", discarded)
 
 
+async def register_ahead(store: RunStore, order: TaskOrder, steps: range, config: RolloutConfig) -> None:
+    """Register the groups of steps to come, so that their episodes are played while earlier steps are trained.
+
+    An episode of step j is sampled from version j - 1 - `len(steps)` or newer: it is not registered before.
+    """
+    for step in steps:
+        if not await store.groups_of_step("train", step):
+            index = await store.next_group_index("train")
+            for group_index in range(index, index + config.groups_per_step):
+                await store.register_group("train", group_index, step, order.task(group_index), config.group_size)
+
+
 def _settled(record: GroupRecord, episodes: Sequence[Episode], min_group_size: int) -> GroupState | None:
     """What an open group becomes; None while an episode of it may still be completed."""
     if record.state is not GroupState.OPEN:

@@ -17,7 +17,7 @@ from palestra.config import JobConfig
 from palestra.errors import ConfigError
 from palestra.learner.batch import Batch, make_batch
 from palestra.learner.evaluation import evaluate
-from palestra.learner.groups import gather_groups
+from palestra.learner.groups import gather_groups, register_ahead
 from palestra.learner.reporting import RunFolder
 from palestra.learner.schedule import TaskOrder, learning_rate
 from palestra.ledger import WAKE_SECONDS, RunStore
@@ -162,7 +162,10 @@ class Learner:
             }
         self._progress.phase = f"gathering step {step}"
         started = time.monotonic()
-        gathered = await gather_groups(self._store, self._order, step, self._config.rollout)
+        rollout = self._config.rollout
+        ahead = range(step, min(step + rollout.max_staleness, self._config.steps) + 1)
+        await register_ahead(self._store, self._order, ahead, rollout)
+        gathered = await gather_groups(self._store, self._order, step, rollout)
         manifest = BatchManifest(
             step=step,
             version=self._trainer.version(self._policy),

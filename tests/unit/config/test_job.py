@@ -77,7 +77,7 @@ OTHER: dict[str, Any] = {
     "server.max_waiting_calls": 99,
     "server.max_wait_seconds": 9.0,
 }
-ONLY_ONE_VALUE = {"rollout.max_staleness", "algorithm.name"}
+ONLY_ONE_VALUE = {"rollout.max_staleness", "algorithm.name"}  # the first: with `deterministic`, which the table has
 # What neither moves a weight nor says which samples there are: where it is, how it is kept, how far it goes, how
 # workers are watched. (The tasks are in the run store from the first start on.)
 NOT_TRAINED = {"name", "run_dir", "steps", "tasks", "evaluation", "checkpoint", "store", "server"}
@@ -151,7 +151,8 @@ def test_the_name_of_the_policy_is_part_of_the_digest():
         ("policies.policy.optimizer.learning_rate", float("inf")),
         ("policies.policy.max_context", 0),
         ("rollout.lease_seconds", 0.0),
-        ("rollout.max_staleness", 1),
+        ("rollout.max_staleness", -1),
+        ("rollout.max_staleness", 17),
         ("rollout.group_size", 0),
         ("checkpoint.keep", 1),
         ("engine.max_batch", 1),
@@ -194,3 +195,9 @@ def test_the_folder_is_run_dir_or_follows_from_the_name():
 def test_a_configuration_can_not_be_changed():
     with pytest.raises(ValidationError, match="frozen"):
         JobConfig().seed = 3  # type: ignore[misc]
+
+
+def test_what_is_played_ahead_can_not_be_reproduced():
+    with pytest.raises(ValidationError, match="max_staleness = 0"):
+        JobConfig(deterministic=True, rollout=RolloutConfig(max_staleness=1))
+    assert JobConfig(rollout=RolloutConfig(max_staleness=1)).digest() != JobConfig().digest()

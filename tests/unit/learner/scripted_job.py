@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,12 @@ class ScriptedJob:
         )
         self.sessions = Sessions(context, 1000)
         self.dead = asyncio.Event()
+
+    @property
+    def registered_up_to(self) -> int:
+        """The last step that has groups."""
+        with sqlite3.connect(self.folder.store) as db:
+            return int(db.execute("SELECT coalesce(max(step), 0) FROM groups WHERE kind = 'train'").fetchone()[0])
 
     def _report(self, kind: str, data: dict[str, Any]) -> None:
         self.events.append((kind, data))

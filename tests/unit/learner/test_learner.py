@@ -53,6 +53,30 @@ async def test_every_accepted_episode_is_in_exactly_one_manifest(tmp_path):
     assert {m.config_digest for m in manifests} == {config().digest()}
 
 
+@pytest.mark.parametrize("staleness", [1, 2, 5])
+async def test_episodes_are_played_ahead_and_are_never_staler_than_allowed(tmp_path, staleness):
+    settings = {"steps": 6, "deterministic": False}
+    settings["rollout"] = config().rollout.model_copy(update={"max_staleness": staleness}).model_dump()
+    job = ScriptedJob(tmp_path, config(**settings))
+    furthest = []
+
+    def look(kind, data):
+        if kind == "step":
+            furthest.append((int(data["step"]), job.registered_up_to))
+
+    job.on_event = look
+    await job.run()
+    stale = [row["rollout/staleness_max"] for row in rows(tmp_path)[1:]]
+    assert max(stale) <= staleness
+    assert max(stale) > 0
+    assert all(step <= min(done + staleness, 6) for done, step in furthest)
+    with open_store(tmp_path) as store:
+        trained = [e for step in range(1, 7) for e in (await store.manifest(step)).episode_ids]
+        groups = [g for step in range(1, 7) for g in await store.groups_of_step("train", step)]
+    completed = {e.episode_id for _, members in groups for e in members if e.reward is not None}
+    assert len(trained) == len(set(trained)) == len(completed) == 6 * 4
+
+
 async def test_equal_jobs_end_with_equal_weights_and_another_seed_with_others(tmp_path):
     found = [
         await ScriptedJob(tmp_path / name, config(seed=seed)).run() for name, seed in (("a", 0), ("b", 0), ("c", 1))
