@@ -50,9 +50,10 @@ class GymnasiumEnvironment(Environment):
         except gymnasium.error.Error as error:
             raise ConfigError(f"Gymnasium can't make {name!r}: {error}") from error
         space: Any = self._world.action_space
-        if not isinstance(space, gymnasium.spaces.Discrete | gymnasium.spaces.Text):
+        kinds: Any = gymnasium.spaces
+        if not isinstance(space, kinds.Discrete | kinds.Text):
             raise ConfigError(f"the actions of {name!r} are {space}; only discrete and text spaces can be played")
-        self._first = int(space.start) if isinstance(space, gymnasium.spaces.Discrete) else None
+        self._first = int(space.start) if isinstance(space, kinds.Discrete) else None
         self._actions = [action.lower() for action in actions]
         if self._actions and (self._first is None or len(actions) != space.n):
             raise ConfigError(f"{name!r} has the actions {space}, and {len(actions)} names are given")
