@@ -6,8 +6,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
 RUNTIME := $(VENV)/.runtime-installed
 DEV := $(VENV)/.dev-installed
+FRAMEWORKS := .venv-peers/frameworks
 
-.PHONY: help demo test lint format types contracts unit docs conformance bench clean
+.PHONY: help demo test lint format types contracts unit docs conformance frameworks bench clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -43,7 +44,11 @@ conformance: $(DEV)  ## compare renderers with real tokenizers (a download of 10
 	$(BIN)/pytest tests/conformance
 	PYTHONPATH=tests $(BIN)/python -m conformance.report docs/renderers.md
 
-bench: $(DEV)  ## speed of a training step, of merging calls into rows and of the data plane; writes bench/results.json
+frameworks: $(DEV) $(FRAMEWORKS)/installed.txt  ## play agents of three frameworks against the real server; writes docs/frameworks.md
+	$(BIN)/pytest tests/frameworks
+	PYTHONPATH=tests $(BIN)/python -m frameworks.report docs/frameworks.md
+
+bench: $(DEV)  ## speed of a training step, the engine, merging calls into rows and the data plane; writes bench/results.json
 	$(BIN)/python bench/run.py
 
 clean:  ## remove what was installed
@@ -63,3 +68,9 @@ $(RUNTIME): requirements.lock pyproject.toml
 $(DEV): $(RUNTIME) requirements-dev.lock
 	$(PIP) install --quiet -r requirements-dev.lock
 	@touch $@
+
+# Agent frameworks, in an environment of their own. The copy says which versions it has.
+$(FRAMEWORKS)/installed.txt: tests/frameworks/requirements.txt
+	test -x $(FRAMEWORKS)/bin/python || $(PYTHON) -m venv $(FRAMEWORKS)
+	$(FRAMEWORKS)/bin/pip --disable-pip-version-check install --quiet -r $<
+	cp $< $@

@@ -1,7 +1,8 @@
 """The benchmark: prints tables, writes bench/results.json.
 
 python bench/run.py                        everything (about half an hour)
-python bench/run.py --only data-plane      one part, or several with commas (step,merging,data-plane,episodes)
+python bench/run.py --only data-plane      one part, or several with commas (step,engine,merging,data-plane,
+                                           episodes)
 python bench/run.py --quick                the same with fewer and shorter runs, for looking at a change
 """
 
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import data_plane
+import engine
 import episodes
 import merging
 import step
@@ -27,6 +29,7 @@ from rich.console import Console
 FULL, QUICK = Runs(repeats=3, seconds=5.0), Runs(repeats=1, seconds=2.0)
 PARTS: dict[str, Callable[[Part, argparse.Namespace], None]] = {
     "step": lambda part, arguments: step.run(part, arguments.threads, arguments.quick),
+    "engine": lambda part, arguments: engine.run(part, arguments.threads, arguments.quick),
     "merging": lambda part, arguments: merging.run(part, arguments.quick),
     "data-plane": lambda part, arguments: data_plane.run(part, QUICK if arguments.quick else FULL),
     "episodes": lambda part, arguments: episodes.run(part, QUICK if arguments.quick else FULL),

@@ -6,7 +6,8 @@ from fastapi import FastAPI
 from starlette.requests import Request
 
 from palestra.errors import InvalidRequest, ServerStopping
-from palestra.gateway.chat_api import SOLE_AGENT, until_disconnect
+from palestra.gateway.answering import until_disconnect
+from palestra.gateway.fields import SOLE_AGENT
 from palestra.gateway.plane import DataPlane
 from palestra.schemas.records import Claim, Task
 from palestra.schemas.wire import (

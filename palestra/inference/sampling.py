@@ -86,10 +86,11 @@ def _change(scores: Tensor, row: RowSampling) -> None:
     if row.allowed is not None:
         scores.masked_fill_(~row.allowed.to(scores.device), float("-inf"))
     if row.banned:
-        kept = scores[list(row.banned)].clone()
-        scores[list(row.banned)] = float("-inf")
-        if not torch.isfinite(scores).any():  # a grammar that allows nothing else
-            scores[list(row.banned)] = kept
+        banned = list(row.banned)
+        kept = scores[banned].clone()
+        scores[banned] = float("-inf")
+        if row.allowed is not None and not torch.isfinite(scores).any():  # the grammar allows nothing else
+            scores[banned] = kept
 
 
 def _keep_top(scores: Tensor, top_k: int, top_p: float) -> None:

@@ -32,7 +32,7 @@ class ScriptedEngine:
     def __init__(
         self, script: Script, delay_seconds: float = 0.0, piece_tokens: int = 0, piece_delay_seconds: float = 0.0
     ) -> None:
-        """A reply comes after `delay_seconds`, in pieces of `piece_tokens` (0: whole) with a delay before each other."""
+        """A reply comes after `delay_seconds`, in pieces of `piece_tokens` (0: whole) with a delay between them."""
         self._script, self._delay = script, delay_seconds
         self._piece, self._piece_delay = piece_tokens, piece_delay_seconds
         self._versions: dict[str, PolicyVersion] = {}

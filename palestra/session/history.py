@@ -50,7 +50,10 @@ class History:
         self._replies: dict[Hashable, list[Chat]] = {}
 
     def add(self, chat: Chat) -> None:
-        """Add a call, after its parent."""
+        """Add a call, after its parent. One without messages is in no conversation."""
+        if is_raw(chat):
+            self._ends[chat.index] = self._start(chat.policy)
+            return
         node, messages = self._start(chat.policy), chat.new_messages
         if chat.parent is not None and chat.parent.policy == chat.policy:
             node = self._ends[chat.parent.index]
@@ -120,6 +123,11 @@ class History:
                     if end is not None and end.parent is node:
                         return chat
         return None
+
+
+def is_raw(chat: Chat) -> bool:
+    """Whether the call had ids for a prompt, and no messages."""
+    return not chat.shared_messages and not chat.new_messages
 
 
 def _latest(node: _Node) -> Chat:

@@ -15,7 +15,7 @@ from palestra.schemas.forks import Fork, ForkReason
 from palestra.schemas.messages import ChatMessage
 from palestra.schemas.records import Chat, Ids
 from palestra.session.context import PolicyRuntime
-from palestra.session.history import History, Match
+from palestra.session.history import History, Match, is_raw
 from palestra.trajectory import TokenTrie
 
 LONG_TEXT = 20_000  # characters from which rendering leaves the event loop
@@ -74,6 +74,11 @@ class Prompts:
             raise HistoryDrift(fork.reason.value, fork.call, fork.message, fork.position)
         return prompt
 
+    def raw(self, ids: Ids) -> Prompt:
+        """The prompt of a call that has ids instead of messages; it goes on from the call it starts with."""
+        parent, shared = self.trie.longest(ids)
+        return Prompt(ids=ids, parent=parent, shared=shared, shared_messages=0, new_messages=(), fork=None)
+
     async def _bridged(
         self, renderer: Renderer, match: Match, messages: tuple[ChatMessage, ...], tools: Tools
     ) -> Prompt | None:
@@ -102,7 +107,8 @@ class Prompts:
             fork = _drift(match.call, ids, tools, runtime.decode)
         if match.call is not None and _starts_with(ids, match.call.ids):
             parent, shared = match.call, match.call.tokens
-        shared_messages = 0 if parent is None else _common_messages(messages, (*parent.messages, parent.reply))
+        said = () if parent is None or is_raw(parent) else (*parent.messages, parent.reply)
+        shared_messages = _common_messages(messages, said)
         return Prompt(
             ids=ids,
             parent=parent,

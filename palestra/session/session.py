@@ -4,39 +4,53 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from jinja2 import TemplateError
 
-from palestra.chat import parse_reply
-from palestra.errors import ContextOverflow, EngineFailure, PalestraError
+from palestra.chat import ChatMLRenderer
+from palestra.chat.raw_text import encode_text, vocabulary_size
+from palestra.chat.streaming import whole_message
+from palestra.errors import InvalidRequest, PalestraError, UnsupportedField
 from palestra.schemas.messages import ChatMessage
-from palestra.schemas.records import Chat, Episode, Ids, SampledTokens, Sampling, VersionSpan
+from palestra.schemas.records import Chat, Episode, Ids, Sampling
 from palestra.schemas.states import TurnState
+from palestra.session.call import CallStart, Listener, ModelCall, ReplyPiece
+from palestra.session.constraints import grammar_of
 from palestra.session.context import PolicyRuntime, SessionContext
-from palestra.session.prompting import Prompts
+from palestra.session.prompting import LONG_TEXT, Prompt, Prompts
+from palestra.session.reply import Completion, ReplyReader, read_whole, sample
+from palestra.session.sampling import overruled, refuse_untrainable, sampling_of
 from palestra.session.turn import Turn
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelCall:
-    """What an agent asks of a model."""
+@dataclass(kw_only=True, slots=True)
+class _Choice:
+    """One sample of a call on its way."""
 
-    policy: str
-    messages: tuple[ChatMessage, ...]
-    max_tokens: int | None = None  # None: as many as the job allows
-    temperature: float | None = None  # used where the job does not fix it
-    seed: int | None = None  # likewise
-    tools: tuple[dict[str, Any], ...] = ()  # that the model is told of, in OpenAI's shape
-    parse_tool_calls: bool = True  # False: what looks like one stays text
-    agent: str = "agent"  # a subagent's name starts with its parent's: "planner/search"
-    time_step: int | None = None  # None: every call is a TimeStep of its own
-    digest: str = ""  # of the request, to know a retry
-    retry: bool = False  # the client says that it has sent this before
+    number: int
+    turn: Turn
+    index: int = 0
+    seed: int = 0  # of its own, also where the caller gave another
+    prompt: bytes = b""  # its digest
+    occurrence: int = 0  # of equal prompts
+    sampling: Sampling | None = None  # None: the prompt is not there yet
+    recorded: bool = False
+
+
+@dataclass(kw_only=True, slots=True)
+class _Play:
+    """A call that is being played: what its choices share."""
+
+    call: ModelCall
+    runtime: PolicyRuntime
+    listener: Listener | None
+    prompt: Prompt
+    started_at: float
+    time_step: int | None  # None: of the first choice that is recorded
 
 
 class EpisodeSession:
@@ -73,11 +87,20 @@ class EpisodeSession:
                 return state
         return TurnState.INTERACTING if self._prompts.trie.chats else TurnState.PENDING
 
-    async def chat(self, call: ModelCall) -> Chat:
-        """Play one call. When it returns, the call is on disk.
+    async def chat(self, call: ModelCall, listener: Listener | None = None) -> Chat:
+        """Play a call of one choice; see `chats`."""
+        (chat,) = await self.chats(call, listener)
+        return chat
+
+    async def chats(self, call: ModelCall, listener: Listener | None = None) -> tuple[Chat, ...]:
+        """Play one call, all its choices at once. When it returns, they are on disk.
+
+        A retry gets those choices that were recorded and have not been delivered.
 
         Raises:
             NotFound: no such policy.
+            UnsupportedField: the episode is for training, and the call asks for what can't be trained on.
+            InvalidRequest: a schema, tool or token id that can't be used.
             ContextOverflow: the prompt leaves no room for a reply.
             HistoryDrift: the job is strict, and exact tokens of an earlier call would be lost.
             EpisodeLeaseExpired, EpisodeEnded: the lease ended meanwhile; nothing of the call is kept.
@@ -85,27 +108,14 @@ class EpisodeSession:
         """
         if self._over is not None:
             raise self._over
-        if call.retry and (known := self._undelivered.get(call.digest)) is not None:
+        known = self._recorded(call) if call.retry else {}
+        for number, chat in known.items():
             self._context.counts["retries_answered"] += 1
-            return known
-        runtime = self._context.runtime(call.policy)
-        task = asyncio.current_task()
-        assert task is not None
-        turn = Turn(f"a call of episode {self.episode.episode_id}", self._context.clock, self._context.seconds)
-        self._in_flight.add(task)
-        self._turns.add(turn)
-        try:
-            with self._context.store.hold(self.episode.episode_id, self.episode.fence):
-                return await self._play(call, runtime, turn)
-        except BaseException as error:
-            turn.move(TurnState.TERMINATED)
-            self._context.counts["calls_incomplete"] += 1
-            if isinstance(error, asyncio.CancelledError) and self._over is not None:
-                raise self._over from None
-            raise
-        finally:
-            self._in_flight.discard(task)
-            self._turns.discard(turn)
+            _replay(number, chat, listener)
+        missing = [number for number in range(call.choices) if number not in known]
+        if missing:
+            known |= await self._play(call, missing, known, listener)
+        return tuple(known[number] for number in range(call.choices))
 
     def delivered(self, chat: Chat) -> None:
         """The reply has left; a retry can no longer mean this call."""
@@ -118,32 +128,149 @@ class EpisodeSession:
         for task in self._in_flight:
             task.cancel()
 
-    async def _play(self, call: ModelCall, runtime: PolicyRuntime, turn: Turn) -> Chat:
-        clock, started = self._context.clock, self._context.clock.now()
-        prompt = await self._prompts.make(runtime, call.policy, call.messages, call.tools, self._context.strict_history)
-        index = self._next_index  # after its parent's, and no other call comes between
-        self._next_index += 1
-        digest = prompt_digest(prompt.ids)
-        occurrence, seed = self._free_seed(digest)
-        sampling = self._sampling(call, runtime, prompt.ids, seed)
-        self._seeds.add(seed)
+    def _recorded(self, call: ModelCall) -> dict[int, Chat]:
+        found = {number: self._undelivered.get(call.choice_digest(number)) for number in range(call.choices)}
+        return {number: chat for number, chat in found.items() if chat is not None}
+
+    async def _play(
+        self, call: ModelCall, numbers: Sequence[int], known: dict[int, Chat], listener: Listener | None
+    ) -> dict[int, Chat]:
+        runtime = self._context.runtime(call.policy)
+        task = asyncio.current_task()
+        assert task is not None
+        subject = f"a call of episode {self.episode.episode_id}"
+        clock, seconds = self._context.clock, self._context.seconds
+        choices = [_Choice(number=number, turn=Turn(subject, clock, seconds)) for number in numbers]
+        self._in_flight.add(task)
+        self._turns.update(choice.turn for choice in choices)
         try:
-            turn.move(TurnState.GENERATING)
-            pieces = [p async for p in runtime.engine.generate(call.policy, prompt.ids, sampling)]
-            completion_ids, logprobs, versions = _join(pieces)
-        except BaseException:
-            self._seeds.discard(seed)  # the same call, sent again, is the same sample
-            self._taken[digest] = min(self._taken[digest], occurrence)
+            with self._context.store.hold(self.episode.episode_id, self.episode.fence):
+                play = await self._begin(call, runtime, choices, known, listener)
+                chats = await _all_at_once([self._sample(play, choice) for choice in choices])
+                return dict(zip(numbers, chats, strict=True))
+        except BaseException as error:
+            for choice in choices:
+                self._give_up(choice)
+            if isinstance(error, asyncio.CancelledError) and self._over is not None:
+                raise self._over from None
             raise
-        turn.move(TurnState.INTERACTING)
-        tools = call.tools if call.parse_tool_calls else ()
-        reply = parse_reply(runtime.renderer, completion_ids, lambda: prompt.ids, tools, f"call_{seed:016x}")
-        self._context.counts["malformed_tool_calls"] += len(reply.malformed)
-        chat = Chat(
+        finally:
+            self._in_flight.discard(task)
+            self._turns.difference_update(choice.turn for choice in choices)
+
+    async def _begin(
+        self,
+        call: ModelCall,
+        runtime: PolicyRuntime,
+        choices: Sequence[_Choice],
+        known: dict[int, Chat],
+        listener: Listener | None,
+    ) -> _Play:
+        """Make the prompt, and give each choice its index and its seed."""
+        if self.episode.kind == "train":
+            refuse_untrainable(call)
+        if call.callable_tools and not call.parallel_tool_calls and not isinstance(runtime.renderer, ChatMLRenderer):
+            raise UnsupportedField(
+                "parallel_tool_calls = false is not supported in this model's format of tool calls",
+                "parallel_tool_calls",
+            )
+        started_at = self._context.clock.now()
+        grammar = grammar_of(call, runtime.renderer)
+        prompt = await self._prompt(call, runtime)
+        step = call.time_step if not known else min(chat.time_step for chat in known.values())
+        play = _Play(
+            call=call,
+            runtime=runtime,
+            listener=listener,
+            prompt=prompt,
+            started_at=started_at,
+            time_step=step,
+        )
+        digest = prompt_digest(prompt.ids)
+        for choice in choices:
+            choice.prompt = digest
+            choice.occurrence, choice.seed = self._free_seed(digest)
+            sampling = choice.sampling = sampling_of(
+                call, runtime.config, self.episode.kind, len(prompt.ids), choice.seed, choice.number, grammar
+            )
+            choice.index = self._next_index  # after its parent's, and no other call comes between
+            self._next_index += 1
+            self._seeds.add(choice.seed)
+            if overruled(call, sampling, choice.number) is not None:
+                self._context.counts["sampling_overruled"] += 1
+            if listener is not None:
+                listener.started(choice.number, self._start(prompt, choice.index, sampling))
+        return play
+
+    async def _prompt(self, call: ModelCall, runtime: PolicyRuntime) -> Prompt:
+        if call.prompt is None:
+            strict = self._context.strict_history
+            try:
+                return await self._prompts.make(runtime, call.policy, call.messages, call.tools, strict)
+            except (ValueError, KeyError, TemplateError) as error:  # templates refuse what they have no place for
+                text = " ".join(str(error).split())[:200]
+                raise InvalidRequest(f"messages: this model's template can't show them: {text}", "messages") from error
+        if isinstance(call.prompt, str):
+            long = len(call.prompt) > LONG_TEXT
+            work = asyncio.to_thread(encode_text, runtime.renderer, call.prompt) if long else None
+            ids = encode_text(runtime.renderer, call.prompt) if work is None else await work
+        else:
+            ids = np.asarray(call.prompt, np.int32)
+        size = vocabulary_size(runtime.renderer)
+        if len(ids) == 0 or ids.min() < 0 or ids.max() >= size:
+            raise InvalidRequest(f"prompt: it has no token, or ids that are none; ids are below {size}", "prompt")
+        return self._prompts.raw(ids)
+
+    def _start(self, prompt: Prompt, index: int, sampling: Sampling) -> CallStart:
+        return CallStart(
             episode_id=self.episode.episode_id,
             fence=self.episode.fence,
             index=index,
-            time_step=self._next_step if call.time_step is None else call.time_step,
+            prompt_ids=prompt.ids,
+            shared=prompt.shared,
+            sampling=sampling,
+        )
+
+    async def _sample(self, play: _Play, choice: _Choice) -> Chat:
+        """One choice, from its prompt to its record."""
+        call, runtime, prompt = play.call, play.runtime, play.prompt
+        sampling, listener, number = choice.sampling, play.listener, choice.number
+        assert sampling is not None
+        call_ids = f"call_{choice.seed:016x}"
+        reader = None
+        if listener is not None or call.stop or call.prompt is not None or not call.parallel_tool_calls:
+            reader = ReplyReader(call, runtime, sampling, call_ids)
+        tell = None if listener is None else (lambda piece: listener.sampled(number, piece))
+        choice.turn.move(TurnState.GENERATING)
+        completion = await sample(runtime.engine, call.policy, prompt.ids, sampling, reader, tell)
+        choice.turn.move(TurnState.INTERACTING)
+        if reader is None:
+            reply = read_whole(call, runtime, completion.ids, prompt.ids, call_ids)
+        else:
+            rest, reply = reader.finish(completion.ids, prompt.ids)
+            if tell is not None and rest:
+                tell(ReplyPiece(delta=rest))
+        self._context.counts["malformed_tool_calls"] += len(reply.malformed)
+        stop = None if reader is None else reader.stop
+        chat = self._chat(play, choice, completion, reply.message, stop)
+        self._next_step = max(self._next_step, chat.time_step + 1)
+        await asyncio.shield(self._record(chat))
+        choice.recorded = True
+        if listener is not None:
+            listener.finished(number, chat)
+        return chat
+
+    def _chat(self, play: _Play, choice: _Choice, completion: Completion, reply: ChatMessage, stop: str | None) -> Chat:
+        call, prompt, sampling = play.call, play.prompt, choice.sampling
+        assert sampling is not None
+        if play.time_step is None:
+            play.time_step = self._next_step
+        stopped = stop is not None or int(completion.ids[-1]) in {*play.runtime.stop_ids, *sampling.stop_ids}
+        return Chat(
+            episode_id=self.episode.episode_id,
+            fence=self.episode.fence,
+            index=choice.index,
+            time_step=play.time_step,
             agent=call.agent,
             policy=call.policy,
             parent=prompt.parent,
@@ -152,20 +279,18 @@ class EpisodeSession:
             new_messages=prompt.new_messages,
             prompt_tail=prompt.tail,
             tools=call.tools,
-            reply=reply.message,
-            completion_ids=completion_ids,
-            logprobs=logprobs,
-            versions=versions,
-            finish_reason="stop" if int(completion_ids[-1]) in runtime.stop_ids else "length",
+            reply=reply,
+            completion_ids=completion.ids,
+            logprobs=completion.logprobs,
+            versions=completion.versions,
+            finish_reason="stop" if stopped else "length",
             fork=prompt.fork,
+            stop=stop,
             sampling=sampling,
-            request_digest=call.digest,
-            started_at=started,
-            finished_at=clock.now(),
+            request_digest=call.choice_digest(choice.number),
+            started_at=play.started_at,
+            finished_at=self._context.clock.now(),
         )
-        self._next_step = max(self._next_step, chat.time_step + 1)
-        await asyncio.shield(self._record(chat))
-        return chat
 
     async def _record(self, chat: Chat) -> None:
         """Goes on where the caller is gone: what was committed is what a retry gets, and nothing beside it."""
@@ -173,6 +298,16 @@ class EpisodeSession:
         self._remember(chat)
         self._undelivered[chat.request_digest] = chat
         self._context.count(chat)
+
+    def _give_up(self, choice: _Choice) -> None:
+        """A choice that will not be recorded; the same call, sent again, is the same sample."""
+        if choice.recorded:
+            return
+        if choice.sampling is not None and choice.turn.state is not TurnState.INTERACTING:
+            self._seeds.discard(choice.seed)
+            self._taken[choice.prompt] = min(self._taken[choice.prompt], choice.occurrence)
+        choice.turn.move(TurnState.TERMINATED)
+        self._context.counts["calls_incomplete"] += 1
 
     def _free_seed(self, prompt: bytes) -> tuple[int, int]:
         """Number and seed of the first occurrence of this prompt that no other call has."""
@@ -183,28 +318,44 @@ class EpisodeSession:
         self._taken[prompt] = occurrence
         return occurrence, seed
 
-    def _sampling(self, call: ModelCall, runtime: PolicyRuntime, prompt_ids: Ids, seed: int) -> Sampling:
-        """The job's settings for training, greedy for validation, the caller's own for an ad-hoc episode."""
-        room = runtime.config.max_context - len(prompt_ids)
-        if room < 1:
-            raise ContextOverflow(len(prompt_ids), runtime.config.max_context)
-        fixed = runtime.config.sampling
-        most = min(fixed.max_tokens, room)
-        temperature = {"train": fixed.temperature, "validation": 0.0}.get(self.episode.kind)
-        if temperature is None:
-            temperature = fixed.temperature if call.temperature is None else call.temperature
-        if self.episode.kind == "adhoc" and call.seed is not None:
-            seed = call.seed
-        return Sampling(
-            temperature=temperature,
-            max_tokens=most if call.max_tokens is None else min(call.max_tokens, most),
-            seed=seed,
-        )
-
     def _remember(self, chat: Chat) -> None:
         self._prompts.add(chat)
         self._next_index = max(self._next_index, chat.index + 1)
         self._next_step = max(self._next_step, chat.time_step + 1)
+
+
+async def _all_at_once(choices: Sequence[Coroutine[None, None, Chat]]) -> list[Chat]:
+    """Await all; if one fails, cancel the others."""
+    if len(choices) == 1:
+        return [await choices[0]]
+    tasks = [asyncio.ensure_future(choice) for choice in choices]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+def _replay(number: int, chat: Chat, listener: Listener | None) -> None:
+    """Tell of a call that was recorded before."""
+    if listener is None:
+        return
+    listener.started(
+        number,
+        CallStart(
+            episode_id=chat.episode_id,
+            fence=chat.fence,
+            index=chat.index,
+            prompt_ids=chat.prompt_ids,
+            shared=chat.shared,
+            sampling=chat.sampling,
+        ),
+    )
+    ids, logprobs = tuple(chat.completion_ids.tolist()), tuple(chat.logprobs.tolist())
+    listener.sampled(number, ReplyPiece(delta=whole_message(chat.reply), ids=ids, logprobs=logprobs))
+    listener.finished(number, chat)
 
 
 def call_seed(job_seed: int, episode_id: str, prompt_ids: Ids, occurrence: int) -> int:
@@ -224,22 +375,3 @@ def _seed(job_seed: int, episode_id: str, prompt: bytes, occurrence: int) -> int
 def prompt_digest(prompt_ids: Ids) -> bytes:
     """16 bytes that stand for a prompt."""
     return hashlib.blake2b(prompt_ids.astype("<i4").tobytes(), digest_size=16).digest()
-
-
-def _join(pieces: Sequence[SampledTokens]) -> tuple[Ids, NDArray[np.float32], tuple[VersionSpan, ...]]:
-    """Pieces of a reply to arrays and version spans.
-
-    Raises:
-        EngineFailure: the engine gave no token.
-    """
-    spans: list[VersionSpan] = []
-    for piece in pieces:
-        if spans and spans[-1].version == piece.version:
-            spans[-1] = VersionSpan(piece.version, spans[-1].tokens + len(piece.ids))
-        elif piece.ids:
-            spans.append(VersionSpan(piece.version, len(piece.ids)))
-    if not spans:
-        raise EngineFailure("the engine returned no token")
-    ids = np.fromiter((i for piece in pieces for i in piece.ids), np.int32)
-    logprobs = np.fromiter((p for piece in pieces for p in piece.logprobs), np.float32)
-    return ids, logprobs, tuple(spans)

@@ -23,8 +23,11 @@ from palestra.trainer.recording import RecordingTrainer
 Reply = Callable[[str, int], str]  # (the prompt as text, seed) -> what the model says, without its stop token
 
 
-def parts_of(renderer: Renderer, tokenizer: Any, reply: Reply) -> Parts:
-    """A model that says what `reply` tells it, a character at a time: never in the tokens of the tokenizer's choice."""
+def parts_of(renderer: Renderer, tokenizer: Any, reply: Reply, **engine: Any) -> Parts:
+    """A model that says what `reply` tells it, a character at a time: never in the tokens of the tokenizer's choice.
+
+    `engine`: how the scripted engine gives it out.
+    """
 
     def decode(ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(ids), skip_special_tokens=False))
@@ -34,7 +37,8 @@ def parts_of(renderer: Renderer, tokenizer: Any, reply: Reply) -> Parts:
         pieces = [tokenizer.encode(character, add_special_tokens=False) for character in text]
         return [token for piece in pieces for token in piece] + [renderer.get_stop_token_ids()[0]]
 
-    return Parts(engine=ScriptedEngine(script), trainer=RecordingTrainer(2), renderer=renderer, decode=decode)
+    scripted = ScriptedEngine(script, **engine)
+    return Parts(engine=scripted, trainer=RecordingTrainer(2), renderer=renderer, decode=decode)
 
 
 @asynccontextmanager

@@ -233,17 +233,12 @@ def test_a_prompt_over_the_context_is_400_and_the_answer_has_both_numbers(plane,
 
 
 UNSUPPORTED: list[tuple[str, Any]] = [
-    ("stream", True),
-    ("tool_choice", "required"),
-    ("tool_choice", {"type": "function", "function": {"name": "add"}}),
-    ("n", 2),
-    ("stop", ["\n"]),
-    ("top_p", 0.9),
-    ("top_logprobs", 5),
-    ("frequency_penalty", 0.5),
-    ("presence_penalty", 0.5),
-    ("logit_bias", {"50256": -100}),
-    ("response_format", {"type": "json_object"}),
+    ("functions", [{"name": "add"}]),
+    ("function_call", "auto"),
+    ("modalities", ["audio"]),
+    ("prediction", {"type": "content", "content": "x"}),
+    ("web_search_options", {}),
+    ("verbosity", "low"),
     ("reasoning_effort", "low"),
     ("some_new_field", 1),
 ]
@@ -293,7 +288,7 @@ def test_a_value_of_the_wrong_kind_is_422(plane, episode, change):
 
 
 def test_an_unknown_route_has_the_same_shape(plane):
-    answer = plane.post("/v1/completions", {})
+    answer = plane.post("/v1/embeddings", {})
     assert answer.status_code == 404
     assert answer.json()["error"].keys() == {"message", "type", "code", "param"}
 
@@ -308,7 +303,7 @@ def chat_with(**change: Any) -> Call:
 
 
 CLASSES: list[tuple[str, Call, type[openai.APIStatusError], int]] = [
-    ("unsupported", chat_with(n=2), openai.BadRequestError, 400),
+    ("unsupported", chat_with(modalities=["audio"]), openai.BadRequestError, 400),
     ("context", chat_with(messages=[{"role": "user", "content": "x" * 999}]), openai.BadRequestError, 400),
     ("unknown key", lambda ai: chat_with()(ai.with_options(api_key="?")), openai.AuthenticationError, 401),
     ("job key", lambda ai: chat_with()(ai.with_options(api_key=KEY)), openai.PermissionDeniedError, 403),

@@ -3,18 +3,27 @@ from __future__ import annotations
 import json
 
 import pytest
+from starlette.requests import Request
 
 from palestra.chat import ByteTokenizer
 from palestra.errors import InvalidRequest, UnsupportedField
-from palestra.gateway.chat_api import completion, parse_chat
+from palestra.gateway.answering import Played
+from palestra.gateway.chat_answers import completion
+from palestra.gateway.chat_api import parse_chat
 from palestra.schemas.messages import text_message
 from unit.building import make_chat
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 
+def request_of(path="/v1/chat/completions", headers=None) -> Request:
+    raw = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
+    return Request({"type": "http", "method": "POST", "path": path, "headers": raw})
+
+
 def parse(headers=None, **fields):
-    return parse_chat(json.dumps({"model": "m", "messages": MESSAGES} | fields).encode(), headers or {})[0]
+    body = json.dumps({"model": "m", "messages": MESSAGES} | fields).encode()
+    return parse_chat(body, request_of(headers=headers))[0]
 
 
 def test_what_is_acted_on_is_read():
@@ -57,13 +66,10 @@ def test_fields_that_ask_for_nothing_are_harmless(fields):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("n", 2),
-        ("stream", True),
-        ("top_p", 0.9),
-        ("tool_choice", "required"),
-        ("stop", ["x"]),
-        ("presence_penalty", 0.5),
-        ("response_format", {"type": "json_object"}),
+        ("functions", [{"name": "f"}]),
+        ("modalities", ["text", "audio"]),
+        ("reasoning_effort", "low"),
+        ("prediction", {"type": "content", "content": "x"}),
         ("no_such_field", 1),
     ],
 )
@@ -85,6 +91,22 @@ def test_what_is_not_supported_is_refused_by_name(field, value):
         ({"temperature": 2.5}, "temperature"),
         ({"seed": 2**63}, "seed"),
         ({"model": None}, "model"),
+        ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
+        ({"stream": "yes"}, "stream"),
+        ({"top_p": 0}, "top_p"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"stop": "x" * 257}, "stop.0"),
+        ({"stop": [""]}, "stop.0"),
+        ({"stop": 5}, "stop"),
+        ({"logit_bias": {"x": 1}}, "logit_bias.x"),
+        ({"logit_bias": {"5": 101}}, "logit_bias.5"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"tool_choice": "always"}, "tool_choice"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
     ],
 )
 def test_a_wrong_value_is_named(fields, place):
@@ -99,7 +121,7 @@ def test_a_wrong_value_is_named(fields, place):
 )
 def test_what_is_no_json_is_an_invalid_request(body):
     with pytest.raises(InvalidRequest, match="not valid JSON"):
-        parse_chat(body, {})
+        parse_chat(body, request_of())
 
 
 @pytest.mark.parametrize(
@@ -117,7 +139,8 @@ def test_what_is_not_text_is_refused_and_never_dropped(message):
 
 def test_a_completion_has_openais_shape_with_a_logprob_a_token():
     chat = make_chat(prompt=(1, 2, 3), completion=(104, 105, 258), logprobs=[-0.5, -1.0, -2.0], reply="hi")
-    body = completion(chat, ByteTokenizer().decode)
+    played = Played(chats=(chat,), top=[()])
+    body = completion(played, ByteTokenizer().decode, return_ids=True)
     (choice,) = body["choices"]
     assert (choice["message"]["content"], choice["finish_reason"]) == ("hi", "stop")
     assert [(t["token"], t["logprob"]) for t in choice["logprobs"]["content"]] == [
@@ -126,4 +149,46 @@ def test_a_completion_has_openais_shape_with_a_logprob_a_token():
         ("<|im_end|>", -2.0),
     ]
     assert body["usage"]["total_tokens"] == 6
-    assert completion(chat, None)["choices"][0]["logprobs"] is None
+    assert (body["prompt_token_ids"], choice["token_ids"]) == ([1, 2, 3], [104, 105, 258])
+    plain = completion(played, None, return_ids=False)
+    assert plain["choices"][0]["logprobs"] is None
+    assert "prompt_token_ids" not in plain
+
+
+def test_all_of_the_dialect_comes_to_the_call():
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    call = parse(
+        n=3,
+        stop="END",
+        top_p=0.5,
+        top_k=7,
+        min_tokens=2,
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        logit_bias={"7": -100, "3": 1.5},
+        logprobs=True,
+        top_logprobs=4,
+        tools=[tool],
+        tool_choice={"type": "function", "function": {"name": "f"}},
+        parallel_tool_calls=False,
+        response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "array"}}},
+        stop_token_ids=[5],
+    )
+    assert (call.choices, call.stop, call.stop_token_ids) == (3, ("END",), (5,))
+    assert (call.top_p, call.top_k, call.min_tokens, call.top_logprobs) == (0.5, 7, 2, 4)
+    assert (call.presence_penalty, call.frequency_penalty) == (0.5, -0.5)
+    assert call.logit_bias == ((3, 1.5), (7, -100.0))
+    assert (call.tools, call.tool_choice, call.tool_name) == ((tool,), "required", "f")
+    assert not call.parallel_tool_calls
+    assert call.response_schema == {"type": "array"}
+
+
+@pytest.mark.parametrize(("sent", "schema"), [("text", None), ("json_object", {"type": "object"})])
+def test_a_response_format_is_a_schema(sent, schema):
+    assert parse(response_format={"type": sent}).response_schema == schema
+
+
+def test_equal_bodies_of_different_routes_are_different_requests():
+    body = json.dumps({"model": "m", "messages": MESSAGES}).encode()
+    digests = {parse_chat(body, request_of(path))[0].digest for path in ("/v1/chat/completions", "/v1/messages")}
+    assert len(digests) == 2

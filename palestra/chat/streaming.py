@@ -1,0 +1,281 @@
+"""A ChatML reply taken apart while it is sampled: what is certain of its reasoning, content and tool calls.
+
+Put together, the deltas are the message that `parse_reply` makes of the whole reply. A tool call comes in one piece,
+when its closing tag is there: before, it may turn out to be content.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from palestra.chat.json_text import read_object
+from palestra.chat.tool_calls import Attempt, read_calls
+from palestra.schemas.messages import ChatMessage, FunctionCall, ToolCall
+
+_THINK, _THOUGHT = "<think>", "</think>"
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_SPACE = " \t\r\n"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MessageDelta:
+    """What is added to the assistant's message."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: tuple[ToolCall, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.reasoning or self.content or self.calls)
+
+    def __add__(self, other: MessageDelta) -> MessageDelta:
+        return MessageDelta(
+            reasoning=self.reasoning + other.reasoning,
+            content=self.content + other.content,
+            calls=self.calls + other.calls,
+        )
+
+
+def whole_message(message: ChatMessage) -> MessageDelta:
+    """A message that is there at once."""
+    return MessageDelta(reasoning=message.reasoning_content or "", content=message.text, calls=message.tool_calls)
+
+
+def tool_call(attempt: Attempt, call_ids: str, number: int) -> ToolCall:
+    """The call number `number` of a reply; its id is `{call_ids}_{number}`."""
+    function = FunctionCall(name=attempt.name or "", arguments=attempt.arguments or "{}")
+    return ToolCall(id=f"{call_ids}_{number}", function=function)
+
+
+class ReplySplitter:
+    """Text in pieces to deltas, in time linear in the text."""
+
+    def __init__(self, calls: bool, call_ids: str = "call", single: bool = False) -> None:
+        """`calls`: tool calls are looked for; their ids start with `call_ids`. `single`: the first ends the reply."""
+        self._calls, self._call_ids, self._single = calls, call_ids, single
+        self._thought = _ThoughtSplitter()
+        self._content = _CallSplitter(single)
+        self.calls = 0  # complete ones so far
+        self.malformed = 0  # so many could not be understood; their text is in the content
+
+    @property
+    def over(self) -> bool:
+        """Whether the one call is complete; what follows is not looked at."""
+        return self._single and self.calls > 0
+
+    def feed(self, text: str) -> MessageDelta:
+        """What is certain with this text."""
+        reasoning, content = self._thought.feed(text)
+        return self._delta(reasoning, content, last=False)
+
+    def end(self) -> MessageDelta:
+        """The rest; the text is over."""
+        reasoning, content = self._thought.end()
+        return self._delta(reasoning, content, last=True)
+
+    def _delta(self, reasoning: str, content: str, last: bool) -> MessageDelta:
+        if not self._calls:
+            return MessageDelta(reasoning=reasoning, content=content)
+        if self.over:
+            return MessageDelta()
+        text, attempts = self._content.feed(content, last)
+        good = [attempt for attempt in attempts if attempt.problem is None]
+        calls = tuple(tool_call(a, self._call_ids, self.calls + k) for k, a in enumerate(good))
+        self.calls += len(calls)
+        self.malformed += len(attempts) - len(good)
+        return MessageDelta(reasoning=reasoning, content=text, calls=calls)
+
+
+class _ThoughtSplitter:
+    """Reasoning and the rest, as `read_thought` takes them apart."""
+
+    def __init__(self) -> None:
+        self._state = "start"  # then: thinking, between (the blank lines after a thought), content
+        self._held = ""
+        self._begun = False  # the reasoning has a character other than a line feed
+
+    def feed(self, text: str) -> tuple[str, str]:
+        """(reasoning, content) that are certain."""
+        if self._state == "content":
+            return "", text
+        text = self._held + text
+        self._held = ""
+        if self._state == "start":
+            rest = text.lstrip()
+            if len(rest) < len(_THINK) and _THINK.startswith(rest):
+                self._held = text
+                return "", ""
+            if not rest.startswith(_THINK):
+                self._state = "content"
+                return "", text
+            self._state, text = "thinking", rest[len(_THINK) :]
+        reasoning = ""
+        if self._state == "thinking":
+            reasoning, found, text = self._think(text)
+            if not found:
+                return reasoning, ""
+            self._state = "between"
+        text = text.lstrip("\n")
+        if text:
+            self._state = "content"
+        return reasoning, text
+
+    def end(self) -> tuple[str, str]:
+        """What was held back."""
+        held, self._held = self._held, ""
+        if self._state == "thinking":
+            return (held if self._begun else held.lstrip("\n")).rstrip("\n"), ""
+        return "", held
+
+    def _think(self, text: str) -> tuple[str, bool, str]:
+        """(reasoning, whether it is closed, what follows); line feeds at its ends are not part of it."""
+        thought, found, rest = text.partition(_THOUGHT)
+        if not found:
+            certain = len(text) - _ending(text, _THOUGHT)
+            thought = text[:certain].rstrip("\n")
+            self._held = text[len(thought) :]
+        if not self._begun:
+            thought = thought.lstrip("\n")
+        thought = thought.rstrip("\n")
+        self._begun = self._begun or bool(thought)
+        return thought, bool(found), rest
+
+
+class _CallSplitter:
+    """Content and tool calls, as `read_calls` takes them apart."""
+
+    def __init__(self, single: bool) -> None:
+        self._single = single
+        self._held = ""  # in front of a call: what may be its opening; in one: all of it, from its opening tag
+        self._line = ""  # the line feed in front of it, which belongs to the call if it is one
+        self._call: _CallScanner | None = None
+
+    def feed(self, text: str, last: bool) -> tuple[str, list[Attempt]]:
+        """Content and attempted calls that are certain; with `last` all of them."""
+        content: list[str] = []
+        attempts: list[Attempt] = []
+        self._held += text
+        while True:
+            if self._call is None and not self._open(content, last):
+                break
+            assert self._call is not None
+            end = self._call.end(self._held)
+            if end is None:
+                break
+            _, (attempt, *_) = read_calls(self._held[:end])
+            self._close(attempt, content)
+            attempts.append(attempt)
+            if self._single and attempt.problem is None:
+                return "".join(content), attempts
+        if last:
+            rest, found = read_calls(self._line + self._held)
+            if self._single:
+                rest, found = read_calls(_until_first_call(self._line + self._held, found))
+            content.append(rest)
+            attempts += found
+            self._held, self._line, self._call = "", "", None
+        return "".join(content), attempts
+
+    def _open(self, content: list[str], last: bool) -> bool:
+        """Go on to the next opening tag; False: there is none yet."""
+        start = self._held.find(_OPEN)
+        if start < 0:
+            certain = len(self._held) - (0 if last else _ending(self._held, _OPEN))
+            if certain and not last and self._held[certain - 1] == "\n":
+                certain -= 1
+            content.append(self._held[:certain])
+            self._held = self._held[certain:]
+            return False
+        before = self._held[:start]
+        self._line = "\n" if before.endswith("\n") else ""
+        content.append(before.removesuffix("\n"))
+        self._held = self._held[start:]
+        self._call = _CallScanner()
+        return True
+
+    def _close(self, attempt: Attempt, content: list[str]) -> None:
+        if attempt.problem is not None:
+            content.append(self._line + attempt.text)
+        self._held = self._held[len(attempt.text) :]
+        self._line, self._call = "", None
+
+
+class _CallScanner:
+    """Finds where a call is over: looks at each character once, and parses once."""
+
+    def __init__(self) -> None:
+        self._at = len(_OPEN)
+        self._depth = 0
+        self._string = False
+        self._escaped = False
+        self._object_end: int | None = None  # of a JSON object that can be read
+        self._broken = False  # there is none
+        self._searched = len(_OPEN)  # no tag begins before
+
+    def end(self, text: str) -> int | None:
+        """How much of `text`, which begins with the opening tag, the call is; None: what follows can still decide."""
+        if self._object_end is None and not self._broken:
+            self._scan(text)
+        if self._object_end is not None:
+            rest = text[self._object_end :]
+            closing = rest.lstrip()
+            if closing.startswith(_CLOSE):
+                return self._object_end + len(rest) - len(closing) + len(_CLOSE)
+            return None if _CLOSE.startswith(closing) else self._object_end
+        return self._next_tag(text) if self._broken else None
+
+    def _next_tag(self, text: str) -> int | None:
+        """A call that can't be read ends with its closing tag, or where the next one opens."""
+        following, closing = text.find(_OPEN, self._searched), text.find(_CLOSE, self._searched)
+        self._searched = max(self._searched, len(text) - len(_CLOSE))
+        if closing >= 0 and (following < 0 or closing < following):
+            return closing + len(_CLOSE)
+        return following if following >= 0 else None
+
+    def _scan(self, text: str) -> None:
+        while self._at < len(text):
+            character = text[self._at]
+            self._at += 1
+            if self._depth == 0:
+                if character in _SPACE:
+                    continue
+                self._broken = character != "{"
+                if self._broken:
+                    return
+                self._depth = 1
+            elif self._string:
+                self._string = self._escaped or character != '"'
+                self._escaped = not self._escaped and character == "\\"
+            elif character == '"':
+                self._string = True
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]":
+                self._depth -= 1
+                if self._depth == 0:
+                    self._read(text)
+                    return
+
+    def _read(self, text: str) -> None:
+        try:
+            self._object_end = read_object(text, len(_OPEN))[1]
+        except ValueError:
+            self._broken = True
+
+
+def _until_first_call(text: str, attempts: list[Attempt]) -> str:
+    """The text as far as the first attempt that is a call; all of it, if there is none."""
+    at = 0
+    for attempt in attempts:
+        at = text.index(attempt.text, at) + len(attempt.text)
+        if attempt.problem is None:
+            return text[:at]
+    return text
+
+
+def _ending(text: str, tag: str) -> int:
+    """How many characters at the end of the text are a beginning of the tag, without being all of it."""
+    for length in range(min(len(tag) - 1, len(text)), 0, -1):
+        if text.endswith(tag[:length]):
+            return length
+    return 0

@@ -1,0 +1,227 @@
+"""What the request bodies of the dialects have in common: fields, their limits, and what a refusal says."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
+from typing import Annotated, Any, Literal, TypeVar
+
+import orjson
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError
+from pydantic_core import PydanticCustomError
+from starlette.requests import Request
+
+from palestra.errors import InvalidRequest, UnsupportedField
+from palestra.schemas.messages import ChatMessage
+
+B = TypeVar("B", bound=BaseModel)
+
+SOLE_AGENT = "agent"
+MAX_AGENT = 200
+MAX_STEP = 1_000_000
+MAX_CHOICES = 128
+MAX_STOPS, MAX_STOP_LENGTH = 16, 256
+MAX_SCHEMA_BYTES = 65_536
+SEED_BITS = 2**63 - 1
+
+
+def _listed(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+def _only_text(message: Any) -> Any:
+    """Refuse what a prompt would silently lack: the records have a place for images, the renderers not yet."""
+    if isinstance(message, dict):
+        content = message.get("content")
+        parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+        kinds = [part["type"] for part in parts if isinstance(part.get("type"), str) and part["type"] != "text"]
+        found = [key for key in ("function_call", "audio") if message.get(key)]
+        found += [f"content of type {kind!r}" for kind in kinds]
+        if found:
+            raise PydanticCustomError("not_text", "{found} is not supported by this server", {"found": found[0]})
+    return message
+
+
+def _small(schema: Any) -> Any:
+    try:
+        size = len(orjson.dumps(schema))
+    except TypeError as error:
+        raise ValueError(str(error)) from None
+    if size > MAX_SCHEMA_BYTES:
+        raise ValueError(f"a schema of {size} bytes is over the limit of {MAX_SCHEMA_BYTES}")
+    return schema
+
+
+Message = Annotated[ChatMessage, BeforeValidator(_only_text)]
+Count = Annotated[int, Field(ge=1, strict=True)]
+Flag = Annotated[bool, Field(strict=True)]
+Temperature = Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)]
+Probability = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+Token = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+StopStrings = Annotated[
+    tuple[StopString, ...],
+    BeforeValidator(_listed, json_schema_input_type=StopString | tuple[StopString, ...]),
+    Field(max_length=MAX_STOPS),
+]
+Schema = Annotated[dict[str, JsonValue], BeforeValidator(_small)]
+FunctionName = Annotated[str, Field(min_length=1, max_length=200)]
+
+
+class FunctionSpec(BaseModel):
+    """A tool's name, what it is for, and the JSON schema of its arguments."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    name: FunctionName
+    description: str | None = None
+    parameters: Schema | None = None
+
+
+class ToolSpec(BaseModel):
+    """One tool that the model may call."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    type: Literal["function"]
+    function: FunctionSpec
+
+
+class StreamOptions(BaseModel):
+    """How a stream is written."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    include_usage: Flag | None = Field(None, description="One more chunk at the end, with the usage.")
+
+
+class SamplingFields(BaseModel):
+    """How to sample, as `/v1/chat/completions` and `/v1/completions` have it, with vLLM's extensions."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    model: str = Field(description="The policy's name, as the claim gave it.")
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES, strict=True)] | None = Field(
+        None, description="How many samples; each is recorded as a call of its own."
+    )
+    max_tokens: Count | None = Field(None, description="Most tokens to sample; the job's own limit applies as well.")
+    min_tokens: Annotated[int, Field(ge=0, strict=True)] | None = Field(
+        None, description="Fewest tokens to sample; not in training episodes."
+    )
+    temperature: Temperature | None = Field(
+        None, description="Used on ad-hoc episodes only; elsewhere the job's, as `x-palestra-sampling` then says."
+    )
+    seed: Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)] | None = Field(None, description="Likewise.")
+    top_p: Probability | None = Field(None, description="Below 1 not in training episodes.")
+    top_k: Annotated[int, Field(ge=-1, strict=True)] | None = Field(
+        None, description="Above 0 not in training episodes."
+    )
+    presence_penalty: Penalty | None = Field(None, description="Not in training episodes.")
+    frequency_penalty: Penalty | None = Field(None, description="Not in training episodes.")
+    logit_bias: (
+        Annotated[
+            dict[Annotated[int, Field(ge=0, lt=2**31)], Annotated[float, Field(ge=-100, le=100)]],
+            Field(max_length=1024),
+        ]
+        | None
+    ) = Field(None, description="By token id; not in training episodes.")
+    stop: StopStrings | None = Field(
+        None,
+        description=f"Text, or up to {MAX_STOPS} texts of at most {MAX_STOP_LENGTH} characters, that end the reply and "
+        "are not part of it.",
+    )
+    stop_token_ids: Annotated[tuple[Token, ...], Field(max_length=MAX_STOPS)] | None = Field(
+        None, description="Likewise tokens."
+    )
+    stream: Flag | None = Field(None, description="Server-sent events, from the first text on.")
+    stream_options: StreamOptions | None = Field(None, description="`include_usage`: usage in a last chunk.")
+    return_token_ids: Flag | None = Field(
+        None, description="Add `prompt_token_ids`, and `token_ids` to each choice: the exact tokens."
+    )
+
+    def sampling(self) -> dict[str, Any]:
+        """The fields of a `ModelCall`."""
+        return {
+            "choices": self.n or 1,
+            "min_tokens": self.min_tokens or 0,
+            "temperature": self.temperature,
+            "seed": None if self.seed is None else self.seed & SEED_BITS,
+            "top_p": 1.0 if self.top_p is None else self.top_p,
+            "top_k": max(self.top_k or 0, 0),
+            "stop": self.stop or (),
+            "stop_token_ids": self.stop_token_ids or (),
+            "presence_penalty": self.presence_penalty or 0.0,
+            "frequency_penalty": self.frequency_penalty or 0.0,
+            "logit_bias": tuple(sorted((self.logit_bias or {}).items())),
+        }
+
+
+def read_body(kind: type[B], body: bytes) -> B:
+    """Check a request body.
+
+    Raises:
+        InvalidRequest: not JSON, or a value of the wrong type.
+        UnsupportedField: content that is not text.
+    """
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        raise _explain(error) from None
+
+
+def refuse_others(wanted: BaseModel, ignored: Sequence[str], harmless: Mapping[str, Sequence[Any]]) -> None:
+    """Refuse fields that this server does not act on, unless they ask for nothing.
+
+    Raises:
+        UnsupportedField: naming the first.
+    """
+    for name, value in (wanted.model_extra or {}).items():
+        if value is None or name in ignored or value in harmless.get(name, ()):
+            continue
+        raise UnsupportedField(f"{name[:100]} = {str(value)[:60]!r} is not supported by this server", name[:100])
+
+
+def call_fields(body: bytes, request: Request) -> dict[str, Any]:
+    """What a `ModelCall` has from the request itself."""
+    headers = request.headers
+    return {
+        "agent": agent_of(headers),
+        "time_step": time_step_of(headers),
+        "digest": hashlib.blake2b(body, digest_size=16, person=request.url.path.encode()[-16:]).hexdigest(),
+        "retry": headers.get("x-stainless-retry-count", "0") not in ("", "0"),
+    }
+
+
+def agent_of(headers: Mapping[str, str]) -> str:
+    """Who calls; a subagent's name starts with its parent's: `planner/search`."""
+    name = headers.get("x-palestra-agent", SOLE_AGENT)
+    if not 0 < len(name) <= MAX_AGENT or not name.isprintable() or "" in name.split("/"):
+        raise InvalidRequest(f"an agent's name has 1 to {MAX_AGENT} printable characters: {name!r}", "x-palestra-agent")
+    return name
+
+
+def time_step_of(headers: Mapping[str, str]) -> int | None:
+    """The interaction with the environment that the call belongs to; None: it is one of its own."""
+    step = headers.get("x-palestra-step")
+    if step is None:
+        return None
+    if not step.isascii() or not step.isdigit() or int(step) > MAX_STEP:
+        raise InvalidRequest(f"a TimeStep is a number from 0 to {MAX_STEP}: {step[:20]!r}", "x-palestra-step")
+    return int(step)
+
+
+def _explain(error: ValidationError) -> InvalidRequest:
+    first = error.errors(include_url=False, include_input=False)[0]
+    place = ".".join(takewhile(_is_key, map(str, first["loc"])))[:200]
+    if first["type"] == "not_text":
+        return UnsupportedField(f"{place}: {first['msg']}", place)
+    return InvalidRequest(
+        f"{place}: {first['msg']}" if place else f"the body is not valid JSON: {first['msg']}", place or None
+    )
+
+
+def _is_key(part: str) -> bool:
+    """Not the name of a type, which pydantic adds where several are possible."""
+    return "[" not in part and "(" not in part

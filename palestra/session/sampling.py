@@ -1,0 +1,83 @@
+"""How a call is sampled: what the job fixes, what the caller may choose, and what can't be trained on."""
+
+from __future__ import annotations
+
+from palestra.config import PolicyConfig
+from palestra.errors import ContextOverflow, UnsupportedField
+from palestra.schemas.records import EpisodeKind, Sampling
+from palestra.session.call import ModelCall
+
+_SEEDS = 2**63
+
+
+def refuse_untrainable(call: ModelCall) -> None:
+    """What can't be had in a training episode.
+
+    Raises:
+        UnsupportedField: the trainer could not compute the probabilities that the call would be sampled with.
+    """
+    reshaping = {
+        "top_p": call.top_p < 1.0,
+        "top_k": call.top_k > 0,
+        "min_tokens": call.min_tokens > 0,
+        "presence_penalty": call.presence_penalty != 0.0,
+        "frequency_penalty": call.frequency_penalty != 0.0,
+        "logit_bias": bool(call.logit_bias),
+        "response_format": call.response_schema is not None,
+        "tool_choice": call.tool_choice == "required",
+    }
+    for field, asked in reshaping.items():
+        if asked:
+            raise UnsupportedField(
+                f"{field} is not possible in a training episode: it changes the distribution that tokens are drawn "
+                "from, and the trainer, which takes the model's own, would compute other probabilities than those "
+                "sampled with; validation and ad-hoc episodes allow it",
+                field,
+            )
+
+
+def sampling_of(
+    call: ModelCall, config: PolicyConfig, kind: EpisodeKind, prompt_tokens: int, seed: int, choice: int, grammar: str
+) -> Sampling:
+    """The job's settings for training, greedy for validation, the caller's own for an ad-hoc episode.
+
+    Raises:
+        ContextOverflow: the prompt leaves no room for a reply.
+    """
+    room = config.max_context - prompt_tokens
+    if room < 1:
+        raise ContextOverflow(prompt_tokens, config.max_context)
+    most = min(config.sampling.max_tokens, room)
+    if call.max_tokens is not None:
+        most = min(call.max_tokens, most)
+    temperature = {"train": config.sampling.temperature, "validation": 0.0}.get(kind)
+    if temperature is None:
+        temperature = config.sampling.temperature if call.temperature is None else call.temperature
+    if kind == "adhoc" and call.seed is not None:
+        seed = (call.seed + choice) % _SEEDS
+    return Sampling(
+        temperature=temperature,
+        max_tokens=most,
+        seed=seed,
+        min_tokens=min(call.min_tokens, most),
+        top_p=call.top_p,
+        top_k=call.top_k,
+        stop_ids=call.stop_token_ids,
+        presence_penalty=call.presence_penalty,
+        frequency_penalty=call.frequency_penalty,
+        logit_bias=call.logit_bias,
+        grammar=grammar,
+        top_logprobs=call.top_logprobs,
+    )
+
+
+def overruled(call: ModelCall, used: Sampling, choice: int = 0) -> str | None:
+    """What the job fixed against the caller's wish, for people to read; None: nothing."""
+    notes = []
+    if call.temperature is not None and call.temperature != used.temperature:
+        notes.append(f"temperature={used.temperature:g}")
+    if call.max_tokens is not None and call.max_tokens != used.max_tokens:
+        notes.append(f"max_tokens={used.max_tokens}")
+    if call.seed is not None and (call.seed + choice) % _SEEDS != used.seed:
+        notes.append("seed=job")
+    return ", ".join(notes) or None
