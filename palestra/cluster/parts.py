@@ -50,9 +50,9 @@ def _embedded(config: JobConfig) -> Parts:
     import torch
 
     from palestra.inference.embedded import EmbeddedEngine, token_budget
-    from palestra.models.grammar import Grammars
     from palestra.models.causal_lm import load_causal_lm, load_tokenizer
     from palestra.models.devices import device_of
+    from palestra.models.grammar import Grammars
     from palestra.models.memory import keep_heap
     from palestra.trainer.torch_trainer import TorchTrainer
 

@@ -97,15 +97,14 @@ class ChatRequest(SamplingFields):
         None, description="What the model may call. Calls come back in `tool_calls`, unless `tool_choice` is none."
     )
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
-        None, description="Required, or a tool's name: the reply is constrained to calls; not in training episodes."
+        None, description="Required, or a tool's name: the reply is constrained to calls."
     )
     parallel_tool_calls: Flag | None = Field(
         None, description="False: the reply ends with its first call, as at a stop string."
     )
     response_format: ResponseFormat | None = Field(
         None,
-        description="`json_object` or `json_schema`: the reply is constrained to it, without reasoning; not in "
-        "training episodes.",
+        description="`json_object` or `json_schema`: the reply is constrained to it, without reasoning.",
     )
     logprobs: Flag | None = Field(None, description="Return the logprobs of the sampled tokens.")
     top_logprobs: Annotated[int, Field(ge=0, le=20, strict=True)] | None = Field(

@@ -141,7 +141,8 @@ class MessagesRequest(BaseModel):
         None, description="What the model may call."
     )
     tool_choice: ToolChoice | None = Field(
-        None, description="`any` or `tool`: not in training episodes. `disable_parallel_tool_use`: one call at most."
+        None,
+        description="`any` or `tool`: the reply is constrained to calls. `disable_parallel_tool_use`: at most one.",
     )
     stream: Flag | None = Field(None, description="Server-sent events, from the first text on.")
 

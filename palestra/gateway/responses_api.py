@@ -186,7 +186,7 @@ class ResponsesRequest(BaseModel):
         None, description="What the model may call."
     )
     tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = Field(
-        None, description="Required, or a tool's name: not in training episodes."
+        None, description="Required, or a tool's name: the reply is constrained to calls."
     )
     parallel_tool_calls: Flag | None = Field(None, description="False: the reply ends with its first call.")
     text: TextOptions | None = Field(None, description="`format`: text, json_object or json_schema.")

@@ -18,9 +18,9 @@ from palestra.config import EngineConfig
 from palestra.errors import EngineFailure, InvalidRequest, ModelError
 from palestra.inference.adapters import Adapter, Adapters
 from palestra.inference.batch import MIN_ROWS, Batch
-from palestra.models.grammar import Grammars
 from palestra.inference.request import DONE, Request
 from palestra.models.causal_lm import CausalLM, set_threads
+from palestra.models.grammar import Grammars
 from palestra.schemas.records import Ids, PolicyVersion, SampledTokens, Sampling
 
 log = logging.getLogger("palestra.engine")

@@ -11,6 +11,8 @@ from palestra.chat import ChatMLRenderer, Renderer
 from palestra.errors import InvalidRequest, UnsupportedField
 from palestra.session.call import ModelCall
 
+_MAX_CALLS = 8  # of one reply, where calls are required: a small model would go on until its limit
+
 
 def grammar_of(call: ModelCall, renderer: Renderer) -> str:
     """The grammar that a call asks for; empty: none. A constrained reply has no reasoning in front of it.
@@ -54,11 +56,14 @@ def _calls(call: ModelCall, renderer: Renderer) -> str:
     if not functions:
         named = "there are no tools" if call.tool_name is None else f"there is no tool {call.tool_name!r}"
         raise InvalidRequest(f"tool_choice: {named} in this request", "tool_choice")
-    rules = ["calls: call\n" if not call.parallel_tool_calls or call.tool_name else 'calls: call ("\\n" call)*\n']
+    one = not call.parallel_tool_calls or call.tool_name is not None
+    rules = ["calls: call\n" if one else f'calls: call ("\\n" call){{0,{_MAX_CALLS - 1}}}\n']
     rules.append("call: " + " | ".join(f"call_{k}" for k in range(len(functions))) + "\n")
     for k, function in enumerate(functions):
         head = json.dumps(f'<tool_call>\n{{"name": {json.dumps(function["name"])}, "arguments": ')
         parameters = {"type": "object"} | (function.get("parameters") or {})
+        if "properties" in parameters:  # a small model would make up further ones until its limit
+            parameters = {"additionalProperties": False} | parameters
         rules.append(f'call_{k}: {head} arguments_{k} "}}\\n</tool_call>"\n')
         rules.append(f"arguments_{k}: %json {json.dumps(parameters)}\n")
     return "".join(rules)

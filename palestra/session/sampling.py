@@ -23,8 +23,6 @@ def refuse_untrainable(call: ModelCall) -> None:
         "presence_penalty": call.presence_penalty != 0.0,
         "frequency_penalty": call.frequency_penalty != 0.0,
         "logit_bias": bool(call.logit_bias),
-        "response_format": call.response_schema is not None,
-        "tool_choice": call.tool_choice == "required",
     }
     for field, asked in reshaping.items():
         if asked:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,8 +16,9 @@ from torch.utils.checkpoint import checkpoint as recompute
 from palestra.config import CheckpointConfig, OptimizerConfig, TrainerConfig
 from palestra.errors import CheckpointError
 from palestra.faults import fault_point
-from palestra.models.causal_lm import CausalLM, set_threads
+from palestra.models.causal_lm import CausalLM
 from palestra.models.grammar import Grammars, unpack_bits
+from palestra.models.threads import in_new_thread
 from palestra.schemas.protocols import Engine, OptimReport, StepReport
 from palestra.schemas.records import PolicyVersion, TrainSample
 from palestra.trainer import checkpoint
@@ -61,7 +61,7 @@ class TorchTrainer:
         self._grammars = Grammars(tokenizer, model.vocab_size)
         self._version = PolicyVersion(0, 0)
         self._serial = Serial()
-        self._thread = ThreadPoolExecutor(1, "palestra-trainer", initializer=set_threads, initargs=(config.threads,))
+        self._working = asyncio.Lock()
 
     def version(self, policy: str) -> PolicyVersion:
         """See `Trainer`."""
@@ -107,10 +107,16 @@ class TorchTrainer:
 
     async def close(self) -> None:
         """See `Trainer`."""
-        await asyncio.get_running_loop().run_in_executor(None, self._thread.shutdown)
+        async with self._working:  # what has begun is finished
+            return
 
     async def _run(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        async with self._working:
+            job = asyncio.ensure_future(in_new_thread(work, "palestra-trainer", self._config.threads))
+            try:
+                return await asyncio.shield(job)
+            finally:
+                await asyncio.wait((job,))  # also where nobody waits for it any more
 
     # The trainer's thread.
 

@@ -564,8 +564,8 @@ async def test_a_reply_with_a_grammar_matches_it_whatever_the_seed(tiny):
 
     from llguidance import LLMatcher
 
-    from palestra.models.grammar import Grammars
     from palestra.models.causal_lm import load_tokenizer
+    from palestra.models.grammar import Grammars
 
     tokenizer = load_tokenizer("tiny-random")
     schema = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "y"]}}}

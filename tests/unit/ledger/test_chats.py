@@ -102,7 +102,7 @@ async def test_calls_of_one_time_step_are_one_step_and_rewards_are_put_beside_th
         await store.append_chat(make_chat(index=index, time_step=step))
     (running,) = await store.trajectories([EPISODE])
     assert not any(step.terminated for step in running.steps)
-    with pytest.raises(InvalidRequest, match="3 rewards.*TimeSteps 0 to 3"):
+    with pytest.raises(InvalidRequest, match=r"3 rewards.*TimeSteps 0 to 3"):
         await store.end(EPISODE, claim.episode.fence, {"agent": 1.0}, [0.1, 0.2, 0.3], {})
     await store.end(EPISODE, claim.episode.fence, {"agent": 1.0}, [0.1, 0.2, 0.3, 0.4, 0.5], {})
     (done,) = await store.trajectories([EPISODE])

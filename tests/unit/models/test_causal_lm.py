@@ -81,11 +81,41 @@ SIZE = {
     "pad_token_id": 0,
 }
 OLD_SIZE = {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
-SUPPORTED = (
-    "apertus arcee cohere cohere2 ernie4_5 exaone4 gemma gemma3_text glm glm4 gpt2 gpt_neox granite helium "
-    "hunyuan_v1_dense llama mistral mixtral nemotron olmo olmo2 olmo3 opt phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe "
-    "seed_oss smollm3 stablelm starcoder2"
-).split()
+SUPPORTED = [
+    "apertus",
+    "arcee",
+    "cohere",
+    "cohere2",
+    "ernie4_5",
+    "exaone4",
+    "gemma",
+    "gemma3_text",
+    "glm",
+    "glm4",
+    "gpt2",
+    "gpt_neox",
+    "granite",
+    "helium",
+    "hunyuan_v1_dense",
+    "llama",
+    "mistral",
+    "mixtral",
+    "nemotron",
+    "olmo",
+    "olmo2",
+    "olmo3",
+    "opt",
+    "phi",
+    "phi3",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+    "seed_oss",
+    "smollm3",
+    "stablelm",
+    "starcoder2",
+]
 
 
 def two_of(kind: str, **changes):

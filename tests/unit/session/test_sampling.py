@@ -16,6 +16,8 @@ RESHAPING = {
     "presence_penalty": {"presence_penalty": 0.5},
     "frequency_penalty": {"frequency_penalty": -0.5},
     "logit_bias": {"logit_bias": ((7, -100.0),)},
+}
+CONSTRAINTS = {
     "response_format": {"response_schema": {"type": "object"}},
     "tool_choice": {"tools": (TOOL,), "tool_choice": "required"},
 }
@@ -37,10 +39,18 @@ async def test_elsewhere_it_comes_to_the_engine_and_into_the_record(bench, kind,
     session = await bench.session(kind)
     await session.chat(call("a", **RESHAPING[field]))
     (chat,) = await bench.recorded(session)
-    names = {"response_format": "grammar", "tool_choice": "grammar"}
     plain = (await session.chat(call("b"))).sampling
-    name = names.get(field, field)
-    assert getattr(chat.sampling, name) != getattr(plain, name)
+    assert getattr(chat.sampling, field) != getattr(plain, field)
+
+
+@pytest.mark.parametrize("kind", ["train", "validation", "adhoc"])
+@pytest.mark.parametrize("field", CONSTRAINTS)
+async def test_a_grammar_is_possible_everywhere_the_trainer_goes_through_it_too(bench, kind, field):
+    session = await bench.session(kind)
+    await session.chat(call("a", **CONSTRAINTS[field]))
+    (chat,) = await bench.recorded(session)
+    assert chat.sampling.grammar
+    assert not (await session.chat(call("b"))).sampling.grammar
 
 
 async def test_in_training_a_reply_may_end_where_the_caller_says(bench):
@@ -96,6 +106,9 @@ async def test_a_required_call_is_one_or_several_of_the_tools(bench):
     assert not accepts(grammar, "no")
     assert not accepts(grammar, CALL.replace("1", '"1"'))
     assert not accepts(grammar, CALL.replace("add", "sub"))
+    assert not accepts(grammar, CALL.replace('"a": 1', '"a": 1, "made_up": 2'))
+    assert accepts(grammar, "\n".join([CALL] * 8))
+    assert not accepts(grammar, "\n".join([CALL] * 9))
 
 
 async def test_a_named_call_is_one_of_that_tool_and_without_parallel_calls_it_is_one(bench):

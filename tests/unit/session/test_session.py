@@ -204,7 +204,7 @@ async def test_the_longest_history_is_used_and_an_edited_one_goes_back_to_where_
     assert (forked.extends.index, forked.shared_messages, forked.fork) == (0, 2, None)
     sampled = [row.ids[row.sampled].tolist() for row in rows_of(await bench.recorded(session))]
     assert sorted(map(len, sampled)) == [2, 2, 4, 4]
-    assert sum(sampled, []) == [ord("r"), STOP] * 6
+    assert [token for row in sampled for token in row] == [ord("r"), STOP] * 6
 
 
 async def test_a_history_is_found_again_after_a_restart(bench):
