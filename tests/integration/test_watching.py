@@ -152,6 +152,9 @@ def test_the_description_of_the_api_has_every_route(plane):
     routes = {(method.upper(), path) for path, methods in described["paths"].items() for method in methods}
     assert routes == {
         ("POST", "/v1/chat/completions"),
+        ("POST", "/v1/completions"),
+        ("POST", "/v1/messages"),
+        ("POST", "/v1/responses"),
         ("GET", "/v1/models"),
         ("POST", "/tasks"),
         ("POST", "/register_episode"),
