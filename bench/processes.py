@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from palestra.config import dump_config, parse_config
+from palestra.models.catalog import cache_folder
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -104,7 +105,8 @@ def _output(command: Sequence[object], environment: Mapping[str, str] | None) ->
 def shown(command: Sequence[object], environment: Mapping[str, str] | None = None) -> str:
     """A command as one would type it in the root of the repository."""
     variables = [f"{name}={value}" for name, value in (environment or {}).items()]
-    return " ".join([*variables, *(str(word).replace(f"{ROOT}/", "") for word in command)])
+    words = [str(word).replace(f"{ROOT}/", "").replace(str(cache_folder()), "CACHE") for word in command]
+    return " ".join([*variables, *words])
 
 
 @contextmanager

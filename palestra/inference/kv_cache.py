@@ -111,12 +111,14 @@ class DecodeAttend:
     """Attention of one decoding step: every row of the cache adds one position and sees all before it."""
 
     def __init__(self, buckets: list[Bucket]) -> None:
-        self._parts: list[tuple[Bucket, int, Tensor, Tensor]] = []
+        self._parts: list[tuple[Bucket, Tensor, Tensor, Tensor]] = []
         for bucket in buckets:
-            lengths = torch.tensor([row.length for row in bucket.rows], device=bucket.storage.device)
-            places = torch.arange(bucket.capacity, device=bucket.storage.device)
+            device = bucket.storage.device
+            index = torch.arange(len(bucket.rows), device=device)
+            lengths = torch.tensor([row.length for row in bucket.rows], device=device)
+            places = torch.arange(bucket.capacity, device=device)
             before = lengths.unsqueeze(1) - places  # [rows, capacity]: how far back each place is
-            self._parts.append((bucket, len(bucket.rows), lengths, before.view(-1, 1, 1, bucket.capacity)))
+            self._parts.append((bucket, index, lengths, before.view(-1, 1, 1, bucket.capacity)))
         self._masks: dict[tuple[int, int | None], Tensor] = {}
 
     def __call__(
@@ -125,23 +127,25 @@ class DecodeAttend:
         """See `Attend`. Rows beyond the cache's (there to keep products above one row) come back as zeros."""
         heads, dim = query.shape[1], query.shape[3]
         kv_heads = key.shape[1]
-        out = query.new_zeros((query.shape[2], heads, dim))
+        pieces = []
         start = 0
-        for number, (bucket, rows, lengths, before) in enumerate(self._parts):
+        for number, (bucket, index, lengths, before) in enumerate(self._parts):
+            rows = len(index)
             stop = start + rows
             mask = self._masks.get((number, window))
             if mask is None:
                 mask = before >= 0 if window is None else (before >= 0) & (before < window)
                 self._masks[number, window] = mask
             keys, values = bucket.storage[layer, 0, :rows], bucket.storage[layer, 1, :rows]
-            index = torch.arange(rows, device=query.device)
             keys[index, :, lengths] = key[0, :, start:stop].transpose(0, 1)
             values[index, :, lengths] = value[0, :, start:stop].transpose(0, 1)
             grouped = query[0, :, start:stop].transpose(0, 1).reshape(rows, kv_heads, heads // kv_heads, dim)
             seen = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
-            out[start:stop] = seen.reshape(rows, heads, dim)
+            pieces.append(seen.reshape(rows, heads, dim))
             start = stop
-        return out
+        if start < query.shape[2]:
+            pieces.append(query.new_zeros((query.shape[2] - start, heads, dim)))
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 class PromptAttend:
