@@ -61,6 +61,7 @@ class EpisodeSession:
         self._context = context
         self._prompts = Prompts(context.keep_dropped_reasoning)
         self._undelivered: dict[str, Chat] = {}  # by request digest
+        self._recordings: dict[str, asyncio.Task[None]] = {}  # that are being written, by request digest
         self._seeds: set[int] = set()  # of the calls that are recorded or in flight
         self._taken: dict[bytes, int] = {}  # by prompt: all occurrences before this one have calls
         self._in_flight: set[asyncio.Task[object]] = set()
@@ -108,7 +109,7 @@ class EpisodeSession:
         """
         if self._over is not None:
             raise self._over
-        known = self._recorded(call) if call.retry else {}
+        known = await self._recorded(call) if call.retry else {}
         for number, chat in known.items():
             self._context.counts["retries_answered"] += 1
             _replay(number, chat, listener)
@@ -128,7 +129,11 @@ class EpisodeSession:
         for task in self._in_flight:
             task.cancel()
 
-    def _recorded(self, call: ModelCall) -> dict[int, Chat]:
+    async def _recorded(self, call: ModelCall) -> dict[int, Chat]:
+        """Choices that are on disk and have not been delivered; what is being written is waited for."""
+        digests = [call.choice_digest(number) for number in range(call.choices)]
+        if writing := [self._recordings[digest] for digest in digests if digest in self._recordings]:
+            await asyncio.wait(writing)
         found = {number: self._undelivered.get(call.choice_digest(number)) for number in range(call.choices)}
         return {number: chat for number, chat in found.items() if chat is not None}
 
@@ -254,7 +259,9 @@ class EpisodeSession:
         stop = None if reader is None else reader.stop
         chat = self._chat(play, choice, completion, reply.message, stop)
         self._next_step = max(self._next_step, chat.time_step + 1)
-        await asyncio.shield(self._record(chat))
+        recording = self._recordings[chat.request_digest] = asyncio.ensure_future(self._record(chat))
+        recording.add_done_callback(lambda done: self._written(chat.request_digest, done))
+        await asyncio.shield(recording)
         choice.recorded = True
         if listener is not None:
             listener.finished(number, chat)
@@ -291,6 +298,10 @@ class EpisodeSession:
             started_at=play.started_at,
             finished_at=self._context.clock.now(),
         )
+
+    def _written(self, digest: str, done: asyncio.Task[None]) -> None:
+        if self._recordings.get(digest) is done:
+            del self._recordings[digest]
 
     async def _record(self, chat: Chat) -> None:
         """Goes on where the caller is gone: what was committed is what a retry gets, and nothing beside it."""
