@@ -323,7 +323,7 @@ def run_on_uvloop(work: Coroutine[Any, Any, T]) -> T:
 async def serve(config: JobConfig, report: Report, ready: Callable[[LocalJob], None]) -> JobProgress:
     """Run a job in the foreground until its steps are done, or SIGINT or SIGTERM. `ready` is told when it listens."""
     gc.freeze()  # this process is ours: what was imported is not looked at again
-    gc.set_threshold(50_000, 20, 50)  # recorded calls are many small objects, and hardly any of them is in a cycle
+    gc.set_threshold(50_000, 20, 10)  # recorded calls are many small objects, and hardly any of them is in a cycle
     async with local_job(config, report) as job:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -71,6 +71,17 @@ class History:
         self._ends[chat.index] = node
         self._replies.setdefault(self._key(chat.reply), []).append(chat)
 
+    def clear(self) -> None:
+        """Forget everything at once; see `TokenTrie.clear`."""
+        stack = list(self._starts.values())
+        while stack:
+            node = stack.pop()
+            stack.extend(node.children.values())
+            node.children.clear()
+        self._starts.clear()
+        self._ends.clear()
+        self._replies.clear()
+
     def match(self, policy: str, messages: Sequence[ChatMessage]) -> Match:
         """The longest call of the policy that these messages go on from, and where they leave what was said."""
         node = self._start(policy)

@@ -53,6 +53,11 @@ class Prompts:
         self.trie.add(chat)
         self._history.add(chat)
 
+    def clear(self) -> None:
+        """The episode is over."""
+        self.trie.clear()
+        self._history.clear()
+
     async def make(
         self, runtime: PolicyRuntime, policy: str, messages: tuple[ChatMessage, ...], tools: Tools, strict: bool
     ) -> Prompt:

@@ -128,6 +128,8 @@ class EpisodeSession:
         self._over = reason
         for task in self._in_flight:
             task.cancel()
+        if not self._in_flight:
+            self._prompts.clear()
 
     async def _recorded(self, call: ModelCall) -> dict[int, Chat]:
         """Choices that are on disk and have not been delivered; what is being written is waited for."""

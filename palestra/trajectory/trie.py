@@ -130,6 +130,13 @@ class TokenTrie:
             assert node.parent is not None
             node = node.parent
 
+    def clear(self) -> None:
+        """Forget everything at once: nodes know their parents, and would else wait for the garbage collector."""
+        for node in [self.root, *self.nodes()]:
+            node.children.clear()
+        self._ends.clear()
+        self._whole.clear()
+
     def longest(self, ids: Ids, media: Sequence[MediaSpan] = ()) -> tuple[Chat | None, int]:
         """The first call that has most leading ids in common with these, and how many; (None, 0) if there is none."""
         node, _, matched = self._walk(self.root, 0, self._edges(ids, 0, media))
