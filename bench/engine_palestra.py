@@ -21,7 +21,7 @@ from palestra.inference.embedded import EmbeddedEngine
 from palestra.models.causal_lm import load_causal_lm, load_tokenizer
 from palestra.models.memory import keep_heap
 from palestra.schemas.records import Sampling
-from palestra.tools.tool import in_thread
+from palestra.threads import in_thread
 
 POLICY = "policy"
 
@@ -33,7 +33,7 @@ class PalestraSampler:
         keep_heap()
         stops = select_renderer(load_tokenizer(model)).get_stop_token_ids()
         config = EngineConfig.model_validate({"threads": threads})
-        loaded = asyncio.run(in_thread(lambda: load_causal_lm(model, torch.bfloat16)))  # see models/threads.py
+        loaded = asyncio.run(in_thread(lambda: load_causal_lm(model, torch.bfloat16)))  # as the server does
         self._engine = EmbeddedEngine(loaded, POLICY, stops, config)
         self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
         self._seeds = itertools.count()

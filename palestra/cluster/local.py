@@ -34,7 +34,7 @@ from palestra.schemas.records import Task
 from palestra.schemas.states import JobState
 from palestra.schemas.wire import TaskBody, task_id_of
 from palestra.session import PolicyRuntime, SessionContext, Sessions
-from palestra.tools.tool import in_thread
+from palestra.threads import in_thread
 
 log = logging.getLogger("palestra")
 T = TypeVar("T")
@@ -128,7 +128,7 @@ async def local_job(config: JobConfig, report: Report) -> AsyncIterator[LocalJob
     with contextlib.ExitStack() as stack:
         stack.enter_context(_locked(folder.path))
         listener = stack.enter_context(_listen(config.server.host, config.server.port))
-        parts = await in_thread(lambda: build_parts(config))  # one that ends: see models/threads.py
+        parts = await in_thread(lambda: build_parts(config))  # not in a pool's: see there
         if resumed:
             await parts.engine.pause()  # until the learner has given it the weights that the run had come to
         store = stack.enter_context(RunStore(folder.store, config.rollout, config.store))

@@ -11,7 +11,7 @@ from palestra.errors import EnvironmentMistake
 from palestra.schemas.clock import Clock
 from palestra.schemas.messages import ChatMessage, text_message
 from palestra.schemas.observations import Observation
-from palestra.tools.tool import in_thread
+from palestra.threads import in_thread
 
 
 class SerialEnvironment(ConcurrentEnvironment):
@@ -65,7 +65,7 @@ class SerialEnvironment(ConcurrentEnvironment):
         )
 
     async def _run(self, work: Callable[[], Any]) -> Any:
-        return await in_thread(work) if self._environment.blocking else work()
+        return await in_thread(work, "palestra-environment") if self._environment.blocking else work()
 
 
 def checked_reset(found: Any) -> tuple[str, dict[str, Any]]:

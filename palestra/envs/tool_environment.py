@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -12,6 +11,7 @@ from palestra.envs.rewards import reward_function
 from palestra.schemas.clock import Clock
 from palestra.schemas.messages import ChatMessage, text_message
 from palestra.schemas.observations import Observation
+from palestra.threads import in_thread
 from palestra.tools import FINISH, Finish, Tool, ToolManager
 
 
@@ -58,7 +58,7 @@ class ToolEnvironment(ConcurrentEnvironment):
             self.emit(self._agent, messages, parents=(observation.id,), tools=self.manager.schemas)
             return
         said = action.text if answer is None else answer
-        reward = await asyncio.to_thread(self._reward, self._task, said)
+        reward = await in_thread(lambda: self._reward(self._task, said), "palestra-reward")
         self.emit(
             self._agent,
             (),

@@ -9,7 +9,8 @@ from typing import Any, get_type_hints, overload
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from palestra.tools.tool import BadArguments, Tool, in_thread
+from palestra.threads import in_thread
+from palestra.tools.tool import BadArguments, Tool
 
 _ARGUMENT = re.compile(r"^\s{2,}(\w+)(?:\s*\([^)]*\))?:\s*(.+)$")
 
@@ -61,7 +62,7 @@ class FunctionTool(Tool):
         """Await the function, or run it in a thread."""
         if inspect.iscoroutinefunction(self.function):
             return await self.function(**arguments)
-        return await in_thread(lambda: self.function(**arguments))
+        return await in_thread(lambda: self.function(**arguments), "palestra-tool")
 
 
 @overload

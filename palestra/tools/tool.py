@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextvars
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
+
+from palestra.threads import in_thread
 
 
 class BadArguments(ValueError):
@@ -46,39 +45,4 @@ class Tool(ABC):
 
     async def apply_async(self, **arguments: Any) -> Any:
         """Do it, on the event loop. Unless overridden, `apply` in a thread."""
-        return await in_thread(lambda: self.apply(**arguments))
-
-
-async def in_thread(work: Callable[[], Any]) -> Any:
-    """Run something that blocks in a thread of its own.
-
-    Not in a pool: a call that hangs for ever would take a place in it for ever. The thread is a daemon, so what hangs
-    does not hold up the end of the process, either.
-    """
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Any] = loop.create_future()
-    context = contextvars.copy_context()
-
-    def settle(set_it: Callable[[Any], None], value: Any) -> None:
-        if not done.done():  # whoever waited may have given up
-            set_it(value)
-
-    def run() -> None:
-        try:
-            result = context.run(work)
-        except BaseException as error:  # noqa: BLE001 - raised where it is awaited
-            outcome: tuple[Callable[[Any], None], Any] = (done.set_exception, _raisable(error))
-        else:
-            outcome = (done.set_result, result)
-        try:
-            loop.call_soon_threadsafe(settle, *outcome)
-        except RuntimeError:  # the loop is closed: nobody is left to tell
-            return
-
-    threading.Thread(target=run, name="palestra-tool", daemon=True).start()
-    return await done
-
-
-def _raisable(error: BaseException) -> BaseException:
-    """A future can't hold StopIteration, and an exit in a tool must not end the program."""
-    return error if isinstance(error, Exception) and not isinstance(error, StopIteration) else RuntimeError(repr(error))
+        return await in_thread(lambda: self.apply(**arguments), "palestra-tool")

@@ -16,11 +16,11 @@ from torch.utils.checkpoint import checkpoint as recompute
 from palestra.config import CheckpointConfig, OptimizerConfig, TrainerConfig
 from palestra.errors import CheckpointError
 from palestra.faults import fault_point
-from palestra.models.causal_lm import CausalLM
+from palestra.models.causal_lm import CausalLM, set_threads
 from palestra.models.grammar import Grammars, unpack_bits
-from palestra.models.threads import in_new_thread
 from palestra.schemas.protocols import Engine, OptimReport, StepReport
 from palestra.schemas.records import PolicyVersion, TrainSample
+from palestra.threads import in_thread
 from palestra.trainer import checkpoint
 from palestra.trainer.constraints import allowed_tokens
 from palestra.trainer.packing import MicroBatch, TreeAttend, pack
@@ -111,8 +111,12 @@ class TorchTrainer:
             return
 
     async def _run(self, work: Callable[[], T]) -> T:
+        def compute() -> T:
+            set_threads(self._config.threads)
+            return work()
+
         async with self._working:
-            job = asyncio.ensure_future(in_new_thread(work, "palestra-trainer", self._config.threads))
+            job = asyncio.ensure_future(in_thread(compute, "palestra-trainer", daemon=False))
             try:
                 return await asyncio.shield(job)
             finally:

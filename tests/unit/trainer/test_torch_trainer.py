@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 from collections.abc import Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -434,3 +435,10 @@ async def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     ) as trainer:
         with pytest.raises(CheckpointError, match="another model"):
             await trainer.load(tmp_path)
+
+
+async def test_the_trainers_thread_ends_with_its_work_and_with_it_what_openmp_keeps_for_it():
+    async with training() as trainer:
+        await trainer.forward_backward("policy", [make_sample([1, 2, 3], [2])], LOSS, "1")
+        while any(thread.name == "palestra-trainer" for thread in threading.enumerate()):
+            await asyncio.sleep(0.001)

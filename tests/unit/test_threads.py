@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+import time
+
+import pytest
+
+from palestra.threads import in_thread
+
+
+async def test_a_result_and_an_error_come_to_whoever_waits():
+    assert await in_thread(lambda: threading.current_thread().name, "mine") == "mine"
+    with pytest.raises(KeyError, match="x"):
+        await in_thread(lambda: {}["x"])
+
+
+@pytest.mark.parametrize("error", [StopIteration(1), SystemExit(3), KeyboardInterrupt()])
+async def test_what_a_future_cant_hold_or_would_end_the_program_is_an_error_of_the_work(error):
+    def work() -> None:
+        raise error
+
+    with pytest.raises(RuntimeError, match=type(error).__name__):
+        await in_thread(work)
+
+
+async def test_the_context_of_the_caller_is_there():
+    name = contextvars.ContextVar("name", default="nobody")
+    name.set("somebody")
+    assert await in_thread(name.get) == "somebody"
+
+
+async def test_work_that_nobody_waits_for_is_finished_and_its_thread_ends():
+    go, finished = threading.Event(), threading.Event()
+    task = asyncio.ensure_future(in_thread(lambda: (go.wait(5), finished.set()), "left-alone"))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    go.set()
+    assert await asyncio.to_thread(finished.wait, 5)
+    while any(thread.name == "left-alone" for thread in threading.enumerate()):
+        await asyncio.sleep(0.001)
+
+
+async def test_any_number_of_works_that_hang_hold_up_no_other():
+    hang = threading.Event()
+    hanging = [asyncio.ensure_future(in_thread(lambda: hang.wait(10))) for _ in range(50)]
+    started = time.monotonic()
+    assert await in_thread(lambda: "done") == "done"
+    assert time.monotonic() - started < 5
+    hang.set()
+    assert await asyncio.gather(*hanging) == [True] * 50
