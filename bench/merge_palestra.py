@@ -20,7 +20,7 @@ from merge_runs import Stopwatch, main
 from palestra.schemas.messages import ChatMessage, text_message
 from palestra.schemas.records import Chat, Ids, PolicyVersion, Sampling, VersionSpan
 from palestra.session.history import History
-from palestra.trajectory import TokenTrie, rows_of_trie
+from palestra.trajectory import TokenTrie, rows_of
 
 POLICY = "policy"
 LOGPROB = -0.5
@@ -136,7 +136,7 @@ def merged(chats: Sequence[Chat], watch: Stopwatch) -> list[Row]:
 def rows(trie: TokenTrie, watch: Stopwatch) -> list[Row]:
     """Of a trie."""
     with watch:
-        found = rows_of_trie(trie)
+        found = rows_of(trie)
     return [(row.ids.tolist(), row.sampled.tolist()) for row in found]
 
 

@@ -15,7 +15,7 @@ from palestra.cli.episode_tree import call_tree
 from palestra.cli.options import command, run_folder
 from palestra.config import AlgorithmConfig, JobConfig
 from palestra.ledger.browsing import EpisodeSummary, EpisodeView, browse, list_episodes, read_episode
-from palestra.trajectory import TokenRow, TokenTrie, calls_of_final_answers, rows_of_trie
+from palestra.trajectory import TokenRow, TokenTrie, calls_of_final_answers, rows_of
 
 
 def add(commands: Any) -> None:
@@ -89,7 +89,7 @@ def _show(console: Console, view: EpisodeView, algorithm: AlgorithmConfig, text_
         kept = calls_of_final_answers(trie, trajectory.chats)
     console.print()
     console.print(call_tree(trajectory, trie, set(trie.chats) - kept))
-    for number, row in enumerate(rows_of_trie(trie, kept), 1):
+    for number, row in enumerate(rows_of(trie, kept), 1):
         console.print(f"\n[bold]row {number}[/]: {len(row.ids)} tokens, {int(row.sampled.sum())} sampled")
         console.print(_tokens(row, trained, text_of))
 

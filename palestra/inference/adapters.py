@@ -88,9 +88,6 @@ class Adapters:
         self._hooked: set[str] = set()
         self._rows: list[tuple[str, Tensor]] = []  # of the pass that is running
 
-    def __contains__(self, policy: str) -> bool:
-        return policy in self._weights
-
     def set(self, policy: str, adapter: Adapter) -> None:
         """Give a policy an adapter, or other weights of it.
 

@@ -92,16 +92,10 @@ class Batch:
         self._prefixes.pop(policy, None)
 
     def fail_all(self, error: Exception) -> None:
-        """Every request fails; the next ones start from nothing."""
-        for request in [*self._running.values(), *self._filling, *self._waiting]:
-            for one in (request, *request.followers):
-                self._outbox.append((one, EngineFailure(f"{type(error).__name__}: {error}")))
-        self._running.clear()
-        self._filling.clear()
+        """Every request fails."""
+        self._fail_begun(error)
+        self._outbox += [(request, _failure(error)) for request in self._waiting]
         self._waiting.clear()
-        self._reserved = 0
-        self._cache = self._new_cache()
-        self._prefixes.clear()
 
     def flush(self) -> None:
         """Deliver what came out."""
@@ -134,7 +128,7 @@ class Batch:
 
     def _admit(self) -> None:
         """Start waiting requests, oldest first, while their longest replies fit into memory."""
-        leaders = {(r.policy, r.prompt.tobytes()): r for r in self._filling}
+        leaders = {(r.policy, r.version, r.prompt.tobytes()): r for r in self._filling}
         while self._waiting and not self.draining:
             request = self._waiting[0]
             begun = len(self._running) + sum(1 + len(r.followers) for r in self._filling)
@@ -142,7 +136,7 @@ class Batch:
                 return
             del self._waiting[0]
             request.version = self._versions.get(request.policy)
-            key = (request.policy, request.prompt.tobytes())
+            key = (request.policy, request.version, request.prompt.tobytes())  # not of weights that were replaced
             if key in leaders:
                 leaders[key].followers.append(request)
                 continue
@@ -348,7 +342,7 @@ class Batch:
     def _fail(self, request: Request, error: Exception) -> None:
         """End one request, with those that waited for its prompt."""
         for one in (request, *request.followers):
-            self._outbox.append((one, EngineFailure(f"{type(error).__name__}: {error}")))
+            self._outbox.append((one, _failure(error)))
             self._release(one)
         if request in self._filling:
             self._filling.remove(request)
@@ -363,13 +357,25 @@ class Batch:
             self._prefixes.clear()
             self._fail(newest[0], error)
             return
-        waiting, self._waiting = self._waiting, []
-        self.fail_all(error)
-        self._waiting = waiting
+        self._fail_begun(error)
+
+    def _fail_begun(self, error: Exception) -> None:
+        """Every request that has begun fails; the next ones start from nothing."""
+        begun = [*self._running.values(), *self._filling]
+        self._outbox += [(one, _failure(error)) for request in begun for one in (request, *request.followers)]
+        self._running.clear()
+        self._filling.clear()
+        self._reserved = 0
+        self._cache = self._new_cache()
+        self._prefixes.clear()
 
     def _new_cache(self) -> KVCache:
         m = self._model
         return KVCache(m.layers, m.key_heads, m.head_dim, self._dtype, self._device)
+
+
+def _failure(error: Exception) -> EngineFailure:
+    return EngineFailure(f"{type(error).__name__}: {error}")
 
 
 def _out_of_memory(error: Exception) -> bool:

@@ -97,10 +97,6 @@ class KVCache:
         """Buckets from the smallest; the flat batch of a decoding step lies in this order."""
         return [self._buckets[capacity] for capacity in sorted(self._buckets)]
 
-    def clear(self) -> None:
-        """Forget everything."""
-        self._buckets.clear()
-
     def _bucket(self, capacity: int) -> Bucket:
         if capacity not in self._buckets:
             self._buckets[capacity] = Bucket(capacity, *self._shape)

@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from palestra.schemas.records import Ids
+from palestra.trajectory import common_prefix
 
 
 class _Node:
@@ -70,11 +71,6 @@ class PrefixCache:
             del oldest.parent.children[int(oldest.ids[0])]
             self.tokens -= len(oldest.ids)
 
-    def clear(self) -> None:
-        """Forget everything."""
-        self._root.children.clear()
-        self.tokens = 0
-
     def _path(self, ids: Ids) -> Iterator[tuple[_Node, int]]:
         """The nodes that begin `ids`, each with how many of its tokens do."""
         node, done, now = self._root, 0, next(self._clock)
@@ -82,9 +78,7 @@ class PrefixCache:
             child = node.children.get(int(ids[done]))
             if child is None:
                 return
-            shortest = min(len(child.ids), len(ids) - done)
-            different = np.flatnonzero(child.ids[:shortest] != ids[done : done + shortest])
-            common = int(different[0]) if len(different) else shortest
+            common = common_prefix(child.ids, ids[done:])
             child.used = now
             whole = common == len(child.ids)
             yield child, common

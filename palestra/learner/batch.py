@@ -14,7 +14,7 @@ from palestra.algorithms.grpo import token_weights
 from palestra.config import AlgorithmConfig
 from palestra.schemas.forks import ForkReason
 from palestra.schemas.records import PolicyVersion, TrainSample, Trajectory
-from palestra.trajectory import TokenTrie, calls_of_final_answers, rows_of_trie
+from palestra.trajectory import TokenTrie, calls_of_final_answers, rows_of
 
 LEFT_OUT = (
     "groups_zero_variance",
@@ -108,7 +108,7 @@ def _samples(rollout: _Rollout, advantages: Mapping[int, float], weight: float) 
             temperatures=row.temperatures,
             grammars=row.grammars,
         )
-        for row in rows_of_trie(rollout.trie, rollout.trained)
+        for row in rows_of(rollout.trie, rollout.trained)
     ]
 
 

@@ -67,7 +67,7 @@ async def gather_groups(store: RunStore, order: TaskOrder, step: int, config: Ro
 async def register_ahead(store: RunStore, order: TaskOrder, steps: range, config: RolloutConfig) -> None:
     """Register the groups of steps to come, so that their episodes are played while earlier steps are trained.
 
-    An episode of step j is sampled from version j - 1 - `len(steps)` or newer: it is not registered before.
+    `steps` begins with the present one. What was not registered before is not sampled from a version older than this.
     """
     for step in steps:
         if not await store.groups_of_step("train", step):

@@ -91,12 +91,6 @@ class Sampling:
     grammar: str = ""  # what the reply has to match, in llguidance's JSON form; empty: anything
     top_logprobs: int = 0  # how many of the most probable tokens to report at each place
 
-    @property
-    def is_full(self) -> bool:
-        """Whether it is the model's own distribution at this temperature, which alone can be trained."""
-        reshaped = self.top_p < 1.0 or self.top_k > 0 or bool(self.logit_bias)
-        return not (reshaped or self.presence_penalty or self.frequency_penalty)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampledTokens:

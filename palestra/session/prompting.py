@@ -16,7 +16,7 @@ from palestra.schemas.messages import ChatMessage
 from palestra.schemas.records import Chat, Ids
 from palestra.session.context import PolicyRuntime
 from palestra.session.history import History, Match, is_raw
-from palestra.trajectory import TokenTrie
+from palestra.trajectory import TokenTrie, common_prefix, starts_with
 
 LONG_TEXT = 20_000  # characters from which rendering leaves the event loop
 
@@ -104,14 +104,13 @@ class Prompts:
         self, runtime: PolicyRuntime, match: Match, messages: tuple[ChatMessage, ...], tools: Tools
     ) -> Prompt:
         ids = await _aside(messages, render, runtime.renderer, messages, tools)
-        parent, shared = self.trie.longest(ids)
+        exact = match.call is not None and starts_with(ids, match.call.ids)
+        parent, shared = (match.call, match.call.tokens) if match.call and exact else self.trie.longest(ids)
         fork = None
         if match.reason is not None:
             fork = _fork(match.reason, match.left, match.known, ids)
-        elif match.call is not None and not _starts_with(ids, match.call.ids):
+        elif match.call is not None and not exact:
             fork = _drift(match.call, ids, tools, runtime.decode)
-        if match.call is not None and _starts_with(ids, match.call.ids):
-            parent, shared = match.call, match.call.tokens
         said = () if parent is None or is_raw(parent) else (*parent.messages, parent.reply)
         shared_messages = _common_messages(messages, said)
         return Prompt(
@@ -136,13 +135,13 @@ def _fork(reason: ForkReason, left: Chat | None, message: int, ids: Ids) -> Fork
         reason=reason,
         call=None if left is None else left.index,
         message=message,
-        position=0 if left is None else _common(ids, left.ids),
+        position=0 if left is None else common_prefix(ids, left.ids),
     )
 
 
 def _drift(call: Chat, ids: Ids, tools: Tools, decode: Callable[[Sequence[int]], str]) -> Fork:
     """The messages go on from `call`, but rendered anew they do not start with its ids: what the renderer changed."""
-    position = _common(ids, call.ids)
+    position = common_prefix(ids, call.ids)
     owner = next(chat for chat, end in reversed(list(call.lineage())) if position < end)
     in_reply = position >= owner.prompt_tokens
     before = owner if in_reply else owner.parent  # whose turn is written in another way
@@ -164,16 +163,6 @@ def _drift(call: Chat, ids: Ids, tools: Tools, decode: Callable[[Sequence[int]],
 
 def _thought(reply: ChatMessage) -> str:
     return reply.reasoning_content or reply.text.rpartition("</think>")[0]
-
-
-def _starts_with(ids: Ids, beginning: Ids) -> bool:
-    return len(ids) >= len(beginning) and bool((ids[: len(beginning)] == beginning).all())
-
-
-def _common(a: Ids, b: Ids) -> int:
-    shortest = min(len(a), len(b))
-    different = np.flatnonzero(a[:shortest] != b[:shortest])
-    return int(different[0]) if len(different) else shortest
 
 
 def _common_messages(a: Sequence[ChatMessage], b: Sequence[ChatMessage]) -> int:

@@ -128,8 +128,7 @@ class EpisodeSession:
         self._over = reason
         for task in self._in_flight:
             task.cancel()
-        if not self._in_flight:
-            self._prompts.clear()
+        self._forget_if_over()
 
     async def _recorded(self, call: ModelCall) -> dict[int, Chat]:
         """Choices that are on disk and have not been delivered; what is being written is waited for."""
@@ -164,6 +163,7 @@ class EpisodeSession:
         finally:
             self._in_flight.discard(task)
             self._turns.difference_update(choice.turn for choice in choices)
+            self._forget_if_over()
 
     async def _begin(
         self,
@@ -308,9 +308,15 @@ class EpisodeSession:
     async def _record(self, chat: Chat) -> None:
         """Goes on where the caller is gone: what was committed is what a retry gets, and nothing beside it."""
         await self._context.store.append_chat(chat)
-        self._remember(chat)
-        self._undelivered[chat.request_digest] = chat
         self._context.count(chat)
+        if self._over is None:
+            self._remember(chat)
+            self._undelivered[chat.request_digest] = chat
+
+    def _forget_if_over(self) -> None:
+        """No prompt will be made any more."""
+        if self._over is not None and not self._in_flight:
+            self._prompts.clear()
 
     def _give_up(self, choice: _Choice) -> None:
         """A choice that will not be recorded; the same call, sent again, is the same sample."""

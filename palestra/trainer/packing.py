@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from palestra.schemas.records import TrainSample
+from palestra.trajectory import common_prefix
 
 
 class Tree:
@@ -36,7 +37,7 @@ class Tree:
         """(tokens that the row has in common with the best of the rows so far, number of that row)."""
         best, which = 0, -1
         for number, known in enumerate(self._rows):
-            common = _common(known, row)
+            common = common_prefix(known, row)
             if common > best:
                 best, which = common, number
         return best, which
@@ -156,10 +157,3 @@ class TreeAttend:
             pieces.append(seen[0].transpose(0, 1))
             start += length
         return torch.cat(pieces)
-
-
-def _common(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
-    """Length of the common beginning."""
-    shortest = min(len(a), len(b))
-    different = np.flatnonzero(a[:shortest] != b[:shortest])
-    return int(different[0]) if len(different) else shortest

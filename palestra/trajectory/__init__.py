@@ -1,7 +1,16 @@
 """From recorded calls to the token rows that a trainer takes."""
 
 from palestra.trajectory.final import calls_of_final_answers
-from palestra.trajectory.rows import TokenRow, rows_of, rows_of_trie
+from palestra.trajectory.prefix import common_prefix, starts_with
+from palestra.trajectory.rows import TokenRow, rows_of
 from palestra.trajectory.trie import Node, TokenTrie
 
-__all__ = ["Node", "TokenRow", "TokenTrie", "calls_of_final_answers", "rows_of", "rows_of_trie"]
+__all__ = [
+    "Node",
+    "TokenRow",
+    "TokenTrie",
+    "calls_of_final_answers",
+    "common_prefix",
+    "rows_of",
+    "starts_with",
+]

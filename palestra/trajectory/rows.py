@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,12 +27,7 @@ class TokenRow:
     chats: NDArray[np.int32]  # [N], index of the call that sampled the token; -1 where not sampled
 
 
-def rows_of(chats: Iterable[Chat], trained: Collection[int] | None = None) -> list[TokenRow]:
-    """The rows of an episode's calls; see `rows_of_trie`."""
-    return rows_of_trie(TokenTrie(chats), trained)
-
-
-def rows_of_trie(trie: TokenTrie, trained: Collection[int] | None = None) -> list[TokenRow]:
+def rows_of(trie: TokenTrie, trained: Collection[int] | None = None) -> list[TokenRow]:
     """Rows for the trainer, in an order that depends on the tokens alone.
 
     Each path to a last trained token is a row, for each policy; what an earlier row has trained of it is context. A

@@ -7,6 +7,7 @@ none. The trie depends on the calls alone, not on the order in which they were a
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from palestra.schemas.records import Chat, Ids, MediaSpan
+from palestra.trajectory.prefix import common_prefix, starts_with
 
 Edges = NDArray[np.int64]  # [n] token id + (number of the media digest << 32)
 
@@ -126,7 +128,7 @@ class TokenTrie:
         node = self._follow(node, len(node), self._edges(chat.completion_ids, 0, ()), chat.prompt_tokens, chat)
         self._ends[chat.index] = node
         while node is not below:
-            _insort(node.samplings, Sampled(chat, node.start - chat.prompt_tokens))
+            insort(node.samplings, Sampled(chat, node.start - chat.prompt_tokens), key=lambda s: s.chat.index)
             assert node.parent is not None
             node = node.parent
 
@@ -172,7 +174,7 @@ class TokenTrie:
                 if child is None:
                     break
                 node, offset = child, 0
-            common = _common(node.edges[offset:], edges[matched:])
+            common = common_prefix(node.edges[offset:], edges[matched:])
             offset, matched = offset + common, matched + common
             if chat is not None and node.chat is not None and common and chat.index < node.chat.index:
                 if offset < len(node):
@@ -222,27 +224,10 @@ def _split(node: Node, offset: int) -> Node:
     return upper
 
 
-def _common(a: Edges, b: Edges) -> int:
-    """Length of the common beginning."""
-    shortest = min(len(a), len(b))
-    different = a[:shortest] != b[:shortest]
-    first = int(different.argmax()) if shortest else 0
-    return first if shortest and different[first] else shortest
-
-
 def _starts_with(ids: Ids, prompt: Ids, chat: Chat) -> bool:
     """Whether `ids` has all of a call, of which `prompt` is the prompt."""
-    middle, end = len(prompt), len(prompt) + len(chat.completion_ids)
-    if end > len(ids) or ids[end - 1] != chat.completion_ids[-1]:
-        return False
-    return np.array_equal(ids[middle:end], chat.completion_ids) and np.array_equal(ids[:middle], prompt)
-
-
-def _insort(samplings: list[Sampled], new: Sampled) -> None:
-    place = len(samplings)
-    while place and samplings[place - 1].chat.index > new.chat.index:
-        place -= 1
-    samplings.insert(place, new)
+    rest = ids[len(prompt) :]
+    return starts_with(rest, chat.completion_ids) and starts_with(ids, prompt)  # the shorter one first
 
 
 def _all_media(chat: Chat) -> list[MediaSpan]:

@@ -12,9 +12,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from unit.building import rows_of
+
 from frameworks.cases import ALL, NAMES, Case
 from frameworks.playing import REQUIREMENTS, Played, missing
-from palestra.trajectory import rows_of
 
 BEGIN, END = "<!-- measured by `make frameworks`; do not edit from here -->", "<!-- to here -->"
 PACKAGES = ("openai-agents", "langgraph", "langchain-openai", "pydantic-ai-slim", "openai")

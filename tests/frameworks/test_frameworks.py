@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 from integration.in_process import renderer_of
+from unit.building import rows_of
 
 from frameworks.cases import CUT, FORGETFUL, HANDOFFS, LOW_LIMIT, NAMES, OFFERS, TALKS, TEAMS, THINKING, WIRES, Case
 from frameworks.playing import AgentFailed, Played, missing, play, play_script, train
 from frameworks.shopkeeper import shopkeeper, verbose_shopkeeper
-from palestra.trajectory import rows_of
 
 pytestmark = [
     pytest.mark.frameworks,

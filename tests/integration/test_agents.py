@@ -16,11 +16,12 @@ import pytest
 from conformance.vocabularies import at_hand, qwen25
 from in_process import episode_of, parts_of, renderer_of, serving, trajectory_of
 from servers import PALESTRA
+from unit.building import rows_of
 
 from palestra.chat import ChatMLConfig, ChatMLRenderer
 from palestra.schemas.forks import ForkReason
 from palestra.schemas.records import Chat
-from palestra.trajectory import TokenTrie, rows_of
+from palestra.trajectory import TokenTrie
 
 QWEN_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
 TURNS = 20

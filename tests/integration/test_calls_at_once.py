@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 from caller_process import converse
 from servers import HERE, SCRIPTED, Job, Plane, Process, until
+from unit.building import rows_of
 
 from palestra.ledger.browsing import browse
 from palestra.ledger.chats import trajectories
 from palestra.schemas.records import Chat
-from palestra.trajectory import TokenTrie, rows_of
+from palestra.trajectory import TokenTrie
 
 BRANCHES = ("north", "south", "north", "east", "north", "west")  # three attempts at one of them
 EPISODE = "train-000000-00"

@@ -8,10 +8,10 @@ from collections.abc import Collection, Sequence
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unit.building import make_chat
+from unit.building import make_chat, rows_of
 
 from palestra.schemas.records import Sampling
-from palestra.trajectory import TokenRow, rows_of
+from palestra.trajectory import TokenRow
 from property.calls import Drawn, Edge, digests_of, episodes, orders, record
 
 

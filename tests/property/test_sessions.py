@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unit.building import FakeClock
+from unit.building import FakeClock, rows_of
 from unit.session.conftest import STOP, Bench
 
 from palestra.inference.scripted import ScriptedEngine
@@ -22,7 +22,7 @@ from palestra.schemas.records import Chat
 from palestra.session import EpisodeSession, ModelCall
 from palestra.session.prompting import Prompts
 from palestra.session.session import call_seed
-from palestra.trajectory import TokenTrie, rows_of
+from palestra.trajectory import TokenTrie
 
 Messages = tuple[ChatMessage, ...]
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from palestra import trajectory
 from palestra.config import RolloutConfig, StoreConfig
 from palestra.ledger import RunStore
 from palestra.schemas.messages import ChatMessage, text_message
@@ -24,6 +25,7 @@ from palestra.schemas.records import (
     VersionSpan,
 )
 from palestra.schemas.states import EpisodeState
+from palestra.trajectory import TokenRow
 
 TASK = Task(task_id="t", data={"question": "1 + 1"})
 
@@ -96,6 +98,11 @@ def make_chat(
         finished_at=2.0,
     )
     return replace(chat, **changes)
+
+
+def rows_of(chats: Iterable[Chat], trained: Collection[int] | None = None) -> list[TokenRow]:
+    """The rows of an episode's calls."""
+    return trajectory.rows_of(trajectory.TokenTrie(chats), trained)
 
 
 def make_episode(group: int = 0, sample: int = 0, reward: float | None = 1.0, **changes: Any) -> Episode:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 
@@ -540,6 +541,24 @@ async def test_what_was_computed_under_two_versions_is_not_used_again(tiny):
         before = engine.prefilled_tokens
         await reply(engine, np.concatenate((prompt(40), np.array(ids, np.int32))), DRAWN)
         assert engine.prefilled_tokens - before == 240
+
+
+async def test_a_prompt_that_was_begun_with_replaced_weights_is_not_shared_with_later_calls(tiny, reference):
+    weights = [(name, p.detach() * 1.5) for name, p in tiny.named_parameters()]
+    async with serving(tiny, prefill_tokens=10) as engine:
+        early = asyncio.ensure_future(reply(engine, prompt(500), DRAWN))
+        while engine.prefilled_tokens < 50:
+            await asyncio.sleep(0)
+        await engine.update_weights("policy", PolicyVersion(0, 1), weights)
+        ids, logprobs, _ = await reply(engine, prompt(500), replace(DRAWN, seed=6))
+        await early
+        again, others, _ = await reply(engine, prompt(500), replace(DRAWN, seed=7))  # from the prefix cache
+    reference = copy.deepcopy(reference)
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.mul_(1.5)
+    assert np.allclose(logprobs, full_forward(reference, prompt(500), ids, 1.0), atol=1e-3)
+    assert np.allclose(others, full_forward(reference, prompt(500), again, 1.0), atol=1e-3)
 
 
 async def test_other_stop_tokens_end_a_reply(tiny):

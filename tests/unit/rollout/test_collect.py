@@ -13,8 +13,7 @@ from palestra.schemas.forks import ForkReason
 from palestra.schemas.messages import text_message
 from palestra.schemas.states import EpisodeState
 from palestra.session import Sessions
-from palestra.trajectory import rows_of
-from unit.building import TASK, FakeClock
+from unit.building import TASK, FakeClock, rows_of
 from unit.session.conftest import STOP, Bench
 
 

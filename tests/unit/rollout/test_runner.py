@@ -8,8 +8,7 @@ from palestra.errors import EpisodeLeaseExpired
 from palestra.rollout.runner import Runner
 from palestra.schemas.states import EpisodeState
 from palestra.session import Sessions
-from palestra.trajectory import rows_of
-from unit.building import TASK, FakeClock
+from unit.building import TASK, FakeClock, rows_of
 from unit.session.conftest import STOP, Bench
 
 

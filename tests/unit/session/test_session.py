@@ -1,22 +1,23 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import hashlib
 import threading
+import weakref
 
 import numpy as np
 import pytest
 
 from palestra.chat import ByteTokenizer, ChatMLRenderer
-from palestra.errors import ContextOverflow, EngineFailure, EpisodeLeaseExpired, NotFound
+from palestra.errors import ContextOverflow, EngineFailure, EpisodeEnded, EpisodeLeaseExpired, NotFound
 from palestra.schemas.messages import text_message
 from palestra.schemas.records import PolicyVersion, SampledTokens, VersionSpan
 from palestra.schemas.states import TurnState
 from palestra.session import EpisodeSession, ModelCall
 from palestra.session.prompting import LONG_TEXT
 from palestra.session.session import call_seed
-from palestra.trajectory import rows_of
-from unit.building import ids
+from unit.building import ids, rows_of
 from unit.session.conftest import STOP, Bench, call
 
 RENDERER = ChatMLRenderer(ByteTokenizer())
@@ -383,6 +384,46 @@ async def test_a_call_that_was_committed_while_its_caller_went_away_is_what_a_re
 
 
 # The end
+
+
+async def test_what_is_still_being_written_when_the_episode_ends_is_on_disk_and_nothing_is_kept_in_memory(bench):
+    session = await bench.session()
+    first = await session.chat(call("a"))
+    reached, go = threading.Event(), threading.Event()
+
+    def busy(connection) -> None:
+        reached.set()
+        assert go.wait(10)
+
+    blocking = asyncio.ensure_future(bench.store.write(busy))
+    await asyncio.to_thread(reached.wait, 10)
+    task = asyncio.ensure_future(session.chat(call("a", first.reply.text, "b")))
+    await until(lambda: session._recordings)
+    (recording,) = session._recordings.values()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    session.terminate(EpisodeEnded("over"))
+    go.set()
+    await asyncio.gather(blocking, recording)
+    assert [chat.index for chat in await bench.recorded(session)] == [0, 1]
+    assert len(session._prompts.trie) == 0
+    with pytest.raises(EpisodeEnded):
+        await session.chat(call("a", retry=True))
+
+
+async def test_an_episode_that_is_over_needs_no_garbage_collector(bench):
+    session = await bench.session()
+    for number in range(3):
+        await session.chat(call(f"question {number}"))
+    tokens = [weakref.ref(node.edges) for node in session._prompts.trie.nodes()]
+    assert tokens
+    gc.disable()
+    try:
+        session.terminate(EpisodeEnded("over"))
+        assert not [ref for ref in tokens if ref() is not None]
+    finally:
+        gc.enable()
 
 
 async def test_terminating_cancels_the_calls_in_flight_which_are_not_recorded(bench):

@@ -16,8 +16,7 @@ from palestra.inference.embedded import EmbeddedEngine
 from palestra.models.causal_lm import load_causal_lm, load_tokenizer
 from palestra.models.grammar import Grammars
 from palestra.schemas.records import GrammarSpan, Sampling
-from palestra.trajectory import rows_of
-from unit.building import make_chat, make_sample
+from unit.building import make_chat, make_sample, rows_of
 from unit.trainer.test_torch_trainer import training
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}

@@ -5,8 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from palestra.schemas.records import PolicyVersion, Sampling, VersionSpan
-from palestra.trajectory import rows_of
-from unit.building import make_chat
+from unit.building import make_chat, rows_of
 
 
 def sampled_ids(row) -> list[int]:
