@@ -134,13 +134,18 @@ class Bench:
             attempts=1,
             rewards={"agent": self.draw.random()},
             step_rewards=None,
+            step_times=None,
             metadata={},
             worker_id="bench",
             lease_seconds=120.0,
         )
         return Trajectory(
             episode=episode,
-            steps=(TimeStep(index=0, chats=(chat,), reward=None, terminated=True, truncated=False),),
+            steps=(
+                TimeStep(
+                    index=0, chats=(chat,), reward=None, observed_at=0.0, acted_at=0.0, terminated=True, truncated=False
+                ),
+            ),
         )
 
 

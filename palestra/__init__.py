@@ -2,6 +2,7 @@
 
     from palestra import Client                     # drive episodes from a script of yours
     from palestra import JobConfig, train           # or let Palestra call your rollout function
+    from palestra import Play                       # or play your environment itself
 
 Names are loaded when they are first used, so that importing the client loads neither torch nor ray.
 """
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from palestra.client import AsyncClient, Client, Episode, Policy, RolloutResult
     from palestra.cluster.training import TrainResult, train
     from palestra.config import JobConfig, load_config
+    from palestra.rollout import Play
 
 __version__ = "0.1.0"
 __all__ = [
@@ -22,6 +24,7 @@ __all__ = [
     "Client",
     "Episode",
     "JobConfig",
+    "Play",
     "Policy",
     "RolloutResult",
     "TrainResult",
@@ -38,6 +41,7 @@ _HOMES = {
     "TrainResult": "palestra.cluster.training",
     "train": "palestra.cluster.training",
     "JobConfig": "palestra.config",
+    "Play": "palestra.rollout",
     "load_config": "palestra.config",
 }
 

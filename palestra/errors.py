@@ -21,6 +21,7 @@
     ├── EngineFailure                503  the engine could not finish a call
     ├── ConnectionLost               503  the server could not be reached (raised by the client)
     ├── EnvironmentMistake       500  an environment does not keep to what environments have to do
+    ├── RolloutFailed            500  an episode that Palestra played itself could not be finished
     ├── ModelError                   500  weights are missing or can't be used
     ├── CheckpointError              500  no checkpoint can be read
     └── StoreError                   500  the run store is damaged or of another version
@@ -180,6 +181,17 @@ class ConnectionLost(PalestraError):
 
 class EnvironmentMistake(PalestraError):
     """An environment does not keep to what environments have to do; the message says how."""
+
+
+class RolloutFailed(PalestraError):
+    """An environment, an agent or the engine failed during an episode, or its time was over.
+
+    `termination` says which (see `rollout.Termination`); `__cause__` is what was raised, if anything was.
+    """
+
+    def __init__(self, termination: str, message: str) -> None:
+        super().__init__(message)
+        self.termination = termination
 
 
 class ModelError(PalestraError):

@@ -30,8 +30,16 @@ class PolicyHandle(Protocol):
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         max_tokens: int | None = None,
+        choices: Sequence[str] = (),
     ) -> Chat:
-        """Sample a reply; recorded in the episode, token by token, when it returns."""
+        """Sample a reply; recorded in the episode, token by token, when it returns.
+
+        Args:
+            messages: the conversation.
+            tools: what the model may call, in OpenAI's shape.
+            max_tokens: of the reply; None: as many as the job allows.
+            choices: the reply is one of these, and only they are sampled from; none: anything.
+        """
         ...
 
 

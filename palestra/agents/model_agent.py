@@ -14,9 +14,19 @@ from palestra.schemas.records import Chat
 class ModelAgent(Agent):
     """Sends the whole conversation, and takes the reply as the action, tool calls included."""
 
-    def __init__(self, *, tools: Sequence[Mapping[str, Any]] = (), max_tokens: int | None = None) -> None:
-        """`tools`, in OpenAI's shape, are offered beside those of the observation; `max_tokens` bounds a reply."""
-        self._tools, self._max_tokens = tuple(tools), max_tokens
+    def __init__(
+        self,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        max_tokens: int | None = None,
+        choices: Sequence[str] = (),
+    ) -> None:
+        """Args:
+        tools: offered beside those of the observation, in OpenAI's shape.
+        max_tokens: of a reply; None: as many as the job allows.
+        choices: a reply is one of these, such as the moves of a game; none: anything.
+        """
+        self._tools, self._max_tokens, self._choices = tuple(tools), max_tokens, tuple(choices)
 
     async def step(self, observation: Observation, policy: PolicyHandle) -> tuple[list[Chat], ChatMessage]:
         """See `Agent`."""
@@ -24,5 +34,6 @@ class ModelAgent(Agent):
             (*policy.history, *observation.content),
             tools=(*self._tools, *observation.tools),
             max_tokens=self._max_tokens,
+            choices=self._choices,
         )
         return [chat], chat.reply

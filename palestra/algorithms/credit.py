@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from palestra.algorithms.grpo import unit_advantages
-from palestra.schemas.records import Trajectory
+from palestra.schemas.records import StepTimes, Trajectory
 
 CreditMode = Literal["episode", "step", "agent", "branch"]
+StepOrder = Literal["observed", "acted"]
 
 
 class Unit(NamedTuple):
@@ -35,7 +37,9 @@ class GroupCredit:
     calls_without_peers: int  # there was no other episode to compare them with: advantage 0
 
 
-def episode_credits(trajectory: Trajectory, mode: CreditMode, discount: float) -> Credits:
+def episode_credits(
+    trajectory: Trajectory, mode: CreditMode, discount: float, order: StepOrder = "observed"
+) -> Credits:
     """What the calls of a completed episode are credited with.
 
     Args:
@@ -45,6 +49,7 @@ def episode_credits(trajectory: Trajectory, mode: CreditMode, discount: float) -
             have none; `agent`: the reward of the call's agent, compared with those of the same agent; `branch`:
             likewise, and a subagent is compared with all that its parent started.
         discount: of one TimeStep, for `step`.
+        order: of the TimeSteps, for `step`: by their observations, or by their actions.
     """
     rewards, chats = trajectory.episode.rewards, trajectory.chats
     if rewards is None:
@@ -54,7 +59,7 @@ def episode_credits(trajectory: Trajectory, mode: CreditMode, discount: float) -
         sole = Unit("", None)
         return Credits(values={sole: total}, unit_of={chat.index: sole for chat in chats})
     if mode == "step":
-        returns = step_returns(trajectory, total, discount)
+        returns = step_returns(trajectory, total, discount, order)
         return Credits(
             values={Unit("", step): returns[step] for step in sorted({chat.time_step for chat in chats})},
             unit_of={chat.index: Unit("", chat.time_step) for chat in chats},
@@ -97,21 +102,33 @@ def agent_reward(agent: str, rewards: Mapping[str, float]) -> float:
     return float(sum(rewards.values()))
 
 
-def step_returns(trajectory: Trajectory, total: float, discount: float) -> list[float]:
-    """G_t = r_t + discount x G_(t+1), for each TimeStep from 0 to the last."""
+def step_returns(trajectory: Trajectory, total: float, discount: float, order: StepOrder = "observed") -> list[float]:
+    """G_t = r_t + discount x G_(t+1), by TimeStep; t counts them in the given order.
+
+    Where several agents act at once, an action that was given later can't have earned what came before it: `acted`
+    says that the order of the actions counts. Without recorded times both are the TimeSteps' own order.
+    """
     last = max((chat.time_step for chat in trajectory.chats), default=-1)
     rewards = trajectory.episode.step_rewards
     if rewards is None:
         rewards = (*[0.0] * last, total)
-    returns: list[float] = []
+    places = list(range(len(rewards)))
+    times = trajectory.episode.step_times
+    if order == "acted" and times is not None:
+        places.sort(key=lambda place: _acted_at(times[place] if place < len(times) else None))
+    returns = [0.0] * len(rewards)
     following = 0.0
-    for reward in reversed(rewards):
-        following = reward + discount * following
-        returns.append(following)
-    return returns[::-1]
+    for place in reversed(places):
+        following = returns[place] = rewards[place] + discount * following
+    return returns
 
 
 def _siblings(agent: str) -> str:
     """`planner/` for `planner/search`; an agent that nobody started is compared with itself."""
     parent, slash, _ = agent.rpartition("/")
     return parent + slash if slash else agent
+
+
+def _acted_at(times: StepTimes | None) -> float:
+    """Where no action was given, nothing was earned later."""
+    return math.inf if times is None or times.acted_at is None else times.acted_at

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import fcntl
 import gc
-import json
 import logging
 import os
 import secrets
@@ -15,29 +14,31 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
 import uvicorn
 import uvloop
-from pydantic import ValidationError
 
 from palestra.client.protocol import LONGEST_PAUSE_SECONDS
 from palestra.cluster.parts import build_parts
+from palestra.cluster.tasks import load_tasks
 from palestra.config import JobConfig
+from palestra.envs.catalog import catalog_entry
 from palestra.errors import ConfigError, PalestraError
 from palestra.gateway import DataPlane, KeyRing, create_app
 from palestra.learner import Learner, RunFolder
 from palestra.ledger import RunStore
+from palestra.rollout import Play, RolloutSyncLock, Runner, RunnerPool
 from palestra.schemas.progress import JobProgress
-from palestra.schemas.records import Task
 from palestra.schemas.states import JobState
-from palestra.schemas.wire import TaskBody, task_id_of
 from palestra.session import PolicyRuntime, SessionContext, Sessions
 from palestra.threads import in_thread
 
 log = logging.getLogger("palestra")
 T = TypeVar("T")
+MOST_AT_ONCE = 256  # episodes, unless the job says otherwise
 LINGER_SECONDS = 10.0  # how long workers may take to hear that the job is over
 BACKLOG = 4096
 RETURN_SECONDS = LONGEST_PAUSE_SECONDS + 0.5  # after a restart, all workers of before have tried again by then
@@ -69,8 +70,17 @@ def resolve_run_dir(config: JobConfig, resume: bool) -> JobConfig:
 class LocalJob:
     """A running job: what its owner may look at and do."""
 
-    def __init__(self, learner: Learner, plane: DataPlane, url: str, folder: RunFolder, resumed: bool) -> None:
+    def __init__(
+        self,
+        learner: Learner,
+        plane: DataPlane,
+        url: str,
+        folder: RunFolder,
+        resumed: bool,
+        pool: RunnerPool | None,
+    ) -> None:
         self._learner, self.plane, self.url, self.folder = learner, plane, url, folder
+        self._pool = pool  # None: workers outside play
         self._all_back_at = time.monotonic() + (RETURN_SECONDS if resumed else 0.0)
         self.over = asyncio.Event()  # set when nothing more will be trained
 
@@ -91,12 +101,25 @@ class LocalJob:
     async def run(self) -> None:
         """Train until the steps are done; on failure the job's state says why."""
         try:
-            await self._learner.run()
+            await self._play_and_learn()
         except PalestraError as error:
             await self._failed(error)
             raise
         finally:
             self.over.set()
+
+    async def _play_and_learn(self) -> None:
+        """The learner's loop, and beside it the runners, if there are any; whoever fails ends both."""
+        learning = asyncio.ensure_future(self._learner.run())
+        both = {learning} if self._pool is None else {learning, asyncio.ensure_future(self._pool.run())}
+        try:
+            done, _ = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in both:
+                task.cancel()
+            await asyncio.gather(*both, return_exceptions=True)
 
     async def _failed(self, error: PalestraError) -> None:
         try:
@@ -116,8 +139,10 @@ class LocalJob:
 
 
 @asynccontextmanager
-async def local_job(config: JobConfig, report: Report) -> AsyncIterator[LocalJob]:
+async def local_job(config: JobConfig, report: Report, play: Play | None = None) -> AsyncIterator[LocalJob]:
     """Open a job and serve its data plane; nothing is trained until `run` is called.
+
+    `play` is what this process plays itself; None: what `config.environment` names, or nothing.
 
     Raises:
         ConfigError: the port is in use, the folder belongs to a running job, or the configuration can't be met.
@@ -134,7 +159,7 @@ async def local_job(config: JobConfig, report: Report) -> AsyncIterator[LocalJob
         store = stack.enter_context(RunStore(folder.store, config.rollout, config.store))
         store.policy_name = config.policy_name
         try:
-            await _load_tasks(store, config)
+            await load_tasks(store, config)
             runtime = PolicyRuntime(
                 config=config.policy,
                 renderer=parts.renderer,
@@ -160,53 +185,38 @@ async def local_job(config: JobConfig, report: Report) -> AsyncIterator[LocalJob
                 progress=progress,
                 started_at=time.time(),
             )
-            learner = Learner(config, store, parts.trainer, parts.engine, folder, progress, report)
+            pool, lock = _runners(config, plane.sessions, progress, play)
+            learner = Learner(config, store, parts.trainer, parts.engine, folder, progress, report, lock)
             host, port = listener.getsockname()[:2]
             url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
             async with _served(plane, listener), _reaper(store):
-                yield LocalJob(learner, plane, url, folder, resumed)
+                yield LocalJob(learner, plane, url, folder, resumed, pool)
         finally:
             await parts.engine.close()
             await parts.trainer.close()
 
 
-async def _load_tasks(store: RunStore, config: JobConfig) -> None:
-    """Tasks from files, if the job names any."""
-    if config.tasks.train is None or await store.tasks_sealed():
-        return
-    for split, path in (("validation", config.tasks.validation), ("train", config.tasks.train)):
-        if path is not None:
-            await store.push_tasks(split, read_tasks(path), f"file {path.name}")
-    await store.seal_tasks()
-
-
-def read_tasks(path: Path) -> list[Task]:
-    """A JSONL file: an object a line; its key `id`, if it has one, names the task.
-
-    Raises:
-        ConfigError: no such file, or a line that is no JSON object; the line is named.
-    """
-    try:
-        with path.open("rb") as file:
-            return [_task(line, f"{path}:{number}") for number, line in enumerate(file, 1) if line.strip()]
-    except OSError as error:
-        raise ConfigError(f"tasks file {path}: {error.strerror}") from error
-
-
-def _task(line: bytes, place: str) -> Task:
-    try:
-        data = json.loads(line.decode())
-        if not isinstance(data, dict):
-            raise TypeError(f"a task is a JSON object, this is a {type(data).__name__}")
-        name = data.pop("id", None)
-        body = TaskBody(id=None if name is None else str(name), data=data)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{place}: not valid JSON: {error.msg}") from error
-    except ValidationError as error:
-        raise ConfigError(f"{place}: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from error
-    except (UnicodeDecodeError, RecursionError, TypeError) as error:
-        raise ConfigError(f"{place}: {error}") from error
-    return Task(task_id=task_id_of(body), data=data)
+def _runners(
+    config: JobConfig, sessions: Sessions, progress: JobProgress, play: Play | None
+) -> tuple[RunnerPool | None, RolloutSyncLock | None]:
+    """What plays episodes in this process, if anything does, and what keeps weights from changing in between."""
+    chosen = config.environment
+    if play is None and chosen.name is not None:
+        entry = catalog_entry(chosen.name)
+        entry.make(**chosen.settings)  # now, so that a wrong setting is refused before anything begins
+        play = Play(environment=partial(entry.make, **chosen.settings), system=chosen.system)
+    if play is None:
+        return None, None
+    due = config.rollout.group_size * config.rollout.groups_per_step * (1 + config.rollout.max_staleness)
+    lock = RolloutSyncLock() if config.rollout.weight_sync == "between_episodes" else None
+    pool = RunnerPool(
+        sessions,
+        Runner(sessions, play, timeout_seconds=chosen.timeout_seconds),
+        max_concurrency=chosen.max_concurrency or min(due, MOST_AT_ONCE),
+        lock=lock,
+        progress=progress.rollouts,
+    )
+    return pool, lock
 
 
 def _listen(host: str, port: int) -> socket.socket:

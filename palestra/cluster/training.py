@@ -1,4 +1,4 @@
-"""`palestra.train`: a rollout function and tasks in, a trained model out; embedded, or on a server elsewhere."""
+"""`palestra.train`: a rollout function, or an environment, and tasks in; a trained model out."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from palestra.client.worker import Rollout
 from palestra.cluster.console import Console
 from palestra.cluster.local import LocalJob, local_job, resolve_run_dir, run_on_uvloop
 from palestra.config import JobConfig
+from palestra.errors import ConfigError
+from palestra.rollout import Play
 
 Tasks = Sequence[Mapping[str, Any]]
 
@@ -32,8 +34,8 @@ class TrainResult:
 
 
 def train(
-    rollout: Rollout,
-    tasks: Tasks,
+    rollout: Rollout | Play | None = None,
+    tasks: Tasks = (),
     config: JobConfig | None = None,
     *,
     validation_tasks: Tasks = (),
@@ -41,14 +43,18 @@ def train(
     resume: bool = False,
     quiet: bool = False,
 ) -> TrainResult:
-    """Train a model on what `rollout(task, policy)` returns, in this process, showing progress.
+    """Train a model on what `rollout` plays, in this process, showing progress.
 
-    The model server listens on a loopback port; the rollout function talks to it as it would to one far away.
+    A rollout function talks to the model server, which listens on a loopback port, as it would to one far away. Agents
+    and environments (a `Play`) run beside the server, without HTTP: what they do on the event loop must not block.
 
     Args:
-        rollout: sync or async; gets a task and a `Policy` (base_url, api_key, model for any OpenAI client) and returns
-            a reward, rewards by agent, or a `RolloutResult`. An exception gives the episode back and is no reward.
-        tasks: JSON objects; a key `id` names a task. May be empty where the configuration names files.
+        rollout: a function `(task, policy)`, sync or async; it gets a task and a `Policy` (base_url, api_key, model for
+            any OpenAI client) and returns a reward, rewards by agent, or a `RolloutResult`. An exception gives the
+            episode back and is no reward. Or a `Play`: an environment, and who acts in it. None: what
+            `config.environment` names.
+        tasks: JSON objects; a key `id` names a task. May be empty where the configuration names files, or an
+            environment that makes its own.
         config: the job; None for the defaults.
         validation_tasks: held out; scored greedily every `evaluation.every_steps` steps.
         concurrency: episodes played at the same time; None: one step's worth, at most 64.
@@ -56,15 +62,21 @@ def train(
         quiet: print nothing.
 
     Raises:
+        ConfigError: nothing says what is played, or both `rollout` and the configuration do.
         PalestraError: the job failed; the message says why and what to do.
     """
-    config = resolve_run_dir(config or JobConfig(), resume)
-    config = config.model_copy(update={"server": config.server.model_copy(update={"port": 0})})
+    config = _checked(config or JobConfig(), rollout, tasks)
+    config = resolve_run_dir(config, resume)
+    environment = config.environment.model_copy(update={"max_concurrency": concurrency} if concurrency else {})
+    server_config = config.server.model_copy(update={"port": 0})
+    config = config.model_copy(update={"server": server_config, "environment": environment})
     playing = concurrency or min(64, config.rollout.group_size * config.rollout.groups_per_step)
     console = Console(config, quiet=quiet)
-    server = _ServerThread(config, console)
+    play = rollout if isinstance(rollout, Play) else None
+    function = None if isinstance(rollout, Play) else rollout
+    server = _ServerThread(config, console, play)
     with console:
-        _run(_play(server, Rollouts(rollout, list(tasks), list(validation_tasks), playing)))
+        _run(_play(server, Rollouts(function, list(tasks), list(validation_tasks), playing)))
         result = server.result()
         console.finished(result.state, result.checkpoint)
     return result
@@ -74,17 +86,30 @@ def train(
 class Rollouts:
     """What a user gave to `train`."""
 
-    rollout: Rollout
+    rollout: Rollout | None  # None: the server plays itself
     tasks: Tasks
     validation_tasks: Tasks
     concurrency: int
 
 
-class _ServerThread:
-    """The job in a thread with an event loop of its own, where no code of the user can hold it up."""
+def _checked(config: JobConfig, rollout: Rollout | Play | None, tasks: Tasks) -> JobConfig:
+    named = config.environment.name
+    if rollout is None and named is None:
+        raise ConfigError(
+            "nothing says what is played: give `train` a rollout function or a `Play`, or set environment.name"
+        )
+    if rollout is not None and named is not None:
+        raise ConfigError(f"`train` is given what to play, and environment.name is {named!r}; leave one of them out")
+    if not tasks and named is None and config.tasks.train is None:
+        raise ConfigError("the job has no tasks: give `train` some, or name a file in tasks.train")
+    return config
 
-    def __init__(self, config: JobConfig, console: Console) -> None:
-        self._config, self._console = config, console
+
+class _ServerThread:
+    """The job in a thread with an event loop of its own, where no rollout function of the user can hold it up."""
+
+    def __init__(self, config: JobConfig, console: Console, play: Play | None) -> None:
+        self._config, self._console, self._play = config, console, play
         self._job: LocalJob | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._result: TrainResult | None = None
@@ -137,7 +162,7 @@ class _ServerThread:
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
-        async with local_job(self._config, self._console.report) as job:
+        async with local_job(self._config, self._console.report, self._play) as job:
             self._job = job
             self._console.ready(job)
             self._ready(job)
@@ -181,6 +206,9 @@ async def _play(server: _ServerThread, user: Rollouts) -> None:
         async with AsyncClient(job.url, job.api_key, worker_id="train") as client:
             if user.tasks:
                 await client.push_tasks(user.tasks, user.validation_tasks)
+            if user.rollout is None:
+                await server.ended.wait()
+                return
             playing = asyncio.create_task(Worker(client, user.rollout, user.concurrency).run())
             ended = asyncio.create_task(server.ended.wait())
             await asyncio.wait((playing, ended), return_when=asyncio.FIRST_COMPLETED)

@@ -61,6 +61,26 @@ class TasksConfig(Section):
     validation: Path | None = Field(None, description="JSONL file of held-out tasks, never trained on.")
 
 
+class EnvironmentConfig(Section):
+    """An environment that ships with Palestra, and that this process plays itself."""
+
+    name: str | None = Field(
+        None,
+        description="`arithmetic`, `calculator`, `countdown`, `frozen-lake`, `gomoku`, `gsm-symbolic` or `subagents`. "
+        "None: workers outside play, or the environment given to `palestra.train`.",
+    )
+    settings: dict[str, bool | int | float | str] = Field({}, description="Of the environment.")
+    train_tasks: Positive = Field(512, description="Tasks to generate, where no files name any.")
+    validation_tasks: int = Field(64, ge=0, description="Held-out tasks to generate, likewise.")
+    system: str | None = Field(None, description="System message. None: the environment's own, if it has one.")
+    max_concurrency: Positive | None = Field(
+        None, description="Episodes that are played at the same time. None: one step's, at most 256."
+    )
+    timeout_seconds: Seconds | None = Field(
+        None, description="Of one attempt at an episode. None: `rollout.max_episode_seconds` alone."
+    )
+
+
 class RolloutConfig(Section):
     """Groups, episodes and leases."""
 
@@ -83,6 +103,20 @@ class RolloutConfig(Section):
         le=16,
         description="How many steps older than the policy that is trained a token may be. 0: synchronous; else the "
         "episodes of so many steps to come are played while earlier ones are trained.",
+    )
+
+    max_open_buckets: Positive | None = Field(
+        None, description="Groups that are played at the same time. None: all that are due."
+    )
+    step_order: Literal["observed", "acted"] = Field(
+        "observed",
+        description="Order of the TimeSteps of an episode in which several agents act at once, for credit by step: "
+        "by the time of their observations, or of their actions. Both are recorded.",
+    )
+    weight_sync: Literal["any_time", "between_episodes"] = Field(
+        "any_time",
+        description="When episodes that Palestra plays itself get new weights: as soon as they are there (each token "
+        "has its version), or when none of them is being played.",
     )
 
     strict_history: bool = Field(
@@ -127,6 +161,16 @@ class AlgorithmConfig(Section):
         "and subagents are compared with all that the same parent started.",
     )
     discount: float = Field(1.0, ge=0, le=1, description="Of one TimeStep, where credit is by step.")
+    importance: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = Field(
+        "none",
+        description="Correction for tokens that were sampled from other probabilities than those of the policy before "
+        "the step (older weights, or an engine that computes otherwise). `none`: the clipped ratio is to the sampled "
+        "probability itself. Else the ratio is to the policy before the step, and each token's loss is multiplied by "
+        "w = policy before the step / sampled, of the token or of the call's whole reply; `truncate`: at most "
+        "`importance_limit` (Yao et al. 2025); `mask`: 0 where it is not between 1 / `importance_limit` and "
+        "`importance_limit`.",
+    )
+    importance_limit: float = Field(2.0, gt=1, description="See `importance`.")
     abandoned: Literal["train", "exclude"] = Field(
         "train",
         description="Calls whose tokens do not stand in the last call of their agent, such as attempts that were "
@@ -222,6 +266,7 @@ class JobConfig(Section):
     run_dir: Path | None = Field(None, description="The run's folder. None: runs/<name>.")
     policies: dict[Identifier, PolicyConfig] = Field(default_factory=lambda: {"policy": PolicyConfig()})
     tasks: TasksConfig = TasksConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -270,7 +315,15 @@ class JobConfig(Section):
         left_out: dict[str, Any] = dict.fromkeys(
             ("name", "run_dir", "tasks", "server", "store", "checkpoint", "evaluation"), True
         )
-        left_out["rollout"] = {"lease_seconds", "max_lease_seconds", "max_episode_seconds", "max_attempts"}
+        left_out["rollout"] = {
+            "lease_seconds",
+            "max_lease_seconds",
+            "max_episode_seconds",
+            "max_attempts",
+            "max_open_buckets",
+            "weight_sync",
+        }
+        left_out["environment"] = {"train_tasks", "validation_tasks", "max_concurrency", "timeout_seconds"}
         if self.policy.optimizer.schedule == "constant":
             left_out["steps"] = True
         return hashlib.sha256(self.model_dump_json(exclude=left_out).encode()).hexdigest()

@@ -1,17 +1,30 @@
 """Environments: what an agent interacts with. Loads neither torch nor ray."""
 
+from palestra.envs.arithmetic import Arithmetic
+from palestra.envs.calculator import CalculatorEnvironment
+from palestra.envs.catalog import CATALOG, CatalogEntry, catalog_entry
 from palestra.envs.check import check_environment
 from palestra.envs.concurrent import ConcurrentEnvironment
+from palestra.envs.delegating import DELEGATE, Subagent
 from palestra.envs.environment import Environment
+from palestra.envs.frozen_lake import FrozenLake
 from palestra.envs.gomoku import Gomoku
-from palestra.envs.gymnasium_worlds import FrozenLake, GymnasiumEnvironment
+from palestra.envs.gymnasium_worlds import GymnasiumEnvironment
 from palestra.envs.reasoning import ReasoningEnvironment
 from palestra.envs.rewards import reward_function
 from palestra.envs.serial import SerialEnvironment
+from palestra.envs.split_sum import SplitSum
+from palestra.envs.splits import Split
+from palestra.envs.subagents import SubagentEnvironment
 from palestra.envs.task import TaskEnvironment
 from palestra.envs.tool_environment import ToolEnvironment
 
 __all__ = [
+    "CATALOG",
+    "DELEGATE",
+    "Arithmetic",
+    "CalculatorEnvironment",
+    "CatalogEntry",
     "ConcurrentEnvironment",
     "Environment",
     "FrozenLake",
@@ -19,8 +32,13 @@ __all__ = [
     "GymnasiumEnvironment",
     "ReasoningEnvironment",
     "SerialEnvironment",
+    "Split",
+    "SplitSum",
+    "Subagent",
+    "SubagentEnvironment",
     "TaskEnvironment",
     "ToolEnvironment",
+    "catalog_entry",
     "check_environment",
     "reward_function",
 ]

@@ -4,71 +4,112 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
+from palestra.envs.check_actions import Script, Task, scripts
+from palestra.envs.check_concurrent import check_concurrent
+from palestra.envs.concurrent import ConcurrentEnvironment
 from palestra.envs.environment import Environment
 from palestra.envs.serial import checked_reset, checked_step
 from palestra.errors import EnvironmentMistake
-
-ACTIONS = ("", "hello", "1", '{"x": 1}', "é 漢 👩‍💻", "\ud800", "x" * 10_000)
+from palestra.schemas.messages import ChatMessage
 
 
 def check_environment(
-    make: Callable[[], Environment],
+    make: Callable[[], Environment | ConcurrentEnvironment],
     tasks: Sequence[Mapping[str, Any]],
-    actions: Sequence[str] = ACTIONS,
+    actions: Sequence[str | ChatMessage] | None = None,
     max_steps: int = 1000,
+    timeout_seconds: float = 60.0,
 ) -> None:
-    """Play some episodes with `actions` in turn, and look for the usual mistakes.
+    """Play some episodes, and look for the usual mistakes.
 
-    That is: values of the wrong shape or type, a reward that is not finite, a task that was changed, an exception for
-    an action that a model may well write, an episode that never ends, randomness that is not the task's, a second
-    episode that depends on the first though the environment says that it is reusable, and `close` that fails.
+    In any environment:
+
+    - `make` returns one that it returned before, or something else;
+    - `setup`, `reset`, `step` or `close` raises, also for an action that a model may well write;
+    - `reset` changes the task;
+    - `max_steps` is less than 1;
+    - an observation, a reward, `terminated`, `truncated` or `info` has the wrong shape or type, or a reward is not
+      finite;
+    - an episode does not end;
+    - randomness that is not the task's: two new environments answer the same differently;
+    - a second episode that differs from the first of a new environment, though it says that it is reusable.
+
+    In a concurrent one also:
+
+    - an episode begins with nothing to answer, or an agent's conversation with no message;
+    - an agent is shown something while it answers what it was shown before: it has one conversation;
+    - `parents` names an observation that there was not;
+    - a tool is not offered in OpenAI's shape;
+    - a call has no answer in the next observation, or an answer no call;
+    - nothing is shown any more, and the episode is not over;
+    - tasks of the event loop run on after `close`.
 
     Args:
         make: makes a new environment.
         tasks: at least one.
-        actions: what the agent says, over and over.
-        max_steps: an episode with more is taken to be endless.
+        actions: what each agent says, in this order, over and over. None: text of many kinds and, where tools are
+            offered, good and bad calls; the first task is then played with each of them as the first action.
+        max_steps: an episode with more actions is taken to be endless.
+        timeout_seconds: how long a concurrent environment may show nothing.
 
     Raises:
         EnvironmentMistake: the first mistake that was found, in words.
+        ValueError: there is no task, or no action.
     """
-    if not tasks:
-        raise ValueError("check_environment needs a task")
-    for task in tasks:
-        first = _played(make(), task, actions, max_steps)
-        if first != _played(make(), task, actions, max_steps):
+    if not tasks or (actions is not None and not actions):
+        raise ValueError("check_environment needs a task, and actions if they are given")
+    made, other = call_of("make", make), call_of("make", make)
+    if not isinstance(made, Environment | ConcurrentEnvironment):
+        raise EnvironmentMistake(f"`make` returned a {type(made).__name__}, which is no environment")
+    if made is other:
+        raise EnvironmentMistake("`make` returned the same environment twice; an episode may need a new one")
+    if made.max_steps is not None and made.max_steps < 1:
+        raise EnvironmentMistake(f"max_steps is at least 1, or None, and not {made.max_steps}")
+    plan = scripts(tasks, actions)
+    if isinstance(made, ConcurrentEnvironment):
+        check_concurrent(cast("Callable[[], ConcurrentEnvironment]", make), plan, max_steps, timeout_seconds)
+    else:
+        _check_serial(cast("Callable[[], Environment]", make), plan, max_steps)
+
+
+def _check_serial(make: Callable[[], Environment], plan: Sequence[tuple[Task, Script]], max_steps: int) -> None:
+    fresh = []
+    for task, script in plan:
+        fresh.append(_played(make(), task, script, max_steps))
+        if fresh[-1] != _played(make(), task, script, max_steps):
             raise EnvironmentMistake(
                 "two new environments answer the same task and actions differently; take randomness from the task"
             )
     environment = make()
     if environment.reusable:
-        fresh = [_episode(make(), task, actions, max_steps) for task in tasks]
-        again = [_episode(environment, task, actions, max_steps) for task in (*tasks, *tasks)]
+        call_of("setup", environment.setup)
+        again = [_episode(environment, task, script, max_steps) for task, script in (*plan, *plan)]
         if again != fresh + fresh:
             raise EnvironmentMistake("it says that it is reusable, and a second episode differs from that of a new one")
-        _call("close", environment.close)
+        call_of("close", environment.close)
 
 
-def _played(environment: Environment, task: Mapping[str, Any], actions: Sequence[str], max_steps: int) -> list[Any]:
-    _call("setup", environment.setup)
-    seen = _episode(environment, task, actions, max_steps)
-    _call("close", environment.close)
+def _played(environment: Environment, task: Task, script: Script, max_steps: int) -> list[Any]:
+    call_of("setup", environment.setup)
+    seen = _episode(environment, task, script, max_steps)
+    call_of("close", environment.close)
     return seen
 
 
-def _episode(environment: Environment, task: Mapping[str, Any], actions: Sequence[str], max_steps: int) -> list[Any]:
+def _episode(environment: Environment, task: Task, script: Script, max_steps: int) -> list[Any]:
     """Everything that was seen of one episode."""
     before = repr(task)
-    text, _ = checked_reset(_call("reset", lambda: environment.reset(task)))
+    text, _ = checked_reset(call_of("reset", lambda: environment.reset(task)))
     if repr(task) != before:
         raise EnvironmentMistake("reset changed the task; copy what has to be changed")
     seen: list[Any] = [text]
     limit = environment.max_steps
     for number in range(max_steps if limit is None else min(limit, max_steps)):
-        action = actions[number % len(actions)]
-        answer = checked_step(_call(f"step({action[:20]!r})", partial(environment.step, action)))
+        action = script(number, environment.tools)
+        said = action.text[:20] if not action.tool_calls else action.tool_calls[0].function.name
+        answer = checked_step(call_of(f"step({said!r})", partial(environment.step_message, action)))
         seen.append(answer[:4])
         if answer[2] or answer[3]:
             return seen
@@ -77,7 +118,12 @@ def _episode(environment: Environment, task: Mapping[str, Any], actions: Sequenc
     return seen
 
 
-def _call(what: str, function: Callable[[], Any]) -> Any:
+def call_of(what: str, function: Callable[[], Any]) -> Any:
+    """What a function of the environment returns.
+
+    Raises:
+        EnvironmentMistake: it raised something.
+    """
     try:
         return function()
     except EnvironmentMistake:

@@ -27,6 +27,9 @@ class ConcurrentEnvironment(ABC):
     """
 
     reusable: ClassVar[bool] = False  # whether `reset` may be called again; otherwise each episode gets a new one
+    max_steps: int | None = (
+        None  # after so many actions, all agents' together, whatever is shown is the last; None: any
+    )
 
     def __init__(self, clock: Clock | None = None) -> None:
         """`clock` tells when something was observed."""
@@ -52,6 +55,11 @@ class ConcurrentEnvironment(ABC):
 
     # What it calls.
 
+    @property
+    def cut_off(self) -> bool:
+        """Whether the episode has had its `max_steps` actions."""
+        return self.max_steps is not None and len(self._acted) >= self.max_steps
+
     def emit(
         self,
         agent: str,
@@ -63,7 +71,7 @@ class ConcurrentEnvironment(ABC):
         terminated: bool = False,
         truncated: bool = False,
     ) -> Observation:
-        """Show something to an agent."""
+        """Show something to an agent. After `max_steps` actions it is truncated, unless it is terminated."""
         observation = Observation(
             id=f"o{next(self._numbers)}",
             parents=parents,
@@ -72,7 +80,7 @@ class ConcurrentEnvironment(ABC):
             tools=tools,
             reward=reward,
             terminated=terminated,
-            truncated=truncated,
+            truncated=truncated or (self.cut_off and not terminated),
             observed_at=self.clock.now(),
         )
         if not observation.is_last:

@@ -14,9 +14,10 @@ Info = dict[str, Any]
 class Environment(ABC):
     """One episode's world, in which one agent acts and the world answers."""
 
-    max_steps: ClassVar[int | None] = None  # after so many steps the episode is truncated; None: no limit
+    max_steps: int | None = None  # after so many steps the episode is truncated; None: no limit
     blocking: ClassVar[bool] = True  # whether reset and step may take long; if so they run in threads
     reusable: ClassVar[bool] = False  # whether `reset` may be called again; otherwise each episode gets a new one
+    system: str | None = None  # the system message that the agent's conversation starts with; None: none
     tools: tuple[dict[str, Any], ...] = ()  # what the agent may call, in OpenAI's shape
 
     def setup(self) -> None:  # noqa: B027 - nothing to do, unless there is

@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from palestra.envs.environment import Environment
+from palestra.envs.splits import Split, draw_tasks
 
 _MOVE = re.compile(r"(\d+)\D+(\d+)")
 _DIRECTIONS = ((0, 1), (1, 0), (1, 1), (1, -1))
@@ -15,19 +16,33 @@ EMPTY, AGENT, OPPONENT = ".", "X", "O"
 
 
 class Gomoku(Environment):
-    """The task may have `size` (3), `to_win` (3), `opponent` (`random` or `greedy`), `first` (`agent` or `opponent`)
-    and `seed`. A move is two numbers, row and column from 1. Won: 1, drawn: 0.5, lost: 0, an impossible move: -0.5.
+    """A move is two numbers, row and column from 1. Won: 1, drawn: 0.5, lost: 0, an impossible move: -0.5.
+
+    The task may have `size`, `to_win` and `opponent`, `first` (`agent`, or `opponent`) and `seed` (0).
     """
 
     blocking = False
     reusable = True
 
+    def __init__(self, *, size: int = 3, to_win: int = 3, opponent: Literal["random", "greedy"] = "random") -> None:
+        """What holds where the task does not say it.
+
+        Raises:
+            ValueError: it can't be played.
+        """
+        self._defaults = {"size": size, "to_win": to_win, "opponent": opponent}
+        _check(size, to_win, opponent)
+
     def reset(self, task: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-        """Empty the board; the opponent may begin."""
-        self._size, self._to_win = int(task.get("size", 3)), int(task.get("to_win", 3))
-        if not 2 <= self._to_win <= self._size <= 19:
-            raise ValueError(f"a board of {self._size} with {self._to_win} in a row can't be played")
-        self._greedy = task.get("opponent", "random") == "greedy"
+        """Empty the board; the opponent may begin.
+
+        Raises:
+            ValueError: it can't be played.
+        """
+        settings = self._defaults | dict(task)
+        self._size, self._to_win = int(settings["size"]), int(settings["to_win"])
+        _check(self._size, self._to_win, settings["opponent"])
+        self._greedy = settings["opponent"] == "greedy"
         self._draw = random.Random(int(task.get("seed", 0)))
         self._board = [[EMPTY] * self._size for _ in range(self._size)]
         if task.get("first", "agent") == "opponent":
@@ -86,3 +101,24 @@ class Gomoku(Environment):
 
     def _shown(self) -> str:
         return "\n".join("".join(line) for line in self._board)
+
+
+def _check(size: int, to_win: int, opponent: str) -> None:
+    if not 2 <= to_win <= size <= 19:
+        raise ValueError(f"a board of {size} with {to_win} in a row can't be played")
+    if opponent not in ("random", "greedy"):
+        raise ValueError(f"an opponent is random or greedy, and {opponent!r} can't be played")
+
+
+def gomoku_tasks(split: Split, count: int, seed: int) -> list[dict[str, Any]]:
+    """Who begins, and the seed of the opponent's moves: `id`, `first`, `seed`.
+
+    There is only one board, so what the splits do not share are seeds. An opponent that draws the same moves for two
+    seeds plays the same game: on the smallest boards a validation game may be one of training.
+    """
+    return draw_tasks(split, count, seed, _draw)
+
+
+def _draw(source: random.Random) -> dict[str, Any]:
+    number = source.randrange(2**31)
+    return {"id": f"gomoku-{number}", "first": ("agent", "opponent")[number % 2], "seed": number}

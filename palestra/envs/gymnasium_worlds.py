@@ -41,10 +41,7 @@ class GymnasiumEnvironment(Environment):
         Raises:
             ConfigError: Gymnasium is not installed, or has no such environment, or its actions are of another kind.
         """
-        try:
-            import gymnasium
-        except ImportError:
-            raise ConfigError("this environment needs Gymnasium; run: pip install gymnasium") from None
+        gymnasium = imported_gymnasium()
         try:
             self._world: Any = gymnasium.make(name, **settings)
         except gymnasium.error.Error as error:
@@ -102,23 +99,14 @@ class GymnasiumEnvironment(Environment):
         return number if number is not None and self._world.action_space.contains(number) else None
 
 
-class FrozenLake(GymnasiumEnvironment):
-    """FrozenLake with the map as text; the agent is `@`. The task may have `seed`."""
+def imported_gymnasium() -> Any:
+    """The package.
 
-    def __init__(self, *, size: int = 4, is_slippery: bool = False, impossible_reward: float = 0.0) -> None:
-        """`size` is 4 or 8; on slippery ice a step may go sideways."""
-        super().__init__(
-            "FrozenLake-v1",
-            actions=("left", "down", "right", "up"),
-            rules="Reach G from S over F; H is a hole. Say left, down, right or up.",
-            impossible_reward=impossible_reward,
-            map_name=f"{size}x{size}",
-            is_slippery=is_slippery,
-        )
-
-    def describe(self, seen: Any) -> str:
-        """The map, and where the agent is."""
-        rows = [[letter.decode() for letter in row] for row in self._world.unwrapped.desc]
-        row, column = divmod(int(seen), len(rows[0]))
-        rows[row][column] = "@"
-        return "\n".join("".join(line) for line in rows)
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import gymnasium
+    except ImportError:
+        raise ConfigError("this environment needs Gymnasium; run: pip install gymnasium") from None
+    return gymnasium

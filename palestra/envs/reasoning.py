@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import random
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from palestra.envs.environment import Environment
+from palestra.envs.splits import Split, draw_tasks
 from palestra.errors import ConfigError
 
 
@@ -17,21 +20,18 @@ class ReasoningEnvironment(Environment):
 
     reusable = True
 
-    def __init__(self, dataset: str, **settings: Any) -> None:
-        """`settings` are the data set's own.
+    def __init__(self, dataset: str, *, system: str | None = None, **settings: Any) -> None:
+        """`system` is the system message; `settings` are the data set's own.
 
         Raises:
             ConfigError: `reasoning-gym` is not installed, or has no such data set.
         """
-        try:
-            import reasoning_gym
-        except ImportError:
-            raise ConfigError("this environment needs reasoning-gym; run: pip install reasoning-gym") from None
-        self._make, self._dataset, self._settings = reasoning_gym.create_dataset, dataset, settings
+        self._make, self._dataset, self._settings = _create_dataset(), dataset, settings
         try:
             self._make(dataset, size=1, seed=0, **settings)
         except (ValueError, TypeError, AssertionError) as error:
             raise ConfigError(f"reasoning-gym can't make {dataset!r} with {settings}: {error}") from error
+        self.system = system
         self._source: Any = None
         self._entry: Any = None
 
@@ -44,3 +44,30 @@ class ReasoningEnvironment(Environment):
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Score the answer, from 0 to 1."""
         return "", float(self._source.score_answer(action.strip(), self._entry)), True, False, {}
+
+
+def reasoning_tasks(dataset: str, split: Split, count: int, seed: int) -> list[dict[str, Any]]:
+    """Seeds of a data set with its own settings: `id`, which is made of the question, and `seed`.
+
+    The splits share no question: every question is made once to see which split it belongs to.
+
+    Raises:
+        ConfigError: `reasoning-gym` is not installed, or there are not so many.
+    """
+    make = _create_dataset()
+
+    def draw(source: random.Random) -> dict[str, Any]:
+        number = source.randrange(2**31)
+        question = str(make(dataset, size=1, seed=number)[0]["question"])
+        return {"id": f"{dataset}-{hashlib.sha256(question.encode()).hexdigest()[:16]}", "seed": number}
+
+    return draw_tasks(split, count, seed, draw)
+
+
+def _create_dataset() -> Callable[..., Any]:
+    try:
+        import reasoning_gym
+    except ImportError:
+        raise ConfigError("this environment needs reasoning-gym; run: pip install reasoning-gym") from None
+    found: Callable[..., Any] = reasoning_gym.create_dataset
+    return found

@@ -21,7 +21,7 @@ def reward_function(function: Callable[..., Any]) -> RewardFunction:
     parameters = inspect.signature(function).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     if "completions" not in parameters:
-        return lambda task, answer: _number(function, function(task, answer))
+        return lambda task, answer: finite_reward(function, function(task, answer))
 
     def of_one(task: Mapping[str, Any], answer: str) -> float:
         columns = {name: [value] for name, value in task.items() if takes_all or name in parameters}
@@ -30,12 +30,17 @@ def reward_function(function: Callable[..., Any]) -> RewardFunction:
         found = function(**(columns | {"completions": [answer]}))
         if not hasattr(found, "__len__") or len(found) != 1:
             raise EnvironmentMistake(f"{function.__name__} got one completion and returned {found!r}, not one reward")
-        return _number(function, found[0])
+        return finite_reward(function, found[0])
 
     return of_one
 
 
-def _number(function: Callable[..., Any], value: Any) -> float:
+def finite_reward(function: Callable[..., Any], value: Any) -> float:
+    """What a reward function returned.
+
+    Raises:
+        EnvironmentMistake: it is no number, or not a finite one.
+    """
     try:
         number = float(value)
     except (TypeError, ValueError):

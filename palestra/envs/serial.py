@@ -25,10 +25,9 @@ class SerialEnvironment(ConcurrentEnvironment):
         system: str | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """`agent` is who acts; `system` is the system message that its conversation starts with."""
+        """`agent` is who acts; `system` is what its conversation starts with; None: the environment's own, if any."""
         super().__init__(clock)
         self._environment, self._agent, self._system = environment, agent, system
-        self._steps = 0
 
     async def setup(self) -> None:
         """See `Environment.setup`."""
@@ -41,9 +40,10 @@ class SerialEnvironment(ConcurrentEnvironment):
 
     async def start(self, task: Mapping[str, Any]) -> None:
         """Reset, and show the first observation."""
-        self._steps = 0
         text, _ = checked_reset(await self._run(lambda: self._environment.reset(task)))
-        system = () if self._system is None else (text_message("system", self._system),)
+        self.max_steps = self._environment.max_steps
+        said = self._environment.system if self._system is None else self._system
+        system = () if said is None else (text_message("system", said),)
         self.emit(self._agent, (*system, text_message("user", text)), tools=self._environment.tools)
 
     async def on_action(self, observation: Observation, action: ChatMessage) -> None:
@@ -51,8 +51,6 @@ class SerialEnvironment(ConcurrentEnvironment):
         seen, reward, terminated, truncated, _ = checked_step(
             await self._run(lambda: self._environment.step_message(action))
         )
-        self._steps += 1
-        limit = self._environment.max_steps
         content = seen if isinstance(seen, tuple) else (text_message("user", seen),)
         self.emit(
             self._agent,
@@ -61,7 +59,7 @@ class SerialEnvironment(ConcurrentEnvironment):
             tools=self._environment.tools,
             reward=reward,
             terminated=terminated,
-            truncated=truncated or (not terminated and limit is not None and self._steps >= limit),
+            truncated=truncated,
         )
 
     async def _run(self, work: Callable[[], Any]) -> Any:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from palestra.schemas.clock import Clock
 
 FORGOTTEN_SECONDS = 60.0  # without a claim and without an episode in play: that worker is gone
+MOST_RESTING = 4096  # workers that neither ask nor play; the names come from clients, who may send ever new ones
 
 
 @dataclass(slots=True)
@@ -15,7 +16,7 @@ class _Worker:
     seen_at: float
     asking: set[str] = field(default_factory=set)  # request ids of the claims that wait
     playing: set[tuple[str, int]] = field(default_factory=set)  # (episode id, fence)
-    told: set[str] = field(default_factory=set)  # request ids of the claims that were answered `finished`
+    told: set[str] = field(default_factory=set)  # request ids of claims answered `finished`; no more than `loops`
     loops: int = 0
 
     def count(self) -> None:
@@ -26,28 +27,36 @@ class Attendance:
     """One name may stand for many loops that play side by side (threads, tasks), and each has to be told.
 
     A loop either asks for an episode or plays one, so the most that a worker ever did of both at the same time is the
-    number of its loops.
+    number of its loops. A worker that is gone is forgotten, and so are the first to rest where there are too many.
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._workers: defaultdict[str, _Worker] = defaultdict(lambda: _Worker(clock.monotonic()))
+        self._workers: dict[str, _Worker] = {}
+        self._resting: OrderedDict[str, float] = (
+            OrderedDict()
+        )  # since when, longest first; those of `_workers` that do nothing now
         self._players: dict[tuple[str, int], str] = {}
+
+    def __len__(self) -> int:
+        """Workers that are known."""
+        return len(self._workers)
 
     def asks(self, worker_id: str, request_id: str) -> None:
         """A claim has come in."""
-        worker = self._workers[worker_id]
+        worker = self._busy(worker_id)
         worker.seen_at = self._clock.monotonic()
         worker.asking.add(request_id)
         worker.count()
 
     def leaves(self, worker_id: str, request_id: str) -> None:
         """The claim is answered, or its connection is lost."""
-        self._workers[worker_id].asking.discard(request_id)
+        self._busy(worker_id).asking.discard(request_id)
+        self._rest(worker_id)
 
     def plays(self, worker_id: str, episode_id: str, fence: int) -> None:
         """A claim got an episode."""
-        worker = self._workers[worker_id]
+        worker = self._busy(worker_id)
         worker.playing.add((episode_id, fence))
         worker.count()
         self._players[episode_id, fence] = worker_id
@@ -68,13 +77,35 @@ class Attendance:
         worker_id = self._players.pop((episode_id, fence), None)
         if worker_id is None:
             return None
-        worker = self._workers[worker_id]
+        worker = self._busy(worker_id)
         worker.playing.discard((episode_id, fence))
+        self._rest(worker_id)
         return worker
 
     def told(self, worker_id: str, request_id: str) -> None:
         """The claim was answered `finished`."""
-        self._workers[worker_id].told.add(request_id)
+        worker = self._workers.get(worker_id)
+        if worker is not None and len(worker.told) < worker.loops:
+            worker.told.add(request_id)
+
+    def _busy(self, worker_id: str) -> _Worker:
+        self._resting.pop(worker_id, None)
+        worker = self._workers.get(worker_id)
+        if worker is None:
+            worker = self._workers[worker_id] = _Worker(self._clock.monotonic())
+        return worker
+
+    def _rest(self, worker_id: str) -> None:
+        """Note that a worker does nothing now, if so, and forget those that have rested for too long."""
+        worker, now = self._workers[worker_id], self._clock.monotonic()
+        if worker.asking or worker.playing:
+            return
+        self._resting[worker_id] = now
+        while True:
+            longest, since = next(iter(self._resting.items()))
+            if since > now - FORGOTTEN_SECONDS and len(self._resting) <= MOST_RESTING:
+                return
+            del self._resting[longest], self._workers[longest]
 
     @property
     def complete(self) -> bool:

@@ -9,7 +9,7 @@ from itertools import groupby
 
 import numpy as np
 
-from palestra.algorithms.credit import episode_credits, group_credit
+from palestra.algorithms.credit import StepOrder, episode_credits, group_credit
 from palestra.algorithms.grpo import token_weights
 from palestra.config import AlgorithmConfig
 from palestra.schemas.forks import ForkReason
@@ -30,11 +30,16 @@ class Batch:
     """What one step trains on, and what was left out of it."""
 
     samples: list[TrainSample]
+    staleness: dict[int, int]  # trained tokens by age: n of the policy before the step - n of the token
     metrics: dict[str, float]
 
 
 def make_batch(
-    trajectories: Sequence[Trajectory], algorithm: AlgorithmConfig, max_tokens: int, version: PolicyVersion
+    trajectories: Sequence[Trajectory],
+    algorithm: AlgorithmConfig,
+    max_tokens: int,
+    version: PolicyVersion,
+    order: StepOrder = "observed",
 ) -> Batch:
     """Rows with advantages and weights; groups without variance are left out and counted.
 
@@ -46,6 +51,7 @@ def make_batch(
         algorithm: how rewards become advantages, and tokens a loss.
         max_tokens: the divisor of the `constant` aggregation.
         version: the policy before the step, to which staleness is counted.
+        order: of TimeSteps, for credit by step.
     """
     left_out: Counter[str] = Counter()
     rollouts = [_rollout(trajectory, algorithm, left_out) for trajectory in trajectories]
@@ -55,7 +61,7 @@ def make_batch(
     for _, group in groupby(weighted, key=lambda pair: pair[0].trajectory.episode.group_index):
         members = list(group)
         credit = group_credit(
-            [episode_credits(r.trajectory, algorithm.credit, algorithm.discount) for r, _ in members],
+            [episode_credits(r.trajectory, algorithm.credit, algorithm.discount, order) for r, _ in members],
             algorithm.advantage_scale,
         )
         left_out["calls_without_peers"] += credit.calls_without_peers
@@ -66,7 +72,10 @@ def make_batch(
         for (rollout, weight), advantages in zip(members, credit.advantages, strict=True):
             samples += _samples(rollout, advantages, weight)
     metrics = {f"train/{name}": float(left_out[name]) for name in LEFT_OUT}
-    return Batch(samples=samples, metrics=metrics | _rollout_metrics(trajectories, samples, version))
+    ages = [version.n - sample.versions[sample.loss_mask, 1] for sample in samples]
+    found, tokens = np.unique(np.concatenate([np.zeros(0, np.int32), *ages]), return_counts=True)
+    staleness = dict(zip(map(int, found), map(int, tokens), strict=True))
+    return Batch(samples=samples, staleness=staleness, metrics=metrics | _rollout_metrics(trajectories, staleness))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,6 +112,7 @@ def _samples(rollout: _Rollout, advantages: Mapping[int, float], weight: float) 
             loss_mask=row.sampled,
             logprobs=row.logprobs,
             versions=row.versions,
+            calls=row.chats,
             advantages=by_call[row.chats],
             weights=row.sampled * np.float32(weight),
             temperatures=row.temperatures,
@@ -118,12 +128,9 @@ def _reward(trajectory: Trajectory) -> float:
     return reward
 
 
-def _rollout_metrics(
-    trajectories: Sequence[Trajectory], samples: Sequence[TrainSample], version: PolicyVersion
-) -> dict[str, float]:
+def _rollout_metrics(trajectories: Sequence[Trajectory], staleness: Mapping[int, int]) -> dict[str, float]:
     rewards = [_reward(t) for t in trajectories]
     calls = [chat for t in trajectories for chat in t.chats]
-    stale = [version.n - int(s.versions[s.loss_mask, 1].min()) for s in samples]
     forks = Counter(call.fork.reason for call in calls if call.fork is not None)
     return {
         "train/reward_mean": float(np.mean(rewards)),
@@ -133,6 +140,7 @@ def _rollout_metrics(
         "rollout/reused_tokens": float(sum(c.shared for c in calls)),
         "rollout/completion_tokens": float(sum(len(c.completion_ids) for c in calls)),
         "rollout/truncated_share": float(np.mean([c.finish_reason == "length" for c in calls])) if calls else 0.0,
-        "rollout/staleness_max": float(max(stale, default=0)),
+        "rollout/staleness_max": float(max(staleness, default=0)),
+        "rollout/staleness_mean": sum(age * n for age, n in staleness.items()) / max(sum(staleness.values()), 1),
         "rollout/drift_share": sum(forks[reason] for reason in forks if reason.is_drift) / max(len(calls), 1),
     } | {f"rollout/forks_{reason.value}": float(forks[reason]) for reason in ForkReason}

@@ -22,7 +22,7 @@ async def evaluate(store: RunStore, tasks: Sequence[Task], done: int) -> dict[st
     for offset, task in enumerate(tasks):  # those that a restart finds registered are left as they are
         await store.register_group("validation", first + offset, done, task, 1)
     while True:
-        await store.wait_settled("validation", await store.discarded("validation"))
+        await store.wait_settled("validation", done, await store.discarded("validation"))
         groups = await store.groups_of_step("validation", done)
         episodes = [episode for _, members in groups for episode in members]
         if all(e.state in (EpisodeState.COMPLETED, EpisodeState.DISCARDED) for e in episodes):

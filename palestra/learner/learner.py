@@ -7,23 +7,25 @@ going on after a crash is no special case: the same code runs from the last chec
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from collections.abc import Callable
 from typing import Any
 
 from palestra.algorithms.grpo import ClippedSurrogate
+from palestra.algorithms.importance import correct
 from palestra.config import JobConfig
 from palestra.errors import ConfigError
 from palestra.learner.batch import Batch, make_batch
 from palestra.learner.evaluation import evaluate
-from palestra.learner.groups import gather_groups, register_ahead
 from palestra.learner.reporting import RunFolder
 from palestra.learner.schedule import TaskOrder, learning_rate
 from palestra.ledger import WAKE_SECONDS, RunStore
+from palestra.rollout import GroupQueueManager, RolloutSyncLock
 from palestra.schemas.progress import JobProgress
 from palestra.schemas.protocols import Engine, StepReport, Trainer
-from palestra.schemas.records import BatchManifest, Task
+from palestra.schemas.records import BatchManifest, Task, TrainSample
 from palestra.schemas.states import JobState
 
 Report = Callable[[str, dict[str, Any]], None]
@@ -41,8 +43,10 @@ class Learner:
         folder: RunFolder,
         progress: JobProgress,
         report: Report,
+        sync: RolloutSyncLock | None = None,
     ) -> None:
-        """`report` is told of every event, as it is recorded."""
+        """`report` is told of every event, as it is recorded; weights are published while `sync` is held, if given."""
+        self._sync = sync
         self._config, self._store, self._trainer, self._engine = config, store, trainer, engine
         self._folder, self._progress, self._report = folder, progress, report
         self._policy = config.policy_name
@@ -159,16 +163,18 @@ class Learner:
                 "time/rollout_seconds": 0.0,
                 "train/groups_dropped": 0.0,
                 "train/episodes_discarded": 0.0,
+                "train/episodes_stale": 0.0,
             }
         self._progress.phase = f"gathering step {step}"
         started = time.monotonic()
         rollout = self._config.rollout
-        ahead = range(step, min(step + rollout.max_staleness, self._config.steps) + 1)
-        await register_ahead(self._store, self._order, ahead, rollout)
-        gathered = await gather_groups(self._store, self._order, step, rollout)
+        version = self._trainer.version(self._policy)
+        gathered = await GroupQueueManager(self._store, rollout, self._order.task).gather(
+            step, min(step + rollout.max_staleness, self._config.steps), version.n
+        )
         manifest = BatchManifest(
             step=step,
-            version=self._trainer.version(self._policy),
+            version=version,
             episode_ids=gathered.episode_ids,
             seed=self._config.seed,
             config_digest=self._config.digest(),
@@ -178,6 +184,7 @@ class Learner:
             "time/rollout_seconds": time.monotonic() - started,
             "train/groups_dropped": float(gathered.dropped),
             "train/episodes_discarded": float(gathered.discarded),
+            "train/episodes_stale": float(gathered.stale),
         }
 
     async def _train(self, manifest: BatchManifest) -> dict[str, float]:
@@ -187,8 +194,14 @@ class Learner:
         trajectories = await self._store.trajectories(manifest.episode_ids)
         version = self._trainer.version(self._policy)
         batch = await asyncio.to_thread(
-            make_batch, trajectories, config.algorithm, config.policy.sampling.max_tokens, version
+            make_batch,
+            trajectories,
+            config.algorithm,
+            config.policy.sampling.max_tokens,
+            version,
+            config.rollout.step_order,
         )
+        self._progress.staleness = batch.staleness
         started = time.monotonic()
         row = batch.metrics | {"train/rows": 0.0, "train/trained_tokens": 0.0}
         if batch.samples:
@@ -204,11 +217,10 @@ class Learner:
         rate = learning_rate(self._config.policy.optimizer, step, self._config.steps)
         reports: list[StepReport] = []
         skipped = 0
+        samples, correction = await self._corrected(step, batch)
         for epoch in range(self._config.algorithm.epochs):
             name = f"step {step} epoch {epoch}"
-            reports.append(
-                await self._trainer.forward_backward(self._policy, batch.samples, self._loss, f"{name} gradient")
-            )
+            reports.append(await self._trainer.forward_backward(self._policy, samples, self._loss, f"{name} gradient"))
             update = await self._trainer.optim_step(self._policy, rate, f"{name} update")
             skipped += not update.applied
         first, last = reports[0], reports[-1]
@@ -225,11 +237,21 @@ class Learner:
             "train/grad_norm": update.grad_norm,
             "train/updates_skipped": float(skipped),
             "train/learning_rate": update.learning_rate,
-        }
+        } | correction
         return {name: value for name, value in row.items() if math.isfinite(value)}  # NaN is no JSON
 
+    async def _corrected(self, step: int, batch: Batch) -> tuple[list[TrainSample], dict[str, float]]:
+        """The batch's rows with the importance correction that the job asks for, and its metrics."""
+        algorithm = self._config.algorithm
+        if algorithm.importance == "none":
+            return batch.samples, {}
+        now = await self._trainer.logprobs(self._policy, batch.samples, f"step {step} logprobs")
+        found = await asyncio.to_thread(correct, batch.samples, now, algorithm.importance, algorithm.importance_limit)
+        return found.samples, found.metrics
+
     async def _publish(self, name: str) -> None:
-        version = await self._trainer.publish(self._policy, self._engine, f"publish {name}")
+        async with self._sync.acquire_weight_sync() if self._sync is not None else contextlib.nullcontext():
+            version = await self._trainer.publish(self._policy, self._engine, f"publish {name}")
         self._store.policy_version = version
         self._progress.version = str(version)
 

@@ -19,6 +19,7 @@ from palestra.schemas.records import (
     MediaSpan,
     PolicyVersion,
     Sampling,
+    StepTimes,
     Task,
     VersionSpan,
 )
@@ -53,6 +54,7 @@ def episode_of(row: Any) -> Episode:
         attempts=row.attempts,
         rewards=None if row.rewards is None else orjson.loads(row.rewards),
         step_rewards=None if row.step_rewards is None else tuple(orjson.loads(row.step_rewards)),
+        step_times=None if row.step_times is None else tuple(StepTimes(*t) for t in orjson.loads(row.step_times)),
         metadata=orjson.loads(row.metadata),
         worker_id=row.worker_id,
         lease_seconds=row.lease_seconds,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import sqlalchemy as sa
@@ -11,27 +13,33 @@ from sqlalchemy import Connection, bindparam, func, select
 
 from palestra.errors import ClaimOver, Conflict, EpisodeEnded, EpisodeLeaseExpired, InvalidRequest, NotFound
 from palestra.ledger.codec import episode_of, to_json
+from palestra.ledger.statements import Prepared
 from palestra.ledger.tables import chats, episodes, groups
 from palestra.schemas.protocols import Counts, GroupRecord
-from palestra.schemas.records import Episode, EpisodeKind, Task
+from palestra.schemas.records import Episode, EpisodeKind, StepTimes, Task
 from palestra.schemas.states import EpisodeState, GroupState, check_transition
 
-_BY_ID = select(episodes).where(episodes.c.episode_id == bindparam("episode_id"))
-_BY_REQUEST = select(episodes).where(episodes.c.claim_request_id == bindparam("request_id"))
-_NEXT = (
+_BY_ID = Prepared(select(episodes).where(episodes.c.episode_id == bindparam("episode_id")))
+_BY_REQUEST = Prepared(select(episodes).where(episodes.c.claim_request_id == bindparam("request_id")))
+_NEXT = Prepared(
     select(episodes)
     .where(episodes.c.state == EpisodeState.REGISTERED.value, episodes.c.kind == bindparam("kind"))
     .order_by(episodes.c.group_index, episodes.c.sample_index)
     .limit(1)
 )
-_CHANGE = (
-    sa.update(episodes)
-    .where(episodes.c.episode_id == bindparam("b_id"), episodes.c.fence == bindparam("b_fence"))
-    .values(state=bindparam("b_state"))
+_LAST_STEP = Prepared(
+    select(func.max(chats.c.time_step)).where(
+        chats.c.episode_id == bindparam("episode_id"), chats.c.fence == bindparam("fence")
+    )
 )
-_ANY = (
+_OPEN_OF_STEP = (
     select(episodes.c.episode_id)
-    .where(episodes.c.state == bindparam("state"), episodes.c.kind == bindparam("kind"))
+    .join(groups, (groups.c.kind == episodes.c.kind) & (groups.c.group_index == episodes.c.group_index))
+    .where(
+        episodes.c.state == bindparam("state"),
+        episodes.c.kind == bindparam("kind"),
+        groups.c.step == bindparam("step"),
+    )
     .limit(1)
 )
 _COUNT = select(func.count()).where(episodes.c.state == bindparam("state"), episodes.c.kind == bindparam("kind"))
@@ -42,6 +50,11 @@ CLAIM_ORDER: tuple[EpisodeKind, ...] = ("validation", "train")  # ad-hoc episode
 def episode_name(kind: EpisodeKind, group_index: int, sample_index: int) -> str:
     """The id of a scheduled episode: the same in every run of a job."""
     return f"{kind}-{group_index:06d}-{sample_index:02d}"
+
+
+def kind_of(episode_id: str) -> str:
+    """The kind that an id tells."""
+    return episode_id.partition("-")[0]
 
 
 def register_group(
@@ -63,7 +76,25 @@ def register_group(
             "state": GroupState.OPEN.value,
         },
     )
-    data = to_json(task.data)
+    _add_episodes(connection, kind, group_index, task.task_id, to_json(task.data), range(size))
+    return size
+
+
+def register_again(connection: Connection, kind: EpisodeKind, group_index: int, count: int) -> None:
+    """Add episodes to a group, in the place of some that can't be used."""
+    last = connection.execute(
+        select(episodes)
+        .where(episodes.c.kind == kind, episodes.c.group_index == group_index)
+        .order_by(episodes.c.sample_index.desc())
+        .limit(1)
+    ).one()
+    following = range(last.sample_index + 1, last.sample_index + 1 + count)
+    _add_episodes(connection, kind, group_index, last.task_id, last.task_data, following)
+
+
+def _add_episodes(
+    connection: Connection, kind: EpisodeKind, group_index: int, task_id: str, task_data: str, samples: range
+) -> None:
     connection.execute(
         episodes.insert(),
         [
@@ -72,20 +103,19 @@ def register_group(
                 "kind": kind,
                 "group_index": group_index,
                 "sample_index": sample,
-                "task_id": task.task_id,
-                "task_data": data,
+                "task_id": task_id,
+                "task_data": task_data,
                 "state": EpisodeState.REGISTERED.value,
             }
-            for sample in range(size)
+            for sample in samples
         ],
     )
-    return size
 
 
 def register_adhoc(connection: Connection, task: Task, request_id: str) -> str:
     """An episode outside the schedule; the same `request_id` gives the same one."""
     episode_id = "adhoc-" + hashlib.sha256(request_id.encode()).hexdigest()[:16]
-    if connection.execute(_BY_ID, {"episode_id": episode_id}).first() is None:
+    if _BY_ID.row(connection, {"episode_id": episode_id}) is None:
         number = connection.execute(
             select(func.coalesce(func.max(episodes.c.group_index), -1) + 1).where(episodes.c.kind == "adhoc")
         ).scalar_one()
@@ -110,7 +140,10 @@ def read(connection: Connection, episode_id: str) -> Episode:
     Raises:
         NotFound: no such episode.
     """
-    row = connection.execute(_BY_ID, {"episode_id": episode_id}).first()
+    return _episode(_BY_ID.row(connection, {"episode_id": episode_id}), episode_id)
+
+
+def _episode(row: Any, episode_id: str) -> Episode:
     if row is None:
         raise NotFound(f"there is no episode {episode_id!r}")
     return episode_of(row)
@@ -130,7 +163,7 @@ def claim(
         ClaimOver: the claim of this `request_id` is over.
         IllegalTransition: the episode named is not registered.
     """
-    known = connection.execute(_BY_REQUEST, {"request_id": request_id}).first()
+    known = _BY_REQUEST.row(connection, {"request_id": request_id})
     if known is not None:
         if known.state != EpisodeState.CLAIMED:
             raise ClaimOver(
@@ -141,16 +174,24 @@ def claim(
     if found is None:
         return None
     check_transition(f"episode {found.episode_id}", found.state, EpisodeState.CLAIMED)
+    claimed = replace(
+        found,
+        state=EpisodeState.CLAIMED,
+        fence=found.fence + 1,
+        attempts=found.attempts + 1,
+        worker_id=worker_id,
+        lease_seconds=lease_seconds,
+    )
     changed = {
-        "fence": found.fence + 1,
-        "attempts": found.attempts + 1,
+        "fence": claimed.fence,
+        "attempts": claimed.attempts,
         "worker_id": worker_id,
         "claim_request_id": request_id,
         "lease_seconds": lease_seconds,
         "claimed_at": now,
     }
     _change(connection, found, EpisodeState.CLAIMED, changed)
-    return read(connection, found.episode_id)
+    return claimed
 
 
 def held(connection: Connection, episode_id: str, fence: int) -> Episode:
@@ -159,7 +200,11 @@ def held(connection: Connection, episode_id: str, fence: int) -> Episode:
     Raises:
         EpisodeLeaseExpired, EpisodeEnded: it is not, or no longer.
     """
-    episode = read(connection, episode_id)
+    return _held(read(connection, episode_id), fence)
+
+
+def _held(episode: Episode, fence: int) -> Episode:
+    episode_id = episode.episode_id
     if episode.fence != fence or episode.state is EpisodeState.REGISTERED:
         raise EpisodeLeaseExpired(
             f"episode {episode_id} is no longer yours (claim {fence} of {episode.fence}): its lease ran out or it was "
@@ -176,22 +221,24 @@ def end(
     fence: int,
     rewards: Mapping[str, float],
     step_rewards: Sequence[float] | None,
+    step_times: Sequence[StepTimes] | None,
     extra: Mapping[str, Any],
     now: float,
 ) -> bool:
     """Complete an episode. True: now; False: it was, with the same body."""
-    body = {
+    body: dict[str, str | None] = {
         "rewards": to_json(dict(rewards)),
         "step_rewards": None if step_rewards is None else to_json(list(step_rewards)),
         "metadata": to_json(dict(extra)),
     }
     digest = hashlib.sha256(to_json(sorted(body.items())).encode()).hexdigest()
-    row = connection.execute(_BY_ID, {"episode_id": episode_id}).first()
+    body["step_times"] = None if step_times is None else to_json([list(times) for times in step_times])
+    row = _BY_ID.row(connection, {"episode_id": episode_id})
     if row is not None and row.fence == fence and row.state == EpisodeState.COMPLETED:
         if row.end_digest == digest:
             return False
         raise Conflict(f"episode {episode_id} was ended before with another body; the first one stands")
-    episode = held(connection, episode_id, fence)
+    episode = _held(_episode(row, episode_id), fence)
     if step_rewards is not None:
         _one_for_each_step(connection, episode, len(step_rewards))
     _change(connection, episode, EpisodeState.COMPLETED, {**body, "end_digest": digest, "ended_at": now})
@@ -200,8 +247,7 @@ def end(
 
 def _one_for_each_step(connection: Connection, episode: Episode, rewards: int) -> None:
     """More are fine: the environment may go on without a call."""
-    of_lease = (chats.c.episode_id == episode.episode_id) & (chats.c.fence == episode.fence)
-    last = connection.execute(select(func.max(chats.c.time_step)).where(of_lease)).scalar()
+    last = _LAST_STEP.row(connection, {"episode_id": episode.episode_id, "fence": episode.fence})[0]
     if last is not None and rewards <= last:
         raise InvalidRequest(
             f"step_rewards has {rewards} rewards, and the calls of episode {episode.episode_id} belong to TimeSteps 0 "
@@ -264,11 +310,27 @@ def of_step(connection: Connection, kind: EpisodeKind, step: int) -> list[tuple[
     return [(record, members[record.group_index]) for record in records]
 
 
-def progress(connection: Connection, kind: EpisodeKind) -> tuple[bool, int]:
-    """(whether an episode of this kind may still be completed, how many were discarded); no scan of the others."""
-    is_open = any(connection.execute(_ANY, {"kind": kind, "state": state.value}).first() for state in OPEN_STATES)
-    discarded = connection.execute(_COUNT, {"kind": kind, "state": EpisodeState.DISCARDED.value}).scalar_one()
-    return is_open, int(discarded)
+def progress(connection: Connection, kind: EpisodeKind, step: int) -> tuple[bool, int]:
+    """(whether an episode of this step may still be completed, how many of its kind were discarded)."""
+    is_open = any(
+        connection.execute(_OPEN_OF_STEP, {"kind": kind, "step": step, "state": state.value}).first()
+        for state in OPEN_STATES
+    )
+    return is_open, discarded(connection, kind)
+
+
+def discarded(connection: Connection, kind: EpisodeKind) -> int:
+    """How many episodes of this kind were discarded."""
+    return int(connection.execute(_COUNT, {"kind": kind, "state": EpisodeState.DISCARDED.value}).scalar_one())
+
+
+def open_groups(connection: Connection, kind: EpisodeKind) -> int:
+    """Groups of which an episode may still be completed."""
+    states = [state.value for state in OPEN_STATES]
+    wanted = select(func.count(sa.distinct(episodes.c.group_index))).where(
+        episodes.c.state.in_(states), episodes.c.kind == kind
+    )
+    return int(connection.execute(wanted).scalar_one())
 
 
 def settle_group(connection: Connection, kind: EpisodeKind, group_index: int, following: GroupState) -> None:
@@ -299,7 +361,7 @@ def counts(connection: Connection) -> Counts:
 
 def _next(connection: Connection) -> Episode | None:
     for kind in CLAIM_ORDER:
-        row = connection.execute(_NEXT, {"kind": kind}).first()
+        row = _NEXT.row(connection, {"kind": kind})
         if row is not None:
             return episode_of(row)
     return None
@@ -308,13 +370,15 @@ def _next(connection: Connection) -> Episode | None:
 def _change(connection: Connection, episode: Episode, following: EpisodeState, values: Mapping[str, Any]) -> None:
     """The only place where an episode's state is written."""
     check_transition(f"episode {episode.episode_id}", episode.state, following)
-    names: dict[str, Any] = {name: bindparam(f"v_{name}") for name in values}
-    connection.execute(
-        _CHANGE.values(names),
-        {
-            "b_id": episode.episode_id,
-            "b_fence": episode.fence,
-            "b_state": following.value,
-            **{f"v_{name}": value for name, value in values.items()},
-        },
+    known = {"b_id": episode.episode_id, "b_fence": episode.fence, "b_state": following.value}
+    _changing(tuple(values)).change(connection, known | {f"v_{name}": value for name, value in values.items()})
+
+
+@cache
+def _changing(columns: tuple[str, ...]) -> Prepared:
+    """The statement that gives an episode a state, and new values to these columns."""
+    return Prepared(
+        sa.update(episodes)
+        .where(episodes.c.episode_id == bindparam("b_id"), episodes.c.fence == bindparam("b_fence"))
+        .values(state=bindparam("b_state"), **{name: bindparam(f"v_{name}") for name in columns})
     )

@@ -33,6 +33,7 @@ from palestra.schemas.records import (
     EpisodeKind,
     Event,
     PolicyVersion,
+    StepTimes,
     Task,
     Trajectory,
 )
@@ -100,6 +101,7 @@ class RunStore:
         self.available = Bell()  # rings when an episode can be claimed
         self.settled = Bell()  # rings when an episode was completed or discarded
         self.on_lease_over: list[LeaseOver] = []
+        self.recent_rewards: deque[float] = deque(maxlen=64)  # of training episodes, as they end
         path.parent.mkdir(parents=True, exist_ok=True)
         self._engine = open_engine(path, store.synchronous)
         try:
@@ -114,6 +116,11 @@ class RunStore:
         self._reader = ThreadPoolExecutor(1, "palestra-reader")
         self.policy_version = PolicyVersion(0, 0)  # what a claim is told; set by the learner
         self.policy_name = "policy"
+
+    @property
+    def recent_reward(self) -> float | None:
+        """Mean of the newest rewards of training episodes; None before the first."""
+        return sum(self.recent_rewards) / len(self.recent_rewards) if self.recent_rewards else None
 
     def close(self) -> None:
         """Finish what was submitted and close the file."""
@@ -191,6 +198,25 @@ class RunStore:
         return Claim(episode=found, policy=self.policy_name, version=self.policy_version)
 
     @_whole
+    async def claim_many(self, worker_id: str, request_id: str, count: int) -> list[Claim]:
+        """Up to `count` registered episodes at once, in canonical order, with the job's lease."""
+        seconds, now = self._rollout.lease_seconds, self.clock.now()
+
+        def take(connection: sa.Connection) -> list[Episode]:
+            found: list[Episode] = []
+            for number in range(count):
+                episode = episodes.claim(connection, worker_id, f"{request_id}-{number}", seconds, None, now)
+                if episode is None:
+                    break
+                found.append(episode)
+            return found
+
+        claimed = await self.write(take, "claim_commit")
+        for episode in claimed:
+            self.leases.grant(episode.episode_id, episode.fence, episode.lease_seconds)
+        return [Claim(episode=episode, policy=self.policy_name, version=self.policy_version) for episode in claimed]
+
+    @_whole
     async def end(
         self,
         episode_id: str,
@@ -198,13 +224,17 @@ class RunStore:
         rewards: Mapping[str, float],
         step_rewards: Sequence[float] | None,
         metadata: Mapping[str, Any],
+        step_times: Sequence[StepTimes] | None = None,
     ) -> bool:
         """See `EpisodeStore`."""
         now = self.clock.now()
         first = await self.write(
-            lambda c: episodes.end(c, episode_id, fence, rewards, step_rewards, metadata, now), "end_commit"
+            lambda c: episodes.end(c, episode_id, fence, rewards, step_rewards, step_times, metadata, now),
+            "end_commit",
         )
         if first:
+            if episodes.kind_of(episode_id) == "train":
+                self.recent_rewards.append(float(sum(rewards.values())))
             self._lease_over(episode_id, fence)
             self.settled.ring()
         return first
@@ -267,13 +297,23 @@ class RunStore:
 
     async def discarded(self, kind: EpisodeKind) -> int:
         """How many episodes of this kind were discarded."""
-        return (await self.read(lambda c: episodes.progress(c, kind)))[1]
+        return await self.read(lambda c: episodes.discarded(c, kind))
 
-    async def wait_settled(self, kind: EpisodeKind, discarded: int) -> None:
-        """Return when no episode of this kind is open, or another number than `discarded` of them is discarded."""
+    async def open_groups(self, kind: EpisodeKind) -> int:
+        """Groups of which an episode may still be completed."""
+        return await self.read(lambda c: episodes.open_groups(c, kind))
+
+    @_whole
+    async def register_again(self, kind: EpisodeKind, group_index: int, count: int) -> None:
+        """Add `count` episodes to a group, in the place of some that can't be used."""
+        await self.write(lambda c: episodes.register_again(c, kind, group_index, count))
+        self.available.ring(count)
+
+    async def wait_settled(self, kind: EpisodeKind, step: int, discarded: int) -> None:
+        """Return when no episode of a step is open, or another number than `discarded` of this kind is discarded."""
         while True:
             seen = self.settled.rings
-            is_open, now = await self.read(lambda c: episodes.progress(c, kind))
+            is_open, now = await self.read(lambda c: episodes.progress(c, kind, step))
             if not is_open or now != discarded:
                 return
             await self.settled.wait(WAKE_SECONDS, seen)
@@ -295,6 +335,10 @@ class RunStore:
     async def chats(self, episode_id: str, fence: int) -> tuple[Chat, ...]:
         """See `EpisodeStore`."""
         return await self.read(lambda c: chats.of_lease(c, episode_id, fence))
+
+    async def oldest_tokens(self, episode_ids: Sequence[str]) -> dict[str, int]:
+        """N of the version with which an episode's oldest token was sampled; those without tokens are left out."""
+        return await self.read(lambda c: chats.oldest_tokens(c, episode_ids))
 
     async def trajectories(self, episode_ids: Sequence[str]) -> list[Trajectory]:
         """See `EpisodeStore`."""

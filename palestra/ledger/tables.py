@@ -7,7 +7,7 @@ from sqlalchemy import Column, Float, Index, Integer, LargeBinary, String, Table
 
 from palestra.errors import StoreError
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 metadata = sa.MetaData()
 
@@ -60,6 +60,7 @@ episodes = Table(
     Column("claim_request_id", String, unique=True),
     Column("rewards", Text),
     Column("step_rewards", Text),
+    Column("step_times", Text),  # [[observed, acted or null], …]; NULL: nobody said
     Column("metadata", Text, nullable=False, default="{}"),
     Column("end_digest", String),
     Column("reason", Text),
@@ -136,6 +137,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "ALTER TABLE chats ADD COLUMN stop TEXT",
         "ALTER TABLE chats ADD COLUMN sampling TEXT",
     ),
+    ("ALTER TABLE episodes ADD COLUMN step_times TEXT",),
 )
 
 

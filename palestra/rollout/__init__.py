@@ -1,16 +1,25 @@
 """Episodes that Palestra plays itself: agents and environments in this process, the same sessions, no HTTP."""
 
 from palestra.rollout.collect import Collected, Step, Termination, TrajectoryCollectEngine
+from palestra.rollout.environments import Environments
+from palestra.rollout.groups import Bucket, Gathered, GroupQueueManager
 from palestra.rollout.orchestrator import Outcome, RolloutOrchestrator
-from palestra.rollout.runner import Runner
+from palestra.rollout.pool import RunnerPool
+from palestra.rollout.runner import Play, Runner
 from palestra.rollout.sync_lock import RolloutSyncLock
 
 __all__ = [
+    "Bucket",
     "Collected",
+    "Environments",
+    "Gathered",
+    "GroupQueueManager",
     "Outcome",
+    "Play",
     "RolloutOrchestrator",
     "RolloutSyncLock",
     "Runner",
+    "RunnerPool",
     "Step",
     "Termination",
     "TrajectoryCollectEngine",

@@ -4,26 +4,49 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from palestra.agents import Agent
 from palestra.envs import ConcurrentEnvironment
-from palestra.errors import ContextOverflow, EpisodeOver
+from palestra.errors import (
+    ContextOverflow,
+    EngineFailure,
+    EpisodeEnded,
+    EpisodeLeaseExpired,
+    EpisodeOver,
+    RolloutFailed,
+    ServerStopping,
+)
 from palestra.schemas.messages import ChatMessage
 from palestra.schemas.observations import Observation
-from palestra.schemas.records import Chat
+from palestra.schemas.records import Chat, StepTimes
 from palestra.session import EpisodeSession, ModelCall, Sessions
 
 
 class Termination(StrEnum):
-    """Why an episode has ended by itself. One that failed, or was cancelled, raises instead and has no reward."""
+    """Why an episode ended. Only the first three have a reward; the others are played again, or dropped."""
 
     DONE = "done"
-    TRUNCATED = "truncated"  # by the environment: a limit of steps, for instance
+    MAX_STEPS = "max_steps"  # cut off by the environment, as a rule by its limit of steps
     CONTEXT_FULL = "context_full"  # an agent's conversation left no room for a reply
+    TIMED_OUT = "timed_out"
+    ENVIRONMENT_FAILED = "environment_failed"
+    AGENT_FAILED = "agent_failed"
+    ENGINE_FAILED = "engine_failed"
+    CANCELLED = "cancelled"  # the job was stopped
+
+    @property
+    def has_reward(self) -> bool:
+        """Whether the episode was played to an end."""
+        return self in (Termination.DONE, Termination.MAX_STEPS, Termination.CONTEXT_FULL)
+
+
+LONGEST_SEEN = 4000  # characters of what was seen last
+Lost = (EpisodeLeaseExpired, EpisodeEnded)  # it is somebody else's episode now, or nobody's
 
 
 @dataclass(kw_only=True, slots=True)
@@ -33,7 +56,6 @@ class Step:
     observation: Observation
     reward: float = 0.0
     acted_at: float | None = None  # Unix seconds; None: no action was given
-    chats: list[Chat] = field(default_factory=list)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -43,11 +65,27 @@ class Collected:
     termination: Termination = Termination.DONE
     steps: list[Step] = field(default_factory=list)  # in the order of observation; TimeStep i is entry i
     rewards: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # by agent
+    last_seen: str = ""  # what the observations said that asked for no action; no call has it
 
     @property
     def step_rewards(self) -> list[float]:
         """By TimeStep."""
         return [step.reward for step in self.steps]
+
+    @property
+    def step_times(self) -> list[StepTimes]:
+        """By TimeStep."""
+        return [StepTimes(step.observation.observed_at, step.acted_at) for step in self.steps]
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What is recorded of it beside calls, rewards and times."""
+        found: dict[str, Any] = {"termination": self.termination.value}
+        if unanswered := sum(step.acted_at is None for step in self.steps):
+            found["unanswered_observations"] = unanswered
+        if self.last_seen:
+            found["last_seen"] = self.last_seen[:LONGEST_SEEN]
+        return found
 
 
 class TrajectoryCollectEngine:
@@ -73,22 +111,25 @@ class TrajectoryCollectEngine:
         """Play one episode to its end. Whatever happens, nothing of it runs on.
 
         Raises:
-            Exception: what the environment or an agent raised; the episode then has no reward.
+            RolloutFailed: the environment, an agent or the engine failed; the episode has no reward.
+            EpisodeLeaseExpired, EpisodeEnded: the lease was lost.
         """
-        turns: dict[asyncio.Task[None], str] = {}
+        turns: set[asyncio.Task[None]] = set()
         observing: asyncio.Task[Observation] | None = None
         try:
-            await self._environment.reset(task)
+            with failing(Termination.ENVIRONMENT_FAILED):
+                await self._environment.reset(task)
             while True:
                 observing = observing or asyncio.ensure_future(self._environment.observe())
                 await asyncio.wait((observing, *turns), return_when=asyncio.FIRST_COMPLETED)
                 for turn in [turn for turn in turns if turn.done()]:
-                    del turns[turn]
+                    turns.discard(turn)
                     turn.result()
                 if observing.done():
-                    observation, observing = observing.result(), None
+                    with failing(Termination.ENVIRONMENT_FAILED):
+                        observation, observing = observing.result(), None
                     if self._take(observation):
-                        turns[asyncio.ensure_future(self._turn(observation))] = observation.id
+                        turns.add(asyncio.ensure_future(self._turn(observation)))
         except EpisodeOver:
             return self._result
         except ContextOverflow:
@@ -108,8 +149,11 @@ class TrajectoryCollectEngine:
         if known := [self._number[parent] for parent in observation.parents if parent in self._number]:
             result.steps[max(known)].reward += observation.reward
         if observation.truncated and not observation.terminated:
-            result.termination = Termination.TRUNCATED
+            result.termination = Termination.MAX_STEPS
+        self._sessions.context.counts["observations"] += 1
         if observation.is_last:
+            said = [message.text for message in observation.content]
+            result.last_seen = "\n".join([result.last_seen, *said] if result.last_seen else said)
             return False
         self._number[observation.id] = len(result.steps)
         result.steps.append(Step(observation=observation))
@@ -118,22 +162,43 @@ class TrajectoryCollectEngine:
     async def _turn(self, observation: Observation) -> None:
         """An agent's answer."""
         number, name = self._number[observation.id], observation.agent
-        handle = _Handle(self, name, number)
-        chats, action = await self._agent(name).step(observation, handle)
-        step = self._result.steps[number]
-        step.chats, step.acted_at = chats, self._environment.clock.now()
+        with failing(Termination.AGENT_FAILED):
+            _, action = await self._agent(name).step(observation, _Handle(self, name, number))
+        self._result.steps[number].acted_at = self._environment.clock.now()
         self._histories[name] = (*self._histories[name], *observation.content, action)
-        self._environment.act(observation.id, action)
+        with failing(Termination.ENVIRONMENT_FAILED):
+            self._environment.act(observation.id, action)
 
     def _agent(self, name: str) -> Agent:
-        while name not in self._agents and name:
-            name = name.rpartition("/")[0]
-        return self._agents[name]
+        nearest = name
+        while nearest not in self._agents and nearest:
+            nearest = nearest.rpartition("/")[0]
+        if nearest not in self._agents:
+            known = ", ".join(map(repr, self._agents))
+            raise RolloutFailed(Termination.AGENT_FAILED, f"nobody plays the agent {name!r}; there are {known}")
+        return self._agents[nearest]
 
     async def call(self, call: ModelCall) -> Chat:
-        """One call of the model, if there is room for it."""
-        with self._sessions.admitted():
+        """One call of the model."""
+        with self._sessions.counted():
             return await self._session.chat(call)
+
+
+@contextmanager
+def failing(termination: Termination) -> Iterator[None]:
+    """Says whose failure it was; what ends an episode in good order goes through."""
+    try:
+        yield
+    except (EpisodeOver, ContextOverflow, RolloutFailed, *Lost):
+        raise
+    except (EngineFailure, ServerStopping) as error:
+        raise RolloutFailed(Termination.ENGINE_FAILED, _said(error)) from error
+    except Exception as error:
+        raise RolloutFailed(termination, _said(error)) from error
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 class _Handle:
@@ -156,12 +221,14 @@ class _Handle:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         max_tokens: int | None = None,
+        choices: Sequence[str] = (),
     ) -> Chat:
         call = ModelCall(
             policy=self.name,
             messages=tuple(messages),
             tools=tuple(dict(tool) for tool in tools),
             max_tokens=max_tokens,
+            response_choices=tuple(choices),
             agent=self._agent,
             time_step=self._step,
         )

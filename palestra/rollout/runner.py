@@ -2,83 +2,128 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from palestra.agents import Agent, ModelAgent
-from palestra.envs import ConcurrentEnvironment, Environment, SerialEnvironment
-from palestra.errors import Conflict
-from palestra.rollout.collect import Collected, TrajectoryCollectEngine
+from palestra.errors import RolloutFailed
+from palestra.rollout.collect import Collected, Lost, Termination, TrajectoryCollectEngine
+from palestra.rollout.environments import Environments, Made
 from palestra.schemas.records import Claim, Task, Trajectory
 from palestra.session import Sessions
 
+log = logging.getLogger("palestra.rollout")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Runner:
-    """Agents, in environments from `make_environment`; a new environment for every episode."""
+class Play:
+    """What is played: agents, in environments of which each episode gets a new one."""
 
-    sessions: Sessions
-    make_environment: Callable[[], Environment | ConcurrentEnvironment]
+    environment: Callable[[], Made]
     agents: Mapping[str, Agent] | None = None  # by name; None: a `ModelAgent` plays all
     system: str | None = None  # the agent's system message, in an `Environment`
     max_tokens: int | None = None  # of each reply, where `agents` is None
-    worker_id: str = "runner"
+
+
+class Runner:
+    """Plays episodes of a job, any number side by side. As a context manager it uses environments again."""
+
+    def __init__(
+        self,
+        sessions: Sessions,
+        play: Play,
+        *,
+        timeout_seconds: float | None = None,
+        worker_id: str = "runner",
+    ) -> None:
+        """`timeout_seconds` is for one attempt; None: only the job's `max_episode_seconds` ends it."""
+        self._sessions, self._store = sessions, sessions.context.store
+        self._agents = play.agents or {"": ModelAgent(max_tokens=play.max_tokens)}
+        self._environments = Environments(play.environment, system=play.system, clock=sessions.context.clock)
+        self._timeout_seconds, self.worker_id = timeout_seconds, worker_id
+
+    async def __aenter__(self) -> Self:
+        self._environments.keep()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._environments.close()
 
     async def play_episode(self, reset_kwargs: Mapping[str, Any] | None = None) -> Trajectory | None:
         """Play an episode to its end: the next one that is registered (None when there is none now), or a new one.
-
-        An environment or an engine that fails gives the episode back; that is never a reward of 0.
 
         Args:
             reset_kwargs: the task of a new episode, which is recorded and never trained on.
 
         Raises:
-            Exception: what the environment or an agent raised.
-            PalestraError: the lease was lost, or the engine failed.
+            RolloutFailed: see `play_claim`.
+            EpisodeLeaseExpired, EpisodeEnded: the lease was lost.
         """
-        store = self.sessions.context.store
-        name = None
+        store, name = self._store, None
         if reset_kwargs is not None:
             request = uuid.uuid4().hex
             name = await store.register_adhoc(Task(task_id=f"t{request[:15]}", data=dict(reset_kwargs)), request)
         claim = await store.claim(self.worker_id, uuid.uuid4().hex, None, name)
         if claim is None:
             return None
+        await self.play_claim(claim)
+        return (await store.trajectories([claim.episode.episode_id]))[0]
+
+    async def play_claim(self, claim: Claim) -> Collected:
+        """Play a claimed episode to its end, and hand in its reward.
+
+        Where something fails, or the time is over, the episode is given back: that is never a reward of 0. So it is
+        when this is cancelled.
+
+        Raises:
+            RolloutFailed: the environment, an agent or the engine failed, or the time was over.
+            EpisodeLeaseExpired, EpisodeEnded: the lease was lost.
+        """
         episode = claim.episode
         try:
-            collected = await self._collect(claim)
-        except Conflict:  # the lease was lost: it is somebody else's episode now
+            with self._store.hold(episode.episode_id, episode.fence):  # no call comes while the environment works
+                async with asyncio.timeout(self._timeout_seconds) as limit:
+                    collected = await self._collect(claim)
+        except asyncio.CancelledError:
+            await asyncio.shield(self.give_back(claim, Termination.CANCELLED, "the job was stopped"))
             raise
-        except Exception as error:
-            await store.abort(episode.episode_id, episode.fence, f"{type(error).__name__}: {error}", discard=False)
+        except TimeoutError:
+            assert limit.expired(), "everything else comes as RolloutFailed"
+            late = RolloutFailed(Termination.TIMED_OUT, f"not over after {self._timeout_seconds:g} s")
+            await self.give_back(claim, Termination.TIMED_OUT, str(late))
+            raise late from None
+        except RolloutFailed as error:
+            await self.give_back(claim, Termination(error.termination), str(error))
             raise
-        await store.end(
+        await self._store.end(
             episode.episode_id,
             episode.fence,
             dict(collected.rewards) or {"agent": 0.0},
             collected.step_rewards,
-            {"termination": collected.termination.value},
+            collected.metadata,
+            collected.step_times,
         )
-        return (await store.trajectories([episode.episode_id]))[0]
+        return collected
+
+    async def give_back(self, claim: Claim, termination: Termination, reason: str) -> None:
+        """Let somebody else play it."""
+        episode = claim.episode
+        try:
+            await self._store.abort(episode.episode_id, episode.fence, f"{termination.value}: {reason}", discard=False)
+        except Lost:  # its lease ran out meanwhile, so it was given back already
+            log.info("episode %s was given back before: %s", episode.episode_id, reason)
 
     async def _collect(self, claim: Claim) -> Collected:
-        made = self.make_environment()
-        clock = self.sessions.context.clock
-        environment = (
-            SerialEnvironment(made, system=self.system, clock=clock) if isinstance(made, Environment) else made
-        )
-        session = await self.sessions.open(claim.episode.episode_id, claim.episode.fence)
-        engine = TrajectoryCollectEngine(
-            environment=environment,
-            agents=self.agents or {"": ModelAgent(max_tokens=self.max_tokens)},
-            sessions=self.sessions,
-            session=session,
-            policy=claim.policy,
-        )
-        try:
-            await environment.setup()
+        async with self._environments.one() as environment:
+            engine = TrajectoryCollectEngine(
+                environment=environment,
+                agents=self._agents,
+                sessions=self._sessions,
+                session=await self._sessions.open(claim.episode.episode_id, claim.episode.fence),
+                policy=claim.policy,
+            )
             return await engine.collect(claim.episode.task.data)
-        finally:
-            await environment.close()

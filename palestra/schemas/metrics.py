@@ -26,6 +26,11 @@ METRICS = (
     Metric("train/groups_dropped", "groups", "Groups of this step that lost too many episodes and were replaced."),
     Metric("train/episodes_discarded", "episodes", "Episodes of the batch's groups that were discarded."),
     Metric(
+        "train/episodes_stale",
+        "episodes",
+        "Completed episodes with a token older than `max_staleness` allows: left out, and registered anew.",
+    ),
+    Metric(
         "train/episodes_without_tokens",
         "episodes",
         "Completed episodes in which nothing was sampled: no row.",
@@ -54,6 +59,12 @@ METRICS = (
         "Mean of |trainer's logprob - engine's logprob| over trained tokens, before the first update of the step.",
     ),
     Metric("train/logprob_gap_max", "nats", "Largest such difference."),
+    Metric(
+        "train/importance_mean",
+        "ratio",
+        "Mean over trained tokens of pi(before the step) / behaviour, of the token or its reply; where corrected.",
+    ),
+    Metric("train/importance_limited", "ratio", "Share of trained tokens whose ratio was truncated or masked."),
     Metric("train/grad_norm", "1", "Global L2 norm of the gradient before clipping."),
     Metric("train/updates_skipped", "updates", "Updates left out because their gradient was not finite."),
     Metric("train/learning_rate", "1", "Learning rate of the update."),
@@ -67,6 +78,7 @@ METRICS = (
         "versions",
         "Largest n(policy before the step) - n(token) over trained tokens.",
     ),
+    Metric("rollout/staleness_mean", "versions", "Mean of the same."),
     Metric(
         "rollout/drift_share",
         "ratio",

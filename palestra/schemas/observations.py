@@ -26,3 +26,8 @@ class Observation:
     def is_last(self) -> bool:
         """Whether no action is asked for."""
         return self.terminated or self.truncated
+
+    @property
+    def tool_outputs(self) -> dict[str, str]:
+        """What the agent's calls returned, by their ids: `{"tool_outputs": …}` for agents that want a dict."""
+        return {message.tool_call_id or "": message.text for message in self.content if message.role == "tool"}

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from palestra.schemas.states import JobState, check_transition
+
+
+@dataclass(kw_only=True, slots=True)
+class RolloutProgress:
+    """The episodes that this process plays itself."""
+
+    playing: int = 0
+    terminations: Counter[str] = field(default_factory=Counter)  # why they ended
 
 
 @dataclass(kw_only=True, slots=True)
@@ -20,6 +29,8 @@ class JobProgress:
     step: int = 0  # steps that are done
     version: str = "0.0"
     last_metrics: dict[str, float] = field(default_factory=dict)
+    staleness: dict[int, int] = field(default_factory=dict)  # trained tokens of the last step, by age in versions
+    rollouts: RolloutProgress = field(default_factory=RolloutProgress)
     step_seconds: list[float] = field(default_factory=list)  # the last few, evaluation included
 
     def move(self, following: JobState, reason: str | None = None) -> None:

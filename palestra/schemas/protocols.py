@@ -14,10 +14,12 @@ from palestra.schemas.records import (
     Episode,
     EpisodeKind,
     Event,
+    Floats,
     Ids,
     PolicyVersion,
     SampledTokens,
     Sampling,
+    StepTimes,
     Task,
     TrainSample,
     Trajectory,
@@ -72,10 +74,9 @@ class StepReport:
 class OptimReport:
     """What one `optim_step` did."""
 
-    version: PolicyVersion
     learning_rate: float
     grad_norm: float  # before clipping
-    applied: bool = True  # False: the gradient was not finite; weights and version are as before
+    applied: bool = True  # False: the gradient was not finite; the weights are as before
 
 
 class Trainer(Protocol):
@@ -87,8 +88,12 @@ class Trainer(Protocol):
         """Add the batch's gradient. `loss` is an algorithm's pure function on tensors."""
         ...
 
+    async def logprobs(self, policy: str, batch: Sequence[TrainSample], request_id: str) -> list[Floats]:
+        """[N] for each row, without a gradient: of the tokens that are trained, NaN elsewhere."""
+        ...
+
     async def optim_step(self, policy: str, learning_rate: float, request_id: str) -> OptimReport:
-        """Apply the gradient and clear it; the version's `n` grows by one."""
+        """Apply the gradient and clear it; the first update since a publication makes the version's `n` grow by one."""
         ...
 
     async def save(self, folder: Path, state: Mapping[str, Any], request_id: str) -> Path:
@@ -169,6 +174,7 @@ class EpisodeStore(Protocol):
         rewards: Mapping[str, float],
         step_rewards: Sequence[float] | None,
         metadata: Mapping[str, Any],
+        step_times: Sequence[StepTimes] | None = None,
     ) -> bool:
         """Complete an episode. True: now; False: it was, with the same body.
 

@@ -32,6 +32,11 @@ class PolicyVersion(NamedTuple):
     def __str__(self) -> str:
         return f"{self.incarnation}.{self.n}"
 
+    @property
+    def following(self) -> PolicyVersion:
+        """The version after one more update."""
+        return PolicyVersion(self.incarnation, self.n + 1)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
@@ -55,6 +60,7 @@ class Episode:
     attempts: int  # claims used so far
     rewards: dict[str, float] | None  # by agent; None until it is completed
     step_rewards: tuple[float, ...] | None  # by TimeStep; None when the reward is for the whole episode
+    step_times: tuple[StepTimes, ...] | None  # by TimeStep; None where Palestra did not play it itself
     metadata: dict[str, Any]
     worker_id: str | None
     lease_seconds: float
@@ -107,6 +113,13 @@ class VersionSpan(NamedTuple):
 
     version: PolicyVersion
     tokens: int
+
+
+class StepTimes(NamedTuple):
+    """When an interaction with the environment happened, in Unix seconds."""
+
+    observed_at: float  # when its observation was made
+    acted_at: float | None  # when its action was given; None: none was
 
 
 class MediaSpan(NamedTuple):
@@ -216,6 +229,8 @@ class TimeStep:
     index: int
     chats: tuple[Chat, ...]
     reward: float | None  # None: not scored on its own
+    observed_at: float  # Unix seconds; of a worker outside, when the first call came
+    acted_at: float  # Unix seconds; where no action was given, when the last call returned
     terminated: bool
     truncated: bool
 
@@ -243,6 +258,7 @@ class TrainSample:
     loss_mask: Mask  # [N], True where the token was sampled and is trained
     logprobs: Floats  # [N], behaviour; NaN where not sampled
     versions: NDArray[np.int32]  # [N, 2] (incarnation, n); -1 where not sampled
+    calls: NDArray[np.int32]  # [N], index of the call that sampled the token; -1 where not sampled
     advantages: Floats  # [N], 0 where not trained
     weights: Floats  # [N], share in the loss; 0 where not trained
     temperatures: Floats  # [N], at which the token was sampled; 1 where not sampled

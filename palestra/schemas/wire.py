@@ -146,6 +146,17 @@ class JobStatus(Body):
     policies: list[str]
     episodes: dict[str, int]
     calls: dict[str, float]
+    turn_seconds: dict[str, float] = Field(
+        description="Over all calls: `pending` until sampling begins, `generating`, and `interacting` between an "
+        "episode's calls, when the agent or its environment is at work."
+    )
+    rollouts: dict[str, int] = Field(
+        description="Episodes that the server plays itself: `playing` now, and how those that ended did."
+    )
+    recent_reward: float | None = Field(description="Mean of the last 64 training episodes; None before the first.")
+    staleness: dict[int, int] = Field(
+        description="Trained tokens of the last step, by how many versions older than the policy they were."
+    )
     last_metrics: dict[str, float]
     seconds_left: float | None = Field(description="Estimated; None until two steps are done.")
     run_dir: str

@@ -35,6 +35,7 @@ class ModelCall:
     tool_name: str | None = None  # with "required": this tool
     parallel_tool_calls: bool = True  # False: the reply ends with its first call
     response_schema: dict[str, Any] | None = None  # JSON schema that the content has to meet
+    response_choices: tuple[str, ...] = ()  # the content has to be one of these; none: anything
     agent: str = "agent"  # a subagent's name starts with its parent's: "planner/search"
     time_step: int | None = None  # None: every call is a TimeStep of its own
     digest: str = ""  # of the request, to know a retry

@@ -24,6 +24,10 @@ def grammar_of(call: ModelCall, renderer: Renderer) -> str:
         UnsupportedField: calls can't be constrained in the format of this model.
     """
     required = call.tool_choice == "required"
+    if call.response_choices:
+        if required or call.callable_tools or call.response_schema is not None:
+            raise InvalidRequest("choices can't be had beside tools or a schema", "choices")
+        return _checked(f"start: {' | '.join(map(json.dumps, call.response_choices))}\n", "choices")
     if not required and call.response_schema is None:
         return ""
     calls = _calls(call, renderer) if required or call.callable_tools else ""

@@ -69,6 +69,7 @@ class EpisodeSession:
         self._next_index = 0
         self._next_step = 0
         self._over: PalestraError | None = None
+        self._acting_since: float | None = None  # monotonic; None: a call is in flight, or none has been yet
         for chat in recorded:
             self._remember(chat)
             self._seeds.add(chat.sampling.seed)
@@ -126,6 +127,7 @@ class EpisodeSession:
     def terminate(self, reason: PalestraError) -> None:
         """Nothing more may be added; calls in flight are cancelled and end with `reason`."""
         self._over = reason
+        self._acted()
         for task in self._in_flight:
             task.cancel()
         self._forget_if_over()
@@ -147,6 +149,7 @@ class EpisodeSession:
         subject = f"a call of episode {self.episode.episode_id}"
         clock, seconds = self._context.clock, self._context.seconds
         choices = [_Choice(number=number, turn=Turn(subject, clock, seconds)) for number in numbers]
+        self._acted()
         self._in_flight.add(task)
         self._turns.update(choice.turn for choice in choices)
         try:
@@ -163,6 +166,8 @@ class EpisodeSession:
         finally:
             self._in_flight.discard(task)
             self._turns.difference_update(choice.turn for choice in choices)
+            if not self._turns and self._over is None:
+                self._acting_since = clock.monotonic()
             self._forget_if_over()
 
     async def _begin(
@@ -312,6 +317,14 @@ class EpisodeSession:
         if self._over is None:
             self._remember(chat)
             self._undelivered[chat.request_digest] = chat
+
+    def _acted(self) -> None:
+        """The agent's move is over: it calls again, or the episode ends."""
+        if self._acting_since is not None:
+            seconds = self._context.seconds
+            spent = self._context.clock.monotonic() - self._acting_since
+            seconds[TurnState.INTERACTING] = seconds.get(TurnState.INTERACTING, 0.0) + spent
+            self._acting_since = None
 
     def _forget_if_over(self) -> None:
         """No prompt will be made any more."""

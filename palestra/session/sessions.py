@@ -46,11 +46,21 @@ class Sessions:
             TooManyRequests: all places are taken.
             PalestraError: what `stop` was given.
         """
-        if self._stopped is not None:
-            raise self._stopped
-        if self.in_flight >= self._limit:
+        if self.in_flight >= self._limit and self._stopped is None:
             self.context.counts["calls_refused"] += 1
             raise TooManyRequests(f"{self.in_flight} calls are in flight, which is the limit; try again soon")
+        with self.counted():
+            yield
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """A place for a call of this process, which has a limit of its own.
+
+        Raises:
+            PalestraError: what `stop` was given.
+        """
+        if self._stopped is not None:
+            raise self._stopped
         self.in_flight += 1
         try:
             yield

@@ -13,7 +13,7 @@ from typing import Any
 
 from palestra.faults import fault_point
 from palestra.schemas.protocols import Engine, OptimReport, StepReport
-from palestra.schemas.records import PolicyVersion, TrainSample
+from palestra.schemas.records import Floats, PolicyVersion, TrainSample
 from palestra.trainer import checkpoint
 from palestra.trainer.serial import Serial
 
@@ -28,6 +28,7 @@ class RecordingTrainer:
         self._pending = ""
         self._keep = keep
         self._version = PolicyVersion(0, 0)
+        self._changed = False  # since they were published
         self._serial = Serial()
 
     def version(self, policy: str) -> PolicyVersion:
@@ -74,6 +75,10 @@ class RecordingTrainer:
 
         return await self._serial.once(request_id, work)
 
+    async def logprobs(self, policy: str, batch: Sequence[TrainSample], request_id: str) -> list[Floats]:
+        """See `Trainer`. Without a model they are what the engine said."""
+        return [sample.logprobs for sample in batch]
+
     async def optim_step(self, policy: str, learning_rate: float, request_id: str) -> OptimReport:
         """See `Trainer`."""
 
@@ -81,9 +86,10 @@ class RecordingTrainer:
             fault_point("before_step")
             self.weights = hashlib.sha256(f"{self.weights}{self._pending}{learning_rate!r}".encode()).hexdigest()
             self._pending = ""
-            self._version = PolicyVersion(self._version.incarnation, self._version.n + 1)
+            if not self._changed:  # several updates between two publications are one version
+                self._version, self._changed = self._version.following, True
             fault_point("after_step")
-            return OptimReport(version=self._version, learning_rate=learning_rate, grad_norm=0.0)
+            return OptimReport(learning_rate=learning_rate, grad_norm=0.0)
 
         return await self._serial.once(request_id, work)
 
@@ -113,6 +119,7 @@ class RecordingTrainer:
         async def work() -> PolicyVersion:
             fault_point("before_publish")
             await engine.update_weights(policy, self._version, self.weights)
+            self._changed = False
             fault_point("after_publish")
             return self._version
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import safetensors.torch
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from palestra.faults import fault_point
 from palestra.models.causal_lm import CausalLM, set_threads
 from palestra.models.grammar import Grammars, unpack_bits
 from palestra.schemas.protocols import Engine, OptimReport, StepReport
-from palestra.schemas.records import PolicyVersion, TrainSample
+from palestra.schemas.records import Floats, PolicyVersion, TrainSample
 from palestra.threads import in_thread
 from palestra.trainer import checkpoint
 from palestra.trainer.constraints import allowed_tokens
@@ -60,6 +61,7 @@ class TorchTrainer:
         self._device = self._parameters[0][1].device
         self._grammars = Grammars(tokenizer, model.vocab_size)
         self._version = PolicyVersion(0, 0)
+        self._changed = False  # since they were published
         self._serial = Serial()
         self._working = asyncio.Lock()
 
@@ -76,6 +78,10 @@ class TorchTrainer:
     ) -> StepReport:
         """See `Trainer`."""
         return await self._serial.once(request_id, lambda: self._run(lambda: self._forward_backward(batch, loss)))
+
+    async def logprobs(self, policy: str, batch: Sequence[TrainSample], request_id: str) -> list[Floats]:
+        """See `Trainer`."""
+        return await self._serial.once(request_id, lambda: self._run(lambda: self._logprobs_of(batch)))
 
     async def optim_step(self, policy: str, learning_rate: float, request_id: str) -> OptimReport:
         """See `Trainer`."""
@@ -100,6 +106,7 @@ class TorchTrainer:
             fault_point("before_publish")
             weights = [(name, p.detach()) for name, p in self._parameters]
             await engine.update_weights(policy, self._version, weights)
+            self._changed = False
             fault_point("after_publish")
             return self._version
 
@@ -154,18 +161,35 @@ class TorchTrainer:
             metrics=metrics,
         )
 
-    def _micro_batch(self, micro: MicroBatch, loss: Loss) -> dict[str, Tensor]:
-        """Forward and backward; returns sums over the trained tokens."""
+    def _logprobs_of(self, batch: Sequence[TrainSample]) -> list[Floats]:
+        found: list[Floats] = []
+        for micro in pack(batch, self._config.micro_batch_tokens):
+            with torch.no_grad():
+                logprobs, _, _ = self._forward(micro)
+            values = iter(logprobs.cpu().numpy())
+            for sample, _, _ in micro.samples:
+                row = np.full(len(sample.ids), np.nan, np.float32)
+                row[sample.loss_mask] = [next(values) for _ in range(int(sample.loss_mask.sum()))]
+                found.append(row)
+        return found
+
+    def _forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """[T] log-probabilities and entropies of the trained tokens, and what belongs to them."""
         device = self._device
         targets = {name: column.to(device) for name, column in micro.targets().items()}
         ids = torch.tensor([i for tree in micro.trees for i in tree.ids], device=device)
         positions = torch.tensor([p for tree in micro.trees for p in tree.positions], device=device)
-        autocast = torch.autocast(device.type, torch.bfloat16, enabled=self._config.dtype == "bfloat16")
-        with torch.enable_grad(), autocast:
+        with torch.autocast(device.type, torch.bfloat16, enabled=self._config.dtype == "bfloat16"):
             hidden = self._model.hidden(ids, positions, TreeAttend(micro.trees, device))
             allowed = allowed_tokens(micro.samples, self._grammars, self._model.vocab_size)
             targets |= {} if allowed is None else {"allowed": allowed.to(device)}
             logprobs, entropy = self._logprobs(hidden.index_select(0, targets["source"]), targets)
+        return logprobs, entropy, targets
+
+    def _micro_batch(self, micro: MicroBatch, loss: Loss) -> dict[str, Tensor]:
+        """Forward and backward; returns sums over the trained tokens."""
+        with torch.enable_grad():
+            logprobs, entropy, targets = self._forward(micro)
             losses, report = loss(logprobs, targets["behaviour"], targets["advantage"])
             total = (losses * targets["weight"]).sum()
         total.backward()  # type: ignore[no-untyped-call]
@@ -221,12 +245,11 @@ class TorchTrainer:
         finite = math.isfinite(norm)
         if finite:
             self._optimizer.step()
-            self._version = PolicyVersion(self._version.incarnation, self._version.n + 1)
+            if not self._changed:  # several updates between two publications are one version
+                self._version, self._changed = self._version.following, True
         self._optimizer.zero_grad(set_to_none=True)
         fault_point("after_step")
-        return OptimReport(
-            version=self._version, learning_rate=learning_rate, grad_norm=norm if finite else 0.0, applied=finite
-        )
+        return OptimReport(learning_rate=learning_rate, grad_norm=norm if finite else 0.0, applied=finite)
 
     def _fill(self, folder: Path) -> None:
         """Write weights, tokenizer, optimizer and random state into a checkpoint's folder."""

@@ -132,9 +132,15 @@ class TokenTrie:
             assert node.parent is not None
             node = node.parent
 
+    def __del__(self) -> None:
+        self.clear()  # else a training batch of tries, with all calls in them, stays until the garbage collector looks
+
     def clear(self) -> None:
         """Forget everything at once: nodes know their parents, and would else wait for the garbage collector."""
-        for node in [self.root, *self.nodes()]:
+        stack = [self.root]
+        while stack:
+            node = stack.pop()
+            stack.extend(node.children.values())
             node.children.clear()
         self._ends.clear()
         self._whole.clear()

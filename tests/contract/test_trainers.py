@@ -75,9 +75,16 @@ def batch(seed: int = 0):
     ]
 
 
+class Taker:
+    """An engine that takes any weights."""
+
+    async def update_weights(self, policy, version, weights) -> None: ...
+
+
 async def step(trainer, number: int, seed: int | None = None) -> None:
     await trainer.forward_backward("policy", batch(number if seed is None else seed), LOSS, f"g{number}")
     await trainer.optim_step("policy", 1e-3, f"u{number}")
+    await trainer.publish("policy", Taker(), f"p{number}")
 
 
 async def test_an_update_changes_the_weights_and_counts(kit):
@@ -90,9 +97,21 @@ async def test_an_update_changes_the_weights_and_counts(kit):
     assert kit.weights(trainer) == before
     assert trainer.version("policy") == PolicyVersion(0, 0)
     update = await trainer.optim_step("policy", 1e-3, "u")
-    assert (update.version, update.learning_rate) == (PolicyVersion(0, 1), 1e-3)
+    assert update.learning_rate == 1e-3
     assert trainer.version("policy") == PolicyVersion(0, 1)
     assert kit.weights(trainer) != before
+
+
+async def test_several_updates_between_two_publications_are_one_version(kit):
+    trainer = kit.trainer()
+    for number in range(3):
+        await trainer.forward_backward("policy", batch(number), LOSS, f"g{number}")
+        await trainer.optim_step("policy", 1e-3, f"u{number}")
+    assert trainer.version("policy") == PolicyVersion(0, 1)
+    assert await trainer.publish("policy", Taker(), "p") == PolicyVersion(0, 1)
+    assert await trainer.publish("policy", Taker(), "again") == PolicyVersion(0, 1)
+    await step(trainer, 3)
+    assert trainer.version("policy") == PolicyVersion(0, 2)
 
 
 async def test_the_same_samples_in_the_same_order_give_the_same_weights_and_others_others(kit):

@@ -117,6 +117,7 @@ def make_episode(group: int = 0, sample: int = 0, reward: float | None = 1.0, **
         attempts=1,
         rewards=None if reward is None else {"agent": reward},
         step_rewards=None,
+        step_times=None,
         metadata={},
         worker_id="w",
         lease_seconds=60.0,
@@ -126,7 +127,8 @@ def make_episode(group: int = 0, sample: int = 0, reward: float | None = 1.0, **
 
 def make_trajectory(group: int, sample: int, reward: float, chats: Sequence[Chat]) -> Trajectory:
     steps = tuple(
-        TimeStep(index=i, chats=(chat,), reward=None, terminated=False, truncated=False) for i, chat in enumerate(chats)
+        TimeStep(index=i, chats=(chat,), reward=None, observed_at=0.0, acted_at=0.0, terminated=False, truncated=False)
+        for i, chat in enumerate(chats)
     )
     return Trajectory(episode=make_episode(group, sample, reward), steps=steps)
 
@@ -155,6 +157,7 @@ def make_sample(
         loss_mask=mask,
         logprobs=behaviour,
         versions=versions,
+        calls=np.where(mask, np.int32(0), np.int32(-1)),
         advantages=mask.astype(np.float32) * np.float32(advantage),
         weights=mask.astype(np.float32) * np.float32(weight),
         temperatures=np.where(mask, np.float32(temperature), np.float32(1.0)),

@@ -46,6 +46,7 @@ def test_what_the_package_exports_is_frozen():
         "Client",
         "Episode",
         "JobConfig",
+        "Play",
         "Policy",
         "RolloutResult",
         "TrainResult",

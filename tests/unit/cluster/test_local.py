@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from palestra.cluster.local import read_tasks, resolve_run_dir
+from palestra.cluster.local import resolve_run_dir
+from palestra.cluster.tasks import read_tasks
 from palestra.config import JobConfig
 from palestra.errors import ConfigError
 

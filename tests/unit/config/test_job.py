@@ -41,6 +41,18 @@ OTHER: dict[str, Any] = {
     "rollout.max_episode_seconds": 99.0,
     "rollout.strict_history": True,
     "rollout.dropped_reasoning": "keep",
+    "rollout.max_open_buckets": 3,
+    "rollout.step_order": "acted",
+    "rollout.weight_sync": "between_episodes",
+    "environment.name": "gomoku",
+    "environment.settings": {"size": 5},
+    "environment.system": "Play.",
+    "environment.train_tasks": 3,
+    "environment.validation_tasks": 3,
+    "environment.max_concurrency": 3,
+    "environment.timeout_seconds": 3.0,
+    "algorithm.importance": "token_mask",
+    "algorithm.importance_limit": 3.0,
     "algorithm.advantage_scale": "none",
     "algorithm.clip_low": 0.1,
     "algorithm.clip_high": 0.3,
@@ -82,7 +94,18 @@ ONLY_ONE_VALUE = {"rollout.max_staleness", "algorithm.name"}  # the first: with 
 # workers are watched. (The tasks are in the run store from the first start on.)
 NOT_TRAINED = {"name", "run_dir", "steps", "tasks", "evaluation", "checkpoint", "store", "server"}
 NOT_TRAINED |= {
-    f"rollout.{leaf}" for leaf in ("lease_seconds", "max_lease_seconds", "max_episode_seconds", "max_attempts")
+    f"rollout.{leaf}"
+    for leaf in (
+        "lease_seconds",
+        "max_lease_seconds",
+        "max_episode_seconds",
+        "max_attempts",
+        "max_open_buckets",
+        "weight_sync",
+    )
+}
+NOT_TRAINED |= {
+    f"environment.{leaf}" for leaf in ("train_tasks", "validation_tasks", "max_concurrency", "timeout_seconds")
 }
 
 

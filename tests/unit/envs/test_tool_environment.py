@@ -8,7 +8,7 @@ import pytest
 
 from palestra.envs import TaskEnvironment, ToolEnvironment, reward_function
 from palestra.errors import EnvironmentMistake
-from palestra.rollout import Runner
+from palestra.rollout import Play, Runner
 from palestra.session import Sessions
 from palestra.tools import Calculator
 from unit.building import TASK, FakeClock
@@ -34,7 +34,7 @@ async def played(tmp_path, replies, **settings):
     def make():
         return ToolEnvironment([Calculator()], exact, system="Use the calculator.", **settings)
 
-    trajectory = await Runner(sessions=Sessions(bench.context, 10), make_environment=make).play_episode()
+    trajectory = await Runner(Sessions(bench.context, 10), Play(environment=make)).play_episode()
     bench.store.close()
     return trajectory
 
@@ -61,7 +61,7 @@ async def test_an_answer_without_a_call_counts_and_a_broken_call_can_be_put_righ
 
 async def test_too_many_steps_are_a_truncation_scored_by_what_was_said(tmp_path):
     trajectory = await played(tmp_path, [call("calculator", expression="1")] * 3, max_steps=3)
-    assert trajectory.episode.metadata["termination"] == "truncated"
+    assert trajectory.episode.metadata["termination"] == "max_steps"
     assert (trajectory.episode.reward, len(trajectory.chats)) == (0.0, 3)
 
 

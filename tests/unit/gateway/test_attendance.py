@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from palestra.gateway.attendance import FORGOTTEN_SECONDS, Attendance
+from palestra.gateway.attendance import FORGOTTEN_SECONDS, MOST_RESTING, Attendance
 from unit.building import FakeClock
 
 
@@ -93,3 +93,45 @@ def test_what_nobody_played_ends_without_a_trace(attendance):
     attendance.hands_in("e", 1)
     attendance.lease_over("e", 1)
     assert attendance.complete
+
+
+def test_ever_new_names_do_not_fill_the_memory(attendance):
+    asks(attendance, "plays", "0", gets="e")
+    for number in range(MOST_RESTING + 10):
+        asks(attendance, f"w{number}", "1")
+    assert len(attendance) == MOST_RESTING + 1
+    attendance.hands_in("e", 1)
+    attendance.told("plays", "1")
+    assert not attendance.complete  # those who asked last are still waited for
+
+
+def test_who_is_gone_is_forgotten(attendance, clock):
+    asks(attendance, "plays", "0", gets="e")
+    for number in range(10):
+        asks(attendance, f"w{number}", "1")
+    clock.advance(FORGOTTEN_SECONDS)
+    asks(attendance, "new", "1")
+    assert len(attendance) == 2
+
+
+def test_who_comes_back_after_a_long_time_is_one_loop_again(attendance, clock):
+    for number in range(3):
+        attendance.asks("w", str(number))
+    for number in range(3):
+        attendance.leaves("w", str(number))
+    clock.advance(FORGOTTEN_SECONDS)
+    asks(attendance, "other", "1")
+    asks(attendance, "w", "4")
+    for worker in ("w", "other"):
+        attendance.told(worker, "5")
+    assert attendance.complete
+
+
+def test_a_claim_that_waits_for_long_is_not_forgotten(attendance, clock):
+    attendance.asks("w", "1")
+    clock.advance(FORGOTTEN_SECONDS)
+    asks(attendance, "other", "1")
+    attendance.leaves("w", "1")
+    attendance.plays("w", "e", 1)
+    attendance.told("other", "2")
+    assert not attendance.complete

@@ -19,10 +19,13 @@ def rows(folder) -> list[dict[str, float]]:
 
 
 async def test_every_metric_that_is_written_is_in_the_table_and_every_one_of_the_table_is_written(tmp_path):
-    job = ScriptedJob(tmp_path, config())
+    job = ScriptedJob(tmp_path / "plain", config())
     await job.run()
-    written = set().union(*rows(tmp_path))
-    assert written == METRIC_NAMES
+    corrected = ScriptedJob(tmp_path / "corrected", config(algorithm={"importance": "token_mask"}))
+    await corrected.run()
+    written = set().union(*rows(tmp_path / "plain"))
+    assert written == {name for name in METRIC_NAMES if not name.startswith("train/importance")}
+    assert written.union(*rows(tmp_path / "corrected")) == METRIC_NAMES
 
 
 async def test_a_job_runs_to_its_end(tmp_path):
@@ -140,8 +143,16 @@ async def test_a_step_in_which_nothing_can_be_learned_changes_no_weight_and_is_c
 
 async def test_several_epochs_are_several_updates_of_one_batch(tmp_path):
     job = ScriptedJob(tmp_path, config(algorithm={"epochs": 3}))
+    updates, real = [], job.trainer.optim_step
+
+    async def counted(*arguments):
+        updates.append(arguments)
+        return await real(*arguments)
+
+    job.trainer.optim_step = counted
     await job.run()
-    assert [row["version"] for row in rows(tmp_path)] == [0, 3, 6, 9]
+    assert len(updates) == 9
+    assert [row["version"] for row in rows(tmp_path)] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

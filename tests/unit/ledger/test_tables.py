@@ -60,19 +60,19 @@ def test_there_is_one_migration_a_version():
 
 def test_an_older_file_goes_through_every_migration_after_its_own(monkeypatch, tmp_path):
     open_store(tmp_path).close()
-    monkeypatch.setattr(tables, "SCHEMA_VERSION", 4)
+    known = tables.SCHEMA_VERSION
+    monkeypatch.setattr(tables, "SCHEMA_VERSION", known + 2)
     monkeypatch.setattr(
         tables,
         "MIGRATIONS",
         (
-            (),
-            (),
+            *tables.MIGRATIONS,
             ("ALTER TABLE meta ADD COLUMN two TEXT",),
             ("ALTER TABLE meta ADD COLUMN three TEXT", "DELETE FROM meta"),
         ),
     )
     open_store(tmp_path).close()
-    assert version_of(tmp_path / "run.db") == 4
+    assert version_of(tmp_path / "run.db") == known + 2
     assert any("three TEXT" in s for s in schema(tmp_path / "run.db"))
     open_store(tmp_path).close()  # not a second time
 
@@ -80,12 +80,15 @@ def test_an_older_file_goes_through_every_migration_after_its_own(monkeypatch, t
 def test_a_migration_that_fails_leaves_the_file_as_it_was(monkeypatch, tmp_path):
     open_store(tmp_path).close()
     before = schema(tmp_path / "run.db")
-    monkeypatch.setattr(tables, "SCHEMA_VERSION", 3)
-    monkeypatch.setattr(tables, "MIGRATIONS", ((), (), ("ALTER TABLE meta ADD COLUMN two TEXT", "NONSENSE")))
+    known = tables.SCHEMA_VERSION
+    monkeypatch.setattr(tables, "SCHEMA_VERSION", known + 1)
+    monkeypatch.setattr(
+        tables, "MIGRATIONS", (*tables.MIGRATIONS, ("ALTER TABLE meta ADD COLUMN two TEXT", "NONSENSE"))
+    )
     with pytest.raises(StoreError):
         open_store(tmp_path)
     assert schema(tmp_path / "run.db") == before
-    assert version_of(tmp_path / "run.db") == 2
+    assert version_of(tmp_path / "run.db") == known
 
 
 def test_the_caller_decides_about_the_transaction(tmp_path):

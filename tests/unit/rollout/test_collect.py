@@ -8,22 +8,14 @@ import pytest
 
 from palestra.agents import Agent, ModelAgent
 from palestra.envs import ConcurrentEnvironment
-from palestra.rollout import Runner, Termination
+from palestra.errors import RolloutFailed
+from palestra.rollout import Play, Runner, Termination
 from palestra.schemas.forks import ForkReason
 from palestra.schemas.messages import text_message
 from palestra.schemas.states import EpisodeState
 from palestra.session import Sessions
-from unit.building import TASK, FakeClock, rows_of
+from unit.building import FakeClock, rows_of
 from unit.session.conftest import STOP, Bench
-
-
-@pytest.fixture
-async def bench(tmp_path):
-    bench = Bench(tmp_path, FakeClock())
-    bench.script = lambda prompt, sampling: [*b"go", STOP]
-    await bench.store.register_group("train", 0, 1, TASK, 1)
-    yield bench
-    bench.store.close()
 
 
 class Split(ConcurrentEnvironment):
@@ -51,7 +43,7 @@ class Split(ConcurrentEnvironment):
 
 
 async def test_subagents_run_side_by_side_and_the_whole_tree_is_recorded(bench):
-    runner = Runner(sessions=Sessions(bench.context, 10), make_environment=Split)
+    runner = Runner(Sessions(bench.context, 10), Play(environment=Split))
     trajectory = await runner.play_episode()
     chats = trajectory.chats
     assert [chat.agent for chat in chats] == ["planner", "planner/part-0", "planner/part-1", "planner"]
@@ -79,11 +71,11 @@ async def test_an_agent_may_take_several_calls_for_one_step_and_answer_with_some
             self.said = action.text
             self.emit("agent", (), parents=(observation.id,), reward=float(action.text == "left"), truncated=True)
 
-    runner = Runner(sessions=Sessions(bench.context, 10), make_environment=One, agents={"": Thoughtful()})
+    runner = Runner(Sessions(bench.context, 10), Play(environment=One, agents={"": Thoughtful()}))
     trajectory = await runner.play_episode()
     assert [chat.time_step for chat in trajectory.chats] == [0, 0]
     assert trajectory.episode.reward == 1.0
-    assert trajectory.episode.metadata == {"termination": Termination.TRUNCATED.value}
+    assert trajectory.episode.metadata == {"termination": "max_steps"}
 
 
 async def test_an_agent_that_fails_ends_the_episode_and_nothing_of_it_runs_on(bench):
@@ -98,9 +90,11 @@ async def test_an_agent_that_fails_ends_the_episode_and_nothing_of_it_runs_on(be
                 await asyncio.sleep(60)
             return await ModelAgent().step(observation, policy)
 
-    runner = Runner(sessions=Sessions(bench.context, 10), make_environment=Split, agents={"": Fails()})
-    with pytest.raises(ValueError, match="confused"):
+    runner = Runner(Sessions(bench.context, 10), Play(environment=Split, agents={"": Fails()}))
+    with pytest.raises(RolloutFailed, match="confused") as failed:
         await asyncio.wait_for(runner.play_episode(), 5)
+    assert failed.value.termination == Termination.AGENT_FAILED
+    assert isinstance(failed.value.__cause__, ValueError)
     assert all(task.done() for task in hanging)
     assert (await bench.store.episode("train-000000-00")).state is EpisodeState.REGISTERED
 
@@ -115,7 +109,7 @@ async def test_a_conversation_that_fills_the_context_ends_with_the_reward_so_far
 
     bench = Bench(tmp_path, FakeClock(), max_context=200)
     bench.script = lambda prompt, sampling: [*b"go", STOP]
-    runner = Runner(sessions=Sessions(bench.context, 10), make_environment=Endless)
+    runner = Runner(Sessions(bench.context, 10), Play(environment=Endless))
     trajectory = await runner.play_episode({"n": 1})
     assert trajectory.episode.kind == "adhoc"
     assert trajectory.episode.metadata["termination"] == "context_full"

@@ -1,15 +1,20 @@
 from __future__ import annotations
 
+import asyncio
+import sqlite3
+
 import numpy as np
 import pytest
 
-from palestra.envs import Environment
-from palestra.errors import EpisodeLeaseExpired
-from palestra.rollout.runner import Runner
+from palestra.agents import ModelAgent
+from palestra.envs import ConcurrentEnvironment, Environment
+from palestra.errors import EngineFailure, EpisodeLeaseExpired, RolloutFailed
+from palestra.rollout import Play, Runner, Termination
+from palestra.schemas.messages import text_message
 from palestra.schemas.states import EpisodeState
 from palestra.session import Sessions
-from unit.building import TASK, FakeClock, rows_of
-from unit.session.conftest import STOP, Bench
+from unit.building import TASK, rows_of
+from unit.session.conftest import STOP
 
 
 class Countdown(Environment):
@@ -33,17 +38,9 @@ class Countdown(Environment):
         )
 
 
-@pytest.fixture
-async def bench(tmp_path):
-    bench = Bench(tmp_path, FakeClock())
-    bench.script = lambda prompt, sampling: [*b"go", STOP]
-    await bench.store.register_group("train", 0, 1, TASK, 1)
-    yield bench
-    bench.store.close()
-
-
-def runner(bench, environment=Countdown, **kw) -> Runner:
-    return Runner(sessions=Sessions(bench.context, 10), make_environment=environment, **kw)
+def runner(bench, environment=Countdown, timeout_seconds=None, **kw) -> Runner:
+    play = Play(environment=environment, **kw)
+    return Runner(Sessions(bench.context, 10), play, timeout_seconds=timeout_seconds)
 
 
 async def test_an_episode_is_played_to_its_end_with_rewards_by_time_step(bench):
@@ -85,8 +82,9 @@ async def test_an_environment_that_fails_is_no_reward_of_zero(bench):
         def step(self, action):
             raise ConnectionError("no network")
 
-    with pytest.raises(ConnectionError):
+    with pytest.raises(RolloutFailed, match="ConnectionError: no network") as failed:
         await runner(bench, Broken).play_episode()
+    assert failed.value.termination == "environment_failed"
     episode = await bench.store.episode("train-000000-00")
     assert (episode.state, episode.reward) == (EpisodeState.REGISTERED, None)
     assert (await runner(bench).play_episode()).episode.attempts == 2
@@ -109,3 +107,169 @@ async def test_a_world_that_is_cut_off_ends_the_episode_too(bench):
         truncates = True
 
     assert (await runner(bench, Cut).play_episode()).episode.reward == 6.0
+
+
+async def given_back(bench, reason: str) -> bool:
+    episode = await bench.store.episode("train-000000-00")
+    with sqlite3.connect(bench.folder / "run.db") as db:
+        said = db.execute("SELECT reason FROM episodes").fetchone()[0]
+    return episode.state is EpisodeState.REGISTERED and episode.reward is None and said.startswith(reason)
+
+
+async def test_an_engine_that_fails_is_told_from_an_environment_that_does(bench):
+    def script(prompt, sampling):
+        raise EngineFailure("no memory")
+
+    bench.script = script
+    with pytest.raises(RolloutFailed, match="no memory") as failed:
+        await runner(bench).play_episode()
+    assert failed.value.termination == Termination.ENGINE_FAILED
+    assert await given_back(bench, "engine_failed: ")
+
+
+async def test_an_environment_that_can_not_be_made_or_set_up_failed(bench):
+    def broken():
+        raise OSError("no display")
+
+    class NoServer(Countdown):
+        def setup(self):
+            raise ConnectionError("no server")
+
+    for environment, said in ((broken, "no display"), (NoServer, "no server")):
+        with pytest.raises(RolloutFailed, match=said) as failed:
+            await runner(bench, environment).play_episode()
+        assert failed.value.termination == Termination.ENVIRONMENT_FAILED
+
+
+async def test_an_episode_that_takes_too_long_is_ended_and_given_back(bench):
+    class Slow(ConcurrentEnvironment):
+        ended = None
+
+        async def start(self, task):
+            self.emit("agent", (text_message("user", "?"),))
+
+        async def on_action(self, observation, action):
+            try:
+                await asyncio.sleep(60)
+            finally:
+                Slow.ended = True
+
+    with pytest.raises(RolloutFailed, match=r"not over after 0\.05 s") as failed:
+        await asyncio.wait_for(runner(bench, Slow, timeout_seconds=0.05).play_episode(), 5)
+    assert failed.value.termination == Termination.TIMED_OUT
+    assert Slow.ended
+    assert await given_back(bench, "timed_out: ")
+
+
+async def test_a_time_out_of_the_environment_itself_is_its_failure(bench):
+    class Late(Countdown):
+        def step(self, action):
+            raise TimeoutError("the browser did not answer")
+
+    with pytest.raises(RolloutFailed, match="browser") as failed:
+        await runner(bench, Late, timeout_seconds=60).play_episode()
+    assert failed.value.termination == Termination.ENVIRONMENT_FAILED
+
+
+async def test_a_runner_that_is_cancelled_gives_its_episode_back(bench):
+    await bench.engine.pause()
+    playing = asyncio.ensure_future(runner(bench).play_episode())
+    while not bench.context.seconds:
+        await asyncio.sleep(0.001)
+        if (await bench.store.counts()).claimed:
+            break
+    playing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+    assert await given_back(bench, "cancelled: ")
+
+
+async def test_a_slow_environment_does_not_lose_its_lease(bench):
+    """No call renews it meanwhile."""
+
+    class Slow(Countdown):
+        blocking = False
+
+        def step(self, action):
+            bench.clock.advance(1000)
+            return super().step(action)
+
+    playing = asyncio.ensure_future(runner(bench, Slow).play_episode())
+    while not playing.done():
+        await bench.store.expire_leases()
+        await asyncio.sleep(0)
+    assert (await playing).episode.state is EpisodeState.COMPLETED
+
+
+async def test_times_and_what_was_seen_last_are_recorded(bench):
+    trajectory = await runner(bench).play_episode()
+    times = trajectory.episode.step_times
+    assert len(times) == len(trajectory.steps) == 3
+    assert all(time.observed_at <= time.acted_at for time in times)
+    assert [(s.observed_at, s.acted_at) for s in trajectory.steps] == list(times)
+    assert trajectory.episode.metadata == {"termination": "done", "last_seen": "step 3"}
+    assert bench.context.counts["observations"] == 4
+
+
+async def test_environments_that_may_be_used_again_are_kept_and_closed_at_the_end(bench):
+    await bench.store.register_group("train", 1, 1, TASK, 2)
+    log = []
+
+    class Reusable(Countdown):
+        reusable = True
+
+        def setup(self):
+            log.append("setup")
+
+        def reset(self, task):
+            log.append("reset")
+            return super().reset(task)
+
+        def close(self):
+            log.append("close")
+
+    async with runner(bench, Reusable) as kept:
+        for _ in range(3):
+            await kept.play_episode()
+    assert log == ["setup", "reset", "reset", "reset", "close"]
+
+
+async def test_one_that_failed_is_not_used_again(bench):
+    made = []
+
+    class Sometimes(Countdown):
+        reusable = True
+
+        def __init__(self):
+            made.append(self)
+
+        def step(self, action):
+            if len(made) == 1:
+                raise ValueError("odd state")
+            return super().step(action)
+
+    async with runner(bench, Sometimes) as kept:
+        with pytest.raises(RolloutFailed):
+            await kept.play_episode()
+        await kept.play_episode()
+    assert len(made) == 2
+
+
+async def test_closing_that_fails_costs_no_reward(bench, caplog):
+    class Sticky(Countdown):
+        def close(self):
+            raise OSError("still open")
+
+    assert (await runner(bench, Sticky).play_episode()).episode.reward == 6.0
+    assert "closing a Sticky failed: OSError: still open" in caplog.text
+
+
+async def test_an_agent_that_nobody_plays_is_an_error_that_says_so(bench):
+    with pytest.raises(RolloutFailed, match="nobody plays the agent 'agent'; there are 'judge'"):
+        await runner(bench, agents={"judge": ModelAgent()}).play_episode()
+
+
+async def test_a_reply_is_held_to_choices(bench):
+    bench.script = lambda prompt, sampling: [*b"left", STOP]
+    trajectory = await runner(bench, agents={"": ModelAgent(choices=("left", 'r"ight'))}).play_episode()
+    assert {c.sampling.grammar for c in trajectory.chats} == {'start: "left" | "r\\"ight"\n'}

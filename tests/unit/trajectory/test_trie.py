@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -163,3 +165,16 @@ def test_what_is_rendered_afresh_keeps_only_what_is_new_of_it():
     trie = TokenTrie(chats)
     owners = {id(n.edges if n.edges.base is None else n.edges.base): n.edges for n in trie.nodes()}
     assert sum(len(e if e.base is None else e.base) for e in owners.values()) == len(trie) == 1000 + 20 * 2
+
+
+def test_a_trie_that_nobody_needs_is_gone_without_the_garbage_collector():
+    first = make_chat(prompt=(1, 2, 3), completion=(4, 5))
+    trie = TokenTrie([first, make_chat(index=1, parent=first, prompt=(6,), completion=(7,))])
+    tokens = [weakref.ref(node.edges) for node in trie.nodes()]
+    assert len(tokens) == 4
+    gc.disable()
+    try:
+        del trie
+        assert not [ref for ref in tokens if ref() is not None]
+    finally:
+        gc.enable()

@@ -6,12 +6,17 @@ import pytest
 
 from palestra.config import RolloutConfig
 from palestra.errors import EngineFailure
-from palestra.learner.groups import gather_groups
 from palestra.learner.schedule import TaskOrder
-from palestra.schemas.records import Task
+from palestra.rollout import GroupQueueManager
+from palestra.schemas.records import PolicyVersion, Task, VersionSpan
+from unit.building import make_chat
 
 CONFIG = RolloutConfig(group_size=3, groups_per_step=2, min_group_size=2)
 ORDER = TaskOrder([Task(task_id=str(i), data={}) for i in range(20)], 0)
+
+
+def gather(store, step: int, version: int = 0, config: RolloutConfig = CONFIG):
+    return GroupQueueManager(store, config, ORDER.task).gather(step, step, version)
 
 
 class Players:
@@ -42,7 +47,7 @@ async def gathered(store, fails=lambda _: False, step: int = 1):
     players = Players(store, fails)
     task = asyncio.ensure_future(players.play())
     try:
-        return await asyncio.wait_for(gather_groups(store, ORDER, step, CONFIG), 10), players
+        return await asyncio.wait_for(gather(store, step), 10), players
     finally:
         task.cancel()
 
@@ -83,7 +88,7 @@ async def test_where_group_after_group_fails_the_job_says_so_and_does_not_go_on_
 
 async def test_what_was_handed_in_before_a_restart_is_used(store):
     players = Players(store)
-    first = asyncio.ensure_future(gather_groups(store, ORDER, 1, CONFIG))
+    first = asyncio.ensure_future(gather(store, 1))
     while await store.next_group_index("train") < 2:
         await asyncio.sleep(0)
     claim = await store.claim("w", "early", None)
@@ -93,3 +98,72 @@ async def test_what_was_handed_in_before_a_restart_is_used(store):
     assert len(found.episode_ids) == 6
     assert claim.episode.episode_id not in players.played
     assert await store.next_group_index("train") == 2
+
+
+async def test_groups_of_later_steps_are_registered_and_do_not_hold_up_this_one(store):
+    ahead = CONFIG.model_copy(update={"max_staleness": 2})
+    gathering = asyncio.ensure_future(GroupQueueManager(store, ahead, ORDER.task).gather(1, 3, 0))
+    while await store.next_group_index("train") < 6:
+        await asyncio.sleep(0)
+    for number in range(6):  # those of step 1, and of no other
+        claim = await store.claim("w", f"c{number}", None)
+        await store.end(claim.episode.episode_id, 1, {"agent": 1.0}, None, {})
+    found = await asyncio.wait_for(gathering, 1)
+    assert len(found.episode_ids) == 6
+    assert (await store.counts()).registered == 12
+
+
+async def test_no_more_groups_are_open_at_once_than_the_job_allows(store):
+    limited = CONFIG.model_copy(update={"max_open_buckets": 1, "groups_per_step": 3})
+    manager = GroupQueueManager(store, limited, ORDER.task)
+    most, players = [], Players(store)
+    register = store.register_group
+
+    async def watched(*arguments):
+        await register(*arguments)
+        most.append(await store.open_groups("train"))
+
+    store.register_group = watched
+    playing = asyncio.ensure_future(players.play())
+    found = await asyncio.wait_for(manager.gather(1, 1, 0), 10)
+    playing.cancel()
+    assert (len(most), max(most)) == (3, 1)
+    assert len(found.episode_ids) == 9
+    assert (manager.max_open_buckets, manager.group_size) == (1, 3)
+    assert [bucket.group_key for bucket in await manager.buckets(1)] == [0, 1, 2]
+
+
+async def test_an_episode_with_too_old_a_token_is_left_out_and_registered_anew(store):
+    """Pacing keeps it from happening; the check at the end keeps it from being trained on."""
+    versions = {"train-000000-01": 1}
+
+    class Sampling(Players):
+        async def play(self):
+            number = 0
+            while True:
+                seen = self.store.available.rings
+                number += 1
+                claim = await self.store.claim("w", f"s{number}", None)
+                if claim is None:
+                    await self.store.available.wait(5, seen)
+                    continue
+                name = claim.episode.episode_id
+                for index, n in enumerate((3, versions.get(name, 3))):
+                    spans = (VersionSpan(PolicyVersion(0, 3), 1), VersionSpan(PolicyVersion(0, n), 1))
+                    await self.store.append_chat(make_chat(name, index=index, versions=spans))
+                await self.store.end(name, 1, {"agent": 1.0}, None, {})
+
+    paced = CONFIG.model_copy(update={"max_staleness": 1})
+    playing = asyncio.ensure_future(Sampling(store).play())
+    found = await asyncio.wait_for(gather(store, 1, 3, paced), 10)
+    playing.cancel()
+    assert (found.stale, found.dropped, found.discarded) == (1, 0, 0)
+    assert found.episode_ids == (
+        "train-000000-00",
+        "train-000000-02",
+        "train-000000-03",
+        *(f"train-000001-0{s}" for s in range(3)),
+    )
+    events = [e.data for e in await store.events(0) if e.kind == "episode_stale"]
+    assert events == [{"episode_id": "train-000000-01", "step": 1}]
+    assert await asyncio.wait_for(gather(store, 1, 3, paced), 10) == found  # after a restart: the same, nothing new

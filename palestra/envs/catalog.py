@@ -1,0 +1,128 @@
+"""The environments that ship, by name, so that a job can name one: its code and its tasks are Palestra's own."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Any, get_type_hints
+
+from pydantic import ConfigDict, ValidationError, create_model
+
+from palestra.envs.arithmetic import Arithmetic, arithmetic_tasks
+from palestra.envs.calculator import CalculatorEnvironment, calculator_tasks
+from palestra.envs.concurrent import ConcurrentEnvironment
+from palestra.envs.environment import Environment
+from palestra.envs.frozen_lake import FrozenLake, frozen_lake_tasks
+from palestra.envs.gomoku import Gomoku, gomoku_tasks
+from palestra.envs.reasoning import ReasoningEnvironment, reasoning_tasks
+from palestra.envs.split_sum import SplitSum, split_sum_tasks
+from palestra.envs.splits import Split
+from palestra.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CatalogEntry:
+    """An environment, and where its tasks come from."""
+
+    summary: str  # one line for people
+    make: Callable[..., Environment | ConcurrentEnvironment]
+    """Makes one, of settings by keyword. Raises ConfigError that names a setting which is wrong or not known."""
+    generate: Callable[[Split, int, int], list[dict[str, Any]]]
+    """(split, count, seed) -> distinct tasks, JSON objects with an `id`; the same for the same arguments, and never one
+    of the other split, whatever the seed. Raises ConfigError where there are not so many."""
+
+
+def catalog_entry(name: str) -> CatalogEntry:
+    """An environment of the catalogue.
+
+    Raises:
+        ConfigError: there is none of this name.
+    """
+    if name not in CATALOG:
+        near = difflib.get_close_matches(name.lower(), CATALOG, n=1, cutoff=0.5)
+        meant = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"there is no environment {name!r}{meant} (known are {', '.join(CATALOG)})")
+    return CATALOG[name]
+
+
+def _maker(
+    name: str, make: Callable[..., Environment | ConcurrentEnvironment], *hidden: str
+) -> Callable[..., Environment | ConcurrentEnvironment]:
+    """`make`, whose settings are checked by the types of its signature; `hidden` ones can't be set."""
+    hints = get_type_hints(make.__init__ if inspect.isclass(make) else make)
+    fields: dict[str, Any] = {
+        key: (hints[key], parameter.default)
+        for key, parameter in inspect.signature(make).parameters.items()
+        if key not in hidden
+    }
+    settings_model = create_model(
+        name, __config__=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False), **fields
+    )
+
+    def made(**settings: Any) -> Environment | ConcurrentEnvironment:
+        try:
+            checked = settings_model.model_validate(settings)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"]))
+            known = ", ".join(fields) or "none"
+            raise ConfigError(f"environment {name!r}: setting {place!r}: {first['msg']} (known are {known})") from None
+        try:
+            return make(**{key: getattr(checked, key) for key in fields})
+        except ValueError as error:
+            raise ConfigError(f"environment {name!r}: {error}") from error
+
+    return made
+
+
+def _countdown(*, system: str = "Reply with the expression only.") -> Environment:
+    return ReasoningEnvironment("countdown", system=system)
+
+
+def _gsm_symbolic(*, system: str = "End with the number alone on the last line.") -> Environment:
+    return ReasoningEnvironment("gsm_symbolic", system=system)
+
+
+CATALOG: Mapping[str, CatalogEntry] = MappingProxyType(
+    {
+        "arithmetic": CatalogEntry(
+            summary="sums and products in the head; one answer",
+            make=_maker("arithmetic", Arithmetic),
+            generate=arithmetic_tasks,
+        ),
+        "calculator": CatalogEntry(
+            summary="large products with a calculator; a call, then the answer",
+            make=_maker("calculator", CalculatorEnvironment, "clock"),
+            generate=calculator_tasks,
+        ),
+        "subagents": CatalogEntry(
+            summary="the sum of two products, each given to a subagent; both work at the same time",
+            make=_maker("subagents", SplitSum, "clock"),
+            generate=split_sum_tasks,
+        ),
+        "gomoku": CatalogEntry(
+            summary="stones in a row, against an opponent that is part of the world",
+            make=_maker("gomoku", Gomoku),
+            generate=gomoku_tasks,
+        ),
+        "frozen-lake": CatalogEntry(
+            summary="a walk over ice with holes, on random maps (Gymnasium)",
+            make=_maker("frozen-lake", FrozenLake, "size"),
+            generate=frozen_lake_tasks,
+        ),
+        "countdown": CatalogEntry(
+            summary="an expression of given numbers that makes a given number (reasoning-gym)",
+            make=_maker("countdown", _countdown),
+            generate=partial(reasoning_tasks, "countdown"),
+        ),
+        "gsm-symbolic": CatalogEntry(
+            summary="word problems of school mathematics (reasoning-gym)",
+            make=_maker("gsm-symbolic", _gsm_symbolic),
+            generate=partial(reasoning_tasks, "gsm_symbolic"),
+        ),
+    }
+)

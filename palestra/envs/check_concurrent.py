@@ -1,0 +1,181 @@
+"""The part of `check_environment` that is for concurrent environments."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
+
+from palestra.envs.check_actions import Script, Task
+from palestra.envs.concurrent import ConcurrentEnvironment
+from palestra.errors import EnvironmentMistake, EpisodeOver
+from palestra.schemas.messages import ChatMessage
+from palestra.schemas.observations import Observation
+
+Seen = dict[str, list[Any]]  # by agent: what comes first between two of them is nobody's mistake
+
+
+def check_concurrent(
+    make: Callable[[], ConcurrentEnvironment],
+    plan: Sequence[tuple[Task, Script]],
+    max_steps: int,
+    timeout_seconds: float,
+) -> None:
+    """See `check_environment`. It has an event loop of its own, in a thread: the caller's may be running."""
+    with ThreadPoolExecutor(1, "palestra-check") as thread:
+        thread.submit(lambda: asyncio.run(_check(make, plan, max_steps, timeout_seconds))).result()
+
+
+async def _check(
+    make: Callable[[], ConcurrentEnvironment],
+    plan: Sequence[tuple[Task, Script]],
+    max_steps: int,
+    timeout_seconds: float,
+) -> None:
+    fresh = []
+    for task, script in plan:
+        for _ in range(2):
+            environment = make()
+            await _call("setup", environment.setup())
+            fresh.append(await _Episode(environment, script, max_steps, timeout_seconds).play(task))
+            await _close(environment)
+        if fresh.pop() != fresh[-1]:
+            raise EnvironmentMistake(
+                "two new environments answer the same task and actions differently; take randomness from the task"
+            )
+    environment = make()
+    await _call("setup", environment.setup())
+    if environment.reusable:
+        again = [await _Episode(environment, s, max_steps, timeout_seconds).play(task) for task, s in (*plan, *plan)]
+        if again != fresh + fresh:
+            raise EnvironmentMistake("it says that it is reusable, and a second episode differs from that of a new one")
+        await _close(environment)
+        return
+    await _call("reset", environment.reset(plan[0][0]))
+    await _Episode(environment, plan[0][1], 1, timeout_seconds).begin()  # and leave it in the middle
+    await _close(environment)
+
+
+async def _close(environment: ConcurrentEnvironment) -> None:
+    await _call("abandon", environment.abandon())
+    await _call("close", environment.close())
+    await asyncio.sleep(0)  # whatever was cancelled ends now
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    if left:
+        names = ", ".join(sorted(str(getattr(task.get_coro(), "__qualname__", task.get_name())) for task in left))
+        raise EnvironmentMistake(f"after close this still runs: {names}")
+
+
+class _Episode:
+    """One episode, in which each observation is checked and answered as it comes."""
+
+    def __init__(
+        self, environment: ConcurrentEnvironment, script: Script, max_steps: int, timeout_seconds: float
+    ) -> None:
+        self._environment, self._script = environment, script
+        self._max_steps, self._timeout_seconds = max_steps, timeout_seconds
+        self._ids: set[str] = set()
+        self._seen: Seen = defaultdict(list)
+        self._acted: Counter[str] = Counter()
+        self._open: dict[str, Observation] = {}  # by agent: what it has not answered yet
+        self._calls: dict[str, list[str]] = {}  # by agent: the ids of those that it made last
+
+    async def play(self, task: Task) -> Seen:
+        """Everything that was seen, by agent."""
+        before = repr(task)
+        await _call("reset", self._environment.reset(task))
+        if repr(task) != before:
+            raise EnvironmentMistake("reset changed the task; copy what has to be changed")
+        while (observation := await self._next()) is not None:
+            self._check(observation)
+            if not observation.is_last:
+                self._open[observation.agent] = observation
+            if self._acted.total() > self._max_steps:
+                raise EnvironmentMistake(
+                    f"an episode did not end within {self._max_steps} steps; set max_steps, or truncate it"
+                )
+        if not self._acted:
+            raise EnvironmentMistake("an episode began with nothing to answer; `start` emits what there is to see")
+        return self._seen
+
+    async def begin(self) -> None:
+        """Answer the first observation, and wait for nothing."""
+        if (observation := await self._next()) is not None:
+            self._act(observation)
+            await asyncio.sleep(0)
+
+    async def _next(self) -> Observation | None:
+        """The next observation; None: the episode is over. An agent acts when there is nothing more to see now."""
+        observing = asyncio.ensure_future(self._environment.observe())
+        try:
+            await asyncio.sleep(0)
+            while self._open and not observing.done():
+                self._act(self._open.pop(next(iter(self._open))))
+                await asyncio.sleep(0)
+            done, _ = await asyncio.wait((observing,), timeout=self._timeout_seconds)
+            if not done:
+                raise EnvironmentMistake(
+                    f"nothing was shown for {self._timeout_seconds:g} s, and the episode is not over"
+                )
+            return cast("Observation", await _call("the answer to an action", observing))
+        except EpisodeOver:
+            return None
+        finally:
+            observing.cancel()
+
+    def _act(self, observation: Observation) -> None:
+        agent = observation.agent
+        action = self._script(self._acted[agent], observation.tools)
+        self._acted[agent] += 1
+        self._calls[agent] = [call.id for call in action.tool_calls] if observation.tools else []
+        self._environment.act(observation.id, action)
+
+    def _check(self, observation: Observation) -> None:
+        agent: Any = observation.agent  # the environment is the user's: nothing has to be of its type
+        content: Any = observation.content
+        tools: tuple[Any, ...] = observation.tools
+        flags: tuple[Any, ...] = (observation.reward, observation.terminated, observation.truncated)
+        if not isinstance(agent, str) or not agent:
+            raise EnvironmentMistake(f"an observation is for an agent by name, not for {agent!r}")
+        if not isinstance(content, tuple) or not all(isinstance(message, ChatMessage) for message in content):
+            raise EnvironmentMistake(f"what {agent!r} sees is a tuple of messages, not {content!r:.80}")
+        if type(flags[0]) not in (int, float) or not math.isfinite(flags[0]):
+            raise EnvironmentMistake(f"a reward is a finite number, not {flags[0]!r}")
+        if not all(type(flag) is bool for flag in flags[1:]):
+            raise EnvironmentMistake("terminated and truncated are True or False")
+        if unknown := set(observation.parents) - self._ids:
+            raise EnvironmentMistake(f"the parents of {observation.id} are {sorted(unknown)}, which nobody has seen")
+        if not observation.is_last and not content and agent not in self._seen:
+            raise EnvironmentMistake(f"the first that {agent!r} sees is nothing")
+        if agent in self._open and not observation.is_last:
+            raise EnvironmentMistake(f"{agent!r} is shown {observation.id} before it answered what it was shown before")
+        for tool in tools:
+            function = tool.get("function") if isinstance(tool, dict) else None
+            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+                raise EnvironmentMistake(f"a tool is offered in OpenAI's shape, and not as {tool!r:.80}")
+        if not observation.is_last:
+            self._check_conversation(observation)
+        self._ids.add(observation.id)
+        self._seen[agent].append((content, *flags))
+
+    def _check_conversation(self, observation: Observation) -> None:
+        """An agent has one conversation, in which each call has an answer."""
+        agent = observation.agent
+        called = self._calls.pop(agent, [])
+        answered = [message.tool_call_id for message in observation.content if message.role == "tool"]
+        if missing := [call for call in called if call not in answered]:
+            raise EnvironmentMistake(f"the call {missing[0]!r} of {agent!r} has no answer in what it sees next")
+        if strange := [answer for answer in answered if answer not in called]:
+            raise EnvironmentMistake(f"{agent!r} is told the result of a call {strange[0]!r} that it did not make")
+
+
+async def _call(what: str, work: Awaitable[Any]) -> Any:
+    try:
+        return await work
+    except (EnvironmentMistake, EpisodeOver):
+        raise
+    except Exception as error:
+        raise EnvironmentMistake(f"{what} raised {type(error).__name__}: {error}") from error

@@ -1,0 +1,124 @@
+"""Plays whatever episodes a job has, until it is stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import AsyncIterator
+
+from palestra.errors import RolloutFailed
+from palestra.ledger import WAKE_SECONDS
+from palestra.rollout.collect import Collected, Lost, Termination
+from palestra.rollout.orchestrator import Outcome, RolloutOrchestrator
+from palestra.rollout.runner import Runner
+from palestra.rollout.sync_lock import RolloutSyncLock
+from palestra.schemas.progress import RolloutProgress
+from palestra.schemas.records import Claim
+from palestra.session import Sessions
+
+log = logging.getLogger("palestra.rollout")
+FAILURES_IN_A_ROW = 20
+
+
+class RunnerPool:
+    """Up to `max_concurrency` episodes side by side: training, validation, whatever is to be claimed."""
+
+    def __init__(
+        self,
+        sessions: Sessions,
+        runner: Runner,
+        *,
+        max_concurrency: int,
+        lock: RolloutSyncLock | None = None,
+        progress: RolloutProgress | None = None,
+    ) -> None:
+        """`lock` keeps weights from changing during an episode; None: they may. `progress` is kept up to date."""
+        self._store, self._runner, self._lock = sessions.context.store, runner, lock
+        self.progress = progress or RolloutProgress()
+        self._max_concurrency = max_concurrency
+        self._unplayed: dict[str, Claim] = {}  # claimed, and about to be played
+        self._claiming = asyncio.Lock()
+        self._free = asyncio.Event()
+        self._in_a_row = 0  # failures without a success between them
+
+    async def run(self) -> None:
+        """Play until cancelled; what is being played then is given back.
+
+        Raises:
+            RolloutFailed: nothing but failures came, many times in a row.
+        """
+        orchestrator = RolloutOrchestrator(self._play, max_concurrency=self._max_concurrency)
+        async with self._runner:
+            producing = asyncio.ensure_future(orchestrator.run_producers_from_stream(self._claims()))
+            try:
+                async for outcomes in orchestrator.yield_batches(1):
+                    for outcome in outcomes:
+                        self._count(outcome)
+                await producing  # it ends by itself where the store fails
+            finally:
+                producing.cancel()
+                await asyncio.gather(producing, return_exceptions=True)
+                await asyncio.shield(self._give_back_unplayed())
+
+    async def _claims(self) -> AsyncIterator[Claim]:
+        """Every episode, when there is a place for it; as many at once as there are places."""
+        while True:
+            seen = self._store.available.rings
+            self._free.clear()
+            free = self._max_concurrency - self.progress.playing - len(self._unplayed)
+            claims = await asyncio.shield(self._claim(free))
+            for claim in claims:
+                yield claim
+            if not free:
+                await self._free.wait()
+            elif len(claims) < free:
+                await self._store.available.wait(WAKE_SECONDS, seen)
+
+    async def _claim(self, free: int) -> list[Claim]:
+        """Where it is cancelled it goes on, so that what it claims is known, and given back."""
+        async with self._claiming:
+            claims = await self._store.claim_many(self._runner.worker_id, uuid.uuid4().hex, free) if free else []
+            self._unplayed |= {claim.episode.episode_id: claim for claim in claims}
+            return claims
+
+    async def _play(self, claim: Claim) -> Collected:
+        del self._unplayed[claim.episode.episode_id]
+        self.progress.playing += 1
+        try:
+            if self._lock is None:
+                return await self._runner.play_claim(claim)
+            with self._store.hold(claim.episode.episode_id, claim.episode.fence):
+                async with self._lock.acquire_rollout():
+                    return await self._runner.play_claim(claim)
+        finally:
+            self.progress.playing -= 1
+            self._free.set()
+
+    def _count(self, outcome: Outcome[Claim, Collected]) -> None:
+        error = outcome.error
+        if error is None:
+            assert outcome.result is not None
+            self.progress.terminations[outcome.result.termination.value] += 1
+            self._in_a_row = 0
+            return
+        name = outcome.work.episode.episode_id
+        if isinstance(error, Lost):
+            self.progress.terminations["lease_lost"] += 1
+            log.warning("%s", error)
+            return
+        if not isinstance(error, RolloutFailed):
+            raise error
+        self.progress.terminations[error.termination] += 1
+        self._in_a_row += 1
+        log.warning("episode %s: %s: %s", name, error.termination, error, exc_info=error.__cause__)
+        if self._in_a_row >= FAILURES_IN_A_ROW:
+            raise RolloutFailed(
+                error.termination, f"{self._in_a_row} episodes in a row failed, the last one with {error}"
+            ) from error
+
+    async def _give_back_unplayed(self) -> None:
+        async with self._claiming:
+            for claim in self._unplayed.values():
+                await self._runner.give_back(claim, Termination.CANCELLED, "the job was stopped")
+            self._unplayed.clear()
