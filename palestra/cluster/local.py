@@ -25,6 +25,7 @@ from palestra.client.protocol import LONGEST_PAUSE_SECONDS
 from palestra.cluster.parts import build_parts
 from palestra.cluster.tasks import load_tasks
 from palestra.config import JobConfig
+from palestra.envs import ConcurrentEnvironment
 from palestra.envs.catalog import catalog_entry
 from palestra.errors import ConfigError, PalestraError
 from palestra.gateway import DataPlane, KeyRing, create_app
@@ -202,9 +203,13 @@ def _runners(
     """What plays episodes in this process, if anything does, and what keeps weights from changing in between."""
     chosen = config.environment
     if play is None and chosen.name is not None:
-        entry = catalog_entry(chosen.name)
-        entry.make(**chosen.settings)  # now, so that a wrong setting is refused before anything begins
-        play = Play(environment=partial(entry.make, **chosen.settings), system=chosen.system)
+        make = catalog_entry(chosen.name).make
+        settings: dict[str, Any] = dict(chosen.settings)
+        made = make(**settings)  # now, so that a wrong setting is refused before anything begins
+        if chosen.system is not None and isinstance(made, ConcurrentEnvironment):
+            settings["system"] = chosen.system
+            make(**settings)
+        play = Play(environment=partial(make, **settings), system=chosen.system)
     if play is None:
         return None, None
     due = config.rollout.group_size * config.rollout.groups_per_step * (1 + config.rollout.max_staleness)

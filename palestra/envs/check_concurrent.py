@@ -142,8 +142,8 @@ class _Episode:
             raise EnvironmentMistake(f"an observation is for an agent by name, not for {agent!r}")
         if not isinstance(content, tuple) or not all(isinstance(message, ChatMessage) for message in content):
             raise EnvironmentMistake(f"what {agent!r} sees is a tuple of messages, not {content!r:.80}")
-        if type(flags[0]) not in (int, float) or not math.isfinite(flags[0]):
-            raise EnvironmentMistake(f"a reward is a finite number, not {flags[0]!r}")
+        if flags[0] is not None and (type(flags[0]) not in (int, float) or not math.isfinite(flags[0])):
+            raise EnvironmentMistake(f"a reward is a finite number or None, not {flags[0]!r}")
         if not all(type(flag) is bool for flag in flags[1:]):
             raise EnvironmentMistake("terminated and truncated are True or False")
         if unknown := set(observation.parents) - self._ids:

@@ -67,7 +67,7 @@ class ConcurrentEnvironment(ABC):
         *,
         parents: tuple[str, ...] = (),
         tools: tuple[dict[str, Any], ...] = (),
-        reward: float = 0.0,
+        reward: float | None = None,
         terminated: bool = False,
         truncated: bool = False,
     ) -> Observation:

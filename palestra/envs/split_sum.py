@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any, Literal
 
@@ -55,10 +56,14 @@ class SplitSum(SubagentEnvironment):
             tools=(Calculator(),) if solver_calculator else (),
             max_steps=max_steps,
         )
+
+        def scored(task: Mapping[str, Any], prompt: str, answer: str) -> float:
+            return solver_reward * right_product(prompt, answer)
+
         super().__init__(
             [solver],
             right_number,
-            subagent_reward_fn=lambda task, prompt, answer: solver_reward * right_product(prompt, answer),
+            subagent_reward_fn=scored if solver_reward else None,
             system=SYSTEM,
             results=results,
             max_steps=max_steps,

@@ -83,7 +83,8 @@ class SubagentEnvironment(ConcurrentEnvironment):
             reward_fn: `(task, answer) -> float`, or in TRL's form: the reward of the task's own agent.
             tools: of the task's own agent.
             subagent_reward_fn: `(task, prompt, answer) -> float`: the reward of each subagent that is over by itself or
-                by its `max_steps`; None: 0. An episode's reward is the sum over its agents.
+                by its `max_steps`. None: they have none, and `credit = "agent"` or `"branch"` gives them their
+                parent's. An episode's reward is the sum over its agents.
             prompt: what the agent is asked.
             system: the system message of its conversation.
             results: see above.
@@ -214,11 +215,11 @@ class SubagentEnvironment(ConcurrentEnvironment):
         if part.parent is not None:
             part.parent.arrived.put_nowait(part)
 
-    def _scored(self, part: _Part, answer: str) -> float:
+    def _scored(self, part: _Part, answer: str) -> float | None:
         if part.parent is None:
             return self._reward(self._task, answer)
         if self._subagent_reward is None:
-            return 0.0
+            return None
         return finite_reward(self._subagent_reward, self._subagent_reward(self._task, part.prompt, answer))
 
     def _cut(self, part: _Part) -> None:
@@ -242,7 +243,7 @@ class SubagentEnvironment(ConcurrentEnvironment):
         if part.parent is not None:
             part.parent.arrived.put_nowait(part)
 
-    def _last(self, part: _Part, *, truncated: bool, reward: float = 0.0) -> None:
+    def _last(self, part: _Part, *, truncated: bool, reward: float | None = None) -> None:
         """The last observation of an agent; a subagent's part is terminated in any case."""
         causes = () if part.observation is None else (part.observation.id,)
         own = part.parent is None

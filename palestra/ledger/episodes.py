@@ -264,12 +264,18 @@ def give_back(
     discard: bool,
     max_attempts: int,
     now: float,
+    counts: bool = True,
 ) -> Episode:
-    """CLAIMED → REGISTERED; or → DISCARDED, if asked for or when its attempts are used up."""
+    """CLAIMED → REGISTERED; or → DISCARDED, if asked for or when its attempts are used up.
+
+    Where the attempt does not count, it is as if it had never been made.
+    """
     episode = held(connection, episode_id, fence)
-    final = discard or episode.attempts >= max_attempts
+    attempts = episode.attempts if counts else episode.attempts - 1
+    final = discard or attempts >= max_attempts
     following = EpisodeState.DISCARDED if final else EpisodeState.REGISTERED
-    _change(connection, episode, following, {"reason": reason, "ended_at": now if final else None})
+    changed = {"reason": reason, "ended_at": now if final else None, "attempts": attempts}
+    _change(connection, episode, following, changed)
     return read(connection, episode_id)
 
 

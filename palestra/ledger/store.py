@@ -197,6 +197,10 @@ class RunStore:
         self.leases.grant(found.episode_id, found.fence, found.lease_seconds)
         return Claim(episode=found, policy=self.policy_name, version=self.policy_version)
 
+    async def claimed_by(self, worker_id: str) -> list[Episode]:
+        """What a worker holds."""
+        return [episode for episode in await self.read(episodes.live) if episode.worker_id == worker_id]
+
     @_whole
     async def claim_many(self, worker_id: str, request_id: str, count: int) -> list[Claim]:
         """Up to `count` registered episodes at once, in canonical order, with the job's lease."""
@@ -240,10 +244,12 @@ class RunStore:
         return first
 
     @_whole
-    async def abort(self, episode_id: str, fence: int, reason: str, discard: bool) -> None:
+    async def abort(self, episode_id: str, fence: int, reason: str, discard: bool, counts: bool = True) -> None:
         """See `EpisodeStore`."""
         limit, now = self._rollout.max_attempts, self.clock.now()
-        after = await self.write(lambda c: episodes.give_back(c, episode_id, fence, reason, discard, limit, now))
+        after = await self.write(
+            lambda c: episodes.give_back(c, episode_id, fence, reason, discard, limit, now, counts)
+        )
         self._lease_over(episode_id, fence)
         if after.state is EpisodeState.REGISTERED:
             self.available.ring(1)
@@ -339,6 +345,10 @@ class RunStore:
     async def oldest_tokens(self, episode_ids: Sequence[str]) -> dict[str, int]:
         """N of the version with which an episode's oldest token was sampled; those without tokens are left out."""
         return await self.read(lambda c: chats.oldest_tokens(c, episode_ids))
+
+    async def lease(self, episode_id: str, fence: int) -> tuple[Episode, tuple[Chat, ...]]:
+        """An episode, and the calls that were recorded under one lease of it; at one look."""
+        return await self.read(lambda c: (episodes.read(c, episode_id), chats.of_lease(c, episode_id, fence)))
 
     async def trajectories(self, episode_ids: Sequence[str]) -> list[Trajectory]:
         """See `EpisodeStore`."""

@@ -65,6 +65,7 @@ class Collected:
     termination: Termination = Termination.DONE
     steps: list[Step] = field(default_factory=list)  # in the order of observation; TimeStep i is entry i
     rewards: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # by agent
+    full_contexts: list[str] = field(default_factory=list)  # subagents that had no room for a reply
     last_seen: str = ""  # what the observations said that asked for no action; no call has it
 
     @property
@@ -83,6 +84,8 @@ class Collected:
         found: dict[str, Any] = {"termination": self.termination.value}
         if unanswered := sum(step.acted_at is None for step in self.steps):
             found["unanswered_observations"] = unanswered
+        if self.full_contexts:
+            found["context_full"] = self.full_contexts
         if self.last_seen:
             found["last_seen"] = self.last_seen[:LONGEST_SEEN]
         return found
@@ -145,9 +148,10 @@ class TrajectoryCollectEngine:
     def _take(self, observation: Observation) -> bool:
         """Record an observation; returns whether it asks for an action."""
         result = self._result
-        result.rewards[observation.agent] += observation.reward
-        if known := [self._number[parent] for parent in observation.parents if parent in self._number]:
-            result.steps[max(known)].reward += observation.reward
+        if observation.reward is not None:
+            result.rewards[observation.agent] += observation.reward
+            if known := [self._number[parent] for parent in observation.parents if parent in self._number]:
+                result.steps[max(known)].reward += observation.reward
         if observation.truncated and not observation.terminated:
             result.termination = Termination.MAX_STEPS
         self._sessions.context.counts["observations"] += 1
@@ -162,10 +166,17 @@ class TrajectoryCollectEngine:
     async def _turn(self, observation: Observation) -> None:
         """An agent's answer."""
         number, name = self._number[observation.id], observation.agent
-        with failing(Termination.AGENT_FAILED):
-            _, action = await self._agent(name).step(observation, _Handle(self, name, number))
+        try:
+            with failing(Termination.AGENT_FAILED):
+                chats, action = await self._agent(name).step(observation, _Handle(self, name, number))
+        except ContextOverflow:
+            if "/" not in name:
+                raise
+            self._result.full_contexts.append(name)  # a subagent's: its parent goes on without it
+            self._environment.cancel(observation.id)
+            return
         self._result.steps[number].acted_at = self._environment.clock.now()
-        self._histories[name] = (*self._histories[name], *observation.content, action)
+        self._histories[name] = _conversation((*self._histories[name], *observation.content), chats, action)
         with failing(Termination.ENVIRONMENT_FAILED):
             self._environment.act(observation.id, action)
 
@@ -199,6 +210,16 @@ def failing(termination: Termination) -> Iterator[None]:
 
 def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
+
+
+def _conversation(seen: tuple[ChatMessage, ...], chats: Sequence[Chat], action: ChatMessage) -> tuple[ChatMessage, ...]:
+    """What an agent's next turn goes on from: its last call, with the tools that it ran on the way to its action.
+
+    Where it acted by something else than its last reply, or thought about other messages, only what it saw and did.
+    """
+    if chats and chats[-1].reply == action and (messages := chats[-1].messages)[: len(seen)] == seen:
+        return (*messages, action)
+    return (*seen, action)
 
 
 class _Handle:

@@ -48,6 +48,8 @@ class RunnerPool:
         Raises:
             RolloutFailed: nothing but failures came, many times in a row.
         """
+        for episode in await self._store.claimed_by(self._runner.worker_id):
+            await self._runner.give_back(episode, Termination.CANCELLED, "the server was started anew")
         orchestrator = RolloutOrchestrator(self._play, max_concurrency=self._max_concurrency)
         async with self._runner:
             producing = asyncio.ensure_future(orchestrator.run_producers_from_stream(self._claims()))
@@ -120,5 +122,5 @@ class RunnerPool:
     async def _give_back_unplayed(self) -> None:
         async with self._claiming:
             for claim in self._unplayed.values():
-                await self._runner.give_back(claim, Termination.CANCELLED, "the job was stopped")
+                await self._runner.give_back(claim.episode, Termination.CANCELLED, "the job was stopped")
             self._unplayed.clear()

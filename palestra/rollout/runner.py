@@ -13,7 +13,7 @@ from palestra.agents import Agent, ModelAgent
 from palestra.errors import RolloutFailed
 from palestra.rollout.collect import Collected, Lost, Termination, TrajectoryCollectEngine
 from palestra.rollout.environments import Environments, Made
-from palestra.schemas.records import Claim, Task, Trajectory
+from palestra.schemas.records import Claim, Episode, Task, Trajectory
 from palestra.session import Sessions
 
 log = logging.getLogger("palestra.rollout")
@@ -38,7 +38,7 @@ class Runner:
         play: Play,
         *,
         timeout_seconds: float | None = None,
-        worker_id: str = "runner",
+        worker_id: str = "palestra-runner",
     ) -> None:
         """`timeout_seconds` is for one attempt; None: only the job's `max_episode_seconds` ends it."""
         self._sessions, self._store = sessions, sessions.context.store
@@ -89,15 +89,15 @@ class Runner:
                 async with asyncio.timeout(self._timeout_seconds) as limit:
                     collected = await self._collect(claim)
         except asyncio.CancelledError:
-            await asyncio.shield(self.give_back(claim, Termination.CANCELLED, "the job was stopped"))
+            await asyncio.shield(self.give_back(episode, Termination.CANCELLED, "the job was stopped"))
             raise
         except TimeoutError:
             assert limit.expired(), "everything else comes as RolloutFailed"
             late = RolloutFailed(Termination.TIMED_OUT, f"not over after {self._timeout_seconds:g} s")
-            await self.give_back(claim, Termination.TIMED_OUT, str(late))
+            await self.give_back(episode, Termination.TIMED_OUT, str(late))
             raise late from None
         except RolloutFailed as error:
-            await self.give_back(claim, Termination(error.termination), str(error))
+            await self.give_back(episode, Termination(error.termination), str(error))
             raise
         await self._store.end(
             episode.episode_id,
@@ -109,11 +109,16 @@ class Runner:
         )
         return collected
 
-    async def give_back(self, claim: Claim, termination: Termination, reason: str) -> None:
-        """Let somebody else play it."""
-        episode = claim.episode
+    async def give_back(self, episode: Episode, termination: Termination, reason: str) -> None:
+        """Let it be played again; where it was cancelled, as if it had never been claimed."""
         try:
-            await self._store.abort(episode.episode_id, episode.fence, f"{termination.value}: {reason}", discard=False)
+            await self._store.abort(
+                episode.episode_id,
+                episode.fence,
+                f"{termination.value}: {reason}",
+                discard=False,
+                counts=termination is not Termination.CANCELLED,
+            )
         except Lost:  # its lease ran out meanwhile, so it was given back already
             log.info("episode %s was given back before: %s", episode.episode_id, reason)
 

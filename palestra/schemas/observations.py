@@ -17,7 +17,7 @@ class Observation:
     agent: str  # who sees it; a subagent's name starts with its parent's: "planner/search"
     content: tuple[ChatMessage, ...]  # what is new to the agent's conversation
     tools: tuple[dict[str, Any], ...] = ()  # what it may call, in OpenAI's shape
-    reward: float = 0.0  # for the actions that brought it
+    reward: float | None = None  # for the actions that brought it; None: not scored, which is not 0
     terminated: bool = False  # the agent's part is over: no action is asked for
     truncated: bool = False  # it was cut off, by a limit for instance; not the same as over
     observed_at: float = 0.0  # Unix seconds

@@ -183,8 +183,11 @@ class EpisodeStore(Protocol):
         """
         ...
 
-    async def abort(self, episode_id: str, fence: int, reason: str, discard: bool) -> None:
-        """Give an episode back (or discard it); what it sampled is not trained on."""
+    async def abort(self, episode_id: str, fence: int, reason: str, discard: bool, counts: bool = True) -> None:
+        """Give an episode back (or discard it); what it sampled is not trained on.
+
+        `counts`: whether the attempt is one of the `max_attempts`; not where it was the server's fault.
+        """
         ...
 
     async def append_chat(self, chat: Chat) -> None:

@@ -31,8 +31,7 @@ class Sessions:
         await store.renew(episode_id, fence)
         session = self._open.get((episode_id, fence))
         if session is None:
-            episode = await store.episode(episode_id)
-            recorded = await store.chats(episode_id, fence)
+            episode, recorded = await store.lease(episode_id, fence)
             if not store.leases.renew(episode_id, fence):  # it ended meanwhile
                 await store.renew(episode_id, fence)  # raises what is the matter
             session = self._open.setdefault((episode_id, fence), EpisodeSession(self.context, episode, recorded))

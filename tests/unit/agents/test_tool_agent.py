@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from palestra.agents import ToolAgent
-from palestra.envs import TaskEnvironment
+from palestra.envs import Environment, TaskEnvironment
 from palestra.rollout import Play, Runner
 from palestra.schemas.messages import text_message
 from palestra.schemas.observations import Observation
@@ -142,3 +142,37 @@ async def test_in_an_episode_the_calls_of_a_time_step_are_one_conversation(tmp_p
     assert (trajectory.episode.reward, trajectory.episode.step_rewards) == (1.0, (1.0,))
     (row,) = rows_of(trajectory.chats)
     assert int(row.sampled.sum()) == len(one.completion_ids) + len(two.completion_ids)
+
+
+async def test_the_next_turn_goes_on_from_the_tools_that_were_run_in_the_one_before(tmp_path):
+    class Twice(Environment):
+        max_steps = 2
+
+        def reset(self, task):
+            return "2 * 3?", {}
+
+        def step(self, action):
+            return "again?", float(action == "6"), False, False, {}
+
+    bench = Bench(tmp_path, FakeClock(), sampling={"max_tokens": 200})
+    call = json.dumps({"name": "calculator", "arguments": {"expression": "2 * 3"}})
+    replies = iter([f"<tool_call>\n{call}\n</tool_call>", "6"] * 2)
+    bench.script = lambda prompt, sampling: [*next(replies).encode(), STOP]
+    await bench.store.register_group("train", 0, 1, Task(task_id="t", data={}), 1)
+    play = Play(environment=Twice, agents={"": ToolAgent([Calculator()])})
+    trajectory = await Runner(Sessions(bench.context, 10), play).play_episode()
+    bench.store.close()
+    chats = trajectory.chats
+    assert [chat.time_step for chat in chats] == [0, 0, 1, 1]
+    assert [chat.extends for chat in chats] == [None, *chats[:3]]
+    assert [chat.fork for chat in chats] == [None] * 4
+    assert [m.role for m in chats[3].messages] == [
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+        "user",
+        "assistant",
+        "tool",
+    ]
+    assert len(rows_of(chats)) == 1

@@ -61,6 +61,13 @@ def test_the_splits_share_no_question(name):
     assert (len(train), len(validation), train & validation) == (12, 4, set())
 
 
+def test_no_question_comes_twice_where_a_data_set_repeats_itself():
+    """Of 1,500 seeds of gsm_symbolic in a row, several make the same question."""
+    entry = catalog_entry("gsm-symbolic")
+    environment = entry.make()
+    assert len({environment.reset(task)[0] for task in entry.generate("train", 1500, 1)}) == 1500
+
+
 def test_more_tasks_than_there_are_can_not_be_had():
     with pytest.raises(ConfigError, match=r"about \d+ validation tasks, and 5000 were asked for"):
         catalog_entry("arithmetic").generate("validation", 5000, 1)

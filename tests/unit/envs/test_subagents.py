@@ -47,19 +47,19 @@ async def wait(seconds: float) -> str:
     return "waited"
 
 
-async def test_three_subagents_with_a_tool_of_100_ms_take_about_100_ms():
+async def test_three_subagents_with_a_tool_of_200_ms_take_about_200_ms():
     solver = Subagent(name="solver", system="Solve.", tools=(wait,))
     environment = made(solver, system="Split.", subagent_reward_fn=lambda task, prompt, answer: float(answer))
 
     def agent(observation):
         if observation.agent == "agent":
             return delegates("1", "2", "3") if not observation.parents else says("done")
-        return calls(("wait", {"seconds": 0.1})) if observation.content[0].role == "system" else says("0.5")
+        return calls(("wait", {"seconds": 0.2})) if observation.content[0].role == "system" else says("0.5")
 
     started = time.perf_counter()
     seen = by_agent(await play(environment, TASK, agent))
     seconds = time.perf_counter() - started
-    assert 0.1 <= seconds < 0.29
+    assert 0.2 <= seconds < 0.5
     assert list(seen) == ["agent", "agent/solver-1", "agent/solver-2", "agent/solver-3"]
     first, second, last = seen["agent"]
     assert told(first) == [("system", "Split."), ("user", "do it")]
@@ -392,3 +392,20 @@ async def test_one_by_one_a_later_result_is_a_message_of_the_user(at_once):
     environment.act(second.id, says("done"))
     (last,) = await shown(environment)
     assert (last.terminated, last.reward) == (True, 1.0)
+
+
+async def test_one_by_one_a_result_that_has_come_is_told_with_those_of_other_tools(at_once):
+    environment = made(results="each", tools=[Calculator()])
+    await environment.reset(TASK)
+    environment.act((await environment.observe()).id, delegates("a", "b", "c"))
+    solvers = await shown(environment)
+    for number, observation in enumerate(solvers[:2]):
+        environment.act(observation.id, says(f"result {number}"))
+    first = (await shown(environment))[-1]
+    environment.act(first.id, calls(("calculator", {"expression": "1 + 1"}), ids="d"))
+    (second,) = await shown(environment)
+    assert told(second) == [("tool", "2"), ("user", "agent/solver-2 has answered:\nresult 1")]
+    environment.act(second.id, calls(("calculator", {"expression": "1 + 2"}), ids="e"))
+    (third,) = await shown(environment)  # at once, though a subagent is at work
+    assert told(third) == [("tool", "3")]
+    await environment.abandon()

@@ -94,3 +94,20 @@ async def test_the_same_episode_with_agents_that_are_cut_off_ends(tmp_path):
         "delegate",
         "finish",
     ]
+
+
+async def test_solvers_without_a_reward_of_their_own_answer_for_that_of_the_agent(tmp_path):
+    bench = Bench(tmp_path, FakeClock(), sampling={"max_tokens": 300})
+    decode = bench.context.policies["policy"].decode
+    bench.script = lambda prompt, sampling: [*reply(decode(prompt.tolist())).encode(), STOP]
+    await bench.store.register_group("train", 0, 1, TASK, 1)
+    play = Play(environment=lambda: SplitSum(solver_calculator=True))
+    trajectory = await Runner(Sessions(bench.context, 10), play).play_episode()
+    bench.store.close()
+    assert trajectory.episode.rewards == {"agent": 1.0}
+    credits = episode_credits(trajectory, "branch", 1.0)
+    assert {unit.name: value for unit, value in credits.values.items()} == {
+        "agent": 1.0,
+        "agent/solver-1": 1.0,
+        "agent/solver-2": 1.0,
+    }

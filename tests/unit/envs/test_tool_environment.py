@@ -12,6 +12,7 @@ from palestra.rollout import Play, Runner
 from palestra.session import Sessions
 from palestra.tools import Calculator
 from unit.building import TASK, FakeClock
+from unit.envs.playing import calls, play
 from unit.session.conftest import STOP, Bench
 
 
@@ -63,6 +64,16 @@ async def test_too_many_steps_are_a_truncation_scored_by_what_was_said(tmp_path)
     trajectory = await played(tmp_path, [call("calculator", expression="1")] * 3, max_steps=3)
     assert trajectory.episode.metadata["termination"] == "max_steps"
     assert (trajectory.episode.reward, len(trajectory.chats)) == (0.0, 3)
+    environment = ToolEnvironment([Calculator()], exact, max_steps=2)
+    turn = calls(("calculator", {"expression": "1"}), text="391")
+    seen = await play(environment, {"prompt": "17 * 23?", "answer": "391"}, lambda observation: turn)
+    assert [(o.reward or 0.0, o.truncated, o.tool_outputs) for o in seen] == [
+        (0.0, False, {}),
+        (0.0, False, {"c0": "1"}),
+        (1.0, True, {}),
+    ]
+    with pytest.raises(ValueError, match="at least 1"):
+        ToolEnvironment([], exact, max_steps=0)
 
 
 def test_reward_functions_of_trl_are_taken_as_they_are():

@@ -52,7 +52,7 @@ async def test_subagents_run_side_by_side_and_the_whole_tree_is_recorded(bench):
     assert [m.text for m in chats[3].messages] == ["split", "go", "planner/part-1 planner/part-0"]
     assert [chat.fork.reason for chat in chats if chat.fork] == [ForkReason.NEW_CONVERSATION] * 2
     assert len(rows_of(chats)) == 3
-    assert trajectory.episode.rewards == {"planner": 2.0, "planner/part-0": 0.0, "planner/part-1": 0.0}
+    assert trajectory.episode.rewards == {"planner": 2.0}
     assert trajectory.episode.step_rewards == (0.0, 0.0, 0.0, 2.0)
 
 
@@ -114,4 +114,29 @@ async def test_a_conversation_that_fills_the_context_ends_with_the_reward_so_far
     assert trajectory.episode.kind == "adhoc"
     assert trajectory.episode.metadata["termination"] == "context_full"
     assert trajectory.episode.reward == len(trajectory.chats) == len(trajectory.episode.step_rewards) - 1 > 1
+    bench.store.close()
+
+
+async def test_a_subagent_whose_context_is_full_is_given_up_and_its_parent_goes_on(tmp_path):
+    class Long(Split):
+        def emit(self, agent, content, **more):
+            if agent.endswith("1"):
+                content = (text_message("user", "x" * 300),)
+            return super().emit(agent, content, **more)
+
+        def cancel(self, observation_id):
+            super().cancel(observation_id)
+            self.answers.append("none")
+            self.parents.append(observation_id)
+
+    bench = Bench(tmp_path, FakeClock(), max_context=200)
+    bench.script = lambda prompt, sampling: [*b"go", STOP]
+    runner = Runner(Sessions(bench.context, 10), Play(environment=Long))
+    trajectory = await asyncio.wait_for(runner.play_episode({"n": 1}), 5)
+    assert trajectory.episode.metadata == {
+        "termination": "done",
+        "unanswered_observations": 1,
+        "context_full": ["planner/part-1"],
+    }
+    assert trajectory.episode.reward == 2.0
     bench.store.close()

@@ -59,9 +59,13 @@ async def test_everything_that_comes_is_played_by_no_more_than_allowed(bench):
     await bench.store.register_group("validation", 0, 1, TASK, 2)
     await until(lambda: done(bench, 1 + 35 + 2))
     assert Counted.most <= 4
-    assert made.progress.terminations == {"done": 38}
+    await until(lambda: counted(made, {"done": 38}))
     await stopped(playing)
     assert made.progress.playing == 0
+
+
+async def counted(made: RunnerPool, terminations: dict[str, int]) -> bool:
+    return made.progress.terminations == terminations
 
 
 async def done(bench, number: int) -> bool:
@@ -108,9 +112,8 @@ async def test_one_that_fails_now_and_then_is_played_again(bench):
     made = pool(bench, Flaky, max_concurrency=1)
     await bench.store.register_group("train", 1, 1, TASK, 3)
     playing = asyncio.ensure_future(made.run())
-    await until(lambda: done(bench, 4))
+    await until(lambda: counted(made, {"done": 4, "environment_failed": 4}))
     await stopped(playing)
-    assert made.progress.terminations == {"done": 4, "environment_failed": 4}
 
 
 async def test_weights_that_are_to_change_between_episodes_wait_for_those_that_are_played(bench):

@@ -1,0 +1,44 @@
+"""The easy form of an environment as the concurrent one."""
+
+from __future__ import annotations
+
+import pytest
+
+from palestra.envs import Environment, SerialEnvironment
+from unit.envs.playing import play, says
+
+
+class Count(Environment):
+    system = "Count."
+    tools = ({"type": "function", "function": {"name": "x"}},)
+
+    def __init__(self, last: int = 99, max_steps: int | None = None) -> None:
+        self.last, self.max_steps = last, max_steps
+
+    def reset(self, task):
+        self.number = 0
+        return "go", {}
+
+    def step(self, action):
+        self.number += 1
+        return f"{action} {self.number}", 0.5, self.number == self.last, False, {}
+
+
+@pytest.mark.parametrize(("system", "said"), [(None, "Count."), ("Be quick.", "Be quick.")])
+async def test_the_environment_has_a_system_message_and_the_job_another(system, said):
+    seen = await play(SerialEnvironment(Count(1), system=system), {}, lambda observation: says("a"))
+    assert [(m.role, m.text) for m in seen[0].content] == [("system", said), ("user", "go")]
+    assert [m.text for m in seen[1].content] == ["a 1"]
+    assert seen[0].tools == Count.tools
+
+
+@pytest.mark.parametrize(
+    ("last", "limit", "steps", "ends"),
+    [(2, None, 2, (True, False)), (2, 2, 2, (True, False)), (3, 2, 2, (False, True)), (2, 5, 2, (True, False))],
+)
+async def test_a_limit_of_steps_truncates_and_is_not_the_end_of_the_world(last, limit, steps, ends):
+    seen = await play(SerialEnvironment(Count(last, limit)), {}, lambda observation: says("a"))
+    assert len(seen) == steps + 1
+    assert (seen[-1].terminated, seen[-1].truncated) == ends
+    assert all(not o.is_last for o in seen[:-1])
+    assert [o.reward for o in seen[1:]] == [0.5] * steps
