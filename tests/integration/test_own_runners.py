@@ -12,14 +12,14 @@ from outcome import assert_same_metrics
 from servers import SCRIPTED, TINY, Job, Plane, until
 
 GAMES = SCRIPTED | {
-    "engine": {"kind": "scripted", "scripted_tokens": 1},  # a digit; 0 to 3 are moves
+    "engine": {"kind": "scripted", "scripted_tokens": 3},  # a digit or none; 0 to 3 are moves
     "environment": {
         "name": "frozen-lake",
         "settings": {"impossible_reward": -1.0},
         "train_tasks": 9,
         "validation_tasks": 3,
     },
-    "rollout": {"group_size": 3, "groups_per_step": 2},
+    "rollout": {"group_size": 8, "groups_per_step": 2},
 }
 FAULTS = ("after_claim_commit:2", "after_chat_commit:9", "before_end_commit:7", "before_manifest_commit:2")
 FAULTS += ("before_step:2", "before_checkpoint_rename:1", "before_publish:3")
@@ -41,7 +41,7 @@ def assert_each_episode_is_trained_once(job: Job) -> None:
     trained = Counter(episode for episodes in job.manifests().values() for episode in episodes)
     completed = job.query("SELECT episode_id FROM episodes WHERE state = 'completed' AND kind = 'train'")
     assert trained == Counter(row["episode_id"] for row in completed)
-    assert len(trained) == 3 * 6
+    assert len(trained) == 3 * 16
     assert not job.query("SELECT 1 FROM episodes WHERE state IN ('claimed', 'registered')")
 
 
@@ -71,11 +71,11 @@ def test_a_killed_job_plays_again_what_it_was_playing_and_ends_with_the_same_wei
 
 
 def test_a_job_that_is_stopped_gives_everything_back_at_once(tmp_path):
-    with games(tmp_path, engine={"kind": "scripted", "scripted_tokens": 1, "scripted_delay_seconds": 0.2}) as job:
+    with games(tmp_path, engine={"kind": "scripted", "scripted_tokens": 3, "scripted_delay_seconds": 0.2}) as job:
         server = job.start()
         with Plane(job.url) as plane:
             playing = until(lambda: plane.status()["rollouts"]["playing"], "episodes are played")
-            assert playing <= 6
+            assert playing <= 16
         server.send(signal.SIGTERM)
         assert server.wait(20) == 130
         assert not job.query("SELECT 1 FROM episodes WHERE state = 'claimed'")
@@ -84,7 +84,7 @@ def test_a_job_that_is_stopped_gives_everything_back_at_once(tmp_path):
 
 def test_status_says_what_the_runners_do(tmp_path):
     with games(
-        tmp_path, steps=40, engine={"kind": "scripted", "scripted_tokens": 1, "scripted_delay_seconds": 0.02}
+        tmp_path, steps=40, engine={"kind": "scripted", "scripted_tokens": 3, "scripted_delay_seconds": 0.02}
     ) as job:
         job.start()
         with Plane(job.url) as plane:

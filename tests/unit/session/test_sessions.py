@@ -114,9 +114,9 @@ async def test_stopping_ends_the_calls_in_flight_and_takes_no_more(sessions, ben
 @pytest.mark.parametrize("how", ["end", "give back"])
 async def test_a_lease_that_ends_while_its_session_is_opened_has_none(sessions, bench, how):
     """Otherwise the session would stay for ever, and its calls would be sampled for nothing."""
-    real = bench.store.chats
+    real = bench.store.lease
 
-    async def chats(episode_id, fence):
+    async def lease(episode_id, fence):
         found = await real(episode_id, fence)
         if how == "end":
             await bench.store.end(EPISODE, 1, {"agent": 1.0}, None, {})
@@ -124,7 +124,7 @@ async def test_a_lease_that_ends_while_its_session_is_opened_has_none(sessions, 
             await bench.store.abort(EPISODE, 1, "", discard=False)
         return found
 
-    bench.store.chats = chats
+    bench.store.lease = lease
     with pytest.raises(EpisodeEnded if how == "end" else EpisodeLeaseExpired):
         await sessions.open(EPISODE, 1)
     assert sessions._open == {}
