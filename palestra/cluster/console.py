@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
+from collections import deque
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console as RichConsole
+from rich.console import Group
+from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.text import Text
 
 from palestra.config import JobConfig
+from palestra.schemas.states import TurnState
 
 if TYPE_CHECKING:
     from palestra.cluster.local import LocalJob
 
 REFRESH_SECONDS = 0.25
+SHOWN_STATES = (TurnState.PENDING, TurnState.GENERATING, TurnState.INTERACTING)
+RATE_SECONDS = 5.0  # tokens a second are of so long
 
 
 class Console:
@@ -25,34 +33,37 @@ class Console:
     def __init__(self, config: JobConfig, quiet: bool = False) -> None:
         self._config = config
         self._out = RichConsole(quiet=quiet, highlight=False, soft_wrap=True)
-        self._live = Progress(
+        self._bars = Progress(
             TextColumn("{task.fields[phase]}"),
             BarColumn(bar_width=30),
             MofNCompleteColumn(),
             TextColumn("steps   {task.fields[left]}"),
             console=self._out,
-            transient=True,
-            disable=quiet or not sys.stdout.isatty(),
+            auto_refresh=False,
         )
-        self._bar = self._live.add_task("", total=config.steps, phase="loading the model", left="")
+        self._bar = self._bars.add_task("", total=config.steps, phase="loading the model", left="")
+        shown = not quiet and sys.stdout.isatty()
+        self._live = Live(console=self._out, transient=True, auto_refresh=False) if shown else None
         self._job: LocalJob | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._refresh, name="palestra-console", daemon=True)
-        self._first: dict[str, float] = {}
+        self._tokens: deque[tuple[float, int]] = deque()  # (when, so many till then)
 
     def __enter__(self) -> Self:
         model = self._config.policy.model
         self._out.print(f"[bold]{self._config.name}[/]: {model}, {self._config.steps} steps → {self._config.folder}")
-        self._live.start()
-        self._thread.start()
+        if self._live is not None:
+            self._live.start()
+            self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stop.set()
-        self._thread.join()
-        self._live.stop()
+        if self._live is not None:
+            self._thread.join()
+            self._live.stop()
 
     def ready(self, job: LocalJob) -> None:
         """The data plane listens."""
@@ -92,12 +103,49 @@ class Console:
         return text
 
     def _refresh(self) -> None:
+        assert self._live is not None
         while not self._stop.wait(REFRESH_SECONDS):
+            lines: list[str] = []
             if self._job is not None:
                 progress = self._job.progress
                 left = progress.seconds_left
                 shown = "" if left is None else f"about {int(left) // 60}:{int(left) % 60:02d} left"
-                self._live.update(self._bar, completed=progress.step, phase=progress.phase, left=shown)
+                self._bars.update(self._bar, completed=progress.step, phase=progress.phase, left=shown)
+                lines = self._going_on(self._job)
+            self._live.update(Group(self._bars, *(Text(line, style="dim") for line in lines)), refresh=True)
+
+    def _going_on(self, job: LocalJob) -> list[str]:
+        """Episodes, calls, tokens and rewards as they are now; where the time goes."""
+        context, store, episodes = job.plane.sessions.context, job.plane.store, job.progress.episodes
+        counts = dict(context.counts)
+        parts = (
+            []
+            if episodes is None
+            else [
+                f"episodes {episodes.completed:,} done, {episodes.claimed:,} in flight, {episodes.registered:,} waiting"
+            ]
+        )
+        tokens = counts.get("prompt_tokens", 0) + counts.get("completion_tokens", 0)
+        parts += [f"calls {job.plane.sessions.in_flight:,}", f"{self._rate(tokens):,.0f} tok/s"]
+        if store.recent_reward is not None:
+            parts.append(f"reward {store.recent_reward:.2f} (last {len(store.recent_rewards)})")
+        seconds = {state: context.seconds.get(state, 0.0) for state in SHOWN_STATES}
+        whole = sum(seconds.values())
+        shares = [f"{state.value} {spent / whole:.0%}" for state, spent in seconds.items()] if whole else []
+        stale, trained = job.progress.staleness, sum(job.progress.staleness.values())
+        if any(stale):  # some tokens are of an older version
+            ages = ", ".join(f"{age}: {tokens / trained:.0%}" for age, tokens in sorted(stale.items()))
+            shares.append(f"staleness {ages}")
+        return ["   ".join(parts), "   ".join(shares)]
+
+    def _rate(self, tokens: int) -> float:
+        """Tokens a second, of the last few seconds."""
+        now = time.monotonic()
+        self._tokens.append((now, tokens))
+        while len(self._tokens) > 2 and now - self._tokens[0][0] > RATE_SECONDS:
+            self._tokens.popleft()
+        since, before = self._tokens[0]
+        return (tokens - before) / (now - since) if now > since else 0.0
 
 
 def _validation(row: dict[str, Any]) -> str:

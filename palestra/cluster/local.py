@@ -190,7 +190,7 @@ async def local_job(config: JobConfig, report: Report, play: Play | None = None)
             learner = Learner(config, store, parts.trainer, parts.engine, folder, progress, report, lock)
             host, port = listener.getsockname()[:2]
             url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-            async with _served(plane, listener), _reaper(store):
+            async with _served(plane, listener), _watched(store, progress):
                 yield LocalJob(learner, plane, url, folder, resumed, pool)
         finally:
             await parts.engine.close()
@@ -311,18 +311,19 @@ class _Server(uvicorn.Server):
 
 
 @asynccontextmanager
-async def _reaper(store: RunStore) -> AsyncIterator[None]:
-    """Gives back episodes whose leases ran out."""
+async def _watched(store: RunStore, progress: JobProgress) -> AsyncIterator[None]:
+    """Gives back episodes whose leases ran out, and keeps their number up to date for whoever looks."""
 
-    async def reap() -> None:
+    async def watch() -> None:
         while True:
-            await asyncio.sleep(0.25)
+            await asyncio.sleep(0.5)
+            progress.episodes = await store.counts()
             try:
                 await store.expire_leases()
             except PalestraError as error:  # the worker was quicker: it ended the episode meanwhile
                 log.debug("%s", error)
 
-    task = asyncio.create_task(reap())
+    task = asyncio.create_task(watch())
     try:
         yield
     finally:

@@ -135,7 +135,9 @@ class TrajectoryCollectEngine:
                         turns.add(asyncio.ensure_future(self._turn(observation)))
         except EpisodeOver:
             return self._result
-        except ContextOverflow:
+        except ContextOverflow as error:
+            if all(step.acted_at is None for step in self._result.steps):  # the very first prompt is too long
+                raise RolloutFailed(Termination.AGENT_FAILED, _said(error)) from error
             self._result.termination = Termination.CONTEXT_FULL
             return self._result
         finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from palestra.schemas.protocols import Counts
 from palestra.schemas.states import JobState, check_transition
 
 
@@ -29,6 +30,7 @@ class JobProgress:
     step: int = 0  # steps that are done
     version: str = "0.0"
     last_metrics: dict[str, float] = field(default_factory=dict)
+    episodes: Counts | None = None  # about a second old; None until the job is watched
     staleness: dict[int, int] = field(default_factory=dict)  # trained tokens of the last step, by age in versions
     rollouts: RolloutProgress = field(default_factory=RolloutProgress)
     step_seconds: list[float] = field(default_factory=list)  # the last few, evaluation included

@@ -140,3 +140,15 @@ async def test_a_subagent_whose_context_is_full_is_given_up_and_its_parent_goes_
     }
     assert trajectory.episode.reward == 2.0
     bench.store.close()
+
+
+async def test_a_first_prompt_that_does_not_fit_is_a_failure_and_no_reward_of_zero(tmp_path):
+    class Long(Split):
+        async def start(self, task):
+            self.emit("planner", (text_message("user", "x" * 300),))
+
+    bench = Bench(tmp_path, FakeClock(), max_context=200)
+    with pytest.raises(RolloutFailed, match="is 200; shorten") as failed:
+        await Runner(Sessions(bench.context, 10), Play(environment=Long)).play_episode({"n": 1})
+    assert failed.value.termination == Termination.AGENT_FAILED
+    bench.store.close()
