@@ -126,10 +126,11 @@ class Console:
             ]
         )
         tokens = counts.get("prompt_tokens", 0) + counts.get("completion_tokens", 0)
-        parts += [f"calls {job.plane.sessions.in_flight:,}", f"{self._rate(tokens):,.0f} tok/s"]
+        parts += [f"calls {job.plane.sessions.in_flight:,} in flight", f"{self._rate(tokens):,.0f} tok/s"]
         if store.recent_reward is not None:
             parts.append(f"reward {store.recent_reward:.2f} (last {len(store.recent_rewards)})")
-        seconds = {state: context.seconds.get(state, 0.0) for state in SHOWN_STATES}
+        found = context.times.seconds
+        seconds = {state: found.get(state, 0.0) for state in SHOWN_STATES}
         whole = sum(seconds.values())
         shares = [f"{state.value} {spent / whole:.0%}" for state, spent in seconds.items()] if whole else []
         stale, trained = job.progress.staleness, sum(job.progress.staleness.values())

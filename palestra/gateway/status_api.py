@@ -41,7 +41,7 @@ def add_status_routes(app: FastAPI, plane: DataPlane) -> None:
             policies=list(plane.sessions.context.policies),
             episodes=_episodes(counts),
             calls={"in_flight": plane.sessions.in_flight, **plane.sessions.context.counts},
-            turn_seconds={state.value: spent for state, spent in plane.sessions.context.seconds.items()},
+            turn_seconds={state.value: spent for state, spent in plane.sessions.context.times.seconds.items()},
             rollouts={"playing": progress.rollouts.playing, **progress.rollouts.terminations},
             recent_reward=plane.store.recent_reward,
             staleness=progress.staleness,
@@ -107,7 +107,7 @@ class _Collector(Collector):
         for state, number in _episodes(self._counts).items():
             episodes.add_metric([state], number)
         seconds = CounterMetricFamily("palestra_turn_seconds", "Time of calls by state.", labels=["state"])
-        for turn_state, spent in plane.sessions.context.seconds.items():
+        for turn_state, spent in plane.sessions.context.times.seconds.items():
             seconds.add_metric([turn_state.value], spent)
         happened = CounterMetricFamily(
             "palestra_calls", "What became of model calls, and their tokens.", labels=["what"]

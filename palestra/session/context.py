@@ -13,7 +13,7 @@ from palestra.ledger import RunStore
 from palestra.schemas.clock import Clock
 from palestra.schemas.protocols import Engine
 from palestra.schemas.records import Chat
-from palestra.schemas.states import TurnState
+from palestra.session.turn import StateTimes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +37,10 @@ class SessionContext:
     strict_history: bool = False  # refuse a call that would lose exact tokens of an earlier one
     keep_dropped_reasoning: bool = False  # go on with the exact ids of a reply that came back without its reasoning
     counts: Counter[str] = field(default_factory=Counter)
-    seconds: dict[TurnState, float] = field(default_factory=dict)  # spent in each state, over all calls
+    times: StateTimes = field(init=False)  # spent in each state, over all calls
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "times", StateTimes(self.store.clock))  # frozen, and of the same clock
 
     @property
     def clock(self) -> Clock:

@@ -69,7 +69,7 @@ class EpisodeSession:
         self._next_index = 0
         self._next_step = 0
         self._over: PalestraError | None = None
-        self._acting_since: float | None = None  # monotonic; None: a call is in flight, or none has been yet
+        self._acting = False  # no call is in flight, and there was one: it is the agent's move
         for chat in recorded:
             self._remember(chat)
             self._seeds.add(chat.sampling.seed)
@@ -147,8 +147,7 @@ class EpisodeSession:
         task = asyncio.current_task()
         assert task is not None
         subject = f"a call of episode {self.episode.episode_id}"
-        clock, seconds = self._context.clock, self._context.seconds
-        choices = [_Choice(number=number, turn=Turn(subject, clock, seconds)) for number in numbers]
+        choices = [_Choice(number=number, turn=Turn(subject, self._context.times)) for number in numbers]
         self._acted()
         self._in_flight.add(task)
         self._turns.update(choice.turn for choice in choices)
@@ -167,7 +166,8 @@ class EpisodeSession:
             self._in_flight.discard(task)
             self._turns.difference_update(choice.turn for choice in choices)
             if not self._turns and self._over is None:
-                self._acting_since = clock.monotonic()
+                self._acting = True
+                self._context.times.enter(TurnState.INTERACTING)
             self._forget_if_over()
 
     async def _begin(
@@ -320,11 +320,9 @@ class EpisodeSession:
 
     def _acted(self) -> None:
         """The agent's move is over: it calls again, or the episode ends."""
-        if self._acting_since is not None:
-            seconds = self._context.seconds
-            spent = self._context.clock.monotonic() - self._acting_since
-            seconds[TurnState.INTERACTING] = seconds.get(TurnState.INTERACTING, 0.0) + spent
-            self._acting_since = None
+        if self._acting:
+            self._acting = False
+            self._context.times.leave(TurnState.INTERACTING)
 
     def _forget_if_over(self) -> None:
         """No prompt will be made any more."""

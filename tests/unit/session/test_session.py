@@ -481,8 +481,8 @@ async def test_the_state_is_that_of_the_calls(bench, clock):
     await bench.engine.resume()
     await asyncio.gather(*tasks)
     assert session.state is TurnState.INTERACTING
-    assert bench.context.seconds[TurnState.GENERATING] == 6.0
-    assert bench.context.seconds[TurnState.PENDING] == 0.0
+    assert bench.context.times.seconds[TurnState.GENERATING] == 6.0
+    assert bench.context.times.seconds[TurnState.PENDING] == 0.0
 
 
 async def test_calls_and_tokens_are_counted(bench):
@@ -495,3 +495,17 @@ async def test_calls_and_tokens_are_counted(bench):
     assert counts["prompt_tokens"] == len(first.prompt_ids) + len(second.prompt_ids)
     assert counts["completion_tokens"] == 4
     assert counts["reused_prompt_tokens"] == len(first.prompt_ids) + 2
+
+
+async def test_between_calls_it_is_the_agents_move_until_the_episode_ends(bench):
+    session = await bench.session()
+    times = bench.context.times
+    await session.chat(call("one"))
+    bench.clock.ticks += 5
+    assert times.inside(TurnState.INTERACTING) == 1
+    await session.chat(call("one", "x", "two"))
+    bench.clock.ticks += 2
+    session.terminate(EpisodeEnded("over"))
+    bench.clock.ticks += 100
+    assert times.seconds[TurnState.INTERACTING] == 7.0
+    assert [times.inside(state) for state in TurnState] == [0, 0, 0, 0]

@@ -4,24 +4,32 @@ import pytest
 
 from palestra.errors import IllegalTransition
 from palestra.schemas.states import TurnState
-from palestra.session.turn import Turn
+from palestra.session.turn import StateTimes, Turn
 from unit.building import FakeClock
 
 
-def test_the_time_in_each_state_is_added_up():
-    clock, seconds = FakeClock(), {TurnState.PENDING: 1.0}
-    turn = Turn("a call", clock, seconds)
+def test_the_time_in_each_state_is_added_up_and_what_goes_on_counts_up_to_now():
+    clock = FakeClock()
+    times = StateTimes(clock)
+    first, second = Turn("a call", times), Turn("another", times)
     for wait, state in ((2, TurnState.GENERATING), (3, TurnState.INTERACTING), (4, TurnState.PENDING)):
         clock.ticks += wait
         clock.wall -= 10**9
-        turn.move(state)
-        assert turn.state is state
-    assert seconds == {TurnState.PENDING: 3.0, TurnState.GENERATING: 3.0, TurnState.INTERACTING: 4.0}
+        first.move(state)
+        assert first.state is state
+    clock.ticks += 1
+    assert times.seconds == {TurnState.PENDING: 2 + 1 + 10.0, TurnState.GENERATING: 3.0}
+    assert times.inside(TurnState.PENDING) == 2
+    second.move(TurnState.TERMINATED)
+    clock.ticks += 5
+    assert times.seconds[TurnState.PENDING] == 2 + 6 + 10
+    assert times.inside(TurnState.PENDING) == 1
 
 
 def test_a_move_that_the_machine_does_not_have_changes_nothing():
-    clock, seconds = FakeClock(), {}
-    turn = Turn("a call of episode e", clock, seconds)
+    times = StateTimes(FakeClock())
+    turn = Turn("a call of episode e", times)
     with pytest.raises(IllegalTransition, match="a call of episode e"):
         turn.move(TurnState.INTERACTING)
-    assert (turn.state, seconds) == (TurnState.PENDING, {})
+    assert turn.state is TurnState.PENDING
+    assert times.inside(TurnState.PENDING) == 1
