@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from palestra.client import AsyncClient, Client, Episode, Policy, RolloutResult
+    from palestra.cluster.playing import play
     from palestra.cluster.training import TrainResult, train
     from palestra.config import JobConfig, load_config
     from palestra.rollout import Play
@@ -29,6 +30,7 @@ __all__ = [
     "RolloutResult",
     "TrainResult",
     "load_config",
+    "play",
     "train",
 ]
 
@@ -42,6 +44,7 @@ _HOMES = {
     "train": "palestra.cluster.training",
     "JobConfig": "palestra.config",
     "Play": "palestra.rollout",
+    "play": "palestra.cluster.playing",
     "load_config": "palestra.config",
 }
 

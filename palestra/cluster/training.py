@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from palestra.client import AsyncClient, Worker
 from palestra.client.worker import Rollout
@@ -21,6 +21,7 @@ from palestra.errors import ConfigError
 from palestra.rollout import Play
 
 Tasks = Sequence[Mapping[str, Any]]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +77,7 @@ def train(
     function = None if isinstance(rollout, Play) else rollout
     server = _ServerThread(config, console, play)
     with console:
-        _run(_play(server, Rollouts(function, list(tasks), list(validation_tasks), playing)))
+        run(_play(server, Rollouts(function, list(tasks), list(validation_tasks), playing)))
         result = server.result()
         console.finished(result.state, result.checkpoint)
     return result
@@ -223,12 +224,11 @@ async def _play(server: _ServerThread, user: Rollouts) -> None:
         server.stop()
 
 
-def _run(work: Coroutine[Any, Any, None]) -> None:
+def run(work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine here, or in a thread of its own where an event loop is running (a notebook)."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        asyncio.run(work)
-    else:
-        with ThreadPoolExecutor(1, "palestra-train") as thread:
-            thread.submit(asyncio.run, work).result()
+        return asyncio.run(work)
+    with ThreadPoolExecutor(1, "palestra-train") as thread:
+        return thread.submit(asyncio.run, work).result()

@@ -76,6 +76,10 @@ def _maker(
         except ValueError as error:
             raise ConfigError(f"environment {name!r}: {error}") from error
 
+    shown = [
+        inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=value) for key, (_, value) in fields.items()
+    ]
+    made.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]  # for whoever lists the settings
     return made
 
 

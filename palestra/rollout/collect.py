@@ -102,10 +102,12 @@ class TrajectoryCollectEngine:
         sessions: Sessions,
         session: EpisodeSession,
         policy: str,
+        temperature: float | None = None,
     ) -> None:
         """`agents` by name; an agent that is not there is played by its nearest parent's, or by that named ""."""
         self._environment, self._agents = environment, agents
         self._sessions, self._session, self._policy = sessions, session, policy
+        self._temperature = temperature
         self._histories: dict[str, tuple[ChatMessage, ...]] = defaultdict(tuple)
         self._number: dict[str, int] = {}  # observation -> its TimeStep
         self._result = Collected()
@@ -252,6 +254,7 @@ class _Handle:
             tools=tuple(dict(tool) for tool in tools),
             max_tokens=max_tokens,
             response_choices=tuple(choices),
+            temperature=self._engine._temperature,
             agent=self._agent,
             time_step=self._step,
         )

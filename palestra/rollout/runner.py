@@ -27,6 +27,7 @@ class Play:
     agents: Mapping[str, Agent] | None = None  # by name; None: a `ModelAgent` plays all
     system: str | None = None  # the agent's system message, in an `Environment`
     max_tokens: int | None = None  # of each reply, where `agents` is None
+    temperature: float | None = None  # where the job does not fix it: neither in training nor in validation
 
 
 class Runner:
@@ -44,6 +45,7 @@ class Runner:
         self._sessions, self._store = sessions, sessions.context.store
         self._agents = play.agents or {"": ModelAgent(max_tokens=play.max_tokens)}
         self._environments = Environments(play.environment, system=play.system, clock=sessions.context.clock)
+        self._temperature = play.temperature
         self._timeout_seconds, self.worker_id = timeout_seconds, worker_id
 
     async def __aenter__(self) -> Self:
@@ -130,5 +132,6 @@ class Runner:
                 sessions=self._sessions,
                 session=await self._sessions.open(claim.episode.episode_id, claim.episode.fence),
                 policy=claim.policy,
+                temperature=self._temperature,
             )
             return await engine.collect(claim.episode.task.data)

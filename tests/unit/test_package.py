@@ -51,6 +51,7 @@ def test_what_the_package_exports_is_frozen():
         "RolloutResult",
         "TrainResult",
         "load_config",
+        "play",
         "train",
     ]
     assert dir(palestra) == sorted(palestra.__all__)

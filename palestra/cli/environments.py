@@ -1,0 +1,59 @@
+"""`palestra environments`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import inspect
+import json
+from typing import Any
+
+from palestra.cli.options import command
+from palestra.envs import ConcurrentEnvironment, SerialEnvironment
+from palestra.envs.catalog import CATALOG, catalog_entry
+
+
+def add(commands: Any) -> None:
+    """Add the command."""
+    parser = command(
+        commands,
+        "environments",
+        run,
+        "what can be played by name, and what it looks like",
+        "  palestra environments\n  palestra environments gomoku",
+    )
+    parser.add_argument("name", nargs="?", help="show this one: its settings, a task, and what the agent sees first")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """List them, or show one."""
+    if arguments.name is None:
+        width = max(map(len, CATALOG))
+        for name, entry in CATALOG.items():
+            print(f"{name:<{width}}  {entry.summary}")
+        print('\nto train on one:  palestra run job.toml, with  [environment] name = "…"  in it')
+        return
+    entry = catalog_entry(arguments.name)
+    task = entry.generate("train", 1, 0)[0]
+    made = entry.make()
+    print(f"{arguments.name}: {entry.summary}\n\ntask:      {json.dumps(task)}")
+    print("settings: ", ", ".join(_settings(entry.make)) or "none")
+    environment = made if isinstance(made, ConcurrentEnvironment) else SerialEnvironment(made)
+    asyncio.run(_show(environment, task))
+
+
+def _settings(make: Any) -> list[str]:
+    return [f"{name} = {json.dumps(p.default)}" for name, p in inspect.signature(make).parameters.items()]
+
+
+async def _show(environment: ConcurrentEnvironment, task: dict[str, Any]) -> None:
+    await environment.setup()
+    try:
+        await environment.reset(task)
+        seen = await environment.observe()
+        for message in seen.content:
+            print(f"\n[{message.role}]\n{message.text}")
+        if seen.tools:
+            print(f"\ntools:     {', '.join(tool['function']['name'] for tool in seen.tools)}")
+    finally:
+        await environment.close()
