@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import subprocess
+from pathlib import Path
 
 import openai
 import pytest
@@ -148,3 +149,12 @@ def test_the_command_shows_every_environment():
     wrong = shown("gomuku")
     assert wrong.returncode == 2
     assert "did you mean 'gomoku'" in wrong.stderr
+
+
+def test_the_environment_of_the_documentation_passes_its_check():
+    page = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
+    code = page.split("```python\n")[1].split("```")[0]
+    checked, train, _ = code.partition("palestra.train(")
+    assert train
+    assert "check_environment(Guess" in checked
+    exec(compile(checked, "docs/environments.md", "exec"), {})
