@@ -48,7 +48,7 @@ frameworks: $(DEV) $(FRAMEWORKS)/installed.txt  ## play agents of three framewor
 	$(BIN)/pytest tests/frameworks
 	PYTHONPATH=tests $(BIN)/python -m frameworks.report docs/frameworks.md
 
-bench: $(DEV)  ## speed of a training step, the engine, merging calls into rows and the data plane; writes bench/results.json
+bench: $(DEV)  ## speed of a training step, the engine, merging calls into rows, rollouts and the data plane; writes bench/results.json
 	$(BIN)/python bench/run.py
 
 clean:  ## remove what was installed

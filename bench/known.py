@@ -8,6 +8,9 @@ SOURCE = "issue 2 (measured earlier on a machine of this kind, with the same kin
 GATEWAY = {1: 804.0, 64: 512.0, 512: 301.0}  # rllm-model-gateway, calls a second by calls in flight
 STORE = 559.0  # Agent Lightning, episodes a second
 
+# 1,000 episodes x 5 steps of 50 ms in the mean, 256 at a time: wall seconds
+ROLLOUTS = {"Tunix, 256 threads": 1.91, "verifiers, classic": 2.06, "verifiers v1": 18.6}
+
 
 def add_gateways(part: Part) -> None:
     """Beside the data plane."""
@@ -21,3 +24,10 @@ def add_stores(part: Part) -> None:
     """Beside claim + end."""
     table = "Claim + end, known peers (measured elsewhere or earlier, not in this run)"
     part.add(table, "Agent Lightning, in-memory store, without HTTP", SOURCE, episodes_per_s=[STORE])
+
+
+def add_rollouts(part: Part) -> None:
+    """Beside rollouts that sleep 50 ms a step."""
+    table = "Rollouts, known peers (measured elsewhere or earlier, not in this run)"
+    for row, seconds in ROLLOUTS.items():
+        part.add(table, row, SOURCE, wall__s=[seconds])

@@ -1,7 +1,8 @@
-"""What the demo learns, over several seeds: `python bench/learning.py`. Writes docs/learning.md and docs/learning.png.
+"""What the examples learn, over several seeds: `python bench/learning.py calculator --seeds 0 1 2`.
 
-Each seed is one run of examples/addition.py in a process of its own, as `make demo` does it. The control is the
-untrained model: the validation before the first step, the same sums, the same greedy decoding.
+Each seed is one run of an example in a process of its own, as `python examples/NAME.py` does it. The control is the
+untrained model: the validation before the first step, the same tasks, the same greedy decoding. The example's part of
+docs/learning.md is written anew, with its picture; the other parts stay as they are.
 """
 
 from __future__ import annotations
@@ -20,9 +21,98 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "learning.md"
 RUN = (
-    "import sys; sys.path.insert(0, {root!r}); from examples.addition import demonstrate; demonstrate({steps}, {seed})"
+    "import sys; sys.path.insert(0, {root!r}); "
+    "from examples.{example} import demonstrate; demonstrate({steps}, {seed})"
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """A script, and what is to be said about it."""
+
+    script: str  # in examples/, without .py
+    run: str  # folder below runs/
+    steps: int
+    heading: str
+    about: str  # what is trained, how, and what is scored; `{steps}` is filled in
+    measure: str  # the axis of the picture
+    good: float  # a validation reward that counts as learnt
+    best: float | None = None  # the most that can be had on average, where it is known and not 1
+    below: float = 0.0  # the axis begins here
+
+
+EXAMPLES = {
+    example.script: example
+    for example in (
+        Example(
+            script="addition",
+            run="addition",
+            steps=30,
+            heading="Addition: one question, one answer",
+            about="""`examples/addition.py`: {steps} steps of 16 sums x 6 answers, GRPO, all weights of SmolLM2-135M-Instruct,
+AdamW with a learning rate that falls from 3e-5 to 0. The 64 validation sums are held out as unordered pairs
+and never trained on; they are answered greedily, and one counts if the last number of the answer is right.
+The control is the untrained model on the same sums.""",
+            measure="held-out sums answered right",
+            good=0.75,
+        ),
+        Example(
+            script="calculator",
+            run="calculator",
+            steps=8,
+            heading="Calculator: a tool, two turns",
+            about="""`examples/calculator.py`: {steps} steps of 8 products x 6 episodes, GRPO, all weights of SmolLM2-135M-Instruct, a
+learning rate that falls from 3e-5 to 0. A product has three digits by two. The first turn may call the calculator, its
+result is shown, and the second turn says the number; reward 1 if that is exactly right, else 0, and nothing for the call
+as such. Two worked examples are in front of every question, in training and in the control. The 48 validation products
+are held out and answered greedily.""",
+            measure="held-out products answered right",
+            good=0.75,
+        ),
+        Example(
+            script="frozen_lake",
+            run="frozen-lake",
+            steps=24,
+            heading="FrozenLake: many turns, one reward at the end",
+            about="""`examples/frozen_lake.py`: {steps} steps of 2 groups x 64 walks, GRPO with credit by step and discount 0.95, 3 epochs, a
+model of 2 layers with random weights, a learning rate that falls from 5e-3 to 0. The map is Gymnasium's 4 x 4, not
+slippery, so that greedy walks are all the same: the validation is 0 or 1, and 1 is the best possible. How often a sampled
+walk arrives, of the 128 of a step, is in the columns of the first and the last step.""",
+            measure="greedy walk arrives",
+            good=1.0,
+        ),
+        Example(
+            script="gomoku",
+            run="gomoku",
+            steps=40,
+            heading="Gomoku: many turns, an opponent",
+            about="""`examples/gomoku.py`: {steps} steps of 16 groups x 16 games on 3 x 3, the agent begins, the opponent moves at random; GRPO, 2
+epochs, a model of 2 layers with random weights, a learning rate that falls from 5e-3 to 0. Won 1, drawn 0.5, lost 0.
+Every move is one of the free places, by constrained decoding, for the control too. The validation is 200 games with
+seeds of the opponent that are not trained on, played greedily. Perfect play brings 0.997 a game on average (expectimax, in
+the example).""",
+            measure="reward of a game, 200 fresh games",
+            good=0.9,
+            best=0.9974,
+        ),
+        Example(
+            script="subagents",
+            run="subagents",
+            steps=12,
+            heading="Subagents: a tree of conversations",
+            about="""`examples/subagents.py`: {steps} steps of 6 sums x 8 episodes, GRPO with credit by agent, all weights of
+SmolLM2-135M-Instruct, a learning rate that falls from 3e-5 to 0. The agent gives each of two products to a subagent, both
+in one reply; they answer at the same time; it says the sum. Reward 1 for the right sum, and 0.5 for each subagent with
+the right product: at most 2 an episode. Two worked examples are in front of every question, in training and in the
+control. The 32 validation sums are held out and answered greedily.""",
+            measure="reward of an episode (at most 2)",
+            good=1.2,
+            best=2.0,
+        ),
+    )
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,109 +125,67 @@ class Outcome:
     cpu_seconds: float
     peak_mib: float
     load: float  # average of the last minute, at the end
+    shares: tuple[tuple[float, float], tuple[float, float]]  # of rewards 1 and 0.5, in the first and last validation
 
     def validation(self) -> list[tuple[int, float]]:
-        """(step, greedy reward on the held-out sums)."""
+        """(step, greedy reward on the held-out tasks)."""
         return [(r["step"], r["validation/reward_mean"]) for r in self.rows if "validation/reward_mean" in r]
 
+    def sampled(self) -> list[float]:
+        """Mean reward of the sampled episodes of each step."""
+        return [r["train/reward_mean"] for r in self.rows if "train/reward_mean" in r]
 
-def play(seed: int, steps: int) -> Outcome:
-    """Run the demo once; its time includes loading, evaluation and checkpoints."""
+
+def play(example: Example, seed: int, steps: int) -> Outcome:
+    """Run the example once; its time includes loading, evaluation and checkpoints."""
     with tempfile.TemporaryDirectory() as folder:
         started = time.monotonic()
-        code = RUN.format(root=str(ROOT), steps=steps, seed=seed)
+        code = RUN.format(root=str(ROOT), example=example.script, steps=steps, seed=seed)
         process = subprocess.Popen([sys.executable, "-c", code], cwd=folder, stdout=subprocess.DEVNULL)
         _, status, usage = os.wait4(process.pid, 0)
         if status:
             raise SystemExit(f"seed {seed} failed")
-        rows = [json.loads(line) for line in (Path(folder) / "runs/addition/metrics.jsonl").read_text().splitlines()]
-    return Outcome(
-        seed=seed,
-        rows=rows,
-        wall_seconds=time.monotonic() - started,
-        cpu_seconds=usage.ru_utime + usage.ru_stime,
-        peak_mib=usage.ru_maxrss / 1024,
-        load=os.getloadavg()[0],
-    )
+        wall_seconds, load = time.monotonic() - started, os.getloadavg()[0]
+        run = Path(folder) / "runs" / example.run
+        return Outcome(
+            seed=seed,
+            rows=[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()],
+            wall_seconds=wall_seconds,
+            cpu_seconds=usage.ru_utime + usage.ru_stime,
+            peak_mib=usage.ru_maxrss / 1024,
+            load=load,
+            shares=shares(run),
+        )
 
 
-def draw(outcomes: list[Outcome], path: Path) -> None:
-    """Validation over steps, a line a seed."""
+def shares(run: Path) -> tuple[tuple[float, float], tuple[float, float]]:
+    """How many of the first and of the last validation's rewards are 1, and 0.5."""
+    from palestra.ledger.browsing import browse, list_episodes
+
+    with browse(run / "run.db") as connection:
+        scored = sorted(list_episodes(connection, "validation", "completed", 10**6), key=lambda e: e.episode_id)
+    count = len({episode.task_id for episode in scored})
+    first, last = scored[:count], scored[-count:]
+    return tuple(tuple(fmean(e.reward == r for e in part) for r in (1.0, 0.5)) for part in (first, last))  # type: ignore
+
+
+def draw(example: Example, outcomes: list[Outcome], path: Path) -> None:
+    """Validation over steps, a line a seed; the mean of the sampled rewards over all seeds behind them."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.2, 4.2), dpi=150, layout="constrained")
     axes = figure.subplots()
+    sampled = [fmean(values) for values in zip(*(o.sampled() for o in outcomes), strict=True)]
+    axes.plot(range(1, len(sampled) + 1), sampled, color="#aaaaaa", lw=5, alpha=0.5, label="sampled, mean of the seeds")
     for outcome in outcomes:
         x, y = zip(*outcome.validation(), strict=True)
         axes.plot(x, y, marker="o", lw=1.8, label=f"seed {outcome.seed}")
-    control = outcomes[0].validation()[0][1]
-    axes.axhline(control, color="#777777", ls=":", lw=1.2, label="untrained model")
-    axes.set(
-        xlabel="training step", ylabel="held-out sums answered right", title="SmolLM2-135M learns to add", ylim=(0, 1)
-    )
+    axes.axhline(outcomes[0].validation()[0][1], color="#777777", ls=":", lw=1.2, label="untrained model")
+    top = example.best or 1.0
+    if example.best:
+        axes.axhline(example.best, color="#222222", ls="--", lw=1.0, label="best possible")
+    axes.set(xlabel="training step", ylabel=example.measure, title=example.heading, ylim=(example.below, top * 1.04))
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.25)
     axes.legend(frameon=False, loc="lower right")
     figure.savefig(path)
-
-
-def page(outcomes: list[Outcome], steps: int) -> str:
-    """docs/learning.md."""
-    good = sum(o.validation()[-1][1] >= 0.75 for o in outcomes)
-    lines = [
-        "# What the demo learns",
-        "",
-        "<!-- made by `python bench/learning.py`; do not edit -->",
-        "",
-        f"`examples/addition.py`: {steps} steps of 16 sums x 6 answers, GRPO, all weights of SmolLM2-135M-Instruct,",
-        "AdamW with a learning rate that falls from 3e-5 to 0. The 64 validation sums are held out as unordered pairs",
-        "and never trained on; they are answered greedily, and one counts if the last number of the answer is right.",
-        "The control is the untrained model on the same sums.",
-        "",
-        f"At step {steps}, {good} of {len(outcomes)} seeds answer at least 0.75 of them.",
-        "",
-        "![validation over steps](learning.png)",
-        "",
-        f"| seed | untrained | best | step {steps} | sampled reward, last 5 steps | wall s | CPU s | peak MiB |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for o in outcomes:
-        scores = [score for _, score in o.validation()]
-        last = [r["train/reward_mean"] for r in o.rows[-5:]]
-        lines.append(
-            f"| {o.seed} | {scores[0]:.2f} | {max(scores):.2f} | {scores[-1]:.2f} | {sum(last) / len(last):.2f} | "
-            f"{o.wall_seconds:.0f} | {o.cpu_seconds:.0f} | {o.peak_mib:.0f} |"
-        )
-    lines += [
-        "",
-        "Wall and CPU seconds are of the whole process: loading, 7 evaluations, checkpoints and the curve are in them.",
-        f"Machine: {machine()}; {datetime.date.today()}; load average at the ends of the runs: "
-        f"{', '.join(f'{o.load:.1f}' for o in outcomes)} (above 2, other work shared the cores).",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def machine() -> str:
-    """Processor, cores, and what is used of them."""
-    names = [
-        line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
-    ]
-    return f"{names[0] if names else platform.processor()}, {len(os.sched_getaffinity(0))} cores, no GPU"
-
-
-def main() -> None:
-    """Run all seeds, one after another."""
-    parser = argparse.ArgumentParser(description="The demo over several seeds.")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--steps", type=int, default=30)
-    arguments = parser.parse_args()
-    outcomes = []
-    for seed in arguments.seeds:
-        outcomes.append(play(seed, arguments.steps))
-        print(f"seed {seed}: {outcomes[-1].validation()}, {outcomes[-1].wall_seconds:.0f} s", flush=True)
-    draw(outcomes, ROOT / "docs" / "learning.png")
-    (ROOT / "docs" / "learning.md").write_text(page(outcomes, arguments.steps))
-
-
-if __name__ == "__main__":
-    main()
