@@ -18,13 +18,13 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "learning.md"
 RUN = (
-    "import sys; sys.path.insert(0, {root!r}); "
-    "from examples.{example} import demonstrate; demonstrate({steps}, {seed})"
+    "import sys; sys.path.insert(0, {root!r}); from examples.{example} import demonstrate; demonstrate({steps}, {seed})"
 )
 
 
@@ -51,23 +51,27 @@ EXAMPLES = {
             run="addition",
             steps=30,
             heading="Addition: one question, one answer",
-            about="""`examples/addition.py`: {steps} steps of 16 sums x 6 answers, GRPO, all weights of SmolLM2-135M-Instruct,
-AdamW with a learning rate that falls from 3e-5 to 0. The 64 validation sums are held out as unordered pairs
-and never trained on; they are answered greedily, and one counts if the last number of the answer is right.
-The control is the untrained model on the same sums.""",
+            about="""
+`examples/addition.py`: {steps} steps of 16 sums x 6 answers, GRPO, all weights of SmolLM2-135M-Instruct, AdamW
+with a learning rate that falls from 3e-5 to 0. The 64 validation sums are held out as unordered pairs and never
+trained on; they are answered greedily, and one counts if the last number of the answer is right. The control is
+the untrained model on the same sums.
+""",
             measure="held-out sums answered right",
             good=0.75,
         ),
         Example(
             script="calculator",
             run="calculator",
-            steps=8,
+            steps=6,
             heading="Calculator: a tool, two turns",
-            about="""`examples/calculator.py`: {steps} steps of 8 products x 6 episodes, GRPO, all weights of SmolLM2-135M-Instruct, a
-learning rate that falls from 3e-5 to 0. A product has three digits by two. The first turn may call the calculator, its
-result is shown, and the second turn says the number; reward 1 if that is exactly right, else 0, and nothing for the call
-as such. Two worked examples are in front of every question, in training and in the control. The 48 validation products
-are held out and answered greedily.""",
+            about="""
+`examples/calculator.py`: {steps} steps of 8 products x 6 episodes, GRPO, all weights of SmolLM2-135M-Instruct,
+a learning rate that falls from 3e-5 to 0. A product has three digits by two. The first turn may call the
+calculator, its result is shown, and the second turn says the number; reward 1 if that is exactly right, else 0,
+and nothing for the call as such. Two worked examples are in front of every question, in training and in the
+control. The 48 validation products are held out and answered greedily.
+""",
             measure="held-out products answered right",
             good=0.75,
         ),
@@ -76,10 +80,13 @@ are held out and answered greedily.""",
             run="frozen-lake",
             steps=24,
             heading="FrozenLake: many turns, one reward at the end",
-            about="""`examples/frozen_lake.py`: {steps} steps of 2 groups x 64 walks, GRPO with credit by step and discount 0.95, 3 epochs, a
-model of 2 layers with random weights, a learning rate that falls from 5e-3 to 0. The map is Gymnasium's 4 x 4, not
-slippery, so that greedy walks are all the same: the validation is 0 or 1, and 1 is the best possible. How often a sampled
-walk arrives, of the 128 of a step, is in the columns of the first and the last step.""",
+            about="""
+`examples/frozen_lake.py`: {steps} steps of 2 groups x 64 walks, GRPO with credit by step and discount 0.95, 3
+epochs, a model of 2 layers with random weights, a learning rate that falls from 5e-3 to 0. The map is
+Gymnasium's 4 x 4, not slippery, so that greedy walks are all the same: the validation is 0 or 1, and 1 is the
+best possible. How often a sampled walk arrives, of the 128 of a step, is in the columns of the first and the
+last step.
+""",
             measure="greedy walk arrives",
             good=1.0,
         ),
@@ -88,11 +95,13 @@ walk arrives, of the 128 of a step, is in the columns of the first and the last 
             run="gomoku",
             steps=40,
             heading="Gomoku: many turns, an opponent",
-            about="""`examples/gomoku.py`: {steps} steps of 16 groups x 16 games on 3 x 3, the agent begins, the opponent moves at random; GRPO, 2
-epochs, a model of 2 layers with random weights, a learning rate that falls from 5e-3 to 0. Won 1, drawn 0.5, lost 0.
-Every move is one of the free places, by constrained decoding, for the control too. The validation is 200 games with
-seeds of the opponent that are not trained on, played greedily. Perfect play brings 0.997 a game on average (expectimax, in
-the example).""",
+            about="""
+`examples/gomoku.py`: {steps} steps of 16 groups x 16 games on 3 x 3, the agent begins, the opponent moves at
+random; GRPO, 2 epochs, a model of 2 layers with random weights, a learning rate that falls from 5e-3 to 0. Won
+1, drawn 0.5, lost 0. Every move is one of the free places, by constrained decoding, for the control too. The
+validation is 200 games with seeds of the opponent that are not trained on, played greedily. Perfect play brings
+0.997 a game on average (expectimax, in the example).
+""",
             measure="reward of a game, 200 fresh games",
             good=0.9,
             best=0.9974,
@@ -102,11 +111,13 @@ the example).""",
             run="subagents",
             steps=12,
             heading="Subagents: a tree of conversations",
-            about="""`examples/subagents.py`: {steps} steps of 6 sums x 8 episodes, GRPO with credit by agent, all weights of
-SmolLM2-135M-Instruct, a learning rate that falls from 3e-5 to 0. The agent gives each of two products to a subagent, both
-in one reply; they answer at the same time; it says the sum. Reward 1 for the right sum, and 0.5 for each subagent with
-the right product: at most 2 an episode. Two worked examples are in front of every question, in training and in the
-control. The 32 validation sums are held out and answered greedily.""",
+            about="""
+`examples/subagents.py`: {steps} steps of 6 sums x 8 episodes, GRPO with credit by agent, all weights of
+SmolLM2-135M-Instruct, a learning rate that falls from 3e-5 to 0. The agent gives each of two products to a
+subagent, both in one reply; they answer at the same time; it says the sum. Reward 1 for the right sum, and 0.5
+for each subagent with the right product: at most 2 an episode. Two worked examples are in front of every
+question, in training and in the control. The 32 validation sums are held out and answered greedily.
+""",
             measure="reward of an episode (at most 2)",
             good=1.2,
             best=2.0,
@@ -189,3 +200,80 @@ def draw(example: Example, outcomes: list[Outcome], path: Path) -> None:
     axes.grid(axis="y", alpha=0.25)
     axes.legend(frameon=False, loc="lower right")
     figure.savefig(path)
+
+
+def part(example: Example, outcomes: list[Outcome], steps: int) -> str:
+    """What docs/learning.md says of an example."""
+    good = sum(o.validation()[-1][1] >= example.good for o in outcomes)
+    seeds = " ".join(str(o.seed) for o in outcomes)
+    command = f"python bench/learning.py {example.script} --seeds {seeds}"
+    lines = [
+        f"## {example.heading}",
+        "",
+        example.about.strip().format(steps=steps),
+        "",
+        f"At step {steps}, {good} of {len(outcomes)} seeds reach {example.good:g}.",
+        "",
+        f"![validation over steps]({picture(example).name})",
+        "",
+        f"| seed | untrained | step {steps} | of rewards 1: untrained | step {steps} | sampled, step 1 "
+        "| last 3 steps | wall s | CPU s | peak MiB |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for o in outcomes:
+        scores, sampled = [score for _, score in o.validation()], o.sampled()
+        lines.append(
+            f"| {o.seed} | {scores[0]:.2f} | {scores[-1]:.2f} | {o.shares[0][0]:.0%} | {o.shares[1][0]:.0%} | "
+            f"{sampled[0]:.2f} | {fmean(sampled[-3:]):.2f} | "
+            f"{o.wall_seconds:.0f} | {o.cpu_seconds:.0f} | {o.peak_mib:.0f} |"
+        )
+    lines += [
+        "",
+        f"`{command}`. Wall and CPU seconds are of the whole process: loading, evaluations, checkpoints.",
+        f"Machine: {machine()}; {datetime.date.today()}; load average at the ends of the runs: "
+        f"{', '.join(f'{o.load:.1f}' for o in outcomes)} (above 2, other work shared the cores).",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def picture(example: Example) -> Path:
+    """Where the curves are drawn."""
+    return PAGE.with_name("learning.png" if example.script == "addition" else f"learning-{example.script}.png")
+
+
+def written(page: str, example: Example, text: str) -> str:
+    """The page with this part in place of the one before, or at the end."""
+    begin, end = f"<!-- {example.script} -->\n", f"<!-- end of {example.script} -->\n"
+    if begin not in page:
+        return f"{page}\n{begin}{text}{end}"
+    head, _, rest = page.partition(begin)
+    return head + begin + text + end + rest.partition(end)[2]
+
+
+def machine() -> str:
+    """Processor, cores, and what is used of them."""
+    names = [
+        line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
+    ]
+    return f"{names[0] if names else platform.processor()}, {len(os.sched_getaffinity(0))} cores, no GPU"
+
+
+def main() -> None:
+    """Run all seeds, one after another."""
+    parser = argparse.ArgumentParser(description="An example over several seeds.")
+    parser.add_argument("example", nargs="?", default="addition", choices=EXAMPLES)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, help="None: as many as the example has")
+    arguments = parser.parse_args()
+    example = EXAMPLES[arguments.example]
+    steps = arguments.steps or example.steps
+    outcomes = []
+    for seed in arguments.seeds:
+        outcomes.append(play(example, seed, steps))
+        print(f"seed {seed}: {outcomes[-1].validation()}, {outcomes[-1].wall_seconds:.0f} s", flush=True)
+    draw(example, outcomes, picture(example))
+    PAGE.write_text(written(PAGE.read_text(), example, part(example, outcomes, steps)))
+
+
+if __name__ == "__main__":
+    main()

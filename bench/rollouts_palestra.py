@@ -13,7 +13,8 @@ import cProfile
 import gc
 import pstats
 import tempfile
-from collections.abc import Iterator, Mapping
+import uuid
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,10 @@ from palestra.config import PolicyConfig, RolloutConfig, StoreConfig
 from palestra.envs import ConcurrentEnvironment
 from palestra.inference.scripted import ScriptedEngine
 from palestra.ledger import RunStore
-from palestra.rollout import Play, RolloutOrchestrator, Runner
+from palestra.rollout import Collected, Play, RolloutOrchestrator, Runner
 from palestra.schemas.messages import ChatMessage, text_message
 from palestra.schemas.observations import Observation
-from palestra.schemas.records import Task, Trajectory
+from palestra.schemas.records import Claim, Task, Trajectory
 from palestra.session import PolicyRuntime, SessionContext, Sessions
 from palestra.trajectory import TokenTrie, rows_of
 
@@ -91,19 +92,27 @@ async def register(sessions: Sessions, work: Workload) -> None:
 
 async def play(sessions: Sessions, work: Workload) -> int:
     """Play all; returns how many trajectories became the rows that they should."""
-    runner = Runner(sessions, Play(environment=Sleeping))
+    store, runner = sessions.context.store, Runner(sessions, Play(environment=Sleeping))
 
-    async def one(_: int) -> Trajectory | None:
-        return await runner.play_episode()
+    async def claims() -> AsyncIterator[Claim]:
+        """As many at once as there are slots, at first; later a few."""
+        count = work.slots
+        while found := await store.claim_many("bench", uuid.uuid4().hex, count):
+            for claim in found:
+                yield claim
+            count = BATCH
 
-    orchestrator = RolloutOrchestrator(one, max_concurrency=work.slots)
-    playing = asyncio.create_task(orchestrator.run_producers_from_stream(range(work.episodes)))
+    orchestrator: RolloutOrchestrator[Claim, Collected] = RolloutOrchestrator(
+        runner.play_claim, max_concurrency=work.slots
+    )
+    playing = asyncio.create_task(orchestrator.run_producers_from_stream(claims()))
     right = 0
     async for outcomes in orchestrator.yield_batches(BATCH):
         for outcome in outcomes:
             if outcome.error is not None:
                 raise outcome.error
-            right += outcome.result is not None and merged(outcome.result)
+        names = [outcome.work.episode.episode_id for outcome in outcomes]
+        right += sum(map(merged, await store.trajectories(names)))
     await playing
     return right
 

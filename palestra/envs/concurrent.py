@@ -120,6 +120,10 @@ class ConcurrentEnvironment(ABC):
             await self._changed.wait()
         return self._unseen.get_nowait()
 
+    def waits_only_for(self, observation_id: str) -> bool:
+        """Whether nothing happens until this observation is answered."""
+        return len(self._open) == 1 and observation_id in self._open and not self._working and self._unseen.empty()
+
     def act(self, observation_id: str, action: ChatMessage) -> None:
         """Answer an observation; returns at once. The same again is a no-op.
 

@@ -125,6 +125,16 @@ class TrajectoryCollectEngine:
             with failing(Termination.ENVIRONMENT_FAILED):
                 await self._environment.reset(task)
             while True:
+                if not turns and observing is None:  # nothing to wait for beside it
+                    with failing(Termination.ENVIRONMENT_FAILED):
+                        observation = await self._environment.observe()
+                    if not self._take(observation):
+                        continue
+                    if self._environment.waits_only_for(observation.id):  # as in any game of one agent
+                        await self._turn(observation)
+                    else:
+                        turns.add(asyncio.ensure_future(self._turn(observation)))
+                    continue
                 observing = observing or asyncio.ensure_future(self._environment.observe())
                 await asyncio.wait((observing, *turns), return_when=asyncio.FIRST_COMPLETED)
                 for turn in [turn for turn in turns if turn.done()]:
