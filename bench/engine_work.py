@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 PROMPT_TOKENS, NEW_TOKENS, TURNS = 40, 24, 8
 MAX_CONTEXT = 1024
@@ -35,6 +35,11 @@ class Sampler(Protocol):
     def sample(self, prompts: Sequence[Prompt], samples: int, tokens: int) -> list[Prompt]:
         """`samples` replies of exactly `tokens` tokens to each prompt; all prompts of a call have one length."""
         ...
+
+
+@runtime_checkable
+class Interruptible(Sampler, Protocol):
+    """A contestant that takes new prompts while others run."""
 
     def first_tokens(self, others: Sequence[Prompt], probes: Sequence[tuple[float, Prompt]]) -> list[float]:
         """Seconds from each probe's arrival to its first token, while long replies to `others` are being made.
@@ -86,6 +91,7 @@ def run(sampler: Sampler, name: str, number: int) -> list[float]:
     """Seconds of each repeat of a piece of work."""
     work, draw = WORKS[name], Random(f"{name} {number}")
     if work.probed:
+        assert isinstance(sampler, Interruptible), f"{name} is for contestants that take prompts at any time"
         gaps = [draw.uniform(0.0, 0.1) for _ in range(work.repeats)]
         probes = list(zip(gaps, make_prompts(work.repeats, draw), strict=True))
         return sampler.first_tokens(make_prompts(work.prompts, draw), probes)

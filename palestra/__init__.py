@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from palestra.client import AsyncClient, Client, Episode, Policy, RolloutResult
+    from palestra.cluster.job_thread import TrainResult
     from palestra.cluster.playing import play
-    from palestra.cluster.training import TrainResult, train
+    from palestra.cluster.training import train
     from palestra.config import JobConfig, load_config
     from palestra.rollout import Play
 
@@ -40,7 +41,7 @@ _HOMES = {
     "Episode": "palestra.client",
     "Policy": "palestra.client",
     "RolloutResult": "palestra.client",
-    "TrainResult": "palestra.cluster.training",
+    "TrainResult": "palestra.cluster.job_thread",
     "train": "palestra.cluster.training",
     "JobConfig": "palestra.config",
     "Play": "palestra.rollout",

@@ -42,10 +42,6 @@ class GenerateSampler:
         assert not any(self._eos in reply for reply in replies), "a reply ended before its last token"
         return replies
 
-    def first_tokens(self, others: Sequence[Prompt], probes: Sequence[tuple[float, Prompt]]) -> list[float]:
-        """See `Sampler`."""
-        raise NotImplementedError
-
 
 if __name__ == "__main__":
     main(GenerateSampler)

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import IO, TYPE_CHECKING, Any, Self
 
 from rich.console import Console as RichConsole
 from rich.console import Group
@@ -30,9 +30,10 @@ RATE_SECONDS = 5.0  # tokens a second are of so long
 class Console:
     """Shows a job on a terminal, or as plain lines where the output is no terminal."""
 
-    def __init__(self, config: JobConfig, quiet: bool = False) -> None:
+    def __init__(self, config: JobConfig, quiet: bool = False, file: IO[str] | None = None) -> None:
+        """`file` gets the lines instead of standard output."""
         self._config = config
-        self._out = RichConsole(quiet=quiet, highlight=False, soft_wrap=True)
+        self._out = RichConsole(quiet=quiet, highlight=False, soft_wrap=True, file=file)
         self._bars = Progress(
             TextColumn("{task.fields[phase]}"),
             BarColumn(bar_width=30),
@@ -42,7 +43,7 @@ class Console:
             auto_refresh=False,
         )
         self._bar = self._bars.add_task("", total=config.steps, phase="loading the model", left="")
-        shown = not quiet and sys.stdout.isatty()
+        shown = not quiet and file is None and sys.stdout.isatty()
         self._live = Live(console=self._out, transient=True, auto_refresh=False) if shown else None
         self._job: LocalJob | None = None
         self._stop = threading.Event()

@@ -1,0 +1,53 @@
+"""Engines with the tiny model, and what is asked of them."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+
+import numpy as np
+import torch
+
+from palestra.config import EngineConfig
+from palestra.inference.embedded import EmbeddedEngine
+from palestra.schemas.records import SampledTokens, Sampling
+
+GREEDY = Sampling(temperature=0.0, max_tokens=12, seed=0)
+DRAWN = Sampling(temperature=1.0, max_tokens=12, seed=5)
+FOREVER = Sampling(temperature=1.0, max_tokens=10**7, min_tokens=10**7, seed=1)
+
+
+def prompt(length: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, length).astype(np.int32)
+
+
+@asynccontextmanager
+async def serving(model, stops=(258,), deterministic=False, **config):
+    settings = EngineConfig.model_validate({"threads": 1, "dtype": "float32", "max_batch": 16} | config)
+    engine = EmbeddedEngine(model, "policy", stops, settings, deterministic)
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+async def reply(engine, ids, sampling):
+    """(ids, logprobs, versions), token by token."""
+    pieces = [piece async for piece in engine.generate("policy", ids, sampling)]
+    return (
+        [i for piece in pieces for i in piece.ids],
+        [p for piece in pieces for p in piece.logprobs],
+        [piece.version for piece in pieces for _ in piece.ids],
+    )
+
+
+async def all_of(pieces) -> list[SampledTokens]:
+    return [piece async for piece in pieces]
+
+
+def full_forward(reference, ids, completion, temperature) -> list[float]:
+    """log softmax(logits / temperature) of each completion token, from one pass of transformers over all of it."""
+    whole = torch.tensor([[*ids.tolist(), *completion]])
+    with torch.inference_mode():
+        logits = reference(whole).logits[0].double() / (temperature or 1.0)
+    rows = logits.log_softmax(-1)[len(ids) - 1 : -1]
+    return rows[range(len(completion)), completion].tolist()

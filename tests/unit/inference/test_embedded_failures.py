@@ -1,0 +1,123 @@
+"""What goes wrong in one call stays there."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from palestra.errors import EngineFailure, InvalidRequest, ModelError
+from palestra.schemas.records import PolicyVersion
+from unit.inference.calling import DRAWN, FOREVER, GREEDY, all_of, full_forward, prompt, reply, serving
+
+
+async def test_an_error_in_the_model_fails_the_calls_in_flight_and_no_later_one(tiny, reference):
+    real, broken = tiny.hidden, asyncio.Event()
+
+    def hidden(*arguments):
+        if broken.is_set():
+            broken.clear()
+            raise RuntimeError("out of memory")
+        return real(*arguments)
+
+    tiny.hidden = hidden
+    async with serving(tiny) as engine:
+        calls = [asyncio.ensure_future(reply(engine, prompt(4, s), FOREVER)) for s in range(3)]
+        await asyncio.sleep(0.05)
+        broken.set()
+        for found in await asyncio.gather(*calls, return_exceptions=True):
+            assert isinstance(found, EngineFailure)
+            assert "out of memory" in str(found)
+        ids, logprobs, _ = await reply(engine, prompt(4), DRAWN)
+    assert np.allclose(logprobs, full_forward(reference, prompt(4), ids, 1.0), atol=1e-4)
+
+
+async def test_an_error_while_a_prompt_is_computed_leaves_no_half_of_it(tiny, reference):
+    real = tiny.hidden
+    failures = iter([True])
+
+    def hidden(ids, positions, attend):
+        out = real(ids, positions, attend)
+        if next(failures, False):
+            raise RuntimeError("no")
+        return out
+
+    tiny.hidden = hidden
+    async with serving(tiny) as engine:
+        with pytest.raises(EngineFailure, match="no"):
+            await reply(engine, prompt(30), DRAWN)
+        assert engine._batch._reserved == 0
+        ids, logprobs, _ = await reply(engine, prompt(30), DRAWN)
+    assert np.allclose(logprobs, full_forward(reference, prompt(30), ids, 1.0), atol=1e-4)
+
+
+async def test_an_unknown_policy_is_an_error_at_once(tiny):
+    async with serving(tiny) as engine:
+        with pytest.raises(ModelError, match="'other'"):
+            await anext(engine.generate("other", prompt(3), DRAWN))
+        with pytest.raises(ModelError):
+            engine.version("other")
+        with pytest.raises(ModelError):
+            await engine.update_weights("other", PolicyVersion(0, 1), [])
+
+
+async def test_closing_fails_the_calls_in_flight_and_those_that_come_later(tiny):
+    async with serving(tiny, max_batch=2) as engine:
+        calls = [asyncio.ensure_future(reply(engine, prompt(4, s), FOREVER)) for s in range(4)]
+        await asyncio.sleep(0.05)
+    for found in await asyncio.gather(*calls, return_exceptions=True):
+        assert isinstance(found, EngineFailure)
+    with pytest.raises(EngineFailure):
+        await asyncio.wait_for(reply(engine, prompt(4), DRAWN), 5)
+
+
+async def test_a_prompt_that_breaks_the_model_fails_alone_among_those_computed_with_it(tiny):
+    real = tiny.hidden
+
+    def hidden(ids, positions, attend):
+        if (ids == 77).any():
+            raise RuntimeError("77 is no good")
+        return real(ids, positions, attend)
+
+    tiny.hidden = hidden
+    good = [prompt(20, s) % 70 for s in range(3)]
+    bad = np.array([1, 77, 2], np.int32)
+    async with serving(tiny) as engine:
+        await engine.pause()
+        calls = [asyncio.ensure_future(reply(engine, ids, GREEDY)) for ids in (*good[:2], bad, good[2])]
+        await asyncio.sleep(0)
+        await engine.resume()
+        found = await asyncio.gather(*calls, return_exceptions=True)
+    assert [isinstance(f, EngineFailure) for f in found] == [False, False, True, False]
+
+
+async def test_out_of_memory_ends_the_newest_call_and_the_others_go_on(tiny):
+    real, full = tiny.hidden, asyncio.Event()
+
+    def hidden(ids, positions, attend):
+        if full.is_set() and len(ids) == 3:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+        return real(ids, positions, attend)
+
+    tiny.hidden = hidden
+    async with serving(tiny) as engine:
+        calls = [engine.generate("policy", prompt(4, s), FOREVER) for s in range(3)]
+        for call in calls:
+            await anext(call)
+        full.set()
+        with pytest.raises(EngineFailure, match="allocate"):
+            await all_of(calls[2])
+        for call in calls[:2]:
+            await anext(call)
+            await call.aclose()
+
+
+@pytest.mark.parametrize("ids", [[], [1, 259], [-1]])
+async def test_a_prompt_with_ids_that_do_not_exist_is_refused_before_it_meets_others(tiny, ids):
+    async with serving(tiny) as engine:
+        with pytest.raises(InvalidRequest, match="from 0 to 258"):
+            await reply(engine, np.array(ids, np.int32), DRAWN)
+        with pytest.raises(InvalidRequest, match="logit_bias"):
+            await reply(engine, prompt(3), replace(DRAWN, logit_bias=((300, 1.0),)))
