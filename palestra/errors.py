@@ -22,9 +22,12 @@
     ├── ConnectionLost               503  the server could not be reached (raised by the client)
     ├── EnvironmentMistake       500  an environment does not keep to what environments have to do
     ├── RolloutFailed            500  an episode that Palestra played itself could not be finished
+    ├── WorkersCrash                 500  worker processes die as soon as they are started
+    ├── ServerFailed                 503  a model server could not be started
     ├── ModelError                   500  weights are missing or can't be used
     ├── CheckpointError              500  no checkpoint can be read
-    └── StoreError                   500  the run store is damaged or of another version
+    └── StoreError                   500  a store is damaged, of another version, or in use
+        └── StoreUnreachable         503  the database does not answer at the moment
 
 `http_status` is what the API answers with; `retryable` says whether the same request may succeed later.
 """
@@ -194,6 +197,17 @@ class RolloutFailed(PalestraError):
         self.termination = termination
 
 
+class WorkersCrash(PalestraError):
+    """Worker processes die as soon as they are started."""
+
+
+class ServerFailed(PalestraError):
+    """A model server could not be started, or is gone."""
+
+    http_status = 503
+    retryable = True
+
+
 class ModelError(PalestraError):
     """Weights are missing or of a kind that can't be used."""
 
@@ -203,4 +217,11 @@ class CheckpointError(PalestraError):
 
 
 class StoreError(PalestraError):
-    """The run store is damaged, or was written by another version of Palestra."""
+    """A store is damaged, was written by another version of Palestra, or is in use by another process."""
+
+
+class StoreUnreachable(StoreError):
+    """The database does not answer at the moment."""
+
+    http_status = 503
+    retryable = True

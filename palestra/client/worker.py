@@ -35,10 +35,18 @@ class Worker:
         )
         self._threads = None if self._is_async else ThreadPoolExecutor(concurrency, "palestra-rollout")
         self._in_a_row = 0
+        self._draining = False
+        self._claiming: set[asyncio.Future[Episode | None]] = set()
         self.counts: Counter[str] = Counter()
 
+    def drain(self) -> None:
+        """Claim nothing more; `run` returns when the episodes that are being played have ended."""
+        self._draining = True
+        for claiming in self._claiming:
+            claiming.cancel()
+
     async def run(self) -> None:
-        """Play until the job is over.
+        """Play until the job is over, or `drain` is called.
 
         Raises:
             PalestraError: the server refuses the worker, or can't be reached for long.
@@ -55,8 +63,19 @@ class Worker:
                 self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _loop(self) -> None:
-        while (episode := await self._client.begin_episode()) is not None:
+        while not self._draining and (episode := await self._claim()) is not None:
             await self._play(episode)
+
+    async def _claim(self) -> Episode | None:
+        """The next episode; None when there is none for this worker any more."""
+        claiming = asyncio.ensure_future(self._client.begin_episode())
+        self._claiming.add(claiming)
+        try:
+            await asyncio.wait((claiming,))
+            return None if claiming.cancelled() else claiming.result()
+        finally:
+            self._claiming.discard(claiming)
+            claiming.cancel()
 
     async def _play(self, episode: Episode) -> None:
         beat = asyncio.create_task(self._beat(episode))

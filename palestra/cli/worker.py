@@ -1,0 +1,73 @@
+"""`palestra worker`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from palestra.cli.options import command, load_function
+from palestra.client import AsyncClient, Worker
+from palestra.client.fleet import Fleet
+from palestra.errors import ConfigError
+
+KEY_VARIABLE = "PALESTRA_API_KEY"
+
+
+def add(commands: Any) -> None:
+    """Add the command."""
+    parser = command(
+        commands,
+        "worker",
+        run,
+        "play a job's episodes with a function of yours, on this machine",
+        "  palestra worker examples/addition.py:rollout --url http://server:7411 --key-file api_key --concurrency 32",
+    )
+    parser.add_argument("rollout", help="module:function, or path/to/file.py:function")
+    parser.add_argument("--url", default="http://127.0.0.1:7411", help="of the job's data plane")
+    parser.add_argument("--key-file", type=Path, help=f"the job's key; without it, the variable {KEY_VARIABLE}")
+    parser.add_argument("--concurrency", type=int, default=16, help="episodes at the same time, in each process")
+    parser.add_argument("--processes", type=int, default=1, help="worker processes")
+    parser.add_argument("--name", default=os.uname().nodename, help="recorded with each episode")
+    parser.add_argument(
+        "--drain-seconds", type=float, default=3600.0, help="after SIGTERM, how long episodes may go on"
+    )
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Keep worker processes running, or, as one of them, play."""
+    if arguments.concurrency < 1 or arguments.processes < 1:
+        raise ConfigError("--concurrency and --processes are at least 1")
+    if arguments.key_file is not None:
+        try:
+            os.environ[KEY_VARIABLE] = arguments.key_file.read_text().strip()  # not where a process list shows it
+        except OSError as error:
+            raise ConfigError(f"{arguments.key_file}: {error.strerror}") from error
+    if arguments.child:
+        asyncio.run(_play(arguments))
+        return 0
+    load_function(arguments.rollout)  # what is wrong with it is said once
+    words = [sys.executable, "-m", "palestra.cli.main", "worker", arguments.rollout, "--child"]
+    for option in ("url", "concurrency", "name"):
+        words += [f"--{option}", str(getattr(arguments, option))]
+    fleet = Fleet(words, arguments.processes, arguments.drain_seconds)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: fleet.drain())
+    return fleet.run()
+
+
+async def _play(arguments: argparse.Namespace) -> None:
+    rollout = load_function(arguments.rollout)
+    name = f"{arguments.name}-{os.getpid()}"
+    async with AsyncClient(arguments.url, worker_id=name) as client:
+        worker = Worker(client, rollout, arguments.concurrency)
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, worker.drain)
+        loop.add_signal_handler(signal.SIGINT, lambda: None)  # the terminal sends it to all; the parent says what to do
+        await worker.run()
+    print(f"{name}: {worker.counts['played']} episodes played, {worker.counts['failed']} failed", flush=True)
