@@ -10,19 +10,22 @@ import os
 import signal
 from itertools import count
 
-FAULT_POINTS = tuple(
-    f"{side}_{place}"
-    for place in (
-        "claim_commit",
-        "chat_commit",
-        "end_commit",
-        "manifest_commit",
-        "step",
-        "checkpoint_rename",
-        "publish",
-    )
-    for side in ("before", "after")
+
+def _both_sides(*places: str) -> tuple[str, ...]:
+    return tuple(f"{side}_{place}" for place in places for side in ("before", "after"))
+
+
+SERVER_POINTS = _both_sides(
+    "claim_commit",
+    "chat_commit",
+    "end_commit",
+    "manifest_commit",
+    "step",
+    "checkpoint_rename",
+    "publish",
 )
+SCHEDULER_POINTS = _both_sides("job_commit")  # a job was submitted, moved, or is to be cancelled
+FAULT_POINTS = SERVER_POINTS + SCHEDULER_POINTS
 
 
 def _parse(setting: str | None) -> tuple[str, int] | None:

@@ -8,7 +8,7 @@ import pytest
 from outcome import assert_complete, assert_same_metrics
 from servers import SCRIPTED, Job, run_through
 
-from palestra.faults import FAULT_POINTS
+from palestra.faults import SERVER_POINTS
 
 # The pass at which the server dies: early in one case, late in the other. There are 20 claims and ends, 40 chats,
 # 3 manifests and steps, 4 publications, and a checkpoint every step in one case and every other step in the other.
@@ -17,7 +17,7 @@ LATE = {"claim": 13, "chat": 27, "end": 18, "manifest": 3, "step": 2, "checkpoin
 CELLS = [
     pytest.param(every, f"{point}:{passes[point.split('_')[1]]}", id=f"{point}-{passes[point.split('_')[1]]}")
     for every, passes in ((1, EARLY), (2, LATE))
-    for point in FAULT_POINTS
+    for point in SERVER_POINTS
 ]
 
 
