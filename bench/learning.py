@@ -22,6 +22,7 @@ from statistics import fmean
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+PATIENT = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}  # the machine is shared: threads that wait don't spin
 PAGE = ROOT / "docs" / "learning.md"
 RUN = (
     "import sys; sys.path.insert(0, {root!r}); from examples.{example} import demonstrate; demonstrate({steps}, {seed})"
@@ -41,6 +42,7 @@ class Example:
     good: float  # a validation reward that counts as learnt
     best: float | None = None  # the most that can be had on average, where it is known and not 1
     below: float = 0.0  # the axis begins here
+    tree: bool = False  # whether an episode is drawn, too
 
 
 EXAMPLES = {
@@ -93,7 +95,7 @@ last step.
         Example(
             script="gomoku",
             run="gomoku",
-            steps=40,
+            steps=25,
             heading="Gomoku: many turns, an opponent",
             about="""
 `examples/gomoku.py`: {steps} steps of 16 groups x 16 games on 3 x 3, the agent begins, the opponent moves at
@@ -109,18 +111,22 @@ validation is 200 games with seeds of the opponent that are not trained on, play
         Example(
             script="subagents",
             run="subagents",
-            steps=12,
+            steps=6,
             heading="Subagents: a tree of conversations",
             about="""
-`examples/subagents.py`: {steps} steps of 6 sums x 8 episodes, GRPO with credit by agent, all weights of
-SmolLM2-135M-Instruct, a learning rate that falls from 3e-5 to 0. The agent gives each of two products to a
-subagent, both in one reply; they answer at the same time; it says the sum. Reward 1 for the right sum, and 0.5
-for each subagent with the right product: at most 2 an episode. Two worked examples are in front of every
-question, in training and in the control. The 32 validation sums are held out and answered greedily.
+`examples/subagents.py`: {steps} steps of 4 sums x 8 episodes, GRPO with credit by agent, all weights of
+SmolLM2-135M-Instruct, temperature 0.7, a learning rate that rises to 3e-5 and falls to 0. The agent is asked
+for the sum of four numbers; it gives each half to a subagent, both calls in one reply; they answer at the same
+time; it says the sum. Reward 1 for the right sum, and 0.5 for each subagent with the right sum of its half: at
+most 2 an episode. With credit by agent a subagent answers for its own half alone and is compared with those
+that had the same half; by episode it would be blamed for the mistakes of the other one and of the agent. Three
+worked examples are in front of every question to the agent, in training and in the control; subagents see none.
+The 16 validation sums are held out and answered greedily.
 """,
             measure="reward of an episode (at most 2)",
-            good=1.2,
+            good=1.5,
             best=2.0,
+            tree=True,
         ),
     )
 }
@@ -138,6 +144,8 @@ class Outcome:
     load: float  # average of the last minute, at the end
     shares: tuple[tuple[float, float], tuple[float, float]]  # of rewards 1 and 0.5, in the first and last validation
 
+    tree: str = ""  # an episode of the last step, as `palestra episodes` draws it
+
     def validation(self) -> list[tuple[int, float]]:
         """(step, greedy reward on the held-out tasks)."""
         return [(r["step"], r["validation/reward_mean"]) for r in self.rows if "validation/reward_mean" in r]
@@ -152,7 +160,9 @@ def play(example: Example, seed: int, steps: int) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
         started = time.monotonic()
         code = RUN.format(root=str(ROOT), example=example.script, steps=steps, seed=seed)
-        process = subprocess.Popen([sys.executable, "-c", code], cwd=folder, stdout=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            [sys.executable, "-c", code], cwd=folder, env=os.environ | PATIENT, stdout=subprocess.DEVNULL
+        )
         _, status, usage = os.wait4(process.pid, 0)
         if status:
             raise SystemExit(f"seed {seed} failed")
@@ -166,6 +176,7 @@ def play(example: Example, seed: int, steps: int) -> Outcome:
             peak_mib=usage.ru_maxrss / 1024,
             load=load,
             shares=shares(run),
+            tree=tree(run) if example.tree else "",
         )
 
 
@@ -178,6 +189,20 @@ def shares(run: Path) -> tuple[tuple[float, float], tuple[float, float]]:
     count = len({episode.task_id for episode in scored})
     first, last = scored[:count], scored[-count:]
     return tuple(tuple(fmean(e.reward == r for e in part) for r in (1.0, 0.5)) for part in (first, last))  # type: ignore
+
+
+def tree(run: Path) -> str:
+    """The best episode of the last step, without the tables of its tokens."""
+    from palestra.ledger.browsing import browse, list_episodes
+
+    with browse(run / "run.db") as connection:
+        newest = list_episodes(connection, "train", "completed", 8)
+    best = max(newest, key=lambda episode: (episode.reward or 0.0, episode.calls))
+    command = [sys.executable, "-m", "palestra.cli.main", "episodes", str(run), best.episode_id]
+    wide = os.environ | {"COLUMNS": "110"}
+    shown = subprocess.run(command, env=wide, stdout=subprocess.PIPE, check=True, text=True).stdout
+    lines = [line.rstrip() for line in shown.partition("\nrow 1:")[0].splitlines()]
+    return "\n".join([f"$ palestra episodes runs/{run.name} {best.episode_id}", *lines]).rstrip()
 
 
 def draw(example: Example, outcomes: list[Outcome], path: Path) -> None:
@@ -233,6 +258,9 @@ def part(example: Example, outcomes: list[Outcome], steps: int) -> str:
         f"Machine: {machine()}; {datetime.date.today()}; load average at the ends of the runs: "
         f"{', '.join(f'{o.load:.1f}' for o in outcomes)} (above 2, other work shared the cores).",
     ]
+    if example.tree:
+        drawn = f"An episode of step {steps}, seed {outcomes[0].seed}, as `palestra episodes RUN EPISODE` draws it:"
+        lines += ["", drawn, "", "```", outcomes[0].tree, "```"]
     return "\n".join(lines) + "\n"
 
 

@@ -1,0 +1,120 @@
+"""What a tenant asks the scheduler for, and what the scheduler knows about it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict, get_args
+
+from palestra.errors import InvalidRequest
+from palestra.schemas.states import JobState
+
+JobKind = Literal["training", "inference"]
+Priority = Literal["low", "normal", "high"]
+JOB_KINDS: tuple[JobKind, ...] = get_args(JobKind)
+PRIORITIES: tuple[Priority, ...] = get_args(Priority)  # from the last to be placed to the first
+
+OPEN_STATES = frozenset({JobState.QUEUED, JobState.STARTING, JobState.RUNNING})
+LIVE_STATES = frozenset({JobState.STARTING, JobState.RUNNING})  # those that hold resources
+SHARES = 10_000  # of a device or a core: the finest that can be asked for is one of these
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resources:
+    """What a job holds while it is STARTING or RUNNING."""
+
+    cpus: float = 1.0
+    gpus: float = 0.0  # a part of one below 1, whole ones above
+    memory_gib: float = 0.0  # 0: not counted
+
+    def __post_init__(self) -> None:
+        """Refuse what no machine could give.
+
+        Raises:
+            InvalidRequest: a number is negative, infinite, too fine, or the GPUs are neither a part nor whole.
+        """
+        for name, amount in (("cpus", self.cpus), ("gpus", self.gpus), ("memory_gib", self.memory_gib)):
+            if not (math.isfinite(amount) and amount >= 0):
+                raise InvalidRequest(f"{name} is {amount}; it has to be a number from 0 on", f"resources.{name}")
+        for name, amount in (("cpus", self.cpus), ("gpus", self.gpus)):
+            if abs(amount * SHARES - round(amount * SHARES)) > 1e-6 * max(1.0, amount):
+                raise InvalidRequest(f"{name} is {amount}; give at most four decimals", f"resources.{name}")
+        if self.gpus > 1 and self.gpus != int(self.gpus):
+            raise InvalidRequest(f"gpus is {self.gpus}; give a part of one, or whole ones", "resources.gpus")
+        if self.cpus == 0 and self.gpus == 0:
+            raise InvalidRequest("a job needs a part of a CPU or of a GPU", "resources.cpus")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobRequest:
+    """What is submitted."""
+
+    name: str
+    kind: JobKind = "training"
+    priority: Priority = "normal"
+    config: dict[str, Any]  # a JobConfig as JSON
+    resources: Resources
+    attached: bool = False  # cancelled when its client is gone for longer than the grace time
+    restarts_limit: int = 3  # how often it is started again after its server or its machine was lost
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobRecord:
+    """One job, as the control store has it."""
+
+    job_id: str
+    tenant: str
+    user: str
+    name: str
+    kind: JobKind
+    priority: Priority
+    config: dict[str, Any]  # a JobConfig as JSON
+    resources: Resources
+    attached: bool
+    state: JobState
+    reason: str  # of the newest change; "" where there is nothing to say
+    created_at: float  # Unix seconds
+    changed_at: float  # Unix seconds, of the newest change of state
+    starts: int  # how often it became STARTING
+    restarts_limit: int
+    restarts_left: int
+    url: str | None  # of its data plane; None while there is none
+    run_dir: str | None  # None before the first start
+    node: str | None  # where it runs or ran last; None before the first start
+    cancel_requested: bool
+    log_tail: str | None  # its last lines, kept when it ends; None: there are none
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will happen."""
+        return self.state not in OPEN_STATES
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobChange:
+    """One move of one job. Numbers grow by one with every change in a tenant, so they tell nothing about others."""
+
+    job_id: str
+    number: int
+    at: float  # Unix seconds
+    previous: JobState | None  # None: it was submitted
+    following: JobState
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobPage:
+    """A part of a list, newest first."""
+
+    jobs: tuple[JobRecord, ...]
+    cursor: str | None  # give it back for what follows; None: this is the end
+
+
+class JobFields(TypedDict, total=False):
+    """What the scheduler may set on a job, together with a change of state or without one."""
+
+    url: str | None
+    run_dir: str | None
+    node: str | None
+    restarts_left: int
+    log_tail: str | None
