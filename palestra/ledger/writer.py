@@ -20,6 +20,7 @@ from palestra.errors import PalestraError, StoreError
 from palestra.faults import fault_point
 
 T = TypeVar("T")
+Explain = Callable[[Exception], Exception]
 MAX_BATCH = 256
 # KiB of pages that a connection keeps. The file grows with every call and whatever was read stays until the cache is
 # full, so its size is what a long run holds; beyond it the operating system's own cache answers.
@@ -68,8 +69,9 @@ class Writer:
     whose operations are then tried one by one, so that one bad operation never takes others with it.
     """
 
-    def __init__(self, engine: sa.Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: sa.Engine, explain: Explain | None = None) -> None:
+        """`explain` puts an error of the database into words; None: as for a run store."""
+        self._engine, self._explain = engine, explain or _explained
         self._queue: queue.SimpleQueue[_Operation | None] = queue.SimpleQueue()
         self._closed = False
         self._thread = threading.Thread(target=self._loop, name="palestra-writer", daemon=True)
@@ -81,7 +83,7 @@ class Writer:
         A caller that is cancelled does not take the operation back: it is committed all the same.
         """
         if self._closed:
-            raise StoreError("the run store is closed")
+            raise StoreError("the store is closed")
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
         self._queue.put(_Operation(run, tag, loop, future))
@@ -116,7 +118,7 @@ class Writer:
             self._transaction(connection, group)
         except Exception as error:  # noqa: BLE001 - handed to the callers
             if len(group) == 1:
-                group[0].error = _explained(error)
+                group[0].error = self._explain(error)
                 _deliver(group)
             else:
                 for operation in group:

@@ -1,0 +1,300 @@
+"""What is done to tenants, users and keys: allowed by the table of permissions, and written into the audit log."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Collection
+
+from sqlalchemy import Connection
+
+from palestra.errors import Forbidden, InvalidRequest, NotFound
+from palestra.scheduler import accounts, audit
+from palestra.scheduler.accounts import UserRecord
+from palestra.scheduler.audit import AuditEntry
+from palestra.scheduler.control_store import ControlStore
+from palestra.scheduler.identity import Identities, Identity
+from palestra.scheduler.keys import KeyRecord, NewKey, digest_of, make_secret
+from palestra.scheduler.limits import KeyLimits
+from palestra.scheduler.permissions import OPERATOR_TENANT, Action, Role, Scope, scopes_of
+from palestra.scheduler.stored_text import IDENTIFIER, check_identifier, check_name
+
+FIRST_USER = "admin"
+MOST_GRACE_SECONDS = 30 * 86400.0
+
+
+class Administration:
+    """Every method but the first two asks whether `by` may do it, and raises Forbidden if not."""
+
+    def __init__(
+        self, store: ControlStore, identities: Identities, random: Callable[[int], bytes] = secrets.token_bytes
+    ) -> None:
+        self._store, self._identities, self._random = store, identities, random
+
+    # Without a key, by whoever can open the control store
+
+    async def first_start(self) -> NewKey | None:
+        """Make the first tenant and its admin, whose key this is; None where there are tenants."""
+
+        def work(connection: Connection, key: NewKey) -> bool:
+            if accounts.tenant_names(connection):
+                return False
+            self._found(connection, OPERATOR_TENANT, key)
+            self._log(connection, None, OPERATOR_TENANT, Action.TENANT_ADD, OPERATOR_TENANT)
+            return True
+
+        key = self._new_key(OPERATOR_TENANT, FIRST_USER, "first start", scopes_of(Role.ADMIN))
+        return key if await self._store.write(lambda c: work(c, key)) else None
+
+    async def recover(self) -> NewKey:
+        """One more key of the first admin, for an operator who has lost them all.
+
+        Raises:
+            NotFound: that user was removed.
+        """
+        key = self._new_key(OPERATOR_TENANT, FIRST_USER, "recovery", scopes_of(Role.ADMIN))
+
+        def work(connection: Connection) -> None:
+            accounts.change_role(connection, OPERATOR_TENANT, FIRST_USER, Role.ADMIN)
+            accounts.add_key(connection, key.record, digest_of(key.secret))
+            self._log(connection, None, OPERATOR_TENANT, Action.KEY_MAKE, key.record.key_id)
+
+        await self._store.write(work, lambda _: self._identities.forget(OPERATOR_TENANT, FIRST_USER))
+        return key
+
+    # Tenants
+
+    async def tenants(self, by: Identity) -> list[str]:
+        """The names of all tenants."""
+        by.require(Action.TENANT_LIST)
+        return await self._store.read(accounts.tenant_names)
+
+    async def add_tenant(self, by: Identity, name: str) -> NewKey:
+        """A tenant with one admin, whose key this is.
+
+        Raises:
+            Conflict: there is one.
+        """
+        by.require(Action.TENANT_ADD)
+        check_identifier(name, "tenant")
+        key = self._new_key(name, FIRST_USER, "first", scopes_of(Role.ADMIN))
+
+        def work(connection: Connection) -> None:
+            self._found(connection, name, key)
+            self._log(connection, by, by.tenant, Action.TENANT_ADD, name)
+
+        await self._store.write(work)
+        return key
+
+    # Users
+
+    async def users(self, by: Identity) -> list[UserRecord]:
+        """All users of the tenant, also those who were removed."""
+        by.require(Action.USER_LIST)
+        return await self._store.read(lambda c: accounts.users_of(c, by.tenant))
+
+    async def add_user(self, by: Identity, name: str, role: Role, label: str = "first") -> NewKey:
+        """A user with one key. It can't do what `by`'s key can't.
+
+        Raises:
+            Conflict: there is, or was, a user of that name.
+        """
+        by.require(Action.USER_ADD)
+        check_identifier(name, "user")
+        check_name(label, "label", may_be_empty=True)
+        key = self._new_key(by.tenant, name, label, scopes_of(role) & by.scopes)
+
+        def work(connection: Connection) -> None:
+            accounts.add_user(connection, by.tenant, name, role, key.record.created_at)
+            accounts.add_key(connection, key.record, digest_of(key.secret))
+            self._log(connection, by, by.tenant, Action.USER_ADD, f"{name} as {role}")
+
+        await self._store.write(work)
+        return key
+
+    async def change_role(self, by: Identity, name: str, role: Role) -> None:
+        """What a user may do from now on; keys with more scopes than the role has are weaker at once.
+
+        Raises:
+            NotFound, Conflict: there is no such user; nobody would be left to administer the tenant.
+        """
+        by.require(Action.USER_CHANGE, name)
+        _check_user(name)
+
+        def work(connection: Connection) -> None:
+            accounts.change_role(connection, by.tenant, name, role)
+            self._log(connection, by, by.tenant, Action.USER_CHANGE, f"{name} to {role}")
+
+        await self._store.write(work, lambda _: self._identities.forget(by.tenant, name))
+
+    async def remove_user(self, by: Identity, name: str) -> None:
+        """Nobody comes in as this user any more.
+
+        Raises:
+            NotFound, Conflict: there is no such user; nobody would be left to administer the tenant.
+        """
+        by.require(Action.USER_REMOVE, name)
+        _check_user(name)
+        now = self._store.clock.now()
+
+        def work(connection: Connection) -> None:
+            accounts.remove_user(connection, by.tenant, name, now)
+            self._log(connection, by, by.tenant, Action.USER_REMOVE, name)
+
+        await self._store.write(work, lambda _: self._identities.forget(by.tenant, name))
+
+    # Keys
+
+    async def keys(self, by: Identity, user: str | None = None) -> list[KeyRecord]:
+        """The keys of a user; None: one's own."""
+        name = by.user if user is None else user
+        by.require(Action.KEY_LIST, name)
+        _check_user(name)
+        return await self._store.read(lambda c: accounts.keys_of(c, by.tenant, name))
+
+    async def make_key(
+        self,
+        by: Identity,
+        user: str | None = None,
+        label: str = "",
+        scopes: Collection[Scope] | None = None,
+        lifetime_seconds: float | None = None,
+        limits: KeyLimits | None = None,
+    ) -> NewKey:
+        """A key of a user; None: one's own.
+
+        Args:
+            by: who makes it.
+            user: whose it will be.
+            label: what to call it.
+            scopes: what it may be used for. None: all that the user's role and `by`'s key have.
+            lifetime_seconds: None: it does not expire.
+            limits: only an admin may set them. None: those of `by`'s key.
+
+        Raises:
+            NotFound: there is no such user.
+            Forbidden: it would be stronger than `by`'s key or than the user's role.
+        """
+        name = by.user if user is None else user
+        by.require(Action.KEY_MAKE, name)
+        _check_user(name)
+        check_name(label, "label", may_be_empty=True)
+        if limits is not None and by.role is not Role.ADMIN:
+            raise Forbidden("only an admin may set the limits of a key")
+        if lifetime_seconds is not None and not 0 < lifetime_seconds < 1e10:
+            raise InvalidRequest("lifetime_seconds has to be a number above 0", "lifetime_seconds")
+        role = (await self._store.read(lambda c: accounts.user(c, by.tenant, name))).role
+        most = scopes_of(role) & by.scopes
+        wanted = most if scopes is None else frozenset(scopes)
+        if not wanted <= most:
+            raise Forbidden(f"this key can't give {', '.join(sorted(wanted - most))}")
+        key = self._new_key(
+            by.tenant, name, label, wanted, lifetime_seconds, limits or (by.limits if by.key_id else None)
+        )
+
+        def work(connection: Connection) -> None:
+            accounts.add_key(connection, key.record, digest_of(key.secret))
+            self._log(connection, by, by.tenant, Action.KEY_MAKE, f"{key.record.key_id} of {name}")
+
+        await self._store.write(work)
+        return key
+
+    async def revoke_key(self, by: Identity, key_id: str) -> None:
+        """The key opens nothing from now on.
+
+        Raises:
+            NotFound: there is no such key in the tenant.
+        """
+        key = await self._key(by, Action.KEY_REVOKE, key_id)
+        now = self._store.clock.now()
+
+        def work(connection: Connection) -> None:
+            accounts.revoke_key(connection, key_id, now)
+            self._log(connection, by, by.tenant, Action.KEY_REVOKE, f"{key_id} of {key.user}")
+
+        await self._store.write(work, lambda _: self._identities.forget(key.tenant, key.user))
+
+    async def rotate_key(self, by: Identity, key_id: str, grace_seconds: float = 86400.0) -> NewKey:
+        """A new key like this one, with as long a life; this one opens for `grace_seconds` more.
+
+        Raises:
+            NotFound: there is no such key in the tenant, or it opens nothing any more.
+            Forbidden: it has scopes that `by`'s key has not.
+        """
+        old = await self._key(by, Action.KEY_ROTATE, key_id)
+        now = self._identities.expiry.now()
+        if not 0 <= grace_seconds <= MOST_GRACE_SECONDS:
+            raise InvalidRequest(f"grace_seconds has to be from 0 to {MOST_GRACE_SECONDS:g}", "grace_seconds")
+        if not old.scopes <= by.scopes:
+            raise Forbidden(f"this key can't give {', '.join(sorted(old.scopes - by.scopes))}")
+        lifetime = None if old.expires_at is None else old.expires_at - old.created_at
+        key = self._new_key(old.tenant, old.user, old.label, old.scopes, lifetime, old.limits)
+
+        def work(connection: Connection) -> None:
+            present = accounts.key(connection, old.tenant, key_id)  # it may have been revoked meanwhile
+            if present.revoked_at is not None or (present.expires_at is not None and present.expires_at <= now):
+                raise NotFound(f"key {key_id} opens nothing any more; make a new one")
+            accounts.add_key(connection, key.record, digest_of(key.secret))
+            accounts.replace_key(connection, key_id, key.record.key_id, now + grace_seconds)
+            self._log(connection, by, by.tenant, Action.KEY_ROTATE, f"{key_id} of {old.user} to {key.record.key_id}")
+
+        await self._store.write(work, lambda _: self._identities.forget(old.tenant, old.user))
+        return key
+
+    async def _key(self, by: Identity, action: Action, key_id: str) -> KeyRecord:
+        """A key that `by` may do this to; one that it may not see is not there."""
+        by.require(action)
+        if not (key_id.isascii() and key_id.isalnum() and len(key_id) <= 64):
+            raise NotFound("there is no such key")
+        key = await self._store.read(lambda c: accounts.key(c, by.tenant, key_id))
+        if not by.may(action, key.user):
+            raise NotFound(f"there is no key {key_id}")
+        return key
+
+    def _new_key(
+        self,
+        tenant: str,
+        user: str,
+        label: str,
+        scopes: frozenset[Scope],
+        lifetime_seconds: float | None = None,
+        limits: KeyLimits | None = None,
+    ) -> NewKey:
+        key_id, secret = make_secret(self._random)
+        now = self._identities.expiry.now()
+        record = KeyRecord(
+            key_id=key_id,
+            tenant=tenant,
+            user=user,
+            label=label,
+            scopes=scopes,
+            limits=limits or KeyLimits(),
+            created_at=now,
+            expires_at=None if lifetime_seconds is None else now + lifetime_seconds,
+            revoked_at=None,
+            last_used_at=None,
+            replaced_by=None,
+        )
+        return NewKey(record=record, secret=secret)
+
+    def _found(self, connection: Connection, tenant: str, key: NewKey) -> None:
+        accounts.add_tenant(connection, tenant, key.record.created_at)
+        accounts.add_user(connection, tenant, key.record.user, Role.ADMIN, key.record.created_at)
+        accounts.add_key(connection, key.record, digest_of(key.secret))
+
+    def _log(self, connection: Connection, by: Identity | None, tenant: str, action: Action, target: str) -> None:
+        entry = AuditEntry(
+            number=0,
+            at=self._store.clock.now(),
+            who="palestra" if by is None else by.user,
+            key_id=None if by is None else by.key_id,
+            what=action.value,
+            target=target,
+            outcome="ok",
+        )
+        audit.append(connection, tenant, secrets.token_hex(16), entry)
+
+
+def _check_user(name: str) -> None:
+    """Raises NotFound for what can't be a user's name."""
+    if IDENTIFIER.fullmatch(name) is None:
+        raise NotFound("there is no such user")

@@ -1,0 +1,54 @@
+"""Who may call a route: one action of the table of permissions for each."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from starlette.requests import Request
+
+from palestra.errors import PayloadTooLarge
+from palestra.gateway.keys import bearer
+from palestra.scheduler.administration import Administration
+from palestra.scheduler.control_store import ControlStore
+from palestra.scheduler.identity import Identities, Identity, local_operator
+from palestra.scheduler.limits import RequestRates
+from palestra.scheduler.permissions import Action
+from palestra.scheduler.scheduler import Scheduler
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ControlPlane:
+    """What the routes use."""
+
+    scheduler: Scheduler
+    store: ControlStore
+    identities: Identities
+    administration: Administration
+    rates: RequestRates
+    without_keys: bool = False  # everybody is the operator; only where nobody else can reach the server
+
+    async def who(self, request: Request) -> Identity:
+        """Who sends a request; it counts.
+
+        Raises:
+            Unauthorized, TooManyRequests, PayloadTooLarge: see `Identities.authenticate` and the key's limits.
+        """
+        identity = local_operator() if self.without_keys else await self.identities.authenticate(bearer(request))
+        if identity.key_id is not None:
+            self.rates.count(identity.key_id, identity.limits)
+        length = request.headers.get("content-length", "0")
+        if length.isdigit() and int(length) > identity.limits.body_bytes:
+            raise PayloadTooLarge(f"this key may send bodies of {identity.limits.body_bytes:,} bytes")
+        return identity
+
+    def may(self, action: Action) -> Callable[[Request], Awaitable[Identity]]:
+        """A dependency of a route: whoever calls it may do `action`, to what is their own at least."""
+
+        async def allowed(request: Request) -> Identity:
+            identity = await self.who(request)
+            identity.require(action)
+            return identity
+
+        allowed.action = action  # type: ignore[attr-defined]  # for the test that goes through all routes
+        return allowed

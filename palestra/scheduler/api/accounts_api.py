@@ -1,0 +1,132 @@
+"""Tenants, users, keys, and the audit log."""
+
+from typing import Annotated
+
+from fastapi import Depends, FastAPI
+
+from palestra.errors import InvalidRequest
+from palestra.scheduler.api.access import ControlPlane
+from palestra.scheduler.identity import Identity
+from palestra.scheduler.keys import KeyRecord, NewKey
+from palestra.scheduler.permissions import Action, Role, Scope
+from palestra.schemas.control_wire import (
+    AddTenant,
+    AddUser,
+    AuditView,
+    ChangeRole,
+    IdentityView,
+    KeyView,
+    MakeKey,
+    NewKeyView,
+    RotateKey,
+    UserView,
+)
+
+
+def add_account_routes(app: FastAPI, plane: ControlPlane) -> None:
+    """Tenants, users, and the audit log."""
+    accounts = plane.administration
+
+    @app.get("/me", tags=["accounts"])
+    async def me(by: Annotated[Identity, Depends(plane.may(Action.SELF_READ))]) -> IdentityView:
+        """Who this key is."""
+        return IdentityView(tenant=by.tenant, user=by.user, role=by.role.value, scopes=sorted(by.scopes))
+
+    @app.get("/tenants", tags=["accounts"])
+    async def tenants(by: Annotated[Identity, Depends(plane.may(Action.TENANT_LIST))]) -> list[str]:
+        """The names of all tenants."""
+        return await accounts.tenants(by)
+
+    @app.post("/tenants", tags=["accounts"], status_code=201)
+    async def add_tenant(body: AddTenant, by: Annotated[Identity, Depends(plane.may(Action.TENANT_ADD))]) -> NewKeyView:
+        """A tenant with one admin; the answer has the admin's key."""
+        return _new_key(await accounts.add_tenant(by, body.name))
+
+    @app.get("/users", tags=["accounts"])
+    async def users(by: Annotated[Identity, Depends(plane.may(Action.USER_LIST))]) -> list[UserView]:
+        """All users of the tenant."""
+        return [
+            UserView(name=user.name, role=user.role.value, created_at=user.created_at, removed_at=user.removed_at)
+            for user in await accounts.users(by)
+        ]
+
+    @app.post("/users", tags=["accounts"], status_code=201)
+    async def add_user(body: AddUser, by: Annotated[Identity, Depends(plane.may(Action.USER_ADD))]) -> NewKeyView:
+        """A user with one key."""
+        return _new_key(await accounts.add_user(by, body.name, Role(body.role)))
+
+    @app.patch("/users/{name}", tags=["accounts"], status_code=204)
+    async def change_role(
+        name: str, body: ChangeRole, by: Annotated[Identity, Depends(plane.may(Action.USER_CHANGE))]
+    ) -> None:
+        """Another role, at once."""
+        await accounts.change_role(by, name, Role(body.role))
+
+    @app.delete("/users/{name}", tags=["accounts"], status_code=204)
+    async def remove_user(name: str, by: Annotated[Identity, Depends(plane.may(Action.USER_REMOVE))]) -> None:
+        """Nobody comes in as this user any more."""
+        await accounts.remove_user(by, name)
+
+    @app.get("/audit", tags=["accounts"])
+    async def audit(
+        by: Annotated[Identity, Depends(plane.may(Action.AUDIT_READ))], before: int | None = None, limit: int = 100
+    ) -> list[AuditView]:
+        """The tenant's audit log, newest first."""
+        return [
+            AuditView(
+                number=entry.number,
+                at=entry.at,
+                who=entry.who,
+                key_id=entry.key_id,
+                what=entry.what,
+                target=entry.target,
+                outcome=entry.outcome,
+            )
+            for entry in await plane.store.audit(by.tenant, before, limit)
+        ]
+
+
+def add_key_routes(app: FastAPI, plane: ControlPlane) -> None:
+    """Keys."""
+    accounts = plane.administration
+
+    @app.get("/keys", tags=["accounts"])
+    async def keys(
+        by: Annotated[Identity, Depends(plane.may(Action.KEY_LIST))], user: str | None = None
+    ) -> list[KeyView]:
+        """One's own keys, or, for an admin, another user's."""
+        return [KeyView.model_validate(_shown(key)) for key in await accounts.keys(by, user)]
+
+    @app.post("/keys", tags=["accounts"], status_code=201)
+    async def make_key(body: MakeKey, by: Annotated[Identity, Depends(plane.may(Action.KEY_MAKE))]) -> NewKeyView:
+        """A key; its secret is in the answer, and nowhere else."""
+        scopes = None if body.scopes is None else [_scope(name) for name in body.scopes]
+        return _new_key(await accounts.make_key(by, body.user, body.label, scopes, body.lifetime_seconds))
+
+    @app.post("/keys/{key_id}/rotate", tags=["accounts"], status_code=201)
+    async def rotate(
+        key_id: str, body: RotateKey, by: Annotated[Identity, Depends(plane.may(Action.KEY_ROTATE))]
+    ) -> NewKeyView:
+        """A new key in the place of this one, which opens for a while still."""
+        return _new_key(await accounts.rotate_key(by, key_id, body.grace_seconds))
+
+    @app.delete("/keys/{key_id}", tags=["accounts"], status_code=204)
+    async def revoke(key_id: str, by: Annotated[Identity, Depends(plane.may(Action.KEY_REVOKE))]) -> None:
+        """The key opens nothing from now on."""
+        await accounts.revoke_key(by, key_id)
+
+
+def _scope(name: str) -> Scope:
+    try:
+        return Scope(name)
+    except ValueError:
+        raise InvalidRequest(f"there is no scope {name!r}; known are {', '.join(Scope)}", "scopes") from None
+
+
+def _shown(key: KeyRecord) -> dict[str, object]:
+    shown: dict[str, object] = {name: getattr(key, name) for name in KeyView.model_fields}
+    return shown | {"scopes": sorted(key.scopes)}
+
+
+def _new_key(key: NewKey) -> NewKeyView:
+    return NewKeyView.model_validate(_shown(key.record) | {"secret": key.secret})

@@ -1,0 +1,61 @@
+"""Files of a job's run, and nothing beside them."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from palestra.errors import NotFound
+from palestra.schemas.control_wire import ArtifactView
+
+HIDDEN = ("secret", "api_key", ".lock")  # keys; and run.db is read through the events and `palestra export`
+
+
+async def read_key(run: Path) -> str:
+    """The key of a run's data plane.
+
+    Raises:
+        NotFound: the run has none yet.
+    """
+    try:
+        return (await asyncio.to_thread((run / "api_key").read_text)).strip()
+    except FileNotFoundError:
+        raise NotFound("the job's data plane has no key yet") from None
+
+
+async def listed(run: Path) -> list[ArtifactView]:
+    """All files, by path."""
+    return await asyncio.to_thread(_listed, run)
+
+
+def _listed(run: Path) -> list[ArtifactView]:
+    found = []
+    for path in sorted(run.rglob("*")) if run.is_dir() else []:
+        name = path.relative_to(run)
+        if path.is_file() and not path.is_symlink() and _shown(name):
+            stat = path.stat()
+            found.append(ArtifactView(path=name.as_posix(), bytes=stat.st_size, modified_at=stat.st_mtime))
+    return found
+
+
+async def checked(run: Path, name: str) -> Path:
+    """The file that is meant.
+
+    Raises:
+        NotFound: it is none of the run's.
+    """
+    return await asyncio.to_thread(_checked, run, name)
+
+
+def _checked(run: Path, name: str) -> Path:
+    missing = NotFound(f"the run has no file {name!r}")
+    if "\0" in name or "\\" in name:
+        raise missing
+    path = (run / name).resolve()
+    if not path.is_relative_to(run.resolve()) or not _shown(path.relative_to(run.resolve())) or not path.is_file():
+        raise missing
+    return path
+
+
+def _shown(name: Path) -> bool:
+    return not any(part in HIDDEN or part.startswith((".", "run.db")) for part in name.parts)

@@ -1,0 +1,51 @@
+"""The cluster: machines, what is free, and whether jobs may start."""
+
+from typing import Annotated
+
+from fastapi import Depends, FastAPI
+
+from palestra.scheduler.api.access import ControlPlane
+from palestra.scheduler.identity import Identity
+from palestra.scheduler.permissions import Action
+from palestra.schemas.control_wire import ClusterView, Drain, NodeView
+
+
+def add_cluster_routes(app: FastAPI, plane: ControlPlane) -> None:
+    """All of them."""
+    scheduler = plane.scheduler
+
+    @app.get("/healthz", tags=["cluster"])
+    async def healthz() -> dict[str, str]:
+        """Answers, without a key, when requests are taken."""
+        return {"status": "ok"}
+
+    @app.get("/cluster", tags=["cluster"])
+    async def cluster(by: Annotated[Identity, Depends(plane.may(Action.CLUSTER_READ))]) -> ClusterView:
+        """Machines, and what is free; nothing about whose jobs run there."""
+        held = list(scheduler.running.values())
+        nodes = []
+        for node in scheduler.nodes:
+            here = [job for job in held if job.node_id == node.node_id]
+            nodes.append(
+                NodeView(
+                    node_id=node.node_id,
+                    alive=node.alive,
+                    draining=node.draining,
+                    cpus=node.cpus,
+                    gpus=node.gpus,
+                    memory_gib=node.memory_gib,
+                    free_cpus=node.cpus - sum(job.needs.cpus for job in here),
+                    free_gpus=node.gpus - sum(job.needs.gpus for job in here),
+                    jobs=len(here),
+                )
+            )
+        queued = len(await plane.store.queue())
+        return ClusterView(nodes=nodes, draining=scheduler.policy.draining, queued=queued, live=len(held))
+
+    @app.post("/cluster/drain", tags=["cluster"], status_code=204)
+    async def drain(body: Drain, by: Annotated[Identity, Depends(plane.may(Action.CLUSTER_DRAIN))]) -> None:
+        """Start nothing more, so that the cluster runs empty; or go on."""
+        scheduler.drain(body.on)
+        await plane.store.append_audit(
+            by.tenant, by.user, by.key_id, Action.CLUSTER_DRAIN.value, "on" if body.on else "off", "ok"
+        )

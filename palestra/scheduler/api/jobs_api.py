@@ -1,0 +1,224 @@
+"""Jobs: submit, look, cancel, read what they left."""
+
+import re
+from typing import Annotated, Any
+
+from fastapi import Depends, FastAPI, Header, Query
+from starlette.responses import FileResponse, StreamingResponse
+
+from palestra.config import SMOLLM2, TINY, parse_config
+from palestra.errors import InvalidRequest, NotFound
+from palestra.scheduler.api import artifacts, streams
+from palestra.scheduler.api.access import ControlPlane
+from palestra.scheduler.identity import Identity
+from palestra.scheduler.launcher import LOG_FILE
+from palestra.scheduler.permissions import Action
+from palestra.scheduler.scheduler import RUN
+from palestra.schemas.control_wire import (
+    ArtifactView,
+    ChangeView,
+    JobList,
+    JobView,
+    ResourcesBody,
+    ServerView,
+    SubmitJob,
+)
+from palestra.schemas.jobs import JobKind, JobRecord, JobRequest, Resources
+from palestra.schemas.states import JobState
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
+
+
+def add_job_routes(app: FastAPI, plane: ControlPlane) -> None:
+    """Submit, look, cancel."""
+    store, scheduler = plane.store, plane.scheduler
+
+    def view(job: JobRecord) -> JobView:
+        waits = scheduler.waiting.get(job.job_id) if job.state is JobState.QUEUED else None
+        return job_view(job, waits)
+
+    @app.post("/jobs", tags=["jobs"], status_code=201)
+    async def submit(
+        body: SubmitJob,
+        by: Annotated[Identity, Depends(plane.may(Action.JOB_SUBMIT))],
+        idempotency_key: Annotated[str | None, Header(max_length=200)] = None,
+    ) -> JobView:
+        """Submit a job. One that could never start is refused, with the largest that could."""
+        request = _request(body)
+        if reason := scheduler.refusal(request.resources, by.tenant):
+            raise InvalidRequest(f"this job could never start: it {reason}", "resources")
+        job = await store.submit_job(by.tenant, by.user, request, idempotency_key, by.limits.open_jobs)
+        await store.append_audit(by.tenant, by.user, by.key_id, Action.JOB_SUBMIT.value, job.job_id, "ok")
+        return view(job)
+
+    @app.get("/jobs", tags=["jobs"])
+    async def listed(
+        by: Annotated[Identity, Depends(plane.may(Action.JOB_LIST))],
+        state: Annotated[list[JobState] | None, Query()] = None,
+        user: str | None = None,
+        name: str | None = None,
+        kind: JobKind | None = None,
+        cursor: str | None = None,
+        limit: int = 50,
+    ) -> JobList:
+        """The tenant's jobs, newest first."""
+        page = await store.jobs(
+            by.tenant, states=state or (), user=user, name=name, kind=kind, cursor=cursor, limit=limit
+        )
+        return JobList(jobs=[view(job) for job in page.jobs], cursor=page.cursor)
+
+    @app.get("/jobs/{job_id}", tags=["jobs"])
+    async def one(job_id: str, by: Annotated[Identity, Depends(plane.may(Action.JOB_READ))]) -> JobView:
+        """One job."""
+        scheduler.seen(job_id)
+        return view(await store.job(by.tenant, job_id))
+
+    @app.delete("/jobs/{job_id}", tags=["jobs"])
+    async def cancel(job_id: str, by: Annotated[Identity, Depends(plane.may(Action.JOB_CANCEL))]) -> JobView:
+        """Cancel a job; it saves what it has trained. One that is over stays as it is."""
+        job = await store.job(by.tenant, job_id)
+        by.require(Action.JOB_CANCEL, job.user)
+        job = await scheduler.cancel(by.tenant, job_id, f"cancelled by {by.user}")
+        await store.append_audit(by.tenant, by.user, by.key_id, Action.JOB_CANCEL.value, job_id, "ok")
+        return view(job)
+
+    @app.post("/jobs/{job_id}/resubmit", tags=["jobs"], status_code=201)
+    async def resubmit(
+        job_id: str,
+        by: Annotated[Identity, Depends(plane.may(Action.JOB_RESUBMIT))],
+        idempotency_key: Annotated[str | None, Header(max_length=200)] = None,
+    ) -> JobView:
+        """A new job that is like this one; it begins from the start."""
+        job = await store.job(by.tenant, job_id)
+        by.require(Action.JOB_RESUBMIT, job.user)
+        request = JobRequest(
+            name=job.name,
+            kind=job.kind,
+            priority=job.priority,
+            config=job.config,
+            resources=job.resources,
+            attached=job.attached,
+            restarts_limit=job.restarts_limit,
+        )
+        again = await store.submit_job(by.tenant, by.user, request, idempotency_key, by.limits.open_jobs)
+        await store.append_audit(by.tenant, by.user, by.key_id, Action.JOB_RESUBMIT.value, again.job_id, "ok")
+        return view(again)
+
+    @app.get("/jobs/{job_id}/changes", tags=["jobs"])
+    async def changes(
+        job_id: str, by: Annotated[Identity, Depends(plane.may(Action.JOB_READ))], after: int = 0
+    ) -> list[ChangeView]:
+        """Every change of state, with its time and reason."""
+        found = await store.changes(by.tenant, job_id, after)
+        return [
+            ChangeView(
+                number=change.number,
+                at=change.at,
+                previous=change.previous,
+                following=change.following,
+                reason=change.reason,
+            )
+            for change in found
+        ]
+
+
+def add_reading_routes(app: FastAPI, plane: ControlPlane) -> None:
+    """What a job says and leaves."""
+    store, scheduler = plane.store, plane.scheduler
+
+    @app.get("/jobs/{job_id}/server", tags=["jobs"])
+    async def server(job_id: str, by: Annotated[Identity, Depends(plane.may(Action.EPISODE_PLAY))]) -> ServerView:
+        """Where its data plane is, and the key that opens it; 404 while it does not run."""
+        job = await store.job(by.tenant, job_id)
+        scheduler.seen(job_id)
+        if job.url is None:
+            reason = scheduler.waiting.get(job_id) or job.reason
+            raise NotFound(f"job {job_id} is {job.state} and has no data plane: {reason}")
+        key = await artifacts.read_key(scheduler.folder_of(job_id) / RUN)
+        return ServerView(url=job.url, api_key=key)
+
+    @app.get("/jobs/{job_id}/logs", tags=["jobs"])
+    async def logs(
+        job_id: str,
+        by: Annotated[Identity, Depends(plane.may(Action.JOB_READ))],
+        offset: Annotated[int, Query(ge=0, le=2**53)] = 0,
+        follow: bool = False,
+    ) -> StreamingResponse:
+        """Its log as text from the byte `offset` on; with `follow` until the job is over."""
+        await store.job(by.tenant, job_id)
+        path = scheduler.folder_of(job_id) / LOG_FILE
+        return StreamingResponse(
+            streams.log(plane, by.tenant, job_id, path, offset, follow), media_type="text/plain; charset=utf-8"
+        )
+
+    @app.get("/jobs/{job_id}/events", tags=["jobs"])
+    async def events(
+        job_id: str,
+        by: Annotated[Identity, Depends(plane.may(Action.JOB_READ))],
+        last_event_id: Annotated[str | None, Header()] = None,
+        follow: bool = True,
+    ) -> StreamingResponse:
+        """Server-sent events: changes of state, and what the job reports (a `step` has its metrics), from the start.
+
+        After a lost connection the header `Last-Event-ID` goes on behind the last one that arrived.
+        """
+        await store.job(by.tenant, job_id)
+        place = streams.Place.of(last_event_id)
+        run = scheduler.folder_of(job_id) / RUN
+        return StreamingResponse(
+            streams.events(plane, by.tenant, job_id, run, place, follow), media_type="text/event-stream"
+        )
+
+    @app.get("/jobs/{job_id}/artifacts", tags=["jobs"])
+    async def listing(job_id: str, by: Annotated[Identity, Depends(plane.may(Action.JOB_READ))]) -> list[ArtifactView]:
+        """The files of its run: checkpoints, metrics, curve, configuration."""
+        await store.job(by.tenant, job_id)
+        return await artifacts.listed(scheduler.folder_of(job_id) / RUN)
+
+    @app.get("/jobs/{job_id}/artifacts/{path:path}", tags=["jobs"])
+    async def download(
+        job_id: str, path: str, by: Annotated[Identity, Depends(plane.may(Action.JOB_READ))]
+    ) -> FileResponse:
+        """One file."""
+        await store.job(by.tenant, job_id)
+        return FileResponse(await artifacts.checked(scheduler.folder_of(job_id) / RUN, path))
+
+
+def job_view(job: JobRecord, waits: str | None) -> JobView:
+    """What its tenant is shown."""
+    needs = job.resources
+    shown: dict[str, Any] = {
+        name: getattr(job, name) for name in JobView.model_fields if name not in ("resources", "reason", "state")
+    }
+    return JobView(
+        **shown,
+        state=job.state.value,
+        reason=waits or job.reason,
+        resources=ResourcesBody(cpus=needs.cpus, gpus=needs.gpus, memory_gib=needs.memory_gib),
+    )
+
+
+def _request(body: SubmitJob) -> JobRequest:
+    if body.kind == "inference":
+        raise InvalidRequest("inference jobs can't be run yet; palestra.play uses a model without training", "kind")
+    for section, keys in (("tasks", ("train", "validation")), ("run_dir", ())):
+        given = body.config.get(section)
+        if given is not None and (not keys or (isinstance(given, dict) and any(given.get(key) for key in keys))):
+            raise InvalidRequest(f"config.{section} names files, which the server does not read", f"config.{section}")
+    config = parse_config(body.config)  # a mistake is told now, and not when the job starts
+    for name, policy in config.policies.items():
+        if policy.model not in (SMOLLM2, TINY) and HUB_NAME.fullmatch(policy.model) is None:
+            raise InvalidRequest(
+                f"the model of {name!r} is {policy.model!r}; the server takes {SMOLLM2!r}, {TINY!r} or a Hugging Face "
+                "name such as 'org/model', and no folder",
+                f"config.policies.{name}.model",
+            )
+    return JobRequest(
+        name=body.name,
+        kind=body.kind,
+        priority=body.priority,
+        config=dict(body.config),
+        resources=Resources(cpus=body.resources.cpus, gpus=body.resources.gpus, memory_gib=body.resources.memory_gib),
+        attached=body.attached,
+        restarts_limit=body.restarts,
+    )

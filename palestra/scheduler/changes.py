@@ -1,0 +1,73 @@
+"""The history of jobs: every move, with its time and its reason. Operations on a connection."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import Connection, func, select
+
+from palestra.scheduler.tables import changes
+from palestra.schemas.jobs import JobChange
+from palestra.schemas.states import JobState
+
+
+def add(
+    connection: Connection,
+    tenant: str,
+    job_id: str,
+    change_id: str,
+    previous: JobState | None,
+    following: JobState,
+    reason: str,
+    now: float,
+) -> None:
+    """Write a move down, under the next number of its tenant."""
+    last = select(func.coalesce(func.max(changes.c.number), 0)).where(changes.c.tenant == tenant)
+    connection.execute(
+        changes.insert(),
+        {
+            "tenant": tenant,
+            "number": connection.execute(last).scalar_one() + 1,
+            "change_id": change_id,
+            "job_id": job_id,
+            "at": now,
+            "previous": None if previous is None else previous.value,
+            "following": following.value,
+            "reason": reason,
+        },
+    )
+
+
+def is_known(connection: Connection, change_id: str) -> bool:
+    """Whether this move was written down before."""
+    return connection.execute(select(changes.c.number).where(changes.c.change_id == change_id)).first() is not None
+
+
+def of_job(connection: Connection, job_id: str, number: int) -> list[JobChange]:
+    """What happened to a job, after the move with this number."""
+    rows = connection.execute(
+        select(changes).where(changes.c.job_id == job_id, changes.c.number > number).order_by(changes.c.number)
+    )
+    return [_change_of(row) for row in rows]
+
+
+def after(connection: Connection, tenant: str, number: int, limit: int) -> list[JobChange]:
+    """What happened in a tenant, after the move with this number."""
+    rows = connection.execute(
+        select(changes)
+        .where(changes.c.tenant == tenant, changes.c.number > number)
+        .order_by(changes.c.number)
+        .limit(limit)
+    )
+    return [_change_of(row) for row in rows]
+
+
+def _change_of(row: Any) -> JobChange:
+    return JobChange(
+        job_id=row.job_id,
+        number=row.number,
+        at=row.at,
+        previous=None if row.previous is None else JobState(row.previous),
+        following=JobState(row.following),
+        reason=row.reason,
+    )

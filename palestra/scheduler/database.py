@@ -1,0 +1,177 @@
+"""The database of the control store, by URL, and the right to write it, which one process has at a time.
+
+SQLite: a lock on a file beside the database, which the operating system frees when the process dies. PostgreSQL: an
+advisory lock of the session that writes. Whatever ends that session ends the lock and the transaction with it, and a
+new session has to get the lock before it can write; so two schedulers can't write in turns, whatever clocks and
+networks do. A proxy that shares sessions between transactions (PgBouncer's transaction mode) would break this.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+
+from palestra.errors import ConfigError, PalestraError, StoreError, StoreUnreachable
+from palestra.ledger.writer import Explain, open_engine
+
+LOCK_SECONDS = 3.0  # how long a scheduler that has just been killed may take to lose its lock
+LOCK_NUMBER = 0x70616C6573747261  # of the advisory lock: "palestra"
+APPLICATION = "palestra scheduler"
+POSTGRES_READERS = 4
+# A connection whose other end is gone is noticed after about 30 s, by client and by server.
+POSTGRES_OPTIONS = {
+    "connect_timeout": 10,
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 4,
+    "tcp_user_timeout": 30_000,
+    "options": "-c synchronous_commit=on -c tcp_keepalives_idle=10 -c tcp_keepalives_interval=5 "
+    "-c tcp_keepalives_count=4 -c tcp_user_timeout=30000",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Database:
+    """What the control store works on."""
+
+    engine: sa.Engine  # for the one writing connection; it has the lock
+    read_engine: sa.Engine
+    readers: int  # connections that may read at the same time
+    explain: Explain
+    release: Callable[[], None]  # gives the lock back
+
+    def close(self) -> None:
+        """Close all connections; others may write now."""
+        self.read_engine.dispose()
+        self.engine.dispose()
+        self.release()
+
+
+def open_database(url: str) -> Database:
+    """`sqlite:///relative`, `sqlite:////absolute` or `postgresql://user:password@host/database`.
+
+    Raises:
+        ConfigError: the URL can't be used.
+        StoreError: another scheduler has this store.
+        StoreUnreachable: the database does not answer.
+    """
+    try:
+        parsed = sa.make_url(url)
+    except (sa.exc.ArgumentError, ValueError):
+        parsed = sa.URL.create("unknown")
+    kind = parsed.get_backend_name() if parsed.drivername != "unknown" else "unknown"
+    if kind == "sqlite" and parsed.database not in (None, "", ":memory:"):
+        return _open_sqlite(Path(str(parsed.database)))
+    if kind in ("postgresql", "postgres"):
+        return _open_postgres(parsed.set(drivername="postgresql+psycopg"))
+    raise ConfigError("the database has to be sqlite:///FILE or postgresql://USER:PASSWORD@HOST/DATABASE")
+
+
+def in_words(error: Exception) -> Exception:
+    """What the database said, without the statement and its values; a defect of ours as it is."""
+    if not isinstance(error, sa.exc.DBAPIError) or isinstance(error, sa.exc.IntegrityError | sa.exc.ProgrammingError):
+        return error
+    said = " ".join(str(error.orig).split())
+    postgres = type(error.orig).__module__.startswith("psycopg")
+    if error.connection_invalidated or (postgres and isinstance(error, sa.exc.OperationalError)):
+        return StoreUnreachable(f"the control store's database does not answer: {said}")
+    return StoreError(f"the control store could not be used: {said}")
+
+
+def _open_sqlite(path: Path) -> Database:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))  # SQLite gives its other files the same mode
+        release = _lock_file(path.with_name(path.name + ".lock"))
+    except OSError as error:
+        raise ConfigError(f"the control store {path} can't be opened: {error.strerror}") from error
+    try:
+        engine, reader = open_engine(path, "FULL"), open_engine(path, "FULL", read_only=True)
+    except BaseException:
+        release()
+        raise
+    return Database(engine=engine, read_engine=reader, readers=1, explain=in_words, release=release)
+
+
+def _lock_file(path: Path) -> Callable[[], None]:
+    descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+    deadline = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
+                os.close(descriptor)
+                raise _in_use(holder) from None
+            time.sleep(0.05)
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, _this_process().encode(), 0)
+    return lambda: os.close(descriptor)
+
+
+def _open_postgres(url: sa.URL) -> Database:
+    options = POSTGRES_OPTIONS | {"application_name": f"{APPLICATION}, {_this_process()}"[:63]}
+    try:
+        engine = sa.create_engine(url, connect_args=options, pool_size=1, max_overflow=0, hide_parameters=True)
+        reader = sa.create_engine(
+            url,
+            connect_args=options,
+            pool_size=POSTGRES_READERS,
+            max_overflow=0,
+            pool_pre_ping=True,
+            isolation_level="REPEATABLE READ",  # one look sees one moment
+            execution_options={"postgresql_readonly": True},
+            hide_parameters=True,
+        )
+    except ModuleNotFoundError as error:
+        raise ConfigError("PostgreSQL needs psycopg: install palestra[postgres]") from error
+
+    @sa.event.listens_for(engine, "connect")
+    def _lock(connection: Any, _record: Any) -> None:
+        _lock_session(connection)
+
+    return Database(engine=engine, read_engine=reader, readers=POSTGRES_READERS, explain=in_words, release=lambda: None)
+
+
+def _lock_session(connection: Any) -> None:
+    """Take the lock for a new session, which is closed again where another one has it."""
+    deadline = time.monotonic() + LOCK_SECONDS
+    while True:
+        taken = connection.execute("SELECT pg_try_advisory_lock(%s)", (LOCK_NUMBER,)).fetchone()[0]
+        connection.commit()  # the lock is the session's, not the transaction's
+        if taken:
+            return
+        if time.monotonic() > deadline:
+            found = connection.execute(
+                "SELECT a.application_name FROM pg_locks l JOIN pg_stat_activity a ON a.pid = l.pid "
+                "WHERE l.locktype = 'advisory' AND l.granted AND l.classid = %s AND l.objid = %s AND l.database = "
+                "(SELECT oid FROM pg_database WHERE datname = current_database())",
+                (LOCK_NUMBER >> 32, LOCK_NUMBER & 0xFFFFFFFF),
+            ).fetchone()
+            connection.close()
+            holder = found[0].removeprefix(f"{APPLICATION}, ") if found else ""
+            if holder == _this_process():
+                raise StoreUnreachable("the database still waits for a session of this scheduler that was cut off")
+            raise _in_use(holder)
+        time.sleep(0.05)
+
+
+def _this_process() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def _in_use(holder: str) -> PalestraError:
+    return StoreError(
+        f"this control store is in use by another scheduler ({holder or 'unknown'}); stop it first, or give this one "
+        "another --database"
+    )

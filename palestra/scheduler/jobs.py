@@ -1,0 +1,269 @@
+"""Jobs, as operations on a connection. The writer runs one at a time, so each sees the truth.
+
+An operation may be run a second time where the database did not say whether it had been committed. So whatever it adds
+has an id that was made before, and finding that id means that it was done.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import orjson
+from sqlalchemy import Connection, func, select
+
+from palestra.errors import Conflict, InvalidRequest, NotFound, TooManyRequests
+from palestra.ledger.codec import to_json
+from palestra.scheduler import changes
+from palestra.scheduler.stored_text import clean
+from palestra.scheduler.tables import jobs
+from palestra.schemas.jobs import (
+    LIVE_STATES,
+    OPEN_STATES,
+    JobChange,
+    JobFields,
+    JobPage,
+    JobRecord,
+    JobRequest,
+    Resources,
+)
+from palestra.schemas.states import JobState, check_transition
+
+MAX_REASON = 4096  # characters
+MAX_LOG_TAIL = 65536  # characters
+
+
+def record_of(row: Any) -> JobRecord:
+    """A row of `jobs`."""
+    return JobRecord(
+        job_id=row.job_id,
+        tenant=row.tenant,
+        user=row.user_name,
+        name=row.name,
+        kind=row.kind,
+        priority=row.priority,
+        config=orjson.loads(row.config),
+        resources=Resources(cpus=row.cpus, gpus=row.gpus, memory_gib=row.memory_gib),
+        attached=row.attached,
+        state=JobState(row.state),
+        reason=row.reason,
+        created_at=row.created_at,
+        changed_at=row.changed_at,
+        starts=row.starts,
+        restarts_limit=row.restarts_limit,
+        restarts_left=row.restarts_left,
+        url=row.url,
+        run_dir=row.run_dir,
+        node=row.node,
+        cancel_requested=row.cancel_requested,
+        log_tail=row.log_tail,
+    )
+
+
+def submit(
+    connection: Connection,
+    tenant: str,
+    user: str,
+    request: JobRequest,
+    job_id: str,
+    request_key: str | None,
+    most_open: int | None,
+    now: float,
+) -> JobRecord:
+    """A new job in QUEUED, or the one that was submitted with the same key.
+
+    Raises:
+        Conflict: the key was used for something else.
+        TooManyRequests: the user has `most_open` jobs that are not over.
+    """
+    config = to_json(request.config)
+    asked = request.resources
+    body = [user, request.name, request.kind, request.priority, config, asked.cpus, asked.gpus, asked.memory_gib]
+    digest = hashlib.sha256(to_json([*body, request.attached, request.restarts_limit]).encode()).hexdigest()
+    same = jobs.c.job_id == job_id
+    if request_key is not None:
+        same |= (jobs.c.tenant == tenant) & (jobs.c.request_key == request_key)
+    known = connection.execute(select(jobs).where(same)).first()
+    if known is not None:
+        if known.request_digest != digest:
+            raise Conflict(f"the idempotency key {request_key!r} was used before for another job; take a new one")
+        return record_of(known)
+    if most_open is not None and _count_open(connection, tenant, user) >= most_open:
+        raise TooManyRequests(f"{user} has {most_open} jobs that are not over, and that is the limit", 30.0)
+    connection.execute(
+        jobs.insert(),
+        {
+            "job_id": job_id,
+            "tenant": tenant,
+            "user_name": user,
+            "name": request.name,
+            "kind": request.kind,
+            "priority": request.priority,
+            "config": config,
+            "cpus": asked.cpus,
+            "gpus": asked.gpus,
+            "memory_gib": asked.memory_gib,
+            "attached": request.attached,
+            "state": JobState.QUEUED.value,
+            "reason": "submitted",
+            "created_at": now,
+            "changed_at": now,
+            "starts": 0,
+            "restarts_limit": request.restarts_limit,
+            "restarts_left": request.restarts_limit,
+            "cancel_requested": False,
+            "request_key": request_key,
+            "request_digest": digest,
+        },
+    )
+    changes.add(connection, tenant, job_id, job_id, None, JobState.QUEUED, "submitted", now)
+    return read(connection, tenant, job_id)
+
+
+def read(connection: Connection, tenant: str | None, job_id: str) -> JobRecord:
+    """One job; of any tenant where that is None.
+
+    Raises:
+        NotFound: there is none, or it is another tenant's: the answer is the same.
+    """
+    wanted = select(jobs).where(jobs.c.job_id == job_id)
+    row = connection.execute(wanted if tenant is None else wanted.where(jobs.c.tenant == tenant)).first()
+    if row is None:
+        raise NotFound(f"there is no job {job_id}")
+    return record_of(row)
+
+
+def page(
+    connection: Connection,
+    tenant: str,
+    equal: Mapping[str, str],
+    states: Collection[str],
+    before: str | None,
+    limit: int,
+) -> JobPage:
+    """Up to `limit` jobs of a tenant, newest first, that were submitted before the job `before`.
+
+    Raises:
+        InvalidRequest: `before` is not a job of this tenant.
+    """
+    wanted = select(jobs).where(jobs.c.tenant == tenant)
+    for column, value in equal.items():
+        wanted = wanted.where(jobs.c[column] == value)
+    if states:
+        wanted = wanted.where(jobs.c.state.in_(sorted(states)))
+    if before is not None:
+        number = connection.execute(
+            select(jobs.c.number).where(jobs.c.tenant == tenant, jobs.c.job_id == before)
+        ).scalar()
+        if number is None:
+            raise InvalidRequest("this cursor is not of this list; begin again without one", "cursor")
+        wanted = wanted.where(jobs.c.number < number)
+    rows = connection.execute(wanted.order_by(jobs.c.number.desc()).limit(limit + 1)).all()
+    found = tuple(record_of(row) for row in rows[:limit])
+    return JobPage(jobs=found, cursor=found[-1].job_id if len(rows) > limit else None)
+
+
+def in_states(connection: Connection, states: Collection[JobState]) -> list[JobRecord]:
+    """Every job in one of these states, of all tenants, in order of submission."""
+    rows = connection.execute(select(jobs).where(jobs.c.state.in_(sorted(states))).order_by(jobs.c.number))
+    return [record_of(row) for row in rows]
+
+
+def change_state(
+    connection: Connection,
+    job_id: str,
+    change_id: str,
+    expected: Collection[JobState],
+    following: JobState,
+    reason: str,
+    fields: JobFields,
+    now: float,
+) -> JobRecord:
+    """Move a job, if it is in one of the states that are expected.
+
+    Raises:
+        NotFound: there is no such job.
+        Conflict: somebody else moved it; or it would go back to the queue and its cancellation was requested.
+        IllegalTransition: the lifecycle does not have this move.
+    """
+    job = read(connection, None, job_id)
+    if changes.is_known(connection, change_id):
+        return job
+    if job.state not in expected:
+        wanted = " or ".join(sorted(expected))
+        raise Conflict(f"job {job_id} is {job.state} and no longer {wanted}; look again before you change it")
+    check_transition(f"job {job_id}", job.state, following)
+    if following is JobState.QUEUED and job.cancel_requested:
+        raise Conflict(f"the cancellation of job {job_id} was requested; it can't go back to the queue")
+    values: dict[str, Any] = {**_checked(fields)}
+    if following not in LIVE_STATES:
+        values["url"] = None
+    if following is JobState.STARTING:
+        values["starts"] = jobs.c.starts + 1
+    reason = clean(reason, MAX_REASON)
+    values |= {"state": following.value, "reason": reason, "changed_at": now}
+    connection.execute(jobs.update().where(jobs.c.job_id == job_id).values(values))
+    changes.add(connection, job.tenant, job_id, change_id, job.state, following, reason, now)
+    return read(connection, None, job_id)
+
+
+def set_fields(connection: Connection, job_id: str, expected: Collection[JobState], fields: JobFields) -> JobRecord:
+    """Set what is not the state, if the job is in one of the states that are expected.
+
+    Raises:
+        NotFound, Conflict: as for `change_state`.
+    """
+    job = read(connection, None, job_id)
+    if job.state not in expected:
+        raise Conflict(f"job {job_id} is {job.state} and no longer {' or '.join(sorted(expected))}")
+    if fields:
+        connection.execute(jobs.update().where(jobs.c.job_id == job_id).values(**_checked(fields)))
+    return read(connection, None, job_id)
+
+
+def request_cancel(
+    connection: Connection, tenant: str | None, job_id: str, change_id: str, reason: str, now: float
+) -> JobRecord:
+    """A queued job is cancelled at once, a live one is marked, one that is over stays as it is.
+
+    Raises:
+        NotFound: there is no such job in this tenant.
+    """
+    job = read(connection, tenant, job_id)
+    if job.is_over or job.cancel_requested:
+        return job
+    connection.execute(jobs.update().where(jobs.c.job_id == job_id).values(cancel_requested=True))
+    if job.state is JobState.QUEUED:
+        return change_state(connection, job_id, change_id, {JobState.QUEUED}, JobState.CANCELLED, reason, {}, now)
+    return read(connection, tenant, job_id)
+
+
+def changes_of(connection: Connection, tenant: str | None, job_id: str, after: int) -> list[JobChange]:
+    """What happened to one job, after the change `after`.
+
+    Raises:
+        NotFound: there is no such job in this tenant.
+    """
+    read(connection, tenant, job_id)
+    return changes.of_job(connection, job_id, after)
+
+
+def _count_open(connection: Connection, tenant: str, user: str) -> int:
+    return connection.execute(
+        select(func.count()).where(
+            jobs.c.tenant == tenant, jobs.c.user_name == user, jobs.c.state.in_(sorted(OPEN_STATES))
+        )
+    ).scalar_one()
+
+
+def _checked(fields: JobFields) -> dict[str, Any]:
+    """Only what may be set, and no key in what people read.
+
+    Raises:
+        TypeError: the state, or another field, was given; a defect of the caller.
+    """
+    unknown = fields.keys() - JobFields.__annotations__.keys()
+    if unknown:
+        raise TypeError(f"{', '.join(sorted(unknown))} can't be set")
+    return {name: clean(value, MAX_LOG_TAIL) if isinstance(value, str) else value for name, value in {**fields}.items()}

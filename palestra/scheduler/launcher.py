@@ -1,0 +1,73 @@
+"""What the scheduler asks of whatever runs model servers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Protocol
+
+from palestra.scheduler.fitting import Node
+from palestra.schemas.jobs import Resources
+
+LOG_FILE = "log.txt"  # in a job's folder
+
+
+class Ending(StrEnum):
+    """How a model server ended."""
+
+    COMPLETED = "completed"  # its steps are done
+    STOPPED = "stopped"  # it was asked to; what was trained is in a checkpoint
+    FAILED = "failed"  # it can't go on, and says why: starting it again would not help
+    LOST = "lost"  # its process or its machine is gone; it can go on from its last checkpoint
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ended:
+    """What became of a model server."""
+
+    ending: Ending
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerOrder:
+    """A model server to be started."""
+
+    job_id: str
+    config: dict[str, Any]  # a JobConfig
+    folder: Path  # of the job: its run, and its log
+    node: str
+    resources: Resources
+
+
+class Launcher(Protocol):
+    """Starts, watches and stops model servers. They outlive the scheduler."""
+
+    async def nodes(self) -> list[Node]:
+        """The machines that there are, with all that they have."""
+        ...
+
+    async def start(self, order: ServerOrder) -> str:
+        """Start a model server, or go on with the run that is in its folder; returns its URL when it listens.
+
+        Raises:
+            PalestraError: it can't be started, and says why; nothing of it is left.
+        """
+        ...
+
+    async def find(self, job_id: str) -> str | None:
+        """Where a server that was started before listens; None: there is none."""
+        ...
+
+    async def ended(self, job_id: str) -> Ended:
+        """Return when the server has ended, however it did; nothing of it is left then."""
+        ...
+
+    async def stop(self, job_id: str, grace_seconds: float) -> None:
+        """Ask it to save and end; after the grace time its process is killed."""
+        ...
+
+    async def close(self) -> None:
+        """Let go of everything; servers go on."""
+        ...

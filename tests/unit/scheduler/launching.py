@@ -1,0 +1,65 @@
+"""A launcher of nothing: model servers that start, end and die as a test says."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from palestra.scheduler.fitting import Node
+from palestra.scheduler.launcher import Ended, Ending, ServerOrder
+
+
+@dataclass
+class Server:
+    """One that was asked for."""
+
+    order: ServerOrder
+    listening: asyncio.Event = field(default_factory=asyncio.Event)
+    over: asyncio.Future = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    stopped_with: float | None = None
+
+
+class FakeLauncher:
+    """Implements `Launcher`. `quick`: servers listen at once."""
+
+    def __init__(self, *nodes: Node, quick: bool = True) -> None:
+        self.machines = list(nodes) or [Node(node_id="n1", cpus=4.0, gpus=2, memory_gib=16.0)]
+        self.quick, self.error = quick, None
+        self.servers: dict[str, Server] = {}
+        self.started: list[str] = []
+
+    async def nodes(self) -> list[Node]:
+        return list(self.machines)
+
+    async def start(self, order: ServerOrder) -> str:
+        server = self.servers[order.job_id] = Server(order)
+        self.started.append(order.job_id)
+        if self.quick:
+            server.listening.set()
+        try:
+            await server.listening.wait()
+        except asyncio.CancelledError:
+            del self.servers[order.job_id]
+            raise
+        if self.error is not None:
+            del self.servers[order.job_id]
+            raise self.error
+        return f"http://n1/{order.job_id}"
+
+    async def find(self, job_id: str) -> str | None:
+        return f"http://n1/{job_id}" if job_id in self.servers else None
+
+    async def ended(self, job_id: str) -> Ended:
+        found = await asyncio.shield(self.servers[job_id].over)
+        self.servers.pop(job_id, None)
+        return found
+
+    async def stop(self, job_id: str, grace_seconds: float) -> None:
+        if job_id in self.servers:
+            self.servers[job_id].stopped_with = grace_seconds
+            self.end(job_id, Ending.STOPPED)
+
+    async def close(self) -> None: ...
+
+    def end(self, job_id: str, ending: Ending, reason: str = "") -> None:
+        self.servers[job_id].over.set_result(Ended(ending=ending, reason=reason))

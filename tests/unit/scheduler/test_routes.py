@@ -1,0 +1,179 @@
+"""Every route of the control plane has a rule, and keeps to it, for every role."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx2
+import pytest
+from fastapi.routing import APIRoute
+
+from palestra.scheduler.administration import Administration
+from palestra.scheduler.api import PUBLIC, ControlPlane, create_control_app
+from palestra.scheduler.control_store import ControlStore
+from palestra.scheduler.identity import Identities
+from palestra.scheduler.limits import RequestRates
+from palestra.scheduler.permissions import PERMISSIONS, Role
+from palestra.scheduler.placement import Policy
+from palestra.scheduler.scheduler import Scheduler
+from unit.building import FakeClock
+from unit.scheduler.building import submit
+from unit.scheduler.launching import FakeLauncher
+
+BODIES = {
+    ("POST", "/jobs"): {"config": {}},
+    ("POST", "/tenants"): {"name": "new"},
+    ("POST", "/users"): {"name": "new"},
+    ("PATCH", "/users/{name}"): {"role": "viewer"},
+    ("POST", "/keys"): {},
+    ("POST", "/keys/{key_id}/rotate"): {},
+    ("POST", "/cluster/drain"): {"on": False},
+}
+
+
+@pytest.fixture
+async def plane(tmp_path):
+    with ControlStore(f"sqlite:///{tmp_path / 'control.db'}", FakeClock()) as store:
+        identities = Identities(store)
+        yield ControlPlane(
+            scheduler=Scheduler(store, FakeLauncher(), tmp_path / "jobs", Policy()),
+            store=store,
+            identities=identities,
+            administration=Administration(store, identities),
+            rates=RequestRates(store.clock),
+        )
+
+
+def routes(app) -> list[tuple[str, APIRoute]]:
+    found = [route for route in app.routes if isinstance(route, APIRoute)]
+    return [(method, route) for route in found for method in sorted(route.methods)]
+
+
+def action_of(route: APIRoute):
+    (action,) = [d.call.action for d in route.dependant.dependencies if hasattr(d.call, "action")]
+    return action
+
+
+def client(plane) -> httpx2.AsyncClient:
+    transport = httpx2.ASGITransport(create_control_app(plane), raise_app_exceptions=False)
+    return httpx2.AsyncClient(transport=transport, base_url="http://control")
+
+
+async def test_every_route_but_the_public_ones_has_exactly_one_rule_of_the_table(plane):
+    found = {}
+    for method, route in routes(create_control_app(plane)):
+        if route.path not in PUBLIC:
+            found[method, route.path] = action_of(route)
+    assert set(found.values()) == PERMISSIONS.keys(), "an action without a route, or a route without an action"
+    assert all(path in found or (method, path) in found for method, path in BODIES)
+
+
+async def test_without_a_key_nothing_but_the_public_routes_answers(plane):
+    async with client(plane) as http:
+        for method, route in routes(create_control_app(plane)):
+            answer = await http.request(method, filled(route.path), json=BODIES.get((method, route.path)))
+            assert answer.status_code == (200 if route.path in PUBLIC else 401), (method, route.path)
+            wrong = {"authorization": "Bearer pk_000000000000_" + "x" * 43}
+            answer = await http.request(method, filled(route.path), headers=wrong)
+            assert answer.status_code == (200 if route.path in PUBLIC else 401)
+
+
+def filled(path: str, job_id: str = "job-0000000000000000") -> str:
+    values = {"job_id": job_id, "name": "somebody", "key_id": "000000000000"}
+    return path.replace("{path:path}", "x").format(**values)
+
+
+@pytest.mark.parametrize("role", list(Role))
+@pytest.mark.parametrize("tenant", ["default", "other"])
+async def test_each_role_may_do_what_the_table_says_and_nothing_else(plane, role, tenant):
+    admin = (await plane.administration.first_start()).secret
+    async with client(plane) as http:
+        by_admin = {"authorization": f"Bearer {admin}"}
+        if tenant == "other":
+            made = await http.post("/tenants", json={"name": "other"}, headers=by_admin)
+            by_admin = {"authorization": f"Bearer {made.json()['secret']}"}
+        made = await http.post("/users", json={"name": "ann", "role": role.value}, headers=by_admin)
+        mine = {"authorization": f"Bearer {made.json()['secret']}"}
+        job = await submit(plane.store, tenant, "ann")
+        for method, route in routes(create_control_app(plane)):
+            if route.path in PUBLIC:
+                continue
+            rule = PERMISSIONS[action_of(route)]
+            allowed = role in rule.roles and (not rule.operator or tenant == "default")
+            path = filled(route.path, job.job_id)
+            async with asyncio.timeout(10):
+                if path.endswith("/events"):
+                    path += "?follow=false"
+                answer = await http.request(method, path, json=BODIES.get((method, route.path)), headers=mine)
+            assert (answer.status_code == 403) is (not allowed), (method, route.path, answer.text)
+            assert answer.status_code < 500, (method, route.path, answer.text)
+
+
+async def test_a_job_of_another_tenant_is_exactly_as_one_that_does_not_exist(plane):
+    admin = (await plane.administration.first_start()).secret
+    job = await submit(plane.store, "other", "ann")
+    async with client(plane) as http:
+        headers = {"authorization": f"Bearer {admin}"}
+        for method, route in routes(create_control_app(plane)):
+            if "{job_id}" not in route.path:
+                continue
+            texts = []
+            for job_id in (job.job_id, "job-0000000000000000"):
+                answer = await http.request(method, filled(route.path, job_id), headers=headers)
+                assert answer.status_code == 404, (method, route.path)
+                texts.append(answer.text.replace(job_id, ""))
+            assert texts[0] == texts[1]
+
+
+async def test_a_key_that_sends_too_much_is_told_when_to_come_again(plane):
+    admin = (await plane.administration.first_start()).secret
+    async with client(plane) as http:
+        headers = {"authorization": f"Bearer {admin}"}
+        codes = [(await http.get("/me", headers=headers)).status_code for _ in range(201)]
+        assert codes == [200] * 200 + [429]
+        answer = await http.get("/me", headers=headers)
+        assert int(answer.headers["retry-after"]) >= 1
+        plane.store.clock.advance(60)
+        assert (await http.get("/me", headers=headers)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'{"config": []}',
+        b'{"config": {"steps": "many"}}',
+        b'{"config": {}, "resources": {"gpus": -1}}',
+        b'{"config": {}, "resources": {"gpus": NaN}}',
+        b'{"config": {}, "name": "\\u0000"}',
+        b'{"config": {}, "name": ""}',
+        b'{"config": {}, "priority": "highest"}',
+        b'{"config": {}, "kind": "inference"}',
+        b'{"config": {"x": ' + b"[" * 5000 + b"]" * 5000 + b"}}",
+        b'{"config": {"name": "' + b"x" * (2 * 2**20) + b'"}}',
+        b'{"config": {"run_dir": "/etc"}}',
+        b'{"config": {"policies": {"p": {"model": "../../other"}}}}',
+        b'{"config": {"policies": {"p": {"model": "~/.ssh"}}}}',
+    ],
+)
+async def test_what_is_no_job_is_refused_in_words_and_the_server_goes_on(plane, body):
+    admin = (await plane.administration.first_start()).secret
+    async with client(plane) as http:
+        headers = {"authorization": f"Bearer {admin}", "content-type": "application/json"}
+        answer = await http.post("/jobs", content=body, headers=headers)
+        assert answer.status_code in (400, 413, 422), answer.text
+        assert answer.json()["error"]["message"]
+        assert (await http.get("/jobs", headers=headers)).json() == {"jobs": [], "cursor": None}
+
+
+async def test_the_same_submission_again_is_the_same_job_and_another_body_a_conflict(plane):
+    admin = (await plane.administration.first_start()).secret
+    async with client(plane) as http:
+        headers = {"authorization": f"Bearer {admin}", "idempotency-key": "once"}
+        first = await http.post("/jobs", json={"config": {"steps": 2}}, headers=headers)
+        again = await http.post("/jobs", json={"config": {"steps": 2}}, headers=headers)
+        assert first.status_code == again.status_code == 201
+        assert first.json()["job_id"] == again.json()["job_id"]
+        assert (await http.post("/jobs", json={"config": {"steps": 3}}, headers=headers)).status_code == 409

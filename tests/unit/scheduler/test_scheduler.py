@@ -1,0 +1,260 @@
+"""The scheduler on a launcher of nothing: every way in which a job can begin and end."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+
+from palestra.errors import ConfigError, ServerFailed
+from palestra.scheduler.control_store import ControlStore
+from palestra.scheduler.fitting import Node
+from palestra.scheduler.launcher import LOG_FILE, Ending
+from palestra.scheduler.placement import Policy
+from palestra.scheduler.scheduler import Scheduler
+from palestra.scheduler.tenants import Quota
+from palestra.schemas.jobs import Resources
+from palestra.schemas.states import JobState
+from unit.building import FakeClock
+from unit.scheduler import building
+from unit.scheduler.launching import FakeLauncher
+
+WHOLE = Resources(cpus=1.0, gpus=2.0)
+
+
+@pytest.fixture
+def store(tmp_path):
+    with ControlStore(f"sqlite:///{tmp_path / 'control.db'}", FakeClock()) as opened:
+        yield opened
+
+
+async def submit(store, *arguments, **values):
+    """A second later than the one before, so that their order is certain."""
+    store.clock.advance(1)
+    return await building.submit(store, *arguments, **values)
+
+
+@asynccontextmanager
+async def scheduling(store, folder, launcher, policy=None, **more):
+    scheduler = Scheduler(store, launcher, folder / "jobs", policy or Policy(), **more)
+    task = asyncio.ensure_future(scheduler.run())
+    try:
+        yield scheduler
+        if task.done():
+            task.result()
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def until(ready, seconds: float = 5.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not await ready():
+            await asyncio.sleep(0.005)
+
+
+def in_state(store, job_id: str, *states: JobState):
+    async def ready() -> bool:
+        return (await store.job(None, job_id)).state in states
+
+    return ready
+
+
+async def states_of(store, job_id: str) -> list[str]:
+    return [change.following.value for change in await store.changes(None, job_id)]
+
+
+async def test_a_job_starts_runs_and_completes_with_its_log(store, tmp_path):
+    launcher = FakeLauncher()
+    async with scheduling(store, tmp_path, launcher) as scheduler:
+        job = await submit(store)
+        await until(in_state(store, job.job_id, JobState.RUNNING))
+        order = launcher.servers[job.job_id].order
+        assert (order.folder, order.node, order.config) == (tmp_path / "jobs" / job.job_id, "n1", {"steps": 3})
+        running = await store.job("a", job.job_id)
+        assert running.url == f"http://n1/{job.job_id}"
+        assert list(scheduler.running) == [job.job_id]
+        order.folder.mkdir(parents=True)
+        (order.folder / LOG_FILE).write_text("x" * 5000 + "\nstep 3/3\n")
+        launcher.end(job.job_id, Ending.COMPLETED)
+        await until(in_state(store, job.job_id, JobState.COMPLETED))
+        over = await store.job("a", job.job_id)
+        assert (over.url, over.reason, over.log_tail) == (None, "its steps are done", "step 3/3\n")
+        await until(lambda: is_empty(scheduler.running))
+    assert await states_of(store, job.job_id) == ["queued", "starting", "running", "completed"]
+
+
+async def is_empty(found) -> bool:
+    return not found
+
+
+async def test_a_start_that_fails_for_good_is_a_failure_with_the_reason(store, tmp_path):
+    launcher = FakeLauncher()
+    launcher.error = ConfigError("max_context is too large")
+    async with scheduling(store, tmp_path, launcher):
+        job = await submit(store)
+        await until(in_state(store, job.job_id, JobState.FAILED))
+    assert (await store.job("a", job.job_id)).reason == "max_context is too large"
+    assert launcher.started == [job.job_id]
+
+
+async def test_a_start_that_may_succeed_later_is_tried_again_up_to_the_limit(store, tmp_path):
+    launcher = FakeLauncher()
+    launcher.error = ServerFailed("the machine did not answer")
+    async with scheduling(store, tmp_path, launcher):
+        job = await submit(store, restarts_limit=2)
+        await until(in_state(store, job.job_id, JobState.FAILED))
+    over = await store.job("a", job.job_id)
+    assert over.reason == "lost 3 times, at last: the machine did not answer"
+    assert (over.starts, over.restarts_left) == (3, 0)
+
+
+async def test_a_lost_server_goes_back_to_the_queue_and_keeps_its_place(store, tmp_path):
+    launcher = FakeLauncher()
+    async with scheduling(store, tmp_path, launcher):
+        job = await submit(store, resources=WHOLE)
+        await until(in_state(store, job.job_id, JobState.RUNNING))
+        later = await submit(store, resources=WHOLE)
+        launcher.end(job.job_id, Ending.LOST, "its machine is gone")
+        await until(lambda: is_true(launcher.started == [job.job_id] * 2))
+        assert (await store.job("a", later.job_id)).state is JobState.QUEUED
+    changes = await store.changes("a", job.job_id)
+    assert "its machine is gone; it goes on from its last checkpoint" in [change.reason for change in changes]
+
+
+async def is_true(found: bool) -> bool:
+    return found
+
+
+async def test_cancelling_a_running_job_stops_its_server_and_frees_what_it_held(store, tmp_path):
+    launcher = FakeLauncher()
+    async with scheduling(store, tmp_path, launcher, stop_seconds=7.0) as scheduler:
+        first, second = await submit(store, resources=WHOLE), await submit(store, resources=WHOLE)
+        await until(in_state(store, first.job_id, JobState.RUNNING))
+        server = launcher.servers[first.job_id]
+        await scheduler.cancel("a", first.job_id, "enough")
+        await until(in_state(store, first.job_id, JobState.CANCELLED))
+        assert server.stopped_with == 7.0
+        await until(in_state(store, second.job_id, JobState.RUNNING))
+
+
+async def test_cancelling_while_it_starts_leaves_nothing(store, tmp_path):
+    launcher = FakeLauncher(quick=False)
+    async with scheduling(store, tmp_path, launcher) as scheduler:
+        job = await submit(store)
+        await until(lambda: is_true(job.job_id in launcher.servers))
+        await scheduler.cancel("a", job.job_id, "enough")
+        await until(in_state(store, job.job_id, JobState.CANCELLED))
+        await until(lambda: is_empty(scheduler.running))
+        assert launcher.servers == {}
+
+
+async def test_cancelling_a_job_that_waits_is_at_once(store, tmp_path):
+    async with scheduling(store, tmp_path, FakeLauncher(), Policy(draining=True)) as scheduler:
+        job = await submit(store)
+        view = await scheduler.cancel("a", job.job_id, "enough")
+        assert view.state is JobState.CANCELLED
+
+
+async def test_no_more_start_at_once_than_allowed(store, tmp_path):
+    launcher = FakeLauncher(quick=False)
+    async with scheduling(store, tmp_path, launcher) as scheduler:
+        jobs = [await submit(store, resources=Resources(cpus=0.5)) for _ in range(5)]
+        await until(lambda: is_true(len(launcher.servers) == 2))
+        await asyncio.sleep(0.05)
+        assert len(launcher.servers) == 2
+        assert "starts" in scheduler.waiting[jobs[-1].job_id]
+        launcher.quick = True
+        for server in list(launcher.servers.values()):
+            server.listening.set()
+        for job in jobs:
+            await until(in_state(store, job.job_id, JobState.RUNNING))
+
+
+async def test_a_new_scheduler_finds_what_runs_and_puts_back_what_is_gone(store, tmp_path):
+    launcher = FakeLauncher()
+    async with scheduling(store, tmp_path, launcher):
+        kept = await submit(store, resources=Resources(cpus=1.0, gpus=0.5))
+        gone = await submit(store)
+        for job in (kept, gone):
+            await until(in_state(store, job.job_id, JobState.RUNNING))
+    assert (await store.job("a", kept.job_id)).state is JobState.RUNNING  # its end does not end them
+    del launcher.servers[gone.job_id]
+    async with scheduling(store, tmp_path, launcher) as scheduler:
+        await until(lambda: is_true(launcher.started.count(gone.job_id) == 2))
+        assert launcher.started.count(kept.job_id) == 1
+        assert scheduler.running[kept.job_id].devices[0].share == 5000
+        launcher.end(kept.job_id, Ending.COMPLETED)
+        await until(in_state(store, kept.job_id, JobState.COMPLETED))
+        await until(in_state(store, gone.job_id, JobState.RUNNING))
+    assert await states_of(store, gone.job_id) == ["queued", "starting", "running", "queued", "starting", "running"]
+
+
+async def test_what_was_starting_when_the_scheduler_died_is_found_or_started_again(store, tmp_path):
+    launcher = FakeLauncher(quick=False)
+    async with scheduling(store, tmp_path, launcher):
+        job = await submit(store)
+        await until(in_state(store, job.job_id, JobState.STARTING))
+    assert (await store.job("a", job.job_id)).state is JobState.STARTING
+    launcher.quick = True
+    async with scheduling(store, tmp_path, launcher):
+        await until(in_state(store, job.job_id, JobState.RUNNING))
+    assert (await store.job("a", job.job_id)).starts == 2
+
+
+async def test_a_job_that_was_to_be_cancelled_when_the_scheduler_died_is_cancelled(store, tmp_path):
+    launcher = FakeLauncher()
+    async with scheduling(store, tmp_path, launcher):
+        job = await submit(store)
+        await until(in_state(store, job.job_id, JobState.RUNNING))
+    await store.request_cancel("a", job.job_id, "enough")
+    async with scheduling(store, tmp_path, launcher):
+        await until(in_state(store, job.job_id, JobState.CANCELLED))
+
+
+async def test_an_attached_job_is_cancelled_when_its_client_is_gone_for_long(store, tmp_path):
+    launcher, clock = FakeLauncher(), store.clock
+    async with scheduling(store, tmp_path, launcher, absent_seconds=60.0) as scheduler:
+        attached, detached = await submit(store, attached=True), await submit(store)
+        for job in (attached, detached):
+            await until(in_state(store, job.job_id, JobState.RUNNING))
+        clock.advance(59)
+        scheduler.seen(attached.job_id)
+        clock.advance(59)
+        scheduler.drain(False)  # so that it looks
+        await asyncio.sleep(0.05)
+        assert (await store.job("a", attached.job_id)).state is JobState.RUNNING
+        clock.advance(2)
+        scheduler.drain(False)
+        await until(in_state(store, attached.job_id, JobState.CANCELLED))
+        assert (await store.job("a", detached.job_id)).state is JobState.RUNNING
+    assert launcher.servers.keys() == {detached.job_id}
+
+
+async def test_a_machine_that_comes_later_wakes_what_waits_for_it(store, tmp_path):
+    launcher = FakeLauncher(Node(node_id="small", cpus=1.0, gpus=0, memory_gib=4.0))
+    async with scheduling(store, tmp_path, launcher) as scheduler:
+        assert "largest node" in (scheduler.refusal(WHOLE, "a") or "largest node")
+        job = await submit(store, resources=WHOLE)
+        await until(lambda: is_true(job.job_id in scheduler.waiting))
+        assert "GPU" in scheduler.waiting[job.job_id]
+        launcher.machines.append(Node(node_id="large", cpus=8.0, gpus=4, memory_gib=64.0))
+        scheduler.drain(False)
+        await until(in_state(store, job.job_id, JobState.RUNNING))
+        assert launcher.servers[job.job_id].order.node == "large"
+
+
+async def test_a_quota_is_told_when_a_job_is_submitted_and_kept_when_it_waits(store, tmp_path):
+    policy = Policy(quotas={"a": Quota(jobs=1, gpus=1.0)})
+    launcher = FakeLauncher()
+    async with scheduling(store, tmp_path, launcher, policy) as scheduler:
+        await until(lambda: is_true(bool(scheduler.nodes)))
+        assert scheduler.refusal(WHOLE, "a") is not None
+        assert scheduler.refusal(WHOLE, "b") is None
+        first, second = await submit(store), await submit(store)
+        other = await submit(store, tenant="b")
+        await until(in_state(store, other.job_id, JobState.RUNNING))
+        assert (await store.job("a", second.job_id)).state is JobState.QUEUED
+        launcher.end(first.job_id, Ending.COMPLETED)
+        await until(in_state(store, second.job_id, JobState.RUNNING))

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import pytest
+import sqlalchemy as sa
+
+from palestra.errors import StoreError
+from palestra.scheduler import tables
+from palestra.scheduler.control_store import ControlStore
+from palestra.scheduler.database import open_database
+from palestra.scheduler.tables import MIGRATIONS, SCHEMA_VERSION
+from unit.building import open_store
+from unit.scheduler.building import submit
+
+
+def look(url, work):
+    opened = open_database(url)
+    try:
+        with opened.engine.begin() as connection:
+            return work(connection)
+    finally:
+        opened.close()
+
+
+def version(url):
+    return look(url, lambda c: c.execute(sa.text("SELECT value FROM meta")).scalar_one())
+
+
+def test_there_is_one_migration_a_version():
+    assert len(MIGRATIONS) == SCHEMA_VERSION
+
+
+async def test_what_was_stored_is_there_after_opening_again(url, clock):
+    with ControlStore(url, clock) as store:
+        job = await submit(store)
+    with ControlStore(url, clock) as store:
+        assert await store.job("a", job.job_id) == job
+        later = await submit(store)
+        assert [j.job_id for j in (await store.jobs("a")).jobs] == [later.job_id, job.job_id]
+        assert [c.number for c in await store.changes_after("a", 0)] == [1, 2]
+
+
+def test_both_databases_have_all_tables_columns_and_indexes(url):
+    ControlStore(url).close()
+
+    def read(connection):
+        inspector = sa.inspect(connection)
+        return {
+            name: (
+                {column["name"] for column in inspector.get_columns(name)},
+                {index["name"] for index in inspector.get_indexes(name) if not index["unique"]},
+            )
+            for name in inspector.get_table_names()
+        }
+
+    assert look(url, read) == {
+        name: ({column.name for column in table.columns}, {index.name for index in table.indexes})
+        for name, table in tables.metadata.tables.items()
+    }
+
+
+def test_a_store_of_a_newer_palestra_is_refused_and_left_alone(url):
+    ControlStore(url).close()
+    look(url, lambda c: c.execute(sa.text("UPDATE meta SET value = '99'")))
+    with pytest.raises(StoreError, match=r"version 99.*upgrade"):
+        ControlStore(url)
+    assert version(url) == "99"
+
+
+def test_an_older_store_goes_through_every_migration_after_its_own(url, monkeypatch):
+    ControlStore(url).close()
+    monkeypatch.setattr(tables, "SCHEMA_VERSION", SCHEMA_VERSION + 2)
+    more = (
+        ("ALTER TABLE users ADD COLUMN two TEXT",),
+        ("ALTER TABLE users ADD COLUMN three TEXT", "DELETE FROM users"),
+    )
+    monkeypatch.setattr(tables, "MIGRATIONS", (*MIGRATIONS, *more))
+    ControlStore(url).close()
+    assert version(url) == str(SCHEMA_VERSION + 2)
+    ControlStore(url).close()  # not a second time
+
+
+def test_a_migration_that_fails_leaves_the_store_as_it_was(url, monkeypatch):
+    ControlStore(url).close()
+    monkeypatch.setattr(tables, "SCHEMA_VERSION", SCHEMA_VERSION + 1)
+    monkeypatch.setattr(tables, "MIGRATIONS", (*MIGRATIONS, ("ALTER TABLE users ADD COLUMN two TEXT", "NONSENSE")))
+    with pytest.raises((StoreError, sa.exc.ProgrammingError)):
+        ControlStore(url)
+    monkeypatch.undo()
+    assert version(url) == str(SCHEMA_VERSION)
+    assert "two" not in look(url, lambda c: [column["name"] for column in sa.inspect(c).get_columns("users")])
+    ControlStore(url).close()
+
+
+def test_the_tables_of_another_program_are_refused(url):
+    look(url, lambda c: c.execute(sa.text("CREATE TABLE jobs (id INTEGER)")))
+    with pytest.raises(StoreError, match="another program"):
+        ControlStore(url)
+
+
+def test_a_run_store_is_not_a_control_store(tmp_path):
+    open_store(tmp_path).close()
+    with pytest.raises(StoreError, match="another program"):
+        ControlStore(f"sqlite:///{tmp_path / 'run.db'}")
