@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from palestra.cli.options import command, run_folder
+from palestra.cli.options import add_control, command, run_folder
+from palestra.client.control import ControlClient
 from palestra.errors import Conflict, NotFound
 
+JOB_ID = re.compile(r"job-[0-9a-f]{16}")
 LEFT_OUT = ("optimizer-*.safetensors", "checkpoint.json")
 
 
@@ -20,22 +24,39 @@ def add(commands: Any) -> None:
         "export",
         run,
         "copy a run's newest good checkpoint to a folder that transformers loads",
-        "  palestra export runs/addition my-model",
+        "  palestra export runs/addition my-model\n  palestra export job-1f3a5c7e9b2d4f60 my-model",
     )
-    parser.add_argument("run_dir", metavar="RUN", type=Path, help="the run's folder")
+    parser.add_argument("source", metavar="RUN", help="the run's folder, or a job of a control plane by its id")
     parser.add_argument("target", metavar="DIR", type=Path, help="a folder that does not exist yet")
+    add_control(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Check the hashes, then copy."""
+    """Check the hashes, then copy; a job's checkpoint is fetched first."""
+    if JOB_ID.fullmatch(arguments.source) is None:
+        _copy(Path(arguments.source), arguments.target)
+        return
+    arguments.target.parent.mkdir(parents=True, exist_ok=True)
+    with ControlClient(arguments.control) as control, TemporaryDirectory(dir=arguments.target.parent) as folder:
+        job = control.job(arguments.source)
+        paths = [artifact.path for artifact in job.artifacts()]
+        newest = max((path.split("/")[1] for path in paths if path.startswith("checkpoints/step-")), default="")
+        for path in paths:
+            if path == "config.toml" or path.startswith(f"checkpoints/{newest}/"):
+                job.download(path, Path(folder) / path)
+        (Path(folder) / "run.db").touch()  # what tells the folder of a run
+        _copy(Path(folder), arguments.target)
+
+
+def _copy(run_dir: Path, target: Path) -> None:
     from palestra.trainer.checkpoint import newest_good
 
-    folder, _ = run_folder(arguments.run_dir)
+    folder, _ = run_folder(run_dir)
     newest = newest_good(folder / "checkpoints")
     if newest is None:
         raise NotFound(f"{folder} has no checkpoint yet; the first is written after checkpoint.every_steps steps")
-    if arguments.target.exists():
-        raise Conflict(f"{arguments.target} exists already; choose another folder")
+    if target.exists():
+        raise Conflict(f"{target} exists already; choose another folder")
     path, state = newest
-    shutil.copytree(path, arguments.target, ignore=shutil.ignore_patterns(*LEFT_OUT))
-    print(f"{arguments.target}: the model after step {state['step']}")
+    shutil.copytree(path, target, ignore=shutil.ignore_patterns(*LEFT_OUT))
+    print(f"{target}: the model after step {state['step']}")

@@ -7,10 +7,10 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from palestra.cli import demo, environments, episodes, export, run, train, worker
+from palestra.cli import demo, environments, episodes, export, jobs, run, serve, submit, train, users, watch, worker
 from palestra.errors import PalestraError
 
-COMMANDS = (demo, run, train, worker, environments, episodes, export)
+COMMANDS = (demo, run, train, worker, environments, episodes, export, serve, submit, jobs, watch, users)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,13 @@ def add_set(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_control(parser: argparse.ArgumentParser) -> None:
+    """`--control URL`."""
+    parser.add_argument(
+        "--control", metavar="URL", help="of the control plane; without it, PALESTRA_URL. The key is in PALESTRA_KEY"
+    )
+
+
 def overrides(settings: Sequence[str]) -> dict[str, Any]:
     """`key=value` pairs; values are JSON where they can be, else text.
 
@@ -68,6 +75,32 @@ def run_folder(path: Path) -> tuple[Path, JobConfig]:
     if not (path / "run.db").is_file():
         raise NotFound(f"{path} is not the folder of a run (it has no run.db)")
     return path, load_config(path / "config.toml")
+
+
+def load_tasks(
+    source: str, validation: Path | None = None
+) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
+    """(training, validation) tasks, of JSONL files or of `module:function`.
+
+    Raises:
+        ConfigError: no such file or function, or a line that is no JSON object.
+    """
+    if ":" in source and not Path(source).is_file():
+        train, held_out = load_function(source)()
+        return train, held_out
+    return _lines(Path(source)), [] if validation is None else _lines(validation)
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    try:
+        found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if not all(isinstance(task, dict) for task in found):
+        raise ConfigError(f"{path}: a task is a JSON object, one a line")
+    return found
 
 
 def load_function(reference: str) -> Any:

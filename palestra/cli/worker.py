@@ -10,8 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from palestra.cli.options import command, load_function
-from palestra.client import AsyncClient, Worker
+from palestra.cli.options import add_control, command, load_function, load_tasks
+from palestra.client import AsyncClient, Client, Worker
+from palestra.client.control import ControlClient
 from palestra.client.fleet import Fleet
 from palestra.errors import ConfigError
 
@@ -29,7 +30,14 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("rollout", help="module:function, or path/to/file.py:function")
     parser.add_argument("--url", default="http://127.0.0.1:7411", help="of the job's data plane")
+    parser.add_argument("--job", help="a job of a control plane, by its id, in the place of --url and a key")
+    add_control(parser)
     parser.add_argument("--key-file", type=Path, help=f"the job's key; without it, the variable {KEY_VARIABLE}")
+    parser.add_argument(
+        "--tasks",
+        help="push these to the job first: a JSONL file, or module:function that returns (training, validation) tasks",
+    )
+    parser.add_argument("--validation", type=Path, help="JSONL file of held-out tasks, with --tasks")
     parser.add_argument("--concurrency", type=int, default=16, help="episodes at the same time, in each process")
     parser.add_argument("--processes", type=int, default=1, help="worker processes")
     parser.add_argument("--name", default=os.uname().nodename, help="recorded with each episode")
@@ -52,9 +60,17 @@ def run(arguments: argparse.Namespace) -> int:
         asyncio.run(_play(arguments))
         return 0
     load_function(arguments.rollout)  # what is wrong with it is said once
+    if arguments.job is not None:
+        with ControlClient(arguments.control) as control:
+            found = control.job(arguments.job).wait_for_server()
+        arguments.url, os.environ[KEY_VARIABLE] = found.url, found.api_key
     words = [sys.executable, "-m", "palestra.cli.main", "worker", arguments.rollout, "--child"]
     for option in ("url", "concurrency", "name"):
         words += [f"--{option}", str(getattr(arguments, option))]
+    if arguments.tasks is not None:
+        train, validation = load_tasks(arguments.tasks, arguments.validation)
+        with Client(arguments.url) as client:
+            client.push_tasks(train, validation)
     fleet = Fleet(words, arguments.processes, arguments.drain_seconds)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: fleet.drain())

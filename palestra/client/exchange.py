@@ -79,7 +79,7 @@ def exchange(settings: Settings, call: Call) -> Generator[dict[str, Any] | float
         if isinstance(reply, httpx2.Response):
             if reply.status_code < 300:
                 return reply.json()
-            problem = _problem(reply)
+            problem = problem_of(reply)
             if reply.status_code != 429 and reply.status_code < 500:
                 raise problem
         else:
@@ -91,7 +91,7 @@ def exchange(settings: Settings, call: Call) -> Generator[dict[str, Any] | float
         yield pause
 
 
-def _problem(reply: httpx2.Response) -> PalestraError:
+def problem_of(reply: httpx2.Response) -> PalestraError:
     """The error that an answer stands for, in the server's own words."""
     message, code = f"the server answered {reply.status_code}", None
     try:

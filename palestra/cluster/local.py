@@ -20,6 +20,7 @@ from typing import IO, Any, TypeVar
 
 import uvicorn
 import uvloop
+from fastapi import FastAPI
 
 from palestra.client.protocol import LONGEST_PAUSE_SECONDS
 from palestra.cluster.parts import build_parts
@@ -153,7 +154,7 @@ async def local_job(config: JobConfig, report: Report, play: Play | None = None)
     resumed = folder.store.exists()
     with contextlib.ExitStack() as stack:
         stack.enter_context(_locked(folder.path))
-        listener = stack.enter_context(_listen(config.server.host, config.server.port))
+        listener = stack.enter_context(listen(config.server.host, config.server.port))
         parts = await in_thread(lambda: build_parts(config))  # not in a pool's: see there
         if resumed:
             await parts.engine.pause()  # until the learner has given it the weights that the run had come to
@@ -190,7 +191,7 @@ async def local_job(config: JobConfig, report: Report, play: Play | None = None)
             learner = Learner(config, store, parts.trainer, parts.engine, folder, progress, report, lock)
             host, port = listener.getsockname()[:2]
             url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-            async with _served(plane, listener), _watched(store, progress):
+            async with served(create_app(plane), listener, plane.stop), _watched(store, progress):
                 yield LocalJob(learner, plane, url, folder, resumed, pool)
         finally:
             await parts.engine.close()
@@ -224,7 +225,12 @@ def _runners(
     return pool, lock
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens.
+
+    Raises:
+        ConfigError: the address is in use, or none of this machine's.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
@@ -277,9 +283,10 @@ def _write_private(path: Path, text: str) -> None:
 
 
 @asynccontextmanager
-async def _served(plane: DataPlane, listener: socket.socket) -> AsyncIterator[None]:
+async def served(app: FastAPI, listener: socket.socket, stop: Callable[[], None] = lambda: None) -> AsyncIterator[None]:
+    """Serve an application; `stop` is called before its connections are closed."""
     settings = uvicorn.Config(
-        create_app(plane),
+        app,
         log_config=None,
         access_log=False,
         lifespan="off",
@@ -296,7 +303,7 @@ async def _served(plane: DataPlane, listener: socket.socket) -> AsyncIterator[No
             await asyncio.wait((task,), timeout=0.01)
         yield
     finally:
-        plane.stop()
+        stop()
         server.should_exit = True
         await task
 

@@ -1,6 +1,8 @@
 """What a job is: typed, checked, without torch. `JobConfig` is the root; `load_config` reads it from TOML."""
 
 from palestra.config.job import (
+    SMOLLM2,
+    TINY,
     AlgorithmConfig,
     CheckpointConfig,
     EngineConfig,
@@ -19,6 +21,8 @@ from palestra.config.job import (
 from palestra.config.loading import dump_config, load_config, parse_config
 
 __all__ = [
+    "SMOLLM2",
+    "TINY",
     "AlgorithmConfig",
     "CheckpointConfig",
     "EngineConfig",

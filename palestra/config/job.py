@@ -13,6 +13,9 @@ Seconds = Annotated[float, Field(gt=0)]
 Identifier = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 
 
+SMOLLM2, TINY = "SmolLM2-135M-Instruct", "tiny-random"  # models that need no hub
+
+
 class Section(BaseModel):
     """Base of all parts: unknown keys are errors, values can't be changed after the check."""
 

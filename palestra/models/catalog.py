@@ -11,10 +11,9 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from palestra.config import SMOLLM2, TINY
 from palestra.errors import ModelError
 
-SMOLLM2 = "SmolLM2-135M-Instruct"
-TINY = "tiny-random"
 _GGUF = f"{SMOLLM2}.Q4_1.gguf"
 
 

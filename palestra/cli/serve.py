@@ -1,0 +1,57 @@
+"""`palestra serve`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from palestra.cli.options import command
+
+
+def add(commands: Any) -> None:
+    """Add the command."""
+    parser = command(
+        commands,
+        "serve",
+        run,
+        "serve many users' jobs on this machine, or on a Ray cluster",
+        "  palestra serve\n  palestra serve --ray-address 10.0.0.1:6379 --state-dir /shared/palestra --host 0.0.0.0",
+    )
+    parser.add_argument("--state-dir", type=Path, default=Path("palestra-state"), help="jobs and control store")
+    parser.add_argument("--host", default="127.0.0.1", help="to listen on; TLS is a proxy's work")
+    parser.add_argument("--port", type=int, default=7400, help="0: any free one")
+    parser.add_argument("--database", help="postgresql://…; without it, SQLite in the state directory")
+    parser.add_argument("--ray-address", help="of a cluster to join; without it, a local one is started")
+    parser.add_argument("--cpus", type=float, help="cores that a local cluster gives to jobs (default: all)")
+    parser.add_argument("--gpus", type=int, help="likewise GPUs")
+    parser.add_argument("--memory-gib", type=float, help="likewise memory")
+    parser.add_argument(
+        "--insecure-no-auth", action="store_true", help="no keys: whoever reaches it is the operator; loopback only"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until Ctrl-C."""
+    from palestra.cluster.control import ServeOptions, serve_control
+    from palestra.cluster.local import run_on_uvloop
+    from palestra.cluster.ray_cluster import LocalRay
+
+    options = ServeOptions(
+        state_dir=arguments.state_dir,
+        host=arguments.host,
+        port=arguments.port,
+        database=arguments.database,
+        ray_address=arguments.ray_address,
+        local=LocalRay(cpus=arguments.cpus, gpus=arguments.gpus, memory_gib=arguments.memory_gib),
+        without_keys=arguments.insecure_no_auth,
+    )
+
+    def ready(url: str, first: Any) -> None:
+        print(f"control plane at {url}, its state in {arguments.state_dir}", flush=True)
+        if first is not None and not arguments.insecure_no_auth:
+            print(f"the admin's key, shown this once:  {first.secret}", flush=True)
+            print(f"on another terminal:  export PALESTRA_URL={url} PALESTRA_KEY=that key", flush=True)
+
+    run_on_uvloop(serve_control(options, ready))
+    return 0

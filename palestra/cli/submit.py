@@ -1,0 +1,58 @@
+"""`palestra submit`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from palestra.cli.options import add_control, add_set, command, load_tasks, overrides
+from palestra.client.control import ControlClient
+from palestra.config import load_config
+
+
+def add(commands: Any) -> None:
+    """Add the command."""
+    parser = command(
+        commands,
+        "submit",
+        run,
+        "submit a job to a control plane (palestra serve)",
+        "  palestra submit examples/addition.toml --gpus 0.5 --watch",
+    )
+    parser.add_argument("config", type=Path, help="the job, in TOML (docs/configuration.md)")
+    parser.add_argument("--name", help="for people; without it, the configuration's")
+    parser.add_argument("--cpus", type=float, default=1.0, help="cores that it holds while it runs (default 1)")
+    parser.add_argument("--gpus", type=float, default=0.0, help="GPUs; a part of one below 1, whole ones above")
+    parser.add_argument("--memory-gib", type=float, default=0.0, help="memory; 0: not counted")
+    parser.add_argument("--priority", choices=("low", "normal", "high"), default="normal")
+    parser.add_argument("--attached", action="store_true", help="cancel it when nobody has asked for it for a while")
+    parser.add_argument("--watch", action="store_true", help="show it until it is over; Ctrl-C leaves it running")
+    add_set(parser)
+    add_control(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Submit, and print the job's id."""
+    from palestra.cli.watch import show
+
+    config = load_config(arguments.config, overrides(arguments.set))
+    files = config.tasks
+    with ControlClient(arguments.control) as control:
+        job = control.submit(
+            config.model_dump(mode="json", exclude_none=True, exclude_unset=True, exclude={"tasks", "run_dir"}),
+            name=arguments.name or config.name,
+            cpus=arguments.cpus,
+            gpus=arguments.gpus,
+            memory_gib=arguments.memory_gib,
+            priority=arguments.priority,
+            attached=arguments.attached,
+        )
+        print(job.job_id, flush=True)
+        if files.train is not None:
+            print("its tasks are pushed when it runs …", file=sys.stderr, flush=True)
+            train, validation = load_tasks(str(files.train), files.validation)
+            with job.client() as client:
+                client.push_tasks(train, validation)
+        return show(job) if arguments.watch else 0

@@ -1,0 +1,76 @@
+"""`palestra users` and `keys`."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+from palestra.cli.options import add_control, command
+from palestra.client.control import ControlClient
+
+
+def add(commands: Any) -> None:
+    """Add the commands."""
+    parser = command(
+        commands,
+        "users",
+        users,
+        "the users of your tenant",
+        "  palestra users\n  palestra users add ann --role member\n  palestra users role ann viewer",
+    )
+    parser.add_argument("action", nargs="?", choices=("list", "add", "role", "remove"), default="list")
+    parser.add_argument("name", nargs="?")
+    parser.add_argument("new_role", nargs="?", choices=("admin", "member", "viewer"))
+    parser.add_argument("--role", choices=("admin", "member", "viewer"), default="member", help="of a new user")
+    add_control(parser)
+    parser = command(
+        commands,
+        "keys",
+        keys,
+        "keys of a user",
+        "  palestra keys\n  palestra keys make --label laptop --days 90\n  palestra keys revoke ID",
+    )
+    parser.add_argument("action", nargs="?", choices=("list", "make", "rotate", "revoke"), default="list")
+    parser.add_argument("key_id", nargs="?")
+    parser.add_argument("--user", help="whose; without it, your own")
+    parser.add_argument("--label", default="", help="what to call a new key")
+    parser.add_argument("--scope", action="append", help="what a new key may be used for; may be given several times")
+    parser.add_argument("--days", type=float, help="after which a new key expires")
+    add_control(parser)
+
+
+def users(arguments: argparse.Namespace) -> None:
+    """List, add, change or remove."""
+    with ControlClient(arguments.control) as control:
+        if arguments.action == "list":
+            for user in control.request("GET", "/users"):
+                print(f"{user['name']:<20} {user['role']:<8}{' removed' if user['removed_at'] else ''}")
+        elif arguments.action == "add":
+            made = control.request("POST", "/users", json={"name": arguments.name, "role": arguments.role})
+            print(f"the key of {arguments.name}, shown this once:  {made['secret']}")
+        elif arguments.action == "role":
+            control.request("PATCH", f"/users/{arguments.name}", json={"role": arguments.new_role})
+        else:
+            control.request("DELETE", f"/users/{arguments.name}")
+
+
+def keys(arguments: argparse.Namespace) -> None:
+    """List, make, rotate or revoke."""
+    with ControlClient(arguments.control) as control:
+        if arguments.action == "list":
+            for key in control.request("GET", "/keys", params={"user": arguments.user} if arguments.user else {}):
+                state = "revoked" if key["revoked_at"] else "" if not key["expires_at"] else _until(key["expires_at"])
+                print(f"{key['key_id']}  {key['label']:<20} {' '.join(key['scopes'])}  {state}".rstrip())
+        elif arguments.action == "make":
+            body = {"user": arguments.user, "label": arguments.label, "scopes": arguments.scope}
+            body["lifetime_seconds"] = arguments.days * 86400 if arguments.days else None
+            print(f"shown this once:  {control.request('POST', '/keys', json=body)['secret']}")
+        elif arguments.action == "rotate":
+            print(f"shown this once:  {control.request('POST', f'/keys/{arguments.key_id}/rotate', json={})['secret']}")
+        else:
+            control.request("DELETE", f"/keys/{arguments.key_id}")
+
+
+def _until(at: float) -> str:
+    return time.strftime("until %Y-%m-%d", time.gmtime(at))

@@ -1,0 +1,262 @@
+"""The client of a control plane: submit jobs from a laptop, watch them, get what they made."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import httpx2
+
+from palestra.client.client import Client
+from palestra.client.exchange import problem_of
+from palestra.errors import ConfigError, ConnectionLost, PalestraError
+from palestra.schemas.control_wire import ArtifactView, ChangeView, JobList, JobView, ResourcesBody, ServerView
+
+OVER = ("completed", "failed", "cancelled")
+PAUSE_SECONDS = 5.0  # the longest between two tries
+RETRIED = (429, 502, 503, 504)
+
+
+@dataclass(frozen=True, slots=True)
+class JobEvent:
+    """Something that happened in a job: `state`, `step` (with its metrics), `evaluated`, `saved`, …"""
+
+    event_id: str
+    kind: str
+    data: dict[str, Any]
+
+
+class ControlClient:
+    """Talks to `palestra serve`. Every call is safe to send again, and is, for up to `retry_seconds`."""
+
+    def __init__(self, url: str | None = None, key: str | None = None, *, retry_seconds: float = 60.0) -> None:
+        """`url` and `key`: None: the variables PALESTRA_URL and PALESTRA_KEY.
+
+        Raises:
+            ConfigError: no URL.
+        """
+        url = url or os.environ.get("PALESTRA_URL")
+        if not url:
+            raise ConfigError("no control plane: give its URL, or set the variable PALESTRA_URL")
+        key = key or os.environ.get("PALESTRA_KEY", "")
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        self.url, self._retry_seconds = url.rstrip("/"), retry_seconds
+        self._http = httpx2.Client(base_url=self.url, headers=headers, timeout=httpx2.Timeout(30.0, read=60.0))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def submit(
+        self,
+        config: Mapping[str, Any],
+        *,
+        name: str | None = None,
+        cpus: float = 1.0,
+        gpus: float = 0.0,
+        memory_gib: float = 0.0,
+        priority: str = "normal",
+        attached: bool = False,
+        restarts: int = 3,
+    ) -> Job:
+        """Submit a training job.
+
+        Args:
+            config: a JobConfig as a mapping, such as `JobConfig.model_dump(mode="json", exclude_none=True)`.
+            name: for people; None: the configuration's.
+            cpus: cores that it holds while it runs.
+            gpus: likewise; a part of one below 1, whole ones above.
+            memory_gib: likewise; 0: not counted.
+            priority: `low`, `normal` or `high`.
+            attached: cancel it when nobody has asked for it for a while.
+            restarts: how often it is started again after its server was lost.
+
+        Raises:
+            InvalidRequest, ConfigError: it can't be run; the message says what is wrong.
+        """
+        body = {
+            "name": name or str(config.get("name", "job")),
+            "config": dict(config),
+            "resources": ResourcesBody(cpus=cpus, gpus=gpus, memory_gib=memory_gib).model_dump(),
+            "priority": priority,
+            "attached": attached,
+            "restarts": restarts,
+        }
+        answer = self.request("POST", "/jobs", json=body, headers={"idempotency-key": uuid.uuid4().hex})
+        return Job(self, JobView.model_validate(answer).job_id)
+
+    def jobs(self, **filters: Any) -> Iterator[JobView]:
+        """The tenant's jobs, newest first. `filters`: state, user, name, kind."""
+        cursor = None
+        while True:
+            params = filters | ({"cursor": cursor} if cursor else {})
+            page = JobList.model_validate(self.request("GET", "/jobs", params=params))
+            yield from page.jobs
+            if page.cursor is None:
+                return
+            cursor = page.cursor
+
+    def job(self, job_id: str) -> Job:
+        """A job by its id. Whether there is one shows when it is asked something."""
+        return Job(self, job_id)
+
+    def request(self, method: str, path: str, **more: Any) -> Any:
+        """Send a request, again where the server can't be reached or is busy; returns the JSON of the answer.
+
+        Raises:
+            PalestraError: what the server answered.
+            ConnectionLost: it could not be reached.
+        """
+        until, pause = time.monotonic() + self._retry_seconds, 0.1
+        while True:
+            try:
+                answer = self._http.request(method, path, **more)
+                if answer.status_code not in RETRIED or time.monotonic() > until:
+                    break
+            except httpx2.TransportError as error:
+                if time.monotonic() > until:
+                    raise ConnectionLost(f"{self.url} can't be reached: {error}") from error
+            time.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(2 * pause, PAUSE_SECONDS)
+        if answer.status_code >= 400:
+            raise problem_of(answer)
+        return answer.json() if answer.content else None
+
+    def stream(self, path: str, **more: Any) -> Any:
+        """A streamed answer, as a context manager."""
+        return self._http.stream("GET", path, **more)
+
+
+class Job:
+    """A job that was submitted."""
+
+    def __init__(self, control: ControlClient, job_id: str) -> None:
+        self._control, self.job_id = control, job_id
+
+    def view(self) -> JobView:
+        """How it is now."""
+        return JobView.model_validate(self._control.request("GET", f"/jobs/{self.job_id}"))
+
+    def changes(self) -> list[ChangeView]:
+        """Every change of its state."""
+        return [ChangeView.model_validate(c) for c in self._control.request("GET", f"/jobs/{self.job_id}/changes")]
+
+    def cancel(self) -> JobView:
+        """End it; what it has trained is saved."""
+        return JobView.model_validate(self._control.request("DELETE", f"/jobs/{self.job_id}"))
+
+    def wait(self) -> JobView:
+        """Wait until it is over, however it ends."""
+        for _ in self.events():
+            pass
+        return self.view()
+
+    def events(self) -> Iterator[JobEvent]:
+        """All that happens, from its start until it is over; after a lost connection it goes on where it was."""
+        last: str | None = None
+        until = time.monotonic() + self._control._retry_seconds
+        while True:
+            headers = {"last-event-id": last} if last else {}
+            try:
+                with self._control.stream(f"/jobs/{self.job_id}/events", headers=headers) as answer:
+                    _refused(answer)
+                    for event in _events(answer.iter_lines()):
+                        last, until = event.event_id, time.monotonic() + self._control._retry_seconds
+                        yield event
+                if self.view().state in OVER:
+                    return
+            except (httpx2.TransportError, ConnectionLost) as error:
+                if time.monotonic() > until:
+                    raise ConnectionLost(f"{self._control.url} can't be reached: {error}") from error
+            time.sleep(0.2 * random.uniform(0.5, 1.0))
+
+    def logs(self, *, follow: bool = False, offset: int = 0) -> Iterator[str]:
+        """Its log, a piece at a time; with `follow` until it is over."""
+        params = {"follow": follow, "offset": offset}
+        while True:
+            try:
+                with self._control.stream(f"/jobs/{self.job_id}/logs", params=params) as answer:
+                    _refused(answer)
+                    for chunk in answer.iter_bytes():
+                        params["offset"] += len(chunk)
+                        yield chunk.decode(errors="replace")
+                    return
+            except (httpx2.TransportError, ConnectionLost):
+                self.view()  # raises where it stays unreachable
+                time.sleep(0.2)
+
+    def server(self) -> ServerView:
+        """Where its data plane is, and the key that opens it.
+
+        Raises:
+            NotFound: it does not run now.
+        """
+        return ServerView.model_validate(self._control.request("GET", f"/jobs/{self.job_id}/server"))
+
+    def wait_for_server(self) -> ServerView:
+        """The same, when it runs.
+
+        Raises:
+            PalestraError: it is over.
+        """
+        while True:
+            view = self.view()
+            if view.state == "running":
+                return self.server()
+            if view.state in OVER:
+                raise PalestraError(f"job {self.job_id} is {view.state}: {view.reason}")
+            time.sleep(0.3)
+
+    def client(self, **more: Any) -> Client:
+        """A client of its data plane, when it runs."""
+        found = self.wait_for_server()
+        return Client(found.url, found.api_key, **more)
+
+    def artifacts(self) -> list[ArtifactView]:
+        """The files of its run."""
+        found = self._control.request("GET", f"/jobs/{self.job_id}/artifacts")
+        return [ArtifactView.model_validate(artifact) for artifact in found]
+
+    def download(self, path: str, to: Path) -> None:
+        """One file, whole or not at all."""
+        to.parent.mkdir(parents=True, exist_ok=True)
+        temporary = to.with_name(f".{to.name}.part")
+        with self._control.stream(f"/jobs/{self.job_id}/artifacts/{path}") as answer:
+            _refused(answer)
+            with temporary.open("wb") as file:
+                for chunk in answer.iter_bytes():
+                    file.write(chunk)
+        temporary.replace(to)
+
+
+def _refused(answer: httpx2.Response) -> None:
+    """Raise what a streamed answer says, if it is an error; ConnectionLost where it may be asked again."""
+    if answer.status_code < 400:
+        return
+    answer.read()
+    problem = problem_of(answer)
+    raise ConnectionLost(str(problem)) if answer.status_code in RETRIED else problem
+
+
+def _events(lines: Iterator[str]) -> Iterator[JobEvent]:
+    found: dict[str, str] = {}
+    for line in lines:
+        if line:
+            name, _, value = line.partition(": ")
+            found[name] = value
+        elif "data" in found:
+            yield JobEvent(found["id"], found["event"], json.loads(found["data"]))
+            found = {}

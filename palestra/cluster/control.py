@@ -1,0 +1,99 @@
+"""`palestra serve`: the scheduler, its API, and the cluster that it starts model servers on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from palestra.cluster.local import listen, served
+from palestra.cluster.ray_cluster import LocalRay, connect, stop_local
+from palestra.errors import ConfigError
+from palestra.scheduler.administration import Administration
+from palestra.scheduler.api import ControlPlane, create_control_app
+from palestra.scheduler.control_store import ControlStore
+from palestra.scheduler.identity import Identities
+from palestra.scheduler.keys import NewKey
+from palestra.scheduler.limits import RequestRates
+from palestra.scheduler.placement import Policy
+from palestra.scheduler.scheduler import Scheduler
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServeOptions:
+    """What an operator says."""
+
+    state_dir: Path
+    host: str = "127.0.0.1"
+    port: int = 7400
+    database: str | None = None  # None: SQLite in state_dir
+    ray_address: str | None = None  # None: a local cluster
+    local: LocalRay = field(default_factory=LocalRay)
+    without_keys: bool = False
+    keep_local: bool = False  # leave the local cluster running with its jobs when the scheduler ends
+
+
+@asynccontextmanager
+async def control_plane(options: ServeOptions) -> AsyncIterator[tuple[ControlPlane, str, NewKey | None]]:
+    """The control plane while it is served: what it is, where it listens, and on the first start the admin's key.
+
+    Raises:
+        ConfigError: the port or the store is in use, no Ray cluster can be had, or keys are turned off where others
+            could reach the server.
+        StoreError: the control store can't be opened.
+    """
+    if options.without_keys and options.host not in LOOPBACK:
+        raise ConfigError(f"without keys only loopback may be listened on, and not {options.host}")
+    options.state_dir.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(listen(options.host, options.port))
+        url = options.database or f"sqlite:///{options.state_dir.resolve() / 'control.db'}"
+        store = stack.enter_context(ControlStore(url))
+        await asyncio.to_thread(connect, options.ray_address, options.state_dir, options.local)
+        from palestra.cluster.ray_servers import RayServers  # imports ray, which reads its environment then
+
+        here = options.ray_address is None and options.host in LOOPBACK
+        launcher = RayServers("127.0.0.1" if here else None)
+        identities = Identities(store)
+        administration = Administration(store, identities)
+        first = await administration.first_start()
+        scheduler = Scheduler(store, launcher, options.state_dir.resolve() / "jobs", Policy())
+        plane = ControlPlane(
+            scheduler=scheduler,
+            store=store,
+            identities=identities,
+            administration=administration,
+            rates=RequestRates(store.clock),
+            without_keys=options.without_keys,
+        )
+        scheduling = asyncio.create_task(scheduler.run())
+        try:
+            host, port = listener.getsockname()[:2]
+            async with served(create_control_app(plane), listener):
+                yield plane, f"http://{f'[{host}]' if ':' in host else host}:{port}", first
+                if scheduling.done():
+                    scheduling.result()
+        finally:
+            scheduling.cancel()
+            await asyncio.gather(scheduling, return_exceptions=True)
+            idle = not await store.live()
+            await launcher.close()
+            if options.ray_address is None and idle and not options.keep_local:
+                await asyncio.to_thread(stop_local, options.state_dir)
+
+
+async def serve_control(options: ServeOptions, ready: Callable[[str, NewKey | None], None]) -> None:
+    """Serve until SIGINT or SIGTERM; jobs go on then."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    async with control_plane(options) as (_, url, first):
+        for number in (signal.SIGINT, signal.SIGTERM):  # now: Ray, when it is joined, puts its own there
+            loop.add_signal_handler(number, stop.set)
+        ready(url, first)
+        await stop.wait()

@@ -1,0 +1,81 @@
+"""One job in a process that somebody else starts and watches. It knows nothing of who that is."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import traceback
+from pathlib import Path
+from typing import IO, Any
+
+from palestra.cluster.console import Console
+from palestra.cluster.job_thread import JobThread
+from palestra.config import parse_config
+from palestra.errors import PalestraError
+from palestra.scheduler.launcher import LOG_FILE, Ended, Ending
+
+
+class ModelServer:
+    """Runs a job in `folder`: its run in `folder/run`, what it says in `folder/log.txt`."""
+
+    def __init__(self) -> None:
+        self._thread: JobThread | None = None
+        self._url: str | None = None
+        self._log: IO[str] | None = None
+
+    async def start(self, config: dict[str, Any], folder: str, host: str) -> str:
+        """Start the job, or go on with the run that is there; returns its URL when it listens.
+
+        Raises:
+            PalestraError: it can't be started.
+        """
+        os.environ.pop("PALESTRA_API_KEY", None)  # the operator's, if there is one; every job has a key of its own
+        where = Path(folder)
+        self._log = _opened(where)
+        logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s", stream=self._log, force=True)
+        job_config = parse_config(config, {"run_dir": str(where / "run"), "server.host": host, "server.port": 0})
+        with Console(job_config, file=self._log) as console:
+            self._thread = JobThread(job_config, console)
+            job = await self._thread.start()
+        self._url = job.url
+        return self._url
+
+    async def address(self) -> str | None:
+        """Where it listens; None: it does not yet."""
+        return self._url
+
+    async def ended(self) -> Ended:
+        """Wait until the job has ended, and say how."""
+        assert self._thread is not None, "start it first"
+        await self._thread.ended.wait()
+        try:
+            result = await asyncio.to_thread(self._thread.result)
+        except PalestraError as error:
+            return self._ended(Ending.FAILED, str(error))
+        except Exception as error:  # noqa: BLE001 - told to whoever submitted the job, with the log
+            self._say(traceback.format_exc())
+            return self._ended(Ending.FAILED, f"{type(error).__name__}: {error}")
+        return self._ended(Ending.COMPLETED if result.state == "completed" else Ending.STOPPED, "")
+
+    async def stop(self) -> None:
+        """Ask the job to save and end."""
+        if self._thread is not None:
+            self._thread.stop()
+
+    async def ping(self) -> None:
+        """Answer."""
+
+    def _ended(self, ending: Ending, reason: str) -> Ended:
+        self._say(f"{ending.value}{': ' if reason else ''}{reason}\n")
+        return Ended(ending=ending, reason=reason)
+
+    def _say(self, text: str) -> None:
+        if self._log is not None:
+            self._log.write(text)
+
+
+def _opened(folder: Path) -> IO[str]:
+    """The job's log, a line at a time."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return (folder / LOG_FILE).open("a", buffering=1, encoding="utf-8")

@@ -1,0 +1,208 @@
+"""Model servers as Ray actors: detached and named, so that they outlive the scheduler and can be found again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from palestra.cluster.model_server import ModelServer
+from palestra.cluster.ray_cluster import NAMESPACE, disconnect
+from palestra.errors import PalestraError, ServerFailed
+from palestra.scheduler.fitting import Node
+from palestra.scheduler.launcher import Ended, Ending, ServerOrder
+
+log = logging.getLogger("palestra.cluster")
+START_SECONDS = 600.0  # a large model takes a while to load
+PING_SECONDS, PING_LIMIT_SECONDS = 5.0, 30.0  # a server that does not answer for so long is killed
+GIB = 2**30
+
+
+class RayServers:
+    """Implements `Launcher`."""
+
+    def __init__(self, host: str | None = None) -> None:
+        """`host`: what data planes listen on; None: their machine's address in the cluster."""
+        self._host = host
+
+    async def nodes(self) -> list[Node]:
+        """See `Launcher`."""
+        found = []
+        for node in await asyncio.to_thread(ray.nodes):
+            has = node["Resources"] or {}
+            found.append(
+                Node(
+                    node_id=node["NodeID"],
+                    cpus=float(has.get("CPU", 0.0)),
+                    gpus=int(has.get("GPU", 0)),
+                    memory_gib=float(has.get("memory", 0.0)) / GIB,
+                    alive=bool(node["Alive"]),
+                )
+            )
+        return found
+
+    async def start(self, order: ServerOrder) -> str:
+        """See `Launcher`."""
+        needs = order.resources
+        memory = int(needs.memory_gib * GIB)
+        bundle: dict[str, float] = {"CPU": needs.cpus, "GPU": needs.gpus, "memory": memory}
+        bundle = {name: amount for name, amount in bundle.items() if amount}
+        make: Any = ray.remote(_Actor)
+        try:
+            group = placement_group(
+                [bundle],
+                strategy="STRICT_PACK",
+                name=_name(order.job_id),
+                lifetime="detached",
+                _soft_target_node_id=order.node,
+            )
+            async with asyncio.timeout(START_SECONDS):
+                await group.ready()
+                actor = make.options(
+                    max_restarts=0,
+                    name=_name(order.job_id),
+                    lifetime="detached",
+                    num_cpus=needs.cpus,
+                    num_gpus=needs.gpus,
+                    memory=memory or None,
+                    max_concurrency=16,
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
+                ).remote()
+                url: str = await actor.start.remote(order.config, str(order.folder), self._host)
+        except BaseException as error:
+            await asyncio.shield(self._clear(order.job_id))
+            if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, PalestraError):
+                raise error.cause from None
+            if isinstance(error, TimeoutError):
+                raise ServerFailed(f"the model server did not start within {START_SECONDS:g} s") from None
+            if isinstance(error, ray.exceptions.RayError):
+                raise ServerFailed(f"the model server did not start: {error}") from error
+            raise
+        return url
+
+    async def find(self, job_id: str) -> str | None:
+        """See `Launcher`."""
+        actor = _actor(job_id)
+        if actor is None:
+            return None
+        try:
+            async with asyncio.timeout(PING_LIMIT_SECONDS):
+                url: str | None = await actor.address.remote()
+        except (ray.exceptions.RayError, TimeoutError):
+            url = None
+        if url is None:
+            await self._clear(job_id)
+        return url
+
+    async def ended(self, job_id: str) -> Ended:
+        """See `Launcher`."""
+        actor = _actor(job_id)
+        if actor is None:
+            return Ended(ending=Ending.LOST, reason="the model server is gone")
+        waiting = asyncio.ensure_future(_result(actor))
+        pinging = asyncio.ensure_future(_until_silent(actor))
+        try:
+            await asyncio.wait((waiting, pinging), return_when=asyncio.FIRST_COMPLETED)
+            if not waiting.done():
+                return Ended(ending=Ending.LOST, reason=f"it did not answer for {PING_LIMIT_SECONDS:g} s")
+            return waiting.result()
+        finally:
+            for task in (waiting, pinging):
+                task.cancel()
+            if not asyncio.current_task().cancelling():  # type: ignore[union-attr]  # else it goes on
+                await self._clear(job_id)
+
+    async def stop(self, job_id: str, grace_seconds: float) -> None:
+        """See `Launcher`."""
+        actor = _actor(job_id)
+        if actor is None:
+            return
+        with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
+            async with asyncio.timeout(grace_seconds):
+                await actor.stop.remote()
+                await actor.ended.remote()
+        await self._clear(job_id)
+
+    async def close(self) -> None:
+        """See `Launcher`."""
+        await asyncio.to_thread(disconnect)
+
+    async def _clear(self, job_id: str) -> None:
+        """Kill what is left, and free what it held."""
+        if (actor := _actor(job_id)) is not None:
+            ray.kill(actor)
+        group = _group(job_id)
+        if group is not None:
+            await asyncio.to_thread(remove_placement_group, group)
+
+
+class _Actor:
+    """`ModelServer` in a process of its own."""
+
+    def __init__(self) -> None:
+        self._server = ModelServer()
+
+    async def start(self, config: dict[str, Any], folder: str, host: str | None) -> str:
+        here: str = host or ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        return await self._server.start(config, folder, here)
+
+    async def address(self) -> str | None:
+        return await self._server.address()
+
+    async def ended(self) -> Ended:
+        return await self._server.ended()
+
+    async def stop(self) -> None:
+        await self._server.stop()
+
+    async def ping(self) -> None:
+        await self._server.ping()
+
+
+def _name(job_id: str) -> str:
+    return f"job-{job_id}"
+
+
+def _actor(job_id: str) -> Any | None:
+    try:
+        return ray.get_actor(_name(job_id), namespace=NAMESPACE)
+    except ValueError:  # Ray's word for: there is none
+        return None
+
+
+def _group(job_id: str) -> PlacementGroup | None:
+    try:
+        found: PlacementGroup = get_placement_group(_name(job_id))
+    except ValueError:
+        return None
+    return found
+
+
+async def _result(actor: Any) -> Ended:
+    try:
+        found: Ended = await actor.ended.remote()
+    except ray.exceptions.RayError as error:
+        return Ended(ending=Ending.LOST, reason=f"its process or its machine is gone: {_first_line(error)}")
+    return found
+
+
+async def _until_silent(actor: Any) -> None:
+    """Return when it has not answered for long; its death is noticed elsewhere, at once."""
+    while True:
+        await asyncio.sleep(PING_SECONDS)
+        try:
+            async with asyncio.timeout(PING_LIMIT_SECONDS):
+                await actor.ping.remote()
+        except TimeoutError:
+            return
+        except ray.exceptions.RayError:
+            await asyncio.Event().wait()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,198 @@
+"""Bodies of the control plane, one class each way; the scheduler's API checks them and the client builds them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from palestra.schemas.wire import Body, JsonObject, Name
+
+Seconds = Annotated[float, Field(gt=0, lt=1e10, allow_inf_nan=False)]
+
+
+class ResourcesBody(Body):
+    """What a job holds while it runs."""
+
+    cpus: float = Field(1.0, ge=0, allow_inf_nan=False, description="Cores.")
+    gpus: float = Field(0.0, ge=0, allow_inf_nan=False, description="A part of one below 1, whole ones above.")
+    memory_gib: float = Field(0.0, ge=0, allow_inf_nan=False, description="0: not counted.")
+
+
+class SubmitJob(Body):
+    """`POST /jobs`. Safe to send again with the same header `Idempotency-Key`."""
+
+    name: Name = Field("job", description="For people; need not be the only one.")
+    kind: Literal["training", "inference"] = "training"
+    priority: Literal["low", "normal", "high"] = "normal"
+    config: JsonObject = Field(description="A JobConfig (docs/configuration.md).")
+    resources: ResourcesBody = ResourcesBody()
+    attached: bool = Field(False, description="Cancelled when its client is not heard of for a while.")
+    restarts: int = Field(3, ge=0, le=100, description="How often it is started again after its server was lost.")
+
+
+class JobView(Body):
+    """A job as its tenant sees it."""
+
+    job_id: str
+    name: str
+    user: str
+    kind: str
+    priority: str
+    state: str
+    reason: str = Field(description="Why it is in this state; of a job that waits, what for.")
+    resources: ResourcesBody
+    attached: bool
+    created_at: float = Field(description="Unix seconds.")
+    changed_at: float = Field(description="Unix seconds, of the newest change of state.")
+    starts: int
+    restarts_left: int
+    node: str | None
+    cancel_requested: bool
+    config: JsonObject
+    log_tail: str | None = Field(description="The last lines of its log, kept when it ends.")
+
+
+class JobList(Body):
+    """`GET /jobs`: newest first."""
+
+    jobs: list[JobView]
+    cursor: str | None = Field(description="Give it back for what follows; None: this is the end.")
+
+
+class ChangeView(Body):
+    """One change of a job's state."""
+
+    number: int
+    at: float
+    previous: str | None
+    following: str
+    reason: str
+
+
+class ServerView(Body):
+    """Where a job's data plane is, and the key that opens it. URLs are opaque, and change when it is restarted."""
+
+    url: str
+    api_key: str
+
+
+class ArtifactView(Body):
+    """A file of a job's run."""
+
+    path: str
+    bytes: int
+    modified_at: float
+
+
+class NodeView(Body):
+    """A machine, and what is not in use of it."""
+
+    node_id: str
+    alive: bool
+    draining: bool
+    cpus: float
+    gpus: int
+    memory_gib: float
+    free_cpus: float
+    free_gpus: float
+    jobs: int
+
+
+class ClusterView(Body):
+    """`GET /cluster`."""
+
+    nodes: list[NodeView]
+    draining: bool
+    queued: int
+    live: int
+
+
+class Drain(Body):
+    """`POST /cluster/drain`."""
+
+    on: bool = True
+
+
+class AddUser(Body):
+    """`POST /users`."""
+
+    name: Name
+    role: Literal["admin", "member", "viewer"] = "member"
+
+
+class ChangeRole(Body):
+    """`PATCH /users/{name}`."""
+
+    role: Literal["admin", "member", "viewer"]
+
+
+class UserView(Body):
+    """A user of the tenant."""
+
+    name: str
+    role: str
+    created_at: float
+    removed_at: float | None
+
+
+class AddTenant(Body):
+    """`POST /tenants`."""
+
+    name: Name
+
+
+class MakeKey(Body):
+    """`POST /keys`."""
+
+    user: str | None = Field(None, description="None: one's own.")
+    label: str = Field("", max_length=200)
+    scopes: list[str] | None = Field(None, description="None: all that the user's role and this key have.")
+    lifetime_seconds: Seconds | None = Field(None, description="None: it does not expire.")
+
+
+class RotateKey(Body):
+    """`POST /keys/{key_id}/rotate`."""
+
+    grace_seconds: float = Field(86400.0, ge=0, allow_inf_nan=False, description="How long the old key still opens.")
+
+
+class KeyView(Body):
+    """A key; with this nobody gets in."""
+
+    key_id: str
+    user: str
+    label: str
+    scopes: list[str]
+    created_at: float
+    expires_at: float | None
+    revoked_at: float | None
+    last_used_at: float | None
+    replaced_by: str | None
+
+
+class NewKeyView(KeyView):
+    """A key that was just made: its secret is shown this once."""
+
+    secret: str
+
+
+class IdentityView(Body):
+    """`GET /me`."""
+
+    tenant: str
+    user: str
+    role: str
+    scopes: list[str]
+
+
+class AuditView(Body):
+    """A line of the audit log."""
+
+    number: int
+    at: float
+    who: str
+    key_id: str | None
+    what: str
+    target: str
+    outcome: str

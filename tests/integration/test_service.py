@@ -1,0 +1,275 @@
+"""The service as its users meet it: submit, watch, work, cancel; several tenants; and what survives which death."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+from servers import HERE, Process
+from service import GAMES, LONG, Service, metrics_of, until
+
+from palestra.errors import ConfigError, Forbidden, InvalidRequest, NotFound, Unauthorized
+
+pytestmark = pytest.mark.xdist_group("ray")  # one cluster at a time
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory) -> Iterator[Service]:
+    with Service(tmp_path_factory.mktemp("service")) as service:
+        yield service.start()
+
+
+def running(job) -> bool:
+    view = job.view()
+    assert view.state in ("queued", "starting", "running"), view
+    return view.state == "running"
+
+
+def test_a_job_is_submitted_watched_and_leaves_a_model(service, tmp_path):
+    control = service.client()
+    job = control.submit(GAMES, name="lake")
+    events = list(job.events())
+    states = [event.data["state"] for event in events if event.kind == "state"]
+    assert states == ["queued", "starting", "running", "completed"]
+    assert [event.data["step"] for event in events if event.kind == "step"] == [0, 1, 2, 3]
+    times = [event.data["at"] for event in events]
+    assert times == sorted(times)
+    assert "step 3/3" in "".join(job.logs())
+    assert [change.following for change in job.changes()] == states
+    paths = [artifact.path for artifact in job.artifacts()]
+    assert "metrics.jsonl" in paths
+    assert "checkpoints/step-000003/weights.txt" in paths
+    assert not {"api_key", "secret"} & set(paths)
+    job.download("curve.png", tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").read_bytes()[:4] == b"\x89PNG"
+    for path in ("api_key", "../log.txt", "run.db", "checkpoints/../secret", "%2e%2e/log.txt"):
+        with pytest.raises(NotFound):
+            job.download(path, tmp_path / "none")
+    assert service.processes_of(job.job_id) == []
+
+
+def test_the_commands_do_the_same(service, tmp_path):
+    config = tmp_path / "job.toml"
+    config.write_text(
+        'name = "typed"\nsteps = 2\n[engine]\nkind = "scripted"\nscripted_tokens = 3\n'
+        '[environment]\nname = "gomoku"\n[rollout]\ngroup_size = 2\ngroups_per_step = 2\n'
+    )
+    done = service.command("submit", config, "--watch")
+    assert done.returncode == 0, done.stderr
+    job_id, *lines = done.stdout.splitlines()
+    assert lines[0] == "queued: submitted"
+    assert any(line.startswith("step    2") for line in lines)
+    assert lines[-1] == "completed: its steps are done"
+    table = service.command("jobs").stdout
+    assert any(line.startswith(job_id) and "typed" in line and "completed" in line for line in table.splitlines())
+    assert "step 2/2" in service.command("logs", job_id).stdout
+    exported = service.command("export", job_id, tmp_path / "model")
+    assert exported.stdout.endswith("model: the model after step 2\n"), exported.stderr
+    assert (tmp_path / "model" / "weights.txt").exists()
+    assert service.command("cancel", job_id).stdout == f"{job_id}: completed\n"
+    for words, said in (
+        (("watch", "job-0000000000000000"), "no job"),
+        (("submit", tmp_path / "none.toml"), "no such file"),
+        (("submit", config, "--gpus", "7"), "could never start"),
+        (("jobs", "--state", "sleeping"), "state"),
+    ):
+        wrong = service.command(*words)
+        assert wrong.returncode == 2, (words, wrong.stdout)
+        assert said in wrong.stderr, (words, wrong.stderr)
+        assert "Traceback" not in wrong.stderr
+    assert "key" in service.command("jobs", key="pk_wrong").stderr
+
+
+def test_a_job_with_workers_outside_is_played_by_them(service, tmp_path):
+    config = {
+        "steps": 2,
+        "engine": {"kind": "scripted", "scripted_tokens": 8},
+        "rollout": {"group_size": 2, "groups_per_step": 2},
+    }
+    job = service.client().submit(config)
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text('{"text": "a"}\n{"text": "b"}\n')
+    rollout = f"{HERE / 'fleet_rollouts.py'}:rollout"
+    worker = service.command("worker", rollout, "--job", job.job_id, "--tasks", tasks, "--concurrency", 4)
+    assert worker.returncode == 0, worker.stderr
+    assert job.wait().state == "completed"
+
+
+def test_a_second_job_waits_for_room_with_the_reason_and_starts_when_there_is(service):
+    control = service.client()
+    first = control.submit(LONG, gpus=2)
+    until(lambda: running(first), "the first runs")
+    second = control.submit(GAMES, gpus=1)
+    waits = until(lambda: view if "waits for" in (view := second.view()).reason else None, "it waits with a reason")
+    assert waits.state == "queued"
+    assert "GPU" in waits.reason
+    small = control.submit(GAMES, cpus=0.5)
+    assert small.wait().state == "completed"
+    assert second.view().state == "queued"
+    first.cancel()
+    assert second.wait().state == "completed"
+    assert first.wait().state == "cancelled"
+
+
+def test_cancelling_saves_and_frees_everything(service):
+    job = service.client().submit(LONG, gpus=1.0)
+    until(lambda: running(job), "it runs")
+    until(lambda: any(e.kind == "step" for e in first_events(job, 12)), "it trains")
+    assert len(service.processes_of(job.job_id)) == 1
+    job.cancel()
+    view = job.wait()
+    assert (view.state, view.reason) == ("cancelled", "cancelled")
+    assert any(artifact.path.startswith("checkpoints/") for artifact in job.artifacts())
+    until(lambda: not service.processes_of(job.job_id), "its process is gone")
+    until(lambda: free_gpus(service) == 2.0, "its GPU is free")
+
+
+def first_events(job, count: int) -> list:
+    found = []
+    for event in job.events():
+        found.append(event)
+        if len(found) == count:
+            break
+    return found
+
+
+def free_gpus(service: Service) -> float:
+    return sum(node["free_gpus"] for node in service.client().request("GET", "/cluster")["nodes"])
+
+
+def test_what_can_not_be_run_is_refused_at_once_with_what_could(service):
+    control = service.client()
+    with pytest.raises(InvalidRequest, match=r"could never start.*7 GPUs.*2"):
+        control.submit(GAMES, gpus=7)
+    with pytest.raises(InvalidRequest, match="give a part of one, or whole ones"):
+        control.submit(GAMES, gpus=1.5)
+    with pytest.raises((ConfigError, InvalidRequest), match="did you mean 'steps'"):
+        control.submit({"stepz": 3})
+    with pytest.raises(InvalidRequest, match="no folder"):
+        control.submit({"policies": {"p": {"model": "/etc"}}})
+    with pytest.raises(InvalidRequest, match="files, which the server does not read"):
+        control.submit({"tasks": {"train": "/etc/passwd"}})
+    failed = control.submit(GAMES | {"environment": {"name": "gomuku"}})
+    view = failed.wait()
+    assert view.state == "failed"
+    assert "did you mean 'gomoku'" in view.reason
+
+
+def test_tenants_users_and_keys_keep_to_themselves(service):
+    admin = service.client()
+    other = service.client(admin.request("POST", "/tenants", json={"name": "other"})["secret"])
+    mine = admin.submit(GAMES)
+    mine.wait()
+    assert list(other.jobs()) == []
+    for ask in (
+        other.job(mine.job_id).view,
+        other.job(mine.job_id).cancel,
+        other.job(mine.job_id).changes,
+        other.job(mine.job_id).artifacts,
+        other.job(mine.job_id).server,
+        lambda: list(other.job(mine.job_id).logs()),
+        lambda: list(other.job(mine.job_id).events()),
+    ):
+        with pytest.raises(NotFound) as hidden:
+            ask()
+        with pytest.raises(NotFound) as missing:
+            other.job("job-0000000000000000").view()
+        assert str(hidden.value).replace(mine.job_id, "") == str(missing.value).replace("job-0000000000000000", "")
+    viewer = service.client(admin.request("POST", "/users", json={"name": "eve", "role": "viewer"})["secret"])
+    assert viewer.job(mine.job_id).view().state == "completed"
+    for refused in (lambda: viewer.submit(GAMES), viewer.job(mine.job_id).cancel, viewer.job(mine.job_id).server):
+        with pytest.raises(Forbidden):
+            refused()
+    key = viewer.request("POST", "/keys", json={"label": "laptop"})
+    assert service.client(key["secret"]).request("GET", "/me")["user"] == "eve"
+    viewer.request("DELETE", f"/keys/{key['key_id']}")
+    with pytest.raises(Unauthorized):
+        service.client(key["secret"]).request("GET", "/me")
+    assert {line["what"] for line in admin.request("GET", "/audit")} >= {"job.submit", "user.add", "tenant.add"}
+    logs = "".join(process.output for process in service.processes)
+    for secret in (key["secret"], other._http.headers["authorization"].split()[1]):
+        assert secret not in logs
+
+
+def test_a_model_server_that_is_killed_goes_on_from_its_checkpoint_with_the_same_weights(service):
+    control = service.client()
+    slow = GAMES | {"engine": {"kind": "scripted", "scripted_tokens": 3, "scripted_delay_seconds": 0.05}, "steps": 6}
+    undisturbed, killed = control.submit(slow), control.submit(slow)
+    until(lambda: (service.state / "jobs" / killed.job_id / "run" / "checkpoints" / "step-000002").exists(), "step 2")
+    (process,) = service.processes_of(killed.job_id)
+    process.kill()
+    view = killed.wait()
+    assert (view.state, view.starts, view.restarts_left) == ("completed", 2, 2)
+    assert [change.following for change in killed.changes()].count("queued") == 2
+    assert undisturbed.wait().state == "completed"
+    assert metrics_of(service, killed.job_id) == metrics_of(service, undisturbed.job_id)
+
+
+def test_killing_the_scheduler_leaves_jobs_running_and_a_new_one_finds_them(service):
+    job = service.client().submit(LONG, gpus=0.5)
+    until(lambda: running(job), "it runs")
+    (process,) = service.processes_of(job.job_id)
+    service.processes[-1].send(signal.SIGKILL)
+    service.processes[-1].wait()
+    steps = service.state / "jobs" / job.job_id / "run" / "metrics.jsonl"
+    before = steps.stat().st_size
+    until(lambda: steps.stat().st_size > before, "it trains on without a scheduler")
+    service.start()
+    again = service.client().job(job.job_id)
+    assert again.view().state == "running"
+    assert service.processes_of(job.job_id) == [process]
+    assert free_gpus(service) == 1.5
+    waiting = service.client().submit(GAMES, gpus=2)
+    until(lambda: "waits" in waiting.view().reason, "what it holds is known")
+    again.cancel()
+    assert again.wait().state == "cancelled"
+    assert waiting.wait().state == "completed"
+
+
+def test_a_drained_cluster_starts_nothing_until_it_is_told_to(service):
+    control = service.client()
+    control.request("POST", "/cluster/drain", json={"on": True})
+    job = control.submit(GAMES)
+    until(lambda: "drain" in job.view().reason, "it waits, and says why")
+    control.request("POST", "/cluster/drain", json={"on": False})
+    assert job.wait().state == "completed"
+
+
+def test_a_scripted_job_loads_neither_torch_nor_transformers(service):
+    job = service.client().submit(LONG, cpus=0.5)
+    until(lambda: running(job), "it runs")
+    (process,) = service.processes_of(job.job_id)
+    loaded = {mapped.path for mapped in process.memory_maps()}
+    assert not [path for path in loaded if "/torch/" in path or "/transformers/" in path]
+    job.cancel()
+    job.wait()
+
+
+def test_a_second_scheduler_on_the_same_state_is_refused(service, tmp_path):
+    command = [sys.executable, "-m", "palestra.cli.main", "serve", "--state-dir", str(service.state), "--port", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "in use" in done.stderr or "another" in done.stderr, done.stderr
+
+
+def test_without_keys_only_loopback_is_served(tmp_path):
+    process = Process.start(
+        [sys.executable, "-m", "palestra.cli.main", "serve", "--insecure-no-auth", "--host", "0.0.0.0", "--port", "0"],
+        tmp_path / "log",
+    )
+    assert process.wait() == 2
+    assert "loopback" in process.output
+
+
+def test_the_service_ends_with_nothing_left(service):
+    """The last of this file: SIGTERM with no job running takes the local cluster along."""
+    process = service.processes[-1]
+    started = time.monotonic()
+    process.send(signal.SIGTERM)
+    assert process.wait(30) == 0, process.output
+    assert time.monotonic() - started < 30
+    assert not (service.state / "ray.json").exists()
