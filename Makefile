@@ -33,8 +33,8 @@ contracts: $(DEV)
 	$(BIN)/lint-imports
 
 unit: $(DEV)
-	$(BIN)/pytest -n 2 --dist worksteal -m "not model"
-	$(BIN)/pytest -m model
+	$(BIN)/pytest -n 2 --dist worksteal -m "not model and not service"
+	$(BIN)/pytest -m "model or service"
 
 docs: $(RUNTIME)  ## write docs/api.md, docs/metrics.md and docs/configuration.md from the code
 	$(BIN)/python -m palestra.cli.generate_docs docs

@@ -14,7 +14,7 @@ from service import GAMES, LONG, Service, metrics_of, until
 
 from palestra.errors import ConfigError, Forbidden, InvalidRequest, NotFound, Unauthorized
 
-pytestmark = pytest.mark.xdist_group("ray")  # one cluster at a time
+pytestmark = pytest.mark.service
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
 from typing import Any
 
 from palestra.scheduler.control_store import ControlStore
@@ -32,3 +33,15 @@ async def running(store: ControlStore, tenant: str = "a", user: str = "ann") -> 
 def identity(role: Role = Role.ADMIN, **values: Any) -> Identity:
     known = {"tenant": "default", "user": "admin", "key_id": None, "scopes": scopes_of(role), "limits": KeyLimits()}
     return Identity(role=role, **(known | values))
+
+
+def pg_ctl(server: Any, command: str) -> None:
+    """Stop or restart PostgreSQL as if its machine had lost power."""
+    subprocess.run(
+        [str(server.bin_path / "pg_ctl"), "-D", str(server.pgdata), "-w", "-m", "immediate", command],
+        user=server.system_user,
+        cwd=server.pgdata,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        check=True,
+    )

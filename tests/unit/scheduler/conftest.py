@@ -12,6 +12,7 @@ from palestra.scheduler.administration import Administration
 from palestra.scheduler.control_store import ControlStore
 from palestra.scheduler.identity import Identities
 from unit.building import FakeClock
+from unit.scheduler.building import pg_ctl
 
 
 @pytest.fixture(scope="session")
@@ -30,8 +31,8 @@ def postgres():
     yield server
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        pg_ctl(server, "stop")  # `server.stop` knows nothing of one that a test has restarted
         server.cleanup()
-        server.stop()
     shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -14,7 +14,7 @@ from palestra.errors import ConfigError, StoreError, StoreUnreachable
 from palestra.scheduler import control_store, database
 from palestra.scheduler.control_store import ControlStore
 from palestra.schemas.states import JobState
-from unit.scheduler.building import submit
+from unit.scheduler.building import pg_ctl, submit
 
 HOLD = """
 import sys, time
@@ -182,29 +182,15 @@ async def test_a_session_of_its_own_that_is_not_yet_gone_is_waited_for(postgres_
 
 
 async def test_a_server_that_falls_and_is_started_again_is_waited_for(postgres, postgres_url):
-    folder = str(postgres.pgdata)
-    command = [
-        str(postgres.bin_path / "pg_ctl"),
-        "-D",
-        folder,
-        "-w",
-        "-m",
-        "immediate",
-        "-l",
-        f"{folder}/log",
-        "restart",
-    ]
     with ControlStore(postgres_url) as store:
-        await submit(store)
-        fall = asyncio.create_subprocess_exec(
-            *command, user=postgres.system_user, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        falling = asyncio.create_task((await fall).wait())
-        count = 1
+        falling = asyncio.create_task(asyncio.to_thread(pg_ctl, postgres, "restart"))
+        count = 0
         while not falling.done():
             await submit(store)
             count += 1
             assert len((await store.jobs("a", limit=500)).jobs) == min(count, 500)
-        assert await falling == 0
-        assert [c.number for c in await store.changes_after("a", 0)][:count] == list(range(1, min(count, 500) + 1))
-        assert len(await store.queue()) == count
+        await falling
+        await submit(store)
+        assert len(await store.queue()) == count + 1
+        changes = await store.changes_after("a", 0)
+        assert [change.number for change in changes] == list(range(1, min(count + 1, 500) + 1))
