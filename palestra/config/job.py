@@ -111,6 +111,11 @@ class RolloutConfig(Section):
     max_open_buckets: Positive | None = Field(
         None, description="Groups that are played at the same time. None: all that are due."
     )
+    max_per_worker: Positive | None = Field(
+        None,
+        description="Episodes of one task that a worker may hold at the same time, so that a fast one leaves some of "
+        "them to others. None: any number. Episodes that the server plays itself are not limited.",
+    )
     step_order: Literal["observed", "acted"] = Field(
         "observed",
         description="Order of the TimeSteps of an episode in which several agents act at once, for credit by step: "
@@ -324,6 +329,7 @@ class JobConfig(Section):
             "max_episode_seconds",
             "max_attempts",
             "max_open_buckets",
+            "max_per_worker",
             "weight_sync",
         }
         left_out["environment"] = {"train_tasks", "validation_tasks", "max_concurrency", "timeout_seconds"}

@@ -14,10 +14,10 @@ from sqlalchemy import Connection, bindparam, func, select
 from palestra.errors import ClaimOver, Conflict, EpisodeEnded, EpisodeLeaseExpired, InvalidRequest, NotFound
 from palestra.ledger.codec import episode_of, to_json
 from palestra.ledger.statements import Prepared
-from palestra.ledger.tables import chats, episodes, groups
-from palestra.schemas.protocols import Counts, GroupRecord
+from palestra.ledger.tables import chats, episodes
+from palestra.schemas.protocols import Counts
 from palestra.schemas.records import Episode, EpisodeKind, StepTimes, Task
-from palestra.schemas.states import EpisodeState, GroupState, check_transition
+from palestra.schemas.states import EpisodeState, check_transition
 
 _BY_ID = Prepared(select(episodes).where(episodes.c.episode_id == bindparam("episode_id")))
 _BY_REQUEST = Prepared(select(episodes).where(episodes.c.claim_request_id == bindparam("request_id")))
@@ -27,23 +27,30 @@ _NEXT = Prepared(
     .order_by(episodes.c.group_index, episodes.c.sample_index)
     .limit(1)
 )
+_OTHERS = episodes.alias()
+_NEXT_SHARED = Prepared(  # the same, of a group of which the worker holds fewer than so many
+    select(episodes)
+    .where(
+        episodes.c.state == EpisodeState.REGISTERED.value,
+        episodes.c.kind == bindparam("kind"),
+        select(func.count())
+        .where(
+            _OTHERS.c.kind == episodes.c.kind,
+            _OTHERS.c.group_index == episodes.c.group_index,
+            _OTHERS.c.state == EpisodeState.CLAIMED.value,
+            _OTHERS.c.worker_id == bindparam("worker_id"),
+        )
+        .scalar_subquery()
+        < bindparam("most"),
+    )
+    .order_by(episodes.c.group_index, episodes.c.sample_index)
+    .limit(1)
+)
 _LAST_STEP = Prepared(
     select(func.max(chats.c.time_step)).where(
         chats.c.episode_id == bindparam("episode_id"), chats.c.fence == bindparam("fence")
     )
 )
-_OPEN_OF_STEP = (
-    select(episodes.c.episode_id)
-    .join(groups, (groups.c.kind == episodes.c.kind) & (groups.c.group_index == episodes.c.group_index))
-    .where(
-        episodes.c.state == bindparam("state"),
-        episodes.c.kind == bindparam("kind"),
-        groups.c.step == bindparam("step"),
-    )
-    .limit(1)
-)
-_COUNT = select(func.count()).where(episodes.c.state == bindparam("state"), episodes.c.kind == bindparam("kind"))
-OPEN_STATES = (EpisodeState.REGISTERED, EpisodeState.CLAIMED)
 CLAIM_ORDER: tuple[EpisodeKind, ...] = ("validation", "train")  # ad-hoc episodes are claimed by id only
 
 
@@ -55,61 +62,6 @@ def episode_name(kind: EpisodeKind, group_index: int, sample_index: int) -> str:
 def kind_of(episode_id: str) -> str:
     """The kind that an id tells."""
     return episode_id.partition("-")[0]
-
-
-def register_group(
-    connection: Connection, kind: EpisodeKind, group_index: int, step: int, task: Task, size: int
-) -> int:
-    """Returns how many episodes were added: `size`, or 0 when the group is known."""
-    if connection.execute(
-        select(groups.c.size).where(groups.c.kind == kind, groups.c.group_index == group_index)
-    ).first():
-        return 0
-    connection.execute(
-        groups.insert(),
-        {
-            "kind": kind,
-            "group_index": group_index,
-            "step": step,
-            "task_id": task.task_id,
-            "size": size,
-            "state": GroupState.OPEN.value,
-        },
-    )
-    _add_episodes(connection, kind, group_index, task.task_id, to_json(task.data), range(size))
-    return size
-
-
-def register_again(connection: Connection, kind: EpisodeKind, group_index: int, count: int) -> None:
-    """Add episodes to a group, in the place of some that can't be used."""
-    last = connection.execute(
-        select(episodes)
-        .where(episodes.c.kind == kind, episodes.c.group_index == group_index)
-        .order_by(episodes.c.sample_index.desc())
-        .limit(1)
-    ).one()
-    following = range(last.sample_index + 1, last.sample_index + 1 + count)
-    _add_episodes(connection, kind, group_index, last.task_id, last.task_data, following)
-
-
-def _add_episodes(
-    connection: Connection, kind: EpisodeKind, group_index: int, task_id: str, task_data: str, samples: range
-) -> None:
-    connection.execute(
-        episodes.insert(),
-        [
-            {
-                "episode_id": episode_name(kind, group_index, sample),
-                "kind": kind,
-                "group_index": group_index,
-                "sample_index": sample,
-                "task_id": task_id,
-                "task_data": task_data,
-                "state": EpisodeState.REGISTERED.value,
-            }
-            for sample in samples
-        ],
-    )
 
 
 def register_adhoc(connection: Connection, task: Task, request_id: str) -> str:
@@ -156,8 +108,11 @@ def claim(
     lease_seconds: float,
     episode_id: str | None,
     now: float,
+    most: int | None = None,
 ) -> Episode | None:
     """The next registered episode in canonical order, or the one named; a known `request_id` gets its claim again.
+
+    `most`: so many of one group the worker may hold at the same time; None: any number.
 
     Raises:
         ClaimOver: the claim of this `request_id` is over.
@@ -170,7 +125,7 @@ def claim(
                 f"the claim {request_id!r} is over: episode {known.episode_id} is {known.state}; claim anew"
             )
         return episode_of(known)
-    found = read(connection, episode_id) if episode_id is not None else _next(connection)
+    found = read(connection, episode_id) if episode_id is not None else _next(connection, worker_id, most)
     if found is None:
         return None
     check_transition(f"episode {found.episode_id}", found.state, EpisodeState.CLAIMED)
@@ -285,79 +240,6 @@ def live(connection: Connection) -> list[Episode]:
     return [episode_of(row) for row in rows]
 
 
-def of_step(connection: Connection, kind: EpisodeKind, step: int) -> list[tuple[GroupRecord, list[Episode]]]:
-    """A step's groups in canonical order, each with its episodes."""
-    records = [
-        GroupRecord(
-            kind=row.kind,
-            group_index=row.group_index,
-            step=row.step,
-            task_id=row.task_id,
-            size=row.size,
-            state=GroupState(row.state),
-        )
-        for row in connection.execute(
-            select(groups).where(groups.c.kind == kind, groups.c.step == step).order_by(groups.c.group_index)
-        )
-    ]
-    if not records:
-        return []
-    members: dict[int, list[Episode]] = {record.group_index: [] for record in records}
-    for row in connection.execute(
-        select(episodes)
-        .where(
-            episodes.c.kind == kind,
-            episodes.c.group_index.between(records[0].group_index, records[-1].group_index),
-        )
-        .order_by(episodes.c.group_index, episodes.c.sample_index)
-    ):
-        if row.group_index in members:
-            members[row.group_index].append(episode_of(row))
-    return [(record, members[record.group_index]) for record in records]
-
-
-def progress(connection: Connection, kind: EpisodeKind, step: int) -> tuple[bool, int]:
-    """(whether an episode of this step may still be completed, how many of its kind were discarded)."""
-    is_open = any(
-        connection.execute(_OPEN_OF_STEP, {"kind": kind, "step": step, "state": state.value}).first()
-        for state in OPEN_STATES
-    )
-    return is_open, discarded(connection, kind)
-
-
-def discarded(connection: Connection, kind: EpisodeKind) -> int:
-    """How many episodes of this kind were discarded."""
-    return int(connection.execute(_COUNT, {"kind": kind, "state": EpisodeState.DISCARDED.value}).scalar_one())
-
-
-def open_groups(connection: Connection, kind: EpisodeKind) -> int:
-    """Groups of which an episode may still be completed."""
-    states = [state.value for state in OPEN_STATES]
-    wanted = select(func.count(sa.distinct(episodes.c.group_index))).where(
-        episodes.c.state.in_(states), episodes.c.kind == kind
-    )
-    return int(connection.execute(wanted).scalar_one())
-
-
-def settle_group(connection: Connection, kind: EpisodeKind, group_index: int, following: GroupState) -> None:
-    """OPEN → READY or DROPPED; the same again is a no-op."""
-    where = (groups.c.kind == kind, groups.c.group_index == group_index)
-    current = GroupState(connection.execute(select(groups.c.state).where(*where)).scalar_one())
-    if current is following:
-        return
-    check_transition(f"group {kind} {group_index}", current, following)
-    connection.execute(sa.update(groups).where(*where).values(state=following.value))
-
-
-def next_group_index(connection: Connection, kind: EpisodeKind) -> int:
-    """One more than the largest in use."""
-    return int(
-        connection.execute(
-            select(func.coalesce(func.max(groups.c.group_index), -1) + 1).where(groups.c.kind == kind)
-        ).scalar_one()
-    )
-
-
 def counts(connection: Connection) -> Counts:
     """Episodes in each state."""
     rows = connection.execute(select(episodes.c.state, func.count()).group_by(episodes.c.state))
@@ -365,9 +247,12 @@ def counts(connection: Connection) -> Counts:
     return Counts(**{state.value: found.get(state.value, 0) for state in EpisodeState})
 
 
-def _next(connection: Connection) -> Episode | None:
+def _next(connection: Connection, worker_id: str, most: int | None) -> Episode | None:
     for kind in CLAIM_ORDER:
-        row = _NEXT.row(connection, {"kind": kind})
+        if most is None:
+            row = _NEXT.row(connection, {"kind": kind})
+        else:
+            row = _NEXT_SHARED.row(connection, {"kind": kind, "worker_id": worker_id, "most": most})
         if row is not None:
             return episode_of(row)
     return None

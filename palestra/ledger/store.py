@@ -19,7 +19,7 @@ import sqlalchemy as sa
 
 from palestra.config import RolloutConfig, StoreConfig
 from palestra.errors import Conflict, InvalidRequest, StoreError
-from palestra.ledger import chats, episodes, history
+from palestra.ledger import chats, episodes, groups, history
 from palestra.ledger.leases import LeaseBook
 from palestra.ledger.tables import migrate
 from palestra.ledger.writer import Writer, open_engine
@@ -170,7 +170,7 @@ class RunStore:
     @_whole
     async def register_group(self, kind: EpisodeKind, group_index: int, step: int, task: Task, size: int) -> None:
         """See `EpisodeStore`."""
-        added = await self.write(lambda c: episodes.register_group(c, kind, group_index, step, task, size))
+        added = await self.write(lambda c: groups.register_group(c, kind, group_index, step, task, size))
         self.available.ring(added)
 
     async def register_adhoc(self, task: Task, request_id: str) -> str:
@@ -190,7 +190,8 @@ class RunStore:
             )
         now = self.clock.now()
         found = await self.write(
-            lambda c: episodes.claim(c, worker_id, request_id, seconds, episode_id, now), "claim_commit"
+            lambda c: episodes.claim(c, worker_id, request_id, seconds, episode_id, now, self._rollout.max_per_worker),
+            "claim_commit",
         )
         if found is None:
             return None
@@ -270,6 +271,8 @@ class RunStore:
         return given_back
 
     def _lease_over(self, episode_id: str, fence: int) -> None:
+        if self._rollout.max_per_worker is not None:
+            self.available.ring()  # its worker may hold another one of the group now
         self.leases.drop(episode_id, fence)
         for callback in self.on_lease_over:
             callback(episode_id, fence)
@@ -299,38 +302,38 @@ class RunStore:
 
     async def groups_of_step(self, kind: EpisodeKind, step: int) -> list[tuple[GroupRecord, list[Episode]]]:
         """A step's groups in canonical order, each with its episodes."""
-        return await self.read(lambda c: episodes.of_step(c, kind, step))
+        return await self.read(lambda c: groups.of_step(c, kind, step))
 
     async def discarded(self, kind: EpisodeKind) -> int:
         """How many episodes of this kind were discarded."""
-        return await self.read(lambda c: episodes.discarded(c, kind))
+        return await self.read(lambda c: groups.discarded(c, kind))
 
     async def open_groups(self, kind: EpisodeKind) -> int:
         """Groups of which an episode may still be completed."""
-        return await self.read(lambda c: episodes.open_groups(c, kind))
+        return await self.read(lambda c: groups.open_groups(c, kind))
 
     @_whole
     async def register_again(self, kind: EpisodeKind, group_index: int, count: int) -> None:
         """Add `count` episodes to a group, in the place of some that can't be used."""
-        await self.write(lambda c: episodes.register_again(c, kind, group_index, count))
+        await self.write(lambda c: groups.register_again(c, kind, group_index, count))
         self.available.ring(count)
 
     async def wait_settled(self, kind: EpisodeKind, step: int, discarded: int) -> None:
         """Return when no episode of a step is open, or another number than `discarded` of this kind is discarded."""
         while True:
             seen = self.settled.rings
-            is_open, now = await self.read(lambda c: episodes.progress(c, kind, step))
+            is_open, now = await self.read(lambda c: groups.progress(c, kind, step))
             if not is_open or now != discarded:
                 return
             await self.settled.wait(WAKE_SECONDS, seen)
 
     async def settle_group(self, kind: EpisodeKind, group_index: int, state: GroupState) -> None:
         """A group is READY, or DROPPED."""
-        await self.write(lambda c: episodes.settle_group(c, kind, group_index, state))
+        await self.write(lambda c: groups.settle_group(c, kind, group_index, state))
 
     async def next_group_index(self, kind: EpisodeKind) -> int:
         """One more than the largest in use."""
-        return await self.read(lambda c: episodes.next_group_index(c, kind))
+        return await self.read(lambda c: groups.next_group_index(c, kind))
 
     # Calls
 

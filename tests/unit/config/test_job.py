@@ -42,6 +42,7 @@ OTHER: dict[str, Any] = {
     "rollout.strict_history": True,
     "rollout.dropped_reasoning": "keep",
     "rollout.max_open_buckets": 3,
+    "rollout.max_per_worker": 3,
     "rollout.step_order": "acted",
     "rollout.weight_sync": "between_episodes",
     "environment.name": "gomoku",
@@ -101,6 +102,7 @@ NOT_TRAINED |= {
         "max_episode_seconds",
         "max_attempts",
         "max_open_buckets",
+        "max_per_worker",
         "weight_sync",
     )
 }

@@ -416,3 +416,25 @@ async def test_counts_are_of_all_kinds(store):
     await claim(store, "c")
     counts = await store.counts()
     assert (counts.registered, counts.claimed, counts.completed, counts.discarded) == (2, 1, 1, 1)
+
+
+async def test_a_worker_holds_no_more_of_a_group_than_allowed_and_others_get_the_rest(tmp_path):
+    with open_store(tmp_path, FakeClock(), max_per_worker=2) as store:
+        await register(store, groups=2, size=4)
+        names = [(await store.claim("fast", f"f{n}", None)).episode.episode_id for n in range(4)]
+        assert names == [FIRST, SECOND, "train-000001-00", "train-000001-01"]
+        assert await store.claim("fast", "f4", None) is None
+        other = await store.claim("slow", "s0", None)
+        assert other.episode.episode_id == "train-000000-02"
+        assert (await store.claim("fast", "f0", None)).episode.episode_id == FIRST  # a retry gets what it has
+        waiting = asyncio.ensure_future(store.available.wait(5, store.available.rings))
+        await asyncio.sleep(0)
+        await store.end(FIRST, 1, {"agent": 1.0}, None, {})
+        await asyncio.wait_for(waiting, 1)
+        assert (await store.claim("fast", "f5", None)).episode.episode_id == "train-000000-03"
+        assert len(await store.claim_many("palestra-runner", "all", 9)) == 2
+
+
+async def test_without_a_limit_one_worker_may_take_all_of_a_group(store):
+    await register(store, size=4)
+    assert [(await claim(store, f"r{n}")).group_index for n in range(4)] == [0] * 4

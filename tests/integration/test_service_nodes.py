@@ -1,0 +1,73 @@
+"""Two machines: jobs run on both, one machine is lost, and what ran on it goes on at the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from nodes import Nodes, closed, cluster
+from service import GAMES, Service, metrics_of, until
+
+pytestmark = pytest.mark.service
+SLOW = GAMES | {"engine": {"kind": "scripted", "scripted_tokens": 3, "scripted_delay_seconds": 0.05}, "steps": 6}
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory) -> Iterator[Nodes]:
+    with cluster(tmp_path_factory.mktemp("nodes")) as nodes:
+        nodes.add(cpus=3, gpus=1)
+        nodes.add(cpus=3, gpus=1)
+        yield nodes
+
+
+@pytest.fixture(scope="module")
+def service(nodes, tmp_path_factory) -> Iterator[Service]:
+    with Service(tmp_path_factory.mktemp("service"), ("--ray-address", nodes.address)) as service:
+        yield service.start()
+
+
+def weights_of(service: Service, job_id: str) -> str:
+    checkpoints: Path = service.state / "jobs" / job_id / "run" / "checkpoints"
+    return (max(checkpoints.glob("step-*")) / "weights.txt").read_text()
+
+
+def test_the_jobs_of_a_machine_that_is_lost_go_on_at_another_and_end_as_if_nothing_had_happened(nodes, service):
+    control = service.client()
+    machines = control.request("GET", "/cluster")["nodes"]
+    assert [(node["cpus"], node["gpus"], node["alive"]) for node in machines] == [(3.0, 1, True)] * 2
+    jobs = {}  # by the address of the machine; one has no room for both
+    for job in [control.submit(SLOW, cpus=2, gpus=1) for _ in range(2)]:
+        jobs[urlsplit(job.wait_for_server().url).hostname] = job
+    assert jobs.keys() == {node.address for node in nodes.nodes}
+    lost_node = nodes.nodes[1]
+    lost, undisturbed = jobs[lost_node.address], jobs[nodes.nodes[0].address]
+    port = urlsplit(lost.server().url).port
+    (process,) = service.processes_of(lost.job_id)
+    assert process in lost_node.processes()
+    checkpoints = service.state / "jobs" / lost.job_id / "run" / "checkpoints"
+    until(lambda: (checkpoints / "step-000002").exists(), "it has trained")
+
+    lost_node.kill()
+    view = lost.wait()
+    assert (view.state, view.starts, view.restarts_left) == ("completed", 2, 2), view
+    assert [change.following for change in lost.changes()] == (
+        ["queued", "starting", "running"] * 2 + ["completed"]
+    )
+    reasons = [change.reason for change in lost.changes()]
+    assert "goes on from its last checkpoint" in reasons[3], reasons
+    assert reasons[1] != reasons[4], "it was started on the same machine again"
+    assert closed(lost_node.address, port)
+
+    view = undisturbed.wait()
+    assert (view.state, view.starts) == ("completed", 1), view
+    assert metrics_of(service, lost.job_id) == metrics_of(service, undisturbed.job_id)
+    assert weights_of(service, lost.job_id) == weights_of(service, undisturbed.job_id)
+
+    machines = control.request("GET", "/cluster")["nodes"]
+    assert sorted(node["alive"] for node in machines) == [False, True]
+    (left,) = (node for node in machines if node["alive"])
+    assert (left["free_cpus"], left["free_gpus"], left["jobs"]) == (3.0, 1.0, 0)
+    whole = control.submit(GAMES, cpus=3, gpus=1)  # nothing is held in Ray's own books either
+    assert whole.wait().state == "completed"
