@@ -3,6 +3,7 @@
     from palestra import Client                     # drive episodes from a script of yours
     from palestra import JobConfig, train           # or let Palestra call your rollout function
     from palestra import Play                       # or play your environment itself
+    from palestra import ControlClient              # submit jobs to a team's server
 
 Names are loaded when they are first used, so that importing the client loads neither torch nor ray.
 """
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from palestra.client import AsyncClient, Client, Episode, Policy, RolloutResult
+    from palestra.client.control import ControlClient
     from palestra.cluster.job_thread import TrainResult
     from palestra.cluster.playing import play
     from palestra.cluster.training import train
@@ -24,6 +26,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AsyncClient",
     "Client",
+    "ControlClient",
     "Episode",
     "JobConfig",
     "Play",
@@ -38,6 +41,7 @@ __all__ = [
 _HOMES = {
     "AsyncClient": "palestra.client",
     "Client": "palestra.client",
+    "ControlClient": "palestra.client.control",
     "Episode": "palestra.client",
     "Policy": "palestra.client",
     "RolloutResult": "palestra.client",

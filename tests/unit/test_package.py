@@ -44,6 +44,7 @@ def test_what_the_package_exports_is_frozen():
     assert sorted(palestra.__all__) == [
         "AsyncClient",
         "Client",
+        "ControlClient",
         "Episode",
         "JobConfig",
         "Play",
