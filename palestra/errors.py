@@ -9,6 +9,7 @@
     ├── Forbidden                    403  a key that opens something else
     ├── NotFound                     404  no such episode, job, policy or file
     ├── Conflict                     409  not possible in the present state
+    │   ├── JobOver                  409  a job has ended, so it has no data plane any more (raised by the client)
     │   ├── ClaimOver                409  a claim that was sent again is no longer the newest of its episode
     │   ├── IllegalTransition        409  a lifecycle does not allow this move
     │   ├── HistoryDrift             409  exact tokens of an earlier call would be lost (strict mode)
@@ -108,6 +109,10 @@ class Conflict(PalestraError):
     """The present state does not allow the request."""
 
     http_status = 409
+
+
+class JobOver(Conflict):
+    """The job has ended, and its data plane with it."""
 
 
 class IllegalTransition(Conflict):

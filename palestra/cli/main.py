@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
 
@@ -33,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(
         level=logging.INFO if parsed.verbose else logging.ERROR, format="%(name)s: %(message)s", stream=sys.stderr
     )
+    logging.getLogger("palestra.control").setLevel(logging.WARNING)  # what a command waits for
     try:
         code: int = parsed.run(parsed) or 0
     except PalestraError as error:
@@ -40,6 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # whoever read it has enough, such as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is written at exit
+        return 1
     return code
 
 

@@ -21,7 +21,11 @@ def add(commands: Any) -> None:
     parser.add_argument("--state-dir", type=Path, default=Path("palestra-state"), help="jobs and control store")
     parser.add_argument("--host", default="127.0.0.1", help="to listen on; TLS is a proxy's work")
     parser.add_argument("--port", type=int, default=7400, help="0: any free one")
-    parser.add_argument("--database", help="postgresql://…; without it, SQLite in the state directory")
+    parser.add_argument(
+        "--database",
+        help="postgresql://…; without it, SQLite in the state directory. "
+        "A password belongs into PGPASSWORD or ~/.pgpass, where no process list shows it",
+    )
     parser.add_argument("--ray-address", help="of a cluster to join; without it, a local one is started")
     parser.add_argument("--cpus", type=float, help="cores that a local cluster gives to jobs (default: all)")
     parser.add_argument("--gpus", type=int, help="likewise GPUs")

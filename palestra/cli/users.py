@@ -8,6 +8,7 @@ from typing import Any
 
 from palestra.cli.options import add_control, command
 from palestra.client.control import ControlClient
+from palestra.errors import ConfigError
 
 
 def add(commands: Any) -> None:
@@ -42,6 +43,10 @@ def add(commands: Any) -> None:
 
 def users(arguments: argparse.Namespace) -> None:
     """List, add, change or remove."""
+    if arguments.action != "list" and arguments.name is None:
+        raise ConfigError(f"whom? palestra users {arguments.action} NAME")
+    if arguments.action == "role" and arguments.new_role is None:
+        raise ConfigError(f"which role? palestra users role {arguments.name} admin|member|viewer")
     with ControlClient(arguments.control) as control:
         if arguments.action == "list":
             for user in control.request("GET", "/users"):
@@ -57,6 +62,8 @@ def users(arguments: argparse.Namespace) -> None:
 
 def keys(arguments: argparse.Namespace) -> None:
     """List, make, rotate or revoke."""
+    if arguments.action in ("rotate", "revoke") and arguments.key_id is None:
+        raise ConfigError(f"which key? palestra keys {arguments.action} ID; `palestra keys` lists them")
     with ControlClient(arguments.control) as control:
         if arguments.action == "list":
             for key in control.request("GET", "/keys", params={"user": arguments.user} if arguments.user else {}):

@@ -12,9 +12,11 @@ from typing import Any
 
 from palestra.cli.options import add_control, command, load_function, load_tasks
 from palestra.client import AsyncClient, Client, Worker
+from palestra.client.client import Find
 from palestra.client.control import ControlClient
 from palestra.client.fleet import Fleet
-from palestra.errors import ConfigError
+from palestra.errors import ConfigError, JobOver
+from palestra.threads import in_thread
 
 KEY_VARIABLE = "PALESTRA_API_KEY"
 
@@ -61,12 +63,11 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     load_function(arguments.rollout)  # what is wrong with it is said once
     if arguments.job is not None:
-        with ControlClient(arguments.control) as control:
-            found = control.job(arguments.job).wait_for_server()
-        arguments.url, os.environ[KEY_VARIABLE] = found.url, found.api_key
+        arguments.url, os.environ[KEY_VARIABLE] = _finder(arguments)()
     words = [sys.executable, "-m", "palestra.cli.main", "worker", arguments.rollout, "--child"]
-    for option in ("url", "concurrency", "name"):
-        words += [f"--{option}", str(getattr(arguments, option))]
+    for option in ("url", "job", "control", "concurrency", "name"):
+        if getattr(arguments, option) is not None:
+            words += [f"--{option}", str(getattr(arguments, option))]
     if arguments.tasks is not None:
         train, validation = load_tasks(arguments.tasks, arguments.validation)
         with Client(arguments.url) as client:
@@ -77,10 +78,27 @@ def run(arguments: argparse.Namespace) -> int:
     return fleet.run()
 
 
+def _finder(arguments: argparse.Namespace) -> Find:
+    """Asks the control plane where the job's data plane is, and waits until it has one."""
+
+    def find() -> tuple[str, str]:
+        with ControlClient(arguments.control) as control:
+            found = control.job(arguments.job).wait_for_server()
+        return found.url, found.api_key
+
+    return find
+
+
 async def _play(arguments: argparse.Namespace) -> None:
     rollout = load_function(arguments.rollout)
     name = f"{arguments.name}-{os.getpid()}"
-    async with AsyncClient(arguments.url, worker_id=name) as client:
+    find = _finder(arguments) if arguments.job is not None else None
+    if find is not None:  # a child that was started again may find its server somewhere else
+        try:
+            arguments.url, os.environ[KEY_VARIABLE] = await in_thread(find)
+        except JobOver:
+            return
+    async with AsyncClient(arguments.url, worker_id=name, find=find) as client:
         worker = Worker(client, rollout, arguments.concurrency)
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, worker.drain)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from types import TracebackType
 from typing import Any, Self
@@ -23,9 +23,11 @@ from palestra.client.protocol import (
     push_calls,
     read_claim,
 )
-from palestra.errors import ClaimOver, InvalidRequest
+from palestra.errors import ClaimOver, InvalidRequest, JobOver
+from palestra.threads import in_thread
 
 _Reward = float | Mapping[str, float]
+Find = Callable[[], tuple[str, str]]  # returns a data plane's URL and key, now; it may block, and raises JobOver
 _LIMITS = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
 
 
@@ -39,9 +41,12 @@ class AsyncClient:
         *,
         worker_id: str | None = None,
         retry_seconds: float = 300.0,
+        find: Find | None = None,
     ) -> None:
+        """As `Client`. `find` is asked again whenever the server can't be reached: it may be back somewhere else."""
         self._settings = Settings(url, api_key, worker_id, retry_seconds)
         self._http = httpx2.AsyncClient(limits=_LIMITS)
+        self._find, self._finding = find, asyncio.Lock()
 
     async def __aenter__(self) -> Self:
         return self
@@ -58,6 +63,8 @@ class AsyncClient:
         while True:
             try:
                 answer = await self._send(claim_call(self._settings.worker_id, allow_discard_timeout))
+            except JobOver:
+                return None
             except ClaimOver:
                 continue
             episode, finished = read_claim(answer)
@@ -113,12 +120,25 @@ class AsyncClient:
                     await asyncio.sleep(action)
                     reply = None
                     continue
+                url = self._settings.url
                 try:
                     reply = await self._http.post(**action)
                 except httpx2.TransportError as error:
                     reply = error
+                    if await self._has_moved(url):
+                        steps, reply = exchange(self._settings, call), None
         except StopIteration as end:
             return end.value
+
+    async def _has_moved(self, url: str) -> bool:
+        """Whether the server is somewhere else than at `url` now. Many calls may ask, one finds it out."""
+        if self._find is None:
+            return False
+        async with self._finding:
+            if self._settings.url == url:
+                found, key = await in_thread(self._find)
+                self._settings.url, self._settings.key = found.rstrip("/"), key
+        return self._settings.url != url
 
 
 class Client:

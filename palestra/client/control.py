@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
+import contextlib
 import json
+import logging
 import os
 import random
 import time
@@ -16,9 +19,10 @@ import httpx2
 
 from palestra.client.client import Client
 from palestra.client.exchange import problem_of
-from palestra.errors import ConfigError, ConnectionLost, PalestraError
+from palestra.errors import ConfigError, ConnectionLost, JobOver, NotFound
 from palestra.schemas.control_wire import ArtifactView, ChangeView, JobList, JobView, ResourcesBody, ServerView
 
+log = logging.getLogger("palestra.control")
 OVER = ("completed", "failed", "cancelled")
 PAUSE_SECONDS = 5.0  # the longest between two tries
 RETRIED = (429, 502, 503, 504)
@@ -40,15 +44,22 @@ class ControlClient:
         """`url` and `key`: None: the variables PALESTRA_URL and PALESTRA_KEY.
 
         Raises:
-            ConfigError: no URL.
+            ConfigError: no URL, or what can't be one or a key.
         """
         url = url or os.environ.get("PALESTRA_URL")
         if not url:
             raise ConfigError("no control plane: give its URL, or set the variable PALESTRA_URL")
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"{url!r} is no URL of a control plane; it begins with http:// or https://")
         key = key or os.environ.get("PALESTRA_KEY", "")
+        if not (key.isascii() and key.isprintable()):
+            raise ConfigError("the key has characters that no key has; copy it anew into PALESTRA_KEY")
         headers = {"authorization": f"Bearer {key}"} if key else {}
         self.url, self._retry_seconds = url.rstrip("/"), retry_seconds
-        self._http = httpx2.Client(base_url=self.url, headers=headers, timeout=httpx2.Timeout(30.0, read=60.0))
+        try:
+            self._http = httpx2.Client(base_url=self.url, headers=headers, timeout=httpx2.Timeout(30.0, read=60.0))
+        except httpx2.InvalidURL as error:
+            raise ConfigError(f"{url!r} is no URL of a control plane: {error}") from error
 
     def __enter__(self) -> Self:
         return self
@@ -120,7 +131,7 @@ class ControlClient:
             PalestraError: what the server answered.
             ConnectionLost: it could not be reached.
         """
-        until, pause = time.monotonic() + self._retry_seconds, 0.1
+        until, pause, told = time.monotonic() + self._retry_seconds, 0.1, False
         while True:
             try:
                 answer = self._http.request(method, path, **more)
@@ -129,6 +140,9 @@ class ControlClient:
             except httpx2.TransportError as error:
                 if time.monotonic() > until:
                     raise ConnectionLost(f"{self.url} can't be reached: {error}") from error
+                if pause > 1.0 and not told:  # a person who waits wants to know for what
+                    told = True
+                    log.warning("%s can't be reached (%s); tried for %g s", self.url, error, self._retry_seconds)
             time.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, PAUSE_SECONDS)
         if answer.status_code >= 400:
@@ -167,32 +181,34 @@ class Job:
     def events(self) -> Iterator[JobEvent]:
         """All that happens, from its start until it is over; after a lost connection it goes on where it was."""
         last: str | None = None
-        until = time.monotonic() + self._control._retry_seconds
         while True:
             headers = {"last-event-id": last} if last else {}
             try:
                 with self._control.stream(f"/jobs/{self.job_id}/events", headers=headers) as answer:
                     _refused(answer)
                     for event in _events(answer.iter_lines()):
-                        last, until = event.event_id, time.monotonic() + self._control._retry_seconds
+                        last = event.event_id
                         yield event
+            except (httpx2.TransportError, ConnectionLost):
+                self.view()  # raises where it stays unreachable
+            else:
                 if self.view().state in OVER:
                     return
-            except (httpx2.TransportError, ConnectionLost) as error:
-                if time.monotonic() > until:
-                    raise ConnectionLost(f"{self._control.url} can't be reached: {error}") from error
             time.sleep(0.2 * random.uniform(0.5, 1.0))
 
     def logs(self, *, follow: bool = False, offset: int = 0) -> Iterator[str]:
         """Its log, a piece at a time; with `follow` until it is over."""
         params = {"follow": follow, "offset": offset}
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a piece may end within a character
         while True:
             try:
                 with self._control.stream(f"/jobs/{self.job_id}/logs", params=params) as answer:
                     _refused(answer)
                     for chunk in answer.iter_bytes():
                         params["offset"] += len(chunk)
-                        yield chunk.decode(errors="replace")
+                        if text := decoder.decode(chunk):
+                            yield text
+                if not follow or self.view().state in OVER:
                     return
             except (httpx2.TransportError, ConnectionLost):
                 self.view()  # raises where it stays unreachable
@@ -210,15 +226,16 @@ class Job:
         """The same, when it runs.
 
         Raises:
-            PalestraError: it is over.
+            JobOver: it is over.
         """
         while True:
             view = self.view()
-            if view.state == "running":
-                return self.server()
             if view.state in OVER:
-                raise PalestraError(f"job {self.job_id} is {view.state}: {view.reason}")
-            time.sleep(0.3)
+                raise JobOver(f"job {self.job_id} is {view.state}: {view.reason}")
+            if view.state == "running":
+                with contextlib.suppress(NotFound):  # it has ended meanwhile
+                    return self.server()
+            time.sleep(random.uniform(0.5, 1.0))
 
     def client(self, **more: Any) -> Client:
         """A client of its data plane, when it runs."""

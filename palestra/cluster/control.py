@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from palestra.cluster.local import listen, served
 from palestra.cluster.ray_cluster import LocalRay, connect, stop_local
@@ -39,9 +40,18 @@ class ServeOptions:
     keep_local: bool = False  # leave the local cluster running with its jobs when the scheduler ends
 
 
+class Serving(NamedTuple):
+    """A control plane that is served."""
+
+    plane: ControlPlane
+    url: str
+    first: NewKey | None  # the admin's, on the first start
+    scheduling: asyncio.Task[None]  # ends by itself only with an error, and then nothing is started any more
+
+
 @asynccontextmanager
-async def control_plane(options: ServeOptions) -> AsyncIterator[tuple[ControlPlane, str, NewKey | None]]:
-    """The control plane while it is served: what it is, where it listens, and on the first start the admin's key.
+async def control_plane(options: ServeOptions) -> AsyncIterator[Serving]:
+    """The control plane while it is served.
 
     Raises:
         ConfigError: the port or the store is in use, no Ray cluster can be had, or keys are turned off where others
@@ -50,7 +60,7 @@ async def control_plane(options: ServeOptions) -> AsyncIterator[tuple[ControlPla
     """
     if options.without_keys and options.host not in LOOPBACK:
         raise ConfigError(f"without keys only loopback may be listened on, and not {options.host}")
-    options.state_dir.mkdir(parents=True, exist_ok=True)
+    options.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # runs have their users' prompts, and keys
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(listen(options.host, options.port))
         url = options.database or f"sqlite:///{options.state_dir.resolve() / 'control.db'}"
@@ -74,9 +84,12 @@ async def control_plane(options: ServeOptions) -> AsyncIterator[tuple[ControlPla
         )
         scheduling = asyncio.create_task(scheduler.run())
         try:
+            known = asyncio.ensure_future(scheduler.ready.wait())  # before, it would refuse whatever is submitted
+            await asyncio.wait((known, scheduling), return_when=asyncio.FIRST_COMPLETED)
+            known.cancel()
             host, port = listener.getsockname()[:2]
             async with served(create_control_app(plane), listener):
-                yield plane, f"http://{f'[{host}]' if ':' in host else host}:{port}", first
+                yield Serving(plane, f"http://{f'[{host}]' if ':' in host else host}:{port}", first, scheduling)
                 if scheduling.done():
                     scheduling.result()
         finally:
@@ -89,11 +102,17 @@ async def control_plane(options: ServeOptions) -> AsyncIterator[tuple[ControlPla
 
 
 async def serve_control(options: ServeOptions, ready: Callable[[str, NewKey | None], None]) -> None:
-    """Serve until SIGINT or SIGTERM; jobs go on then."""
+    """Serve until SIGINT or SIGTERM; jobs go on then.
+
+    Raises:
+        PalestraError: see `control_plane` and `Scheduler.run`.
+    """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    async with control_plane(options) as (_, url, first):
+    async with control_plane(options) as (_, url, first, scheduling):
         for number in (signal.SIGINT, signal.SIGTERM):  # now: Ray, when it is joined, puts its own there
             loop.add_signal_handler(number, stop.set)
         ready(url, first)
-        await stop.wait()
+        stopping = asyncio.ensure_future(stop.wait())
+        await asyncio.wait((stopping, scheduling), return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()

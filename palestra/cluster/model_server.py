@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import traceback
@@ -13,7 +14,7 @@ from palestra.cluster.console import Console
 from palestra.cluster.job_thread import JobThread
 from palestra.config import parse_config
 from palestra.errors import PalestraError
-from palestra.scheduler.launcher import LOG_FILE, Ended, Ending
+from palestra.scheduler.launcher import ENDED_FILE, LOG_FILE, Ended, Ending, write_ended
 
 
 class ModelServer:
@@ -22,6 +23,7 @@ class ModelServer:
     def __init__(self) -> None:
         self._thread: JobThread | None = None
         self._url: str | None = None
+        self._folder = Path()
         self._log: IO[str] | None = None
 
     async def start(self, config: dict[str, Any], folder: str, host: str) -> str:
@@ -31,8 +33,18 @@ class ModelServer:
             PalestraError: it can't be started.
         """
         os.environ.pop("PALESTRA_API_KEY", None)  # the operator's, if there is one; every job has a key of its own
-        where = Path(folder)
-        self._log = _opened(where)
+        try:
+            return await self._start(config, Path(folder), host)
+        except PalestraError as error:
+            self._say(f"failed: {error}\n")
+            raise
+        except Exception as error:
+            self._say(traceback.format_exc())
+            raise PalestraError(f"{type(error).__name__}: {error}") from error
+
+    async def _start(self, config: dict[str, Any], where: Path, host: str) -> str:
+        self._folder, self._log = where, _opened(where)
+        (where / ENDED_FILE).unlink(missing_ok=True)
         logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s", stream=self._log, force=True)
         job_config = parse_config(config, {"run_dir": str(where / "run"), "server.host": host, "server.port": 0})
         with Console(job_config, file=self._log) as console:
@@ -67,8 +79,11 @@ class ModelServer:
         """Answer."""
 
     def _ended(self, ending: Ending, reason: str) -> Ended:
-        self._say(f"{ending.value}{': ' if reason else ''}{reason}\n")
-        return Ended(ending=ending, reason=reason)
+        ended = Ended(ending=ending, reason=reason)
+        with contextlib.suppress(OSError):  # a full disk, perhaps; a scheduler that listens is told all the same
+            write_ended(self._folder, ended)
+            self._say(f"{ending.value}{': ' if reason else ''}{reason}\n")
+        return ended
 
     def _say(self, text: str) -> None:
         if self._log is not None:

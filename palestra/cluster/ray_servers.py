@@ -8,7 +8,13 @@ import logging
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_placement_group,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from palestra.cluster.model_server import ModelServer
@@ -18,9 +24,11 @@ from palestra.scheduler.fitting import Node
 from palestra.scheduler.launcher import Ended, Ending, ServerOrder
 
 log = logging.getLogger("palestra.cluster")
+ROOM_SECONDS = 60.0  # for a machine to have free what is free by our books; it may be gone meanwhile
 START_SECONDS = 600.0  # a large model takes a while to load
 PING_SECONDS, PING_LIMIT_SECONDS = 5.0, 30.0  # a server that does not answer for so long is killed
 GIB = 2**30
+PREFIX = "palestra-"  # of names in the cluster
 
 
 class RayServers:
@@ -33,7 +41,11 @@ class RayServers:
     async def nodes(self) -> list[Node]:
         """See `Launcher`."""
         found = []
-        for node in await asyncio.to_thread(ray.nodes):
+        try:
+            nodes = await asyncio.to_thread(ray.nodes)
+        except ray.exceptions.RayError as error:
+            raise ServerFailed(f"the Ray cluster does not answer: {_first_line(error)}") from error
+        for node in nodes:
             has = node["Resources"] or {}
             found.append(
                 Node(
@@ -59,10 +71,11 @@ class RayServers:
                 strategy="STRICT_PACK",
                 name=_name(order.job_id),
                 lifetime="detached",
-                _soft_target_node_id=order.node,
+                bundle_label_selector=[{"ray.io/node-id": order.node}],  # elsewhere it would take what is another's
             )
-            async with asyncio.timeout(START_SECONDS):
+            async with asyncio.timeout(ROOM_SECONDS):
                 await group.ready()
+            async with asyncio.timeout(START_SECONDS):
                 actor = make.options(
                     max_restarts=0,
                     name=_name(order.job_id),
@@ -79,25 +92,28 @@ class RayServers:
             if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, PalestraError):
                 raise error.cause from None
             if isinstance(error, TimeoutError):
-                raise ServerFailed(f"the model server did not start within {START_SECONDS:g} s") from None
+                raise ServerFailed("its machine had no room in time, or the model server did not start") from None
             if isinstance(error, ray.exceptions.RayError):
-                raise ServerFailed(f"the model server did not start: {error}") from error
+                raise ServerFailed(f"the model server did not start: {_first_line(error)}") from error
             raise
         return url
 
     async def find(self, job_id: str) -> str | None:
         """See `Launcher`."""
-        actor = _actor(job_id)
-        if actor is None:
-            return None
-        try:
-            async with asyncio.timeout(PING_LIMIT_SECONDS):
-                url: str | None = await actor.address.remote()
-        except (ray.exceptions.RayError, TimeoutError):
-            url = None
+        actor, url = _actor(job_id), None
+        if actor is not None:
+            with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
+                async with asyncio.timeout(PING_LIMIT_SECONDS):
+                    url = await actor.address.remote()
         if url is None:
             await self._clear(job_id)
         return url
+
+    async def known(self) -> list[str]:
+        """See `Launcher`."""
+        actors, groups = await asyncio.to_thread(lambda: (ray.util.list_named_actors(), placement_group_table()))
+        names = {*actors, *(group["name"] for group in groups.values() if group["state"] != "REMOVED")}
+        return sorted(name.removeprefix(PREFIX) for name in names if name.startswith(PREFIX))
 
     async def ended(self, job_id: str) -> Ended:
         """See `Launcher`."""
@@ -120,12 +136,11 @@ class RayServers:
     async def stop(self, job_id: str, grace_seconds: float) -> None:
         """See `Launcher`."""
         actor = _actor(job_id)
-        if actor is None:
-            return
-        with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
-            async with asyncio.timeout(grace_seconds):
-                await actor.stop.remote()
-                await actor.ended.remote()
+        if actor is not None and grace_seconds > 0:
+            with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
+                async with asyncio.timeout(grace_seconds):
+                    await actor.stop.remote()
+                    await actor.ended.remote()
         await self._clear(job_id)
 
     async def close(self) -> None:
@@ -165,7 +180,7 @@ class _Actor:
 
 
 def _name(job_id: str) -> str:
-    return f"job-{job_id}"
+    return f"{PREFIX}{job_id}"
 
 
 def _actor(job_id: str) -> Any | None:

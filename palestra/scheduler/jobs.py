@@ -203,6 +203,8 @@ def change_state(
         values["starts"] = jobs.c.starts + 1
     reason = clean(reason, MAX_REASON)
     values |= {"state": following.value, "reason": reason, "changed_at": now}
+    if job.cancel_requested and following in LIVE_STATES:  # why it will end says more
+        values["reason"] = job.reason
     connection.execute(jobs.update().where(jobs.c.job_id == job_id).values(values))
     changes.add(connection, job.tenant, job_id, change_id, job.state, following, reason, now)
     return read(connection, None, job_id)
@@ -233,7 +235,8 @@ def request_cancel(
     job = read(connection, tenant, job_id)
     if job.is_over or job.cancel_requested:
         return job
-    connection.execute(jobs.update().where(jobs.c.job_id == job_id).values(cancel_requested=True))
+    reason = clean(reason, MAX_REASON)
+    connection.execute(jobs.update().where(jobs.c.job_id == job_id).values(cancel_requested=True, reason=reason))
     if job.state is JobState.QUEUED:
         return change_state(connection, job_id, change_id, {JobState.QUEUED}, JobState.CANCELLED, reason, {}, now)
     return read(connection, tenant, job_id)

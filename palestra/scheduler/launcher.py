@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -11,6 +12,7 @@ from palestra.scheduler.fitting import Node
 from palestra.schemas.jobs import Resources
 
 LOG_FILE = "log.txt"  # in a job's folder
+ENDED_FILE = "ended.json"  # likewise, since its server ended
 
 
 class Ending(StrEnum):
@@ -30,6 +32,22 @@ class Ended:
     reason: str = ""
 
 
+def write_ended(folder: Path, ended: Ended) -> None:
+    """Leave in a job's folder how its server ended, for a scheduler that was not there to hear it."""
+    temporary = folder / f".{ENDED_FILE}"
+    temporary.write_text(json.dumps({"ending": ended.ending.value, "reason": ended.reason}))
+    temporary.replace(folder / ENDED_FILE)
+
+
+def read_ended(folder: Path) -> Ended | None:
+    """What `write_ended` left; None: nothing, so the server did not come to its end."""
+    try:
+        found = json.loads((folder / ENDED_FILE).read_text())
+        return Ended(ending=Ending(found["ending"]), reason=str(found["reason"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerOrder:
     """A model server to be started."""
@@ -45,7 +63,11 @@ class Launcher(Protocol):
     """Starts, watches and stops model servers. They outlive the scheduler."""
 
     async def nodes(self) -> list[Node]:
-        """The machines that there are, with all that they have."""
+        """The machines that there are, with all that they have.
+
+        Raises:
+            ServerFailed: the cluster does not answer.
+        """
         ...
 
     async def start(self, order: ServerOrder) -> str:
@@ -57,7 +79,11 @@ class Launcher(Protocol):
         ...
 
     async def find(self, job_id: str) -> str | None:
-        """Where a server that was started before listens; None: there is none."""
+        """Where a server that was started before listens; None: there is none, and nothing is left of one."""
+        ...
+
+    async def known(self) -> list[str]:
+        """The jobs of which there is anything, a server or what it holds, whoever started it."""
         ...
 
     async def ended(self, job_id: str) -> Ended:
@@ -65,7 +91,7 @@ class Launcher(Protocol):
         ...
 
     async def stop(self, job_id: str, grace_seconds: float) -> None:
-        """Ask it to save and end; after the grace time its process is killed."""
+        """Ask it to save and end; after the grace time its process is killed. Nothing of it is left then."""
         ...
 
     async def close(self) -> None:

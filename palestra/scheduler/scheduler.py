@@ -13,19 +13,20 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from palestra.errors import ConfigError, Conflict, PalestraError
+from palestra.errors import ConfigError, Conflict, IllegalTransition, NotFound, PalestraError, StoreUnreachable
 from palestra.ledger.store import Bell
 from palestra.scheduler.control_store import ControlStore
 from palestra.scheduler.fitting import GpuShare, Node, RunningJob, counted, devices_for
-from palestra.scheduler.launcher import LOG_FILE, Ended, Ending, Launcher, ServerOrder
+from palestra.scheduler.launcher import LOG_FILE, Ended, Ending, Launcher, ServerOrder, read_ended
 from palestra.scheduler.placement import Policy, Start, place
 from palestra.scheduler.reasons import refusal
 from palestra.scheduler.turns import WaitingJob
-from palestra.schemas.jobs import SHARES, JobRecord, Resources
+from palestra.schemas.jobs import LIVE_STATES, SHARES, JobRecord, Resources
 from palestra.schemas.states import JobState
 
 log = logging.getLogger("palestra.scheduler")
-LOOK_SECONDS = 5.0  # machines come and go without telling
+LOOK_SECONDS = 5.0  # machines come and go without telling; and what failed is tried again
+NOTE_SECONDS = 5.0  # when it ends, how long it may take to write down what has just happened
 TAIL_BYTES = 4000
 RUN = "run"  # a job's folder has its run, and its log
 
@@ -55,27 +56,56 @@ class Scheduler:
         self.running: dict[str, RunningJob] = {}
         self.waiting: Mapping[str, str] = {}  # why each job that waits does
         self._lives: dict[str, asyncio.Task[None]] = {}
-        self._stops: set[asyncio.Task[None]] = set()
+        self._starting: dict[str, asyncio.Task[str]] = {}  # what of a life may be broken off without harm
+        self._cancelled: set[str] = set()  # of the lives
+        self._stops: dict[str, asyncio.Task[None]] = {}
+        self._notes: set[asyncio.Task[None]] = set()  # of endings, being written down
         self._seen: dict[str, float] = {}  # when an attached job's client was last heard of, monotonic
         self._changed = Bell()
         self._closing = False
+        self.ready = asyncio.Event()  # set when it knows the machines, and what runs on them
 
     async def run(self) -> None:
-        """Schedule until cancelled. Jobs go on then."""
+        """Schedule until cancelled. Jobs go on then.
+
+        Raises:
+            PalestraError: the control store can't be used any more. Where it or the cluster only does not answer, that
+                is logged and tried again.
+        """
         try:
-            await self._recover()
             while True:
                 seen, submitted = self._changed.rings, self._store.changed.rings
-                again_at = await self._place()
-                await self._cancel_absent()
-                seconds = LOOK_SECONDS if again_at is None else again_at - self._store.clock.now()
-                await self._wait(min(max(seconds, 0.01), LOOK_SECONDS), seen, submitted)
+                seconds = LOOK_SECONDS
+                try:
+                    again_at = await self._round()
+                except PalestraError as error:
+                    if not error.retryable:
+                        raise
+                    log.error("nothing could be started now, tried again in %g s: %s", LOOK_SECONDS, error)
+                    await asyncio.sleep(LOOK_SECONDS)
+                else:
+                    self.ready.set()
+                    if again_at is not None:
+                        seconds = min(max(again_at - self._store.clock.now(), 0.01), LOOK_SECONDS)
+                await self._wait(seconds, seen, submitted)
         finally:
             self._closing = True
-            tasks = [*self._lives.values(), *self._stops]
+            tasks = [*self._lives.values(), *self._stops.values()]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            if self._notes:
+                await asyncio.wait(self._notes, timeout=NOTE_SECONDS)
+
+    async def _round(self) -> float | None:
+        """Look at everything once; returns when it has to be looked at again, though nothing changes."""
+        self.nodes = await self._launcher.nodes()
+        await self._adopt()
+        if not self.ready.is_set():
+            await self._clear_forgotten()
+        again_at = await self._place()
+        await self._cancel_absent()
+        return again_at
 
     # What the API asks for
 
@@ -105,14 +135,17 @@ class Scheduler:
             NotFound: there is no such job in this tenant.
         """
         job = await self._store.request_cancel(tenant, job_id, reason)
-        if not job.is_over:
-            self._end(job)
+        if job.is_over:
+            self._seen.pop(job_id, None)
+        else:
+            if job_id in self._lives:
+                self._cancelled.add(job_id)
+            self._end(job_id)
         return job
 
     # Deciding
 
     async def _place(self) -> float | None:
-        self.nodes = await self._launcher.nodes()
         queue = {job.job_id: job for job in await self._store.queue() if job.job_id not in self._lives}
         for job in queue.values():
             if job.attached:
@@ -170,9 +203,11 @@ class Scheduler:
     def _lived(self, job_id: str, done: asyncio.Task[None]) -> None:
         self._lives.pop(job_id, None)
         self.running.pop(job_id, None)
-        self._changed.ring()
-        if not done.cancelled() and (error := done.exception()) is not None:
+        self._cancelled.discard(job_id)
+        if not done.cancelled() and (error := done.exception()) is not None:  # the next round adopts the job
             log.error("job %s: %s: %s", job_id, type(error).__name__, error, exc_info=error)
+        else:
+            self._changed.ring()
 
     async def _start(self, job: JobRecord, start: Start) -> None:
         """From QUEUED to its end."""
@@ -191,82 +226,131 @@ class Scheduler:
         order = ServerOrder(
             job_id=job.job_id, config=job.config, folder=folder, node=start.node_id, resources=job.resources
         )
+        url = await self._started(order)
+        if isinstance(url, Ended):
+            await self._over(job.job_id, url)
+        else:
+            await self._watch(job.job_id, url)
+
+    async def _started(self, order: ServerOrder) -> str | Ended:
+        """Where a new server listens, or why there is none."""
+        starting = asyncio.ensure_future(self._launcher.start(order))
+        self._starting[order.job_id] = starting
         try:
-            url = await self._launcher.start(order)
+            if order.job_id in self._cancelled:  # before there was anything to break off
+                self._end(order.job_id)
+            return await starting
         except asyncio.CancelledError:
             if self._closing:
                 raise
-            await self._over(job.job_id, Ended(ending=Ending.STOPPED))
-            return
+            return Ended(ending=Ending.STOPPED)
         except ConfigError as error:  # starting it again would not help
-            await self._over(job.job_id, Ended(ending=Ending.FAILED, reason=str(error)))
-            return
+            return Ended(ending=Ending.FAILED, reason=str(error))
         except PalestraError as error:
-            ending = Ending.LOST if error.retryable else Ending.FAILED
-            await self._over(job.job_id, Ended(ending=ending, reason=str(error)))
-            return
-        await self._store.change_state(job.job_id, JobState.STARTING, JobState.RUNNING, "it listens", url=url)
-        self.running[job.job_id] = replace(self.running[job.job_id], starting=False)
-        self._changed.ring()
-        await self._watch(job.job_id)
+            return Ended(ending=Ending.LOST if error.retryable else Ending.FAILED, reason=str(error))
+        except Exception as error:
+            log.exception("job %s could not be started", order.job_id)
+            return Ended(ending=Ending.LOST, reason=f"{type(error).__name__}: {error}")
+        finally:
+            del self._starting[order.job_id]
 
-    async def _watch(self, job_id: str) -> None:
+    async def _watch(self, job_id: str, url: str) -> None:
+        """From a server that listens to its end."""
+        job = await self._store.job(None, job_id)
+        if job.state is JobState.STARTING:
+            job = await self._store.change_state(job_id, JobState.STARTING, JobState.RUNNING, "it listens", url=url)
+        self.running[job_id] = replace(self.running[job_id], starting=False)
+        self._changed.ring()
         await self._over(job_id, await self._launcher.ended(job_id))
 
     async def _over(self, job_id: str, ended: Ended) -> None:
-        """Take note of how a model server ended."""
-        job = await self._store.job(None, job_id)
-        following, reason, left = _following(job, ended)
-        await self._store.change_state(
-            job_id,
-            job.state,
-            following,
-            reason,
-            restarts_left=left,
-            log_tail=await asyncio.to_thread(_tail, self.folder_of(job_id) / LOG_FILE),
-        )
+        """Take note of how a model server ended; also when this scheduler ends meanwhile."""
+        note = asyncio.ensure_future(self._note(job_id, ended))
+        self._notes.add(note)
+        note.add_done_callback(self._notes.discard)
+        await asyncio.shield(note)
+
+    async def _note(self, job_id: str, ended: Ended) -> None:
+        tail = await asyncio.to_thread(_tail, self.folder_of(job_id) / LOG_FILE)
+        while True:
+            try:
+                job = await self._store.job(None, job_id)
+                following, reason, left = _following(job, ended)
+                await self._store.change_state(job_id, job.state, following, reason, restarts_left=left, log_tail=tail)
+                break
+            except IllegalTransition:
+                raise
+            except Conflict:  # its cancellation was requested meanwhile, so it has another ending
+                continue
+            except StoreUnreachable as error:  # a server that is gone can't be asked again
+                log.error("the end of job %s could not be written down, tried again: %s", job_id, error)
+                await asyncio.sleep(LOOK_SECONDS)
         if following is not JobState.QUEUED:
             self._seen.pop(job_id, None)
 
-    def _end(self, job: JobRecord) -> None:
-        """Stop the server of a live job."""
-        life = self._lives.get(job.job_id)
-        if job.state is JobState.STARTING and life is not None:
-            life.cancel()
-            return
-        stop = asyncio.ensure_future(self._launcher.stop(job.job_id, self._stop_seconds))
-        self._stops.add(stop)
-        stop.add_done_callback(self._stops.discard)
+    def _end(self, job_id: str) -> None:
+        """Stop the server of a live job, or its start; asked for again, it changes nothing."""
+        starting = self._starting.get(job_id)
+        if starting is not None and not starting.done():
+            if not starting.cancelling():  # once more, and what clears up would be broken off
+                starting.cancel()
+        elif job_id not in self._stops:
+            self._stops[job_id] = asyncio.ensure_future(self._launcher.stop(job_id, self._stop_seconds))
+            self._stops[job_id].add_done_callback(lambda done: self._stopped(job_id, done))
+
+    def _stopped(self, job_id: str, done: asyncio.Task[None]) -> None:
+        del self._stops[job_id]
+        if not done.cancelled() and (error := done.exception()) is not None:
+            log.error("job %s could not be stopped: %s: %s", job_id, type(error).__name__, error, exc_info=error)
 
     async def _cancel_absent(self) -> None:
         now = self._store.clock.monotonic()
         for job_id, seen in list(self._seen.items()):
             if now - seen > self._absent_seconds:
-                del self._seen[job_id]
                 await self.cancel(None, job_id, f"its client was gone for {self._absent_seconds:g} s")
+                self._seen.pop(job_id, None)
 
-    # Starting anew
+    # What nobody watches
 
-    async def _recover(self) -> None:
-        """Find the servers that run, and put back to the queue what is gone."""
-        self.nodes = await self._launcher.nodes()
+    async def _adopt(self) -> None:
+        """Watch live jobs that nobody watches: an earlier scheduler's, and those whose watch failed."""
         for job in await self._store.live():
-            if job.attached:
-                self._seen[job.job_id] = self._store.clock.monotonic()
-            url = await self._launcher.find(job.job_id)
-            if url is None:
-                await self._over(job.job_id, Ended(ending=Ending.LOST, reason="its model server is gone"))
+            if job.job_id in self._lives:
                 continue
-            if job.state is JobState.STARTING:
-                job = await self._store.change_state(
-                    job.job_id, JobState.STARTING, JobState.RUNNING, "found by a new scheduler", url=url
-                )
+            if job.attached:
+                self._seen.setdefault(job.job_id, self._store.clock.monotonic())
             node_id = job.node or ""
             devices = self._devices(node_id, job.resources)
-            self._hold(job, Start(job_id=job.job_id, node_id=node_id, devices=devices), starting=False)
-            self._live(job.job_id, self._watch(job.job_id))
+            start = Start(job_id=job.job_id, node_id=node_id, devices=devices)
+            self._hold(job, start, starting=job.state is JobState.STARTING)
+            self._live(job.job_id, self._find(job.job_id))
+
+    async def _find(self, job_id: str) -> None:
+        """Go on watching a job's server; put the job back to the queue where it is gone."""
+        job = await self._store.job(None, job_id)
+        if job.state not in LIVE_STATES:  # it ended while it was looked at
+            return
+        url = await self._launcher.find(job_id)
+        if url is not None:
             if job.cancel_requested:
-                self._end(job)
+                self._end(job_id)
+            await self._watch(job_id, url)
+        elif job.state is JobState.STARTING:  # no fault of the job
+            await self._over(job_id, Ended(ending=Ending.STOPPED, reason="its start was broken off"))
+        else:
+            ended = await asyncio.to_thread(read_ended, self.folder_of(job_id))
+            await self._over(job_id, ended or Ended(ending=Ending.LOST, reason="its model server is gone"))
+
+    async def _clear_forgotten(self) -> None:
+        """End servers whose jobs do not run: a scheduler died before it could."""
+        for job_id in await self._launcher.known():
+            try:
+                job = await self._store.job(None, job_id)
+            except NotFound:  # another control plane's, on the same cluster
+                continue
+            if job.state not in LIVE_STATES:
+                log.warning("job %s is %s, and something of its server was left; it is ended", job_id, job.state)
+                await self._launcher.stop(job_id, 0.0)
 
     def _devices(self, node_id: str, needs: Resources) -> tuple[GpuShare, ...]:
         """Which devices a job may have that was started by an earlier scheduler: as many as it holds."""
@@ -286,14 +370,14 @@ def _following(job: JobRecord, ended: Ended) -> tuple[JobState, str, int]:
     if ended.ending is Ending.COMPLETED:
         return JobState.COMPLETED, "its steps are done", left
     if job.cancel_requested:
-        return JobState.CANCELLED, ended.reason or "cancelled", left
+        return JobState.CANCELLED, f"{job.reason}; {ended.reason}" if ended.reason else job.reason, left
     if ended.ending is Ending.FAILED:
         return JobState.FAILED, ended.reason, left
     if ended.ending is Ending.LOST and left == 0:
         return JobState.FAILED, f"lost {job.restarts_limit + 1} times, at last: {ended.reason}", left
     if ended.ending is Ending.LOST:
         return JobState.QUEUED, f"{ended.reason}; it goes on from its last checkpoint", left - 1
-    return JobState.QUEUED, "it was stopped, and goes on from its checkpoint", left
+    return JobState.QUEUED, ended.reason or "it was stopped, and goes on from its checkpoint", left
 
 
 def _tail(path: Path) -> str | None:
@@ -303,6 +387,6 @@ def _tail(path: Path) -> str | None:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(size - TAIL_BYTES, 0))
             text = file.read().decode(errors="replace")
-    except FileNotFoundError:
+    except OSError:
         return None
     return text if size <= TAIL_BYTES else text.partition("\n")[2]

@@ -59,10 +59,10 @@ class Service:
     processes: list[Process] = field(default_factory=list)
     clients: list[ControlClient] = field(default_factory=list)
 
-    def start(self) -> Service:
+    def start(self, fault: str | None = None) -> Service:
         command = [PALESTRA, "serve", "--state-dir", self.state, "--port", self.port, *self.options]
         log = self.folder / f"serve-{len(self.processes)}.log"
-        self.processes.append(Process.start(command, log))
+        self.processes.append(Process.start(command, log, fault))
         process = self.processes[-1]
         until(lambda: "control plane at" in process.output or process.popen.poll() is not None, "it listens", 90)
         assert "control plane at" in process.output, process.output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from servers import HERE, Process
+from servers import HERE, PALESTRA, Process
 from service import GAMES, LONG, Service, metrics_of, until
 
 from palestra.errors import ConfigError, Forbidden, InvalidRequest, NotFound, Unauthorized
@@ -99,6 +100,36 @@ def test_a_job_with_workers_outside_is_played_by_them(service, tmp_path):
     assert job.wait().state == "completed"
 
 
+def test_workers_find_a_model_server_that_was_killed_where_it_is_now(service, tmp_path):
+    config = {
+        "steps": 30,
+        "engine": {"kind": "scripted", "scripted_tokens": 8, "scripted_delay_seconds": 0.03},
+        "rollout": {"group_size": 2, "groups_per_step": 2, "lease_seconds": 5.0},
+        "checkpoint": {"every_steps": 1},
+    }
+    job = service.client().submit(config)
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text('{"text": "a"}\n{"text": "b"}\n')
+    settings = {**os.environ, "PALESTRA_URL": service.url, "PALESTRA_KEY": service.key}
+    words = ["worker", f"{HERE / 'fleet_rollouts.py'}:rollout", "--job", job.job_id, "--tasks", str(tasks)]
+    with (tmp_path / "worker.log").open("wb") as log:
+        worker = subprocess.Popen([str(PALESTRA), *words], env=settings, stdout=log, stderr=log)
+    try:
+        until(lambda: running(job), "it runs")
+        before = job.server().url
+        until(lambda: (service.state / "jobs" / job.job_id / "run" / "checkpoints" / "step-000002").exists(), "step 2")
+        (process,) = service.processes_of(job.job_id)
+        process.kill()
+        until(lambda: job.view().starts == 2 and running(job), "it runs again")
+        assert job.server().url != before
+        assert job.wait().state == "completed"
+        assert worker.wait(30) == 0, (tmp_path / "worker.log").read_text()
+    finally:
+        worker.kill()
+        worker.wait()
+    assert [row["step"] for row in metrics_of(service, job.job_id)] == list(range(1, 31))
+
+
 def test_a_second_job_waits_for_room_with_the_reason_and_starts_when_there_is(service):
     control = service.client()
     first = control.submit(LONG, gpus=2)
@@ -122,7 +153,7 @@ def test_cancelling_saves_and_frees_everything(service):
     assert len(service.processes_of(job.job_id)) == 1
     job.cancel()
     view = job.wait()
-    assert (view.state, view.reason) == ("cancelled", "cancelled")
+    assert (view.state, view.reason) == ("cancelled", "cancelled by admin")
     assert any(artifact.path.startswith("checkpoints/") for artifact in job.artifacts())
     until(lambda: not service.processes_of(job.job_id), "its process is gone")
     until(lambda: free_gpus(service) == 2.0, "its GPU is free")

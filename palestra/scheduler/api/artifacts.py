@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import stat
 from pathlib import Path
 
 from palestra.errors import NotFound
@@ -30,12 +32,16 @@ async def listed(run: Path) -> list[ArtifactView]:
 
 def _listed(run: Path) -> list[ArtifactView]:
     found = []
-    for path in sorted(run.rglob("*")) if run.is_dir() else []:
-        name = path.relative_to(run)
-        if path.is_file() and not path.is_symlink() and _shown(name):
-            stat = path.stat()
-            found.append(ArtifactView(path=name.as_posix(), bytes=stat.st_size, modified_at=stat.st_mtime))
-    return found
+    for folder, _, names in os.walk(run):
+        for path in (Path(folder, name) for name in names):
+            name = path.relative_to(run)
+            try:
+                status = path.lstat()
+            except FileNotFoundError:  # the job has replaced it meanwhile
+                continue
+            if stat.S_ISREG(status.st_mode) and _shown(name):
+                found.append(ArtifactView(path=name.as_posix(), bytes=status.st_size, modified_at=status.st_mtime))
+    return sorted(found, key=lambda artifact: artifact.path)
 
 
 async def checked(run: Path, name: str) -> Path:
@@ -51,10 +57,14 @@ def _checked(run: Path, name: str) -> Path:
     missing = NotFound(f"the run has no file {name!r}")
     if "\0" in name or "\\" in name:
         raise missing
-    path = (run / name).resolve()
-    if not path.is_relative_to(run.resolve()) or not _shown(path.relative_to(run.resolve())) or not path.is_file():
-        raise missing
-    return path
+    root = run.resolve()
+    try:
+        path = (run / name).resolve()
+        if path.is_relative_to(root) and _shown(path.relative_to(root)) and path.is_file():
+            return path
+    except OSError:  # no file can have this name
+        pass
+    raise missing
 
 
 def _shown(name: Path) -> bool:

@@ -28,6 +28,8 @@ from palestra.schemas.states import JobState
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
 
+AS_IT_COMES = {"cache-control": "no-store", "x-accel-buffering": "no"}  # no proxy keeps it back
+
 
 def add_job_routes(app: FastAPI, plane: ControlPlane) -> None:
     """Submit, look, cancel."""
@@ -70,8 +72,9 @@ def add_job_routes(app: FastAPI, plane: ControlPlane) -> None:
     @app.get("/jobs/{job_id}", tags=["jobs"])
     async def one(job_id: str, by: Annotated[Identity, Depends(plane.may(Action.JOB_READ))]) -> JobView:
         """One job."""
+        job = await store.job(by.tenant, job_id)
         scheduler.seen(job_id)
-        return view(await store.job(by.tenant, job_id))
+        return view(job)
 
     @app.delete("/jobs/{job_id}", tags=["jobs"])
     async def cancel(job_id: str, by: Annotated[Identity, Depends(plane.may(Action.JOB_CANCEL))]) -> JobView:
@@ -148,7 +151,7 @@ def add_reading_routes(app: FastAPI, plane: ControlPlane) -> None:
         await store.job(by.tenant, job_id)
         path = scheduler.folder_of(job_id) / LOG_FILE
         return StreamingResponse(
-            streams.log(plane, by.tenant, job_id, path, offset, follow), media_type="text/plain; charset=utf-8"
+            streams.log(plane, by.tenant, job_id, path, offset, follow), 200, AS_IT_COMES, "text/plain; charset=utf-8"
         )
 
     @app.get("/jobs/{job_id}/events", tags=["jobs"])
@@ -166,7 +169,7 @@ def add_reading_routes(app: FastAPI, plane: ControlPlane) -> None:
         place = streams.Place.of(last_event_id)
         run = scheduler.folder_of(job_id) / RUN
         return StreamingResponse(
-            streams.events(plane, by.tenant, job_id, run, place, follow), media_type="text/event-stream"
+            streams.events(plane, by.tenant, job_id, run, place, follow), 200, AS_IT_COMES, "text/event-stream"
         )
 
     @app.get("/jobs/{job_id}/artifacts", tags=["jobs"])

@@ -21,6 +21,7 @@ POLL_SECONDS = 0.5
 KEEPALIVE_SECONDS = 15.0
 CHUNK_BYTES = 2**16
 MOST_EVENTS = 500
+LARGEST = 2**53  # number of an event; more is no integer to SQLite
 
 
 class Place(NamedTuple):
@@ -44,7 +45,7 @@ class Place(NamedTuple):
         change, _, event = text.partition(".")
         if not (text.isascii() and change.isdigit() and event.isdigit() and len(text) < 40):
             raise InvalidRequest(f"Last-Event-ID is {text!r}; send one that this stream had", "last-event-id")
-        return cls(int(change), int(event))
+        return cls(min(int(change), LARGEST), min(int(event), LARGEST))
 
 
 async def events(

@@ -49,13 +49,16 @@ class FakeLauncher:
     async def find(self, job_id: str) -> str | None:
         return f"http://n1/{job_id}" if job_id in self.servers else None
 
+    async def known(self) -> list[str]:
+        return list(self.servers)
+
     async def ended(self, job_id: str) -> Ended:
         found = await asyncio.shield(self.servers[job_id].over)
         self.servers.pop(job_id, None)
         return found
 
     async def stop(self, job_id: str, grace_seconds: float) -> None:
-        if job_id in self.servers:
+        if job_id in self.servers and not self.servers[job_id].over.done():
             self.servers[job_id].stopped_with = grace_seconds
             self.end(job_id, Ending.STOPPED)
 

@@ -7,10 +7,11 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from palestra.errors import ConfigError, ServerFailed
+from palestra.errors import ConfigError, ServerFailed, StoreUnreachable
+from palestra.scheduler import scheduler as scheduler_module
 from palestra.scheduler.control_store import ControlStore
 from palestra.scheduler.fitting import Node
-from palestra.scheduler.launcher import LOG_FILE, Ending
+from palestra.scheduler.launcher import LOG_FILE, Ended, Ending, write_ended
 from palestra.scheduler.placement import Policy
 from palestra.scheduler.scheduler import Scheduler
 from palestra.scheduler.tenants import Quota
@@ -18,7 +19,7 @@ from palestra.schemas.jobs import Resources
 from palestra.schemas.states import JobState
 from unit.building import FakeClock
 from unit.scheduler import building
-from unit.scheduler.launching import FakeLauncher
+from unit.scheduler.launching import FakeLauncher, Server
 
 WHOLE = Resources(cpus=1.0, gpus=2.0)
 
@@ -258,3 +259,159 @@ async def test_a_quota_is_told_when_a_job_is_submitted_and_kept_when_it_waits(st
         assert (await store.job("a", second.job_id)).state is JobState.QUEUED
         launcher.end(first.job_id, Ending.COMPLETED)
         await until(in_state(store, second.job_id, JobState.RUNNING))
+
+
+@pytest.mark.parametrize("following", [JobState.STARTING, JobState.RUNNING, JobState.QUEUED, JobState.FAILED])
+async def test_a_job_that_is_cancelled_twice_while_a_change_is_written_ends_once(
+    store, tmp_path, following, monkeypatch
+):
+    launcher, change, held, go_on = FakeLauncher(), store.change_state, asyncio.Event(), asyncio.Event()
+
+    async def slow(job_id, expected, state, *arguments, **fields):
+        if state is not following or held.is_set():
+            return await change(job_id, expected, state, *arguments, **fields)
+        if following in (JobState.QUEUED, JobState.FAILED):  # not yet committed; else committed, and not yet answered
+            held.set()
+            await go_on.wait()
+        job = await change(job_id, expected, state, *arguments, **fields)
+        held.set()
+        await go_on.wait()
+        return job
+
+    monkeypatch.setattr(store, "change_state", slow)
+    if following in (JobState.QUEUED, JobState.FAILED):
+        launcher.error = (ServerFailed if following is JobState.QUEUED else ConfigError)("no")
+    async with scheduling(store, tmp_path, launcher) as scheduler:
+        job = await submit(store)
+        await held.wait()
+        for _ in range(2):
+            await scheduler.cancel("a", job.job_id, "enough")
+        await asyncio.sleep(0.02)
+        go_on.set()
+        over = JobState.FAILED if following is JobState.FAILED else JobState.CANCELLED
+        await until(in_state(store, job.job_id, over))
+        await until(lambda: is_empty(scheduler.running))
+        assert launcher.servers == {}
+    if following is not JobState.FAILED:
+        assert (await store.job("a", job.job_id)).reason.startswith("enough")
+
+
+async def test_cancelling_a_start_once_more_does_not_disturb_what_clears_up(store, tmp_path):
+    launcher, clears = FakeLauncher(quick=False), asyncio.Event()
+    start = launcher.start
+
+    async def slow_to_clear(order):
+        try:
+            return await start(order)
+        except asyncio.CancelledError:
+            await asyncio.sleep(0.05)
+            clears.set()
+            raise
+
+    launcher.start = slow_to_clear
+    async with scheduling(store, tmp_path, launcher) as scheduler:
+        job = await submit(store)
+        await until(lambda: is_true(job.job_id in launcher.servers))
+        for _ in range(3):
+            await scheduler.cancel("a", job.job_id, "enough")
+        await until(in_state(store, job.job_id, JobState.CANCELLED))
+        assert clears.is_set()
+
+
+async def test_a_cluster_that_does_not_answer_for_a_moment_holds_nothing_up(store, tmp_path, monkeypatch):
+    monkeypatch.setattr(scheduler_module, "LOOK_SECONDS", 0.01)
+    launcher = FakeLauncher()
+    nodes, launcher.nodes = launcher.nodes, no_answer
+    async with scheduling(store, tmp_path, launcher):
+        job = await submit(store)
+        await asyncio.sleep(0.05)
+        launcher.nodes = nodes
+        await until(in_state(store, job.job_id, JobState.RUNNING))
+
+
+async def no_answer():
+    raise ServerFailed("the cluster does not answer")
+
+
+async def test_an_error_that_nobody_foresaw_in_a_start_is_told_and_counted(store, tmp_path):
+    launcher = FakeLauncher()
+    launcher.error = ValueError("what is this?")
+    async with scheduling(store, tmp_path, launcher):
+        job = await submit(store, restarts_limit=1)
+        await until(in_state(store, job.job_id, JobState.FAILED))
+    assert (await store.job("a", job.job_id)).reason == "lost 2 times, at last: ValueError: what is this?"
+
+
+async def test_the_end_of_a_job_is_written_down_when_the_database_is_back(store, tmp_path, monkeypatch):
+    monkeypatch.setattr(scheduler_module, "LOOK_SECONDS", 0.01)
+    launcher, change, failures = FakeLauncher(), store.change_state, [1, 2, 3]
+
+    async def broken(*arguments, **fields):
+        if arguments[2] is JobState.COMPLETED and failures:
+            failures.pop()
+            raise StoreUnreachable("away")
+        return await change(*arguments, **fields)
+
+    monkeypatch.setattr(store, "change_state", broken)
+    async with scheduling(store, tmp_path, launcher):
+        job = await submit(store)
+        await until(in_state(store, job.job_id, JobState.RUNNING))
+        launcher.end(job.job_id, Ending.COMPLETED)
+        await until(in_state(store, job.job_id, JobState.COMPLETED))
+
+
+async def test_a_job_whose_watch_failed_is_adopted_and_holds_what_it_has(store, tmp_path, monkeypatch):
+    monkeypatch.setattr(scheduler_module, "LOOK_SECONDS", 0.01)
+    launcher, change, failures = FakeLauncher(), store.change_state, [1]
+
+    async def broken(*arguments, **fields):
+        if arguments[2] is JobState.RUNNING and failures:
+            failures.pop()
+            raise StoreUnreachable("away")
+        return await change(*arguments, **fields)
+
+    monkeypatch.setattr(store, "change_state", broken)
+    async with scheduling(store, tmp_path, launcher) as scheduler:
+        job = await submit(store)
+        await until(in_state(store, job.job_id, JobState.RUNNING))
+        assert (launcher.started, list(scheduler.running)) == ([job.job_id], [job.job_id])
+
+
+async def test_a_start_that_the_end_of_a_scheduler_broke_off_is_not_the_fault_of_the_job(store, tmp_path):
+    launcher = FakeLauncher(quick=False)
+    async with scheduling(store, tmp_path, launcher):
+        job = await submit(store, restarts_limit=0)
+        await until(lambda: is_true(job.job_id in launcher.servers))
+    assert launcher.servers == {}
+    launcher.quick = True
+    async with scheduling(store, tmp_path, launcher):
+        await until(in_state(store, job.job_id, JobState.RUNNING))
+
+
+async def test_what_is_left_of_jobs_that_are_over_is_ended_and_what_others_run_is_not(store, tmp_path):
+    launcher = FakeLauncher()
+    async with scheduling(store, tmp_path, launcher):
+        job = await submit(store)
+        await until(in_state(store, job.job_id, JobState.RUNNING))
+        order = launcher.servers[job.job_id].order
+        launcher.end(job.job_id, Ending.COMPLETED)
+        await until(in_state(store, job.job_id, JobState.COMPLETED))
+    for name in (job.job_id, "job-of-another-scheduler"):
+        launcher.servers[name] = Server(order)
+    async with scheduling(store, tmp_path, launcher) as scheduler:
+        await scheduler.ready.wait()
+        assert launcher.servers[job.job_id].stopped_with == 0.0
+        assert launcher.servers["job-of-another-scheduler"].stopped_with is None
+
+
+async def test_a_server_that_ended_while_nobody_listened_has_left_how(store, tmp_path):
+    launcher = FakeLauncher()
+    async with scheduling(store, tmp_path, launcher) as scheduler:
+        job = await submit(store, restarts_limit=0)
+        await until(in_state(store, job.job_id, JobState.RUNNING))
+        folder = scheduler.folder_of(job.job_id)
+    folder.mkdir(parents=True)
+    write_ended(folder, Ended(ending=Ending.COMPLETED))
+    del launcher.servers[job.job_id]
+    async with scheduling(store, tmp_path, launcher):
+        await until(in_state(store, job.job_id, JobState.COMPLETED))

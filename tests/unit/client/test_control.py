@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import httpx2
+import pytest
+
+from palestra.client import control as control_module
+from palestra.client.client import AsyncClient
+from palestra.client.control import ControlClient
+from palestra.errors import ConfigError, ConnectionLost, JobOver
+
+VIEW = {
+    **dict.fromkeys(("name", "user", "kind", "priority", "reason"), "x"),
+    **dict.fromkeys(("attached", "cancel_requested"), False),
+    **dict.fromkeys(("created_at", "changed_at"), 0.0),
+    **dict.fromkeys(("starts", "restarts_left"), 1),
+    "job_id": "j",
+    "state": "completed",
+    "resources": {},
+    "node": None,
+    "config": {},
+    "log_tail": None,
+}
+
+
+class Pieces(httpx2.SyncByteStream):
+    """A body in pieces; an exception among them breaks it off."""
+
+    def __init__(self, *pieces) -> None:
+        self._pieces = pieces
+
+    def __iter__(self):
+        for piece in self._pieces:
+            if isinstance(piece, Exception):
+                raise piece
+            yield piece
+
+
+def answering(monkeypatch, answer) -> ControlClient:
+    client = ControlClient("http://control", "key", retry_seconds=0.2)
+    client._http = httpx2.Client(transport=httpx2.MockTransport(answer), base_url="http://control")
+    return client
+
+
+def test_a_log_may_be_cut_within_a_character_also_where_the_connection_is_lost(monkeypatch):
+    text = "über 学习\n".encode()
+    asked = []
+
+    def answer(request):
+        if not request.url.path.endswith("/logs"):
+            return httpx2.Response(200, json=VIEW)
+        offset = int(request.url.params["offset"])
+        asked.append(offset)
+        pieces = [text[i : i + 1] for i in range(offset, len(text))]
+        broken = [*pieces[:7], httpx2.ReadError("gone")] if offset == 0 else pieces
+        return httpx2.Response(200, stream=Pieces(*broken))
+
+    with answering(monkeypatch, answer) as client:
+        assert "".join(client.job("j").logs()) == text.decode()
+    assert asked == [0, 7]
+
+
+def test_a_connection_that_is_lost_after_a_long_silence_is_made_anew(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(control_module.time, "monotonic", lambda: now[0])
+    asked = []
+
+    def answer(request):
+        if not request.url.path.endswith("/events"):
+            return httpx2.Response(200, json=VIEW)
+        asked.append(request.headers.get("last-event-id"))
+        if len(asked) > 1:
+            return httpx2.Response(200, stream=Pieces(b'id: 1.1\nevent: step\ndata: {"step": 1}\n\n'))
+        now[0] += 3600
+        first = b'id: 1.0\nevent: state\ndata: {"state": "running"}\n\n: still here\n\n'
+        return httpx2.Response(200, stream=Pieces(first, httpx2.ReadError("gone")))
+
+    with answering(monkeypatch, answer) as client:
+        assert [event.kind for event in client.job("j").events()] == ["state", "step"]
+    assert asked == [None, "1.0"]
+
+
+@pytest.mark.parametrize(
+    ("url", "key"),
+    [("localhost:7400", "k"), ("ftp://host", "k"), ("http://host:x", "k"), ("http://host", "ключ")],
+)
+def test_what_can_be_no_address_or_key_is_said_at_once(url, key):
+    with pytest.raises(ConfigError):
+        ControlClient(url, key)
+
+
+async def test_a_server_that_is_back_somewhere_else_is_found_once_for_all_calls():
+    found = []
+
+    def find():
+        found.append(1)
+        return "http://new", "key"
+
+    def answer(request):
+        if request.url.host == "old":
+            raise httpx2.ConnectError("refused")
+        return httpx2.Response(200, json={"status": "finished", "job_state": "completed"})
+
+    async with AsyncClient("http://old", "key", find=find) as client:
+        client._http = httpx2.AsyncClient(transport=httpx2.MockTransport(answer))
+        assert await client.begin_episode() is None
+        assert await client.begin_episode() is None
+    assert found == [1]
+
+
+async def test_a_job_that_is_over_has_no_more_episodes_and_one_that_is_not_found_is_lost():
+    def over():
+        raise JobOver("job j is cancelled: enough")
+
+    def refused(request):
+        raise httpx2.ConnectError("refused")
+
+    for find, raised in ((over, None), (None, ConnectionLost), (lambda: ("http://old", "key"), ConnectionLost)):
+        async with AsyncClient("http://old", "key", find=find, retry_seconds=0.2) as client:
+            client._http = httpx2.AsyncClient(transport=httpx2.MockTransport(refused))
+            if raised is None:
+                assert await client.begin_episode() is None
+            else:
+                with pytest.raises(raised):
+                    await client.begin_episode()
