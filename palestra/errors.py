@@ -25,6 +25,7 @@
     ├── RolloutFailed            500  an episode that Palestra played itself could not be finished
     ├── WorkersCrash                 500  worker processes die as soon as they are started
     ├── ServerFailed                 503  a model server could not be started
+    │   └── MachineGone              503  the machine that was chosen for it is dead
     ├── ModelError                   500  weights are missing or can't be used
     ├── CheckpointError              500  no checkpoint can be read
     └── StoreError                   500  a store is damaged, of another version, or in use
@@ -211,6 +212,10 @@ class ServerFailed(PalestraError):
 
     http_status = 503
     retryable = True
+
+
+class MachineGone(ServerFailed):
+    """The machine that was chosen for a model server is dead; its job waits for another one."""
 
 
 class ModelError(PalestraError):

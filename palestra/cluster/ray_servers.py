@@ -19,12 +19,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from palestra.cluster.model_server import ModelServer
 from palestra.cluster.ray_cluster import NAMESPACE, disconnect
-from palestra.errors import PalestraError, ServerFailed
+from palestra.errors import MachineGone, PalestraError, ServerFailed
 from palestra.scheduler.fitting import Node
 from palestra.scheduler.launcher import Ended, Ending, ServerOrder
 
 log = logging.getLogger("palestra.cluster")
 ROOM_SECONDS = 60.0  # for a machine to have free what is free by our books; it may be gone meanwhile
+NODE_SECONDS = 2.0  # between two looks at whether the machine that was chosen is there
 START_SECONDS = 600.0  # a large model takes a while to load
 PING_SECONDS, PING_LIMIT_SECONDS = 5.0, 30.0  # a server that does not answer for so long is killed
 GIB = 2**30
@@ -74,7 +75,7 @@ class RayServers:
                 bundle_label_selector=[{"ray.io/node-id": order.node}],  # elsewhere it would take what is another's
             )
             async with asyncio.timeout(ROOM_SECONDS):
-                await group.ready()
+                await _until_ready(group, order.node)
             async with asyncio.timeout(START_SECONDS):
                 actor = make.options(
                     max_restarts=0,
@@ -198,25 +199,50 @@ def _group(job_id: str) -> PlacementGroup | None:
     return found
 
 
-async def _result(actor: Any) -> Ended:
+async def _until_ready(group: PlacementGroup, node_id: str) -> None:
+    """Wait until the group holds its resources.
+
+    Raises:
+        MachineGone: the machine is dead, which Ray says only a while after the end of what ran on it.
+    """
+    ready = asyncio.ensure_future(_awaited(group.ready()))
     try:
-        found: Ended = await actor.ended.remote()
-    except ray.exceptions.RayError as error:
-        return Ended(ending=Ending.LOST, reason=f"its process or its machine is gone: {_first_line(error)}")
-    return found
+        while not ready.done():
+            await asyncio.wait({ready}, timeout=NODE_SECONDS)
+            nodes = await asyncio.to_thread(ray.nodes)
+            if not any(node["NodeID"] == node_id and node["Alive"] for node in nodes):
+                raise MachineGone(f"node {node_id[:12]} is gone; it is started elsewhere")
+        ready.result()
+    finally:
+        ready.cancel()
+
+
+async def _awaited(reference: Any) -> Any:
+    return await reference
+
+
+async def _result(actor: Any) -> Ended:
+    while True:
+        try:
+            found: Ended = await actor.ended.remote()
+        except ray.exceptions.ActorUnavailableError:  # for a while, perhaps; `_until_silent` says when it is too long
+            await asyncio.sleep(1.0)
+        except ray.exceptions.RayError as error:
+            return Ended(ending=Ending.LOST, reason=f"its process or its machine is gone: {_first_line(error)}")
+        else:
+            return found
 
 
 async def _until_silent(actor: Any) -> None:
     """Return when it has not answered for long; its death is noticed elsewhere, at once."""
-    while True:
+    clock = asyncio.get_running_loop().time
+    answered = clock()
+    while clock() - answered < PING_LIMIT_SECONDS:
         await asyncio.sleep(PING_SECONDS)
-        try:
-            async with asyncio.timeout(PING_LIMIT_SECONDS):
+        with contextlib.suppress(TimeoutError, ray.exceptions.RayError):
+            async with asyncio.timeout(max(answered + PING_LIMIT_SECONDS - clock(), 0.1)):
                 await actor.ping.remote()
-        except TimeoutError:
-            return
-        except ray.exceptions.RayError:
-            await asyncio.Event().wait()
+            answered = clock()
 
 
 def _first_line(error: Exception) -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from palestra.errors import InvalidRequest
+
+MOST_COMPILED = 256  # grammars of one tokenizer that are kept: compiling takes a thousand times as long as copying
 
 
 class Grammars:
@@ -17,6 +20,7 @@ class Grammars:
         """`tokenizer` is a fast tokenizer of transformers; `vocab_size` is the model's, which may be larger."""
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._prepared: Any = None
+        self._compiled: OrderedDict[str, Any] = OrderedDict()  # at their beginning; the one used last comes last
 
     def matcher(self, grammar: str) -> Matcher:
         """A matcher at the beginning of a reply.
@@ -29,10 +33,15 @@ class Grammars:
 
         if self._prepared is None:
             self._prepared = from_tokenizer(self._tokenizer, n_vocab=self._vocab_size)
-        found = LLMatcher(self._prepared, grammar)
-        if found.is_error():
-            raise InvalidRequest(f"the grammar can't be used: {found.get_error()}", "response_format")
-        return Matcher(found, self._vocab_size)
+        found = self._compiled.pop(grammar, None)
+        if found is None:
+            found = LLMatcher(self._prepared, grammar)
+            if found.is_error():
+                raise InvalidRequest(f"the grammar can't be used: {found.get_error()}", "response_format")
+        self._compiled[grammar] = found
+        if len(self._compiled) > MOST_COMPILED:
+            self._compiled.popitem(last=False)
+        return Matcher(found.deep_copy(), self._vocab_size)
 
 
 def unpack_bits(bits: Tensor, vocab_size: int) -> Tensor:

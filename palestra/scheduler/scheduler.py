@@ -13,7 +13,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from palestra.errors import ConfigError, Conflict, IllegalTransition, NotFound, PalestraError, StoreUnreachable
+from palestra.errors import (
+    ConfigError,
+    Conflict,
+    IllegalTransition,
+    MachineGone,
+    NotFound,
+    PalestraError,
+    StoreUnreachable,
+)
 from palestra.ledger.store import Bell
 from palestra.scheduler.control_store import ControlStore
 from palestra.scheduler.fitting import GpuShare, Node, RunningJob, counted, devices_for
@@ -246,6 +254,8 @@ class Scheduler:
             return Ended(ending=Ending.STOPPED)
         except ConfigError as error:  # starting it again would not help
             return Ended(ending=Ending.FAILED, reason=str(error))
+        except MachineGone as error:  # no fault of the job
+            return Ended(ending=Ending.STOPPED, reason=str(error))
         except PalestraError as error:
             return Ended(ending=Ending.LOST if error.retryable else Ending.FAILED, reason=str(error))
         except Exception as error:

@@ -18,6 +18,9 @@ import psutil
 import pytest
 from servers import free_port, until
 
+# How Ray notices that a machine is gone: after 3 s here, on its own it takes 15 s and more.
+HEALTH = {"initial_delay_ms": "1000", "period_ms": "1000", "timeout_ms": "2000", "failure_threshold": "3"}
+
 
 @dataclass
 class Node:
@@ -56,15 +59,14 @@ class Nodes:
 
     @property
     def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
+        return f"{self.nodes[0].address}:{self.port}"
 
     def add(self, *, cpus: int, gpus: int = 0, settings: Mapping[str, str] | None = None) -> Node:
         """Start a node; `settings` are variables that its model servers will have."""
         number = len(self.nodes)
-        here = f"127.0.0.{number + 1}"
-        where = [f"--address={self.address}"]
-        if number == 0:
-            where = ["--head", f"--port={self.port}", "--include-dashboard=false"]
+        here = f"127.0.0.{number + 2}"  # of 127.0.0.1 Ray makes the address of the network card
+        head = ["--head", f"--port={self.port}", "--include-dashboard=false"]
+        where = [f"--address={self.address}"] if self.nodes else head
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *where, f"--node-ip-address={here}"]
         command += ["--disable-usage-stats", f"--num-cpus={cpus}", f"--num-gpus={gpus}"]
         command += [f"--object-store-memory={128 * 2**20}"]
@@ -93,6 +95,8 @@ def cluster(folder: Path) -> Iterator[Nodes]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "token")
         patch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
+        for name, value in HEALTH.items():
+            patch.setenv(f"RAY_health_check_{name}", value)
         nodes = Nodes(folder)
         try:
             yield nodes

@@ -11,7 +11,7 @@ from nodes import Nodes, closed, cluster
 from service import GAMES, Service, metrics_of, until
 
 pytestmark = pytest.mark.service
-SLOW = GAMES | {"engine": {"kind": "scripted", "scripted_tokens": 3, "scripted_delay_seconds": 0.05}, "steps": 6}
+SLOW = GAMES | {"engine": {"kind": "scripted", "scripted_tokens": 3, "scripted_delay_seconds": 0.05}, "steps": 12}
 
 
 @pytest.fixture(scope="module")
@@ -51,13 +51,12 @@ def test_the_jobs_of_a_machine_that_is_lost_go_on_at_another_and_end_as_if_nothi
 
     lost_node.kill()
     view = lost.wait()
-    assert (view.state, view.starts, view.restarts_left) == ("completed", 2, 2), view
-    assert [change.following for change in lost.changes()] == (
-        ["queued", "starting", "running"] * 2 + ["completed"]
-    )
-    reasons = [change.reason for change in lost.changes()]
-    assert "goes on from its last checkpoint" in reasons[3], reasons
-    assert reasons[1] != reasons[4], "it was started on the same machine again"
+    assert (view.state, view.restarts_left) == ("completed", 2), view  # lost once, however often a start was tried
+    changes = lost.changes()
+    assert [change.following for change in changes[:4]] == ["queued", "starting", "running", "queued"]
+    assert "goes on from its last checkpoint" in changes[3].reason
+    starts = [change.reason for change in changes if change.following == "starting"]
+    assert starts[0] != starts[-1], "it is said to run on the machine that is gone"
     assert closed(lost_node.address, port)
 
     view = undisturbed.wait()
@@ -65,9 +64,12 @@ def test_the_jobs_of_a_machine_that_is_lost_go_on_at_another_and_end_as_if_nothi
     assert metrics_of(service, lost.job_id) == metrics_of(service, undisturbed.job_id)
     assert weights_of(service, lost.job_id) == weights_of(service, undisturbed.job_id)
 
-    machines = control.request("GET", "/cluster")["nodes"]
-    assert sorted(node["alive"] for node in machines) == [False, True]
-    (left,) = (node for node in machines if node["alive"])
+    def alive() -> list[dict]:
+        return [node for node in control.request("GET", "/cluster")["nodes"] if node["alive"]]
+
+    until(lambda: len(alive()) == 1, "one is dead")
+    assert len(control.request("GET", "/cluster")["nodes"]) == 2
+    (left,) = alive()
     assert (left["free_cpus"], left["free_gpus"], left["jobs"]) == (3.0, 1.0, 0)
     whole = control.submit(GAMES, cpus=3, gpus=1)  # nothing is held in Ray's own books either
     assert whole.wait().state == "completed"
