@@ -2,7 +2,7 @@
 
 python bench/run.py                        everything (about half an hour)
 python bench/run.py --only data-plane      one part, or several with commas (step,engine,merging,rollouts,
-                                           placement,data-plane,episodes)
+                                           placement,service,data-plane,episodes)
 python bench/run.py --quick                the same with fewer and shorter runs, for looking at a change
 """
 
@@ -21,6 +21,7 @@ import episodes
 import merging
 import placement
 import rollouts
+import service
 import step
 from figures import Part, show, write
 from load_runs import Runs
@@ -35,6 +36,7 @@ PARTS: dict[str, Callable[[Part, argparse.Namespace], None]] = {
     "merging": lambda part, arguments: merging.run(part, arguments.quick),
     "rollouts": lambda part, arguments: rollouts.run(part, arguments.quick),
     "placement": lambda part, arguments: placement.run(part, arguments.quick),
+    "service": lambda part, arguments: service.run(part, arguments.quick),
     "data-plane": lambda part, arguments: data_plane.run(part, QUICK if arguments.quick else FULL),
     "episodes": lambda part, arguments: episodes.run(part, QUICK if arguments.quick else FULL),
 }

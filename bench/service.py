@@ -1,0 +1,312 @@
+"""The service: jobs from submission to their end through the real API, scheduler and Ray; many that run at once; and
+what a claim costs in a run store that has much in it.
+
+python bench/service.py jobs|ramp|claims [--count N] [--through N]        one of them alone, as one JSON line
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import numpy as np
+import psutil
+import sqlalchemy as sa
+from figures import Part
+from processes import ROOT, BenchError
+
+from palestra.client.control import OVER, ControlClient, Job
+from palestra.cluster.ray_cluster import stop_local
+from palestra.config.job import RolloutConfig, StoreConfig
+from palestra.ledger.store import RunStore
+from palestra.ledger.tables import episodes
+from palestra.schemas.records import Task
+from palestra.schemas.states import EpisodeState
+
+JOBS_TABLE = "Jobs from submission to their end: one step of 2 episodes, scripted engine"
+RAMP_TABLE = "Jobs that run at the same time, scripted engine"
+CLAIMS_TABLE = "One claim after another, run store on disk (synchronous=FULL), in process"
+SLOTS = 2  # as many as start at once, so that only the slot is waited for
+STORED = (1_000, 100_000, 1_000_000)
+GROUP = 1_000
+OPEN = 2_000  # episodes that wait for a worker; the others stored are completed
+CLAIMS = 500
+JOB_GIB, KEPT_GIB = 0.13, 6.0  # what a scripted job is expected to take, and what is left to others
+RAMP_LIMIT_SECONDS = 1800.0
+ENGINE = {"kind": "scripted", "scripted_tokens": 3}
+SHORT = {
+    "steps": 1,
+    "engine": ENGINE,
+    "environment": {"name": "frozen-lake", "settings": {"impossible_reward": -1.0}, "train_tasks": 1},
+    "rollout": {"group_size": 2, "groups_per_step": 1},
+    "evaluation": {"every_steps": 0},
+}
+ENDLESS = SHORT | {"steps": 1_000_000, "engine": {**ENGINE, "scripted_delay_seconds": 2.0}}
+
+
+def run(part: Part, quick: bool) -> None:
+    """Each with a service of its own."""
+    add_claims(part, STORED[:2] if quick else STORED)
+    add_jobs(part, 40 if quick else 1_000, 40 if quick else 200)
+    add_ramp(part, 6 if quick else 100)
+
+
+# Jobs
+
+
+@contextmanager
+def service(slots: int) -> Iterator[ControlClient]:
+    """`palestra serve` with a local Ray cluster and a durable store; both are ended, whatever still runs on them."""
+    (ROOT / "runs").mkdir(exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="bench-", dir=ROOT / "runs"))
+    log, process = folder / "serve.log", None
+    words = ["serve", "--state-dir", folder / "state", "--port", 0, "--cpus", slots, "--gpus", 0, "--insecure-no-auth"]
+    try:
+        with log.open("wb") as out:
+            command = [str(word) for word in (Path(sys.executable).with_name("palestra"), *words)]
+            process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+        url = _until(lambda: re.search(r"control plane at (http://\S+),", log.read_text()), 90, process, log)[1]
+        with ControlClient(url) as control:
+            yield control
+    finally:
+        if process is not None:
+            process.kill()
+            process.wait()
+        stop_local(folder / "state")
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def jobs_through(count: int, through: int) -> dict[str, Any]:
+    """Submit them one after another while nothing starts; then let the first `through` of them run, two at a time."""
+    with service(SLOTS) as control:
+        control.request("POST", "/cluster/drain", json={"on": True})
+        submits: list[float] = []
+        jobs: list[Job] = []
+        for _ in range(count):
+            begin = time.perf_counter()
+            jobs.append(control.submit(SHORT))
+            submits.append(time.perf_counter() - begin)
+        lists = [_seconds(lambda: control.request("GET", "/jobs")) for _ in range(50)]
+        control.request("POST", "/cluster/drain", json={"on": False})
+        begin = time.perf_counter()
+        for job in jobs[:through]:
+            while (view := job.view()).state not in OVER:
+                time.sleep(0.2)
+            if view.state != "completed":
+                raise BenchError(f"{view.job_id} is {view.state}: {view.reason}")
+        seconds = time.perf_counter() - begin
+        gaps, starts = freed_to_next(jobs[:through])
+    return {"submits": submits, "lists": lists, "gaps": gaps, "starts": starts, "seconds": seconds}
+
+
+def freed_to_next(jobs: list[Job]) -> tuple[list[float], list[float]]:
+    """Seconds from each end to the start that it made room for; and from each start until the server listens."""
+    at: dict[str, list[float]] = {"starting": [], "running": [], "completed": []}
+    took = []
+    for job in jobs:
+        mine = {change.following: change.at for change in job.changes()}
+        for state, times in at.items():
+            times.append(mine[state])
+        took.append(mine["running"] - mine["starting"])
+    starts, ends = sorted(at["starting"]), sorted(at["completed"])
+    return [start - end for end, start in zip(ends, starts[SLOTS:], strict=False)], took
+
+
+def add_jobs(part: Part, count: int, through: int) -> None:
+    """A row."""
+    found = jobs_through(count, through)
+    part.add(
+        JOBS_TABLE,
+        f"{count:,} submitted, {through:,} run, {SLOTS} slots",
+        f"python bench/service.py jobs --count {count} --through {through}",
+        submit__p50__ms=[_ms(found["submits"], 50)],
+        submit__p99__ms=[_ms(found["submits"], 99)],
+        list__p99__ms=[_ms(found["lists"], 99)],
+        jobs_per_s=[through / found["seconds"]],
+        start__p50__s=[_ms(found["starts"], 50) / 1e3],
+        freed__slot__to__next__start__p50__ms=[_ms(found["gaps"], 50)],
+        p99__ms=[_ms(found["gaps"], 99)],
+    )
+
+
+# Many at once
+
+
+def most_jobs(wanted: int) -> int:
+    """As many as there is memory for now."""
+    free = psutil.virtual_memory().available / 2**30 - KEPT_GIB
+    return max(min(wanted, int(free / JOB_GIB)), 1)
+
+
+def ramp(count: int) -> dict[str, Any]:
+    """Submit jobs that do not end, wait until all run, and cancel them; somebody asks for the list all along."""
+    with service(count) as control:
+        asked: list[float] = []
+        over = threading.Event()
+        asking = threading.Thread(target=_ask, args=(control.url, asked, over))
+        asking.start()
+        try:
+            free = psutil.virtual_memory().available
+            begin = time.perf_counter()
+            jobs = [control.submit(ENDLESS) for _ in range(count)]
+            _wait_for(control, "running", count)
+            ramped = time.perf_counter() - begin
+            gib = (free - psutil.virtual_memory().available) / 2**30 / count
+            time.sleep(5.0)
+            begin = time.perf_counter()
+            for job in jobs:
+                job.cancel()
+            _wait_for(control, "cancelled", count)
+            cancelled = time.perf_counter() - begin
+        finally:
+            over.set()
+            asking.join()
+        starts = sum(view.starts for view in control.jobs())
+    if starts != count:
+        raise BenchError(f"{count} jobs were started {starts} times")
+    return {"asked": asked, "ramp_seconds": ramped, "cancel_seconds": cancelled, "gib": gib}
+
+
+def _ask(url: str, asked: list[float], over: threading.Event) -> None:
+    """`GET /jobs` ten times a second; an error counts as a wait without end."""
+    with httpx2.Client(base_url=url, timeout=60.0) as http:
+        while not over.wait(0.1):
+            begin = time.perf_counter()
+            try:
+                good = http.get("/jobs").status_code == 200
+            except httpx2.TransportError:
+                good = False
+            asked.append(time.perf_counter() - begin if good else float("inf"))
+
+
+def _wait_for(control: ControlClient, state: str, count: int) -> None:
+    until = time.monotonic() + RAMP_LIMIT_SECONDS
+    while True:
+        states = [view.state for view in control.jobs()]
+        if states.count(state) == count:
+            return
+        if "failed" in states or time.monotonic() > until:
+            raise BenchError(f"jobs are {sorted(states)}; {state} was expected of all")
+        time.sleep(0.5)
+
+
+def add_ramp(part: Part, wanted: int) -> None:
+    """A row, with as many jobs as fit."""
+    count = most_jobs(wanted)
+    if count < wanted:
+        part.notes.append(f"{RAMP_TABLE}: {count} in place of {wanted}, for that is what there was memory for")
+    found = ramp(count)
+    part.add(
+        RAMP_TABLE,
+        f"{count} jobs",
+        f"python bench/service.py ramp --count {count}",
+        until__all__run__s=[found["ramp_seconds"]],
+        list__p50__ms=[_ms(found["asked"], 50)],
+        list__p99__ms=[_ms(found["asked"], 99)],
+        list__max__ms=[_ms(found["asked"], 100)],
+        GiB_per_job=[found["gib"]],
+        until__all__are__cancelled__s=[found["cancel_seconds"]],
+    )
+
+
+# Claims
+
+
+def claims_among(stored: int) -> dict[str, Any]:
+    """Claim in a store with so many episodes: wall seconds of each claim, and the process's CPU seconds."""
+    (ROOT / "runs").mkdir(exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="bench-", dir=ROOT / "runs"))
+    try:
+        with RunStore(folder / "run.db", RolloutConfig(), StoreConfig()) as store:
+            return asyncio.run(_claims(store, stored))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+async def _claims(store: RunStore, stored: int) -> dict[str, Any]:
+    size = min(GROUP, stored)
+    for number in range(stored // size):
+        task = Task(task_id=f"t{number}", data={"question": f"What is {number} + {number}?"})
+        await store.register_group("train", number, number // 8 + 1, task, size)
+    last_groups = stored // size - min(OPEN, stored) // size
+    over = sa.update(episodes).where(episodes.c.group_index < last_groups).values(state=EpisodeState.COMPLETED.value)
+    await store.write(lambda c: c.execute(over).rowcount)
+    for number in range(50):  # warm
+        await store.claim("worker", f"warm-{number}", None)
+    seconds = []
+    cpu = time.process_time()
+    for number in range(CLAIMS):
+        begin = time.perf_counter()
+        claimed = await store.claim("worker", f"claim-{number}", None)
+        seconds.append(time.perf_counter() - begin)
+        if claimed is None:
+            raise BenchError("there was nothing left to claim")
+    return {"seconds": seconds, "cpu": (time.process_time() - cpu) / CLAIMS}
+
+
+def add_claims(part: Part, sizes: tuple[int, ...]) -> None:
+    """A row for each size."""
+    for stored in sizes:
+        found = claims_among(stored)
+        part.add(
+            CLAIMS_TABLE,
+            f"{stored:,} episodes stored",
+            f"python bench/service.py claims --count {stored}",
+            CPU__ms_per_claim=[1e3 * found["cpu"]],
+            p50__ms=[_ms(found["seconds"], 50)],
+            p99__ms=[_ms(found["seconds"], 99)],
+        )
+
+
+def _until(condition: Callable[[], Any], seconds: float, process: subprocess.Popen[bytes], log: Path) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise BenchError(f"palestra serve did not start:\n{log.read_text(errors='replace')[-2000:]}")
+        time.sleep(0.05)
+    return found
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def _ms(seconds: list[float], percent: float) -> float:
+    return 1e3 * float(np.percentile(seconds, percent, method="higher"))
+
+
+def main() -> None:
+    """Print what was found."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("jobs", "ramp", "claims"))
+    parser.add_argument("--count", type=int, default=40)
+    parser.add_argument("--through", type=int, help="of the jobs: so many are run to their end (default: all)")
+    arguments = parser.parse_args()
+    part = Part(name="service")
+    {
+        "jobs": lambda part, count: add_jobs(part, count, arguments.through or count),
+        "ramp": add_ramp,
+        "claims": lambda part, count: add_claims(part, (count,)),
+    }[arguments.what](part, arguments.count)
+    for note in part.notes:
+        print(note, file=sys.stderr)
+    print(json.dumps({figure.column: round(figure.median, 4) for figure in part.figures}))
+
+
+if __name__ == "__main__":
+    main()
