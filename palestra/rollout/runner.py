@@ -69,11 +69,21 @@ class Runner:
         if reset_kwargs is not None:
             request = uuid.uuid4().hex
             name = await store.register_adhoc(Task(task_id=f"t{request[:15]}", data=dict(reset_kwargs)), request)
-        claim = await store.claim(self.worker_id, uuid.uuid4().hex, None, name)
+        claim = await self._claim(name)
         if claim is None:
             return None
         await self.play_claim(claim)
         return (await store.trajectories([claim.episode.episode_id]))[0]
+
+    async def _claim(self, name: str | None) -> Claim | None:
+        """Where it is cancelled, what was claimed meanwhile is given back."""
+        claiming = asyncio.ensure_future(self._store.claim(self.worker_id, uuid.uuid4().hex, None, name))
+        try:
+            return await asyncio.shield(claiming)
+        except asyncio.CancelledError:
+            if (claim := await claiming) is not None:
+                await self.give_back(claim.episode, Termination.CANCELLED, "the job was stopped")
+            raise
 
     async def play_claim(self, claim: Claim) -> Collected:
         """Play a claimed episode to its end, and hand in its reward.

@@ -83,7 +83,7 @@ async def test_too_many_calls_are_429_with_retry_after_and_the_openai_client_get
     assert int(caught.value.response.headers["retry-after"]) >= 1
     assert caught.value.response.headers["x-should-retry"] == "true"
     assert "limit" in caught.value.message
-    assert reply.parse().choices[0].message.content
+    assert reply.parse().choices[0].message.content is not None
     assert int(reply.http_request.headers["x-stainless-retry-count"]) >= 1
     assert plane.status()["calls"]["calls_refused"] >= refused_before + 2
 

@@ -25,6 +25,8 @@ def life(url, name, lines, fault):
         [sys.executable, str(SCRIPT), url, name], env=environment, stdout=subprocess.PIPE, text=True
     ) as process:
         for count, line in enumerate(process.stdout, 1):
+            if not line.endswith("\n"):  # it was killed in the middle of it
+                break
             key, job_id, state = line.split()
             told[key] = (job_id, state)
             if count == lines:
