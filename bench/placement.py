@@ -11,7 +11,6 @@ import argparse
 import gc
 import json
 import random
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -125,7 +124,7 @@ def measured(jobs: int, count: int, repeats: int) -> Iterator[tuple[str, int, li
 def run(part: Part, quick: bool) -> None:
     """A row for each case."""
     repeats = 3 if quick else 15
-    command = f"{sys.executable} bench/placement.py --repeats {repeats}"
+    command = f".venv/bin/python bench/placement.py --repeats {repeats}"
     for name, starts, seconds in measured(10_000, 125, repeats):
         part.add(TABLE, name, command, CPU__ms=[1e3 * value for value in seconds], jobs__started=[starts])
 
