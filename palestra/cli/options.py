@@ -88,19 +88,11 @@ def load_tasks(
     if ":" in source and not Path(source).is_file():
         train, held_out = load_function(source)()
         return train, held_out
-    return _lines(Path(source)), [] if validation is None else _lines(validation)
+    from palestra.cluster.tasks import read_tasks
 
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    try:
-        found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"{path}: {error}") from error
-    if not all(isinstance(task, dict) for task in found):
-        raise ConfigError(f"{path}: a task is a JSON object, one a line")
-    return found
+    paths = [Path(source), *([] if validation is None else [validation])]
+    train, *others = [[{"id": task.task_id, **task.data} for task in read_tasks(path)] for path in paths]
+    return train, [task for held_out in others for task in held_out]
 
 
 def load_function(reference: str) -> Any:

@@ -31,6 +31,9 @@ def add(commands: Any) -> None:
     parser.add_argument("--gpus", type=int, help="likewise GPUs")
     parser.add_argument("--memory-gib", type=float, help="likewise memory")
     parser.add_argument(
+        "--new-admin-key", action="store_true", help="print one more key of the first admin, where all are lost"
+    )
+    parser.add_argument(
         "--insecure-no-auth", action="store_true", help="no keys: whoever reaches it is the operator; loopback only"
     )
 
@@ -49,6 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
         ray_address=arguments.ray_address,
         local=LocalRay(cpus=arguments.cpus, gpus=arguments.gpus, memory_gib=arguments.memory_gib),
         without_keys=arguments.insecure_no_auth,
+        new_admin_key=arguments.new_admin_key,
     )
 
     def ready(url: str, first: Any) -> None:

@@ -37,7 +37,7 @@ class ServeOptions:
     ray_address: str | None = None  # None: a local cluster
     local: LocalRay = field(default_factory=LocalRay)
     without_keys: bool = False
-    keep_local: bool = False  # leave the local cluster running with its jobs when the scheduler ends
+    new_admin_key: bool = False  # for an operator who has lost all keys of the first admin
 
 
 class Serving(NamedTuple):
@@ -45,7 +45,7 @@ class Serving(NamedTuple):
 
     plane: ControlPlane
     url: str
-    first: NewKey | None  # the admin's, on the first start
+    first: NewKey | None  # the admin's, on the first start, or where a new one is asked for
     scheduling: asyncio.Task[None]  # ends by itself only with an error, and then nothing is started any more
 
 
@@ -73,6 +73,8 @@ async def control_plane(options: ServeOptions) -> AsyncIterator[Serving]:
         identities = Identities(store)
         administration = Administration(store, identities)
         first = await administration.first_start()
+        if first is None and options.new_admin_key:
+            first = await administration.recover()
         scheduler = Scheduler(store, launcher, options.state_dir.resolve() / "jobs", Policy())
         plane = ControlPlane(
             scheduler=scheduler,
@@ -96,8 +98,9 @@ async def control_plane(options: ServeOptions) -> AsyncIterator[Serving]:
             scheduling.cancel()
             await asyncio.gather(scheduling, return_exceptions=True)
             idle = not await store.live()
+            await identities.settle()
             await launcher.close()
-            if options.ray_address is None and idle and not options.keep_local:
+            if options.ray_address is None and idle:
                 await asyncio.to_thread(stop_local, options.state_dir)
 
 

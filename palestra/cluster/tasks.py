@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from palestra.config import JobConfig
 from palestra.envs.catalog import catalog_entry
+from palestra.envs.splits import Split
 from palestra.errors import ConfigError
 from palestra.ledger import RunStore
 from palestra.schemas.records import Task
@@ -27,9 +28,10 @@ async def load_tasks(store: RunStore, config: JobConfig) -> None:
                 await store.push_tasks(split, read_tasks(path), f"file {path.name}")
     elif environment.name is not None:
         generate = catalog_entry(environment.name).generate
-        for split, count in (("validation", environment.validation_tasks), ("train", environment.train_tasks)):
-            made = generate("train" if split == "train" else "validation", count, config.seed) if count else []
-            await store.push_tasks(split, [task_of(data) for data in made], f"{environment.name}")
+        counts: dict[Split, int] = {"validation": environment.validation_tasks, "train": environment.train_tasks}
+        for split, count in counts.items():
+            made = generate(split, count, config.seed) if count else []
+            await store.push_tasks(split, [task_of(data) for data in made], environment.name)
     else:
         return
     await store.seal_tasks()

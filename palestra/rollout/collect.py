@@ -39,11 +39,6 @@ class Termination(StrEnum):
     ENGINE_FAILED = "engine_failed"
     CANCELLED = "cancelled"  # the job was stopped
 
-    @property
-    def has_reward(self) -> bool:
-        """Whether the episode was played to an end."""
-        return self in (Termination.DONE, Termination.MAX_STEPS, Termination.CONTEXT_FULL)
-
 
 LONGEST_SEEN = 4000  # characters of what was seen last
 Lost = (EpisodeLeaseExpired, EpisodeEnded)  # it is somebody else's episode now, or nobody's

@@ -65,7 +65,7 @@ def local_operator() -> Identity:
         role=Role.ADMIN,
         key_id=None,
         scopes=scopes_of(Role.ADMIN),
-        limits=KeyLimits(requests_per_minute=1e9, burst=10**9, open_jobs=10**6, episodes_in_flight=10**6),
+        limits=KeyLimits(requests_per_minute=1e9, burst=10**9, open_jobs=10**6),
     )
 
 

@@ -19,7 +19,6 @@ class KeyLimits:
     requests_per_minute: float = 1200.0
     burst: int = 200  # requests that may come at the same moment
     open_jobs: int = 100  # jobs of its user that are not over
-    episodes_in_flight: int = 1024  # claimed in one job
     body_bytes: int = 4 * 2**20  # of one request
 
     def __post_init__(self) -> None:

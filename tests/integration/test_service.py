@@ -249,7 +249,11 @@ def test_killing_the_scheduler_leaves_jobs_running_and_a_new_one_finds_them(serv
     steps = service.state / "jobs" / job.job_id / "run" / "metrics.jsonl"
     before = steps.stat().st_size
     until(lambda: steps.stat().st_size > before, "it trains on without a scheduler")
+    old = service.key
+    service.options = (*service.options, "--new-admin-key")
     service.start()
+    service.options = service.options[:-1]
+    assert service.key != old, "one more key, for whoever has lost theirs"
     again = service.client().job(job.job_id)
     assert again.view().state == "running"
     assert service.processes_of(job.job_id) == [process]
