@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
-
 import orjson
 from fastapi import FastAPI
 
 from palestra.gateway.chat_api import add_chat_routes
 from palestra.gateway.completions_api import add_completions_route
 from palestra.gateway.episode_api import add_episode_routes
-from palestra.gateway.equipment import ERRORS, equip
+from palestra.gateway.equipment import application
 from palestra.gateway.messages_api import add_messages_route
 from palestra.gateway.openapi import describe
 from palestra.gateway.plane import DataPlane
@@ -22,14 +20,10 @@ __all__ = ["DataPlane", "create_app"]
 
 def create_app(plane: DataPlane) -> FastAPI:
     """All routes of one job's data plane."""
-    app = FastAPI(
-        title="Palestra data plane",
-        version=version("palestra"),
-        description="Claim episodes, call the model, hand in rewards.",
-        responses=ERRORS,
-        docs_url=None,
-        redoc_url=None,
-        openapi_url="/openapi.json",
+    app = application(
+        "Palestra data plane",
+        "Claim episodes, call the model, hand in rewards.",
+        plane.config.server.max_body_bytes,
     )
     add_chat_routes(app, plane)
     add_completions_route(app, plane)
@@ -38,7 +32,6 @@ def create_app(plane: DataPlane) -> FastAPI:
     add_episode_routes(app, plane)
     add_status_routes(app, plane)
     describe(app)
-    equip(app, plane.config.server.max_body_bytes)
     return app
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI
@@ -20,18 +21,27 @@ from palestra.schemas.wire import ErrorAnswer
 log = logging.getLogger("palestra.gateway")
 BODY_SECONDS = 60.0  # a body of which nothing comes for so long is given up
 BODIES_HELD = 64  # so many bodies of the largest size may be held at the same time
-ERRORS: dict[int | str, dict[str, Any]] = {
+_ERRORS: dict[int | str, dict[str, Any]] = {
     code: {"model": ErrorAnswer} for code in (400, 401, 403, 404, 409, 413, 422, 429, 503)
 }
 
 
-def equip(app: FastAPI, max_body_bytes: int) -> None:
-    """Errors become answers, and bodies over `max_body_bytes` are refused."""
+def application(title: str, description: str, max_body_bytes: int) -> FastAPI:
+    """An application without routes yet, in which errors become answers, and larger bodies are refused."""
+    app = FastAPI(
+        title=title,
+        version=version("palestra"),
+        description=description,
+        responses=_ERRORS,
+        docs_url=None,
+        redoc_url=None,
+    )
     app.add_exception_handler(PalestraError, _palestra_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _unexpected_error)
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
+    return app
 
 
 class BodyLimit:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
-
 from fastapi import FastAPI
 
-from palestra.gateway.equipment import ERRORS, equip
+from palestra.gateway.equipment import application
 from palestra.scheduler.api.access import ControlPlane
 from palestra.scheduler.api.accounts_api import add_account_routes, add_key_routes
 from palestra.scheduler.api.cluster_api import add_cluster_routes
@@ -20,18 +18,10 @@ __all__ = ["PUBLIC", "ControlPlane", "create_control_app"]
 
 def create_control_app(plane: ControlPlane) -> FastAPI:
     """All routes of the control plane."""
-    app = FastAPI(
-        title="Palestra control plane",
-        version=version("palestra"),
-        description="Submit jobs, watch them, and say who may.",
-        responses=ERRORS,
-        docs_url=None,
-        redoc_url=None,
-    )
+    app = application("Palestra control plane", "Submit jobs, watch them, and say who may.", MAX_BODY_BYTES)
     add_job_routes(app, plane)
     add_reading_routes(app, plane)
     add_account_routes(app, plane)
     add_key_routes(app, plane)
     add_cluster_routes(app, plane)
-    equip(app, MAX_BODY_BYTES)
     return app
