@@ -111,6 +111,8 @@ class ScriptedJob:
         Raises:
             Crash: the process died.
         """
+        before = asyncio.all_tasks()
+        await self.engine.pause()  # as a job's process does, until the learner has restored the weights
         try:
             await self._leases_of_the_dead_run_out()
             await self.store.push_tasks("train", TASKS, "train")
@@ -126,6 +128,7 @@ class ScriptedJob:
                 raise Crash from None
             raise
         finally:
+            await asyncio.gather(*asyncio.all_tasks() - before, return_exceptions=True)  # a checkpoint, half saved
             self.store.close()
         return self.trainer.weights
 

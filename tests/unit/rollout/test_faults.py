@@ -125,7 +125,7 @@ def hanging_tool():
 class Kit:
     """A job's parts, without a learner: whoever reads `gathered` is the learner."""
 
-    def __init__(self, folder, environment: Callable, agents=None, timeout_seconds=0.3) -> None:
+    def __init__(self, folder, environment: Callable, agents=None, timeout_seconds=30) -> None:
         self.bench = Bench(folder, FakeClock(), sampling={"max_tokens": 200})
         self.bench.store._rollout = CONFIG.model_copy(update={"lease_seconds": 60.0})
         self.bench.script = lambda prompt, sampling: [*b"go", STOP]
@@ -170,7 +170,7 @@ def nothing_is_left_running():
 async def test_a_group_whose_episodes_can_not_be_played_is_replaced(tmp_path, name):
     environment, agents, reason = DROPPED[name]
     HangsInThread.over.clear()
-    kit = Kit(tmp_path, environment, agents)
+    kit = Kit(tmp_path, environment, agents, timeout_seconds=1.0 if reason == "timed_out" else 30)
     before = asyncio.all_tasks()
     found = await kit.gathered()
     await asyncio.sleep(0)
