@@ -109,7 +109,6 @@ def job(seed: int, steps: int) -> JobConfig:
             "rollout": {"groups_per_step": 4, "group_size": 8},
             "algorithm": {"credit": "episode"},  # the agent earns from what its subagents get right, before it can add
             "evaluation": {"every_steps": 2},
-            "trainer": {"micro_batch_tokens": 2048},  # attention's memory grows with its square
         }
     )
 

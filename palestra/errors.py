@@ -5,6 +5,7 @@
     │   └── UnsupportedField         400  a field of the OpenAI API that is not supported here
     ├── ContextOverflow              400  prompt and reply do not fit into the model's context
     ├── ConfigError                  400  a job's configuration is wrong
+    │   └── RunInUse                 400  another process is running the job
     ├── Unauthorized                 401  no key, or one that is not known
     ├── Forbidden                    403  a key that opens something else
     ├── NotFound                     404  no such episode, job, policy or file
@@ -86,6 +87,10 @@ class ConfigError(PalestraError):
     """A job's configuration is wrong."""
 
     http_status = 400
+
+
+class RunInUse(ConfigError):
+    """Another process is running the job."""
 
 
 class Unauthorized(PalestraError):

@@ -1,7 +1,8 @@
-"""Named points at which a test may kill the process: `PALESTRA_FAULT=before_manifest:3`.
+"""Named points at which a test may kill or stop the process: `PALESTRA_FAULT=before_manifest_commit:3`.
 
-`fault_point(name)` does nothing unless the environment variable names it; then the n-th pass sends SIGKILL to this
-process, which is the one way of dying that runs no handler, flushes nothing and can't be caught.
+`fault_point(name)` does nothing unless the environment variable names it. Then the n-th pass sends SIGKILL to this
+process, which is the one way of dying that runs no handler, flushes nothing and can't be caught. With `:STOP` behind
+the number it sends SIGSTOP: the process stands still at this point until somebody sends SIGCONT.
 """
 
 from __future__ import annotations
@@ -9,32 +10,49 @@ from __future__ import annotations
 import os
 import signal
 from itertools import count
+from typing import NamedTuple
 
 
 def _both_sides(*places: str) -> tuple[str, ...]:
     return tuple(f"{side}_{place}" for place in places for side in ("before", "after"))
 
 
-SERVER_POINTS = _both_sides(
-    "claim_commit",
-    "chat_commit",
-    "end_commit",
-    "manifest_commit",
-    "step",
-    "checkpoint_rename",
-    "publish",
+SERVER_POINTS = (
+    *_both_sides(
+        "claim_commit",
+        "chat_commit",
+        "end_commit",
+        "manifest_commit",
+        "step",
+        "checkpoint_rename",
+        "publish",
+    ),
+    "during_generation",  # a reply has been sampled in part
 )
+# Of a server's life: its store is open and nothing listens yet; it was asked to end and is about to save.
+LIFE_POINTS = ("during_start", "during_stop")
 SCHEDULER_POINTS = _both_sides("job_commit")  # a job was submitted, moved, or is to be cancelled
-FAULT_POINTS = SERVER_POINTS + SCHEDULER_POINTS
+FAULT_POINTS = SERVER_POINTS + LIFE_POINTS + SCHEDULER_POINTS
 
 
-def _parse(setting: str | None) -> tuple[str, int] | None:
+class Fault(NamedTuple):
+    """What is to happen, and where."""
+
+    point: str
+    number: int  # of the pass, from 1
+    signal: signal.Signals
+
+
+def _parse(setting: str | None) -> Fault | None:
     if not setting:
         return None
-    name, _, number = setting.partition(":")
-    if name not in FAULT_POINTS or not (number or "1").isdigit():
-        raise ValueError(f"PALESTRA_FAULT={setting!r}: expected NAME:N with NAME one of {', '.join(FAULT_POINTS)}")
-    return name, int(number or "1")
+    name, _, rest = setting.partition(":")
+    number, colon, stop = rest.partition(":")
+    if name not in FAULT_POINTS or not (number or "1").isdigit() or (colon and stop != "STOP"):
+        raise ValueError(
+            f"PALESTRA_FAULT={setting!r}: expected NAME:N[:STOP] with NAME one of {', '.join(FAULT_POINTS)}"
+        )
+    return Fault(name, int(number or "1"), signal.SIGSTOP if stop else signal.SIGKILL)
 
 
 _armed = _parse(os.environ.get("PALESTRA_FAULT"))
@@ -42,6 +60,6 @@ _passes = count(1)
 
 
 def fault_point(name: str) -> None:
-    """Kill this process if `PALESTRA_FAULT` names this point and this pass; otherwise do nothing."""
-    if _armed is not None and name == _armed[0] and next(_passes) == _armed[1]:
-        os.kill(os.getpid(), signal.SIGKILL)
+    """Kill or stop this process if `PALESTRA_FAULT` names this point and this pass; otherwise do nothing."""
+    if _armed is not None and name == _armed.point and next(_passes) == _armed.number:
+        os.kill(os.getpid(), _armed.signal)

@@ -116,9 +116,9 @@ def parse_reply(
         ToolCall(id=f"{call_ids}_{k}", function=FunctionCall(name=a.name or "", arguments=a.arguments or "{}"))
         for k, a in enumerate(good)
     )
-    message = text_message("assistant", content).model_copy(
-        update={"reasoning_content": reasoning, "tool_calls": calls}
-    )
+    message = text_message("assistant", content)
+    if reasoning is not None or calls:
+        message = message.model_copy(update={"reasoning_content": reasoning, "tool_calls": calls})
     problems = tuple(f"tool call {k}: {a.problem}" for k, a in enumerate(attempts) if a.problem is not None)
     return Reply(message=message, malformed=problems)
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import argparse
 import re
 import shutil
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from palestra.cli.options import add_control, command, run_folder
 from palestra.client.control import ControlClient
-from palestra.errors import Conflict, NotFound
+from palestra.errors import Conflict, Forbidden, NotFound
 
 JOB_ID = re.compile(r"job-[0-9a-f]{16}")
-LEFT_OUT = ("optimizer-*.safetensors", "checkpoint.json")
 
 
 def add(commands: Any) -> None:
@@ -39,7 +38,7 @@ def run(arguments: argparse.Namespace) -> None:
     arguments.target.parent.mkdir(parents=True, exist_ok=True)
     with ControlClient(arguments.control) as control, TemporaryDirectory(dir=arguments.target.parent) as folder:
         job = control.job(arguments.source)
-        paths = [artifact.path for artifact in job.artifacts()]
+        paths = [_checked(artifact.path) for artifact in job.artifacts()]
         newest = max((path.split("/")[1] for path in paths if path.startswith("checkpoints/step-")), default="")
         for path in paths:
             if path == "config.toml" or path.startswith(f"checkpoints/{newest}/"):
@@ -48,8 +47,19 @@ def run(arguments: argparse.Namespace) -> None:
         _copy(Path(folder), arguments.target)
 
 
+def _checked(path: str) -> str:
+    """A name in the run's folder.
+
+    Raises:
+        Forbidden: it would lead out of it.
+    """
+    if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
+        raise Forbidden(f"the control plane names the file {path!r}, which lies outside the run; nothing was copied")
+    return path
+
+
 def _copy(run_dir: Path, target: Path) -> None:
-    from palestra.trainer.checkpoint import newest_good
+    from palestra.trainer.checkpoint import NOT_THE_MODEL, newest_good
 
     folder, _ = run_folder(run_dir)
     newest = newest_good(folder / "checkpoints")
@@ -58,5 +68,5 @@ def _copy(run_dir: Path, target: Path) -> None:
     if target.exists():
         raise Conflict(f"{target} exists already; choose another folder")
     path, state = newest
-    shutil.copytree(path, target, ignore=shutil.ignore_patterns(*LEFT_OUT))
+    shutil.copytree(path, target, ignore=shutil.ignore_patterns(*NOT_THE_MODEL))
     print(f"{target}: the model after step {state['step']}")

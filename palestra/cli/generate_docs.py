@@ -53,7 +53,9 @@ def api_page(document: Mapping[str, Any]) -> str:
         "# HTTP API of the data plane",
         "",
         "Every request carries `Authorization: Bearer KEY`. The job's key (`RUN/api_key`) opens the job; a claim gives "
-        "a key that opens one episode, under one lease. The server has the machine-readable form at `/openapi.json`.",
+        'a key that opens one episode, under one lease. Where the job serves a model (`kind = "inference"`), its key '
+        "opens `/v1/…`, and the routes for episodes answer 409. The server has the machine-readable form at "
+        "`/openapi.json`.",
         "",
         'Errors have OpenAI\'s shape, `{"error": {message, type, code, param}}`: 400 not supported or too long, '
         "401 unknown key, 403 a key for something else, 404 no such episode or model, 409 not possible now (the lease "

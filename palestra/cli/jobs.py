@@ -36,10 +36,10 @@ def run(arguments: argparse.Namespace) -> None:
     if not found:
         print("no jobs")
         return
-    rows = [("job", "name", "user", "state", "since", "why")]
+    rows = [("job", "name", "kind", "user", "state", "since", "why")]
     for job in found:
         since = time.strftime("%d %b %H:%M", time.localtime(job.changed_at))
-        rows.append((job.job_id, job.name[:24], job.user, job.state, since, job.reason[:60]))
+        rows.append((job.job_id, job.name[:24], job.kind, job.user, job.state, since, job.reason[:60]))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -8,10 +8,24 @@ import os
 import sys
 from collections.abc import Sequence
 
-from palestra.cli import demo, environments, episodes, export, jobs, run, serve, submit, train, users, watch, worker
+from palestra.cli import (
+    demo,
+    environments,
+    episodes,
+    export,
+    jobs,
+    run,
+    serve,
+    submit,
+    tenants,
+    train,
+    users,
+    watch,
+    worker,
+)
 from palestra.errors import PalestraError
 
-COMMANDS = (demo, run, train, worker, environments, episodes, export, serve, submit, jobs, watch, users)
+COMMANDS = (demo, run, train, worker, environments, episodes, export, serve, submit, jobs, watch, users, tenants)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -16,8 +16,9 @@ def add(commands: Any) -> None:
         commands,
         "run",
         run,
-        "run one job on this machine, with its data plane open, until its steps are done",
-        "  palestra run job.toml\n  palestra run job.toml --resume\n\n"
+        "run one job on this machine, with its data plane open, until its steps are done; or serve its model",
+        "  palestra run job.toml\n  palestra run job.toml --resume\n"
+        "  palestra run job.toml --set kind=inference   # until Ctrl-C\n\n"
         "then, in another terminal, any script with palestra.Client; the key is in RUN/api_key",
     )
     parser.add_argument("config", type=Path, help="the job, in TOML (docs/configuration.md)")
@@ -26,12 +27,12 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve and train until the end, or Ctrl-C."""
-    from palestra.cluster.console import Console
+    """Serve, and train, until the end, or Ctrl-C."""
     from palestra.cluster.local import resolve_run_dir, run_on_uvloop, serve
+    from palestra.cluster.serving_console import console_of
 
     config = resolve_run_dir(load_config(arguments.config, overrides(arguments.set)), arguments.resume)
-    console = Console(config)
+    console = console_of(config)
     with console:
         progress = run_on_uvloop(serve(config, console.report, console.ready))
         console.finished(progress.state.value, max((config.folder / "checkpoints").glob("step-*"), default=None))

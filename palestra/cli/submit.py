@@ -9,7 +9,8 @@ from typing import Any
 
 from palestra.cli.options import add_control, add_set, command, load_tasks, overrides
 from palestra.client.control import ControlClient
-from palestra.config import load_config
+from palestra.config import TasksConfig, load_config
+from palestra.errors import ConfigError
 
 
 def add(commands: Any) -> None:
@@ -19,9 +20,17 @@ def add(commands: Any) -> None:
         "submit",
         run,
         "submit a job to a control plane (palestra serve)",
-        "  palestra submit examples/addition.toml --gpus 0.5 --watch",
+        "  palestra submit examples/addition.toml --gpus 0.5 --watch\n"
+        "  palestra submit --from-job job-1f3a5c7e9b2d4f60   # serve what it has trained",
     )
-    parser.add_argument("config", type=Path, help="the job, in TOML (docs/configuration.md)")
+    parser.add_argument(
+        "config", type=Path, nargs="?", help="the job, in TOML (docs/configuration.md); without it, that of --from-job"
+    )
+    parser.add_argument(
+        "--kind", choices=("training", "inference"), help="train the model, or serve it; without it, what CONFIG says"
+    )
+    parser.add_argument("--from-job", metavar="JOB", help="start from the weights of a job; without CONFIG, serve them")
+    parser.add_argument("--from-step", metavar="N", type=int, help="of its checkpoint; without it, the newest")
     parser.add_argument("--name", help="for people; without it, the configuration's")
     parser.add_argument("--cpus", type=float, default=1.0, help="cores that it holds while it runs (default 1)")
     parser.add_argument("--gpus", type=float, default=0.0, help="GPUs; a part of one below 1, whole ones above")
@@ -37,12 +46,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Submit, and print the job's id."""
     from palestra.cli.watch import show
 
-    config = load_config(arguments.config, overrides(arguments.set))
-    files = config.tasks
+    given, files = _config(arguments)
     with ControlClient(arguments.control) as control:
         job = control.submit(
-            config.model_dump(mode="json", exclude_none=True, exclude_unset=True, exclude={"tasks", "run_dir"}),
-            name=arguments.name or config.name,
+            given,
+            kind=arguments.kind,
+            from_job=arguments.from_job,
+            from_step=arguments.from_step,
+            name=arguments.name,
             cpus=arguments.cpus,
             gpus=arguments.gpus,
             memory_gib=arguments.memory_gib,
@@ -56,3 +67,17 @@ def run(arguments: argparse.Namespace) -> int:
             with job.client() as client:
                 client.push_tasks(train, validation)
         return show(job) if arguments.watch else 0
+
+
+def _config(arguments: argparse.Namespace) -> tuple[dict[str, Any] | None, TasksConfig]:
+    """What is submitted as the configuration, and the files of tasks that are pushed when the job runs."""
+    if arguments.config is None:
+        if arguments.from_job is None or arguments.set:
+            raise ConfigError("name a configuration (CONFIG); only with --from-job alone there need be none")
+        return None, TasksConfig()
+    settings = overrides(arguments.set)
+    config = load_config(arguments.config, settings)
+    if arguments.kind is not None and "kind" not in config.model_fields_set:
+        config = load_config(arguments.config, settings | {"kind": arguments.kind})  # so that it is checked here
+    given = config.model_dump(mode="json", exclude_none=True, exclude_unset=True, exclude={"tasks", "run_dir"})
+    return given, config.tasks

@@ -9,6 +9,7 @@ from typing import Any
 from palestra.cli.options import add_control, command
 from palestra.client.control import ControlClient
 from palestra.errors import ConfigError
+from palestra.schemas.control_wire import LimitsBody
 
 
 def add(commands: Any) -> None:
@@ -30,13 +31,22 @@ def add(commands: Any) -> None:
         "keys",
         keys,
         "keys of a user",
-        "  palestra keys\n  palestra keys make --label laptop --days 90\n  palestra keys revoke ID",
+        "  palestra keys\n  palestra keys make --label laptop --days 90\n"
+        "  palestra keys make --user ann --limit open_jobs=5 --limit requests_per_minute=60\n  palestra keys revoke ID",
     )
     parser.add_argument("action", nargs="?", choices=("list", "make", "rotate", "revoke"), default="list")
     parser.add_argument("key_id", nargs="?")
     parser.add_argument("--user", help="whose; without it, your own")
     parser.add_argument("--label", default="", help="what to call a new key")
     parser.add_argument("--scope", action="append", help="what a new key may be used for; may be given several times")
+    parser.add_argument(
+        "--limit",
+        metavar="NAME=N",
+        action="append",
+        default=[],
+        type=_limit,
+        help=f"of a new key, set by an admin; may be given several times: {', '.join(LimitsBody.model_fields)}",
+    )
     parser.add_argument("--days", type=float, help="after which a new key expires")
     add_control(parser)
 
@@ -72,11 +82,19 @@ def keys(arguments: argparse.Namespace) -> None:
         elif arguments.action == "make":
             body = {"user": arguments.user, "label": arguments.label, "scopes": arguments.scope}
             body["lifetime_seconds"] = arguments.days * 86400 if arguments.days else None
+            body["limits"] = dict(arguments.limit) or None
             print(f"shown this once:  {control.request('POST', '/keys', json=body)['secret']}")
         elif arguments.action == "rotate":
             print(f"shown this once:  {control.request('POST', f'/keys/{arguments.key_id}/rotate', json={})['secret']}")
         else:
             control.request("DELETE", f"/keys/{arguments.key_id}")
+
+
+def _limit(text: str) -> tuple[str, float]:
+    name, _, amount = text.partition("=")
+    if name not in LimitsBody.model_fields:
+        raise argparse.ArgumentTypeError(f"there is no limit {name!r}; known are {', '.join(LimitsBody.model_fields)}")
+    return name, float(amount)
 
 
 def _until(at: float) -> str:

@@ -50,6 +50,10 @@ def told(event: JobEvent) -> str:
         if "time/step_seconds" in data:
             parts.append(f"{data['time/step_seconds']:6.1f} s")
         return "   ".join(parts)
+    if event.kind == "serving":
+        return f"serving {data['model']}"
+    if event.kind == "served":
+        return f"served {data['calls']} calls"
     if event.kind == "saved":
         return f"saved after step {data['step']}"
     return ""

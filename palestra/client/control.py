@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, Self
 
 import httpx2
 
@@ -55,7 +55,7 @@ class ControlClient:
         if not (key.isascii() and key.isprintable()):
             raise ConfigError("the key has characters that no key has; copy it anew into PALESTRA_KEY")
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        self.url, self._retry_seconds = url.rstrip("/"), retry_seconds
+        self.url, self.retry_seconds = url.rstrip("/"), retry_seconds
         try:
             self._http = httpx2.Client(base_url=self.url, headers=headers, timeout=httpx2.Timeout(30.0, read=60.0))
         except httpx2.InvalidURL as error:
@@ -73,8 +73,11 @@ class ControlClient:
 
     def submit(
         self,
-        config: Mapping[str, Any],
+        config: Mapping[str, Any] | None = None,
         *,
+        kind: str | None = None,
+        from_job: str | None = None,
+        from_step: int | None = None,
         name: str | None = None,
         cpus: float = 1.0,
         gpus: float = 0.0,
@@ -83,11 +86,15 @@ class ControlClient:
         attached: bool = False,
         restarts: int = 3,
     ) -> Job:
-        """Submit a training job.
+        """Submit a job: one that trains a model, or one that serves it.
 
         Args:
-            config: a JobConfig as a mapping, such as `JobConfig.model_dump(mode="json", exclude_none=True)`.
-            name: for people; None: the configuration's.
+            config: a JobConfig as a mapping, such as `JobConfig.model_dump(mode="json", exclude_none=True)`. None: that
+                of `from_job`, to be served unless `kind` says otherwise.
+            kind: `training` or `inference`. None: what the configuration says.
+            from_job: a job of the same tenant with whose weights this one starts, in the place of a model.
+            from_step: of that job's checkpoint. None: the newest.
+            name: for people; None: the configuration's, or that of `from_job`.
             cpus: cores that it holds while it runs.
             gpus: likewise; a part of one below 1, whole ones above.
             memory_gib: likewise; 0: not counted.
@@ -97,10 +104,14 @@ class ControlClient:
 
         Raises:
             InvalidRequest, ConfigError: it can't be run; the message says what is wrong.
+            NotFound: there is no such job to start from, or no such checkpoint.
         """
         body = {
-            "name": name or str(config.get("name", "job")),
-            "config": dict(config),
+            "name": name or (config or {}).get("name"),
+            "config": None if config is None else dict(config),
+            "kind": kind,
+            "from_job": from_job,
+            "from_step": from_step,
             "resources": ResourcesBody(cpus=cpus, gpus=gpus, memory_gib=memory_gib).model_dump(),
             "priority": priority,
             "attached": attached,
@@ -131,7 +142,7 @@ class ControlClient:
             PalestraError: what the server answered.
             ConnectionLost: it could not be reached.
         """
-        until, pause, told = time.monotonic() + self._retry_seconds, 0.1, False
+        until, pause, told = time.monotonic() + self.retry_seconds, 0.1, False
         while True:
             try:
                 answer = self._http.request(method, path, **more)
@@ -142,7 +153,7 @@ class ControlClient:
                     raise ConnectionLost(f"{self.url} can't be reached: {error}") from error
                 if pause > 1.0 and not told:  # a person who waits wants to know for what
                     told = True
-                    log.warning("%s can't be reached (%s); tried for %g s", self.url, error, self._retry_seconds)
+                    log.warning("%s can't be reached (%s); tried for %g s", self.url, error, self.retry_seconds)
             time.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, PAUSE_SECONDS)
         if answer.status_code >= 400:
@@ -237,6 +248,16 @@ class Job:
                     return self.server()
             time.sleep(random.uniform(0.5, 1.0))
 
+    @property
+    def url(self) -> str:
+        """Of its data plane, when it runs; after a restart it is another one. See `wait_for_server`."""
+        return self.wait_for_server().url
+
+    @property
+    def key(self) -> str:
+        """The key that opens its data plane, when it runs. See `wait_for_server`."""
+        return self.wait_for_server().api_key
+
     def client(self, **more: Any) -> Client:
         """A client of its data plane, when it runs."""
         found = self.wait_for_server()
@@ -248,15 +269,60 @@ class Job:
         return [ArtifactView.model_validate(artifact) for artifact in found]
 
     def download(self, path: str, to: Path) -> None:
-        """One file, whole or not at all."""
+        """One file, whole or not at all; after a lost connection it goes on where it was.
+
+        Raises:
+            NotFound: the run has no such file.
+            ConnectionLost: nothing of it came for `retry_seconds`.
+        """
         to.parent.mkdir(parents=True, exist_ok=True)
         temporary = to.with_name(f".{to.name}.part")
-        with self._control.stream(f"/jobs/{self.job_id}/artifacts/{path}") as answer:
-            _refused(answer)
+        try:
             with temporary.open("wb") as file:
-                for chunk in answer.iter_bytes():
-                    file.write(chunk)
-        temporary.replace(to)
+                self._fetch(path, _Part(file))
+            temporary.replace(to)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def _fetch(self, path: str, part: _Part) -> None:
+        most, until = 0, time.monotonic() + self._control.retry_seconds
+        while True:
+            try:
+                with self._control.stream(f"/jobs/{self.job_id}/artifacts/{path}", headers=part.headers) as answer:
+                    _refused(answer)
+                    part.take(answer)
+                    return
+            except (httpx2.TransportError, ConnectionLost) as error:
+                if part.size > most:
+                    most, until = part.size, time.monotonic() + self._control.retry_seconds
+                elif time.monotonic() > until:
+                    raise ConnectionLost(f"{path} can't be fetched: {error}") from error
+            time.sleep(0.2 * random.uniform(0.5, 1.0))
+
+
+class _Part:
+    """A file that is being fetched: what is there of it, and which version of it that is."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self._version = file, ""
+
+    @property
+    def size(self) -> int:
+        return self._file.tell()
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What to ask for: the rest, or all where the file is another one by now."""
+        rest = {"range": f"bytes={self.size}-", "if-range": self._version} if self.size and self._version else {}
+        return {"accept-encoding": "identity", **rest}
+
+    def take(self, answer: httpx2.Response) -> None:
+        if answer.status_code != 206:
+            self._file.seek(0)
+            self._file.truncate()
+        self._version = answer.headers.get("etag", "")
+        for chunk in answer.iter_bytes():
+            self._file.write(chunk)
 
 
 def _refused(answer: httpx2.Response) -> None:

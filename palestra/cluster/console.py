@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
-from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Self
 
 from rich.console import Console as RichConsole
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 
 REFRESH_SECONDS = 0.25
 SHOWN_STATES = (TurnState.PENDING, TurnState.GENERATING, TurnState.INTERACTING)
-RATE_SECONDS = 5.0  # tokens a second are of so long
 
 
 class Console:
@@ -48,11 +46,9 @@ class Console:
         self._job: LocalJob | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._refresh, name="palestra-console", daemon=True)
-        self._tokens: deque[tuple[float, int]] = deque()  # (when, so many till then)
 
     def __enter__(self) -> Self:
-        model = self._config.policy.model
-        self._out.print(f"[bold]{self._config.name}[/]: {model}, {self._config.steps} steps → {self._config.folder}")
+        self._out.print(f"[bold]{self._config.name}[/]: {self._headline()} → {self._config.folder}")
         if self._live is not None:
             self._live.start()
             self._thread.start()
@@ -103,22 +99,27 @@ class Console:
             text += f"   [bold]{_validation(row)}[/]"
         return text
 
+    def _headline(self) -> str:
+        return f"{self._config.policy.model}, {self._config.steps} steps"
+
     def _refresh(self) -> None:
         assert self._live is not None
         while not self._stop.wait(REFRESH_SECONDS):
-            lines: list[str] = []
-            if self._job is not None:
-                progress = self._job.progress
-                left = progress.seconds_left
-                shown = "" if left is None else f"about {int(left) // 60}:{int(left) % 60:02d} left"
-                self._bars.update(self._bar, completed=progress.step, phase=progress.phase, left=shown)
-                lines = self._going_on(self._job)
-            self._live.update(Group(self._bars, *(Text(line, style="dim") for line in lines)), refresh=True)
+            self._live.update(Group(*self._now(self._job)), refresh=True)
+
+    def _now(self, job: LocalJob | None) -> Sequence[RenderableType]:
+        """What stands below the lines; None: the model is being loaded."""
+        lines: list[str] = []
+        if job is not None:
+            left = job.progress.seconds_left
+            shown = "" if left is None else f"about {int(left) // 60}:{int(left) % 60:02d} left"
+            self._bars.update(self._bar, completed=job.progress.step, phase=job.progress.phase, left=shown)
+            lines = self._going_on(job)
+        return self._bars, *(Text(line, style="dim") for line in lines)
 
     def _going_on(self, job: LocalJob) -> list[str]:
         """Episodes, calls, tokens and rewards as they are now; where the time goes."""
         context, store, episodes = job.plane.sessions.context, job.plane.store, job.progress.episodes
-        counts = dict(context.counts)
         parts = (
             []
             if episodes is None
@@ -126,8 +127,7 @@ class Console:
                 f"episodes {episodes.completed:,} done, {episodes.claimed:,} in flight, {episodes.registered:,} waiting"
             ]
         )
-        tokens = counts.get("prompt_tokens", 0) + counts.get("completion_tokens", 0)
-        parts += [f"calls {job.plane.sessions.in_flight:,} in flight", f"{self._rate(tokens):,.0f} tok/s"]
+        parts += [f"calls {job.plane.sessions.in_flight:,} in flight", f"{context.rate.per_second:,.0f} tok/s"]
         if store.recent_reward is not None:
             parts.append(f"reward {store.recent_reward:.2f} (last {len(store.recent_rewards)})")
         found = context.times.seconds
@@ -139,15 +139,6 @@ class Console:
             ages = ", ".join(f"{age}: {tokens / trained:.0%}" for age, tokens in sorted(stale.items()))
             shares.append(f"staleness {ages}")
         return ["   ".join(parts), "   ".join(shares)]
-
-    def _rate(self, tokens: int) -> float:
-        """Tokens a second, of the last few seconds."""
-        now = time.monotonic()
-        self._tokens.append((now, tokens))
-        while len(self._tokens) > 2 and now - self._tokens[0][0] > RATE_SECONDS:
-            self._tokens.popleft()
-        since, before = self._tokens[0]
-        return (tokens - before) / (now - since) if now > since else 0.0
 
 
 def _validation(row: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""One job in one process: store, engine, trainer, learner, and the data plane on a port."""
+"""One job in one process: store, engine, trainer and learner where it trains, and the data plane on a port."""
 
 from __future__ import annotations
 
@@ -24,11 +24,13 @@ from fastapi import FastAPI
 
 from palestra.client.protocol import LONGEST_PAUSE_SECONDS
 from palestra.cluster.parts import build_parts
+from palestra.cluster.serving import Serving
 from palestra.cluster.tasks import load_tasks
 from palestra.config import JobConfig
 from palestra.envs import ConcurrentEnvironment
 from palestra.envs.catalog import catalog_entry
-from palestra.errors import ConfigError, PalestraError
+from palestra.errors import ConfigError, PalestraError, RunInUse
+from palestra.faults import fault_point
 from palestra.gateway import DataPlane, KeyRing, create_app
 from palestra.learner import Learner, RunFolder
 from palestra.ledger import RunStore
@@ -74,15 +76,16 @@ class LocalJob:
 
     def __init__(
         self,
-        learner: Learner,
+        work: Learner | Serving,
         plane: DataPlane,
         url: str,
         folder: RunFolder,
         resumed: bool,
         pool: RunnerPool | None,
     ) -> None:
-        self._learner, self.plane, self.url, self.folder = learner, plane, url, folder
-        self._pool = pool  # None: workers outside play
+        """`resumed`: workers of before may come back; `pool`: None where no episodes are played in this process."""
+        self._work, self.plane, self.url, self.folder = work, plane, url, folder
+        self._pool = pool
         self._all_back_at = time.monotonic() + (RETURN_SECONDS if resumed else 0.0)
         self.over = asyncio.Event()  # set when nothing more will be trained
 
@@ -97,23 +100,23 @@ class LocalJob:
         return self.plane.keys.job_key
 
     def stop(self) -> None:
-        """Finish or drop the present step, save, and end."""
-        self._learner.stop()
+        """Finish or drop the present step, save, and end; or end serving."""
+        self._work.stop()
 
     async def run(self) -> None:
-        """Train until the steps are done; on failure the job's state says why."""
+        """Train until the steps are done, or serve until `stop`; on failure the job's state says why."""
         try:
-            await self._play_and_learn()
+            await self._play_and_work()
         except PalestraError as error:
             await self._failed(error)
             raise
         finally:
             self.over.set()
 
-    async def _play_and_learn(self) -> None:
+    async def _play_and_work(self) -> None:
         """The learner's loop, and beside it the runners, if there are any; whoever fails ends both."""
-        learning = asyncio.ensure_future(self._learner.run())
-        both = {learning} if self._pool is None else {learning, asyncio.ensure_future(self._pool.run())}
+        working = asyncio.ensure_future(self._work.run())
+        both = {working} if self._pool is None else {working, asyncio.ensure_future(self._pool.run())}
         try:
             done, _ = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -142,7 +145,7 @@ class LocalJob:
 
 @asynccontextmanager
 async def local_job(config: JobConfig, report: Report, play: Play | None = None) -> AsyncIterator[LocalJob]:
-    """Open a job and serve its data plane; nothing is trained until `run` is called.
+    """Open a job and serve its data plane; nothing is trained until `run` is called, and nothing in an inference job.
 
     `play` is what this process plays itself; None: what `config.environment` names, or nothing.
 
@@ -151,7 +154,7 @@ async def local_job(config: JobConfig, report: Report, play: Play | None = None)
         ModelError: missing weights.
     """
     folder = RunFolder(config.folder)
-    resumed = folder.store.exists()
+    resumed = folder.store.exists() and config.kind == "training"
     with contextlib.ExitStack() as stack:
         stack.enter_context(_locked(folder.path))
         listener = stack.enter_context(listen(config.server.host, config.server.port))
@@ -162,6 +165,7 @@ async def local_job(config: JobConfig, report: Report, play: Play | None = None)
         store.policy_name = config.policy_name
         try:
             await load_tasks(store, config)
+            fault_point("during_start")
             runtime = PolicyRuntime(
                 config=config.policy,
                 renderer=parts.renderer,
@@ -188,14 +192,19 @@ async def local_job(config: JobConfig, report: Report, play: Play | None = None)
                 started_at=time.time(),
             )
             pool, lock = _runners(config, plane.sessions, progress, play)
-            learner = Learner(config, store, parts.trainer, parts.engine, folder, progress, report, lock)
+            work: Learner | Serving
+            if parts.trainer is None:
+                work = Serving(config, store, folder, progress, report, context.counts)
+            else:
+                work = Learner(config, store, parts.trainer, parts.engine, folder, progress, report, lock)
             host, port = listener.getsockname()[:2]
             url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
             async with served(create_app(plane), listener, plane.stop), _watched(store, progress):
-                yield LocalJob(learner, plane, url, folder, resumed, pool)
+                yield LocalJob(work, plane, url, folder, resumed, pool)
         finally:
             await parts.engine.close()
-            await parts.trainer.close()
+            if parts.trainer is not None:
+                await parts.trainer.close()
 
 
 def _runners(
@@ -256,7 +265,7 @@ def _locked(folder: Path) -> Iterator[None]:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         lock.close()
-        raise ConfigError(f"another process is running the job in {folder}") from error
+        raise RunInUse(f"another process is running the job in {folder}") from error
     try:
         yield
     finally:

@@ -10,8 +10,8 @@ import traceback
 from pathlib import Path
 from typing import IO, Any
 
-from palestra.cluster.console import Console
 from palestra.cluster.job_thread import JobThread
+from palestra.cluster.serving_console import console_of
 from palestra.config import parse_config
 from palestra.errors import PalestraError
 from palestra.scheduler.launcher import ENDED_FILE, LOG_FILE, Ended, Ending, write_ended
@@ -22,6 +22,7 @@ class ModelServer:
 
     def __init__(self) -> None:
         self._thread: JobThread | None = None
+        self._trains = True
         self._url: str | None = None
         self._folder = Path()
         self._log: IO[str] | None = None
@@ -47,7 +48,8 @@ class ModelServer:
         (where / ENDED_FILE).unlink(missing_ok=True)
         logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s", stream=self._log, force=True)
         job_config = parse_config(config, {"run_dir": str(where / "run"), "server.host": host, "server.port": 0})
-        with Console(job_config, file=self._log) as console:
+        self._trains = job_config.kind == "training"
+        with console_of(job_config, self._log) as console:
             self._thread = JobThread(job_config, console)
             job = await self._thread.start()
         self._url = job.url
@@ -68,7 +70,8 @@ class ModelServer:
         except Exception as error:  # noqa: BLE001 - told to whoever submitted the job, with the log
             self._say(traceback.format_exc())
             return self._ended(Ending.FAILED, f"{type(error).__name__}: {error}")
-        return self._ended(Ending.COMPLETED if result.state == "completed" else Ending.STOPPED, "")
+        done = self._trains and result.state == "completed"  # what is served goes on until it is stopped
+        return self._ended(Ending.COMPLETED if done else Ending.STOPPED, "")
 
     async def stop(self) -> None:
         """Ask the job to save and end."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from palestra.chat import ByteTokenizer, ChatMLRenderer, Renderer, select_renderer
 from palestra.config import JobConfig
@@ -16,13 +17,13 @@ class Parts:
     """What differs between a real job and one with a scripted engine."""
 
     engine: Engine
-    trainer: Trainer
+    trainer: Trainer | None  # None: the model is served, and not trained
     renderer: Renderer
     decode: Callable[[Sequence[int]], str]
 
 
 def build_parts(config: JobConfig) -> Parts:
-    """Load the model twice: bf16 to sample from, float32 to train.
+    """Load the model to sample from, in bf16; and where it is trained a second time, in float32.
 
     Raises:
         ModelError: missing weights, or an unsupported architecture.
@@ -40,7 +41,7 @@ def _scripted(config: JobConfig) -> Parts:
     script = digits_script(config.engine.scripted_tokens, tokenizer.eos_token_id)
     return Parts(
         engine=ScriptedEngine(script, config.engine.scripted_delay_seconds),
-        trainer=RecordingTrainer(config.checkpoint.keep),
+        trainer=RecordingTrainer(config.checkpoint.keep) if config.kind == "training" else None,
         renderer=ChatMLRenderer(tokenizer),
         decode=tokenizer.decode,
     )
@@ -54,7 +55,6 @@ def _embedded(config: JobConfig) -> Parts:
     from palestra.models.devices import device_of
     from palestra.models.grammar import Grammars
     from palestra.models.memory import keep_heap
-    from palestra.trainer.torch_trainer import TorchTrainer
 
     keep_heap()
     if config.deterministic:
@@ -82,17 +82,27 @@ def _embedded(config: JobConfig) -> Parts:
         config.deterministic,
         grammars=Grammars(tokenizer, sampler.vocab_size),
     )
-    trainer = TorchTrainer(
+    return Parts(
+        engine=engine,
+        trainer=_torch_trainer(config, tokenizer) if config.kind == "training" else None,
+        renderer=renderer,
+        decode=lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False)),
+    )
+
+
+def _torch_trainer(config: JobConfig, tokenizer: Any) -> Trainer:
+    import torch
+
+    from palestra.models.causal_lm import load_causal_lm
+    from palestra.models.devices import device_of
+    from palestra.trainer.torch_trainer import TorchTrainer
+
+    policy = config.policy
+    return TorchTrainer(
         load_causal_lm(policy.model, torch.float32, device_of(config.trainer.device, "trainer.device")),
         tokenizer,
         config.policy_name,
         policy.optimizer,
         config.trainer,
         config.checkpoint,
-    )
-    return Parts(
-        engine=engine,
-        trainer=trainer,
-        renderer=renderer,
-        decode=lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False)),
     )

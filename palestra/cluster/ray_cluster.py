@@ -41,9 +41,11 @@ def connect(address: str | None, state_dir: Path, local: LocalRay) -> str:
     """
     if find_spec("ray") is None:
         raise ConfigError("palestra serve needs Ray; run: pip install 'palestra[cluster]'")
+    started = False
     if address is None:
         _use_own_token(state_dir)
-        address = _known(state_dir) or _start(state_dir, local)
+        known = _known(state_dir)
+        started, address = known is None, known or _start(state_dir, local)
     import ray  # reads its environment when it is imported
 
     try:
@@ -55,6 +57,8 @@ def connect(address: str | None, state_dir: Path, local: LocalRay) -> str:
             ignore_reinit_error=True,
         )
     except (ConnectionError, RuntimeError, ValueError) as error:
+        if started:
+            stop_local(state_dir)
         raise ConfigError(f"no Ray cluster can be joined at {address}: {error}") from error
     return address
 
@@ -71,14 +75,19 @@ def stop_local(state_dir: Path) -> None:
     found = _read(state_dir)
     if found is None:
         return
-    family = {pid: started for pid in _family(int(found["pid"])) if (started := _started(pid)) is not None}
+    family: dict[int, str] = {}  # those that were ever seen: a process is still of it when its parent has ended
     for number, seconds in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
-        until = time.monotonic() + seconds
-        left = [pid for pid, started in family.items() if _started(pid) == started]
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
-        while any(_started(pid) == started for pid, started in family.items()) and time.monotonic() < until:
+        until, told = time.monotonic() + seconds, set[int]()
+        while True:
+            family |= _family(found)  # again and again, for it may grow meanwhile
+            left = [pid for pid, started in family.items() if _started(pid) == started]
+            for pid in left:
+                if pid not in told:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, number)
+            told.update(left)
+            if not left or time.monotonic() > until:
+                break
             time.sleep(0.05)
     (state_dir / _FILE).unlink(missing_ok=True)
 
@@ -109,15 +118,29 @@ def _start(state_dir: Path, local: LocalRay) -> str:
     log = state_dir / "ray.log"
     with log.open("ab") as out:
         head = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
-    address = f"127.0.0.1:{port}"
-    _write(state_dir, {"address": address, "pid": head.pid, "started": _started(head.pid)})
+    _write(state_dir, {"address": f"127.0.0.1:{port}", "pid": head.pid, "started": _started(head.pid)})
+    try:
+        _wait(head, port, log)
+    except BaseException:
+        stop_local(state_dir)
+        head.wait()
+        raise
+    return f"127.0.0.1:{port}"
+
+
+def _wait(head: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    """Until it can be joined.
+
+    Raises:
+        ConfigError: it has ended, or takes too long.
+    """
     until = time.monotonic() + START_SECONDS
     while time.monotonic() < until:
         if head.poll() is not None:
             raise ConfigError(f"Ray could not be started; see {log}")
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
             if "Ray runtime started" in log.read_text(errors="replace"):
-                return address
+                return
         time.sleep(0.1)
     raise ConfigError(f"Ray did not start within {START_SECONDS:g} s; see {log}")
 
@@ -137,7 +160,9 @@ def _read(state_dir: Path) -> dict[str, Any] | None:
 
 
 def _write(state_dir: Path, data: dict[str, Any]) -> None:
-    (state_dir / _FILE).write_text(json.dumps(data))
+    temporary = state_dir / f"{_FILE}.part"  # a scheduler that is killed here leaves no half of it
+    temporary.write_text(json.dumps(data))
+    temporary.replace(state_dir / _FILE)
 
 
 def _alive(found: dict[str, Any]) -> bool:
@@ -147,22 +172,33 @@ def _alive(found: dict[str, Any]) -> bool:
 
 def _started(pid: int) -> str | None:
     """When a process was started, in ticks of the kernel; None: there is none."""
+    fields = _stat(pid)
+    return None if fields is None or fields[0] == "Z" else fields[19]
+
+
+def _stat(pid: int) -> list[str] | None:
+    """What the kernel says of a process, from its state on; None: there is none."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    return None if fields[0] == "Z" else fields[19]
 
 
-def _family(pid: int) -> list[int]:
-    """A process and all that came from it, the youngest first."""
+def _family(found: dict[str, Any]) -> dict[int, str]:
+    """When each process of a cluster was started, by its number, the youngest first: the head's session and offspring.
+
+    The session stays when the head has ended, and until it is empty no other process gets the head's number.
+    """
+    head = int(found["pid"])
+    if _started(head) not in (None, found["started"]):
+        return {}
+    known = {int(entry.name): _stat(int(entry.name)) for entry in Path("/proc").iterdir() if entry.name.isdigit()}
     children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                children.setdefault(parent, []).append(int(entry.name))
-    found = [pid]
-    for known in found:  # grows while it is walked
-        found.extend(children.get(known, ()))
-    return found[::-1]
+    for pid, fields in known.items():
+        if fields is not None:
+            children.setdefault(int(fields[1]), []).append(pid)
+    family = [pid for pid, fields in known.items() if pid == head or (fields is not None and int(fields[3]) == head)]
+    for pid in family:  # grows while it is walked
+        family.extend(child for child in children.get(pid, ()) if child not in family)
+    stats = {pid: fields for pid in reversed(family) if (fields := known[pid]) is not None and fields[0] != "Z"}
+    return {pid: fields[19] for pid, fields in stats.items()}

@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from palestra.cluster.model_server import ModelServer
 from palestra.cluster.ray_cluster import NAMESPACE, disconnect
-from palestra.errors import MachineGone, PalestraError, ServerFailed
+from palestra.errors import MachineGone, PalestraError, RunInUse, ServerFailed
 from palestra.scheduler.fitting import Node
 from palestra.scheduler.launcher import Ended, Ending, ServerOrder
 
@@ -27,6 +27,7 @@ log = logging.getLogger("palestra.cluster")
 ROOM_SECONDS = 60.0  # for a machine to have free what is free by our books; it may be gone meanwhile
 NODE_SECONDS = 2.0  # between two looks at whether the machine that was chosen is there
 START_SECONDS = 600.0  # a large model takes a while to load
+IN_USE_SECONDS = 5.0  # between two looks at whether another process still runs the job
 PING_SECONDS, PING_LIMIT_SECONDS = 5.0, 30.0  # a server that does not answer for so long is killed
 GIB = 2**30
 PREFIX = "palestra-"  # of names in the cluster
@@ -87,7 +88,7 @@ class RayServers:
                     max_concurrency=16,
                     scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
                 ).remote()
-                url: str = await actor.start.remote(order.config, str(order.folder), self._host)
+                url = await _listening(actor, order, self._host)
         except BaseException as error:
             await asyncio.shield(self._clear(order.job_id))
             if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, PalestraError):
@@ -165,7 +166,11 @@ class _Actor:
 
     async def start(self, config: dict[str, Any], folder: str, host: str | None) -> str:
         here: str = host or ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        return await self._server.start(config, folder, here)
+        while True:
+            try:
+                return await self._server.start(config, folder, here)
+            except RunInUse:  # a server of a machine that Ray has given up lives on; two must not write one run
+                await asyncio.sleep(IN_USE_SECONDS)
 
     async def address(self) -> str | None:
         return await self._server.address()
@@ -233,16 +238,54 @@ async def _result(actor: Any) -> Ended:
             return found
 
 
+async def _listening(actor: Any, order: ServerOrder, host: str | None) -> str:
+    """Where a new server listens.
+
+    Raises:
+        ServerFailed: its process was there, and does not answer any more.
+    """
+
+    async def until_silent() -> None:
+        with contextlib.suppress(ray.exceptions.RayError):  # `start` says the same
+            await actor.ping.remote()  # when there is a process, which may take as long as it likes
+        await _until_silent(actor)
+
+    starting = asyncio.ensure_future(_awaited(actor.start.remote(order.config, str(order.folder), host)))
+    pinging = asyncio.ensure_future(until_silent())
+    try:
+        await asyncio.wait((starting, pinging), return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            raise ServerFailed(f"the model server did not answer for {PING_LIMIT_SECONDS:g} s while it started")
+        url: str = starting.result()
+        return url
+    finally:
+        starting.cancel()
+        pinging.cancel()
+
+
 async def _until_silent(actor: Any) -> None:
-    """Return when it has not answered for long; its death is noticed elsewhere, at once."""
-    clock = asyncio.get_running_loop().time
-    answered = clock()
-    while clock() - answered < PING_LIMIT_SECONDS:
-        await asyncio.sleep(PING_SECONDS)
-        with contextlib.suppress(TimeoutError, ray.exceptions.RayError):
-            async with asyncio.timeout(max(answered + PING_LIMIT_SECONDS - clock(), 0.1)):
-                await actor.ping.remote()
-            answered = clock()
+    """Return when it has not answered for long; its death is noticed elsewhere, at once.
+
+    Silence is counted in waits, not by the clock: while this process itself stands still, it hears nobody.
+    """
+    silent_seconds, ping = 0.0, None
+    try:
+        while silent_seconds < PING_LIMIT_SECONDS:
+            ping = ping or asyncio.ensure_future(_awaited(actor.ping.remote()))
+            await asyncio.wait({ping}, timeout=PING_SECONDS)
+            if not ping.done():
+                silent_seconds += PING_SECONDS
+                continue
+            try:
+                ping.result()
+                silent_seconds = 0.0
+            except ray.exceptions.RayError:
+                silent_seconds += PING_SECONDS
+            ping = None
+            await asyncio.sleep(PING_SECONDS)
+    finally:
+        if ping is not None:
+            ping.cancel()
 
 
 def _first_line(error: Exception) -> str:

@@ -84,6 +84,8 @@ class Rollouts:
 
 
 def _checked(config: JobConfig, rollout: Rollout | Play | None, tasks: Tasks) -> JobConfig:
+    if config.kind != "training":
+        raise ConfigError(f"`train` is given a configuration with kind = {config.kind!r}; leave kind out")
     named = config.environment.name
     if rollout is None and named is None:
         raise ConfigError(

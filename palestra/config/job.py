@@ -13,6 +13,8 @@ Seconds = Annotated[float, Field(gt=0)]
 Identifier = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 
 
+JobKind = Literal["training", "inference"]
+
 SMOLLM2, TINY = "SmolLM2-135M-Instruct", "tiny-random"  # models that need no hub
 
 
@@ -115,6 +117,9 @@ class RolloutConfig(Section):
         None,
         description="Episodes of one task that a worker may hold at the same time, so that a fast one leaves some of "
         "them to others. None: any number. Episodes that the server plays itself are not limited.",
+    )
+    max_claimed: Positive | None = Field(
+        None, description="Episodes that may be claimed at the same time, by all workers. None: any number."
     )
     step_order: Literal["observed", "acted"] = Field(
         "observed",
@@ -242,7 +247,11 @@ class TrainerConfig(Section):
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="`auto`: the GPU, if there is one.")
     threads: Positive | None = Field(None, description="CPU threads for arithmetic. None: all cores.")
-    micro_batch_tokens: Positive = Field(4096, description="Most tokens in one forward and backward pass.")
+    micro_batch_tokens: Positive | None = Field(
+        None,
+        description="Most tokens in one forward and backward pass: memory grows with it. None: 1,024 on a CPU, 8,192 "
+        "on a GPU.",
+    )
     logit_chunk: Positive = Field(2048, description="Most positions whose logits exist at the same time.")
 
 
@@ -265,9 +274,14 @@ class ServerConfig(Section):
 
 
 class JobConfig(Section):
-    """One training run."""
+    """One run: a model is trained, or only served."""
 
     name: Identifier = Field("job", description="Of the job, and of its folder below runs/.")
+    kind: JobKind = Field(
+        "training",
+        description="`training`, or `inference`: the model is served to whoever has the job's key, and nothing is "
+        "trained or recorded; what is about training only is not used then.",
+    )
     seed: int = Field(0, ge=0, lt=2**63, description="All sampling and all orders follow from it.")
     steps: Positive = Field(30, description="Training steps.")
     deterministic: bool = Field(False, description="Bit-identical results on one CPU build, also after any kill.")
@@ -299,6 +313,17 @@ class JobConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _plays_nothing(self) -> JobConfig:
+        tasks = self.tasks
+        given = {"environment.name": self.environment.name, "tasks.train": tasks.train}
+        for key, value in (given | {"tasks.validation": tasks.validation}).items():
+            if self.kind == "inference" and value is not None:
+                raise ValueError(
+                    f"{key} is set, and a job with kind = 'inference' plays no episodes; leave {key} out, or train"
+                )
+        return self
+
     @property
     def folder(self) -> Path:
         """The run's folder."""
@@ -321,7 +346,7 @@ class JobConfig(Section):
         rate depends on that). The tasks themselves are in the run store.
         """
         left_out: dict[str, Any] = dict.fromkeys(
-            ("name", "run_dir", "tasks", "server", "store", "checkpoint", "evaluation"), True
+            ("name", "kind", "run_dir", "tasks", "server", "store", "checkpoint", "evaluation"), True
         )
         left_out["rollout"] = {
             "lease_seconds",
@@ -330,6 +355,7 @@ class JobConfig(Section):
             "max_attempts",
             "max_open_buckets",
             "max_per_worker",
+            "max_claimed",
             "weight_sync",
         }
         left_out["environment"] = {"train_tasks", "validation_tasks", "max_concurrency", "timeout_seconds"}

@@ -122,7 +122,9 @@ class ConcurrentEnvironment(ABC):
 
     def waits_only_for(self, observation_id: str) -> bool:
         """Whether nothing happens until this observation is answered."""
-        return len(self._open) == 1 and observation_id in self._open and not self._working and self._unseen.empty()
+        if len(self._open) != 1 or observation_id not in self._open or not self._unseen.empty():
+            return False
+        return all(task.done() for task in self._working.values())  # those that end with this turn of the loop, too
 
     def act(self, observation_id: str, action: ChatMessage) -> None:
         """Answer an observation; returns at once. The same again is a no-op.

@@ -16,8 +16,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from palestra.errors import PalestraError
+from palestra.gateway.callers import OpenSession
 from palestra.gateway.errors import body_of
-from palestra.gateway.keys import EpisodeKey
 from palestra.gateway.plane import DataPlane
 from palestra.schemas.records import Chat
 from palestra.session import CallStart, EpisodeSession, Listener, ModelCall, ReplyPiece
@@ -82,18 +82,24 @@ class EventWriter(ABC):
 async def answer(
     request: Request,
     plane: DataPlane,
-    key: EpisodeKey,
+    session_of: OpenSession,
     calls: Sequence[ModelCall],
     whole: Callable[[Played], Mapping[str, Any]],
     writer: EventWriter | None,
 ) -> Response:
     """Play calls and answer with all of their choices, by `whole`, or through `writer` while they are sampled."""
     if writer is not None:
-        return _Stream(plane, key, calls, writer)
+        return _Stream(plane, session_of, calls, writer)
     with plane.sessions.admitted():
-        session = await plane.sessions.open(key.episode_id, key.fence)
-        collector = _TopLogprobs() if any(call.top_logprobs for call in calls) else None
-        chats = await until_disconnect(request, _play(session, calls, collector))
+        async with session_of() as session:
+            return await _answer_whole(request, session, calls, whole)
+
+
+async def _answer_whole(
+    request: Request, session: EpisodeSession, calls: Sequence[ModelCall], whole: Callable[[Played], Mapping[str, Any]]
+) -> Response:
+    collector = _TopLogprobs() if any(call.top_logprobs for call in calls) else None
+    chats = await until_disconnect(request, _play(session, calls, collector))
     top = [()] * len(chats) if collector is None else [collector.top[n] for n in range(len(chats))]
     return _Whole(session, chats, whole(Played(chats=chats, top=top)), _overruled(calls, chats))
 
@@ -196,29 +202,34 @@ class _Stream(Response):
     Until there is a first event a failure is answered with its own status.
     """
 
-    def __init__(self, plane: DataPlane, key: EpisodeKey, calls: Sequence[ModelCall], writer: EventWriter) -> None:
+    def __init__(
+        self, plane: DataPlane, session_of: OpenSession, calls: Sequence[ModelCall], writer: EventWriter
+    ) -> None:
         super().__init__()
-        self._plane, self._key, self._calls, self._writer = plane, key, calls, writer
+        self._plane, self._session_of, self._calls, self._writer = plane, session_of, calls, writer
         self._note: str | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._plane.sessions.admitted():
-            session = await self._plane.sessions.open(self._key.episode_id, self._key.fence)
-            work = asyncio.ensure_future(_play(session, self._calls, self))
-            work.add_done_callback(lambda _: self._writer.ready.set())
-            gone = asyncio.ensure_future(_disconnected(receive))
-            gone.add_done_callback(lambda _: work.cancel())
-            try:
-                await self._send(scope, send, work, gone)
-                if not gone.done():
-                    for chat in work.result():
-                        session.delivered(chat)
-            except TimeoutError:
-                log.info("%s: the client takes nothing; its call is given up", scope["path"])
-            finally:
-                gone.cancel()
-                work.cancel()
-                await asyncio.gather(work, gone, return_exceptions=True)
+            async with self._session_of() as session:
+                await self._play(session, scope, receive, send)
+
+    async def _play(self, session: EpisodeSession, scope: Scope, receive: Receive, send: Send) -> None:
+        work = asyncio.ensure_future(_play(session, self._calls, self))
+        work.add_done_callback(lambda _: self._writer.ready.set())
+        gone = asyncio.ensure_future(_disconnected(receive))
+        gone.add_done_callback(lambda _: work.cancel())
+        try:
+            await self._send(scope, send, work, gone)
+            if not gone.done():
+                for chat in work.result():
+                    session.delivered(chat)
+        except TimeoutError:
+            log.info("%s: the client takes nothing; its call is given up", scope["path"])
+        finally:
+            gone.cancel()
+            work.cancel()
+            await asyncio.gather(work, gone, return_exceptions=True)
 
     # A `Listener`: notes what the headers say, and passes on
 

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from palestra.errors import InvalidRequest
 from palestra.gateway.answering import answer
+from palestra.gateway.callers import caller_of
 from palestra.gateway.chat_answers import ChatStream, completion
 from palestra.gateway.fields import (
     Count,
@@ -135,11 +136,13 @@ def add_chat_routes(app: FastAPI, plane: DataPlane) -> None:
     async def chat_completions(request: Request) -> Response:
         """Sample replies. Needs the key of an episode; each is recorded before it is answered.
 
+        Where the job serves a model, this route and the other dialects need the job's key, and nothing is recorded.
+
         Streamed, a tool call comes in one piece when it is complete; for models whose format only the `renderers`
         package reads, the message comes in one piece when it is. `reasoning_content` is what a reply has in
         `<think>`. A stop string is looked for in the reply as the model wrote it, tags included.
         """
-        key = plane.keys.require_episode(request)
+        session_of = caller_of(plane, request)
         call, wanted = parse_chat(await request.body(), request)
         decode = plane.sessions.context.runtime(call.policy).decode
         shown = decode if wanted.logprobs else None
@@ -148,7 +151,7 @@ def add_chat_routes(app: FastAPI, plane: DataPlane) -> None:
         if wanted.stream:
             usage = wanted.stream_options is not None and bool(wanted.stream_options.include_usage)
             writer = ChatStream(call.policy, plane.store.clock.now(), shown, ids, usage)
-        return await answer(request, plane, key, [call], lambda played: completion(played, shown, ids), writer)
+        return await answer(request, plane, session_of, [call], lambda played: completion(played, shown, ids), writer)
 
     @app.get("/v1/models", tags=["model"])
     async def models(request: Request) -> ModelList:

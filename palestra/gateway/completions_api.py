@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from palestra.errors import InvalidRequest
 from palestra.gateway.answering import EventWriter, Played, answer
+from palestra.gateway.callers import caller_of
 from palestra.gateway.chat_answers import completion_id, fingerprint, usage_of
 from palestra.gateway.fields import (
     MAX_CHOICES,
@@ -72,7 +73,7 @@ def add_completions_route(app: FastAPI, plane: DataPlane) -> None:
 
         `max_tokens` is 16 if it is not given, as with OpenAI. Reasoning and tool calls are text here.
         """
-        key = plane.keys.require_episode(request)
+        session_of = caller_of(plane, request)
         calls, wanted = parse_completion(await request.body(), request)
         decode = plane.sessions.context.runtime(wanted.model).decode
         shown = None if wanted.logprobs is None else decode
@@ -81,7 +82,9 @@ def add_completions_route(app: FastAPI, plane: DataPlane) -> None:
         if wanted.stream:
             usage = wanted.stream_options is not None and bool(wanted.stream_options.include_usage)
             writer = CompletionStream(wanted.model, plane.store.clock.now(), shown, ids, n if usage else None)
-        return await answer(request, plane, key, calls, lambda played: text_completion(played, shown, ids, n), writer)
+        return await answer(
+            request, plane, session_of, calls, lambda played: text_completion(played, shown, ids, n), writer
+        )
 
 
 def parse_completion(body: bytes, request: Request) -> tuple[list[ModelCall], CompletionRequest]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from fastapi import FastAPI
+from functools import partial
+
+from fastapi import APIRouter, Depends, FastAPI
 from starlette.requests import Request
 
 from palestra.errors import InvalidRequest, ServerStopping
 from palestra.gateway.answering import until_disconnect
+from palestra.gateway.callers import refuse_episodes
 from palestra.gateway.fields import SOLE_AGENT
 from palestra.gateway.plane import DataPlane
 from palestra.schemas.records import Claim, Task
@@ -27,10 +30,11 @@ from palestra.schemas.wire import (
 
 
 def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
-    """The routes that workers call."""
+    """The routes that workers call; a job that serves a model refuses them all."""
     store, keys = plane.store, plane.keys
+    routes = APIRouter(tags=["episodes"], dependencies=[Depends(partial(refuse_episodes, plane))])
 
-    @app.post("/tasks", tags=["episodes"])
+    @routes.post("/tasks")
     async def push_tasks(body: PushTasks, request: Request) -> TasksPushed:
         """Add tasks, in chunks that may be sent again; `final` starts the job."""
         keys.require_job(request)
@@ -41,14 +45,14 @@ def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
             store.settled.ring()  # the learner waits for it
         return TasksPushed(split=body.split, total=total)
 
-    @app.post("/register_episode", tags=["episodes"])
+    @routes.post("/register_episode")
     async def register_episode(body: RegisterEpisode, request: Request) -> EpisodeRegistered:
         """An episode outside the schedule: recorded, never trained on, claimed by its id."""
         keys.require_job(request)
         task = Task(task_id=task_id_of(body.task), data=body.task.data)
         return EpisodeRegistered(episode_id=await store.register_adhoc(task, body.request_id))
 
-    @app.post("/claim_episode", tags=["episodes"])
+    @routes.post("/claim_episode")
     async def claim_episode(body: ClaimEpisode, request: Request) -> ClaimAnswer:
         """Take the next episode, or wait up to `wait_seconds` for one."""
         keys.require_job(request)
@@ -64,14 +68,14 @@ def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
             plane.attendance.told(body.worker_id, body.request_id)
         return ClaimAnswer(status="finished" if plane.progress.over else "waiting", job_state=_state(plane))
 
-    @app.post("/heartbeat_episode", tags=["episodes"])
+    @routes.post("/heartbeat_episode")
     async def heartbeat_episode(body: HeartbeatEpisode, request: Request) -> EpisodeAnswer:
         """Renew the lease; any other call of the episode does, too."""
         key = await keys.require_this_episode(request, body.episode_id, store)
         await store.renew(key.episode_id, key.fence)
         return EpisodeAnswer(episode_id=key.episode_id, state="claimed")
 
-    @app.post("/end_episode", tags=["episodes"])
+    @routes.post("/end_episode")
     async def end_episode(body: EndEpisode, request: Request) -> EpisodeAnswer:
         """Hand in the reward. Answered when it is on disk; the same body again is answered the same."""
         key = await keys.require_this_episode(request, body.episode_id, store)
@@ -82,13 +86,15 @@ def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
         await store.end(key.episode_id, key.fence, rewards, body.step_rewards, body.metadata)
         return EpisodeAnswer(episode_id=key.episode_id, state="completed")
 
-    @app.post("/abort_episode", tags=["episodes"])
+    @routes.post("/abort_episode")
     async def abort_episode(body: AbortEpisode, request: Request) -> EpisodeAnswer:
         """The attempt failed for a reason that is not the policy's: no reward, nothing trained."""
         key = await keys.require_this_episode(request, body.episode_id, store)
         plane.attendance.hands_in(key.episode_id, key.fence)
         await store.abort(key.episode_id, key.fence, body.reason or "given back by its worker", body.discard)
         return EpisodeAnswer(episode_id=key.episode_id, state=(await store.episode(key.episode_id)).state)
+
+    app.include_router(routes)
 
 
 async def _claim(plane: DataPlane, body: ClaimEpisode) -> Claim | None:

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from palestra.gateway.answering import answer
+from palestra.gateway.callers import caller_of
 from palestra.gateway.fields import (
     Count,
     Flag,
@@ -156,10 +157,10 @@ def add_messages_route(app: FastAPI, plane: DataPlane) -> None:
 
         Errors have Anthropic's shape. Streamed, tool_use blocks come after the text, when the reply is complete.
         """
-        key = plane.keys.require_episode(request)
+        session_of = caller_of(plane, request)
         call, streamed = parse_messages(await request.body(), request)
         writer = MessageStream(call.policy) if streamed else None
-        return await answer(request, plane, key, [call], lambda played: message_of(played.chats[0]), writer)
+        return await answer(request, plane, session_of, [call], lambda played: message_of(played.chats[0]), writer)
 
 
 def parse_messages(body: bytes, request: Request) -> tuple[ModelCall, bool]:

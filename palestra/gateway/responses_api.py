@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from palestra.errors import InvalidRequest
 from palestra.gateway.answering import answer
+from palestra.gateway.callers import caller_of
 from palestra.gateway.fields import (
     Count,
     Flag,
@@ -202,10 +203,12 @@ def add_responses_route(app: FastAPI, plane: DataPlane) -> None:
 
         Streamed, function calls come after the text, when the reply is complete.
         """
-        key = plane.keys.require_episode(request)
+        session_of = caller_of(plane, request)
         call, echo = parse_response_request(await request.body(), request)
         writer = ResponseStream(echo, plane.store.clock.now()) if echo.stream else None
-        return await answer(request, plane, key, [call], lambda played: response_of(played.chats[0], echo), writer)
+        return await answer(
+            request, plane, session_of, [call], lambda played: response_of(played.chats[0], echo), writer
+        )
 
 
 def parse_response_request(body: bytes, request: Request) -> tuple[ModelCall, Echo]:

@@ -33,14 +33,17 @@ def add_status_routes(app: FastAPI, plane: DataPlane) -> None:
         progress, counts = plane.progress, await plane.store.counts()
         return JobStatus(
             job=progress.job,
+            kind=plane.config.kind,
             state=progress.state.value,
             reason=progress.reason,
+            phase=progress.phase,
             step=progress.step,
             steps=progress.steps,
             version=progress.version,
             policies=list(plane.sessions.context.policies),
             episodes=_episodes(counts),
             calls={"in_flight": plane.sessions.in_flight, **plane.sessions.context.counts},
+            tokens_per_second=plane.sessions.context.rate.per_second,
             turn_seconds={state.value: spent for state, spent in plane.sessions.context.times.seconds.items()},
             rollouts={"playing": progress.rollouts.playing, **progress.rollouts.terminations},
             recent_reward=plane.store.recent_reward,
@@ -55,7 +58,7 @@ def add_status_routes(app: FastAPI, plane: DataPlane) -> None:
         """Server-sent events: all after `after` (or the header `Last-Event-ID`), then new ones as they happen."""
         plane.keys.require_job(request)
         last = request.headers.get("last-event-id", str(after))
-        if not last.isascii() or not last.isdigit():
+        if not (last.isascii() and last.isdigit() and len(last) < 19):
             raise InvalidRequest(f"Last-Event-ID is {last!r}; it is the number of an event", "last-event-id")
         return StreamingResponse(_event_stream(plane, int(last), follow), media_type="text/event-stream")
 
@@ -123,5 +126,10 @@ class _Collector(Collector):
             happened,
             latest,
             GaugeMetricFamily("palestra_step", "Steps that are done.", value=plane.progress.step),
+            GaugeMetricFamily(
+                "palestra_tokens_per_second",
+                "Of the calls that ended in the last ten seconds.",
+                value=plane.sessions.context.rate.per_second,
+            ),
             GaugeMetricFamily("palestra_calls_in_flight", "Model calls in flight.", value=plane.sessions.in_flight),
         ]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from palestra.config import EngineConfig
 from palestra.errors import EngineFailure
+from palestra.faults import fault_point
 from palestra.inference.adapters import Adapters
 from palestra.inference.draw import uniform
 from palestra.inference.kv_cache import DecodeAttend, KVCache, PromptAttend, Row, capacity_for
@@ -262,6 +263,7 @@ class Batch:
         """One more token for every running reply."""
         if not self._running:
             return
+        fault_point("during_generation")
         for row in list(self._running):
             self._cache.make_room(row)
         buckets = self._cache.in_order()

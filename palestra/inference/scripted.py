@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from palestra.errors import EngineFailure
+from palestra.faults import fault_point
 from palestra.inference.draw import uniform
 from palestra.schemas.records import Ids, PolicyVersion, SampledTokens, Sampling
 
@@ -57,6 +58,7 @@ class ScriptedEngine:
             for start in range(0, max(len(ids), 1), size):
                 if start and self._piece_delay:
                     await asyncio.sleep(self._piece_delay)
+                fault_point("during_generation")
                 yield self._sampled(policy, ids[start : start + size], sampling)
         finally:
             self.running -= 1

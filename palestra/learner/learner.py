@@ -17,6 +17,7 @@ from palestra.algorithms.grpo import ClippedSurrogate
 from palestra.algorithms.importance import correct
 from palestra.config import JobConfig
 from palestra.errors import ConfigError
+from palestra.faults import fault_point
 from palestra.learner.batch import Batch, make_batch
 from palestra.learner.evaluation import evaluate
 from palestra.learner.reporting import RunFolder
@@ -91,6 +92,8 @@ class Learner:
             await self._save_if_due(step)
             await self._finish_step(row)
             self._progress.step_seconds.append(time.monotonic() - started)
+        if self._stopping.is_set():
+            fault_point("during_stop")
         await self._save_now()
         if self._progress.step >= self._config.steps:
             await self._event("completed", {"step": self._progress.step})  # first: who follows hears of it

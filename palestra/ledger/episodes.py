@@ -46,6 +46,7 @@ _NEXT_SHARED = Prepared(  # the same, of a group of which the worker holds fewer
     .order_by(episodes.c.group_index, episodes.c.sample_index)
     .limit(1)
 )
+_CLAIMED = Prepared(select(func.count()).where(episodes.c.state == EpisodeState.CLAIMED.value))
 _LAST_STEP = Prepared(
     select(func.max(chats.c.time_step)).where(
         chats.c.episode_id == bindparam("episode_id"), chats.c.fence == bindparam("fence")
@@ -109,10 +110,12 @@ def claim(
     episode_id: str | None,
     now: float,
     most: int | None = None,
+    most_claimed: int | None = None,
 ) -> Episode | None:
     """The next registered episode in canonical order, or the one named; a known `request_id` gets its claim again.
 
-    `most`: so many of one group the worker may hold at the same time; None: any number.
+    `most`: so many of one group the worker may hold at the same time; `most_claimed`: so many of all groups all
+    workers together, and where they do it is as if there were none. None: any number.
 
     Raises:
         ClaimOver: the claim of this `request_id` is over.
@@ -129,6 +132,8 @@ def claim(
     if found is None:
         return None
     check_transition(f"episode {found.episode_id}", found.state, EpisodeState.CLAIMED)
+    if most_claimed is not None and number_claimed(connection) >= most_claimed:
+        return None
     claimed = replace(
         found,
         state=EpisodeState.CLAIMED,
@@ -232,6 +237,11 @@ def give_back(
     changed = {"reason": reason, "ended_at": now if final else None, "attempts": attempts}
     _change(connection, episode, following, changed)
     return read(connection, episode_id)
+
+
+def number_claimed(connection: Connection) -> int:
+    """How many episodes are claimed."""
+    return int(_CLAIMED.row(connection, {})[0])
 
 
 def live(connection: Connection) -> list[Episode]:

@@ -100,6 +100,7 @@ class RunStore:
         self.leases = LeaseBook(self.clock, rollout.max_episode_seconds)
         self.available = Bell()  # rings when an episode can be claimed
         self.settled = Bell()  # rings when an episode was completed or discarded
+        self._full = False  # somebody claimed in vain since the last end of a lease: `max_claimed` were claimed
         self.on_lease_over: list[LeaseOver] = []
         self.recent_rewards: deque[float] = deque(maxlen=64)  # of training episodes, as they end
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -188,15 +189,31 @@ class RunStore:
                 f"allow_discard_timeout is {seconds:g} s and this job allows {self._rollout.max_lease_seconds:g} s",
                 "allow_discard_timeout",
             )
-        now = self.clock.now()
+        now, most = self.clock.now(), self._rollout.max_per_worker
         found = await self.write(
-            lambda c: episodes.claim(c, worker_id, request_id, seconds, episode_id, now, self._rollout.max_per_worker),
-            "claim_commit",
+            lambda c: self._take(c, worker_id, request_id, seconds, episode_id, now, most), "claim_commit"
         )
         if found is None:
             return None
         self.leases.grant(found.episode_id, found.fence, found.lease_seconds)
         return Claim(episode=found, policy=self.policy_name, version=self.policy_version)
+
+    def _take(
+        self,
+        connection: sa.Connection,
+        worker_id: str,
+        request_id: str,
+        seconds: float,
+        episode_id: str | None,
+        now: float,
+        most: int | None,
+    ) -> Episode | None:
+        """Claim within the job's limit; on the writer's thread."""
+        limit = self._rollout.max_claimed
+        found = episodes.claim(connection, worker_id, request_id, seconds, episode_id, now, most, limit)
+        if found is None and limit is not None and episodes.number_claimed(connection) >= limit:
+            self._full = True  # whoever claims in vain from here on is woken by the next end of a lease
+        return found
 
     async def claimed_by(self, worker_id: str) -> list[Episode]:
         """What a worker holds."""
@@ -210,7 +227,7 @@ class RunStore:
         def take(connection: sa.Connection) -> list[Episode]:
             found: list[Episode] = []
             for number in range(count):
-                episode = episodes.claim(connection, worker_id, f"{request_id}-{number}", seconds, None, now)
+                episode = self._take(connection, worker_id, f"{request_id}-{number}", seconds, None, now, None)
                 if episode is None:
                     break
                 found.append(episode)
@@ -271,8 +288,9 @@ class RunStore:
         return given_back
 
     def _lease_over(self, episode_id: str, fence: int) -> None:
-        if self._rollout.max_per_worker is not None:
-            self.available.ring()  # its worker may hold another one of the group now
+        if self._full or self._rollout.max_per_worker is not None:
+            self._full = False
+            self.available.ring()  # its worker may hold another one of the group now, or anybody another one
         self.leases.drop(episode_id, fence)
         for callback in self.on_lease_over:
             callback(episode_id, fence)
@@ -337,9 +355,9 @@ class RunStore:
 
     # Calls
 
-    async def append_chat(self, chat: Chat) -> None:
+    def append_chat(self, chat: Chat) -> asyncio.Future[None]:
         """See `EpisodeStore`."""
-        await self.write(partial(chats.append, chat=chat), "chat_commit")
+        return self._writer.submit(partial(chats.append, chat=chat), "chat_commit")
 
     async def chats(self, episode_id: str, fence: int) -> tuple[Chat, ...]:
         """See `EpisodeStore`."""

@@ -72,34 +72,45 @@ class Writer:
     def __init__(self, engine: sa.Engine, explain: Explain | None = None) -> None:
         """`explain` puts an error of the database into words; None: as for a run store."""
         self._engine, self._explain = engine, explain or _explained
-        self._queue: queue.SimpleQueue[_Operation | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[list[_Operation] | None] = queue.SimpleQueue()
+        self._gathering: dict[asyncio.AbstractEventLoop, list[_Operation]] = {}  # of this turn of each event loop
         self._closed = False
         self._thread = threading.Thread(target=self._loop, name="palestra-writer", daemon=True)
         self._thread.start()
 
-    async def submit(self, run: Callable[[sa.Connection], T], tag: str | None = None) -> T:
-        """Run an operation and return its result when it is on disk.
+    def submit(self, run: Callable[[sa.Connection], T], tag: str | None = None) -> asyncio.Future[T]:
+        """Run an operation; the future has its result when it is on disk.
 
-        A caller that is cancelled does not take the operation back: it is committed all the same.
+        Whoever cancels the future does not take the operation back: it is committed all the same.
         """
         if self._closed:
             raise StoreError("the store is closed")
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
-        self._queue.put(_Operation(run, tag, loop, future))
-        return await future
+        operation = _Operation(run, tag, loop, future)
+        if (gathered := self._gathering.get(loop)) is not None:
+            gathered.append(operation)
+        else:
+            self._gathering[loop] = [operation]
+            loop.call_soon(self._hand_over, loop)  # once a turn: waking the thread takes longer than an insert
+        return future
+
+    def _hand_over(self, loop: asyncio.AbstractEventLoop) -> None:
+        if gathered := self._gathering.pop(loop, None):
+            self._queue.put(gathered)
 
     def close(self) -> None:
         """Finish what was submitted, then stop."""
         self._closed = True
+        for loop in list(self._gathering):
+            self._hand_over(loop)
         self._queue.put(None)
         self._thread.join()
 
     def _loop(self) -> None:
         with self._engine.connect() as connection:
             while (first := self._queue.get()) is not None:
-                group = [first]
-                last = False
+                group, last = first, False
                 while len(group) < MAX_BATCH and not last:
                     try:
                         following = self._queue.get_nowait()
@@ -108,8 +119,9 @@ class Writer:
                     if following is None:
                         last = True
                     else:
-                        group.append(following)
-                self._commit(connection, group)
+                        group += following
+                for start in range(0, len(group), MAX_BATCH):
+                    self._commit(connection, group[start : start + MAX_BATCH])
                 if last:
                     return
 

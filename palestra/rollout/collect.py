@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -204,17 +203,24 @@ class TrajectoryCollectEngine:
             return await self._session.chat(call)
 
 
-@contextmanager
-def failing(termination: Termination) -> Iterator[None]:
+class failing:
     """Says whose failure it was; what ends an episode in good order goes through."""
-    try:
-        yield
-    except (EpisodeOver, ContextOverflow, RolloutFailed, *Lost):
-        raise
-    except (EngineFailure, ServerStopping) as error:
-        raise RolloutFailed(Termination.ENGINE_FAILED, _said(error)) from error
-    except Exception as error:
-        raise RolloutFailed(termination, _said(error)) from error
+
+    __slots__ = ("_termination",)
+
+    def __init__(self, termination: Termination) -> None:
+        self._termination = termination
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None or not isinstance(error, Exception):
+            return
+        if isinstance(error, (EpisodeOver, ContextOverflow, RolloutFailed, *Lost)):
+            return
+        whose = Termination.ENGINE_FAILED if isinstance(error, EngineFailure | ServerStopping) else self._termination
+        raise RolloutFailed(whose, _said(error)) from error
 
 
 def _said(error: Exception) -> str:

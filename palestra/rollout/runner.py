@@ -140,7 +140,7 @@ class Runner:
                 environment=environment,
                 agents=self._agents,
                 sessions=self._sessions,
-                session=await self._sessions.open(claim.episode.episode_id, claim.episode.fence),
+                session=await self._sessions.begin(claim.episode),
                 policy=claim.policy,
                 temperature=self._temperature,
             )

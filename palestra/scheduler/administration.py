@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from typing import Any
 
 from sqlalchemy import Connection
 
 from palestra.errors import Forbidden, InvalidRequest, NotFound
-from palestra.scheduler import accounts, audit
+from palestra.scheduler import accounts, audit, policy_store
 from palestra.scheduler.accounts import UserRecord
 from palestra.scheduler.audit import AuditEntry
 from palestra.scheduler.control_store import ControlStore
@@ -17,6 +19,7 @@ from palestra.scheduler.keys import KeyRecord, NewKey, digest_of, make_secret
 from palestra.scheduler.limits import KeyLimits
 from palestra.scheduler.permissions import OPERATOR_TENANT, Action, Role, Scope, scopes_of
 from palestra.scheduler.stored_text import IDENTIFIER, check_identifier, check_name
+from palestra.scheduler.tenants import Quota
 
 FIRST_USER = "admin"
 MOST_GRACE_SECONDS = 30 * 86400.0
@@ -63,10 +66,11 @@ class Administration:
 
     # Tenants
 
-    async def tenants(self, by: Identity) -> list[str]:
-        """The names of all tenants."""
+    async def tenants(self, by: Identity) -> dict[str, Quota]:
+        """All tenants, by name, with their quotas."""
         by.require(Action.TENANT_LIST)
-        return await self._store.read(accounts.tenant_names)
+        found = await self._store.read(policy_store.quotas_of_all)
+        return {name: quota or Quota() for name, quota in found.items()}
 
     async def add_tenant(self, by: Identity, name: str) -> NewKey:
         """A tenant with one admin, whose key this is.
@@ -84,6 +88,40 @@ class Administration:
 
         await self._store.write(work)
         return key
+
+    async def change_quota(self, by: Identity, tenant: str, changes: Mapping[str, float | None]) -> Quota:
+        """What a tenant may hold from now on; what runs goes on. Returns the whole quota.
+
+        Args:
+            by: who changes it.
+            tenant: whose it is.
+            changes: amounts by the names of `Quota`. None: as much as there is. What is not named stays.
+
+        Raises:
+            NotFound: there is no such tenant.
+        """
+        by.require(Action.TENANT_CHANGE)
+        if IDENTIFIER.fullmatch(tenant) is None:
+            raise NotFound("there is no such tenant")
+
+        def work(connection: Connection) -> Quota:
+            quota = policy_store.change_quota(connection, tenant, changes)
+            self._log(connection, by, by.tenant, Action.TENANT_CHANGE, f"quota of {tenant}: {quota.told}")
+            return quota
+
+        return await self._store.write(work, lambda _: self._store.changed.ring())
+
+    # The cluster
+
+    async def drain(self, by: Identity, on: bool) -> None:
+        """Start nothing more, also after a restart; or go on."""
+        by.require(Action.CLUSTER_DRAIN)
+
+        def work(connection: Connection) -> None:
+            policy_store.set_draining(connection, on)
+            self._log(connection, by, by.tenant, Action.CLUSTER_DRAIN, "on" if on else "off")
+
+        await self._store.write(work, lambda _: self._store.changed.ring())
 
     # Users
 
@@ -158,7 +196,7 @@ class Administration:
         label: str = "",
         scopes: Collection[Scope] | None = None,
         lifetime_seconds: float | None = None,
-        limits: KeyLimits | None = None,
+        limits: Mapping[str, Any] | None = None,
     ) -> NewKey:
         """A key of a user; None: one's own.
 
@@ -168,7 +206,7 @@ class Administration:
             label: what to call it.
             scopes: what it may be used for. None: all that the user's role and `by`'s key have.
             lifetime_seconds: None: it does not expire.
-            limits: only an admin may set them. None: those of `by`'s key.
+            limits: by the names of `KeyLimits`; only an admin may set them. None, and those left out: as `by`'s key.
 
         Raises:
             NotFound: there is no such user.
@@ -187,9 +225,8 @@ class Administration:
         wanted = most if scopes is None else frozenset(scopes)
         if not wanted <= most:
             raise Forbidden(f"this key can't give {', '.join(sorted(wanted - most))}")
-        key = self._new_key(
-            by.tenant, name, label, wanted, lifetime_seconds, limits or (by.limits if by.key_id else None)
-        )
+        known = by.limits if by.key_id else KeyLimits()
+        key = self._new_key(by.tenant, name, label, wanted, lifetime_seconds, replace(known, **(limits or {})))
 
         def work(connection: Connection) -> None:
             accounts.add_key(connection, key.record, digest_of(key.secret))

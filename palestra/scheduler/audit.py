@@ -22,7 +22,7 @@ class AuditEntry:
     key_id: str | None  # None: not by a key
     what: str  # an Action
     target: str
-    outcome: str  # "ok", or the code of an error
+    outcome: str  # "ok", or the code of an error, with how many like it were left out before
 
 
 def append(connection: Connection, tenant: str, entry_id: str, entry: AuditEntry) -> None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Awaitable, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Self, TypeVar, Unpack
+from typing import Self, TypeVar, Unpack
 
 import sqlalchemy as sa
 
@@ -295,7 +295,7 @@ class ControlStore:
         self._bell(job.tenant).ring()
 
 
-async def _persist(attempt: Callable[[], Coroutine[Any, Any, T]]) -> T:
+async def _persist(attempt: Callable[[], Awaitable[T]]) -> T:
     """Try again while the database does not answer."""
     loop = asyncio.get_running_loop()
     until, pause = loop.time() + LONGEST_REPLY_SECONDS, 0.05

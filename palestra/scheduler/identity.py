@@ -65,7 +65,7 @@ def local_operator() -> Identity:
         role=Role.ADMIN,
         key_id=None,
         scopes=scopes_of(Role.ADMIN),
-        limits=KeyLimits(requests_per_minute=1e9, burst=10**9, open_jobs=10**6),
+        limits=KeyLimits(requests_per_minute=1e9, burst=10**9, open_jobs=10**6, episodes_in_flight=10**6),
     )
 
 
@@ -100,14 +100,17 @@ class Identities:
             at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(key.expires_at))
             raise Unauthorized(f"this key expired at {at}; make a new one, or ask an admin of your tenant for one")
         self._touch(key.key_id)
-        return Identity(
-            tenant=key.tenant,
-            user=key.user,
-            role=stored.role,
-            key_id=key.key_id,
-            scopes=key.scopes & scopes_of(stored.role),
-            limits=key.limits,
-        )
+        return _identity_of(stored)
+
+    async def renewed(self, identity: Identity) -> Identity | None:
+        """The same, as it is now, for what goes on for long; None: its key opens nothing any more."""
+        if identity.key_id is None:
+            return identity
+        stored = await self._look_up(identity.key_id)
+        if stored is None or stored.record.revoked_at is not None:
+            return None
+        over = stored.record.expires_at is not None and stored.record.expires_at <= self.expiry.now()
+        return None if over else _identity_of(stored)
 
     def forget(self, tenant: str, user: str) -> None:
         """Something about this user or a key of theirs was changed: look it up again."""
@@ -150,3 +153,15 @@ class Identities:
             await self._store.write(lambda c: accounts.touch_key(c, key_id, now))
         except StoreError as error:
             log.warning("the last use of key %s could not be written down: %s", key_id, error)
+
+
+def _identity_of(stored: StoredKey) -> Identity:
+    key = stored.record
+    return Identity(
+        tenant=key.tenant,
+        user=key.user,
+        role=stored.role,
+        key_id=key.key_id,
+        scopes=key.scopes & scopes_of(stored.role),
+        limits=key.limits,
+    )

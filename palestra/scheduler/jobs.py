@@ -58,6 +58,8 @@ def record_of(row: Any) -> JobRecord:
         node=row.node,
         cancel_requested=row.cancel_requested,
         log_tail=row.log_tail,
+        from_job=row.from_job,
+        from_step=row.from_step,
     )
 
 
@@ -80,7 +82,10 @@ def submit(
     config = to_json(request.config)
     asked = request.resources
     body = [user, request.name, request.kind, request.priority, config, asked.cpus, asked.gpus, asked.memory_gib]
-    digest = hashlib.sha256(to_json([*body, request.attached, request.restarts_limit]).encode()).hexdigest()
+    body += [request.attached, request.restarts_limit]
+    if request.from_job is not None:  # sent again, the newest checkpoint may be another
+        body += [request.from_job, None if request.from_newest else request.from_step]
+    digest = hashlib.sha256(to_json(body).encode()).hexdigest()
     same = jobs.c.job_id == job_id
     if request_key is not None:
         same |= (jobs.c.tenant == tenant) & (jobs.c.request_key == request_key)
@@ -115,6 +120,8 @@ def submit(
             "cancel_requested": False,
             "request_key": request_key,
             "request_digest": digest,
+            "from_job": request.from_job,
+            "from_step": request.from_step,
         },
     )
     changes.add(connection, tenant, job_id, job_id, None, JobState.QUEUED, "submitted", now)

@@ -20,6 +20,7 @@ class KeyLimits:
     burst: int = 200  # requests that may come at the same moment
     open_jobs: int = 100  # jobs of its user that are not over
     body_bytes: int = 4 * 2**20  # of one request
+    episodes_in_flight: int = 10_000  # claimed at the same time, of each job that is submitted with it
 
     def __post_init__(self) -> None:
         """Refuse what would shut a key out.

@@ -57,6 +57,7 @@ class Action(StrEnum):
     CLUSTER_DRAIN = "cluster.drain"
     TENANT_LIST = "tenant.list"
     TENANT_ADD = "tenant.add"
+    TENANT_CHANGE = "tenant.change"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,6 +95,7 @@ PERMISSIONS: Mapping[Action, Rule] = {
     Action.CLUSTER_DRAIN: Rule(scope=Scope.CLUSTER_ADMIN, roles=_ADMIN, others=_ADMIN, operator=True),
     Action.TENANT_LIST: Rule(scope=Scope.CLUSTER_ADMIN, roles=_ADMIN, others=_ADMIN, operator=True),
     Action.TENANT_ADD: Rule(scope=Scope.CLUSTER_ADMIN, roles=_ADMIN, others=_ADMIN, operator=True),
+    Action.TENANT_CHANGE: Rule(scope=Scope.CLUSTER_ADMIN, roles=_ADMIN, others=_ADMIN, operator=True),
 }
 
 

@@ -23,11 +23,14 @@ from palestra.errors import (
     StoreUnreachable,
 )
 from palestra.ledger.store import Bell
+from palestra.scheduler import policy_store
 from palestra.scheduler.control_store import ControlStore
 from palestra.scheduler.fitting import GpuShare, Node, RunningJob, counted, devices_for
 from palestra.scheduler.launcher import LOG_FILE, Ended, Ending, Launcher, ServerOrder, read_ended
 from palestra.scheduler.placement import Policy, Start, place
 from palestra.scheduler.reasons import refusal
+from palestra.scheduler.sources import with_own_weights
+from palestra.scheduler.tenants import Quota
 from palestra.scheduler.turns import WaitingJob
 from palestra.schemas.jobs import LIVE_STATES, SHARES, JobRecord, Resources
 from palestra.schemas.states import JobState
@@ -54,6 +57,7 @@ class Scheduler:
     ) -> None:
         """Args:
         folder: of all jobs, each in one of its own; every machine has to see it.
+        policy: its quotas, and whether it drains, are read from the store.
         stop_seconds: how long a job that is cancelled may take to save.
         absent_seconds: for so long the client of an attached job may be gone.
         """
@@ -107,6 +111,7 @@ class Scheduler:
 
     async def _round(self) -> float | None:
         """Look at everything once; returns when it has to be looked at again, though nothing changes."""
+        self.policy = await self._store.read(lambda c: policy_store.decided(c, self.policy))
         self.nodes = await self._launcher.nodes()
         await self._adopt()
         if not self.ready.is_set():
@@ -121,15 +126,13 @@ class Scheduler:
         """Where a job's run and log are."""
         return self._folder / job_id
 
-    def refusal(self, needs: Resources, tenant: str) -> str | None:
-        """Why a job with these needs could never start; None: it could."""
-        quota = self.policy.quotas.get(tenant, self.policy.default_quota)
-        return refusal(needs, self.nodes, tenant, quota)
+    async def quota_of(self, tenant: str) -> Quota:
+        """What a tenant may hold."""
+        return await self._store.read(lambda c: policy_store.quota_of(c, tenant)) or self.policy.default_quota
 
-    def drain(self, on: bool) -> None:
-        """Start nothing more; or go on."""
-        self.policy = replace(self.policy, draining=on)
-        self._changed.ring()
+    async def refusal(self, needs: Resources, tenant: str) -> str | None:
+        """Why a job with these needs could never start; None: it could."""
+        return refusal(needs, self.nodes, tenant, await self.quota_of(tenant))
 
     def seen(self, job_id: str) -> None:
         """A job's client is there."""
@@ -231,22 +234,19 @@ class Scheduler:
             )
         except Conflict:  # it was cancelled meanwhile
             return
-        order = ServerOrder(
-            job_id=job.job_id, config=job.config, folder=folder, node=start.node_id, resources=job.resources
-        )
-        url = await self._started(order)
+        url = await self._started(job, start.node_id)
         if isinstance(url, Ended):
             await self._over(job.job_id, url)
         else:
             await self._watch(job.job_id, url)
 
-    async def _started(self, order: ServerOrder) -> str | Ended:
+    async def _started(self, job: JobRecord, node_id: str) -> str | Ended:
         """Where a new server listens, or why there is none."""
-        starting = asyncio.ensure_future(self._launcher.start(order))
-        self._starting[order.job_id] = starting
+        starting = asyncio.ensure_future(self._launch(job, node_id))
+        self._starting[job.job_id] = starting
         try:
-            if order.job_id in self._cancelled:  # before there was anything to break off
-                self._end(order.job_id)
+            if job.job_id in self._cancelled:  # before there was anything to break off
+                self._end(job.job_id)
             return await starting
         except asyncio.CancelledError:
             if self._closing:
@@ -259,10 +259,19 @@ class Scheduler:
         except PalestraError as error:
             return Ended(ending=Ending.LOST if error.retryable else Ending.FAILED, reason=str(error))
         except Exception as error:
-            log.exception("job %s could not be started", order.job_id)
+            log.exception("job %s could not be started", job.job_id)
             return Ended(ending=Ending.LOST, reason=f"{type(error).__name__}: {error}")
         finally:
-            del self._starting[order.job_id]
+            del self._starting[job.job_id]
+
+    async def _launch(self, job: JobRecord, node_id: str) -> str:
+        folder, config = self.folder_of(job.job_id), job.config
+        if job.from_job is not None:
+            source = self.folder_of(job.from_job) / RUN
+            config = await asyncio.to_thread(with_own_weights, job, folder, source)
+        return await self._launcher.start(
+            ServerOrder(job_id=job.job_id, config=config, folder=folder, node=node_id, resources=job.resources)
+        )
 
     async def _watch(self, job_id: str, url: str) -> None:
         """From a server that listens to its end."""
@@ -386,7 +395,8 @@ def _following(job: JobRecord, ended: Ended) -> tuple[JobState, str, int]:
     if ended.ending is Ending.LOST and left == 0:
         return JobState.FAILED, f"lost {job.restarts_limit + 1} times, at last: {ended.reason}", left
     if ended.ending is Ending.LOST:
-        return JobState.QUEUED, f"{ended.reason}; it goes on from its last checkpoint", left - 1
+        goes_on = "it goes on from its last checkpoint" if job.kind == "training" else "it is started again"
+        return JobState.QUEUED, f"{ended.reason}; {goes_on}", left - 1
     return JobState.QUEUED, ended.reason or "it was stopped, and goes on from its checkpoint", left
 
 

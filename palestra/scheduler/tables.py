@@ -7,7 +7,7 @@ from sqlalchemy import Boolean, Column, Double, Index, Integer, String, Table, T
 
 from palestra.errors import StoreError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 3
 
 metadata = sa.MetaData()
 
@@ -42,6 +42,8 @@ jobs = Table(
     Column("log_tail", Text),
     Column("request_key", String),  # NULL: the client gave none
     Column("request_digest", String, nullable=False),
+    Column("from_job", String),  # NULL: it starts from the model of its configuration
+    Column("from_step", Integer),  # of the checkpoint; NULL without `from_job`
     UniqueConstraint("tenant", "request_key"),
     Index("jobs_of_tenant", "tenant", "number"),
     Index("jobs_by_state", "state", "number"),
@@ -62,7 +64,11 @@ changes = Table(
 )
 
 tenants = Table(
-    "tenants", metadata, Column("name", String, primary_key=True), Column("created_at", Double, nullable=False)
+    "tenants",
+    metadata,
+    Column("name", String, primary_key=True),
+    Column("created_at", Double, nullable=False),
+    Column("quota", Text),  # a JSON object; NULL: none of its own
 )
 
 users = Table(
@@ -108,7 +114,11 @@ audit = Table(
 )
 
 # One entry a version: the statements that lead from version i to i + 1. Version 0 is an empty database.
-MIGRATIONS: tuple[tuple[str, ...], ...] = ((),)
+MIGRATIONS: tuple[tuple[str, ...], ...] = (
+    (),
+    ("ALTER TABLE jobs ADD COLUMN from_job VARCHAR", "ALTER TABLE jobs ADD COLUMN from_step INTEGER"),
+    ("ALTER TABLE tenants ADD COLUMN quota TEXT",),
+)
 
 
 def migrate(connection: sa.Connection) -> None:

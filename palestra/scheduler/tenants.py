@@ -30,6 +30,12 @@ class Quota:
         given = (self.cpus, self.gpus, self.memory_gib, self.jobs)
         return tuple(None if n is None else int(n * unit + 1e-6) for n, unit in zip(given, UNITS, strict=True))
 
+    @property
+    def told(self) -> str:
+        """`8 CPUs, 2 GPUs`, or `none`."""
+        parts = [told_one(limit, kind) for kind, limit in enumerate(self.limits) if limit is not None]
+        return ", ".join(parts) or "none"
+
 
 class Claim(NamedTuple):
     """The first job of a tenant that could not start; its part of the quota is kept for it."""

@@ -6,9 +6,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from palestra.config import JobKind
 from palestra.schemas.wire import Body, JsonObject, Name
 
 Seconds = Annotated[float, Field(gt=0, lt=1e10, allow_inf_nan=False)]
+Limit = Annotated[int, Field(ge=1, lt=2**53)]
+Amount = Annotated[float, Field(ge=0, lt=1e9, allow_inf_nan=False)]
 
 
 class ResourcesBody(Body):
@@ -22,10 +25,20 @@ class ResourcesBody(Body):
 class SubmitJob(Body):
     """`POST /jobs`. Safe to send again with the same header `Idempotency-Key`."""
 
-    name: Name = Field("job", description="For people; need not be the only one.")
-    kind: Literal["training", "inference"] = "training"
+    name: Name | None = Field(
+        None, description="For people; need not be the only one. None: that of `from_job`, or `job`."
+    )
+    kind: JobKind | None = Field(None, description="None: what `config.kind` says.")
     priority: Literal["low", "normal", "high"] = "normal"
-    config: JsonObject = Field(description="A JobConfig (docs/configuration.md).")
+    config: JsonObject | None = Field(
+        None,
+        description="A JobConfig (docs/configuration.md). None: that of `from_job`, to be served unless `kind` is "
+        "`training`.",
+    )
+    from_job: Name | None = Field(
+        None, description="Start from the weights of this job of the same tenant, in the place of a model."
+    )
+    from_step: int | None = Field(None, ge=0, le=2**31, description="Of its checkpoint. None: the newest.")
     resources: ResourcesBody = ResourcesBody()
     attached: bool = Field(False, description="Cancelled when its client is not heard of for a while.")
     restarts: int = Field(3, ge=0, le=100, description="How often it is started again after its server was lost.")
@@ -50,6 +63,9 @@ class JobView(Body):
     node: str | None
     cancel_requested: bool
     config: JsonObject
+    from_job: str | None = Field(None, description="Whose weights it starts from; None: those of its config's model.")
+    from_step: int | None = Field(None, description="Of that job's checkpoint.")
+    url: str | None = Field(None, description="Of its data plane while it runs; the key is in `GET /jobs/ID/server`.")
     log_tail: str | None = Field(description="The last lines of its log, kept when it ends.")
 
 
@@ -99,13 +115,33 @@ class NodeView(Body):
     jobs: int
 
 
+class QuotaBody(Body):
+    """What a tenant may hold at the same time. None: as much as there is."""
+
+    jobs: int | None = Field(None, ge=0, lt=2**31, description="That run; 0 is a pause. More wait.")
+    cpus: Amount | None = None
+    gpus: Amount | None = None
+    memory_gib: Amount | None = None
+
+
+class InUse(Body):
+    """What the jobs of a tenant hold now."""
+
+    jobs: int
+    cpus: float
+    gpus: float
+    memory_gib: float
+
+
 class ClusterView(Body):
     """`GET /cluster`."""
 
     nodes: list[NodeView]
     draining: bool
-    queued: int
-    live: int
+    queued: int = Field(description="Jobs of all tenants that wait.")
+    live: int = Field(description="Jobs of all tenants that hold something.")
+    quota: QuotaBody = Field(description="One's own tenant's.")
+    in_use: InUse = Field(description="By one's own tenant.")
 
 
 class Drain(Body):
@@ -142,6 +178,41 @@ class AddTenant(Body):
     name: Name
 
 
+class ChangeTenant(Body):
+    """`PATCH /tenants/{name}`."""
+
+    quota: QuotaBody = Field(description="What is left out stays as it is; null takes a limit away.")
+
+
+class TenantView(Body):
+    """A tenant, and what it may hold."""
+
+    name: str
+    quota: QuotaBody
+
+
+class LimitsBody(Body):
+    """What one key may use. None: as much as the key with which it is made."""
+
+    requests_per_minute: Annotated[float, Field(ge=1, lt=2**53, allow_inf_nan=False)] | None = None
+    burst: Limit | None = Field(None, description="Requests that may come at the same moment.")
+    open_jobs: Limit | None = Field(None, description="Jobs of its user that are not over.")
+    body_bytes: Limit | None = Field(None, description="Of one request.")
+    episodes_in_flight: Limit | None = Field(
+        None, description="Claimed at the same time, of each job that is submitted with it (`rollout.max_claimed`)."
+    )
+
+
+class LimitsView(Body):
+    """What one key may use."""
+
+    requests_per_minute: float
+    burst: int
+    open_jobs: int
+    body_bytes: int
+    episodes_in_flight: int
+
+
 class MakeKey(Body):
     """`POST /keys`."""
 
@@ -149,6 +220,7 @@ class MakeKey(Body):
     label: str = Field("", max_length=200)
     scopes: list[str] | None = Field(None, description="None: all that the user's role and this key have.")
     lifetime_seconds: Seconds | None = Field(None, description="None: it does not expire.")
+    limits: LimitsBody | None = Field(None, description="Set by admins only. None: those of the key that makes it.")
 
 
 class RotateKey(Body):
@@ -164,6 +236,7 @@ class KeyView(Body):
     user: str
     label: str
     scopes: list[str]
+    limits: LimitsView
     created_at: float
     expires_at: float | None
     revoked_at: float | None

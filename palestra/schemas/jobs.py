@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, get_args
 
+from palestra.config import JobKind as JobKind  # a part of the records here
 from palestra.errors import InvalidRequest
 from palestra.schemas.states import JobState
 
-JobKind = Literal["training", "inference"]
 Priority = Literal["low", "normal", "high"]
 JOB_KINDS: tuple[JobKind, ...] = get_args(JobKind)
 PRIORITIES: tuple[Priority, ...] = get_args(Priority)  # from the last to be placed to the first
@@ -56,6 +56,9 @@ class JobRequest:
     resources: Resources
     attached: bool = False  # cancelled when its client is gone for longer than the grace time
     restarts_limit: int = 3  # how often it is started again after its server or its machine was lost
+    from_job: str | None = None  # of the same tenant, whose weights it starts from; None: the configuration's model
+    from_step: int | None = None  # of the checkpoint; None without `from_job`
+    from_newest: bool = False  # nobody asked for that step: it was the newest when the job was submitted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,6 +86,8 @@ class JobRecord:
     node: str | None  # where it runs or ran last; None before the first start
     cancel_requested: bool
     log_tail: str | None  # its last lines, kept when it ends; None: there are none
+    from_job: str | None  # whose weights it starts from; None: those of the configuration's model
+    from_step: int | None  # of the checkpoint; None without `from_job`
 
     @property
     def is_over(self) -> bool:

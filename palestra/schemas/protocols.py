@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from asyncio import Future
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -190,8 +191,8 @@ class EpisodeStore(Protocol):
         """
         ...
 
-    async def append_chat(self, chat: Chat) -> None:
-        """Record a call.
+    def append_chat(self, chat: Chat) -> Future[None]:
+        """Record a call; the future is done when it is on disk, also where nobody waits for it any more.
 
         Raises:
             EpisodeLeaseExpired, EpisodeEnded: the lease under which it was made is over.

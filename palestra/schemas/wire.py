@@ -138,14 +138,17 @@ class JobStatus(Body):
     """`GET /status`."""
 
     job: str
+    kind: str = Field(description="`training`, or `inference`: a model is served.")
     state: str
     reason: str | None = Field(description="Why it failed or is waiting; None otherwise.")
+    phase: str = Field(description="What it is doing, in words.")
     step: int = Field(description="Steps that are done.")
     steps: int
     version: str
     policies: list[str]
     episodes: dict[str, int]
     calls: dict[str, float]
+    tokens_per_second: float = Field(description="Prompts and replies, of calls that ended in the last ten seconds.")
     turn_seconds: dict[str, float] = Field(
         description="Over all calls: `pending` until sampling begins, `generating`, and `interacting` between an "
         "episode's calls, when the agent or its environment is at work."

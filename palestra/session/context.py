@@ -13,6 +13,7 @@ from palestra.ledger import RunStore
 from palestra.schemas.clock import Clock
 from palestra.schemas.protocols import Engine
 from palestra.schemas.records import Chat
+from palestra.session.rates import TokenRate
 from palestra.session.turn import StateTimes
 
 
@@ -38,9 +39,11 @@ class SessionContext:
     keep_dropped_reasoning: bool = False  # go on with the exact ids of a reply that came back without its reasoning
     counts: Counter[str] = field(default_factory=Counter)
     times: StateTimes = field(init=False)  # spent in each state, over all calls
+    rate: TokenRate = field(init=False)  # of late
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "times", StateTimes(self.store.clock))  # frozen, and of the same clock
+        object.__setattr__(self, "rate", TokenRate(self.store.clock))
 
     @property
     def clock(self) -> Clock:
@@ -63,6 +66,7 @@ class SessionContext:
         self.counts["calls"] += 1
         self.counts["prompt_tokens"] += chat.prompt_tokens
         self.counts["completion_tokens"] += len(chat.completion_ids)
+        self.rate.add(chat.tokens)
         self.counts["reused_prompt_tokens"] += chat.shared
         if chat.fork is not None:
             self.counts[f"forks_{chat.fork.reason.value}"] += 1

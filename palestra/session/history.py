@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from operator import is_
 
 import orjson
 
@@ -48,6 +49,7 @@ class History:
         self._starts: dict[str, _Node] = {}  # by policy
         self._ends: dict[int, _Node] = {}  # by the call's index: its reply
         self._replies: dict[Hashable, list[Chat]] = {}
+        self._newest: dict[str, tuple[Chat, tuple[ChatMessage, ...]]] = {}  # by policy: a call, its messages and reply
 
     def add(self, chat: Chat) -> None:
         """Add a call, after its parent. One without messages is in no conversation."""
@@ -69,6 +71,9 @@ class History:
             node = child
         node.calls.append(chat)
         self._ends[chat.index] = node
+        before, said = self._newest.get(chat.policy, (None, ()))
+        earlier = said[: chat.shared_messages] if chat.parent is before else chat.messages[: chat.shared_messages]
+        self._newest[chat.policy] = chat, (*earlier, *chat.new_messages, chat.reply)
         self._replies.setdefault(self._key(chat.reply), []).append(chat)
 
     def clear(self) -> None:
@@ -81,12 +86,17 @@ class History:
         self._starts.clear()
         self._ends.clear()
         self._replies.clear()
+        self._newest.clear()
 
     def match(self, policy: str, messages: Sequence[ChatMessage]) -> Match:
         """The longest call of the policy that these messages go on from, and where they leave what was said."""
         node = self._start(policy)
         replied, ends, known = None, 0, 0
-        for message in messages:
+        newest, said = self._newest.get(policy, (None, ()))
+        if newest is not None and len(messages) > len(said) and all(map(is_, said, messages)):
+            node = replied = self._ends[newest.index]  # an agent of this process: the very same messages
+            ends = known = len(said)
+        for message in messages[known:]:
             child = node.children.get(self._key(message))
             if child is None:
                 break

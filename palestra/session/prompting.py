@@ -45,17 +45,28 @@ class Prompts:
 
     def __init__(self, ignore_reasoning: bool) -> None:
         """See `History` for `ignore_reasoning`."""
-        self.trie = TokenTrie()
+        self.calls = 0
+        self._trie = TokenTrie()
+        self._unmerged: list[Chat] = []  # calls that are not in it: most episodes never ask
         self._history = History(ignore_reasoning)
+
+    @property
+    def trie(self) -> TokenTrie:
+        """All calls, merged on their tokens."""
+        while self._unmerged:
+            self._trie.add(self._unmerged.pop())
+        return self._trie
 
     def add(self, chat: Chat) -> None:
         """A call that is on disk."""
-        self.trie.add(chat)
+        self.calls += 1
+        self._unmerged.append(chat)
         self._history.add(chat)
 
     def clear(self) -> None:
         """The episode is over."""
-        self.trie.clear()
+        self._unmerged.clear()
+        self._trie.clear()
         self._history.clear()
 
     async def make(

@@ -167,6 +167,6 @@ def _join(pieces: list[SampledTokens]) -> Completion:
             spans.append(VersionSpan(piece.version, len(piece.ids)))
     if not spans:
         raise EngineFailure("the engine returned no token")
-    ids = np.fromiter((i for piece in pieces for i in piece.ids), np.int32)
-    logprobs = np.fromiter((p for piece in pieces for p in piece.logprobs), np.float32)
-    return Completion(ids=ids, logprobs=logprobs, versions=tuple(spans))
+    ids = [token for piece in pieces for token in piece.ids]
+    logprobs = [logprob for piece in pieces for logprob in piece.logprobs]
+    return Completion(ids=np.array(ids, np.int32), logprobs=np.array(logprobs, np.float32), versions=tuple(spans))

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 
 import numpy as np
@@ -22,6 +23,7 @@ from palestra.session.call import CallStart, Listener, ModelCall, ReplyPiece
 from palestra.session.constraints import grammar_of
 from palestra.session.context import PolicyRuntime, SessionContext
 from palestra.session.prompting import LONG_TEXT, Prompt, Prompts
+from palestra.session.recorder import CallRecorder
 from palestra.session.reply import Completion, ReplyReader, read_whole, sample
 from palestra.session.sampling import overruled, refuse_untrainable, sampling_of
 from palestra.session.turn import Turn
@@ -56,12 +58,20 @@ class _Play:
 class EpisodeSession:
     """The calls of one lease."""
 
-    def __init__(self, context: SessionContext, episode: Episode, recorded: Sequence[Chat]) -> None:
+    def __init__(
+        self,
+        context: SessionContext,
+        episode: Episode,
+        recorded: Sequence[Chat],
+        recorder: CallRecorder | None = None,
+    ) -> None:
+        """`recorder`: where its calls are left. None: in the context's store."""
         self.episode = episode
         self._context = context
+        self._recorder = context.store if recorder is None else recorder
         self._prompts = Prompts(context.keep_dropped_reasoning)
         self._undelivered: dict[str, Chat] = {}  # by request digest
-        self._recordings: dict[str, asyncio.Task[None]] = {}  # that are being written, by request digest
+        self._recordings: dict[str, asyncio.Future[None]] = {}  # that are being written, by request digest
         self._seeds: set[int] = set()  # of the calls that are recorded or in flight
         self._taken: dict[bytes, int] = {}  # by prompt: all occurrences before this one have calls
         self._in_flight: set[asyncio.Task[object]] = set()
@@ -87,7 +97,7 @@ class EpisodeSession:
         for state in (TurnState.GENERATING, TurnState.PENDING):
             if state in states:
                 return state
-        return TurnState.INTERACTING if self._prompts.trie.chats else TurnState.PENDING
+        return TurnState.INTERACTING if self._prompts.calls else TurnState.PENDING
 
     async def chat(self, call: ModelCall, listener: Listener | None = None) -> Chat:
         """Play a call of one choice; see `chats`."""
@@ -110,7 +120,7 @@ class EpisodeSession:
         """
         if self._over is not None:
             raise self._over
-        known = await self._recorded(call) if call.retry else {}
+        known = await self._recorded_before(call) if call.retry else {}
         for number, chat in known.items():
             self._context.counts["retries_answered"] += 1
             _replay(number, chat, listener)
@@ -132,7 +142,7 @@ class EpisodeSession:
             task.cancel()
         self._forget_if_over()
 
-    async def _recorded(self, call: ModelCall) -> dict[int, Chat]:
+    async def _recorded_before(self, call: ModelCall) -> dict[int, Chat]:
         """Choices that are on disk and have not been delivered; what is being written is waited for."""
         digests = [call.choice_digest(number) for number in range(call.choices)]
         if writing := [self._recordings[digest] for digest in digests if digest in self._recordings]:
@@ -152,7 +162,7 @@ class EpisodeSession:
         self._in_flight.add(task)
         self._turns.update(choice.turn for choice in choices)
         try:
-            with self._context.store.hold(self.episode.episode_id, self.episode.fence):
+            with self._recorder.hold(self.episode.episode_id, self.episode.fence):
                 play = await self._begin(call, runtime, choices, known, listener)
                 chats = await _all_at_once([self._sample(play, choice) for choice in choices])
                 return dict(zip(numbers, chats, strict=True))
@@ -266,8 +276,8 @@ class EpisodeSession:
         stop = None if reader is None else reader.stop
         chat = self._chat(play, choice, completion, reply.message, stop)
         self._next_step = max(self._next_step, chat.time_step + 1)
-        recording = self._recordings[chat.request_digest] = asyncio.ensure_future(self._record(chat))
-        recording.add_done_callback(lambda done: self._written(chat.request_digest, done))
+        recording = self._recordings[chat.request_digest] = self._recorder.append_chat(chat)
+        recording.add_done_callback(partial(self._recorded, chat))  # before whoever waits for it goes on
         await asyncio.shield(recording)
         choice.recorded = True
         if listener is not None:
@@ -306,13 +316,12 @@ class EpisodeSession:
             finished_at=self._context.clock.now(),
         )
 
-    def _written(self, digest: str, done: asyncio.Task[None]) -> None:
-        if self._recordings.get(digest) is done:
-            del self._recordings[digest]
-
-    async def _record(self, chat: Chat) -> None:
-        """Goes on where the caller is gone: what was committed is what a retry gets, and nothing beside it."""
-        await self._context.store.append_chat(chat)
+    def _recorded(self, chat: Chat, recording: asyncio.Future[None]) -> None:
+        """Also where the caller is gone: what was committed is what a retry gets, and nothing beside it."""
+        if self._recordings.get(chat.request_digest) is recording:
+            del self._recordings[chat.request_digest]
+        if recording.cancelled() or recording.exception() is not None:  # raised where it is awaited
+            return
         self._context.count(chat)
         if self._over is None:
             self._remember(chat)

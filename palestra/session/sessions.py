@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
-from palestra.errors import EpisodeLeaseExpired, PalestraError, TooManyRequests
+from palestra.errors import EpisodeEnded, EpisodeLeaseExpired, PalestraError, TooManyRequests
+from palestra.schemas.records import Episode
 from palestra.session.context import SessionContext
+from palestra.session.plain import plain_session
 from palestra.session.session import EpisodeSession
 
 
@@ -35,6 +37,31 @@ class Sessions:
             if not store.leases.renew(episode_id, fence):  # it ended meanwhile
                 await store.renew(episode_id, fence)  # raises what is the matter
             session = self._open.setdefault((episode_id, fence), EpisodeSession(self.context, episode, recorded))
+        return session
+
+    @asynccontextmanager
+    async def plain(self) -> AsyncIterator[EpisodeSession]:
+        """A session of one request, outside any episode; nothing of it is kept."""
+        session = plain_session(self.context)
+        lease = session.episode.episode_id, session.episode.fence
+        self._open[lease] = session  # so that `stop` finds it
+        try:
+            yield session
+        finally:
+            self._open.pop(lease, None)
+            session.terminate(EpisodeEnded("this call is over"))
+
+    async def begin(self, episode: Episode) -> EpisodeSession:
+        """The session of a lease that was granted just now, in this process: nothing is recorded under it yet.
+
+        Raises:
+            EpisodeLeaseExpired, EpisodeEnded, NotFound: the lease is not the episode's any more.
+        """
+        await self.context.store.renew(episode.episode_id, episode.fence)
+        lease = episode.episode_id, episode.fence
+        session = self._open.get(lease)
+        if session is None:
+            session = self._open[lease] = EpisodeSession(self.context, episode, ())
         return session
 
     @contextmanager

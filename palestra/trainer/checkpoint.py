@@ -16,6 +16,7 @@ from palestra.faults import fault_point
 
 log = logging.getLogger("palestra.checkpoint")
 INDEX = "checkpoint.json"
+NOT_THE_MODEL = ("optimizer-*.safetensors", INDEX)  # files that only a trainer reads
 _BLOCK = 1 << 22
 
 
@@ -76,7 +77,43 @@ def newest_good(folder: Path) -> tuple[Path, dict[str, Any]] | None:
 
 def found(folder: Path) -> list[Path]:
     """Finished checkpoints, oldest first."""
-    return sorted((p for p in folder.glob("step-*") if p.name[5:].isdecimal()), key=lambda p: int(p.name[5:]))
+    return sorted((p for p in folder.glob("step-*") if p.name[5:].isdecimal()), key=step_of)
+
+
+def step_of(path: Path) -> int:
+    """The step of a finished checkpoint."""
+    return int(path.name[5:])
+
+
+def link_model(folder: Path, step: int, target: Path) -> None:
+    """Make the folder `target` of the model in a checkpoint, whole or not at all.
+
+    Its files are hard links where that is possible, else copies; they stay when the checkpoint is dropped.
+
+    Raises:
+        CheckpointError: the checkpoint is not there any more, or damaged, or can't be copied.
+    """
+    temporary = target.with_name(f".{target.name}")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.copytree(folder / f"step-{step:06d}", temporary, copy_function=_link)
+        if (problem := _problem(temporary)) is not None:
+            raise CheckpointError(f"the checkpoint of step {step} is damaged, or gone ({problem}); start from another")
+        for pattern in NOT_THE_MODEL:
+            for path in temporary.glob(pattern):
+                path.unlink()
+        temporary.rename(target)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"the checkpoint of step {step} is gone; start from a newer one") from error
+    except OSError as error:
+        raise CheckpointError(f"the checkpoint of step {step} can't be copied to {target.parent}: {error}") from error
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another disk, or one without links
+        shutil.copy2(source, target)
 
 
 def _problem(path: Path) -> str | None:

@@ -95,9 +95,11 @@ class MicroBatch:
 
 
 def pack(samples: Sequence[TrainSample], max_tokens: int) -> list[MicroBatch]:
-    """Micro-batches of at most `max_tokens` computed tokens (more only where one row alone has more).
+    """Micro-batches of at most `max_tokens` computed tokens.
 
-    The order of the samples is kept, so the same samples in the same order give the same arithmetic.
+    More where a row has more, alone, or with others that have half of it in common: up to twice its length, because
+    the long prompt of a group is not to be computed for each of its answers. The order of the samples is kept, so the
+    same samples in the same order give the same arithmetic.
     """
     batches: list[MicroBatch] = []
     tree: Tree | None = None
@@ -106,7 +108,8 @@ def pack(samples: Sequence[TrainSample], max_tokens: int) -> list[MicroBatch]:
             raise ValueError(f"the first token of a row of episode {sample.episode_id} can't be a sampled one")
         length = len(sample.ids)
         new = length if tree is None else length - tree.shared(sample.ids)[0]
-        if not batches or batches[-1].tokens + new > max_tokens:
+        room = max(max_tokens, 2 * length) if 2 * new <= length else max_tokens
+        if not batches or batches[-1].tokens + new > room:
             batches.append(MicroBatch())
             tree, new = None, length
         if tree is None or new == length:

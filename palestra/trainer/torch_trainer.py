@@ -29,6 +29,8 @@ from palestra.trainer.serial import Serial
 
 T = TypeVar("T")
 Loss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
+# On two cores more is slower, too: attention within a tree of rows takes time with its square (docs/benchmarks.md).
+MICRO_BATCH_TOKENS = {"cpu": 1024, "cuda": 8192}
 _OPTIMIZER_FILE = "optimizer-{}.safetensors"
 _SHARD_BYTES = 2**28
 _IMPOSSIBLE = -1e9  # finite, so that 0 x score is 0 in the entropy
@@ -59,6 +61,7 @@ class TorchTrainer:
             fused=True,
         )
         self._device = self._parameters[0][1].device
+        self._micro_batch_tokens = config.micro_batch_tokens or MICRO_BATCH_TOKENS[self._device.type]
         self._grammars = Grammars(tokenizer, model.vocab_size)
         self._version = PolicyVersion(0, 0)
         self._changed = False  # since they were published
@@ -144,7 +147,7 @@ class TorchTrainer:
     def _all_micro_batches(self, batch: Sequence[TrainSample], loss: Loss) -> StepReport:
         totals: dict[str, Tensor] = {}
         gap_max, computed, trained = 0.0, 0, 0
-        for micro in pack(batch, self._config.micro_batch_tokens):
+        for micro in pack(batch, self._micro_batch_tokens):
             sums = self._micro_batch(micro, loss)
             gap_max = max(gap_max, float(sums.pop("gap_max")))
             for name, value in sums.items():
@@ -163,7 +166,7 @@ class TorchTrainer:
 
     def _logprobs_of(self, batch: Sequence[TrainSample]) -> list[Floats]:
         found: list[Floats] = []
-        for micro in pack(batch, self._config.micro_batch_tokens):
+        for micro in pack(batch, self._micro_batch_tokens):
             with torch.no_grad():
                 logprobs, _, _ = self._forward(micro)
             values = iter(logprobs.cpu().numpy())

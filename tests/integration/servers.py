@@ -70,9 +70,9 @@ def free_port() -> int:
             return port
 
 
-def environment(fault: str | None = None) -> dict[str, str]:
+def environment(fault: str | None = None, key: str = KEY) -> dict[str, str]:
     """One thread for arithmetic, no network, and the job's key known to all."""
-    quiet = {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PALESTRA_API_KEY": KEY}
+    quiet = {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PALESTRA_API_KEY": key}
     kept = {name: value for name, value in os.environ.items() if name != "PALESTRA_FAULT"}
     return kept | quiet | ({"PALESTRA_FAULT": fault} if fault else {})
 
@@ -85,10 +85,10 @@ class Process:
     log: Path
 
     @classmethod
-    def start(cls, command: Sequence[object], log: Path, fault: str | None = None) -> Process:
+    def start(cls, command: Sequence[object], log: Path, fault: str | None = None, key: str = KEY) -> Process:
         with log.open("wb") as out:
             words = [str(word) for word in command]
-            popen = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, env=environment(fault))
+            popen = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, env=environment(fault, key))
         return cls(popen, log)
 
     @property

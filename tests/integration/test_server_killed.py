@@ -12,8 +12,8 @@ from palestra.faults import SERVER_POINTS
 
 # The pass at which the server dies: early in one case, late in the other. There are 20 claims and ends, 40 chats,
 # 3 manifests and steps, 4 publications, and a checkpoint every step in one case and every other step in the other.
-EARLY = {"claim": 1, "chat": 8, "end": 4, "manifest": 1, "step": 1, "checkpoint": 1, "publish": 1}
-LATE = {"claim": 13, "chat": 27, "end": 18, "manifest": 3, "step": 2, "checkpoint": 2, "publish": 4}
+EARLY = {"claim": 1, "chat": 8, "generation": 7, "end": 4, "manifest": 1, "step": 1, "checkpoint": 1, "publish": 1}
+LATE = {"claim": 13, "chat": 27, "generation": 28, "end": 18, "manifest": 3, "step": 2, "checkpoint": 2, "publish": 4}
 CELLS = [
     pytest.param(every, f"{point}:{passes[point.split('_')[1]]}", id=f"{point}-{passes[point.split('_')[1]]}")
     for every, passes in ((1, EARLY), (2, LATE))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 
+import openai
 import pytest
 from servers import HERE, PALESTRA, Process
 from service import GAMES, LONG, Service, metrics_of, until
@@ -226,6 +228,36 @@ def test_tenants_users_and_keys_keep_to_themselves(service):
         assert secret not in logs
 
 
+def test_an_operator_gives_tenants_quotas_and_an_admin_keys_limits(service):
+    def said(*words: str) -> str:
+        done = service.command(*words)
+        assert done.returncode == 0, done.stderr
+        return " ".join(done.stdout.split())
+
+    (key,) = re.findall(r"pk_\w{12}_[\w-]{43}", said("tenants", "add", "physics"))
+    assert "physics no quota" in said("tenants")
+    assert said("tenants", "quota", "physics", "--gpus", "1", "--jobs", "5") == "physics jobs 5, gpus 1"
+    assert said("tenants", "quota", "physics", "--jobs", "none") == "physics gpus 1"
+    config = {"config": GAMES, "resources": {"gpus": 2}}
+    with pytest.raises(InvalidRequest, match="the quota of tenant physics is 1"):
+        service.client(key).request("POST", "/jobs", json=config)
+    assert "no quota" in said("tenants", "quota", "physics", "--none")
+    made = service.client(key).request("POST", "/jobs", json=config)
+    service.client(key).request("DELETE", f"/jobs/{made['job_id']}")
+    weak = said("keys", "make", "--limit", "open_jobs=1", "--limit", "episodes_in_flight=7").split()[-1]
+    job = service.client(weak).submit(GAMES)
+    assert job.wait().config["rollout"] == GAMES["rollout"] | {"max_claimed": 7}
+    for words, why in (
+        (("tenants", "quota", "physics"), "a quota is set with"),
+        (("tenants", "quota", "nobody", "--jobs", "1"), "no tenant nobody"),
+        (("tenants", "add"), "which one?"),
+        (("keys", "make", "--limit", "jobs=1"), "there is no limit 'jobs'"),
+    ):
+        done = service.command(*words)
+        assert done.returncode == 2
+        assert why in done.stderr
+
+
 def test_a_model_server_that_is_killed_goes_on_from_its_checkpoint_with_the_same_weights(service):
     control = service.client()
     slow = GAMES | {"engine": {"kind": "scripted", "scripted_tokens": 3, "scripted_delay_seconds": 0.05}, "steps": 6}
@@ -263,6 +295,68 @@ def test_killing_the_scheduler_leaves_jobs_running_and_a_new_one_finds_them(serv
     again.cancel()
     assert again.wait().state == "cancelled"
     assert waiting.wait().state == "completed"
+
+
+def test_what_a_job_has_trained_is_served_by_another_until_it_is_cancelled(service):
+    control = service.client()
+    trained = control.submit(GAMES, name="lake")
+    assert trained.wait().state == "completed"
+    other = service.client(control.request("POST", "/tenants", json={"name": "stranger"})["secret"])
+    with pytest.raises(NotFound, match="no job"):
+        other.submit(from_job=trained.job_id)
+    job = control.submit(from_job=trained.job_id, from_step=2, gpus=1.0)
+    view = job.view()
+    assert (view.kind, view.name, view.from_job, view.from_step) == ("inference", "lake", trained.job_id, 2)
+    assert said_by(job) is not None
+    assert job.view().url == job.url
+    own = service.state / "jobs" / job.job_id / f"{trained.job_id}-step-2" / "weights.txt"
+    source = service.state / "jobs" / trained.job_id / "run" / "checkpoints" / "step-000002" / "weights.txt"
+    assert own.stat().st_ino == source.stat().st_ino
+    source.unlink()  # as the trainer of a job that goes on would
+    (process,) = service.processes_of(job.job_id)
+    process.kill()
+    until(lambda: job.view().starts == 2 and running(job), "it is served again")
+    assert "it is started again" in " ".join(change.reason for change in job.changes())
+    assert said_by(job) is not None
+    assert service.command("jobs").stdout.splitlines()[1].split()[:3] == [job.job_id, "lake", "inference"]
+    job.cancel()
+    assert job.wait().state == "cancelled"
+    events = [event.kind for event in job.events() if event.kind != "state"]
+    assert events == ["serving", "serving", "served"]
+    until(lambda: not service.processes_of(job.job_id), "its process is gone")
+    until(lambda: free_gpus(service) == 2.0, "its GPU is free")
+
+
+def said_by(job) -> str | None:
+    """What a model that is served says, to the real client."""
+    with openai.OpenAI(base_url=f"{job.url}/v1", api_key=job.key) as ai:
+        (model,) = ai.models.list().data
+        answer = ai.chat.completions.create(model=model.id, messages=[{"role": "user", "content": "hello"}])
+    return answer.choices[0].message.content
+
+
+def test_a_model_is_submitted_to_be_served_by_command(service, tmp_path):
+    config = tmp_path / "job.toml"
+    config.write_text('name = "typed"\n[engine]\nkind = "scripted"\n')
+    done = service.command("submit", config, "--kind", "inference")
+    assert done.returncode == 0, done.stderr
+    job = service.client().job(done.stdout.strip())
+    assert said_by(job) is not None
+    worker = service.command("worker", f"{HERE / 'fleet_rollouts.py'}:rollout", "--job", job.job_id)
+    assert worker.returncode != 0
+    assert "serves a model and has no episodes" in worker.stderr + worker.stdout
+    assert "is being cancelled" in service.command("cancel", job.job_id).stdout
+    watched = service.command("watch", job.job_id).stdout.splitlines()
+    assert "serving SmolLM2-135M-Instruct" in watched
+    assert watched[-1].startswith("cancelled")
+    for words, said in (
+        (("submit",), "name a configuration"),
+        (("submit", "--from-job", "job-0000000000000000"), "no job"),
+        (("submit", config, "--kind", "inference", "--set", "environment.name=gomoku"), "environment.name is set"),
+    ):
+        wrong = service.command(*words)
+        assert wrong.returncode == 2, (words, wrong.stdout)
+        assert said in wrong.stderr, (words, wrong.stderr)
 
 
 def test_a_drained_cluster_starts_nothing_until_it_is_told_to(service):

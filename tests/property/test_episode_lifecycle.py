@@ -193,12 +193,15 @@ class EpisodeLifecycle(RuleBasedStateMachine):
         chat = make_chat(episode_id=name, fence=fence, index=index)
         if self.holds(name, fence):
             self.run(self.store.renew(name, fence))
-            self.run(self.store.append_chat(chat))
+            self.run(self.append(chat))
             model.chats[fence] = index + 1
             self.touch(model)
         else:
             self.refused(self.store.renew(name, fence), *self.kinds(name, fence))
-            self.refused(self.store.append_chat(chat), *self.kinds(name, fence))
+            self.refused(self.append(chat), *self.kinds(name, fence))
+
+    async def append(self, chat) -> None:
+        await self.store.append_chat(chat)
 
     @rule(seconds=st.sampled_from([1.0, 30.0, 59.0, 60.0, 150.0]))
     def time_passes(self, seconds: float) -> None:

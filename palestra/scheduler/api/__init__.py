@@ -8,6 +8,7 @@ from palestra.gateway.equipment import application
 from palestra.scheduler.api.access import ControlPlane
 from palestra.scheduler.api.accounts_api import add_account_routes, add_key_routes
 from palestra.scheduler.api.cluster_api import add_cluster_routes
+from palestra.scheduler.api.denials import note_denials
 from palestra.scheduler.api.jobs_api import add_job_routes, add_reading_routes
 
 MAX_BODY_BYTES = 4 * 2**20
@@ -24,4 +25,5 @@ def create_control_app(plane: ControlPlane) -> FastAPI:
     add_account_routes(app, plane)
     add_key_routes(app, plane)
     add_cluster_routes(app, plane)
+    note_denials(app, plane)
     return app

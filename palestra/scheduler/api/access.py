@@ -37,8 +37,8 @@ class ControlPlane:
         identity = local_operator() if self.without_keys else await self.identities.authenticate(bearer(request))
         if identity.key_id is not None:
             self.rates.count(identity.key_id, identity.limits)
-        length = request.headers.get("content-length", "0")
-        if length.isdigit() and int(length) > identity.limits.body_bytes:
+        length = request.headers.get("content-length", "")
+        if (int(length) if length.isdigit() else len(await request.body())) > identity.limits.body_bytes:
             raise PayloadTooLarge(f"this key may send bodies of {identity.limits.body_bytes:,} bytes")
         return identity
 
@@ -47,6 +47,7 @@ class ControlPlane:
 
         async def allowed(request: Request) -> Identity:
             identity = await self.who(request)
+            request.state.asked = identity, action
             identity.require(action)
             return identity
 

@@ -1,5 +1,6 @@
 """Tenants, users, keys, and the audit log."""
 
+from dataclasses import asdict
 from typing import Annotated
 
 from fastapi import Depends, FastAPI
@@ -9,16 +10,20 @@ from palestra.scheduler.api.access import ControlPlane
 from palestra.scheduler.identity import Identity
 from palestra.scheduler.keys import KeyRecord, NewKey
 from palestra.scheduler.permissions import Action, Role, Scope
+from palestra.scheduler.tenants import Quota
 from palestra.schemas.control_wire import (
     AddTenant,
     AddUser,
     AuditView,
     ChangeRole,
+    ChangeTenant,
     IdentityView,
     KeyView,
     MakeKey,
     NewKeyView,
+    QuotaBody,
     RotateKey,
+    TenantView,
     UserView,
 )
 
@@ -33,14 +38,23 @@ def add_account_routes(app: FastAPI, plane: ControlPlane) -> None:
         return IdentityView(tenant=by.tenant, user=by.user, role=by.role.value, scopes=sorted(by.scopes))
 
     @app.get("/tenants", tags=["accounts"])
-    async def tenants(by: Annotated[Identity, Depends(plane.may(Action.TENANT_LIST))]) -> list[str]:
-        """The names of all tenants."""
-        return await accounts.tenants(by)
+    async def tenants(by: Annotated[Identity, Depends(plane.may(Action.TENANT_LIST))]) -> list[TenantView]:
+        """All tenants, with their quotas."""
+        found = await accounts.tenants(by)
+        return [TenantView(name=name, quota=_quota(quota)) for name, quota in found.items()]
 
     @app.post("/tenants", tags=["accounts"], status_code=201)
     async def add_tenant(body: AddTenant, by: Annotated[Identity, Depends(plane.may(Action.TENANT_ADD))]) -> NewKeyView:
         """A tenant with one admin; the answer has the admin's key."""
         return _new_key(await accounts.add_tenant(by, body.name))
+
+    @app.patch("/tenants/{name}", tags=["accounts"])
+    async def change_tenant(
+        name: str, body: ChangeTenant, by: Annotated[Identity, Depends(plane.may(Action.TENANT_CHANGE))]
+    ) -> TenantView:
+        """Another quota, at once: what is left out stays, null takes a limit away. What runs goes on."""
+        quota = await accounts.change_quota(by, name, body.quota.model_dump(exclude_unset=True))
+        return TenantView(name=name, quota=_quota(quota))
 
     @app.get("/users", tags=["accounts"])
     async def users(by: Annotated[Identity, Depends(plane.may(Action.USER_LIST))]) -> list[UserView]:
@@ -101,7 +115,8 @@ def add_key_routes(app: FastAPI, plane: ControlPlane) -> None:
     async def make_key(body: MakeKey, by: Annotated[Identity, Depends(plane.may(Action.KEY_MAKE))]) -> NewKeyView:
         """A key; its secret is in the answer, and nowhere else."""
         scopes = None if body.scopes is None else [_scope(name) for name in body.scopes]
-        return _new_key(await accounts.make_key(by, body.user, body.label, scopes, body.lifetime_seconds))
+        limits = None if body.limits is None else body.limits.model_dump(exclude_none=True)
+        return _new_key(await accounts.make_key(by, body.user, body.label, scopes, body.lifetime_seconds, limits))
 
     @app.post("/keys/{key_id}/rotate", tags=["accounts"], status_code=201)
     async def rotate(
@@ -125,7 +140,11 @@ def _scope(name: str) -> Scope:
 
 def _shown(key: KeyRecord) -> dict[str, object]:
     shown: dict[str, object] = {name: getattr(key, name) for name in KeyView.model_fields}
-    return shown | {"scopes": sorted(key.scopes)}
+    return shown | {"scopes": sorted(key.scopes), "limits": asdict(key.limits)}
+
+
+def _quota(quota: Quota) -> QuotaBody:
+    return QuotaBody.model_validate(asdict(quota))
 
 
 def _new_key(key: NewKey) -> NewKeyView:

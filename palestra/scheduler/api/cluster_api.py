@@ -1,13 +1,17 @@
 """The cluster: machines, what is free, and whether jobs may start."""
 
+from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Annotated
 
 from fastapi import Depends, FastAPI
 
 from palestra.scheduler.api.access import ControlPlane
+from palestra.scheduler.fitting import RunningJob
 from palestra.scheduler.identity import Identity
 from palestra.scheduler.permissions import Action
-from palestra.schemas.control_wire import ClusterView, Drain, NodeView
+from palestra.scheduler.policy_store import is_draining
+from palestra.schemas.control_wire import ClusterView, Drain, InUse, NodeView, QuotaBody
 
 
 def add_cluster_routes(app: FastAPI, plane: ControlPlane) -> None:
@@ -21,7 +25,7 @@ def add_cluster_routes(app: FastAPI, plane: ControlPlane) -> None:
 
     @app.get("/cluster", tags=["cluster"])
     async def cluster(by: Annotated[Identity, Depends(plane.may(Action.CLUSTER_READ))]) -> ClusterView:
-        """Machines, and what is free; nothing about whose jobs run there."""
+        """Machines, and what is free; nothing about whose jobs run there. And the tenant's own quota."""
         held = list(scheduler.running.values())
         nodes = []
         for node in scheduler.nodes:
@@ -40,12 +44,26 @@ def add_cluster_routes(app: FastAPI, plane: ControlPlane) -> None:
                 )
             )
         queued = len(await plane.store.queue())
-        return ClusterView(nodes=nodes, draining=scheduler.policy.draining, queued=queued, live=len(held))
+        return ClusterView(
+            nodes=nodes,
+            draining=await plane.store.read(is_draining),
+            queued=queued,
+            live=len(held),
+            quota=QuotaBody.model_validate(asdict(await scheduler.quota_of(by.tenant))),
+            in_use=_in_use(job for job in held if job.tenant == by.tenant),
+        )
 
     @app.post("/cluster/drain", tags=["cluster"], status_code=204)
     async def drain(body: Drain, by: Annotated[Identity, Depends(plane.may(Action.CLUSTER_DRAIN))]) -> None:
-        """Start nothing more, so that the cluster runs empty; or go on."""
-        scheduler.drain(body.on)
-        await plane.store.append_audit(
-            by.tenant, by.user, by.key_id, Action.CLUSTER_DRAIN.value, "on" if body.on else "off", "ok"
-        )
+        """Start nothing more, so that the cluster runs empty, also after a restart; or go on."""
+        await plane.administration.drain(by, body.on)
+
+
+def _in_use(running: Iterable[RunningJob]) -> InUse:
+    held = list(running)
+    return InUse(
+        jobs=len(held),
+        cpus=sum(job.needs.cpus for job in held),
+        gpus=sum(job.needs.gpus for job in held),
+        memory_gib=sum(job.needs.memory_gib for job in held),
+    )

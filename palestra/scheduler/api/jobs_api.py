@@ -1,15 +1,14 @@
 """Jobs: submit, look, cancel, read what they left."""
 
-import re
 from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Header, Query
 from starlette.responses import FileResponse, StreamingResponse
 
-from palestra.config import SMOLLM2, TINY, parse_config
 from palestra.errors import InvalidRequest, NotFound
 from palestra.scheduler.api import artifacts, streams
 from palestra.scheduler.api.access import ControlPlane
+from palestra.scheduler.api.submission import limited, request_of
 from palestra.scheduler.identity import Identity
 from palestra.scheduler.launcher import LOG_FILE
 from palestra.scheduler.permissions import Action
@@ -23,10 +22,8 @@ from palestra.schemas.control_wire import (
     ServerView,
     SubmitJob,
 )
-from palestra.schemas.jobs import JobKind, JobRecord, JobRequest, Resources
+from palestra.schemas.jobs import JobKind, JobRecord, JobRequest
 from palestra.schemas.states import JobState
-
-HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
 
 AS_IT_COMES = {"cache-control": "no-store", "x-accel-buffering": "no"}  # no proxy keeps it back
 
@@ -46,8 +43,8 @@ def add_job_routes(app: FastAPI, plane: ControlPlane) -> None:
         idempotency_key: Annotated[str | None, Header(max_length=200)] = None,
     ) -> JobView:
         """Submit a job. One that could never start is refused, with the largest that could."""
-        request = _request(body)
-        if reason := scheduler.refusal(request.resources, by.tenant):
+        request = await request_of(plane, body, by)
+        if reason := await scheduler.refusal(request.resources, by.tenant):
             raise InvalidRequest(f"this job could never start: it {reason}", "resources")
         job = await store.submit_job(by.tenant, by.user, request, idempotency_key, by.limits.open_jobs)
         await store.append_audit(by.tenant, by.user, by.key_id, Action.JOB_SUBMIT.value, job.job_id, "ok")
@@ -98,10 +95,12 @@ def add_job_routes(app: FastAPI, plane: ControlPlane) -> None:
             name=job.name,
             kind=job.kind,
             priority=job.priority,
-            config=job.config,
+            config=limited(job.config, by),
             resources=job.resources,
             attached=job.attached,
             restarts_limit=job.restarts_limit,
+            from_job=job.from_job,
+            from_step=job.from_step,
         )
         again = await store.submit_job(by.tenant, by.user, request, idempotency_key, by.limits.open_jobs)
         await store.append_audit(by.tenant, by.user, by.key_id, Action.JOB_RESUBMIT.value, again.job_id, "ok")
@@ -151,7 +150,7 @@ def add_reading_routes(app: FastAPI, plane: ControlPlane) -> None:
         await store.job(by.tenant, job_id)
         path = scheduler.folder_of(job_id) / LOG_FILE
         return StreamingResponse(
-            streams.log(plane, by.tenant, job_id, path, offset, follow), 200, AS_IT_COMES, "text/plain; charset=utf-8"
+            streams.log(plane, by, job_id, path, offset, follow), 200, AS_IT_COMES, "text/plain; charset=utf-8"
         )
 
     @app.get("/jobs/{job_id}/events", tags=["jobs"])
@@ -169,7 +168,7 @@ def add_reading_routes(app: FastAPI, plane: ControlPlane) -> None:
         place = streams.Place.of(last_event_id)
         run = scheduler.folder_of(job_id) / RUN
         return StreamingResponse(
-            streams.events(plane, by.tenant, job_id, run, place, follow), 200, AS_IT_COMES, "text/event-stream"
+            streams.events(plane, by, job_id, run, place, follow), 200, AS_IT_COMES, "text/event-stream"
         )
 
     @app.get("/jobs/{job_id}/artifacts", tags=["jobs"])
@@ -198,30 +197,4 @@ def job_view(job: JobRecord, waits: str | None) -> JobView:
         state=job.state.value,
         reason=waits or job.reason,
         resources=ResourcesBody(cpus=needs.cpus, gpus=needs.gpus, memory_gib=needs.memory_gib),
-    )
-
-
-def _request(body: SubmitJob) -> JobRequest:
-    if body.kind == "inference":
-        raise InvalidRequest("inference jobs can't be run yet; palestra.play uses a model without training", "kind")
-    for section, keys in (("tasks", ("train", "validation")), ("run_dir", ())):
-        given = body.config.get(section)
-        if given is not None and (not keys or (isinstance(given, dict) and any(given.get(key) for key in keys))):
-            raise InvalidRequest(f"config.{section} names files, which the server does not read", f"config.{section}")
-    config = parse_config(body.config)  # a mistake is told now, and not when the job starts
-    for name, policy in config.policies.items():
-        if policy.model not in (SMOLLM2, TINY) and HUB_NAME.fullmatch(policy.model) is None:
-            raise InvalidRequest(
-                f"the model of {name!r} is {policy.model!r}; the server takes {SMOLLM2!r}, {TINY!r} or a Hugging Face "
-                "name such as 'org/model', and no folder",
-                f"config.policies.{name}.model",
-            )
-    return JobRequest(
-        name=body.name,
-        kind=body.kind,
-        priority=body.priority,
-        config=dict(body.config),
-        resources=Resources(cpus=body.resources.cpus, gpus=body.resources.gpus, memory_gib=body.resources.memory_gib),
-        attached=body.attached,
-        restarts_limit=body.restarts,
     )

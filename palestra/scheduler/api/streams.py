@@ -14,6 +14,8 @@ from palestra.errors import InvalidRequest, StoreError
 from palestra.ledger.browsing import browse
 from palestra.ledger.history import read_events
 from palestra.scheduler.api.access import ControlPlane
+from palestra.scheduler.identity import Identity
+from palestra.scheduler.permissions import Action
 from palestra.schemas.jobs import JobChange
 from palestra.schemas.records import Event
 
@@ -49,14 +51,14 @@ class Place(NamedTuple):
 
 
 async def events(
-    plane: ControlPlane, tenant: str, job_id: str, run: Path, place: Place, follow: bool
+    plane: ControlPlane, by: Identity, job_id: str, run: Path, place: Place, follow: bool
 ) -> AsyncIterator[bytes]:
-    """Server-sent events."""
+    """Server-sent events, while the key opens the job."""
     quiet = 0.0
-    while True:
-        job = await plane.store.job(tenant, job_id)  # looked at first, so that nothing of the end is missed
+    while await _may_read(plane, by):
+        job = await plane.store.job(by.tenant, job_id)  # looked at first, so that nothing of the end is missed
         plane.scheduler.seen(job_id)
-        changes = await plane.store.changes(tenant, job_id, place.change)
+        changes = await plane.store.changes(by.tenant, job_id, place.change)
         reported = await asyncio.to_thread(_events_after, run, place.event)
         happened: Iterator[JobChange | Event] = heapq.merge(changes, reported, key=lambda one: one.at)
         for one in happened:
@@ -79,18 +81,26 @@ async def events(
 
 
 async def log(
-    plane: ControlPlane, tenant: str, job_id: str, path: Path, offset: int, follow: bool
+    plane: ControlPlane, by: Identity, job_id: str, path: Path, offset: int, follow: bool
 ) -> AsyncIterator[bytes]:
-    """A log from a byte on."""
-    while True:
-        job = await plane.store.job(tenant, job_id)
+    """A log from a byte on, while the key opens the job."""
+    while await _may_read(plane, by):
+        job = await plane.store.job(by.tenant, job_id)
         plane.scheduler.seen(job_id)
         while chunk := await asyncio.to_thread(_read, path, offset):
             offset += len(chunk)
             yield chunk
+            if not await _may_read(plane, by):
+                return
         if not follow or job.is_over:
             return
         await asyncio.sleep(POLL_SECONDS)
+
+
+async def _may_read(plane: ControlPlane, by: Identity) -> bool:
+    """Whether the key is still good: it may have been revoked since the stream was opened."""
+    now = await plane.identities.renewed(by)
+    return now is not None and now.may(Action.JOB_READ)
 
 
 def _event(place: Place, kind: str, data: object) -> bytes:

@@ -6,7 +6,7 @@ import pytest
 from palestra.client import control as control_module
 from palestra.client.client import AsyncClient
 from palestra.client.control import ControlClient
-from palestra.errors import ConfigError, ConnectionLost, JobOver
+from palestra.errors import ConfigError, ConnectionLost, JobOver, NotFound
 
 VIEW = {
     **dict.fromkeys(("name", "user", "kind", "priority", "reason"), "x"),
@@ -122,3 +122,42 @@ async def test_a_job_that_is_over_has_no_more_episodes_and_one_that_is_not_found
             else:
                 with pytest.raises(raised):
                     await client.begin_episode()
+
+
+def test_a_download_goes_on_where_its_connection_was_lost_and_begins_anew_where_the_file_has_changed(
+    monkeypatch, tmp_path
+):
+    old, new, asked = b"0123456789", b"abcdefghij", []
+
+    def answer(request):
+        asked.append((request.headers.get("range"), request.headers.get("if-range")))
+        match len(asked):
+            case 1:
+                return httpx2.Response(200, headers={"etag": "1"}, stream=Pieces(old[:4], httpx2.ReadError("gone")))
+            case 2:
+                return httpx2.Response(206, headers={"etag": "1"}, stream=Pieces(old[4:6], httpx2.ReadError("gone")))
+            case 3:
+                return httpx2.Response(503)
+            case 4:
+                return httpx2.Response(200, headers={"etag": "2"}, stream=Pieces(new[:3], httpx2.ReadError("gone")))
+        return httpx2.Response(206, headers={"etag": "2"}, stream=Pieces(new[3:]))
+
+    with answering(monkeypatch, answer) as client:
+        client.retry_seconds = 60.0
+        client.job("j").download("curve.png", tmp_path / "in" / "curve.png")
+    assert (tmp_path / "in" / "curve.png").read_bytes() == new
+    assert asked == [(None, None), ("bytes=4-", "1"), ("bytes=6-", "1"), ("bytes=6-", "1"), ("bytes=3-", "2")]
+    assert [path.name for path in (tmp_path / "in").iterdir()] == ["curve.png"]
+
+
+@pytest.mark.parametrize(("status", "error"), [(404, NotFound), (503, ConnectionLost), (None, ConnectionLost)])
+def test_a_download_that_fails_leaves_what_was_there_and_nothing_else(monkeypatch, tmp_path, status, error):
+    (tmp_path / "f").write_text("as before")
+
+    def answer(request):
+        broken = Pieces(b"half", httpx2.ReadError("gone"))
+        return httpx2.Response(status) if status else httpx2.Response(200, stream=broken)
+
+    with answering(monkeypatch, answer) as client, pytest.raises(error):
+        client.job("j").download("f", tmp_path / "f")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("f", "as before")]

@@ -50,6 +50,16 @@ async def test_how_a_server_ended_is_left_in_the_folder_until_it_is_started_agai
     assert ended == Ended(ending=Ending.COMPLETED) == read_ended(tmp_path)
 
 
+async def test_a_model_is_served_until_it_is_stopped_and_that_is_no_completion(server, tmp_path):
+    url = await server.start({"kind": "inference", "engine": {"kind": "scripted"}}, str(tmp_path), "127.0.0.1")
+    assert url == await server.address()
+    await server.stop()
+    assert await server.ended() == Ended(ending=Ending.STOPPED) == read_ended(tmp_path)
+    log = (tmp_path / LOG_FILE).read_text()
+    assert "serving SmolLM2-135M-Instruct" in log
+    assert "served 0 calls" in log
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"ending": "unheard of", "reason": ""}'])
 def test_what_is_no_ending_is_none(tmp_path, text):
     (tmp_path / ENDED_FILE).write_text(text)

@@ -43,6 +43,7 @@ OTHER: dict[str, Any] = {
     "rollout.dropped_reasoning": "keep",
     "rollout.max_open_buckets": 3,
     "rollout.max_per_worker": 3,
+    "rollout.max_claimed": 3,
     "rollout.step_order": "acted",
     "rollout.weight_sync": "between_episodes",
     "environment.name": "gomoku",
@@ -90,7 +91,8 @@ OTHER: dict[str, Any] = {
     "server.max_waiting_calls": 99,
     "server.max_wait_seconds": 9.0,
 }
-ONLY_ONE_VALUE = {"rollout.max_staleness", "algorithm.name"}  # the first: with `deterministic`, which the table has
+# The first: with `deterministic`, and the second: with tasks, which the table has.
+ONLY_ONE_VALUE = {"rollout.max_staleness", "kind", "algorithm.name"}
 # What neither moves a weight nor says which samples there are: where it is, how it is kept, how far it goes, how
 # workers are watched. (The tasks are in the run store from the first start on.)
 NOT_TRAINED = {"name", "run_dir", "steps", "tasks", "evaluation", "checkpoint", "store", "server"}
@@ -103,6 +105,7 @@ NOT_TRAINED |= {
         "max_attempts",
         "max_open_buckets",
         "max_per_worker",
+        "max_claimed",
         "weight_sync",
     )
 }
@@ -226,3 +229,15 @@ def test_what_is_played_ahead_can_not_be_reproduced():
     with pytest.raises(ValidationError, match="max_staleness = 0"):
         JobConfig(deterministic=True, rollout=RolloutConfig(max_staleness=1))
     assert JobConfig(rollout=RolloutConfig(max_staleness=1)).digest() != JobConfig().digest()
+
+
+@pytest.mark.parametrize(("section", "key"), [("environment", "name"), ("tasks", "train"), ("tasks", "validation")])
+def test_an_inference_job_can_not_name_what_is_played(section, key):
+    given = {section: {key: "gomoku"}}
+    JobConfig.model_validate(given)
+    with pytest.raises(ValidationError, match=f"{section}.{key} is set"):
+        JobConfig.model_validate({"kind": "inference", **given})
+
+
+def test_an_inference_job_may_have_what_it_does_not_use():
+    JobConfig.model_validate({"kind": "inference", "steps": 3, "evaluation": {"every_steps": 1}, "trainer": {}})

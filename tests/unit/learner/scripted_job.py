@@ -60,8 +60,8 @@ class ScriptedJob:
         self.folder = (RunFolder if draw else WithoutCurve)(folder)
         self.store = RunStore(self.folder.store, settings.rollout, settings.store, self.clock)
         self.commits = 0
-        self._crash_at, self._real_write = crash_at, self.store.write
-        self.store.write = self._write  # type: ignore[method-assign]
+        self._crash_at, self._really_submit = crash_at, self.store._writer.submit
+        self.store._writer.submit = self._submit  # type: ignore[method-assign]
         self.engine = ScriptedEngine(digits_script(settings.engine.scripted_tokens, 258))
         self.trainer = RecordingTrainer(settings.checkpoint.keep)
         self.progress = JobProgress(job=settings.name, steps=settings.steps, run_dir=str(folder))
@@ -98,12 +98,12 @@ class ScriptedJob:
         self.events.append((kind, data))
         self.on_event(kind, data)
 
-    async def _write(self, operation, tag=None):
+    def _submit(self, operation, tag=None):
         self.commits += 1
         if self._crash_at is not None and self.commits >= self._crash_at:
             self.dead.set()
             raise Crash
-        return await self._real_write(operation, tag)
+        return self._really_submit(operation, tag)
 
     async def run(self) -> str:
         """Until the job is done or stopped; returns the weights.

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 
 import pytest
 
@@ -433,6 +434,31 @@ async def test_a_worker_holds_no_more_of_a_group_than_allowed_and_others_get_the
         await asyncio.wait_for(waiting, 1)
         assert (await store.claim("fast", "f5", None)).episode.episode_id == "train-000000-03"
         assert len(await store.claim_many("palestra-runner", "all", 9)) == 2
+
+
+async def test_all_workers_together_hold_no_more_than_allowed_and_the_next_end_wakes_one(tmp_path):
+    with open_store(tmp_path, FakeClock(), max_claimed=3) as store:
+        await register(store, groups=2, size=4)
+        adhoc = await store.register_adhoc(TASK, "r")
+        first = await store.claim("a", "a0", None)
+        assert len(await store.claim_many("palestra-runner", "all", 9)) == 2
+        assert await store.claim("b", "b0", None) is None
+        assert await store.claim("b", "b1", None, adhoc) is None
+        assert await store.claim_many("palestra-runner", "more", 9) == []
+        assert (await store.claim("a", "a0", None)).episode == first.episode  # a retry gets what it has
+        for leave, wanted in (
+            (lambda: store.end(FIRST, 1, {"agent": 1.0}, None, {}), adhoc),
+            (lambda: store.abort(SECOND, 1, "no", discard=True), None),
+            (lambda: store.abort(adhoc, 1, "no", discard=True), None),
+        ):
+            assert await store.claim("b", "none", None, wanted) is None
+            waiting = asyncio.ensure_future(store.available.wait(3600, store.available.rings))
+            await asyncio.sleep(0)
+            await leave()
+            await waiting
+            assert await store.claim("b", uuid.uuid4().hex, None, wanted) is not None
+            assert await store.claim("b", "none", None) is None
+        assert (await store.counts()).claimed == 3
 
 
 async def test_without_a_limit_one_worker_may_take_all_of_a_group(store):

@@ -48,7 +48,7 @@ async def test_a_tenant_comes_with_its_admin_who_sees_nothing_else(administratio
     with pytest.raises(Conflict):
         await administration.add_tenant(admin, "default")
     other = await identities.authenticate((await administration.add_tenant(admin, "blue")).secret)
-    assert await administration.tenants(admin) == ["blue", "default"]
+    assert list(await administration.tenants(admin)) == ["blue", "default"]
     assert (other.tenant, other.user, other.role) == ("blue", "admin", Role.ADMIN)
     assert [user.tenant for user in await administration.users(other)] == ["blue"]
     assert [key.tenant for key in await administration.keys(other)] == ["blue"]
@@ -56,6 +56,8 @@ async def test_a_tenant_comes_with_its_admin_who_sees_nothing_else(administratio
     for refused in (
         administration.tenants(other),
         administration.add_tenant(other, "red"),
+        administration.change_quota(other, "blue", {"gpus": 9.0}),
+        administration.drain(other, True),
     ):
         with pytest.raises(Forbidden):
             await refused
@@ -83,7 +85,7 @@ async def test_others_than_admins_have_only_their_own_keys(administration, ident
         administration.remove_user(bob, "admin"),
         administration.keys(bob, "admin"),
         administration.make_key(bob, user="admin"),
-        administration.make_key(bob, limits=KeyLimits(open_jobs=10**6)),
+        administration.make_key(bob, limits={"open_jobs": 10**6}),
         administration.make_key(bob, scopes=[Scope.USERS_ADMIN]),
         administration.tenants(bob),
     ):
@@ -120,7 +122,7 @@ async def test_rotation_keeps_what_a_key_is_and_the_old_one_opens_for_the_grace_
 ):
     limits = KeyLimits(open_jobs=3)
     old = await administration.make_key(
-        admin, label="ci", scopes=[Scope.JOBS_READ], lifetime_seconds=1000, limits=limits
+        admin, label="ci", scopes=[Scope.JOBS_READ], lifetime_seconds=1000, limits={"open_jobs": 3}
     )
     clock.advance(500)
     new = await administration.rotate_key(admin, old.record.key_id, grace_seconds=60)

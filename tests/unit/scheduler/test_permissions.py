@@ -30,8 +30,9 @@ MEANT = {
     Action.CLUSTER_DRAIN: ("A", "A"),
     Action.TENANT_LIST: ("A", "A"),
     Action.TENANT_ADD: ("A", "A"),
+    Action.TENANT_CHANGE: ("A", "A"),
 }
-OPERATOR = {Action.CLUSTER_DRAIN, Action.TENANT_LIST, Action.TENANT_ADD}
+OPERATOR = {Action.CLUSTER_DRAIN, Action.TENANT_LIST, Action.TENANT_ADD, Action.TENANT_CHANGE}
 
 
 def test_every_action_has_a_rule():

@@ -23,6 +23,7 @@ from unit.scheduler.launching import FakeLauncher
 BODIES = {
     ("POST", "/jobs"): {"config": {}},
     ("POST", "/tenants"): {"name": "new"},
+    ("PATCH", "/tenants/{name}"): {"quota": {"gpus": 2}},
     ("POST", "/users"): {"name": "new"},
     ("PATCH", "/users/{name}"): {"role": "viewer"},
     ("POST", "/keys"): {},
@@ -150,7 +151,9 @@ async def test_a_key_that_sends_too_much_is_told_when_to_come_again(plane):
         b'{"config": {}, "name": "\\u0000"}',
         b'{"config": {}, "name": ""}',
         b'{"config": {}, "priority": "highest"}',
-        b'{"config": {}, "kind": "inference"}',
+        b'{"config": {}, "kind": "baking"}',
+        b'{"config": {"kind": "training"}, "kind": "inference"}',
+        b'{"kind": "inference"}',
         b'{"config": {"x": ' + b"[" * 5000 + b"]" * 5000 + b"}}",
         b'{"config": {"name": "' + b"x" * (2 * 2**20) + b'"}}',
         b'{"config": {"run_dir": "/etc"}}',

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from contextlib import asynccontextmanager
 
 import pytest
 
 from palestra.errors import ConfigError, ServerFailed, StoreUnreachable
+from palestra.scheduler import accounts, policy_store
 from palestra.scheduler import scheduler as scheduler_module
 from palestra.scheduler.control_store import ControlStore
 from palestra.scheduler.fitting import Node
 from palestra.scheduler.launcher import LOG_FILE, Ended, Ending, write_ended
 from palestra.scheduler.placement import Policy
 from palestra.scheduler.scheduler import Scheduler
-from palestra.scheduler.tenants import Quota
 from palestra.schemas.jobs import Resources
 from palestra.schemas.states import JobState
+from palestra.trainer import checkpoint
 from unit.building import FakeClock
 from unit.scheduler import building
 from unit.scheduler.launching import FakeLauncher, Server
@@ -37,8 +39,8 @@ async def submit(store, *arguments, **values):
 
 
 @asynccontextmanager
-async def scheduling(store, folder, launcher, policy=None, **more):
-    scheduler = Scheduler(store, launcher, folder / "jobs", policy or Policy(), **more)
+async def scheduling(store, folder, launcher, **more):
+    scheduler = Scheduler(store, launcher, folder / "jobs", Policy(), **more)
     task = asyncio.ensure_future(scheduler.run())
     try:
         yield scheduler
@@ -124,6 +126,49 @@ async def test_a_lost_server_goes_back_to_the_queue_and_keeps_its_place(store, t
     assert "its machine is gone; it goes on from its last checkpoint" in [change.reason for change in changes]
 
 
+async def test_a_model_that_is_served_is_served_again_when_its_server_is_lost(store, tmp_path):
+    launcher = FakeLauncher()
+    async with scheduling(store, tmp_path, launcher) as scheduler:
+        job = await submit(store, kind="inference", config={"kind": "inference"}, restarts_limit=1)
+        await until(in_state(store, job.job_id, JobState.RUNNING))
+        launcher.end(job.job_id, Ending.LOST, "its process is gone")
+        await until(lambda: is_true(launcher.started == [job.job_id] * 2))
+        await until(in_state(store, job.job_id, JobState.RUNNING))
+        await scheduler.cancel("a", job.job_id, "enough")
+        await until(in_state(store, job.job_id, JobState.CANCELLED))
+    reasons = [change.reason for change in await store.changes("a", job.job_id)]
+    assert "its process is gone; it is started again" in reasons
+
+
+async def test_a_job_that_starts_from_another_has_the_weights_in_a_folder_of_its_own(store, tmp_path):
+    launcher = FakeLauncher()
+    config = {"policies": {"p": {"model": "tiny-random", "max_context": 99}}}
+    checkpoints = tmp_path / "jobs" / "job-of-before" / "run" / "checkpoints"
+    for step in (1, 2):
+        checkpoint.write(checkpoints, step, lambda path: (path / "w").write_text("w"), {"step": step}, keep=9)
+    async with scheduling(store, tmp_path, launcher):
+        job = await submit(store, config=config, from_job="job-of-before", from_step=1)
+        await until(in_state(store, job.job_id, JobState.RUNNING))
+        own = tmp_path / "jobs" / job.job_id / "job-of-before-step-1"
+        order = launcher.servers[job.job_id].order
+        assert order.config == {"policies": {"p": {"model": str(own), "max_context": 99}}}
+        assert (await store.job("a", job.job_id)).config == config, "no path of the server is shown"
+        assert (own / "w").read_text() == "w"
+        shutil.rmtree(checkpoints)
+        launcher.end(job.job_id, Ending.LOST, "its process is gone")
+        await until(lambda: is_true(launcher.started == [job.job_id] * 2))
+        await until(in_state(store, job.job_id, JobState.RUNNING))
+
+
+async def test_a_job_whose_checkpoint_went_while_it_waited_fails_and_says_so(store, tmp_path):
+    launcher = FakeLauncher()
+    async with scheduling(store, tmp_path, launcher):
+        job = await submit(store, config={"policies": {}}, from_job="job-of-before", from_step=1)
+        await until(in_state(store, job.job_id, JobState.FAILED))
+    assert (await store.job("a", job.job_id)).reason == "the checkpoint of step 1 is gone; start from a newer one"
+    assert launcher.started == []
+
+
 async def is_true(found: bool) -> bool:
     return found
 
@@ -152,7 +197,8 @@ async def test_cancelling_while_it_starts_leaves_nothing(store, tmp_path):
 
 
 async def test_cancelling_a_job_that_waits_is_at_once(store, tmp_path):
-    async with scheduling(store, tmp_path, FakeLauncher(), Policy(draining=True)) as scheduler:
+    await store.write(lambda c: policy_store.set_draining(c, True))
+    async with scheduling(store, tmp_path, FakeLauncher()) as scheduler:
         job = await submit(store)
         view = await scheduler.cancel("a", job.job_id, "enough")
         assert view.state is JobState.CANCELLED
@@ -223,11 +269,11 @@ async def test_an_attached_job_is_cancelled_when_its_client_is_gone_for_long(sto
         clock.advance(59)
         scheduler.seen(attached.job_id)
         clock.advance(59)
-        scheduler.drain(False)  # so that it looks
+        store.changed.ring()  # so that it looks
         await asyncio.sleep(0.05)
         assert (await store.job("a", attached.job_id)).state is JobState.RUNNING
         clock.advance(2)
-        scheduler.drain(False)
+        store.changed.ring()
         await until(in_state(store, attached.job_id, JobState.CANCELLED))
         assert (await store.job("a", detached.job_id)).state is JobState.RUNNING
     assert launcher.servers.keys() == {detached.job_id}
@@ -236,23 +282,24 @@ async def test_an_attached_job_is_cancelled_when_its_client_is_gone_for_long(sto
 async def test_a_machine_that_comes_later_wakes_what_waits_for_it(store, tmp_path):
     launcher = FakeLauncher(Node(node_id="small", cpus=1.0, gpus=0, memory_gib=4.0))
     async with scheduling(store, tmp_path, launcher) as scheduler:
-        assert "largest node" in (scheduler.refusal(WHOLE, "a") or "largest node")
+        assert "largest node" in (await scheduler.refusal(WHOLE, "a") or "largest node")
         job = await submit(store, resources=WHOLE)
         await until(lambda: is_true(job.job_id in scheduler.waiting))
         assert "GPU" in scheduler.waiting[job.job_id]
         launcher.machines.append(Node(node_id="large", cpus=8.0, gpus=4, memory_gib=64.0))
-        scheduler.drain(False)
+        store.changed.ring()
         await until(in_state(store, job.job_id, JobState.RUNNING))
         assert launcher.servers[job.job_id].order.node == "large"
 
 
 async def test_a_quota_is_told_when_a_job_is_submitted_and_kept_when_it_waits(store, tmp_path):
-    policy = Policy(quotas={"a": Quota(jobs=1, gpus=1.0)})
+    await store.write(lambda c: accounts.add_tenant(c, "a", 0.0))
+    await store.write(lambda c: policy_store.change_quota(c, "a", {"jobs": 1, "gpus": 1.0}))
     launcher = FakeLauncher()
-    async with scheduling(store, tmp_path, launcher, policy) as scheduler:
+    async with scheduling(store, tmp_path, launcher) as scheduler:
         await until(lambda: is_true(bool(scheduler.nodes)))
-        assert scheduler.refusal(WHOLE, "a") is not None
-        assert scheduler.refusal(WHOLE, "b") is None
+        assert await scheduler.refusal(WHOLE, "a") is not None
+        assert await scheduler.refusal(WHOLE, "b") is None
         first, second = await submit(store), await submit(store)
         other = await submit(store, tenant="b")
         await until(in_state(store, other.job_id, JobState.RUNNING))

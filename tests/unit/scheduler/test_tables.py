@@ -4,10 +4,11 @@ import pytest
 import sqlalchemy as sa
 
 from palestra.errors import StoreError
-from palestra.scheduler import tables
+from palestra.scheduler import accounts, policy_store, tables
 from palestra.scheduler.control_store import ControlStore
 from palestra.scheduler.database import open_database
 from palestra.scheduler.tables import MIGRATIONS, SCHEMA_VERSION
+from palestra.scheduler.tenants import Quota
 from unit.building import open_store
 from unit.scheduler.building import submit
 
@@ -77,6 +78,34 @@ def test_an_older_store_goes_through_every_migration_after_its_own(url, monkeypa
     ControlStore(url).close()
     assert version(url) == str(SCHEMA_VERSION + 2)
     ControlStore(url).close()  # not a second time
+
+
+async def test_jobs_of_the_first_version_are_read_on(url, clock):
+    with ControlStore(url, clock) as store:
+        job = await submit(store)
+    for statement in (
+        "ALTER TABLE jobs DROP COLUMN from_job",
+        "ALTER TABLE jobs DROP COLUMN from_step",
+        "ALTER TABLE tenants DROP COLUMN quota",
+        "UPDATE meta SET value = '1'",
+    ):
+        look(url, lambda c, statement=statement: c.execute(sa.text(statement)))
+    with ControlStore(url, clock) as store:
+        assert await store.job("a", job.job_id) == job
+        later = await submit(store, from_job=job.job_id, from_step=3)
+        assert (later.from_job, later.from_step) == (job.job_id, 3)
+
+
+async def test_tenants_of_the_second_version_have_no_quota_and_can_be_given_one(url, clock):
+    with ControlStore(url, clock) as store:
+        await store.write(lambda c: accounts.add_tenant(c, "blue", 0.0))
+    for statement in ("ALTER TABLE tenants DROP COLUMN quota", "UPDATE meta SET value = '2'"):
+        look(url, lambda c, statement=statement: c.execute(sa.text(statement)))
+    with ControlStore(url, clock) as store:
+        assert await store.read(policy_store.quotas_of_all) == {"blue": None}
+        await store.write(lambda c: policy_store.change_quota(c, "blue", {"gpus": 1.5}))
+    with ControlStore(url, clock) as store:
+        assert await store.read(policy_store.quotas_of_all) == {"blue": Quota(gpus=1.5)}
 
 
 def test_a_migration_that_fails_leaves_the_store_as_it_was(url, monkeypatch):

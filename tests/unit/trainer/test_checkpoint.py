@@ -189,3 +189,42 @@ def test_damaged_newer_ones_do_not_push_out_the_good_one_that_is_written_after_t
     for step in (15, 16, 17):  # went on from 10
         write(tmp_path, step, keep=3)
         assert checkpoint.newest_good(tmp_path)[1]["step"] == step
+
+
+# A model of one's own
+
+
+def with_optimizer(folder) -> None:
+    fill()(folder)
+    (folder / "optimizer-policy.safetensors").write_bytes(b"moments")
+
+
+def test_a_linked_model_costs_nothing_and_stays_when_the_checkpoint_is_dropped(tmp_path):
+    path = write(tmp_path / "c", 1, fill=with_optimizer)
+    checkpoint.link_model(tmp_path / "c", 1, tmp_path / "own")
+    assert names(tmp_path / "own") == ["a.bin", "sub"]
+    assert os.stat(tmp_path / "own" / "sub" / "b.bin").st_ino == os.stat(path / "sub" / "b.bin").st_ino
+    write(tmp_path / "c", 2, keep=1)
+    assert not path.exists()
+    assert (tmp_path / "own" / "a.bin").read_bytes() == b"weights"
+    assert names(tmp_path) == ["c", "own"]
+
+
+def test_where_nothing_can_be_linked_it_is_copied(tmp_path, monkeypatch):
+    def refuse(source, target):
+        raise OSError(18, "Invalid cross-device link")
+
+    write(tmp_path / "c", 1)
+    monkeypatch.setattr(checkpoint.os, "link", refuse)
+    checkpoint.link_model(tmp_path / "c", 1, tmp_path / "own")
+    assert (tmp_path / "own" / "sub" / "b.bin").read_bytes() == b"11"
+
+
+@pytest.mark.parametrize("how", ["gone", "half gone", "damaged"])
+def test_a_checkpoint_that_is_not_whole_is_no_model(tmp_path, how):
+    if how != "gone":
+        path = write(tmp_path / "c", 1)
+        (path / "a.bin").unlink() if how == "half gone" else (path / "a.bin").write_bytes(b"other")
+    with pytest.raises(CheckpointError, match=r"step 1 is (gone|damaged)"):
+        checkpoint.link_model(tmp_path / "c", 1, tmp_path / "own")
+    assert not (tmp_path / "own").exists()

@@ -71,6 +71,16 @@ def test_groups_are_trees_and_no_micro_batch_is_too_large():
     assert [b.tokens for b in batches] == [11, 4]
 
 
+def test_answers_to_a_prompt_that_is_too_long_share_it_up_to_twice_its_length():
+    prompt = list(range(50))
+    rows = [make_sample([*prompt, 100 + k, 200 + k], (51,)) for k in range(40)]
+    micros = pack(rows, 10)
+    assert [len(micro.trees) for micro in micros] == [1, 1]
+    assert [micro.tokens for micro in micros] == [104, 50 + 2 * 13]  # 2 x 52, and the rest
+    strangers = [make_sample([*range(1000 * k, 1000 * k + 52)], (51,)) for k in range(3)]
+    assert [micro.tokens for micro in pack(strangers, 10)] == [52, 52, 52]
+
+
 def test_a_row_that_alone_is_too_long_is_a_micro_batch_of_its_own():
     batches = pack([make_sample(row, [1]) for row in ([1, 2], [3] * 50, [4, 5])], 10)
     assert [b.tokens for b in batches] == [2, 50, 2]

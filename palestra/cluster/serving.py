@@ -1,0 +1,63 @@
+"""What an inference job does instead of learning: it lets its model be called, until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from palestra.config import JobConfig
+from palestra.errors import ConfigError
+from palestra.learner import RunFolder
+from palestra.ledger import RunStore
+from palestra.schemas.progress import JobProgress
+from palestra.schemas.states import JobState
+
+SERVED = ("calls", "prompt_tokens", "completion_tokens")  # what is told at the end, of the counters
+Report = Callable[[str, dict[str, Any]], None]
+
+
+class Serving:
+    """Serves one policy of one job; beside it there is a learner for jobs that train."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        store: RunStore,
+        folder: RunFolder,
+        progress: JobProgress,
+        report: Report,
+        counts: Mapping[str, int],
+    ) -> None:
+        """`report` is told of every event, as it is recorded; `counts` are those of `SessionContext`."""
+        self._config, self._store, self._folder, self._progress, self._report = config, store, folder, progress, report
+        self._counts = counts
+        self._stopping = asyncio.Event()
+
+    def stop(self) -> None:
+        """Return from `run`."""
+        self._stopping.set()
+
+    async def run(self) -> None:
+        """Serve until `stop` is called.
+
+        Raises:
+            ConfigError: the folder has a run that trains.
+        """
+        if await self._store.meta("config_digest") is not None:
+            raise ConfigError(
+                f"the run in {self._folder.path} trains a model; to serve it, name its checkpoint in "
+                "policies.*.model, and choose another run_dir"
+            )
+        self._folder.write_config(self._config)
+        model = self._config.policy.model
+        self._progress.phase = f"serving {model}"
+        self._progress.move(JobState.RUNNING)
+        await self._event("serving", {"model": model})
+        await self._stopping.wait()
+        await self._event("served", {name: self._counts.get(name, 0) for name in SERVED})
+        self._progress.move(JobState.COMPLETED)
+
+    async def _event(self, kind: str, data: dict[str, Any]) -> None:
+        await self._store.add_event(kind, data)
+        self._report(kind, data)

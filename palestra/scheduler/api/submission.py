@@ -1,0 +1,109 @@
+"""What is submitted, checked and made whole: a mistake is told now, and not when the job starts."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+from palestra.config import SMOLLM2, TINY, JobConfig, parse_config
+from palestra.errors import ConfigError, InvalidRequest
+from palestra.scheduler.api.access import ControlPlane
+from palestra.scheduler.identity import Identity
+from palestra.scheduler.permissions import Action
+from palestra.scheduler.scheduler import RUN
+from palestra.scheduler.sources import step_meant
+from palestra.schemas.control_wire import SubmitJob
+from palestra.schemas.jobs import JobRecord, JobRequest, Resources
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
+
+
+async def request_of(plane: ControlPlane, body: SubmitJob, by: Identity) -> JobRequest:
+    """The job that a body asks for.
+
+    Raises:
+        ConfigError, InvalidRequest: it can't be run; the message says what is wrong.
+        NotFound: `from_job` is no job of this tenant, or has no such checkpoint.
+        Forbidden: the key does not allow to read that job.
+    """
+    if body.from_step is not None and body.from_job is None:
+        raise InvalidRequest("from_step is a checkpoint of from_job, which is missing", "from_step")
+    source, step = None, None
+    if body.from_job is not None:
+        by.require(Action.JOB_READ)
+        source = await plane.store.job(by.tenant, body.from_job)
+        run = plane.scheduler.folder_of(source.job_id) / RUN
+        step = await asyncio.to_thread(step_meant, run, source.job_id, body.from_step)
+    given = _config(body, source)
+    config = _checked(given)
+    if source is not None:
+        given = _with_model_of(source, given, config)
+    given = limited(given, by)
+    return JobRequest(
+        name=body.name or ("job" if source is None else source.name),
+        kind=config.kind,
+        priority=body.priority,
+        config=given,
+        resources=Resources(cpus=body.resources.cpus, gpus=body.resources.gpus, memory_gib=body.resources.memory_gib),
+        attached=body.attached,
+        restarts_limit=body.restarts,
+        from_job=body.from_job,
+        from_step=step,
+        from_newest=body.from_step is None and source is not None,
+    )
+
+
+def limited(given: dict[str, Any], by: Identity) -> dict[str, Any]:
+    """A configuration with no more episodes claimed at the same time than the key allows."""
+    config = parse_config(given)
+    most = min(by.limits.episodes_in_flight, config.rollout.max_claimed or by.limits.episodes_in_flight)
+    if config.kind != "training" or config.rollout.max_claimed == most:
+        return given
+    return given | {"rollout": given.get("rollout", {}) | {"max_claimed": most}}
+
+
+def _config(body: SubmitJob, source: JobRecord | None) -> dict[str, Any]:
+    """The configuration, with its kind; without one, that of `from_job`."""
+    if body.config is not None:
+        given = dict(body.config)
+        kind = given.get("kind", body.kind)
+        if body.kind is not None and kind != body.kind:
+            raise ConfigError(f"kind is {body.kind!r}, and config.kind is {kind!r}; leave one of them out")
+        return given if kind is None else given | {"kind": kind}
+    if source is None:
+        raise InvalidRequest("a job has a config, or from_job, whose configuration it takes", "config")
+    kind = body.kind or "inference"
+    left_out = ("environment",) if kind == "inference" else ()
+    return {key: value for key, value in source.config.items() if key not in left_out} | {"kind": kind}
+
+
+def _checked(given: dict[str, Any]) -> JobConfig:
+    for section, keys in (("tasks", ("train", "validation")), ("run_dir", ())):
+        value = given.get(section)
+        if value is not None and (not keys or (isinstance(value, dict) and any(value.get(key) for key in keys))):
+            raise InvalidRequest(f"config.{section} names files, which the server does not read", f"config.{section}")
+    config = parse_config(given)
+    for name, policy in config.policies.items():
+        if policy.model not in (SMOLLM2, TINY) and HUB_NAME.fullmatch(policy.model) is None:
+            raise InvalidRequest(
+                f"the model of {name!r} is {policy.model!r}; the server takes {SMOLLM2!r}, {TINY!r} or a Hugging Face "
+                "name such as 'org/model', and no folder; a checkpoint of a job is named with from_job",
+                f"config.policies.{name}.model",
+            )
+    return config
+
+
+def _with_model_of(source: JobRecord, given: dict[str, Any], config: JobConfig) -> dict[str, Any]:
+    """The configuration with the model that the checkpoint of `source` was made from.
+
+    Raises:
+        ConfigError: it names another one.
+    """
+    name, model = config.policy_name, parse_config(source.config).policy.model
+    if "model" in config.policy.model_fields_set and config.policy.model != model:
+        raise ConfigError(
+            f"policies.{name}.model is {config.policy.model!r}, and from_job trains {model!r}; leave one of them out"
+        )
+    policy = given.get("policies", {}).get(name, {}) | {"model": model}
+    return given | {"policies": {name: policy}}

@@ -1,0 +1,66 @@
+"""What the operator has decided, as it is stored: quotas, and whether jobs may start. Operations on a connection."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+
+import orjson
+from sqlalchemy import Connection, select
+
+from palestra.errors import NotFound
+from palestra.ledger.codec import to_json
+from palestra.scheduler.placement import Policy
+from palestra.scheduler.tables import meta, tenants
+from palestra.scheduler.tenants import Quota
+
+_DRAINING = "draining"
+
+
+def decided(connection: Connection, policy: Policy) -> Policy:
+    """A policy with the quotas, and whether it drains, as they are stored."""
+    quotas = {name: quota for name, quota in quotas_of_all(connection).items() if quota is not None}
+    return replace(policy, quotas=quotas, draining=is_draining(connection))
+
+
+def quotas_of_all(connection: Connection) -> dict[str, Quota | None]:
+    """The quotas of all tenants, by name; None: it has none of its own."""
+    rows = connection.execute(select(tenants.c.name, tenants.c.quota).order_by(tenants.c.name))
+    return {name: _quota(text) for name, text in rows}
+
+
+def quota_of(connection: Connection, tenant: str) -> Quota | None:
+    """The quota of one tenant; None: it has none of its own."""
+    return _quota(connection.execute(select(tenants.c.quota).where(tenants.c.name == tenant)).scalar())
+
+
+def change_quota(connection: Connection, tenant: str, changes: Mapping[str, float | None]) -> Quota:
+    """Set parts of a tenant's quota, None: no limit; what is not named stays. Returns the whole.
+
+    Raises:
+        NotFound: there is no such tenant.
+    """
+    row = connection.execute(select(tenants.c.quota).where(tenants.c.name == tenant)).first()
+    if row is None:
+        raise NotFound(f"there is no tenant {tenant}")
+    quota = Quota(**{**asdict(_quota(row.quota) or Quota()), **changes})
+    limited = {name: amount for name, amount in asdict(quota).items() if amount is not None}
+    text = to_json(limited) if limited else None
+    connection.execute(tenants.update().where(tenants.c.name == tenant).values(quota=text))
+    return quota
+
+
+def is_draining(connection: Connection) -> bool:
+    """Whether nothing is to start."""
+    return connection.execute(select(meta.c.value).where(meta.c.key == _DRAINING)).scalar() == "yes"
+
+
+def set_draining(connection: Connection, on: bool) -> None:
+    """Start nothing more; or go on."""
+    connection.execute(meta.delete().where(meta.c.key == _DRAINING))
+    if on:
+        connection.execute(meta.insert(), {"key": _DRAINING, "value": "yes"})
+
+
+def _quota(text: str | None) -> Quota | None:
+    return None if text is None else Quota(**orjson.loads(text))

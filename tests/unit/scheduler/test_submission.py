@@ -1,0 +1,168 @@
+"""What may be submitted: kinds of jobs, and jobs that start from another one's weights."""
+
+from __future__ import annotations
+
+import httpx2
+import pytest
+
+from palestra.scheduler.administration import Administration
+from palestra.scheduler.api import ControlPlane, create_control_app
+from palestra.scheduler.control_store import ControlStore
+from palestra.scheduler.identity import Identities
+from palestra.scheduler.limits import KeyLimits, RequestRates
+from palestra.scheduler.placement import Policy
+from palestra.scheduler.scheduler import RUN, Scheduler
+from palestra.trainer import checkpoint
+from unit.building import FakeClock
+from unit.scheduler.building import submit
+from unit.scheduler.launching import FakeLauncher
+
+TRAINED = {
+    "name": "sums",
+    "steps": 3,
+    "policies": {"solver": {"model": "tiny-random", "max_context": 256}},
+    "environment": {"name": "gomoku"},
+}
+LIMITED = {"rollout": {"max_claimed": KeyLimits().episodes_in_flight}}  # by the key with which it is submitted
+
+
+@pytest.fixture
+async def plane(tmp_path):
+    with ControlStore(f"sqlite:///{tmp_path / 'control.db'}", FakeClock()) as store:
+        identities = Identities(store)
+        yield ControlPlane(
+            scheduler=Scheduler(store, FakeLauncher(), tmp_path / "jobs", Policy()),
+            store=store,
+            identities=identities,
+            administration=Administration(store, identities),
+            rates=RequestRates(store.clock),
+        )
+
+
+@pytest.fixture
+async def http(plane):
+    admin = (await plane.administration.first_start()).secret
+    transport = httpx2.ASGITransport(create_control_app(plane), raise_app_exceptions=False)
+    headers = {"authorization": f"Bearer {admin}"}
+    async with httpx2.AsyncClient(transport=transport, base_url="http://control", headers=headers) as client:
+        yield client
+
+
+async def trained(plane, *steps: int, tenant: str = "default") -> str:
+    """A job with checkpoints of these steps."""
+    job = await submit(plane.store, tenant, "ann", name="sums", config=TRAINED)
+    for step in steps:
+        fill = lambda path: (path / "weights.txt").write_text("w")  # noqa: E731
+        folder = plane.scheduler.folder_of(job.job_id) / RUN / "checkpoints"
+        checkpoint.write(folder, step, fill, {"step": step}, keep=9)
+    return job.job_id
+
+
+async def made(http, **body) -> dict:
+    answer = await http.post("/jobs", json=body)
+    assert answer.status_code == 201, answer.text
+    return answer.json()
+
+
+async def refused(http, status: int, **body) -> str:
+    answer = await http.post("/jobs", json=body)
+    assert answer.status_code == status, answer.text
+    return answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"kind": "inference", "config": {}},
+        {"config": {"kind": "inference"}},
+        {"kind": "inference", "config": {"kind": "inference"}},
+    ],
+)
+async def test_the_kind_may_stand_in_the_body_or_in_the_configuration(http, body):
+    job = await made(http, **body)
+    assert job["kind"] == job["config"]["kind"] == "inference"
+
+
+async def test_a_job_trains_unless_it_says_otherwise(http):
+    assert (await made(http, config={}))["kind"] == "training"
+
+
+async def test_two_kinds_are_refused_by_name(http):
+    assert "kind" in await refused(http, 400, kind="inference", config={"kind": "training"})
+    assert "kind" in await refused(http, 400, kind="training", config={"kind": "inference"})
+
+
+async def test_an_inference_job_that_plays_something_is_refused(http):
+    said = await refused(http, 400, kind="inference", config={"environment": {"name": "gomoku"}})
+    assert "environment.name is set" in said
+
+
+async def test_without_a_configuration_that_of_the_other_job_is_served(http, plane):
+    source = await trained(plane, 1, 2, 10)
+    job = await made(http, from_job=source)
+    assert (job["kind"], job["name"], job["from_job"], job["from_step"]) == ("inference", "sums", source, 10)
+    assert job["config"] == {key: TRAINED[key] for key in ("name", "steps", "policies")} | {"kind": "inference"}
+
+
+async def test_training_may_start_from_a_checkpoint_too(http, plane):
+    source = await trained(plane, 1, 2)
+    job = await made(http, from_job=source, from_step=1, kind="training")
+    assert (job["kind"], job["from_step"], job["config"]) == ("training", 1, TRAINED | {"kind": "training"} | LIMITED)
+    again = await made(http, from_job=source, config={"steps": 7})
+    assert again["config"] == {"steps": 7, "policies": {"policy": {"model": "tiny-random"}}} | LIMITED
+    assert again["kind"] == "training"
+
+
+async def test_another_model_than_that_of_the_checkpoint_is_refused(http, plane):
+    source = await trained(plane, 1)
+    policies = {"policy": {"model": "SmolLM2-135M-Instruct"}}
+    assert "from_job trains 'tiny-random'" in await refused(http, 400, from_job=source, config={"policies": policies})
+
+
+async def test_a_checkpoint_that_is_not_there_is_refused_with_those_that_are(http, plane):
+    source = await trained(plane, 4, 6)
+    assert "it has those of 4, 6" in await refused(http, 404, from_job=source, from_step=5)
+    assert "no checkpoint to start from" in await refused(http, 404, from_job=await trained(plane))
+
+
+async def test_the_job_of_another_tenant_is_as_one_that_does_not_exist(http, plane):
+    source, none = await trained(plane, 1, tenant="other"), "job-0000000000000000"
+    hidden, missing = [(await refused(http, 404, from_job=job_id)) for job_id in (source, none)]
+    assert hidden.replace(source, "") == missing.replace(none, "")
+
+
+@pytest.mark.parametrize("name", ["../other", "job/../../x", "/etc", ".", "job-0000000000000000/run"])
+async def test_a_path_is_no_job(http, name):
+    assert "no job" in await refused(http, 404, from_job=name)
+
+
+async def test_neither_configuration_nor_job_is_no_job(http):
+    assert "config, or from_job" in await refused(http, 422)
+    assert "from_job, which is missing" in await refused(http, 422, config={}, from_step=3)
+
+
+async def test_sent_again_it_is_the_same_job_though_there_is_a_newer_checkpoint(http, plane):
+    source = await trained(plane, 1)
+    headers = {"idempotency-key": "once"}
+    first = await http.post("/jobs", json={"from_job": source}, headers=headers)
+    fill = lambda path: (path / "weights.txt").write_text("w")  # noqa: E731
+    checkpoint.write(plane.scheduler.folder_of(source) / RUN / "checkpoints", 2, fill, {"step": 2}, keep=9)
+    again = await http.post("/jobs", json={"from_job": source}, headers=headers)
+    assert first.json()["job_id"] == again.json()["job_id"]
+    assert again.json()["from_step"] == 1
+    other = await http.post("/jobs", json={"from_job": source, "from_step": 2}, headers=headers)
+    assert other.status_code == 409
+
+
+async def test_resubmitted_it_starts_from_the_same_checkpoint(http, plane):
+    job = await made(http, from_job=await trained(plane, 1))
+    again = (await http.post(f"/jobs/{job['job_id']}/resubmit")).json()
+    assert (again["from_job"], again["from_step"], again["kind"]) == (job["from_job"], 1, "inference")
+
+
+async def test_a_key_that_may_not_read_jobs_may_not_start_from_one(http, plane):
+    source = await trained(plane, 1)
+    key = (await http.post("/keys", json={"scopes": ["jobs:write"]})).json()
+    answer = await http.post("/jobs", json={"from_job": source}, headers={"authorization": f"Bearer {key['secret']}"})
+    assert answer.status_code == 403
+    assert "jobs:read" in answer.text
