@@ -13,14 +13,10 @@ import random
 from typing import Any
 
 import palestra
-from palestra import JobConfig
-from palestra.agents import Agent, PolicyHandle
+from palestra import JobConfig, Play
+from palestra.agents import Agent, Chat, ChatMessage, Observation, PolicyHandle
 from palestra.config import RolloutConfig
 from palestra.envs import Arithmetic, CalculatorEnvironment
-from palestra.rollout import Play
-from palestra.schemas.messages import ChatMessage
-from palestra.schemas.observations import Observation
-from palestra.schemas.records import Chat
 
 
 def example(question: str, answer: str) -> list[ChatMessage]:

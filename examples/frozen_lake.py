@@ -13,10 +13,9 @@ import argparse
 from typing import Any
 
 import palestra
-from palestra import JobConfig
+from palestra import JobConfig, Play
 from palestra.agents import ModelAgent
 from palestra.envs import GymnasiumEnvironment
-from palestra.rollout import Play
 
 
 class Lake(GymnasiumEnvironment):

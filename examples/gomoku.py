@@ -17,14 +17,10 @@ from statistics import fmean
 from typing import Any
 
 import palestra
-from palestra import JobConfig
-from palestra.agents import Agent, PolicyHandle
+from palestra import JobConfig, Play
+from palestra.agents import Agent, Chat, ChatMessage, Observation, PolicyHandle
 from palestra.envs import Gomoku
 from palestra.ledger.browsing import browse, list_episodes
-from palestra.rollout import Play
-from palestra.schemas.messages import ChatMessage
-from palestra.schemas.observations import Observation
-from palestra.schemas.records import Chat
 
 GAMES = 200
 LINES = [(0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6)]

@@ -14,14 +14,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import palestra
-from palestra import JobConfig
-from palestra.agents import Agent, PolicyHandle
+from palestra import JobConfig, Play
+from palestra.agents import Agent, Chat, ChatMessage, Observation, PolicyHandle
 from palestra.envs import Subagent, SubagentEnvironment
 from palestra.envs.arithmetic import last_number, right_number
-from palestra.rollout import Play
-from palestra.schemas.messages import ChatMessage
-from palestra.schemas.observations import Observation
-from palestra.schemas.records import Chat
 
 
 def example(*halves: tuple[str, str], answer: str) -> list[ChatMessage]:

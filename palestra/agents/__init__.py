@@ -1,7 +1,19 @@
-"""Agents that Palestra plays itself. Loads neither torch nor ray."""
+"""Agents that Palestra plays itself, and what one is written with. Loads neither torch nor ray."""
 
 from palestra.agents.agent import Agent, PolicyHandle
 from palestra.agents.model_agent import ModelAgent
 from palestra.agents.tool_agent import ToolAgent
+from palestra.schemas.messages import ChatMessage, text_message
+from palestra.schemas.observations import Observation
+from palestra.schemas.records import Chat
 
-__all__ = ["Agent", "ModelAgent", "PolicyHandle", "ToolAgent"]
+__all__ = [
+    "Agent",
+    "Chat",
+    "ChatMessage",
+    "ModelAgent",
+    "Observation",
+    "PolicyHandle",
+    "ToolAgent",
+    "text_message",
+]
