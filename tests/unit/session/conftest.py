@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from palestra.chat import ByteTokenizer, ChatMLRenderer
 from palestra.config import PolicyConfig
 from palestra.inference.scripted import ScriptedEngine, digits_script
 from palestra.schemas.messages import text_message
+from palestra.schemas.states import TurnState
 from palestra.session import EpisodeSession, ModelCall, PolicyRuntime, SessionContext
 from unit.building import TASK, FakeClock, open_store
 
@@ -78,3 +81,20 @@ def bench(tmp_path, clock):
     made = Bench(tmp_path, clock)
     yield made
     made.store.close()
+
+
+def says(text: str, stop: bool = True):
+    return lambda prompt, sampling: [*text.encode(), *([STOP] if stop else [])]
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+async def in_flight(session, *calls):
+    """Calls that wait for the paused engine."""
+    tasks = [asyncio.ensure_future(session.chat(c)) for c in calls]
+    await until(lambda: sum(t.state is TurnState.GENERATING for t in session._turns) == len(calls))
+    return tasks
