@@ -1,8 +1,8 @@
 """The benchmark: prints tables, writes bench/results.json.
 
 python bench/run.py                        everything (about half an hour)
-python bench/run.py --only data-plane      one part, or several with commas (step,engine,merging,rollouts,
-                                           placement,service,data-plane,episodes)
+python bench/run.py --only data-plane      one part, or several with commas (step,micro-batches,engine,merging,
+                                           rollouts,placement,service,data-plane,episodes)
 python bench/run.py --quick                the same with fewer and shorter runs, for looking at a change
 """
 
@@ -19,6 +19,7 @@ import data_plane
 import engine
 import episodes
 import merging
+import micro_batches
 import placement
 import rollouts
 import service
@@ -32,6 +33,7 @@ from rich.console import Console
 FULL, QUICK = Runs(repeats=3, seconds=5.0), Runs(repeats=1, seconds=2.0)
 PARTS: dict[str, Callable[[Part, argparse.Namespace], None]] = {
     "step": lambda part, arguments: step.run(part, arguments.threads, arguments.quick),
+    "micro-batches": lambda part, arguments: micro_batches.run(part, arguments.threads, arguments.quick),
     "engine": lambda part, arguments: engine.run(part, arguments.threads, arguments.quick),
     "merging": lambda part, arguments: merging.run(part, arguments.quick),
     "rollouts": lambda part, arguments: rollouts.run(part, arguments.quick),
