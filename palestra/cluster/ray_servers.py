@@ -111,6 +111,16 @@ class RayServers:
             await self._clear(job_id)
         return url
 
+    async def devices(self, job_id: str) -> tuple[int, ...]:
+        """See `Launcher`. Ray chooses them itself, and by rules of its own."""
+        actor = _actor(job_id)
+        if actor is not None:
+            with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
+                async with asyncio.timeout(PING_LIMIT_SECONDS):
+                    found: tuple[int, ...] = await actor.devices.remote()
+                    return found
+        return ()
+
     async def known(self) -> list[str]:
         """See `Launcher`."""
         actors, groups = await asyncio.to_thread(lambda: (ray.util.list_named_actors(), placement_group_table()))
@@ -174,6 +184,10 @@ class _Actor:
 
     async def address(self) -> str | None:
         return await self._server.address()
+
+    async def devices(self) -> tuple[int, ...]:
+        found = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+        return tuple(int(name) for name in found if str(name).isdigit())
 
     async def ended(self) -> Ended:
         return await self._server.ended()

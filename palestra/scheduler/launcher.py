@@ -82,6 +82,10 @@ class Launcher(Protocol):
         """Where a server that was started before listens; None: there is none, and nothing is left of one."""
         ...
 
+    async def devices(self, job_id: str) -> tuple[int, ...]:
+        """The GPUs that a server was given, by their index on its machine; none where it has none, or does not say."""
+        ...
+
     async def known(self) -> list[str]:
         """The jobs of which there is anything, a server or what it holds, whoever started it."""
         ...

@@ -278,7 +278,13 @@ class Scheduler:
         job = await self._store.job(None, job_id)
         if job.state is JobState.STARTING:
             job = await self._store.change_state(job_id, JobState.STARTING, JobState.RUNNING, "it listens", url=url)
-        self.running[job_id] = replace(self.running[job_id], starting=False)
+        given = await self._launcher.devices(job_id) if job.resources.gpus else ()
+        running = replace(self.running[job_id], starting=False)
+        node = next((node for node in self.nodes if node.node_id == running.node_id), None)
+        if given and node is not None and max(given) < node.gpus:  # else the cluster counts them in another way
+            share = counted(running.needs).gpus // len(given)
+            running = replace(running, devices=tuple(GpuShare(device, share) for device in given))
+        self.running[job_id] = running
         self._changed.ring()
         await self._over(job_id, await self._launcher.ended(job_id))
 

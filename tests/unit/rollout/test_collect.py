@@ -92,7 +92,7 @@ async def test_an_agent_that_fails_ends_the_episode_and_nothing_of_it_runs_on(be
 
     runner = Runner(Sessions(bench.context, 10), Play(environment=Split, agents={"": Fails()}))
     with pytest.raises(RolloutFailed, match="confused") as failed:
-        await asyncio.wait_for(runner.play_episode(), 5)
+        await asyncio.wait_for(runner.play_episode(), 60)
     assert failed.value.termination == Termination.AGENT_FAILED
     assert isinstance(failed.value.__cause__, ValueError)
     assert all(task.done() for task in hanging)
@@ -132,7 +132,7 @@ async def test_a_subagent_whose_context_is_full_is_given_up_and_its_parent_goes_
     bench = Bench(tmp_path, FakeClock(), max_context=200)
     bench.script = lambda prompt, sampling: [*b"go", STOP]
     runner = Runner(Sessions(bench.context, 10), Play(environment=Long))
-    trajectory = await asyncio.wait_for(runner.play_episode({"n": 1}), 5)
+    trajectory = await asyncio.wait_for(runner.play_episode({"n": 1}), 60)
     assert trajectory.episode.metadata == {
         "termination": "done",
         "unanswered_observations": 1,

@@ -35,7 +35,7 @@ def pool(bench, environment=Once, max_concurrency=4, **kw) -> RunnerPool:
     return RunnerPool(sessions, runner, max_concurrency=max_concurrency, **kw)
 
 
-async def until(ready, seconds: float = 5.0) -> None:
+async def until(ready, seconds: float = 60.0) -> None:
     async with asyncio.timeout(seconds):
         while not await ready():
             await asyncio.sleep(0.002)

@@ -155,7 +155,7 @@ async def test_an_episode_that_takes_too_long_is_ended_and_given_back(bench):
                 Slow.ended = True
 
     with pytest.raises(RolloutFailed, match=r"not over after 0\.05 s") as failed:
-        await asyncio.wait_for(runner(bench, Slow, timeout_seconds=0.05).play_episode(), 5)
+        await asyncio.wait_for(runner(bench, Slow, timeout_seconds=0.05).play_episode(), 60)
     assert failed.value.termination == Termination.TIMED_OUT
     assert Slow.ended
     assert await given_back(bench, "timed_out: ")

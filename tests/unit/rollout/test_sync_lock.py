@@ -102,7 +102,7 @@ def test_never_both_whatever_is_cancelled_when_and_the_lock_is_free_at_the_end(p
         tasks = [asyncio.ensure_future(one(kind, turns)) for kind, turns, _ in plan]
         for task, (_, _, after) in zip(tasks, plan, strict=True):
             await cancelled(task, after)
-        found = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 5)
+        found = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
         assert not [f for f in found if f is not None and not isinstance(f, asyncio.CancelledError)]
         async with asyncio.timeout(1), lock.acquire_weight_sync():
             pass

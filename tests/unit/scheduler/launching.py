@@ -27,6 +27,7 @@ class FakeLauncher:
         self.quick, self.error = quick, None
         self.servers: dict[str, Server] = {}
         self.started: list[str] = []
+        self.given: dict[str, tuple[int, ...]] = {}  # devices, by job
 
     async def nodes(self) -> list[Node]:
         return list(self.machines)
@@ -48,6 +49,9 @@ class FakeLauncher:
 
     async def find(self, job_id: str) -> str | None:
         return f"http://n1/{job_id}" if job_id in self.servers else None
+
+    async def devices(self, job_id: str) -> tuple[int, ...]:
+        return self.given.get(job_id, ())
 
     async def known(self) -> list[str]:
         return list(self.servers)

@@ -328,7 +328,7 @@ async def test_waiting_for_changes_ends_with_the_next_one_and_misses_none(store)
     await asyncio.sleep(0.05)
     assert not waiting.done()
     await store.change_state(job.job_id, JobState.QUEUED, JobState.STARTING, "now")
-    found = await asyncio.wait_for(waiting, 5)
+    found = await asyncio.wait_for(waiting, 60)
     assert [(c.number, c.reason) for c in found] == [(2, "now")]
 
 

@@ -12,11 +12,11 @@ from palestra.errors import ConfigError, ServerFailed, StoreUnreachable
 from palestra.scheduler import accounts, policy_store
 from palestra.scheduler import scheduler as scheduler_module
 from palestra.scheduler.control_store import ControlStore
-from palestra.scheduler.fitting import Node
+from palestra.scheduler.fitting import GpuShare, Node
 from palestra.scheduler.launcher import LOG_FILE, Ended, Ending, write_ended
 from palestra.scheduler.placement import Policy
 from palestra.scheduler.scheduler import Scheduler
-from palestra.schemas.jobs import Resources
+from palestra.schemas.jobs import SHARES, Resources
 from palestra.schemas.states import JobState
 from palestra.trainer import checkpoint
 from unit.building import FakeClock
@@ -51,7 +51,7 @@ async def scheduling(store, folder, launcher, **more):
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def until(ready, seconds: float = 5.0) -> None:
+async def until(ready, seconds: float = 60.0) -> None:
     async with asyncio.timeout(seconds):
         while not await ready():
             await asyncio.sleep(0.005)
@@ -183,6 +183,23 @@ async def test_cancelling_a_running_job_stops_its_server_and_frees_what_it_held(
         await until(in_state(store, first.job_id, JobState.CANCELLED))
         assert server.stopped_with == 7.0
         await until(in_state(store, second.job_id, JobState.RUNNING))
+
+
+async def test_the_devices_that_the_cluster_chose_are_those_that_are_counted(store, tmp_path):
+    launcher = FakeLauncher()
+    part = Resources(cpus=1.0, gpus=0.5)
+    async with scheduling(store, tmp_path, launcher) as scheduler:
+        launcher.quick = False
+        jobs = [(await submit(store, resources=part)).job_id for _ in range(2)]
+        await until(in_state(store, jobs[1], JobState.STARTING))
+        launcher.given = {jobs[0]: (1,), jobs[1]: (7,)}  # and one that is counted in another way
+        for job in jobs:
+            launcher.servers[job].listening.set()
+            await until(in_state(store, job, JobState.RUNNING))
+        held = {job: scheduler.running[job].devices for job in jobs}
+        assert held == {jobs[0]: (GpuShare(1, SHARES // 2),), jobs[1]: (GpuShare(0, SHARES // 2),)}
+        whole = await submit(store, resources=Resources(cpus=1.0, gpus=1.0))
+        await until(lambda: asyncio.sleep(0, whole.job_id in scheduler.waiting))
 
 
 async def test_cancelling_while_it_starts_leaves_nothing(store, tmp_path):
