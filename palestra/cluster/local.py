@@ -352,10 +352,15 @@ def run_on_uvloop(work: Coroutine[Any, Any, T]) -> T:
         return runner.run(work)
 
 
+def collect_seldom() -> None:
+    """Garbage collection for a process that does nothing but run a job."""
+    gc.freeze()  # what was imported is not looked at again
+    gc.set_threshold(50_000, 20, 10)  # recorded calls are many small objects, and hardly any of them is in a cycle
+
+
 async def serve(config: JobConfig, report: Report, ready: Callable[[LocalJob], None]) -> JobProgress:
     """Run a job in the foreground until its steps are done, or SIGINT or SIGTERM. `ready` is told when it listens."""
-    gc.freeze()  # this process is ours: what was imported is not looked at again
-    gc.set_threshold(50_000, 20, 10)  # recorded calls are many small objects, and hardly any of them is in a cycle
+    collect_seldom()
     async with local_job(config, report) as job:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -17,6 +17,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from palestra.cluster.local import collect_seldom
 from palestra.cluster.model_server import ModelServer
 from palestra.cluster.ray_cluster import NAMESPACE, disconnect
 from palestra.errors import MachineGone, PalestraError, RunInUse, ServerFailed
@@ -172,6 +173,7 @@ class _Actor:
     """`ModelServer` in a process of its own."""
 
     def __init__(self) -> None:
+        collect_seldom()
         self._server = ModelServer()
 
     async def start(self, config: dict[str, Any], folder: str, host: str | None) -> str:
