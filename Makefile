@@ -8,7 +8,7 @@ RUNTIME := $(VENV)/.runtime-installed
 DEV := $(VENV)/.dev-installed
 FRAMEWORKS := .venv-peers/frameworks
 
-.PHONY: help demo test lint format types contracts unit docs conformance frameworks bench clean
+.PHONY: help demo test test-faults lint format types contracts unit docs conformance frameworks bench clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -33,8 +33,12 @@ contracts: $(DEV)
 	$(BIN)/lint-imports
 
 unit: $(DEV)
-	$(BIN)/pytest -n 2 --dist worksteal -m "not model and not service"
+	$(BIN)/pytest -n 2 --dist worksteal -m "not model and not service and not faults"
 	$(BIN)/pytest -m "model or service"
+
+test-faults: $(DEV)  ## hurt every part of the service at every moment of a job (half an hour); writes docs/faults.md
+	$(BIN)/pytest tests/faults --junitxml=$(VENV)/faults.xml -o junit_duration_report=call; code=$$?; \
+	PYTHONPATH=tests $(BIN)/python -m faults.report docs/faults.md $(VENV)/faults.xml && exit $$code
 
 docs: $(RUNTIME)  ## write docs/api.md, docs/metrics.md and docs/configuration.md from the code
 	$(BIN)/python -m palestra.cli.generate_docs docs

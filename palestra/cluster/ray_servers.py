@@ -103,7 +103,7 @@ class RayServers:
 
     async def find(self, job_id: str) -> str | None:
         """See `Launcher`."""
-        actor, url = _actor(job_id), None
+        actor, url = await _actor(job_id), None
         if actor is not None:
             with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
                 async with asyncio.timeout(PING_LIMIT_SECONDS):
@@ -114,7 +114,7 @@ class RayServers:
 
     async def devices(self, job_id: str) -> tuple[int, ...]:
         """See `Launcher`. Ray chooses them itself, and by rules of its own."""
-        actor = _actor(job_id)
+        actor = await _actor(job_id)
         if actor is not None:
             with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
                 async with asyncio.timeout(PING_LIMIT_SECONDS):
@@ -130,7 +130,7 @@ class RayServers:
 
     async def ended(self, job_id: str) -> Ended:
         """See `Launcher`."""
-        actor = _actor(job_id)
+        actor = await _actor(job_id)
         if actor is None:
             return Ended(ending=Ending.LOST, reason="the model server is gone")
         waiting = asyncio.ensure_future(_result(actor))
@@ -148,7 +148,7 @@ class RayServers:
 
     async def stop(self, job_id: str, grace_seconds: float) -> None:
         """See `Launcher`."""
-        actor = _actor(job_id)
+        actor = await _actor(job_id)
         if actor is not None and grace_seconds > 0:
             with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
                 async with asyncio.timeout(grace_seconds):
@@ -162,9 +162,9 @@ class RayServers:
 
     async def _clear(self, job_id: str) -> None:
         """Kill what is left, and free what it held."""
-        if (actor := _actor(job_id)) is not None:
+        if (actor := await _actor(job_id)) is not None:
             ray.kill(actor)
-        group = _group(job_id)
+        group = await _group(job_id)
         if group is not None:
             await asyncio.to_thread(remove_placement_group, group)
 
@@ -205,16 +205,16 @@ def _name(job_id: str) -> str:
     return f"{PREFIX}{job_id}"
 
 
-def _actor(job_id: str) -> Any | None:
+async def _actor(job_id: str) -> Any | None:
     try:
-        return ray.get_actor(_name(job_id), namespace=NAMESPACE)
+        return await asyncio.to_thread(ray.get_actor, _name(job_id), namespace=NAMESPACE)
     except ValueError:  # Ray's word for: there is none
         return None
 
 
-def _group(job_id: str) -> PlacementGroup | None:
+async def _group(job_id: str) -> PlacementGroup | None:
     try:
-        found: PlacementGroup = get_placement_group(_name(job_id))
+        found: PlacementGroup = await asyncio.to_thread(get_placement_group, _name(job_id))
     except ValueError:
         return None
     return found
