@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any, ParamSpec, Self, TypeVar
@@ -100,6 +100,7 @@ class RunStore:
         self.leases = LeaseBook(self.clock, rollout.max_episode_seconds)
         self.available = Bell()  # rings when an episode can be claimed
         self.settled = Bell()  # rings when an episode was completed or discarded
+        self._being_claimed = 0  # claims that have no lease yet
         self._full = False  # somebody claimed in vain since the last end of a lease: `max_claimed` were claimed
         self.on_lease_over: list[LeaseOver] = []
         self.recent_rewards: deque[float] = deque(maxlen=64)  # of training episodes, as they end
@@ -190,13 +191,24 @@ class RunStore:
                 "allow_discard_timeout",
             )
         now, most = self.clock.now(), self._rollout.max_per_worker
-        found = await self.write(
-            lambda c: self._take(c, worker_id, request_id, seconds, episode_id, now, most), "claim_commit"
-        )
-        if found is None:
-            return None
-        self.leases.grant(found.episode_id, found.fence, found.lease_seconds)
+        with self._claims(1) as limit:
+            found = await self.write(
+                lambda c: self._take(c, worker_id, request_id, seconds, episode_id, now, most, limit), "claim_commit"
+            )
+            if found is None:
+                return None
+            self.leases.grant(found.episode_id, found.fence, found.lease_seconds)
         return Claim(episode=found, policy=self.policy_name, version=self.policy_version)
+
+    @contextmanager
+    def _claims(self, count: int) -> Iterator[int | None]:
+        """While `count` are being claimed; gives `max_claimed` where it could be passed, else nobody has to count."""
+        limit = self._rollout.max_claimed
+        self._being_claimed += count
+        try:
+            yield limit if limit is not None and len(self.leases) + self._being_claimed > limit else None
+        finally:
+            self._being_claimed -= count
 
     def _take(
         self,
@@ -207,9 +219,9 @@ class RunStore:
         episode_id: str | None,
         now: float,
         most: int | None,
+        limit: int | None,
     ) -> Episode | None:
         """Claim within the job's limit; on the writer's thread."""
-        limit = self._rollout.max_claimed
         found = episodes.claim(connection, worker_id, request_id, seconds, episode_id, now, most, limit)
         if found is None and limit is not None and episodes.number_claimed(connection) >= limit:
             self._full = True  # whoever claims in vain from here on is woken by the next end of a lease
@@ -227,15 +239,17 @@ class RunStore:
         def take(connection: sa.Connection) -> list[Episode]:
             found: list[Episode] = []
             for number in range(count):
-                episode = self._take(connection, worker_id, f"{request_id}-{number}", seconds, None, now, None)
+                name = f"{request_id}-{number}"
+                episode = self._take(connection, worker_id, name, seconds, None, now, None, limit)
                 if episode is None:
                     break
                 found.append(episode)
             return found
 
-        claimed = await self.write(take, "claim_commit")
-        for episode in claimed:
-            self.leases.grant(episode.episode_id, episode.fence, episode.lease_seconds)
+        with self._claims(count) as limit:
+            claimed = await self.write(take, "claim_commit")
+            for episode in claimed:
+                self.leases.grant(episode.episode_id, episode.fence, episode.lease_seconds)
         return [Claim(episode=episode, policy=self.policy_name, version=self.policy_version) for episode in claimed]
 
     @_whole

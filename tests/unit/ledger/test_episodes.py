@@ -461,6 +461,16 @@ async def test_all_workers_together_hold_no_more_than_allowed_and_the_next_end_w
         assert (await store.counts()).claimed == 3
 
 
+async def test_workers_that_claim_at_the_same_moment_do_not_pass_the_limit_either(tmp_path):
+    with open_store(tmp_path, FakeClock(), max_claimed=5) as store:
+        await register(store, groups=4, size=8)
+        asked = [store.claim("a", f"a{n}", None) for n in range(4)] + [store.claim_many("b", f"b{n}", 3) for n in "12"]
+        await asyncio.gather(*asked)
+        assert (await store.counts()).claimed == len(store.leases) == 5
+    with open_store(tmp_path, FakeClock(), max_claimed=5) as again:
+        assert await again.claim("a", "later", None) is None
+
+
 async def test_without_a_limit_one_worker_may_take_all_of_a_group(store):
     await register(store, size=4)
     assert [(await claim(store, f"r{n}")).group_index for n in range(4)] == [0] * 4

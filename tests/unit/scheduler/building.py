@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import subprocess
+from pathlib import Path
 from typing import Any
 
+from palestra.scheduler.administration import Administration
+from palestra.scheduler.api import ControlPlane
 from palestra.scheduler.control_store import ControlStore
-from palestra.scheduler.identity import Identity
-from palestra.scheduler.limits import KeyLimits
+from palestra.scheduler.identity import Identities, Identity
+from palestra.scheduler.launcher import Launcher
+from palestra.scheduler.limits import KeyLimits, RequestRates
 from palestra.scheduler.permissions import Role, scopes_of
+from palestra.scheduler.placement import Policy
+from palestra.scheduler.scheduler import Scheduler
 from palestra.schemas.jobs import JobRecord, JobRequest, Resources
 from palestra.schemas.states import JobState
+from unit.scheduler.launching import FakeLauncher
 
 REQUEST = JobRequest(name="addition", config={"steps": 3}, resources=Resources(cpus=1.0))
 
@@ -33,6 +40,19 @@ async def running(store: ControlStore, tenant: str = "a", user: str = "ann") -> 
 def identity(role: Role = Role.ADMIN, **values: Any) -> Identity:
     known = {"tenant": "default", "user": "admin", "key_id": None, "scopes": scopes_of(role), "limits": KeyLimits()}
     return Identity(role=role, **(known | values))
+
+
+def control_plane(store: ControlStore, folder: Path, launcher: Launcher | None = None, **more: Any) -> ControlPlane:
+    """What `palestra serve` has, with a launcher that starts nothing; nobody schedules yet."""
+    identities = Identities(store)
+    return ControlPlane(
+        scheduler=Scheduler(store, launcher or FakeLauncher(), folder / "jobs", Policy()),
+        store=store,
+        identities=identities,
+        administration=Administration(store, identities),
+        rates=RequestRates(store.clock),
+        **more,
+    )
 
 
 def pg_ctl(server: Any, command: str) -> None:

@@ -7,17 +7,11 @@ import asyncio
 import httpx2
 import pytest
 
-from palestra.scheduler.administration import Administration
-from palestra.scheduler.api import ControlPlane, create_control_app, streams
+from palestra.scheduler.api import create_control_app, streams
 from palestra.scheduler.control_store import ControlStore
-from palestra.scheduler.identity import Identities
-from palestra.scheduler.limits import RequestRates
 from palestra.scheduler.permissions import Role
-from palestra.scheduler.placement import Policy
-from palestra.scheduler.scheduler import Scheduler
 from unit.building import FakeClock
-from unit.scheduler.building import running
-from unit.scheduler.launching import FakeLauncher
+from unit.scheduler.building import control_plane, running
 
 NONE = "job-0000000000000000"
 
@@ -25,14 +19,7 @@ NONE = "job-0000000000000000"
 @pytest.fixture
 async def plane(tmp_path):
     with ControlStore(f"sqlite:///{tmp_path / 'control.db'}", FakeClock()) as store:
-        identities = Identities(store)
-        yield ControlPlane(
-            scheduler=Scheduler(store, FakeLauncher(), tmp_path / "jobs", Policy()),
-            store=store,
-            identities=identities,
-            administration=Administration(store, identities),
-            rates=RequestRates(store.clock),
-        )
+        yield control_plane(store, tmp_path)
 
 
 @pytest.fixture

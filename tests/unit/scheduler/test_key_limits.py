@@ -7,30 +7,19 @@ import orjson
 import pytest
 import sqlalchemy as sa
 
-from palestra.scheduler.administration import Administration
-from palestra.scheduler.api import ControlPlane, create_control_app
+from palestra.scheduler.api import create_control_app
 from palestra.scheduler.control_store import ControlStore
-from palestra.scheduler.identity import Identities
-from palestra.scheduler.limits import KeyLimits, RequestRates
-from palestra.scheduler.placement import Policy
-from palestra.scheduler.scheduler import Scheduler
+from palestra.scheduler.limits import KeyLimits
 from palestra.scheduler.tables import keys
 from palestra.schemas.control_wire import LimitsBody, LimitsView
 from unit.building import FakeClock
-from unit.scheduler.launching import FakeLauncher
+from unit.scheduler.building import control_plane
 
 
 @pytest.fixture
 async def plane(tmp_path):
     with ControlStore(f"sqlite:///{tmp_path / 'control.db'}", FakeClock()) as store:
-        identities = Identities(store)
-        yield ControlPlane(
-            scheduler=Scheduler(store, FakeLauncher(), tmp_path / "jobs", Policy()),
-            store=store,
-            identities=identities,
-            administration=Administration(store, identities),
-            rates=RequestRates(store.clock),
-        )
+        yield control_plane(store, tmp_path)
 
 
 @pytest.fixture
@@ -91,6 +80,13 @@ async def test_requests_and_bodies_are_limited_as_it_says(http, plane):
     small = await key(http, body_bytes=100)
     body = {"config": {}, "name": "x" * 100}
     assert (await http.post("/jobs", json=body, headers=small)).status_code == 413
+
+    async def in_pieces():
+        yield orjson.dumps(body)
+
+    unsaid = await http.post("/jobs", content=in_pieces(), headers=small | {"content-type": "application/json"})
+    assert "content-length" not in unsaid.request.headers
+    assert unsaid.status_code == 413
 
 
 @pytest.mark.parametrize(("given", "kept"), [(None, 20), (5, 5), (20, 20), (1000, 20)])

@@ -8,17 +8,12 @@ from contextlib import asynccontextmanager
 import httpx2
 import pytest
 
-from palestra.scheduler.administration import Administration
-from palestra.scheduler.api import ControlPlane, create_control_app
+from palestra.scheduler.api import create_control_app
 from palestra.scheduler.control_store import ControlStore
-from palestra.scheduler.identity import Identities
 from palestra.scheduler.launcher import Ending
-from palestra.scheduler.limits import RequestRates
-from palestra.scheduler.placement import Policy
-from palestra.scheduler.scheduler import Scheduler
 from palestra.schemas.states import JobState
 from unit.building import FakeClock
-from unit.scheduler.building import submit
+from unit.scheduler.building import control_plane, submit
 from unit.scheduler.launching import FakeLauncher
 
 EMPTY = {"jobs": None, "cpus": None, "gpus": None, "memory_gib": None}
@@ -29,16 +24,8 @@ class Operator:
 
     def __init__(self, store: ControlStore, folder) -> None:
         self.store, self.launcher = store, FakeLauncher()
-        self.scheduler = Scheduler(store, self.launcher, folder / "jobs", Policy())
-        identities = Identities(store)
-        self.plane = ControlPlane(
-            scheduler=self.scheduler,
-            store=store,
-            identities=identities,
-            administration=Administration(store, identities),
-            rates=RequestRates(store.clock),
-            without_keys=True,
-        )
+        self.plane = control_plane(store, folder, self.launcher, without_keys=True)
+        self.scheduler = self.plane.scheduler
         transport = httpx2.ASGITransport(create_control_app(self.plane), raise_app_exceptions=False)
         self.http = httpx2.AsyncClient(transport=transport, base_url="http://control")
 

@@ -8,17 +8,11 @@ import httpx2
 import pytest
 from fastapi.routing import APIRoute
 
-from palestra.scheduler.administration import Administration
-from palestra.scheduler.api import PUBLIC, ControlPlane, create_control_app
+from palestra.scheduler.api import PUBLIC, create_control_app
 from palestra.scheduler.control_store import ControlStore
-from palestra.scheduler.identity import Identities
-from palestra.scheduler.limits import RequestRates
 from palestra.scheduler.permissions import PERMISSIONS, Role
-from palestra.scheduler.placement import Policy
-from palestra.scheduler.scheduler import Scheduler
 from unit.building import FakeClock
-from unit.scheduler.building import submit
-from unit.scheduler.launching import FakeLauncher
+from unit.scheduler.building import control_plane, submit
 
 BODIES = {
     ("POST", "/jobs"): {"config": {}},
@@ -35,14 +29,7 @@ BODIES = {
 @pytest.fixture
 async def plane(tmp_path):
     with ControlStore(f"sqlite:///{tmp_path / 'control.db'}", FakeClock()) as store:
-        identities = Identities(store)
-        yield ControlPlane(
-            scheduler=Scheduler(store, FakeLauncher(), tmp_path / "jobs", Policy()),
-            store=store,
-            identities=identities,
-            administration=Administration(store, identities),
-            rates=RequestRates(store.clock),
-        )
+        yield control_plane(store, tmp_path)
 
 
 def routes(app) -> list[tuple[str, APIRoute]]:

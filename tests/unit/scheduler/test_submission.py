@@ -5,17 +5,13 @@ from __future__ import annotations
 import httpx2
 import pytest
 
-from palestra.scheduler.administration import Administration
-from palestra.scheduler.api import ControlPlane, create_control_app
+from palestra.scheduler.api import create_control_app
 from palestra.scheduler.control_store import ControlStore
-from palestra.scheduler.identity import Identities
-from palestra.scheduler.limits import KeyLimits, RequestRates
-from palestra.scheduler.placement import Policy
-from palestra.scheduler.scheduler import RUN, Scheduler
+from palestra.scheduler.limits import KeyLimits
+from palestra.scheduler.scheduler import RUN
 from palestra.trainer import checkpoint
 from unit.building import FakeClock
-from unit.scheduler.building import submit
-from unit.scheduler.launching import FakeLauncher
+from unit.scheduler.building import control_plane, submit
 
 TRAINED = {
     "name": "sums",
@@ -29,14 +25,7 @@ LIMITED = {"rollout": {"max_claimed": KeyLimits().episodes_in_flight}}  # by the
 @pytest.fixture
 async def plane(tmp_path):
     with ControlStore(f"sqlite:///{tmp_path / 'control.db'}", FakeClock()) as store:
-        identities = Identities(store)
-        yield ControlPlane(
-            scheduler=Scheduler(store, FakeLauncher(), tmp_path / "jobs", Policy()),
-            store=store,
-            identities=identities,
-            administration=Administration(store, identities),
-            rates=RequestRates(store.clock),
-        )
+        yield control_plane(store, tmp_path)
 
 
 @pytest.fixture
