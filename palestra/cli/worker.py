@@ -40,7 +40,7 @@ def add(commands: Any) -> None:
         help="push these to the job first: a JSONL file, or module:function that returns (training, validation) tasks",
     )
     parser.add_argument("--validation", type=Path, help="JSONL file of held-out tasks, with --tasks")
-    parser.add_argument("--concurrency", type=int, default=16, help="episodes at the same time, in each process")
+    parser.add_argument("--concurrency", type=int, default=64, help="episodes at the same time, in each process")
     parser.add_argument("--processes", type=int, default=1, help="worker processes")
     parser.add_argument("--name", default=os.uname().nodename, help="recorded with each episode")
     parser.add_argument(

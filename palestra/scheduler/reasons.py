@@ -51,7 +51,7 @@ def behind(turn: Turn, first: Turn, node_id: str | None) -> str:
         text = f"behind {name} of the same priority"
     else:
         text = f"behind {name} of priority {first.job.priority}"
-    return text if node_id is None else f"{text}: node {node_id} is kept for it"
+    return text if node_id is None else f"{text}: node {short(node_id)} is kept for it"
 
 
 class Shortage:
@@ -90,7 +90,7 @@ class Shortage:
             if not seen:
                 return self._closed(needs)
             if needs[kind] > max(0, seen[0][0]):
-                parts = [f"node {room.node_id} {told(max(0, free), UNITS[kind])}" for free, room in seen[:SHOWN]]
+                parts = [f"node {short(room.node_id)} {told(max(0, free), UNITS[kind])}" for free, room in seen[:SHOWN]]
                 first = parts[0].rpartition(" ")
                 parts[0] = f"{first[0]} has {first[2]} free"
                 rest = ", and no other has more" if len(seen) > SHOWN else ""
@@ -98,13 +98,13 @@ class Shortage:
         kind = GPUS if needs.gpus else CPUS
         room = next(room for _, room in self._by(kind, needs) if room.could_hold(needs))
         free = Amounts(room.cpus, room.whole * SHARES or max(room.devices, default=0), room.memory)
-        return f"waits for {told_needs(needs)} on one node: node {room.node_id} has {told_needs(free)} free"
+        return f"waits for {told_needs(needs)} on one node: node {short(room.node_id)} has {told_needs(free)} free"
 
     def _closed(self, needs: Amounts) -> str:
         """Only nodes on which nothing may start could hold it."""
         for node in self._nodes:
             if _within(needs, node.capacity):
-                return f"waits for node {node.node_id}, which is {'draining' if node.alive else 'not alive'}"
+                return f"waits for node {short(node.node_id)}, which is {'draining' if node.alive else 'not alive'}"
         return "waits for a node: there is none"
 
 
@@ -114,3 +114,8 @@ def _within(needs: Amounts, size: Amounts) -> bool:
 
 def _most_first(rooms: Iterable[tuple[int, NodeRoom]]) -> list[tuple[int, NodeRoom]]:
     return sorted(rooms, key=lambda pair: (-pair[0], pair[1].node_id))
+
+
+def short(node_id: str) -> str:
+    """As much of a node's id as tells it from others."""
+    return node_id[:12]

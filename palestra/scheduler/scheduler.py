@@ -28,7 +28,7 @@ from palestra.scheduler.control_store import ControlStore
 from palestra.scheduler.fitting import GpuShare, Node, RunningJob, counted, devices_for
 from palestra.scheduler.launcher import LOG_FILE, Ended, Ending, Launcher, ServerOrder, read_ended
 from palestra.scheduler.placement import Policy, Start, place
-from palestra.scheduler.reasons import refusal
+from palestra.scheduler.reasons import refusal, short
 from palestra.scheduler.sources import with_own_weights
 from palestra.scheduler.tenants import Quota
 from palestra.scheduler.turns import WaitingJob
@@ -228,7 +228,7 @@ class Scheduler:
                 job.job_id,
                 JobState.QUEUED,
                 JobState.STARTING,
-                f"starting on node {start.node_id[:12]}",
+                f"starting on node {short(start.node_id)}",
                 node=start.node_id,
                 run_dir=str(folder / RUN),
             )
