@@ -14,20 +14,21 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import numpy as np
+import openai
 import psutil
 import sqlalchemy as sa
 from figures import Part
-from processes import ROOT, BenchError
+from processes import HERE, ROOT, BenchError
 
+from palestra import AsyncClient, Policy
+from palestra.client import Worker
 from palestra.client.control import OVER, ControlClient, Job
 from palestra.cluster.ray_cluster import stop_local
 from palestra.config.job import RolloutConfig, StoreConfig
@@ -46,6 +47,7 @@ OPEN = 2_000  # episodes that wait for a worker; the others stored are completed
 CLAIMS = 500
 JOB_GIB, KEPT_GIB = 0.13, 6.0  # what a scripted job is expected to take, and what is left to others
 RAMP_LIMIT_SECONDS = 1800.0
+PLAYED_AT_ONCE = 8  # of the jobs that run: more workers than that would keep two cores from the rest
 ENGINE = {"kind": "scripted", "scripted_tokens": 3}
 SHORT = {
     "steps": 1,
@@ -54,7 +56,7 @@ SHORT = {
     "rollout": {"group_size": 2, "groups_per_step": 1},
     "evaluation": {"every_steps": 0},
 }
-ENDLESS = SHORT | {"steps": 1_000_000, "engine": {**ENGINE, "scripted_delay_seconds": 2.0}}
+HELD = {key: value for key, value in SHORT.items() if key != "environment"}  # runs until somebody has given it a task
 
 
 def run(part: Part, quick: bool) -> None:
@@ -152,44 +154,53 @@ def most_jobs(wanted: int) -> int:
 
 
 def ramp(count: int) -> dict[str, Any]:
-    """Submit jobs that do not end, wait until all run, and cancel them; somebody asks for the list all along."""
+    """Submit jobs that wait for a task, until all run; then play all to their end. The list is asked for all along."""
     with service(count) as control:
-        asked: list[float] = []
-        over = threading.Event()
-        asking = threading.Thread(target=_ask, args=(control.url, asked, over))
-        asking.start()
+        asking = subprocess.Popen(
+            (sys.executable, HERE / "service_lists.py", control.url),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         try:
             free = psutil.virtual_memory().available
             begin = time.perf_counter()
-            jobs = [control.submit(ENDLESS) for _ in range(count)]
+            jobs = [control.submit(HELD) for _ in range(count)]
             _wait_for(control, "running", count)
             ramped = time.perf_counter() - begin
             gib = (free - psutil.virtual_memory().available) / 2**30 / count
             time.sleep(5.0)
             begin = time.perf_counter()
-            for job in jobs:
-                job.cancel()
-            _wait_for(control, "cancelled", count)
-            cancelled = time.perf_counter() - begin
+            asyncio.run(_play_all([(job.url, job.key) for job in jobs]))
+            _wait_for(control, "completed", count)
+            played = time.perf_counter() - begin
         finally:
-            over.set()
-            asking.join()
+            asked: list[float] = json.loads(asking.communicate()[0])
         starts = sum(view.starts for view in control.jobs())
     if starts != count:
         raise BenchError(f"{count} jobs were started {starts} times")
-    return {"asked": asked, "ramp_seconds": ramped, "cancel_seconds": cancelled, "gib": gib}
+    return {"asked": asked, "ramp_seconds": ramped, "play_seconds": played, "gib": gib}
 
 
-def _ask(url: str, asked: list[float], over: threading.Event) -> None:
-    """`GET /jobs` ten times a second; an error counts as a wait without end."""
-    with httpx2.Client(base_url=url, timeout=60.0) as http:
-        while not over.wait(0.1):
-            begin = time.perf_counter()
-            try:
-                good = http.get("/jobs").status_code == 200
-            except httpx2.TransportError:
-                good = False
-            asked.append(time.perf_counter() - begin if good else float("inf"))
+async def _play_all(jobs: list[tuple[str, str]]) -> None:
+    """A task for each job, and a worker that plays it until the job is over; a few of them at a time."""
+    at_once = asyncio.Semaphore(PLAYED_AT_ONCE)
+
+    async def play(url: str, key: str) -> None:
+        async with at_once, AsyncClient(url, key, worker_id="bench") as client:
+            await client.push_tasks([{"text": "go"}], [])
+            await Worker(client, _rollout, 2).run()
+
+    await asyncio.gather(*(play(url, key) for url, key in jobs))
+
+
+async def _rollout(task: Mapping[str, Any], policy: Policy) -> float:
+    """One call; what was said last is the reward, so that answers differ."""
+    async with openai.AsyncOpenAI(base_url=policy.base_url, api_key=policy.api_key) as model:
+        reply = await model.chat.completions.create(
+            model=policy.model, messages=[{"role": "user", "content": task["text"]}]
+        )
+    return float((reply.choices[0].message.content or "0")[-1])
 
 
 def _wait_for(control: ControlClient, state: str, count: int) -> None:
@@ -218,7 +229,7 @@ def add_ramp(part: Part, wanted: int) -> None:
         list__p99__ms=[_ms(found["asked"], 99)],
         list__max__ms=[_ms(found["asked"], 100)],
         GiB_per_job=[found["gib"]],
-        until__all__are__cancelled__s=[found["cancel_seconds"]],
+        from__the__first__task__until__all__are__completed__s=[found["play_seconds"]],
     )
 
 

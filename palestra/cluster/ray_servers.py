@@ -69,7 +69,8 @@ class RayServers:
         bundle = {name: amount for name, amount in bundle.items() if amount}
         make: Any = ray.remote(_Actor)
         try:
-            group = placement_group(
+            group = await asyncio.to_thread(
+                placement_group,
                 [bundle],
                 strategy="STRICT_PACK",
                 name=_name(order.job_id),
@@ -79,16 +80,18 @@ class RayServers:
             async with asyncio.timeout(ROOM_SECONDS):
                 await _until_ready(group, order.node)
             async with asyncio.timeout(START_SECONDS):
-                actor = make.options(
-                    max_restarts=0,
-                    name=_name(order.job_id),
-                    lifetime="detached",
-                    num_cpus=needs.cpus,
-                    num_gpus=needs.gpus,
-                    memory=memory or None,
-                    max_concurrency=16,
-                    scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
-                ).remote()
+                actor = await asyncio.to_thread(
+                    make.options(
+                        max_restarts=0,
+                        name=_name(order.job_id),
+                        lifetime="detached",
+                        num_cpus=needs.cpus,
+                        num_gpus=needs.gpus,
+                        memory=memory or None,
+                        max_concurrency=16,
+                        scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
+                    ).remote
+                )
                 url = await _listening(actor, order, self._host)
         except BaseException as error:
             await asyncio.shield(self._clear(order.job_id))

@@ -120,6 +120,11 @@ class RunStore:
         self.policy_name = "policy"
 
     @property
+    def commits(self) -> int:
+        """Grows with every change."""
+        return self._writer.commits
+
+    @property
     def recent_reward(self) -> float | None:
         """Mean of the newest rewards of training episodes; None before the first."""
         return sum(self.recent_rewards) / len(self.recent_rewards) if self.recent_rewards else None

@@ -75,6 +75,7 @@ class Writer:
         self._queue: queue.SimpleQueue[list[_Operation] | None] = queue.SimpleQueue()
         self._gathering: dict[asyncio.AbstractEventLoop, list[_Operation]] = {}  # of this turn of each event loop
         self._closed = False
+        self.commits = 0
         self._thread = threading.Thread(target=self._loop, name="palestra-writer", daemon=True)
         self._thread.start()
 
@@ -149,6 +150,7 @@ class Writer:
             for operation in group:
                 if operation.tag and operation.error is None:
                     fault_point(f"before_{operation.tag}")
+        self.commits += 1
         for operation in group:
             if operation.tag and operation.error is None:
                 fault_point(f"after_{operation.tag}")
