@@ -1,7 +1,7 @@
 """Asks a control plane for its list of jobs, ten times a second, until its standard input ends.
 
-Prints a JSON list of pairs: when it asked, in Unix seconds, and the seconds that the answer took. It is a process of its
-own, so that what plays the jobs does not hold it up.
+Prints a JSON list of pairs: when it asked, in Unix seconds, and the seconds that the answer took. It is a process of
+its own, so that what plays the jobs does not hold it up.
 """
 
 from __future__ import annotations
