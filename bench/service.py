@@ -47,7 +47,7 @@ OPEN = 2_000  # episodes that wait for a worker; the others stored are completed
 CLAIMS = 500
 JOB_GIB, KEPT_GIB = 0.13, 6.0  # what a scripted job is expected to take, and what is left to others
 RAMP_LIMIT_SECONDS = 1800.0
-PLAYED_AT_ONCE = 8  # of the jobs that run: more workers than that would keep two cores from the rest
+PLAYED_AT_ONCE = 4  # of the jobs that run: more workers than that would keep two cores from the rest
 ENGINE = {"kind": "scripted", "scripted_tokens": 3}
 SHORT = {
     "steps": 1,
@@ -187,22 +187,22 @@ def ramp(count: int) -> dict[str, Any]:
 async def _play_all(jobs: list[tuple[str, str]]) -> None:
     """A task for each job, and a worker that plays it until the job is over; a few of them at a time."""
     at_once = asyncio.Semaphore(PLAYED_AT_ONCE)
+    async with openai.AsyncOpenAI(base_url="http://set-in-each-call", api_key="likewise") as shared:
 
-    async def play(url: str, key: str) -> None:
-        async with at_once, AsyncClient(url, key, worker_id="bench") as client:
-            await client.push_tasks([{"text": "go"}], [])
-            await Worker(client, _rollout, 2).run()
+        async def rollout(task: Mapping[str, Any], policy: Policy) -> float:
+            """One call; what was said last is the reward, so that answers differ."""
+            model = shared.with_options(base_url=policy.base_url, api_key=policy.api_key)
+            reply = await model.chat.completions.create(
+                model=policy.model, messages=[{"role": "user", "content": task["text"]}]
+            )
+            return float((reply.choices[0].message.content or "0")[-1])
 
-    await asyncio.gather(*(play(url, key) for url, key in jobs))
+        async def play(url: str, key: str) -> None:
+            async with at_once, AsyncClient(url, key, worker_id="bench") as client:
+                await client.push_tasks([{"text": "go"}], [])
+                await Worker(client, rollout, 2).run()
 
-
-async def _rollout(task: Mapping[str, Any], policy: Policy) -> float:
-    """One call; what was said last is the reward, so that answers differ."""
-    async with openai.AsyncOpenAI(base_url=policy.base_url, api_key=policy.api_key) as model:
-        reply = await model.chat.completions.create(
-            model=policy.model, messages=[{"role": "user", "content": task["text"]}]
-        )
-    return float((reply.choices[0].message.content or "0")[-1])
+        await asyncio.gather(*(play(url, key) for url, key in jobs))
 
 
 def _wait_for(control: ControlClient, state: str, count: int) -> None:

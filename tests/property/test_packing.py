@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from unit.building import make_sample
 
 from palestra.trainer.packing import Tree, pack
+from palestra.trajectory import common_prefix
 
 rows = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=7), min_size=1, max_size=8)
 
@@ -61,7 +62,11 @@ def test_every_sample_is_in_one_micro_batch_in_order_with_its_own_tokens(lists, 
         ids = [i for tree in batch.trees for i in tree.ids]
         positions = [p for tree in batch.trees for p in tree.positions]
         assert batch.tokens == len(ids)
-        assert batch.tokens <= most or len(batch.samples) == 1
+        longest = max(len(sample.ids) for sample, _, _ in batch.samples)
+        assert batch.tokens <= max(most, 2 * longest)
+        if batch.tokens > most and len(batch.samples) > 1:  # only for what those that came last have in common
+            sample, _, _ = batch.samples[-1]
+            assert any(common_prefix(s.ids, sample.ids) * 2 >= len(sample.ids) for s, _, _ in batch.samples[:-1])
         targets = batch.targets()
         place = 0
         for sample, offset, path in batch.samples:
