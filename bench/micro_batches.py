@@ -8,7 +8,7 @@ from figures import Part
 from processes import HERE, run_json, shown
 
 TABLE = "Gradient of {} rows of {} + {} tokens in groups of {}, by `trainer.micro_batch_tokens`"
-SHAPES = ((64, 180, 70, 64), (96, 40, 12, 6), (48, 900, 50, 48))  # rows, prompt, answer, group
+SHAPES = ((32, 180, 70, 32), (96, 40, 12, 6), (24, 900, 50, 24))  # rows, prompt, answer, group
 SIZES = (4096, 2048, 1024, 512)
 
 
