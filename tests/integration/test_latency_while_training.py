@@ -36,7 +36,7 @@ def test_status_and_heartbeats_answer_within_250_ms_while_a_step_trains(tmp_path
             for name, spent in seconds.items():
                 started = time.monotonic()
                 if name == "status":
-                    assert plane.status()["step"] == 0
+                    assert plane.status()["step"] in (0, 1)  # 1 where the step ends right here
                 else:
                     assert plane.post("/heartbeat_episode", beat, episode["api_key"]).status_code == 200
                 spent.append(time.monotonic() - started)
