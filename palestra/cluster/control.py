@@ -40,7 +40,7 @@ class ServeOptions:
     new_admin_key: bool = False  # for an operator who has lost all keys of the first admin
 
 
-class Serving(NamedTuple):
+class ServedControlPlane(NamedTuple):
     """A control plane that is served."""
 
     plane: ControlPlane
@@ -50,7 +50,7 @@ class Serving(NamedTuple):
 
 
 @asynccontextmanager
-async def control_plane(options: ServeOptions) -> AsyncIterator[Serving]:
+async def control_plane(options: ServeOptions) -> AsyncIterator[ServedControlPlane]:
     """The control plane while it is served.
 
     Raises:
@@ -91,7 +91,8 @@ async def control_plane(options: ServeOptions) -> AsyncIterator[Serving]:
             known.cancel()
             host, port = listener.getsockname()[:2]
             async with served(create_control_app(plane), listener):
-                yield Serving(plane, f"http://{f'[{host}]' if ':' in host else host}:{port}", first, scheduling)
+                listens = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+                yield ServedControlPlane(plane, listens, first, scheduling)
                 if scheduling.done():
                     scheduling.result()
         finally:

@@ -22,7 +22,7 @@ from palestra.cluster.model_server import ModelServer
 from palestra.cluster.ray_cluster import NAMESPACE, disconnect
 from palestra.errors import MachineGone, PalestraError, RunInUse, ServerFailed
 from palestra.scheduler.fitting import Node
-from palestra.scheduler.launcher import Ended, Ending, ServerOrder
+from palestra.scheduler.launcher import Ended, Ending, Listening, ServerOrder
 
 log = logging.getLogger("palestra.cluster")
 ROOM_SECONDS = 60.0  # for a machine to have free what is free by our books; it may be gone meanwhile
@@ -61,7 +61,7 @@ class RayServers:
             )
         return found
 
-    async def start(self, order: ServerOrder) -> str:
+    async def start(self, order: ServerOrder) -> Listening:
         """See `Launcher`."""
         needs = order.resources
         memory = int(needs.memory_gib * GIB)
@@ -92,7 +92,7 @@ class RayServers:
                         scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
                     ).remote
                 )
-                url = await _listening(actor, order, self._host)
+                listening = await _listening(actor, order, self._host)
         except BaseException as error:
             await asyncio.shield(self._clear(order.job_id))
             if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, PalestraError):
@@ -102,28 +102,18 @@ class RayServers:
             if isinstance(error, ray.exceptions.RayError):
                 raise ServerFailed(f"the model server did not start: {_first_line(error)}") from error
             raise
-        return url
+        return listening
 
-    async def find(self, job_id: str) -> str | None:
+    async def find(self, job_id: str) -> Listening | None:
         """See `Launcher`."""
-        actor, url = await _actor(job_id), None
+        actor, listening = await _actor(job_id), None
         if actor is not None:
             with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
                 async with asyncio.timeout(PING_LIMIT_SECONDS):
-                    url = await actor.address.remote()
-        if url is None:
+                    listening = await actor.listening.remote()
+        if listening is None:
             await self._clear(job_id)
-        return url
-
-    async def devices(self, job_id: str) -> tuple[int, ...]:
-        """See `Launcher`. Ray chooses them itself, and by rules of its own."""
-        actor = await _actor(job_id)
-        if actor is not None:
-            with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
-                async with asyncio.timeout(PING_LIMIT_SECONDS):
-                    found: tuple[int, ...] = await actor.devices.remote()
-                    return found
-        return ()
+        return listening
 
     async def known(self) -> list[str]:
         """See `Launcher`."""
@@ -179,20 +169,17 @@ class _Actor:
         collect_seldom()
         self._server = ModelServer()
 
-    async def start(self, config: dict[str, Any], folder: str, host: str | None) -> str:
+    async def start(self, config: dict[str, Any], folder: str, host: str | None) -> Listening:
         here: str = host or ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         while True:
             try:
-                return await self._server.start(config, folder, here)
+                return _at(await self._server.start(config, folder, here))
             except RunInUse:  # a server of a machine that Ray has given up lives on; two must not write one run
                 await asyncio.sleep(IN_USE_SECONDS)
 
-    async def address(self) -> str | None:
-        return await self._server.address()
-
-    async def devices(self) -> tuple[int, ...]:
-        found = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
-        return tuple(int(name) for name in found if str(name).isdigit())
+    async def listening(self) -> Listening | None:
+        url = await self._server.address()
+        return None if url is None else _at(url)
 
     async def ended(self) -> Ended:
         return await self._server.ended()
@@ -202,6 +189,12 @@ class _Actor:
 
     async def ping(self) -> None:
         await self._server.ping()
+
+
+def _at(url: str) -> Listening:
+    """The server of this process, with the devices that Ray chose for it, by rules of its own."""
+    found = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+    return Listening(url=url, devices=tuple(int(name) for name in found if str(name).isdigit()))
 
 
 def _name(job_id: str) -> str:
@@ -257,8 +250,8 @@ async def _result(actor: Any) -> Ended:
             return found
 
 
-async def _listening(actor: Any, order: ServerOrder, host: str | None) -> str:
-    """Where a new server listens.
+async def _listening(actor: Any, order: ServerOrder, host: str | None) -> Listening:
+    """A new server, when it listens.
 
     Raises:
         ServerFailed: its process was there, and does not answer any more.
@@ -275,8 +268,8 @@ async def _listening(actor: Any, order: ServerOrder, host: str | None) -> str:
         await asyncio.wait((starting, pinging), return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
             raise ServerFailed(f"the model server did not answer for {PING_LIMIT_SECONDS:g} s while it started")
-        url: str = starting.result()
-        return url
+        listening: Listening = starting.result()
+        return listening
     finally:
         starting.cancel()
         pinging.cancel()

@@ -59,6 +59,14 @@ class ServerOrder:
     resources: Resources
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Listening:
+    """A model server that answers."""
+
+    url: str
+    devices: tuple[int, ...] = ()  # the GPUs that it was given, by their index on its machine; none: it does not say
+
+
 class Launcher(Protocol):
     """Starts, watches and stops model servers. They outlive the scheduler."""
 
@@ -70,20 +78,16 @@ class Launcher(Protocol):
         """
         ...
 
-    async def start(self, order: ServerOrder) -> str:
-        """Start a model server, or go on with the run that is in its folder; returns its URL when it listens.
+    async def start(self, order: ServerOrder) -> Listening:
+        """Start a model server, or go on with the run that is in its folder; returns when it listens.
 
         Raises:
             PalestraError: it can't be started, and says why; nothing of it is left.
         """
         ...
 
-    async def find(self, job_id: str) -> str | None:
-        """Where a server that was started before listens; None: there is none, and nothing is left of one."""
-        ...
-
-    async def devices(self, job_id: str) -> tuple[int, ...]:
-        """The GPUs that a server was given, by their index on its machine; none where it has none, or does not say."""
+    async def find(self, job_id: str) -> Listening | None:
+        """A server that was started before; None: there is none, and nothing is left of one."""
         ...
 
     async def known(self) -> list[str]:

@@ -26,7 +26,7 @@ from palestra.ledger.store import Bell
 from palestra.scheduler import policy_store
 from palestra.scheduler.control_store import ControlStore
 from palestra.scheduler.fitting import GpuShare, Node, RunningJob, counted, devices_for
-from palestra.scheduler.launcher import LOG_FILE, Ended, Ending, Launcher, ServerOrder, read_ended
+from palestra.scheduler.launcher import LOG_FILE, Ended, Ending, Launcher, Listening, ServerOrder, read_ended
 from palestra.scheduler.placement import Policy, Start, place
 from palestra.scheduler.reasons import refusal, short
 from palestra.scheduler.sources import with_own_weights
@@ -68,7 +68,7 @@ class Scheduler:
         self.running: dict[str, RunningJob] = {}
         self.waiting: Mapping[str, str] = {}  # why each job that waits does
         self._lives: dict[str, asyncio.Task[None]] = {}
-        self._starting: dict[str, asyncio.Task[str]] = {}  # what of a life may be broken off without harm
+        self._starting: dict[str, asyncio.Task[Listening]] = {}  # what of a life may be broken off without harm
         self._cancelled: set[str] = set()  # of the lives
         self._stops: dict[str, asyncio.Task[None]] = {}
         self._notes: set[asyncio.Task[None]] = set()  # of endings, being written down
@@ -234,14 +234,14 @@ class Scheduler:
             )
         except Conflict:  # it was cancelled meanwhile
             return
-        url = await self._started(job, start.node_id)
-        if isinstance(url, Ended):
-            await self._over(job.job_id, url)
+        server = await self._started(job, start.node_id)
+        if isinstance(server, Ended):
+            await self._over(job.job_id, server)
         else:
-            await self._watch(job.job_id, url)
+            await self._watch(job.job_id, server)
 
-    async def _started(self, job: JobRecord, node_id: str) -> str | Ended:
-        """Where a new server listens, or why there is none."""
+    async def _started(self, job: JobRecord, node_id: str) -> Listening | Ended:
+        """A new server, or why there is none."""
         starting = asyncio.ensure_future(self._launch(job, node_id))
         self._starting[job.job_id] = starting
         try:
@@ -264,7 +264,7 @@ class Scheduler:
         finally:
             del self._starting[job.job_id]
 
-    async def _launch(self, job: JobRecord, node_id: str) -> str:
+    async def _launch(self, job: JobRecord, node_id: str) -> Listening:
         folder, config = self.folder_of(job.job_id), job.config
         if job.from_job is not None:
             source = self.folder_of(job.from_job) / RUN
@@ -273,14 +273,16 @@ class Scheduler:
             ServerOrder(job_id=job.job_id, config=config, folder=folder, node=node_id, resources=job.resources)
         )
 
-    async def _watch(self, job_id: str, url: str) -> None:
+    async def _watch(self, job_id: str, server: Listening) -> None:
         """From a server that listens to its end."""
         job = await self._store.job(None, job_id)
         if job.state is JobState.STARTING:
-            job = await self._store.change_state(job_id, JobState.STARTING, JobState.RUNNING, "it listens", url=url)
-        given = await self._launcher.devices(job_id) if job.resources.gpus else ()
+            job = await self._store.change_state(
+                job_id, JobState.STARTING, JobState.RUNNING, "it listens", url=server.url
+            )
         running = replace(self.running[job_id], starting=False)
         node = next((node for node in self.nodes if node.node_id == running.node_id), None)
+        given = server.devices if running.needs.gpus else ()
         if given and node is not None and max(given) < node.gpus:  # else the cluster counts them in another way
             share = counted(running.needs).gpus // len(given)
             running = replace(running, devices=tuple(GpuShare(device, share) for device in given))
@@ -355,11 +357,11 @@ class Scheduler:
         job = await self._store.job(None, job_id)
         if job.state not in LIVE_STATES:  # it ended while it was looked at
             return
-        url = await self._launcher.find(job_id)
-        if url is not None:
+        server = await self._launcher.find(job_id)
+        if server is not None:
             if job.cancel_requested:
                 self._end(job_id)
-            await self._watch(job_id, url)
+            await self._watch(job_id, server)
         elif job.state is JobState.STARTING:  # no fault of the job
             await self._over(job_id, Ended(ending=Ending.STOPPED, reason="its start was broken off"))
         else:

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from palestra.scheduler.fitting import Node
-from palestra.scheduler.launcher import Ended, Ending, ServerOrder
+from palestra.scheduler.launcher import Ended, Ending, Listening, ServerOrder
 
 
 @dataclass
@@ -32,7 +32,7 @@ class FakeLauncher:
     async def nodes(self) -> list[Node]:
         return list(self.machines)
 
-    async def start(self, order: ServerOrder) -> str:
+    async def start(self, order: ServerOrder) -> Listening:
         server = self.servers[order.job_id] = Server(order)
         self.started.append(order.job_id)
         if self.quick:
@@ -45,13 +45,10 @@ class FakeLauncher:
         if self.error is not None:
             del self.servers[order.job_id]
             raise self.error
-        return f"http://n1/{order.job_id}"
+        return self._listening(order.job_id)
 
-    async def find(self, job_id: str) -> str | None:
-        return f"http://n1/{job_id}" if job_id in self.servers else None
-
-    async def devices(self, job_id: str) -> tuple[int, ...]:
-        return self.given.get(job_id, ())
+    async def find(self, job_id: str) -> Listening | None:
+        return self._listening(job_id) if job_id in self.servers else None
 
     async def known(self) -> list[str]:
         return list(self.servers)
@@ -67,6 +64,9 @@ class FakeLauncher:
             self.end(job_id, Ending.STOPPED)
 
     async def close(self) -> None: ...
+
+    def _listening(self, job_id: str) -> Listening:
+        return Listening(url=f"http://n1/{job_id}", devices=self.given.get(job_id, ()))
 
     def end(self, job_id: str, ending: Ending, reason: str = "") -> None:
         self.servers[job_id].over.set_result(Ended(ending=ending, reason=reason))
