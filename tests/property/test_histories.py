@@ -228,6 +228,17 @@ def test_what_is_known_of_the_parents_changes_no_match(drawn):
     assert indices[0] == indices[1]
 
 
+@given(conversations(), st.lists(asked | replies, min_size=1, max_size=2))
+def test_the_very_same_messages_match_as_their_copies_do(drawn, following):
+    """An agent of this process sends the objects that it was given, and they are not compared again."""
+    history = history_of(drawn.chats)
+    for chat in drawn.chats:
+        same = (*whole(chat), *following)
+        copies = tuple(message.model_copy(deep=True) for message in same)
+        assert all(one is not other for one, other in zip(same, copies, strict=True))
+        assert history.match(chat.policy, same) == history.match(chat.policy, copies)
+
+
 @given(conversations(), st.randoms(use_true_random=False))
 def test_the_order_of_arrival_does_not_change_which_call_a_conversation_goes_on_from(drawn, random):
     bare = [replace(c, parent=None, shared=0, shared_messages=0, new_messages=c.messages) for c in drawn.chats]

@@ -13,34 +13,12 @@ from palestra.errors import (
     InvalidRequest,
     NotFound,
 )
-from palestra.ledger import RunStore
 from palestra.schemas.records import PolicyVersion, Task
 from palestra.schemas.states import EpisodeState, GroupState
 from unit.building import TASK, FakeClock, open_store
+from unit.ledger.playing import claim, end, register, state
 
-YEAR = 365 * 86400.0
 FIRST, SECOND = "train-000000-00", "train-000000-01"
-
-
-async def register(store: RunStore, groups: int = 1, size: int = 2, kind="train") -> None:
-    for index in range(groups):
-        await store.register_group(kind, index, 1, TASK, size)
-
-
-async def claim(store: RunStore, request: str = "r", **kw):
-    found = await store.claim("worker", request, kw.pop("lease", None), **kw)
-    assert found is not None
-    return found.episode
-
-
-async def end(store: RunStore, episode, reward: float = 1.0, **kw) -> bool:
-    fence = kw.pop("fence", episode.fence)
-    body = {"step_rewards": None, "metadata": {}} | kw
-    return await store.end(episode.episode_id, fence, {"agent": reward}, body["step_rewards"], body["metadata"])
-
-
-async def state(store: RunStore, episode_id: str) -> EpisodeState:
-    return (await store.episode(episode_id)).state
 
 
 # Registering
@@ -274,102 +252,6 @@ async def test_a_completed_episode_can_not_be_given_back(store):
     with pytest.raises(EpisodeEnded, match="completed"):
         await store.abort(FIRST, 1, "", discard=True)
     assert await state(store, FIRST) is EpisodeState.COMPLETED
-
-
-# Leases
-
-
-async def test_a_lease_that_runs_out_gives_the_episode_back(store, clock):
-    await register(store)
-    late = await claim(store, "r")
-    clock.advance(59)
-    assert await store.expire_leases() == 0
-    clock.advance(1)
-    assert await store.expire_leases() == 1
-    assert await state(store, FIRST) is EpisodeState.REGISTERED
-    assert [e.data for e in await store.events(0) if e.kind == "lease_expired"] == [{"episode_id": FIRST, "fence": 1}]
-    with pytest.raises(EpisodeLeaseExpired):
-        await end(store, late)
-    assert (await claim(store, "s")).fence == 2
-
-
-async def test_any_call_renews(store, clock):
-    await register(store)
-    one = await claim(store)
-    for _ in range(5):
-        clock.advance(50)
-        await store.renew(FIRST, 1)
-        assert await store.expire_leases() == 0
-    assert await end(store, one)
-
-
-async def test_a_lease_does_not_run_out_while_the_server_itself_is_at_work(store, clock):
-    await register(store)
-    await claim(store)
-    with store.hold(FIRST, 1):
-        clock.advance(1000)
-        assert await store.expire_leases() == 0
-    assert await store.expire_leases() == 0
-    clock.advance(60)
-    assert await store.expire_leases() == 1
-
-
-@pytest.mark.parametrize("jump", [-30 * YEAR, 30 * YEAR])
-async def test_a_calendar_that_jumps_by_years_changes_nothing(store, clock, jump):
-    await register(store)
-    one = await claim(store, "r")
-    clock.wall += jump
-    assert await store.expire_leases() == 0
-    clock.advance(59)
-    clock.wall -= 2 * jump
-    await store.renew(FIRST, 1)
-    assert await store.expire_leases() == 0
-    two = await claim(store, "s")
-    assert await end(store, one)
-    clock.wall += 3 * jump
-    clock.ticks += 60
-    assert await store.expire_leases() == 1
-    with pytest.raises(EpisodeLeaseExpired):
-        await end(store, two)
-    assert await state(store, FIRST) is EpisodeState.COMPLETED
-
-
-async def test_a_restart_gives_every_live_lease_a_full_period(tmp_path):
-    clock = FakeClock()
-    with open_store(tmp_path, clock) as store:
-        await register(store)
-        one = await claim(store, "r", lease=20.0)
-        clock.advance(19)
-    later = FakeClock()
-    later.ticks, later.wall = 3.0, clock.wall - YEAR  # another boot: monotonic time starts anew
-    with open_store(tmp_path, later) as store:
-        later.advance(19)
-        assert await store.expire_leases() == 0
-        assert (await claim(store, "r")).fence == 1  # the retried claim is still known
-        assert await end(store, one)
-
-
-async def test_after_a_restart_a_lease_that_nobody_uses_runs_out(tmp_path, clock):
-    with open_store(tmp_path, clock) as store:
-        await register(store)
-        await claim(store, "r", lease=20.0)
-    with open_store(tmp_path, clock) as store:
-        clock.advance(20)
-        assert await store.expire_leases() == 1
-        assert (await claim(store, "s")).fence == 2
-
-
-async def test_ends_are_known_after_a_restart(tmp_path, clock):
-    with open_store(tmp_path, clock) as store:
-        await register(store)
-        one = await claim(store, "r")
-        await end(store, one, 0.5)
-    with open_store(tmp_path, clock) as store:
-        assert not await end(store, one, 0.5)
-        with pytest.raises(Conflict):
-            await end(store, one, 0.6)
-        clock.advance(1000)
-        assert await store.expire_leases() == 0
 
 
 # Groups

@@ -6,13 +6,15 @@ import shutil
 import tempfile
 import warnings
 
+import httpx2
 import pytest
 
 from palestra.scheduler.administration import Administration
+from palestra.scheduler.api import create_control_app
 from palestra.scheduler.control_store import ControlStore
 from palestra.scheduler.identity import Identities
 from unit.building import FakeClock
-from unit.scheduler.building import pg_ctl
+from unit.scheduler.building import control_plane, pg_ctl
 
 
 @pytest.fixture(scope="session")
@@ -65,6 +67,29 @@ def clock():
 def store(url, clock):
     with ControlStore(url, clock) as opened:
         yield opened
+
+
+@pytest.fixture
+def sqlite_store(tmp_path):
+    """For what does not depend on the database."""
+    with ControlStore(f"sqlite:///{tmp_path / 'control.db'}", FakeClock()) as opened:
+        yield opened
+
+
+@pytest.fixture
+async def plane(sqlite_store, tmp_path):
+    """A control plane that nobody schedules for."""
+    return control_plane(sqlite_store, tmp_path)
+
+
+@pytest.fixture
+async def http(plane):
+    """A client of the first admin."""
+    admin = (await plane.administration.first_start()).secret
+    transport = httpx2.ASGITransport(create_control_app(plane), raise_app_exceptions=False)
+    headers = {"authorization": f"Bearer {admin}"}
+    async with httpx2.AsyncClient(transport=transport, base_url="http://control", headers=headers) as client:
+        yield client
 
 
 @pytest.fixture

@@ -8,18 +8,10 @@ import httpx2
 import pytest
 
 from palestra.scheduler.api import create_control_app, streams
-from palestra.scheduler.control_store import ControlStore
 from palestra.scheduler.permissions import Role
-from unit.building import FakeClock
-from unit.scheduler.building import control_plane, running
+from unit.scheduler.building import running
 
 NONE = "job-0000000000000000"
-
-
-@pytest.fixture
-async def plane(tmp_path):
-    with ControlStore(f"sqlite:///{tmp_path / 'control.db'}", FakeClock()) as store:
-        yield control_plane(store, tmp_path)
 
 
 @pytest.fixture

@@ -2,32 +2,13 @@
 
 from __future__ import annotations
 
-import httpx2
 import orjson
 import pytest
 import sqlalchemy as sa
 
-from palestra.scheduler.api import create_control_app
-from palestra.scheduler.control_store import ControlStore
 from palestra.scheduler.limits import KeyLimits
 from palestra.scheduler.tables import keys
 from palestra.schemas.control_wire import LimitsBody, LimitsView
-from unit.building import FakeClock
-from unit.scheduler.building import control_plane
-
-
-@pytest.fixture
-async def plane(tmp_path):
-    with ControlStore(f"sqlite:///{tmp_path / 'control.db'}", FakeClock()) as store:
-        yield control_plane(store, tmp_path)
-
-
-@pytest.fixture
-async def http(plane):
-    admin = (await plane.administration.first_start()).secret
-    transport = httpx2.ASGITransport(create_control_app(plane), raise_app_exceptions=False)
-    async with httpx2.AsyncClient(transport=transport, base_url="http://control", headers=by(admin)) as client:
-        yield client
 
 
 def by(secret: str) -> dict[str, str]:

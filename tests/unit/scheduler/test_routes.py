@@ -9,10 +9,8 @@ import pytest
 from fastapi.routing import APIRoute
 
 from palestra.scheduler.api import PUBLIC, create_control_app
-from palestra.scheduler.control_store import ControlStore
 from palestra.scheduler.permissions import PERMISSIONS, Role
-from unit.building import FakeClock
-from unit.scheduler.building import control_plane, submit
+from unit.scheduler.building import submit
 
 BODIES = {
     ("POST", "/jobs"): {"config": {}},
@@ -24,12 +22,6 @@ BODIES = {
     ("POST", "/keys/{key_id}/rotate"): {},
     ("POST", "/cluster/drain"): {"on": False},
 }
-
-
-@pytest.fixture
-async def plane(tmp_path):
-    with ControlStore(f"sqlite:///{tmp_path / 'control.db'}", FakeClock()) as store:
-        yield control_plane(store, tmp_path)
 
 
 def routes(app) -> list[tuple[str, APIRoute]]:

@@ -4,68 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from contextlib import asynccontextmanager
 
 import pytest
 
-from palestra.errors import ConfigError, ServerFailed, StoreUnreachable
+from palestra.errors import ConfigError, ServerFailed
 from palestra.scheduler import accounts, policy_store
-from palestra.scheduler import scheduler as scheduler_module
-from palestra.scheduler.control_store import ControlStore
 from palestra.scheduler.fitting import GpuShare, Node
-from palestra.scheduler.launcher import LOG_FILE, Ended, Ending, write_ended
-from palestra.scheduler.placement import Policy
-from palestra.scheduler.scheduler import Scheduler
+from palestra.scheduler.launcher import LOG_FILE, Ending
 from palestra.schemas.jobs import SHARES, Resources
 from palestra.schemas.states import JobState
 from palestra.trainer import checkpoint
-from unit.building import FakeClock
-from unit.scheduler import building
-from unit.scheduler.launching import FakeLauncher, Server
+from unit.scheduler.launching import FakeLauncher
+from unit.scheduler.scheduling import in_state, is_empty, is_true, scheduling, states_of, submit, until
 
 WHOLE = Resources(cpus=1.0, gpus=2.0)
 
 
 @pytest.fixture
-def store(tmp_path):
-    with ControlStore(f"sqlite:///{tmp_path / 'control.db'}", FakeClock()) as opened:
-        yield opened
-
-
-async def submit(store, *arguments, **values):
-    """A second later than the one before, so that their order is certain."""
-    store.clock.advance(1)
-    return await building.submit(store, *arguments, **values)
-
-
-@asynccontextmanager
-async def scheduling(store, folder, launcher, **more):
-    scheduler = Scheduler(store, launcher, folder / "jobs", Policy(), **more)
-    task = asyncio.ensure_future(scheduler.run())
-    try:
-        yield scheduler
-        if task.done():
-            task.result()
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-
-async def until(ready, seconds: float = 60.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not await ready():
-            await asyncio.sleep(0.005)
-
-
-def in_state(store, job_id: str, *states: JobState):
-    async def ready() -> bool:
-        return (await store.job(None, job_id)).state in states
-
-    return ready
-
-
-async def states_of(store, job_id: str) -> list[str]:
-    return [change.following.value for change in await store.changes(None, job_id)]
+def store(sqlite_store):
+    return sqlite_store
 
 
 async def test_a_job_starts_runs_and_completes_with_its_log(store, tmp_path):
@@ -86,10 +43,6 @@ async def test_a_job_starts_runs_and_completes_with_its_log(store, tmp_path):
         assert (over.url, over.reason, over.log_tail) == (None, "its steps are done", "step 3/3\n")
         await until(lambda: is_empty(scheduler.running))
     assert await states_of(store, job.job_id) == ["queued", "starting", "running", "completed"]
-
-
-async def is_empty(found) -> bool:
-    return not found
 
 
 async def test_a_start_that_fails_for_good_is_a_failure_with_the_reason(store, tmp_path):
@@ -169,10 +122,6 @@ async def test_a_job_whose_checkpoint_went_while_it_waited_fails_and_says_so(sto
     assert launcher.started == []
 
 
-async def is_true(found: bool) -> bool:
-    return found
-
-
 async def test_cancelling_a_running_job_stops_its_server_and_frees_what_it_held(store, tmp_path):
     launcher = FakeLauncher()
     async with scheduling(store, tmp_path, launcher, stop_seconds=7.0) as scheduler:
@@ -234,47 +183,6 @@ async def test_no_more_start_at_once_than_allowed(store, tmp_path):
             server.listening.set()
         for job in jobs:
             await until(in_state(store, job.job_id, JobState.RUNNING))
-
-
-async def test_a_new_scheduler_finds_what_runs_and_puts_back_what_is_gone(store, tmp_path):
-    launcher = FakeLauncher()
-    async with scheduling(store, tmp_path, launcher):
-        kept = await submit(store, resources=Resources(cpus=1.0, gpus=0.5))
-        gone = await submit(store)
-        for job in (kept, gone):
-            await until(in_state(store, job.job_id, JobState.RUNNING))
-    assert (await store.job("a", kept.job_id)).state is JobState.RUNNING  # its end does not end them
-    del launcher.servers[gone.job_id]
-    async with scheduling(store, tmp_path, launcher) as scheduler:
-        await until(lambda: is_true(launcher.started.count(gone.job_id) == 2))
-        assert launcher.started.count(kept.job_id) == 1
-        assert scheduler.running[kept.job_id].devices[0].share == 5000
-        launcher.end(kept.job_id, Ending.COMPLETED)
-        await until(in_state(store, kept.job_id, JobState.COMPLETED))
-        await until(in_state(store, gone.job_id, JobState.RUNNING))
-    assert await states_of(store, gone.job_id) == ["queued", "starting", "running", "queued", "starting", "running"]
-
-
-async def test_what_was_starting_when_the_scheduler_died_is_found_or_started_again(store, tmp_path):
-    launcher = FakeLauncher(quick=False)
-    async with scheduling(store, tmp_path, launcher):
-        job = await submit(store)
-        await until(in_state(store, job.job_id, JobState.STARTING))
-    assert (await store.job("a", job.job_id)).state is JobState.STARTING
-    launcher.quick = True
-    async with scheduling(store, tmp_path, launcher):
-        await until(in_state(store, job.job_id, JobState.RUNNING))
-    assert (await store.job("a", job.job_id)).starts == 2
-
-
-async def test_a_job_that_was_to_be_cancelled_when_the_scheduler_died_is_cancelled(store, tmp_path):
-    launcher = FakeLauncher()
-    async with scheduling(store, tmp_path, launcher):
-        job = await submit(store)
-        await until(in_state(store, job.job_id, JobState.RUNNING))
-    await store.request_cancel("a", job.job_id, "enough")
-    async with scheduling(store, tmp_path, launcher):
-        await until(in_state(store, job.job_id, JobState.CANCELLED))
 
 
 async def test_an_attached_job_is_cancelled_when_its_client_is_gone_for_long(store, tmp_path):
@@ -380,102 +288,3 @@ async def test_cancelling_a_start_once_more_does_not_disturb_what_clears_up(stor
             await scheduler.cancel("a", job.job_id, "enough")
         await until(in_state(store, job.job_id, JobState.CANCELLED))
         assert clears.is_set()
-
-
-async def test_a_cluster_that_does_not_answer_for_a_moment_holds_nothing_up(store, tmp_path, monkeypatch):
-    monkeypatch.setattr(scheduler_module, "LOOK_SECONDS", 0.01)
-    launcher = FakeLauncher()
-    nodes, launcher.nodes = launcher.nodes, no_answer
-    async with scheduling(store, tmp_path, launcher):
-        job = await submit(store)
-        await asyncio.sleep(0.05)
-        launcher.nodes = nodes
-        await until(in_state(store, job.job_id, JobState.RUNNING))
-
-
-async def no_answer():
-    raise ServerFailed("the cluster does not answer")
-
-
-async def test_an_error_that_nobody_foresaw_in_a_start_is_told_and_counted(store, tmp_path):
-    launcher = FakeLauncher()
-    launcher.error = ValueError("what is this?")
-    async with scheduling(store, tmp_path, launcher):
-        job = await submit(store, restarts_limit=1)
-        await until(in_state(store, job.job_id, JobState.FAILED))
-    assert (await store.job("a", job.job_id)).reason == "lost 2 times, at last: ValueError: what is this?"
-
-
-async def test_the_end_of_a_job_is_written_down_when_the_database_is_back(store, tmp_path, monkeypatch):
-    monkeypatch.setattr(scheduler_module, "LOOK_SECONDS", 0.01)
-    launcher, change, failures = FakeLauncher(), store.change_state, [1, 2, 3]
-
-    async def broken(*arguments, **fields):
-        if arguments[2] is JobState.COMPLETED and failures:
-            failures.pop()
-            raise StoreUnreachable("away")
-        return await change(*arguments, **fields)
-
-    monkeypatch.setattr(store, "change_state", broken)
-    async with scheduling(store, tmp_path, launcher):
-        job = await submit(store)
-        await until(in_state(store, job.job_id, JobState.RUNNING))
-        launcher.end(job.job_id, Ending.COMPLETED)
-        await until(in_state(store, job.job_id, JobState.COMPLETED))
-
-
-async def test_a_job_whose_watch_failed_is_adopted_and_holds_what_it_has(store, tmp_path, monkeypatch):
-    monkeypatch.setattr(scheduler_module, "LOOK_SECONDS", 0.01)
-    launcher, change, failures = FakeLauncher(), store.change_state, [1]
-
-    async def broken(*arguments, **fields):
-        if arguments[2] is JobState.RUNNING and failures:
-            failures.pop()
-            raise StoreUnreachable("away")
-        return await change(*arguments, **fields)
-
-    monkeypatch.setattr(store, "change_state", broken)
-    async with scheduling(store, tmp_path, launcher) as scheduler:
-        job = await submit(store)
-        await until(in_state(store, job.job_id, JobState.RUNNING))
-        assert (launcher.started, list(scheduler.running)) == ([job.job_id], [job.job_id])
-
-
-async def test_a_start_that_the_end_of_a_scheduler_broke_off_is_not_the_fault_of_the_job(store, tmp_path):
-    launcher = FakeLauncher(quick=False)
-    async with scheduling(store, tmp_path, launcher):
-        job = await submit(store, restarts_limit=0)
-        await until(lambda: is_true(job.job_id in launcher.servers))
-    assert launcher.servers == {}
-    launcher.quick = True
-    async with scheduling(store, tmp_path, launcher):
-        await until(in_state(store, job.job_id, JobState.RUNNING))
-
-
-async def test_what_is_left_of_jobs_that_are_over_is_ended_and_what_others_run_is_not(store, tmp_path):
-    launcher = FakeLauncher()
-    async with scheduling(store, tmp_path, launcher):
-        job = await submit(store)
-        await until(in_state(store, job.job_id, JobState.RUNNING))
-        order = launcher.servers[job.job_id].order
-        launcher.end(job.job_id, Ending.COMPLETED)
-        await until(in_state(store, job.job_id, JobState.COMPLETED))
-    for name in (job.job_id, "job-of-another-scheduler"):
-        launcher.servers[name] = Server(order)
-    async with scheduling(store, tmp_path, launcher) as scheduler:
-        await scheduler.ready.wait()
-        assert launcher.servers[job.job_id].stopped_with == 0.0
-        assert launcher.servers["job-of-another-scheduler"].stopped_with is None
-
-
-async def test_a_server_that_ended_while_nobody_listened_has_left_how(store, tmp_path):
-    launcher = FakeLauncher()
-    async with scheduling(store, tmp_path, launcher) as scheduler:
-        job = await submit(store, restarts_limit=0)
-        await until(in_state(store, job.job_id, JobState.RUNNING))
-        folder = scheduler.folder_of(job.job_id)
-    folder.mkdir(parents=True)
-    write_ended(folder, Ended(ending=Ending.COMPLETED))
-    del launcher.servers[job.job_id]
-    async with scheduling(store, tmp_path, launcher):
-        await until(in_state(store, job.job_id, JobState.COMPLETED))

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import httpx2
 import pytest
 
-from palestra.scheduler.api import create_control_app
-from palestra.scheduler.control_store import ControlStore
 from palestra.scheduler.limits import KeyLimits
 from palestra.scheduler.scheduler import RUN
 from palestra.trainer import checkpoint
-from unit.building import FakeClock
-from unit.scheduler.building import control_plane, submit
+from unit.scheduler.building import submit
 
 TRAINED = {
     "name": "sums",
@@ -20,21 +16,6 @@ TRAINED = {
     "environment": {"name": "gomoku"},
 }
 LIMITED = {"rollout": {"max_claimed": KeyLimits().episodes_in_flight}}  # by the key with which it is submitted
-
-
-@pytest.fixture
-async def plane(tmp_path):
-    with ControlStore(f"sqlite:///{tmp_path / 'control.db'}", FakeClock()) as store:
-        yield control_plane(store, tmp_path)
-
-
-@pytest.fixture
-async def http(plane):
-    admin = (await plane.administration.first_start()).secret
-    transport = httpx2.ASGITransport(create_control_app(plane), raise_app_exceptions=False)
-    headers = {"authorization": f"Bearer {admin}"}
-    async with httpx2.AsyncClient(transport=transport, base_url="http://control", headers=headers) as client:
-        yield client
 
 
 async def trained(plane, *steps: int, tenant: str = "default") -> str:

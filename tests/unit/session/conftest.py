@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -91,6 +93,24 @@ async def until(condition) -> None:
     async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def busy_writer(store):
+    """The store writes nothing until the block ends; then it has written all that was handed to it."""
+    reached, go = threading.Event(), threading.Event()
+
+    def busy(connection) -> None:
+        reached.set()
+        assert go.wait(60)
+
+    blocking = asyncio.ensure_future(store.write(busy))
+    assert await asyncio.to_thread(reached.wait, 60)
+    try:
+        yield
+    finally:
+        go.set()
+        await blocking
 
 
 async def in_flight(session, *calls):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import threading
 import weakref
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from palestra.chat import ByteTokenizer, ChatMLRenderer
 from palestra.errors import EpisodeEnded, EpisodeLeaseExpired
 from palestra.schemas.states import TurnState
-from unit.session.conftest import call, in_flight, until
+from unit.session.conftest import busy_writer, call, in_flight, until
 
 RENDERER = ChatMLRenderer(ByteTokenizer())
 
@@ -20,23 +19,15 @@ RENDERER = ChatMLRenderer(ByteTokenizer())
 async def test_what_is_still_being_written_when_the_episode_ends_is_on_disk_and_nothing_is_kept_in_memory(bench):
     session = await bench.session()
     first = await session.chat(call("a"))
-    reached, go = threading.Event(), threading.Event()
-
-    def busy(connection) -> None:
-        reached.set()
-        assert go.wait(10)
-
-    blocking = asyncio.ensure_future(bench.store.write(busy))
-    await asyncio.to_thread(reached.wait, 10)
-    task = asyncio.ensure_future(session.chat(call("a", first.reply.text, "b")))
-    await until(lambda: session._recordings)
-    (recording,) = session._recordings.values()
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    session.terminate(EpisodeEnded("over"))
-    go.set()
-    await asyncio.gather(blocking, recording)
+    async with busy_writer(bench.store):
+        task = asyncio.ensure_future(session.chat(call("a", first.reply.text, "b")))
+        await until(lambda: session._recordings)
+        (recording,) = session._recordings.values()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        session.terminate(EpisodeEnded("over"))
+    await recording
     assert [chat.index for chat in await bench.recorded(session)] == [0, 1]
     assert len(session._prompts.trie) == 0
     with pytest.raises(EpisodeEnded):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 
 import pytest
 
@@ -11,7 +10,7 @@ from palestra.chat import ByteTokenizer, ChatMLRenderer
 from palestra.errors import EngineFailure
 from palestra.schemas.states import TurnState
 from palestra.session.session import call_seed
-from unit.session.conftest import call, in_flight, says, until
+from unit.session.conftest import busy_writer, call, in_flight, says, until
 
 RENDERER = ChatMLRenderer(ByteTokenizer())
 
@@ -122,22 +121,13 @@ async def test_of_two_equal_calls_the_one_that_is_lost_and_sent_again_is_not_the
 async def test_a_call_that_was_committed_while_its_caller_went_away_is_what_a_retry_gets(bench):
     """Otherwise a reply that the agent never saw would be trained beside the one that it did see."""
     session = await bench.session()
-    reached, go = threading.Event(), threading.Event()
-
-    def busy(connection) -> None:
-        reached.set()
-        assert go.wait(10)
-
-    blocking = asyncio.ensure_future(bench.store.write(busy))
-    await asyncio.to_thread(reached.wait, 10)
-    task = asyncio.ensure_future(session.chat(call("a")))
-    await until(lambda: any(t.state is TurnState.INTERACTING for t in session._turns))
-    await asyncio.sleep(0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    go.set()
-    await blocking
+    async with busy_writer(bench.store):
+        task = asyncio.ensure_future(session.chat(call("a")))
+        await until(lambda: any(t.state is TurnState.INTERACTING for t in session._turns))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
     await bench.store.write(lambda c: None)
     await asyncio.sleep(0.01)
     again = await session.chat(call("a", retry=True))
