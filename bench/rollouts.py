@@ -14,6 +14,10 @@ from processes import HERE, ROOT, run_json, shown
 from sleeps import STEPS, Workload
 
 TABLE = "Rollouts: {0.episodes:,} episodes of 5 steps, {0.slots:,} at a time, sleeping {1:g} ms a step in the mean"
+ONE_CORE_TABLE = (
+    "{0.episodes:,} episodes of 5 steps, {0.slots:,} at a time: the least that one core could do (computed)"
+)
+STEP_MICROS = (400, 300, 200, 150, 100, 50)
 TOOLS_TABLE = "100 tool calls of 100 ms in one turn, milliseconds"
 SMALL = Workload(episodes=1000, slots=256, mean_seconds=0.05)
 LARGE = Workload(episodes=10_000, slots=10_000, mean_seconds=0.5)
@@ -59,6 +63,7 @@ def run(part: Part, quick: bool) -> None:
     add_workload(part, SMALL, field, rounds=2 if quick else 5)
     if not quick:
         add_workload(part, LARGE, [FLOOR, PALESTRA], rounds=2)
+        add_one_core(part, LARGE)
     add_tools(part)
     known.add_rollouts(part)
 
@@ -83,6 +88,20 @@ def add_workload(part: Part, work: Workload, field: Sequence[Contestant], rounds
             peak__RSS__MiB=[result["peak_rss_mib"] for result in found[one.name]],
         )
     part.notes.append(f"{table}: the ideal schedule takes {ideal:.3f} s; CPU is of the whole process, all threads")
+
+
+def add_one_core(part: Part, work: Workload) -> None:
+    """What the wall time would be at best if a step took so much of one core: computed, not run."""
+    ideal = work.ideal_seconds()
+    for micros in STEP_MICROS:
+        wall = work.one_core_seconds(micros / 1e6)
+        part.add(
+            ONE_CORE_TABLE.format(work),
+            f"{micros} µs a step",
+            "Workload.one_core_seconds in bench/sleeps.py",
+            wall__s=[wall],
+            wall__over__ideal=[wall / ideal],
+        )
 
 
 def add_tools(part: Part) -> None:

@@ -41,6 +41,26 @@ class Workload:
             heapq.heapreplace(free, free[0] + sum(episode))
         return max(free)
 
+    def one_core_seconds(self, step_seconds: float) -> float:
+        """Wall time of the same schedule where each step, before it sleeps, also has so much of one core for itself.
+
+        First come, first served: what a single event loop can do at best.
+        """
+        table, free_at, end = self.sleeps(), 0.0, 0.0
+        waiting = [(0.0, number, 0) for number in range(min(self.slots, self.episodes))]  # since, episode, step
+        following = len(waiting)
+        while waiting:
+            since, number, step = heapq.heappop(waiting)
+            if step < STEPS:
+                free_at = max(free_at, since) + step_seconds
+                heapq.heappush(waiting, (free_at + table[number][step], number, step + 1))
+                continue
+            end = max(end, since)
+            if following < self.episodes:
+                heapq.heappush(waiting, (since, following, 0))
+                following += 1
+        return end
+
 
 def workload_of(
     description: str | None, more: Callable[[argparse.ArgumentParser], object] = lambda _: None
