@@ -30,13 +30,14 @@ from palestra.cluster.tasks import load_tasks
 from palestra.config import JobConfig
 from palestra.envs import ConcurrentEnvironment
 from palestra.envs.catalog import catalog_entry
-from palestra.errors import ConfigError, PalestraError, RunInUse
+from palestra.errors import ConfigError, EngineFailure, PalestraError, RunInUse
 from palestra.faults import fault_point
 from palestra.gateway import DataPlane, KeyRing, create_app
 from palestra.learner import Learner, RunFolder
 from palestra.ledger import RunStore
 from palestra.rollout import Play, RolloutSyncLock, Runner, RunnerPool
 from palestra.schemas.progress import JobProgress
+from palestra.schemas.protocols import Engine
 from palestra.schemas.states import JobState
 from palestra.session import PolicyRuntime, SessionContext, Sessions
 from palestra.threads import in_thread
@@ -79,6 +80,7 @@ class LocalJob:
         self,
         work: Learner | Serving,
         plane: DataPlane,
+        engine: Engine,
         url: str,
         folder: RunFolder,
         resumed: bool,
@@ -86,7 +88,7 @@ class LocalJob:
     ) -> None:
         """`resumed`: workers of before may come back; `pool`: None where no episodes are played in this process."""
         self._work, self.plane, self.url, self.folder = work, plane, url, folder
-        self._pool = pool
+        self._engine, self._pool = engine, pool
         self._all_back_at = time.monotonic() + (RETURN_SECONDS if resumed else 0.0)
         self.over = asyncio.Event()  # set when nothing more will be trained
 
@@ -115,17 +117,23 @@ class LocalJob:
             self.over.set()
 
     async def _play_and_work(self) -> None:
-        """The learner's loop, and beside it the runners, if there are any; whoever fails ends both."""
-        working = asyncio.ensure_future(self._work.run())
-        both = {working} if self._pool is None else {working, asyncio.ensure_future(self._pool.run())}
+        """The learner's loop, beside it the runners, if there are any, and the engine; whoever fails ends all."""
+        parts: list[Coroutine[Any, Any, None]] = [self._work.run(), self._engine_failed()]
+        if self._pool is not None:
+            parts.append(self._pool.run())
+        tasks = [asyncio.ensure_future(part) for part in parts]
         try:
-            done, _ = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
         finally:
-            for task in both:
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*both, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _engine_failed(self) -> None:
+        """Without it every call would fail, and the job would wait for episodes for ever."""
+        raise EngineFailure(await self._engine.failure())
 
     async def _failed(self, error: PalestraError) -> None:
         try:
@@ -201,7 +209,7 @@ async def local_job(config: JobConfig, report: Report, play: Play | None = None)
             host, port = listener.getsockname()[:2]
             url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
             async with served(create_app(plane), listener, plane.stop), _watched(store, progress):
-                yield LocalJob(work, plane, url, folder, resumed, pool)
+                yield LocalJob(work, plane, parts.engine, url, folder, resumed, pool)
         finally:
             await parts.engine.close()
             if parts.trainer is not None:

@@ -66,7 +66,7 @@ class ModelServer:
         try:
             result = await asyncio.to_thread(self._thread.result)
         except PalestraError as error:
-            return self._ended(Ending.FAILED, str(error))
+            return self._ended(Ending.LOST if error.retryable else Ending.FAILED, str(error))
         except Exception as error:  # noqa: BLE001 - told to whoever submitted the job, with the log
             self._say(traceback.format_exc())
             return self._ended(Ending.FAILED, f"{type(error).__name__}: {error}")

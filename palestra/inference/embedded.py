@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
-import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from types import MappingProxyType
@@ -18,6 +18,7 @@ from palestra.config import EngineConfig
 from palestra.errors import EngineFailure, InvalidRequest, ModelError
 from palestra.inference.adapters import Adapter, Adapters
 from palestra.inference.batch import MIN_ROWS, Batch
+from palestra.inference.inbox import Inbox
 from palestra.inference.request import DONE, Request
 from palestra.models.causal_lm import CausalLM, set_threads
 from palestra.models.grammar import Grammars
@@ -56,7 +57,7 @@ class EmbeddedEngine:
         self._versions = dict.fromkeys((policy, *adapters), version)
         for name in self._versions:
             self._batch.set_version(name, version)
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._inbox = Inbox()
         self._update: Callable[[], None] | None = None  # new weights that wait for what is running
         self._paused = self._stopping = False
         if deterministic:
@@ -73,8 +74,6 @@ class EmbeddedEngine:
             InvalidRequest: an id that the model does not have, or a grammar that can't be used.
         """
         self._require(policy)
-        if self._stopping:
-            raise EngineFailure("the engine was stopped")
         self._check_ids(prompt_ids, sampling)
         loop = asyncio.get_running_loop()
         pieces: asyncio.Queue[Any] = asyncio.Queue()
@@ -119,8 +118,13 @@ class EmbeddedEngine:
 
     async def close(self) -> None:
         """See `Engine`."""
-        self._inbox.put(lambda: setattr(self, "_stopping", True))
+        with contextlib.suppress(EngineFailure):  # its thread is over
+            self._inbox.put(lambda: setattr(self, "_stopping", True))
         await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
+
+    async def failure(self) -> str:
+        """See `Engine`."""
+        return await asyncio.wrap_future(self._inbox.failure())
 
     @property
     def passes(self) -> int:
@@ -155,16 +159,17 @@ class EmbeddedEngine:
 
     async def _on_thread(self, work: Callable[[], None], waits: bool = False) -> None:
         """Do something between two passes; with `waits`, as `in_flight_updates` says, when nothing is running."""
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[None] = loop.create_future()
+        promise = self._inbox.promise()
 
         def run() -> None:
+            if promise.done() or not promise.set_running_or_notify_cancel():  # nobody waits for it any more
+                return
             try:
                 work()
             except Exception as error:  # noqa: BLE001 - raised at the caller
-                loop.call_soon_threadsafe(done.set_exception, error)
+                promise.set_exception(error)
             else:
-                loop.call_soon_threadsafe(done.set_result, None)
+                promise.set_result(None)
 
         def when_idle() -> None:
             if self._config.in_flight_updates == "continue" or self._paused or not self._batch.busy:
@@ -173,17 +178,17 @@ class EmbeddedEngine:
                 self._update, self._batch.draining = run, True
 
         self._inbox.put(when_idle if waits else run)
-        await done
+        await asyncio.wrap_future(promise)
 
     # The engine's thread.
 
     def _run(self) -> None:
         set_threads(self._config.threads)
-        problem: Exception = EngineFailure("the engine was stopped")
+        problem = None
         try:
             with torch.inference_mode():
                 while not self._stopping:
-                    self._take_arrivals()
+                    self._inbox.take(wait=self._paused or self._batch.idle)
                     if not (self._paused or self._stopping):
                         self._batch.step()
                     if self._update is not None and (self._paused or not self._batch.busy):
@@ -191,20 +196,11 @@ class EmbeddedEngine:
                         update()
         except Exception as error:  # a defect of the engine itself
             log.exception("the engine's thread ended")
-            problem = error
-        self._stopping = True
-        self._batch.fail_all(problem)
+            problem = f"the engine failed: {type(error).__name__}: {error}"
+        why = problem or "the engine was stopped"
+        self._inbox.close(why, failed=problem is not None)
+        self._batch.fail_all(EngineFailure(why))
         self._batch.flush()
-
-    def _take_arrivals(self) -> None:
-        """Run what was put into the inbox; wait for something if there is nothing to do."""
-        idle = self._paused or self._batch.idle
-        while True:
-            try:
-                self._inbox.get(block=idle)()
-            except queue.Empty:
-                return
-            idle = False
 
     def _replace_adapter(self, policy: str, version: PolicyVersion, weights: Iterable[tuple[str, Tensor]]) -> None:
         adapter = Adapter(self._adapters[policy].settings)

@@ -83,6 +83,11 @@ class ScriptedEngine:
         """See `Engine`."""
         return self._versions.get(policy, PolicyVersion(0, 0))
 
+    async def failure(self) -> str:
+        """See `Engine`."""
+        never: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        return await never  # a script has nothing that could break
+
     async def close(self) -> None:
         """See `Engine`."""
         self._closed = True

@@ -59,6 +59,10 @@ class Engine(Protocol):
         """Stop; calls in flight fail with EngineFailure."""
         ...
 
+    async def failure(self) -> str:
+        """Return when the engine as a whole can't go on, and say why; one that was closed never does."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepReport:

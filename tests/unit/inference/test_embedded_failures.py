@@ -73,6 +73,45 @@ async def test_closing_fails_the_calls_in_flight_and_those_that_come_later(tiny)
         await asyncio.wait_for(reply(engine, prompt(4), DRAWN), 60)
 
 
+async def test_a_defect_of_the_engine_itself_fails_all_at_once_and_is_told_to_whoever_waits(tiny):
+    async with serving(tiny) as engine:
+        telling = asyncio.ensure_future(engine.failure())
+        calls = [asyncio.ensure_future(reply(engine, prompt(4, s), FOREVER)) for s in range(3)]
+        await asyncio.sleep(0.05)
+        assert not telling.done()
+        engine._batch.step = lambda: 1 // 0
+        async with asyncio.timeout(60):
+            assert await telling == "the engine failed: ZeroDivisionError: integer division or modulo by zero"
+            assert await engine.failure() == await telling  # also later
+            for refused in (
+                reply(engine, prompt(4), DRAWN),
+                engine.update_weights("policy", PolicyVersion(0, 1), []),
+                engine.pause(),
+                engine.resume(),
+            ):
+                with pytest.raises(EngineFailure, match="ZeroDivisionError"):
+                    await refused
+            for call in calls:
+                with pytest.raises(EngineFailure, match="ZeroDivisionError"):
+                    await call
+
+
+async def test_new_weights_that_wait_when_the_engine_is_closed_are_refused_and_nobody_waits_for_ever(tiny):
+    async with serving(tiny, in_flight_updates="finish") as engine:
+        call = asyncio.ensure_future(reply(engine, prompt(4), FOREVER))
+        await asyncio.sleep(0.05)
+        update = asyncio.ensure_future(engine.update_weights("policy", PolicyVersion(0, 1), []))
+        await asyncio.sleep(0.05)
+        failing = asyncio.ensure_future(engine.failure())
+    async with asyncio.timeout(60):
+        for left in (call, update):
+            with pytest.raises(EngineFailure, match="the engine was stopped"):
+                await left
+    await asyncio.sleep(0.05)
+    assert not failing.done()  # that is no failure
+    failing.cancel()
+
+
 async def test_a_prompt_that_breaks_the_model_fails_alone_among_those_computed_with_it(tiny):
     real = tiny.hidden
 
