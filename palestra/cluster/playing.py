@@ -39,7 +39,7 @@ def play(
     with TemporaryDirectory(prefix="palestra-") as folder:
         server = config.server.model_copy(update={"port": 0})
         run_dir = Path(folder) if config.run_dir is None else config.run_dir
-        job = config.model_copy(update={"server": server, "run_dir": run_dir})
+        job = config.model_copy(update={"kind": "inference", "server": server, "run_dir": run_dir})  # no trainer
         return run(_play(what, tasks, job, concurrency))
 
 

@@ -17,6 +17,7 @@ from palestra.agents import ModelAgent
 from palestra.envs import Environment, Gomoku
 from palestra.errors import ConfigError, RolloutFailed
 from palestra.ledger.browsing import browse, list_episodes
+from palestra.trainer.recording import RecordingTrainer
 
 SCRIPTED = {"engine": {"kind": "scripted", "scripted_tokens": 6}, "server": {"port": 0}}
 
@@ -106,6 +107,17 @@ def test_playing_without_training_keeps_order_and_says_what_failed(tmp_path):
     assert all(outcome.result.episode.reward == sum(outcome.result.episode.step_rewards) for outcome in found[2:])
     with browse(tmp_path / "run" / "run.db") as connection:
         assert len(list_episodes(connection, "adhoc", "completed", 100)) == 3
+
+
+def test_playing_goes_on_in_a_folder_that_has_played_or_trained_before_and_loads_no_trainer(tmp_path, monkeypatch):
+    palestra.train(Play(environment=Echo), TASKS, job(tmp_path / "trained"), quiet=True)
+    monkeypatch.setattr(RecordingTrainer, "__init__", lambda *_: pytest.fail("a trainer was made"))
+    for folder in ("trained", "played", "played"):
+        (outcome,) = palestra.play(Play(environment=Echo), TASKS[:1], job(tmp_path / folder))
+        assert outcome.error is None
+    for folder, played in (("trained", 1), ("played", 2)):
+        with browse(tmp_path / folder / "run.db") as connection:
+            assert len(list_episodes(connection, "adhoc", "completed", 100)) == played
 
 
 async def test_it_works_where_an_event_loop_is_running(tmp_path):
