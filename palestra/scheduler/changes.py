@@ -51,17 +51,6 @@ def of_job(connection: Connection, job_id: str, number: int) -> list[JobChange]:
     return [_change_of(row) for row in rows]
 
 
-def after(connection: Connection, tenant: str, number: int, limit: int) -> list[JobChange]:
-    """What happened in a tenant, after the move with this number."""
-    rows = connection.execute(
-        select(changes)
-        .where(changes.c.tenant == tenant, changes.c.number > number)
-        .order_by(changes.c.number)
-        .limit(limit)
-    )
-    return [_change_of(row) for row in rows]
-
-
 def _change_of(row: Any) -> JobChange:
     return JobChange(
         job_id=row.job_id,

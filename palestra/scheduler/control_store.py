@@ -16,9 +16,9 @@ from typing import Self, TypeVar, Unpack
 import sqlalchemy as sa
 
 from palestra.errors import InvalidRequest, NotFound, StoreUnreachable
-from palestra.ledger.store import WAKE_SECONDS, Bell
+from palestra.ledger.store import Bell
 from palestra.ledger.writer import Writer
-from palestra.scheduler import audit, changes, jobs
+from palestra.scheduler import audit, jobs
 from palestra.scheduler.audit import AuditEntry
 from palestra.scheduler.database import open_database
 from palestra.scheduler.job_requests import check_request
@@ -51,7 +51,6 @@ class ControlStore:
     def __init__(self, url: str, clock: Clock | None = None) -> None:
         self.clock: Clock = clock or SystemClock()
         self.changed = Bell()  # rings when a job was submitted, moved, or is to be cancelled
-        self._bells: dict[str, Bell] = {}  # the same, by tenant
         self._database = open_database(url)
         try:
             with self._database.engine.begin() as connection:
@@ -209,18 +208,6 @@ class ControlStore:
             "job_commit",
         )
 
-    async def set_fields(
-        self, job_id: str, expected: JobState | Collection[JobState], **fields: Unpack[JobFields]
-    ) -> JobRecord:
-        """Set what is not the state, if the job is in a state that is expected.
-
-        Raises:
-            NotFound, Conflict: as for `change_state`.
-        """
-        _check_job_id(job_id)
-        states = _states(expected)
-        return await self.write(lambda c: jobs.set_fields(c, job_id, states, fields))
-
     async def request_cancel(self, tenant: str | None, job_id: str, reason: str) -> JobRecord:
         """A queued job is CANCELLED at once; a live one is marked for the scheduler; one that is over stays so.
 
@@ -252,24 +239,6 @@ class ControlStore:
         _check_job_id(job_id)
         return await self.read(lambda c: jobs.changes_of(c, tenant, job_id, _number(after)))
 
-    async def changes_after(self, tenant: str, after: int, limit: int = MOST_ROWS) -> list[JobChange]:
-        """What happened in a tenant after the change with the number `after`, oldest first."""
-        _check_limit(limit)
-        return await self.read(lambda c: changes.after(c, tenant, _number(after), limit))
-
-    async def wait_changes(self, tenant: str, after: int, wait_seconds: float) -> list[JobChange]:
-        """The same, and where there is nothing yet, as soon as there is; an empty list when the time is over."""
-        loop = asyncio.get_running_loop()
-        until = loop.time() + wait_seconds
-        bell = self._bell(tenant)
-        while True:
-            seen = bell.rings
-            found = await self.changes_after(tenant, after)
-            left = until - loop.time()
-            if found or left <= 0:
-                return found
-            await bell.wait(min(left, WAKE_SECONDS), seen)
-
     # Audit
 
     async def append_audit(
@@ -287,12 +256,8 @@ class ControlStore:
         _check_limit(limit)
         return await self.read(lambda c: audit.page(c, tenant, None if before is None else _number(before), limit))
 
-    def _bell(self, tenant: str) -> Bell:
-        return self._bells.setdefault(tenant, Bell())
-
     def _ring(self, job: JobRecord) -> None:
         self.changed.ring()
-        self._bell(job.tenant).ring()
 
 
 async def _persist(attempt: Callable[[], Awaitable[T]]) -> T:

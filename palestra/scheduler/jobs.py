@@ -217,20 +217,6 @@ def change_state(
     return read(connection, None, job_id)
 
 
-def set_fields(connection: Connection, job_id: str, expected: Collection[JobState], fields: JobFields) -> JobRecord:
-    """Set what is not the state, if the job is in one of the states that are expected.
-
-    Raises:
-        NotFound, Conflict: as for `change_state`.
-    """
-    job = read(connection, None, job_id)
-    if job.state not in expected:
-        raise Conflict(f"job {job_id} is {job.state} and no longer {' or '.join(sorted(expected))}")
-    if fields:
-        connection.execute(jobs.update().where(jobs.c.job_id == job_id).values(**_checked(fields)))
-    return read(connection, None, job_id)
-
-
 def request_cancel(
     connection: Connection, tenant: str | None, job_id: str, change_id: str, reason: str, now: float
 ) -> JobRecord:

@@ -41,8 +41,7 @@ from palestra.scheduler.turns import Line, Turn, WaitingJob, in_order
 class Policy:
     """What the operator has decided."""
 
-    quotas: Mapping[str, Quota] = field(default_factory=dict)  # by tenant
-    default_quota: Quota = field(default_factory=Quota)  # of the others
+    quotas: Mapping[str, Quota] = field(default_factory=dict)  # by tenant; the others have no limits
     starts_at_once: int = 2
     draining: bool = False  # nothing starts
     aging_seconds: float = 1800.0  # waiting for so long raises a job by one priority class
@@ -123,7 +122,7 @@ class _Call:
             held.setdefault(holder.tenant, []).append(holder)
         lines = []
         for tenant, jobs in waiting.items():
-            account = Account(tenant, self._policy.quotas.get(tenant, self._policy.default_quota), total)
+            account = Account(tenant, self._policy.quotas.get(tenant, Quota()), total)
             for holder in held.get(tenant, ()):
                 account.hold(counted(holder.needs), holder.expected_end)
             lines.append(Line(account, jobs, held.get(tenant, ()), self._policy.aging_seconds))

@@ -111,7 +111,6 @@ class Scheduler:
 
     async def _round(self) -> float | None:
         """Look at everything once; returns when it has to be looked at again, though nothing changes."""
-        self.policy = await self._store.read(lambda c: policy_store.decided(c, self.policy))
         self.nodes = await self._launcher.nodes()
         await self._adopt()
         if not self.ready.is_set():
@@ -128,7 +127,7 @@ class Scheduler:
 
     async def quota_of(self, tenant: str) -> Quota:
         """What a tenant may hold."""
-        return await self._store.read(lambda c: policy_store.quota_of(c, tenant)) or self.policy.default_quota
+        return await self._store.read(lambda c: policy_store.quota_of(c, tenant)) or Quota()
 
     async def refusal(self, needs: Resources, tenant: str) -> str | None:
         """Why a job with these needs could never start; None: it could."""
@@ -171,6 +170,8 @@ class Scheduler:
             )
             for job in queue.values()
         ]
+        # After the queue: a job that was submitted under a new quota must not be started under the old one.
+        self.policy = await self._store.read(lambda c: policy_store.decided(c, self.policy))
         decision = place(waiting, self.running.values(), self.nodes, self.policy, self._store.clock.now())
         self.waiting = {**decision.waiting, **decision.impossible}
         for start in decision.starts:

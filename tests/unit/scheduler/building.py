@@ -7,6 +7,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import sqlalchemy as sa
+
 from palestra.scheduler.administration import Administration
 from palestra.scheduler.api import ControlPlane
 from palestra.scheduler.control_store import ControlStore
@@ -16,6 +18,7 @@ from palestra.scheduler.limits import KeyLimits, RequestRates
 from palestra.scheduler.permissions import Role, scopes_of
 from palestra.scheduler.placement import Policy
 from palestra.scheduler.scheduler import Scheduler
+from palestra.scheduler.tables import changes
 from palestra.schemas.jobs import JobRecord, JobRequest, Resources
 from palestra.schemas.states import JobState
 from unit.scheduler.launching import FakeLauncher
@@ -35,6 +38,12 @@ async def running(store: ControlStore, tenant: str = "a", user: str = "ann") -> 
     job = await submit(store, tenant, user)
     await store.change_state(job.job_id, JobState.QUEUED, JobState.STARTING, "there is room")
     return await store.change_state(job.job_id, JobState.STARTING, JobState.RUNNING, "it answers", url="http://n:1")
+
+
+async def change_numbers(store: ControlStore, tenant: str = "a") -> list[int]:
+    """Of all changes in a tenant, in order."""
+    wanted = sa.select(changes.c.number).where(changes.c.tenant == tenant).order_by(changes.c.number)
+    return await store.read(lambda connection: list(connection.execute(wanted).scalars()))
 
 
 def identity(role: Role = Role.ADMIN, **values: Any) -> Identity:

@@ -195,12 +195,12 @@ def test_no_quota_is_kept_for_a_job_that_would_have_to_wait_for_an_endless_one()
     queue, server = [BIG, SMALL], job("server", gpus=1)
     for ends, where in ((None, {}), (math.inf, {"small": "a:1"})):
         running = [runs(server, "a", 0, ends=ends)]
-        assert decide(queue, [FOUR_GPUS], running, default_quota=Quota(gpus=2)).where == where
+        assert decide(queue, [FOUR_GPUS], running, quotas={"t": Quota(gpus=2)}).where == where
 
 
 def test_no_quota_is_kept_for_a_job_that_only_a_dead_node_could_hold():
     queue, nodes = [BIG, SMALL], [node("a", gpus=1), node("b", gpus=2, alive=False)]
-    assert decide(queue, nodes, default_quota=Quota(gpus=2)).where == {"small": "a:0"}
+    assert decide(queue, nodes, quotas={"t": Quota(gpus=2)}).where == {"small": "a:0"}
 
 
 def test_what_starts_elsewhere_does_not_use_the_quota_of_the_job_for_which_a_node_is_kept():

@@ -104,7 +104,7 @@ def test_what_can_never_start_is_told_at_once(needs, nodes, reason):
 def test_what_a_quota_never_allows_is_told_at_once(quota, reason):
     new = job("new", gpus=8, memory=2)
     assert refusal(new.needs, [node("a", gpus=8)], "t", quota) == reason
-    placed = decide([new], [node("a", gpus=8)], default_quota=quota)
+    placed = decide([new], [node("a", gpus=8)], quotas={"t": quota})
     assert placed.impossible == ({} if reason is None else {"new": reason})
 
 

@@ -96,6 +96,25 @@ async def test_what_runs_goes_on_under_a_smaller_quota(operator):
     await operator.waits(later.job_id, "quota of tenant blue: 0 of 0 jobs")
 
 
+async def test_a_job_that_is_submitted_under_a_new_quota_is_not_started_under_the_old_one(operator):
+    """Also where both come while the scheduler is at work."""
+    await operator.scheduler.ready.wait()
+    nodes, found = operator.launcher.nodes, []
+
+    async def slow():
+        if not found:
+            await operator.quota("blue", jobs=0)
+            found.append(await submit(operator.store, "blue"))
+        return await nodes()
+
+    operator.launcher.nodes = slow
+    await submit(operator.store, "default")  # wakes it
+    async with asyncio.timeout(60):
+        while not found:
+            await asyncio.sleep(0.01)
+    await operator.waits(found[0].job_id, "quota of tenant blue")
+
+
 async def test_what_is_left_out_stays_and_null_takes_a_limit_away(operator):
     first = await operator.quota("blue", gpus=1.5, jobs=3)
     assert first == {"name": "blue", "quota": EMPTY | {"gpus": 1.5, "jobs": 3}}
