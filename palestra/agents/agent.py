@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from palestra.schemas.messages import ChatMessage
+from palestra.schemas.messages import ChatMessage, ToolChoice
 from palestra.schemas.observations import Observation
 from palestra.schemas.records import Chat
 
@@ -31,6 +31,7 @@ class PolicyHandle(Protocol):
         tools: Sequence[Mapping[str, Any]] = (),
         max_tokens: int | None = None,
         choices: Sequence[str] = (),
+        tool_choice: ToolChoice = "auto",
     ) -> Chat:
         """Sample a reply; recorded in the episode, token by token, when it returns.
 
@@ -39,6 +40,8 @@ class PolicyHandle(Protocol):
             tools: what the model may call, in OpenAI's shape.
             max_tokens: of the reply; None: as many as the job allows.
             choices: the reply is one of these, and only they are sampled from; none: anything.
+            tool_choice: "required": the reply is calls of `tools`, and only they are sampled from; "none": what looks
+                like a call stays text.
         """
         ...
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from palestra.agents.agent import Agent, PolicyHandle
-from palestra.schemas.messages import ChatMessage
+from palestra.schemas.messages import ChatMessage, ToolChoice
 from palestra.schemas.observations import Observation
 from palestra.schemas.records import Chat
 
@@ -20,13 +20,16 @@ class ModelAgent(Agent):
         tools: Sequence[Mapping[str, Any]] = (),
         max_tokens: int | None = None,
         choices: Sequence[str] = (),
+        tool_choice: ToolChoice = "auto",
     ) -> None:
         """Args:
         tools: offered beside those of the observation, in OpenAI's shape.
         max_tokens: of a reply; None: as many as the job allows.
         choices: a reply is one of these, such as the moves of a game; none: anything.
+        tool_choice: "required": every reply calls tools; see `PolicyHandle.chat`.
         """
-        self._tools, self._max_tokens, self._choices = tuple(tools), max_tokens, tuple(choices)
+        self._tools, self._max_tokens = tuple(tools), max_tokens
+        self._choices, self._tool_choice = tuple(choices), tool_choice
 
     async def step(self, observation: Observation, policy: PolicyHandle) -> tuple[list[Chat], ChatMessage]:
         """See `Agent`."""
@@ -35,5 +38,6 @@ class ModelAgent(Agent):
             tools=(*self._tools, *observation.tools),
             max_tokens=self._max_tokens,
             choices=self._choices,
+            tool_choice=self._tool_choice,
         )
         return [chat], chat.reply

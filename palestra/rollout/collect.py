@@ -20,7 +20,7 @@ from palestra.errors import (
     RolloutFailed,
     ServerStopping,
 )
-from palestra.schemas.messages import ChatMessage
+from palestra.schemas.messages import ChatMessage, ToolChoice
 from palestra.schemas.observations import Observation
 from palestra.schemas.records import Chat, StepTimes
 from palestra.session import EpisodeSession, ModelCall, Sessions
@@ -258,6 +258,7 @@ class _Handle:
         tools: Sequence[Mapping[str, Any]] = (),
         max_tokens: int | None = None,
         choices: Sequence[str] = (),
+        tool_choice: ToolChoice = "auto",
     ) -> Chat:
         call = ModelCall(
             policy=self.name,
@@ -265,6 +266,7 @@ class _Handle:
             tools=tuple(dict(tool) for tool in tools),
             max_tokens=max_tokens,
             response_choices=tuple(choices),
+            tool_choice=tool_choice,
             temperature=self._engine._temperature,
             agent=self._agent,
             time_step=self._step,

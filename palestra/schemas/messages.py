@@ -14,6 +14,7 @@ def _without_surrogates(text: str) -> str:
 
 Text = Annotated[str, AfterValidator(_without_surrogates)]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
+ToolChoice = Literal["auto", "none", "required"]  # required: a reply is calls of tools; none: no call is looked for
 
 
 class TextPart(BaseModel):

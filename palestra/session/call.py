@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from palestra.chat.streaming import MessageDelta
-from palestra.schemas.messages import ChatMessage
+from palestra.schemas.messages import ChatMessage, ToolChoice
 from palestra.schemas.records import Chat, Ids, Sampling
 
 
@@ -31,7 +31,7 @@ class ModelCall:
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token, added to its score)
     top_logprobs: int = 0  # told to the listener, not recorded
     tools: tuple[dict[str, Any], ...] = ()  # that the model is told of, in OpenAI's shape
-    tool_choice: Literal["auto", "none", "required"] = "auto"  # none: what looks like a call stays text
+    tool_choice: ToolChoice = "auto"  # none: what looks like a call stays text
     tool_name: str | None = None  # with "required": this tool
     parallel_tool_calls: bool = True  # False: the reply ends with its first call
     response_schema: dict[str, Any] | None = None  # JSON schema that the content has to meet

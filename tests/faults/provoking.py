@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 import psutil
-from service import GAMES, LONG, until
+from service import GAMES, LONG, lives, until
 
 from faults.cells import DATABASE, KILL, MODEL_SERVER, RAYLET, SCHEDULER, STOP, WORKER, Cell
 from faults.invariants import assert_as_if_nothing_had_happened, assert_cancelled
@@ -81,7 +81,7 @@ def hurt_model_server(world: World, cell: Cell, job: Job) -> range:
 def wait_until_replaced(world: World, job: Job, server: psutil.Process) -> None:
     """A server that stands still is killed, and another one does its work."""
     with world.others_go_on(job, server):
-        until(lambda: not server.is_running(), "it is given up, and killed", GIVEN_UP_SECONDS)
+        until(lambda: not lives(server), "it is given up, and killed", GIVEN_UP_SECONDS)
         job.wait()
     assert any("did not answer for 30 s" in change.reason for change in job.changes()), job.changes()
 

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from outcome import assert_same_metrics
 from servers import Job as Folder
-from service import GAMES, LONG, until
+from service import GAMES, LONG, lives, until
 from test_own_runners import assert_each_episode_is_trained_once
 
 from faults.invariants import assert_as_if_nothing_had_happened, assert_cancelled, assert_nothing_is_held
@@ -54,10 +54,10 @@ def test_a_server_that_outlives_its_raylet_is_not_joined_by_another(world):
     other = world.add_node(cpus)
     until(lambda: job.view().state == "starting", "it is started on another one")
     time.sleep(3 * IN_USE_SECONDS)
-    assert (job.view().state, server.is_running()) == ("starting", True), job.changes()
+    assert (job.view().state, lives(server)) == ("starting", True), job.changes()
     raylet.resume()  # it hears that it was given up, and ends with all that it had started
     until(lambda: job.view().state == "running", "it goes on")
-    assert not server.is_running()
+    assert not lives(server)
     job.cancel()
     job.wait()
     assert_cancelled(world, job)

@@ -48,6 +48,14 @@ def until(condition: Callable[[], T], what: str, seconds: float = 60.0) -> T:
     return servers.until(asked, what, seconds)
 
 
+def lives(process: psutil.Process) -> bool:
+    """Not so where it is dead, and its parent has not asked how it ended."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 @dataclass
 class Service:
     """`palestra serve`, and its clients."""

@@ -97,6 +97,18 @@ def test_a_tiny_model_plays_a_game_and_is_trained_on_moves_that_it_was_held_to(t
     assert {episode.metadata["termination"] for episode in played} == {"done"}
 
 
+def test_a_tiny_model_that_has_to_call_a_tool_does_nothing_else(tmp_path):
+    ring = {"type": "function", "function": {"name": "ring", "parameters": {"type": "object", "properties": {}}}}
+    play = Play(environment=Echo, agents={"": ModelAgent(tools=(ring,), tool_choice="required")})
+    policy = {"policy": {"model": "tiny-random", "max_context": 2048, "sampling": {"max_tokens": 600}}}
+    found = palestra.play(play, TASKS, job(tmp_path, engine={"threads": 1}, policies=policy))
+    for outcome in found:
+        assert [chat.finish_reason for chat in outcome.result.chats] == ["stop", "stop"]
+        for chat in outcome.result.chats:
+            assert {call.function.name for call in chat.reply.tool_calls} == {"ring"}
+            assert chat.reply.text == ""
+
+
 def test_playing_without_training_keeps_order_and_says_what_failed(tmp_path):
     tasks = [{"text": "a"}, {"text": "broken"}, {"text": "b"}, {"text": "a"}]
     found = palestra.play(Play(environment=Echo), tasks, job(tmp_path / "run"), concurrency=2)

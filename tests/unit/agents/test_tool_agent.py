@@ -33,7 +33,7 @@ class Policy:
         self.history, self.replies = history, list(replies)
         self.sent, self.offered, self.limits = [], [], []
 
-    async def chat(self, messages, *, tools=(), max_tokens=None):
+    async def chat(self, messages, *, tools=(), max_tokens=None, **_):
         self.sent.append(tuple(messages))
         self.offered.append([t["function"]["name"] for t in tools])
         self.limits.append(max_tokens)
