@@ -5,16 +5,14 @@ from __future__ import annotations
 import shutil
 import threading
 
-import httpx2
 import pytest
 
 from palestra.errors import InvalidRequest, NotFound
-from palestra.scheduler.api import artifacts, create_control_app, streams
+from palestra.scheduler.api import artifacts, streams
 from palestra.scheduler.api.streams import Place
-from palestra.scheduler.control_store import ControlStore
 from palestra.scheduler.scheduler import RUN
-from unit.building import FakeClock
-from unit.scheduler.building import control_plane, submit
+from palestra.schemas.states import JobState
+from unit.scheduler.building import running, submit
 
 
 async def test_files_that_come_and_go_while_they_are_listed_are_no_error(tmp_path):
@@ -62,17 +60,25 @@ def test_the_largest_id_is_one_that_a_database_can_compare_with():
 
 
 @pytest.mark.parametrize("changed", [False, True])
-async def test_the_rest_of_a_file_can_be_asked_for_and_is_the_whole_where_it_has_changed(tmp_path, changed):
-    with ControlStore(f"sqlite:///{tmp_path / 'control.db'}", FakeClock()) as store:
-        plane = control_plane(store, tmp_path, without_keys=True)
-        job = await submit(store, "default")
-        run = plane.scheduler.folder_of(job.job_id) / RUN
-        run.mkdir(parents=True)
-        (run / "curve.png").write_bytes(b"0123456789")
-        transport, path = httpx2.ASGITransport(create_control_app(plane)), f"/jobs/{job.job_id}/artifacts/curve.png"
-        async with httpx2.AsyncClient(transport=transport, base_url="http://control") as http:
-            first = await http.get(path)
-            if changed:
-                (run / "curve.png").write_bytes(b"abcdefghijk")
-            rest = await http.get(path, headers={"range": "bytes=4-", "if-range": first.headers["etag"]})
-            assert (rest.status_code, rest.content) == ((200, b"abcdefghijk") if changed else (206, b"456789"))
+async def test_the_rest_of_a_file_can_be_asked_for_and_is_the_whole_where_it_has_changed(plane, http, changed):
+    job = await submit(plane.store, "default")
+    run = plane.scheduler.folder_of(job.job_id) / RUN
+    run.mkdir(parents=True)
+    (run / "curve.png").write_bytes(b"0123456789")
+    path = f"/jobs/{job.job_id}/artifacts/curve.png"
+    first = await http.get(path)
+    if changed:
+        (run / "curve.png").write_bytes(b"abcdefghijk")
+    rest = await http.get(path, headers={"range": "bytes=4-", "if-range": first.headers["etag"]})
+    assert (rest.status_code, rest.content) == ((200, b"abcdefghijk") if changed else (206, b"456789"))
+
+
+async def test_a_job_whose_folder_was_removed_has_its_record_left(plane, http):
+    job = await running(plane.store, "default")
+    await plane.store.change_state(job.job_id, JobState.RUNNING, JobState.COMPLETED, "its steps are done")
+    for path, text in (("logs", ""), ("artifacts", "[]"), ("events", '"completed"'), ("changes", '"completed"')):
+        answer = await http.get(f"/jobs/{job.job_id}/{path}")
+        assert answer.status_code == 200, (path, answer.text)
+        assert text in answer.text
+    assert (await http.get(f"/jobs/{job.job_id}/artifacts/curve.png")).status_code == 404
+    assert (await http.get(f"/jobs/{job.job_id}")).json()["state"] == "completed"
