@@ -360,22 +360,26 @@ async def _watched(store: RunStore, progress: JobProgress) -> AsyncIterator[None
     """Gives back episodes whose leases ran out, and keeps their number up to date for whoever looks."""
 
     async def watch() -> None:
-        counted = -1
+        counted, said = -1, ""
         while True:
             await asyncio.sleep(0.5)
-            if counted != store.commits:
-                counted = store.commits
-                progress.episodes = await store.counts()
             try:
                 await store.expire_leases()
-            except PalestraError as error:  # the worker was quicker: it ended the episode meanwhile
-                log.debug("%s", error)
+                if counted != store.commits:
+                    counted = store.commits
+                    progress.episodes = await store.counts()
+                said = ""
+            except Exception as error:  # noqa: BLE001 - a full disk, perhaps; when there is room, leases run out again
+                if str(error) != said:
+                    said = str(error)
+                    log.error("leases can't be looked after now: %s: %s", type(error).__name__, error)
 
     task = asyncio.create_task(watch())
     try:
         yield
     finally:
         task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 def run_on_uvloop(work: Coroutine[Any, Any, T]) -> T:

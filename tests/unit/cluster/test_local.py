@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
-from palestra.cluster.local import resolve_run_dir
+from palestra.cluster.local import local_job, resolve_run_dir
 from palestra.cluster.tasks import read_tasks
 from palestra.config import JobConfig
-from palestra.errors import ConfigError
+from palestra.errors import ConfigError, StoreError
+from palestra.ledger import RunStore
+from palestra.schemas.states import EpisodeState
+from unit.building import TASK
 
 
 def run_in(folder) -> None:
@@ -75,3 +80,29 @@ def test_a_bad_line_is_named_with_its_number(tmp_path, line):
 def test_a_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"none\.jsonl"):
         read_tasks(tmp_path / "none.jsonl")
+
+
+async def test_leases_run_out_again_when_the_store_answers_again(tmp_path, monkeypatch, caplog):
+    config = JobConfig.model_validate(
+        {"run_dir": tmp_path, "server": {"port": 0}, "engine": {"kind": "scripted"}, "rollout": {"lease_seconds": 0.2}}
+    )
+    failures, expire = ["the disk is full", "the disk is full", "no such table"], RunStore.expire_leases
+
+    async def broken(self):
+        if failures:
+            raise StoreError(failures.pop(0))
+        return await expire(self)
+
+    monkeypatch.setattr(RunStore, "expire_leases", broken)
+    async with local_job(config, lambda kind, data: None) as job, asyncio.timeout(60):
+        store = job.plane.store
+        await store.register_group("train", 0, 1, TASK, 1)
+        claim = await store.claim("worker", "r", None)
+        while (await store.episode(claim.episode.episode_id)).state is EpisodeState.CLAIMED:
+            await asyncio.sleep(0.05)
+    assert failures == []
+    told = [record.getMessage() for record in caplog.records if record.name == "palestra"]
+    assert told == [
+        "leases can't be looked after now: StoreError: the disk is full",
+        "leases can't be looked after now: StoreError: no such table",
+    ]
