@@ -122,9 +122,10 @@ class Worker:
             await asyncio.sleep(max(0.1, episode.lease_seconds / 3))
             try:
                 await self._client.heartbeat(episode)
-            except PalestraError as error:  # the next call of the episode is told the same
+            except PalestraError as error:
                 log.warning("heartbeat of %s: %s", episode.episode_id, error)
-                return
+                if not error.retryable:  # the lease is lost; the next call of the episode is told the same
+                    return
 
 
 def _first(error: BaseException) -> BaseException:
