@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import time
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from palestra.schemas.protocols import Engine, StepReport, Trainer
 from palestra.schemas.records import BatchManifest, Task, TrainSample
 from palestra.schemas.states import JobState
 
+log = logging.getLogger("palestra.learner")
 Report = Callable[[str, dict[str, Any]], None]
 
 
@@ -71,6 +73,16 @@ class Learner:
         Raises:
             PalestraError: the job can't go on; the reason is in the message.
         """
+        try:
+            await self._train_all()
+        finally:
+            if self._saving is not None:  # where an error ended it, a checkpoint may still be half written
+                (error,) = await asyncio.gather(self._saving, return_exceptions=True)
+                if isinstance(error, Exception):
+                    log.error("a checkpoint could not be written: %s: %s", type(error).__name__, error)
+
+    async def _train_all(self) -> None:
+        """From the last checkpoint to the last step."""
         unfinished = await self._restore()
         await self._open_engine()
         self._progress.move(JobState.RUNNING)
@@ -307,8 +319,8 @@ class Learner:
 
     async def _saving_done(self) -> None:
         if self._saving is not None:
-            await self._saving
-            self._saving = None
+            saving, self._saving = self._saving, None
+            await saving
 
     async def _finish_row(self, step: int, row: dict[str, float]) -> None:
         """Record a step's metrics, and show them."""

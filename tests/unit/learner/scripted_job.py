@@ -120,7 +120,7 @@ class ScriptedJob:
             await self.store.seal_tasks()
             async with asyncio.TaskGroup() as group:
                 workers = [group.create_task(self._play(f"w{i}-{id(self)}")) for i in range(3)]
-                await asyncio.wait_for(self.learner.run(), 20)
+                await asyncio.wait_for(self.learner.run(), 60)
                 for worker in workers:
                     worker.cancel()
         except BaseExceptionGroup as errors:

@@ -1,17 +1,22 @@
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from dataclasses import replace
 
 import pytest
 
-from palestra.errors import ConfigError
+from palestra.errors import ConfigError, StoreError
 from palestra.schemas.metrics import METRIC_NAMES
 from palestra.schemas.records import PolicyVersion
 from palestra.schemas.states import JobState
 from unit.building import open_store
 from unit.learner.scripted_job import ScriptedJob, config
+
+
+class TrainerBroken(Exception):
+    """A defect."""
 
 
 def rows(folder) -> list[dict[str, float]]:
@@ -100,6 +105,43 @@ async def test_a_job_that_is_stopped_saves_and_goes_on_to_the_same_end(tmp_path)
     assert await second.run() == whole
     assert [row["step"] for row in rows(tmp_path / "run")] == [0, 1, 2, 3]
     assert second.progress.version == "0.3"
+
+
+@pytest.mark.parametrize("problem", [None, "the disk is full"])
+async def test_an_error_while_a_checkpoint_is_written_waits_for_it_and_tells_if_that_failed_too(
+    tmp_path, caplog, problem
+):
+    job, saving, order = ScriptedJob(tmp_path, config(checkpoint={"every_steps": 1})), asyncio.Event(), []
+    save, train = job.trainer.save, job.trainer.forward_backward
+
+    async def slow(*arguments):
+        saving.set()
+        await asyncio.sleep(0.1)
+        order.append("saved")
+        if problem is not None:
+            raise StoreError(problem)
+        return await save(*arguments)
+
+    async def broken(policy, batch, loss, request_id):
+        if not saving.is_set():
+            return await train(policy, batch, loss, request_id)
+        raise TrainerBroken
+
+    job.trainer.save, job.trainer.forward_backward = slow, broken
+
+    async def run() -> None:
+        try:
+            await type(job.learner).run(job.learner)
+        finally:
+            order.append("over")
+
+    job.learner.run = run
+    with pytest.raises(ExceptionGroup) as caught:
+        await job.run()
+    assert caught.group_contains(TrainerBroken)
+    assert order == ["saved", "over"]
+    told = [record.getMessage() for record in caplog.records if record.name == "palestra.learner"]
+    assert told == ([] if problem is None else [f"a checkpoint could not be written: StoreError: {problem}"])
 
 
 async def test_without_deterministic_a_restart_begins_a_new_incarnation(tmp_path):
