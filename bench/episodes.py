@@ -8,9 +8,9 @@ from figures import Part
 from load_runs import Runs, measure
 from processes import bare_server, palestra_server
 
-WORKERS = (1, 32)
+WORKERS = (1, 64, 512)
 # Steps of ordinary groups; with so many a step, few end meanwhile, and those are trained by a trainer that only hashes.
-JOB = {"rollout": {"groups_per_step": 128, "group_size": 8, "lease_seconds": 3600.0}}
+JOB = {"rollout": {"groups_per_step": 1024, "group_size": 8, "lease_seconds": 3600.0}}
 TABLES = {
     "episodes": "Claim + end, store on disk (synchronous=FULL)",
     "played": "Claim + one call + end, store on disk (synchronous=FULL)",
