@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -69,7 +70,7 @@ class RayServers:
         bundle = {name: amount for name, amount in bundle.items() if amount}
         make: Any = ray.remote(_Actor)
         try:
-            group = await asyncio.to_thread(
+            group = await _made(
                 placement_group,
                 [bundle],
                 strategy="STRICT_PACK",
@@ -80,7 +81,7 @@ class RayServers:
             async with asyncio.timeout(ROOM_SECONDS):
                 await _until_ready(group, order.node)
             async with asyncio.timeout(START_SECONDS):
-                actor = await asyncio.to_thread(
+                actor = await _made(
                     make.options(
                         max_restarts=0,
                         name=_name(order.job_id),
@@ -214,6 +215,15 @@ async def _group(job_id: str) -> PlacementGroup | None:
     except ValueError:
         return None
     return found
+
+
+async def _made(make: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
+    """What is made in a thread. Where this is cancelled, it ends when that is there, and so can be cleared up."""
+    making = asyncio.ensure_future(asyncio.to_thread(make, *arguments, **more))
+    try:
+        return await asyncio.shield(making)
+    finally:
+        await asyncio.wait((making,))
 
 
 async def _until_ready(group: PlacementGroup, node_id: str) -> None:

@@ -1,0 +1,51 @@
+"""What a start that is broken off leaves in the cluster; Ray itself is slow here, and makes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+
+from palestra.cluster import ray_servers
+from palestra.cluster.ray_servers import RayServers
+from palestra.scheduler.launcher import ServerOrder
+from palestra.schemas.jobs import Resources
+
+ORDER = ServerOrder(job_id="job", config={}, folder=Path("job"), node="n", resources=Resources(cpus=1.0))
+
+
+@pytest.mark.parametrize("step", ["group", "actor"])
+async def test_what_is_being_made_when_a_start_is_broken_off_is_cleared_up_after_it_is_there(monkeypatch, step):
+    begun, go, happened = threading.Event(), threading.Event(), []
+
+    def slow(*_, **__) -> None:
+        begun.set()
+        assert go.wait(60)
+        happened.append("made")
+
+    class Remote:
+        def options(self, **_):
+            return self
+
+        remote = staticmethod(slow)
+
+    async def clear(self, job_id: str) -> None:
+        happened.append("cleared")
+
+    async def ready(group, node_id: str) -> None: ...
+
+    monkeypatch.setattr(ray_servers, "placement_group", slow if step == "group" else lambda *_, **__: None)
+    monkeypatch.setattr(ray_servers, "PlacementGroupSchedulingStrategy", lambda *_: None)
+    monkeypatch.setattr(ray_servers.ray, "remote", lambda _: Remote())
+    monkeypatch.setattr(ray_servers, "_until_ready", ready)
+    monkeypatch.setattr(RayServers, "_clear", clear)
+    starting = asyncio.ensure_future(RayServers().start(ORDER))
+    assert await asyncio.to_thread(begun.wait, 60)
+    starting.cancel()
+    await asyncio.sleep(0.05)
+    go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert happened == ["made", "cleared"]
