@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from palestra.cluster.local import listen, served
+from palestra.cluster.local import listen, served, url_of
 from palestra.cluster.ray_cluster import LocalRay, connect, stop_local
 from palestra.errors import ConfigError
 from palestra.scheduler.administration import Administration
@@ -89,10 +89,8 @@ async def control_plane(options: ServeOptions) -> AsyncIterator[ServedControlPla
             known = asyncio.ensure_future(scheduler.ready.wait())  # before, it would refuse whatever is submitted
             await asyncio.wait((known, scheduling), return_when=asyncio.FIRST_COMPLETED)
             known.cancel()
-            host, port = listener.getsockname()[:2]
             async with served(create_control_app(plane), listener):
-                listens = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-                yield ServedControlPlane(plane, listens, first, scheduling)
+                yield ServedControlPlane(plane, url_of(listener), first, scheduling)
                 if scheduling.done():
                     scheduling.result()
         finally:

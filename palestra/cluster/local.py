@@ -206,10 +206,8 @@ async def local_job(config: JobConfig, report: Report, play: Play | None = None)
                 work = Serving(config, store, folder, progress, report, context.counts)
             else:
                 work = Learner(config, store, parts.trainer, parts.engine, folder, progress, report, lock)
-            host, port = listener.getsockname()[:2]
-            url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
             async with served(create_app(plane), listener, plane.stop), _watched(store, progress):
-                yield LocalJob(work, plane, parts.engine, url, folder, resumed, pool)
+                yield LocalJob(work, plane, parts.engine, url_of(listener), folder, resumed, pool)
         finally:
             await parts.engine.close()
             if parts.trainer is not None:
@@ -264,6 +262,12 @@ def listen(host: str, port: int) -> socket.socket:
             f"{host}:{port} can't be listened on ({error.strerror or error}); set server.port, or 0 for any free port"
         ) from error
     return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """Where it listens."""
+    host, port = listener.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 @contextlib.contextmanager

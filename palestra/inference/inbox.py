@@ -21,7 +21,7 @@ class Inbox:
         self._promises: set[Future[None]] = set()  # that are not kept yet
         self._waiting: list[Future[str]] = []  # to hear of a failure
         self._closed: str | None = None  # why
-        self._failed = False
+        self._failure: str | None = None  # likewise, where the thread did not end in good order
 
     def put(self, work: Work) -> None:
         """Have it done.
@@ -45,8 +45,8 @@ class Inbox:
         """Has a result when the thread has failed, and never where it ends in good order."""
         found: Future[str] = Future()
         with self._lock:
-            if self._failed:
-                found.set_result(self._closed or "")
+            if self._failure is not None:
+                found.set_result(self._failure)
             elif self._closed is None:
                 self._waiting.append(found)
         return found
@@ -63,7 +63,7 @@ class Inbox:
     def close(self, why: str, failed: bool) -> None:
         """Refuse whatever comes from now on; what was put in before is done, but for what was promised: that fails."""
         with self._lock:
-            self._closed, self._failed = why, failed
+            self._closed, self._failure = why, why if failed else None
             waiting, self._waiting = self._waiting, []
         for promise in list(self._promises):
             if promise.set_running_or_notify_cancel():

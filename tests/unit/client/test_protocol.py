@@ -6,7 +6,6 @@ import math
 import numpy as np
 import pytest
 
-from palestra.client.episode import Episode, Policy
 from palestra.client.protocol import (
     CHUNK_BYTES,
     CHUNK_TASKS,
@@ -18,15 +17,7 @@ from palestra.client.protocol import (
     read_claim,
 )
 from palestra.errors import InvalidRequest
-
-EPISODE = Episode(
-    episode_id="train-000000-00",
-    kind="train",
-    task_id="t",
-    task={},
-    policy=Policy(base_url="http://x/v1", api_key="pe-key", model="policy", version="0.0"),
-    lease_seconds=60.0,
-)
+from unit.client.building import EPISODE
 
 
 def body(call) -> dict:

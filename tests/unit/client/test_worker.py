@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from palestra.client import Worker
-from palestra.client.episode import Episode, Policy
+from palestra.client.episode import Episode
 from palestra.errors import EpisodeLeaseExpired, TooManyRequests
+from unit.client.building import EPISODE
 
-EPISODE = Episode(
-    episode_id="train-000000-00",
-    kind="train",
-    task_id="t",
-    task={},
-    policy=Policy(base_url="http://x/v1", api_key="pe-key", model="policy", version="0.0"),
-    lease_seconds=0.03,
-)
+LEASED = replace(EPISODE, lease_seconds=0.03)  # a heartbeat every tenth of a second, which is the most
 
 
 class Client:
     """Hands out one episode; each heartbeat is answered with the next of `answers`, and then with none."""
 
     def __init__(self, *answers: Exception | None) -> None:
-        self.episodes, self.answers, self.beats = [EPISODE], list(answers), 0
+        self.episodes, self.answers, self.beats = [LEASED], list(answers), 0
 
     async def begin_episode(self) -> Episode | None:
         return self.episodes.pop() if self.episodes else None
