@@ -32,14 +32,14 @@ class Client:
     async def end_episode(self, episode: Episode, reward: float, **more) -> None: ...
 
 
-async def beats_of(client: Client, seconds: float = 60.0, enough: int = 10**9) -> int:
+async def beats_of(client: Client, enough: int) -> int:
+    """How many there are of an episode that goes on for a while after so many."""
+
     async def rollout(task, policy) -> float:
-        try:
-            async with asyncio.timeout(seconds):
-                while client.beats < enough:
-                    await asyncio.sleep(0.01)
-        except TimeoutError:
-            pass
+        async with asyncio.timeout(60):
+            while client.beats < enough:
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.35)
         return 1.0
 
     await Worker(client, rollout, 1).run()
@@ -47,10 +47,11 @@ async def beats_of(client: Client, seconds: float = 60.0, enough: int = 10**9) -
 
 
 async def test_a_lease_is_renewed_also_after_an_answer_that_the_server_could_not_give():
-    assert await beats_of(Client(None, TooManyRequests("slow down"), TooManyRequests("slow down")), enough=5) == 5
+    client = Client(None, TooManyRequests("slow down"), TooManyRequests("slow down"))
+    assert await beats_of(client, enough=5) >= 5
 
 
 @pytest.mark.parametrize("before", [0, 2])
 async def test_a_lease_that_is_lost_is_not_renewed(before):
     client = Client(*[None] * before, EpisodeLeaseExpired("it is another worker's"))
-    assert await beats_of(client, seconds=1.0, enough=before + 2) == before + 1
+    assert await beats_of(client, enough=before + 1) == before + 1
