@@ -51,6 +51,7 @@ class RunFolder:
         figure = Figure(figsize=(7.2, 4.2), dpi=150, layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.subplots()
+        ends: list[tuple[float, float]] = []
         for name, label, style in (
             (
                 "train/reward_mean",
@@ -67,7 +68,10 @@ class RunFolder:
             if points:
                 x, y = zip(*points, strict=True)
                 axes.plot(x, y, label=label, **style)  # type: ignore[arg-type]
-                axes.annotate(f"{y[-1]:.2f}", (x[-1], y[-1]), textcoords="offset points", xytext=(6, 0), va="center")
+                ends.append(points[-1])
+        sides = [("center", 0)] if len(ends) == 1 else [("top", -1), ("bottom", 1)]  # apart, so that both can be read
+        for end, (side, up) in zip(sorted(ends, key=lambda end: end[1]), sides, strict=False):
+            axes.annotate(f"{end[1]:.2f}", end, textcoords="offset points", xytext=(6, up), va=side)
         axes.set(xlabel="training step", ylabel="mean reward", title=title)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", alpha=0.25)

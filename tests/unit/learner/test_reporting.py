@@ -60,3 +60,14 @@ def test_a_curve_is_drawn_of_whatever_there_is(folder, rows):
     folder.draw_curve(rows, "job")
     assert (folder.path / "curve.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert sorted(p.name for p in folder.path.iterdir()) == ["curve.png"]
+
+
+@pytest.mark.parametrize("validation", [0.80, 0.81, 0.78, 0.2])
+def test_the_numbers_at_the_ends_of_the_curves_can_be_read(folder, monkeypatch, validation):
+    drawn = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path: (drawn.append(figure), path.touch()))
+    rows = [{"step": 0.0, "train/reward_mean": 0.0, "validation/reward_mean": 0.2}]
+    folder.draw_curve([*rows, {"step": 1.0, "train/reward_mean": 0.8, "validation/reward_mean": validation}], "job")
+    drawn[0].canvas.draw()
+    one, other = (text.get_window_extent() for text in drawn[0].axes[0].texts)
+    assert not one.overlaps(other)
