@@ -83,7 +83,8 @@ async def test_a_group_that_lost_too_many_is_replaced_and_counted(store):
 async def test_where_group_after_group_fails_the_job_says_so_and_does_not_go_on_for_ever(store):
     with pytest.raises(EngineFailure, match=r"step 1 lost more than 1"):
         await gathered(store, lambda _: True)
-    assert await store.next_group_index("train") == 6
+    # More than twice the two groups of a step were lost: five, or six where the last two are seen at the same time.
+    assert await store.next_group_index("train") in (5, 6)
 
 
 async def test_what_was_handed_in_before_a_restart_is_used(store):
