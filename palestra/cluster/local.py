@@ -39,7 +39,7 @@ from palestra.rollout import Play, RolloutSyncLock, Runner, RunnerPool
 from palestra.schemas.progress import JobProgress
 from palestra.schemas.protocols import Engine
 from palestra.schemas.states import JobState
-from palestra.session import PolicyRuntime, SessionContext, Sessions
+from palestra.session import PolicyRuntime, Sameness, SessionContext, Sessions
 from palestra.threads import in_thread
 
 log = logging.getLogger("palestra")
@@ -187,7 +187,10 @@ async def local_job(config: JobConfig, report: Report, play: Play | None = None)
                 policies={config.policy_name: runtime},
                 seed=config.seed,
                 strict_history=config.rollout.strict_history,
-                keep_dropped_reasoning=config.rollout.dropped_reasoning == "keep",
+                sameness=Sameness(
+                    reasoning=config.rollout.dropped_reasoning == "keep",
+                    whitespace=config.rollout.stripped_whitespace == "keep",
+                ),
             )
             progress = JobProgress(job=config.name, steps=config.steps, run_dir=str(folder.path))
             keys = KeyRing(_secret(folder.path), config.name, os.environ.get("PALESTRA_API_KEY"))

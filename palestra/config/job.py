@@ -142,6 +142,12 @@ class RolloutConfig(Section):
         description="What a reply that the agent sends back without its reasoning means. `fork`: the model is not to "
         "see the reasoning again, so the tokens fork; `keep`: nothing, the exact tokens stay.",
     )
+    stripped_whitespace: Literal["fork", "keep"] = Field(
+        "fork",
+        description="What a reply means that the agent sends back with other white space around its text or its "
+        "reasoning, as after `.strip()`. `fork`: the model is to see the new text, so the tokens fork; `keep`: "
+        "nothing, the exact tokens stay.",
+    )
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> RolloutConfig:

@@ -11,6 +11,7 @@ class ForkReason(StrEnum):
 
     EDITED_MESSAGE = "edited_message"
     REASONING_STRIPPED = "reasoning_stripped"
+    WHITESPACE_STRIPPED = "whitespace_stripped"
     TOOL_ARGUMENTS = "tool_arguments"
     TOKENIZATION = "tokenization"
     TEMPLATE = "template"
@@ -27,6 +28,7 @@ class ForkReason(StrEnum):
 MEANINGS = {
     ForkReason.EDITED_MESSAGE: "an earlier message was changed, left out or summarised",
     ForkReason.REASONING_STRIPPED: "the reasoning of a reply was dropped, by the agent or by the template",
+    ForkReason.WHITESPACE_STRIPPED: "a reply came back with other white space around it, and no other change",
     ForkReason.TOOL_ARGUMENTS: "a tool call was written anew, with other arguments",
     ForkReason.TOKENIZATION: "the same text, rendered anew, has other ids",
     ForkReason.TEMPLATE: "the template writes an earlier message with another text",

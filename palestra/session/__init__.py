@@ -2,6 +2,7 @@
 
 from palestra.session.call import CallStart, Listener, ModelCall, ReplyPiece
 from palestra.session.context import PolicyRuntime, SessionContext
+from palestra.session.history import Sameness
 from palestra.session.session import EpisodeSession
 from palestra.session.sessions import Sessions
 
@@ -12,6 +13,7 @@ __all__ = [
     "ModelCall",
     "PolicyRuntime",
     "ReplyPiece",
+    "Sameness",
     "SessionContext",
     "Sessions",
 ]

@@ -13,6 +13,7 @@ from palestra.ledger import RunStore
 from palestra.schemas.clock import Clock
 from palestra.schemas.protocols import Engine
 from palestra.schemas.records import Chat
+from palestra.session.history import EXACT, Sameness
 from palestra.session.rates import TokenRate
 from palestra.session.turn import StateTimes
 
@@ -36,7 +37,7 @@ class SessionContext:
     policies: Mapping[str, PolicyRuntime]
     seed: int
     strict_history: bool = False  # refuse a call that would lose exact tokens of an earlier one
-    keep_dropped_reasoning: bool = False  # go on with the exact ids of a reply that came back without its reasoning
+    sameness: Sameness = EXACT  # changes of a reply after which a call goes on with its exact ids
     counts: Counter[str] = field(default_factory=Counter)
     times: StateTimes = field(init=False)  # spent in each state, over all calls
     rate: TokenRate = field(init=False)  # of late

@@ -7,13 +7,24 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from operator import is_
 
-import orjson
-
 from palestra.schemas.forks import ForkReason
 from palestra.schemas.messages import ChatMessage, TextPart, ToolCall
 from palestra.schemas.records import Chat
+from palestra.session.arguments import arguments_key
 
 _THOUGHT = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
+_SPACED_TAG = re.compile(r"\s*(</?think>)\s*")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sameness:
+    """What may differ between a reply and what the agent sends back, without making it another message."""
+
+    reasoning: bool = False  # it may come back without its reasoning
+    whitespace: bool = False  # and with other white space around its text and its reasoning
+
+
+EXACT = Sameness()
 
 
 class _Node:
@@ -43,9 +54,9 @@ class Match:
 class History:
     """The conversations of an episode, merged on equal messages."""
 
-    def __init__(self, ignore_reasoning: bool = False) -> None:
-        """`ignore_reasoning`: a reply that comes back without its reasoning is still the same."""
-        self._reasoning = not ignore_reasoning
+    def __init__(self, sameness: Sameness = EXACT) -> None:
+        """`sameness`: which changes of a reply keep it the same."""
+        self._sameness = sameness
         self._starts: dict[str, _Node] = {}  # by policy
         self._ends: dict[int, _Node] = {}  # by the call's index: its reply
         self._replies: dict[Hashable, list[Chat]] = {}
@@ -112,7 +123,7 @@ class History:
         return Match(call, ends, known, left, reason)
 
     def _key(self, message: ChatMessage) -> Hashable:
-        return message_key(message, self._reasoning)
+        return message_key(message, self._sameness)
 
     def _start(self, policy: str) -> _Node:
         return self._starts.setdefault(policy, _Node(None, None))
@@ -125,13 +136,29 @@ class History:
         others = list(node.children.values())
         if rest[0].role == "assistant":
             for other in others:
-                if other.message is not None and (reason := _rewritten(rest[0], other.message)) is not None:
+                if other.message is not None and (reason := self._rewritten(rest[0], other.message)):
                     return _latest(other), reason
         if self._has_reply(rest):
             return self._keeper(node, rest) or _latest(others[-1]), ForkReason.EDITED_MESSAGE
         if rest[0].role == "assistant" and any(o.message and o.message.role == "assistant" for o in others):
             return _latest(others[-1]), ForkReason.EDITED_MESSAGE
         return (_latest(others[-1]) if node.depth else None), ForkReason.NEW_CONVERSATION
+
+    def _rewritten(self, now: ChatMessage, before: ChatMessage) -> ForkReason | None:
+        """Return how an assistant's message became another; None: in no way in which agents usually do."""
+        if before.role != "assistant":
+            return None
+        allowed = self._sameness
+        for sameness, reason in (
+            (Sameness(reasoning=allowed.reasoning, whitespace=True), ForkReason.WHITESPACE_STRIPPED),
+            (Sameness(reasoning=True, whitespace=True), ForkReason.REASONING_STRIPPED),
+        ):
+            if message_key(now, sameness) == message_key(before, sameness):
+                return reason
+        names = [[call.function.name for call in message.tool_calls] for message in (now, before)]
+        if now.text == before.text and names[0] and names[0] == names[1]:
+            return ForkReason.TOOL_ARGUMENTS
+        return None
 
     def _keeper(self, node: _Node, rest: Sequence[ChatMessage]) -> Chat | None:
         """The last call that went on from `node` and whose reply is the last one kept in `rest`."""
@@ -158,18 +185,32 @@ def _latest(node: _Node) -> Chat:
     return node.calls[-1]
 
 
-def message_key(message: ChatMessage, reasoning: bool = True) -> Hashable:
-    """Equal for messages that tell the model the same: ids of calls and the spacing of arguments do not count.
+def message_key(message: ChatMessage, sameness: Sameness = EXACT) -> Hashable:
+    """Return a key that is equal for messages that tell the model the same.
 
-    With `reasoning` False what was thought does not count, either.
+    Ids of tool calls do not count, nor does the way in which their arguments are written (`arguments_key`). Of an
+    assistant's message, what `sameness` names does not count either.
     """
     content = message.content
     text = content[0].text if len(content) == 1 and isinstance(content[0], TextPart) else _parts(message)
-    thought = (message.reasoning_content or None) if reasoning else None
+    thought = message.reasoning_content or None
+    if message.role == "assistant" and sameness is not EXACT:
+        text, thought = _without(text, thought, sameness)
     if thought is None and not message.tool_calls and message.name is None:
         return (message.role, text, message.tool_call_id)
     calls = tuple(map(_call_key, message.tool_calls))
     return (message.role, text, message.tool_call_id, message.name, thought, calls)
+
+
+def _without(text: Hashable, thought: str | None, sameness: Sameness) -> tuple[Hashable, str | None]:
+    """Return a reply's text and reasoning without what `sameness` says does not count."""
+    if sameness.reasoning:
+        thought = None
+        text = _THOUGHT.sub("", text) if isinstance(text, str) else text
+    if sameness.whitespace:
+        thought = None if thought is None else thought.strip() or None
+        text = _SPACED_TAG.sub(r"\1", text.strip()) if isinstance(text, str) else text
+    return text, thought
 
 
 def _parts(message: ChatMessage) -> Hashable:
@@ -179,22 +220,4 @@ def _parts(message: ChatMessage) -> Hashable:
 
 
 def _call_key(call: ToolCall) -> Hashable:
-    try:
-        arguments = orjson.dumps(orjson.loads(call.function.arguments), option=orjson.OPT_SORT_KEYS)
-    except orjson.JSONDecodeError:
-        arguments = call.function.arguments.encode()
-    return (call.function.name, arguments)
-
-
-def _rewritten(now: ChatMessage, before: ChatMessage) -> ForkReason | None:
-    """How an assistant's message became another; None: in some other way than those that agents usually do."""
-    if before.role != "assistant":
-        return None
-    same_text = now.text == before.text
-    same_calls = list(map(_call_key, now.tool_calls)) == list(map(_call_key, before.tool_calls))
-    if same_calls and (same_text or _THOUGHT.sub("", now.text).strip() == _THOUGHT.sub("", before.text).strip()):
-        return ForkReason.REASONING_STRIPPED
-    names = [[call.function.name for call in message.tool_calls] for message in (now, before)]
-    if same_text and names[0] and names[0] == names[1]:
-        return ForkReason.TOOL_ARGUMENTS
-    return None
+    return (call.function.name, arguments_key(call.function.arguments))

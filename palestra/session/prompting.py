@@ -15,7 +15,7 @@ from palestra.schemas.forks import Fork, ForkReason
 from palestra.schemas.messages import ChatMessage
 from palestra.schemas.records import Chat, Ids
 from palestra.session.context import PolicyRuntime
-from palestra.session.history import History, Match, is_raw
+from palestra.session.history import History, Match, Sameness, is_raw
 from palestra.trajectory import TokenTrie, common_prefix, starts_with
 
 LONG_TEXT = 20_000  # characters from which rendering leaves the event loop
@@ -43,12 +43,12 @@ class Prompt:
 class Prompts:
     """The calls of an episode as far as they decide the next prompt: what was said, and in which ids."""
 
-    def __init__(self, ignore_reasoning: bool) -> None:
-        """See `History` for `ignore_reasoning`."""
+    def __init__(self, sameness: Sameness) -> None:
+        """See `History` for `sameness`."""
         self.calls = 0
         self._trie = TokenTrie()
         self._unmerged: list[Chat] = []  # calls that are not in it: most episodes never ask
-        self._history = History(ignore_reasoning)
+        self._history = History(sameness)
 
     @property
     def trie(self) -> TokenTrie:
@@ -173,7 +173,8 @@ def _drift(call: Chat, ids: Ids, tools: Tools, decode: Callable[[Sequence[int]],
 
 
 def _thought(reply: ChatMessage) -> str:
-    return reply.reasoning_content or reply.text.rpartition("</think>")[0]
+    # Templates write reasoning without the white space around it; that alone drops nothing.
+    return (reply.reasoning_content or reply.text.rpartition("</think>")[0]).strip()
 
 
 def _common_messages(a: Sequence[ChatMessage], b: Sequence[ChatMessage]) -> int:

@@ -69,7 +69,7 @@ class EpisodeSession:
         self.episode = episode
         self._context = context
         self._recorder = context.store if recorder is None else recorder
-        self._prompts = Prompts(context.keep_dropped_reasoning)
+        self._prompts = Prompts(context.sameness)
         self._undelivered: dict[str, Chat] = {}  # by request digest
         self._recordings: dict[str, asyncio.Future[None]] = {}  # that are being written, by request digest
         self._seeds: set[int] = set()  # of the calls that are recorded or in flight

@@ -244,6 +244,48 @@ async def test_dropped_reasoning_can_be_kept_and_the_conversation_stays_one_row(
     assert text_of(chats[-1].prompt_ids).count("<think>") == 2
 
 
+def padded(prompt: str, seed: int) -> str:
+    return f"\n answer {prompt.count('<|im_start|>assistant')} \n\n"
+
+
+async def stripper(ai: openai.AsyncOpenAI) -> None:
+    """Keeps `content.strip()` of each reply, as many loops do."""
+    messages: list[Any] = []
+    for turn in range(4):
+        messages.append({"role": "user", "content": f"question {turn}"})
+        reply = await say(ai, messages)
+        messages.append({"role": "assistant", "content": reply.content.strip()})
+
+
+async def test_an_agent_that_strips_replies_forks_for_the_white_space_and_for_nothing_else(tmp_path):
+    chats, shown = await played(tmp_path, stripper, padded)
+    assert reasons(chats) == [None, *["whitespace_stripped"] * 3]
+    assert shown.count("⑂ whitespace stripped (call") == 3
+    assert "3 forked from their history" in shown
+
+
+async def test_stripped_white_space_can_be_kept_and_the_conversation_stays_one_row(tmp_path):
+    chats, _ = await played(tmp_path, stripper, padded, stripped_whitespace="keep")
+    one_conversation(chats)
+    assert "\n answer 1 \n\n<|im_end|>" in text_of(chats[-1].prompt_ids)
+
+
+async def test_a_real_model_whose_replies_are_stripped_can_stay_one_row(tmp_path):
+    settings: Any = {
+        "policies": {"policy": {"model": "tiny-random", "max_context": 2048, "sampling": {"max_tokens": 12}}},
+        "engine": {"kind": "embedded", "threads": 1},
+        "rollout": {"stripped_whitespace": "keep"},
+    }
+    async with serving(tmp_path, **settings) as job:
+        async with episode_of(job) as (ai, episode_id):
+            messages: list[Any] = []
+            for turn in range(20):
+                messages.append({"role": "user", "content": f"question {turn}"})
+                reply = await say(ai, messages)
+                messages.append({"role": "assistant", "content": (reply.content or "").strip()})
+        one_conversation((await trajectory_of(job, episode_id)).chats)
+
+
 async def test_subagents_at_once_are_conversations_of_their_own_and_no_drift(tmp_path):
     chats, shown = await played(tmp_path, planner, counter)
     assert len(chats) == 14

@@ -13,9 +13,9 @@ from unit.building import make_chat
 from palestra.schemas.forks import ForkReason
 from palestra.schemas.messages import ChatMessage, FunctionCall, ToolCall, text_message
 from palestra.schemas.records import Chat, Sampling
-from palestra.session.history import History, Match, message_key
+from palestra.session.history import EXACT, History, Match, Sameness, message_key
 
-texts = st.sampled_from(["", "x", "y", "<think>a</think>x", "<think>b</think>\nx"])
+texts = st.sampled_from(["", "x", "y", " x\n", "<think>a</think>x", "<think>b</think>\nx"])
 thoughts = st.sampled_from([None, "", "a", "b"])
 arguments = st.sampled_from(['{"j": [2], "i": 1}', '{"i": 2}', "{}", '{"i": ', "[1]", '"\\u00e9"'])
 tool_calls = st.builds(
@@ -142,8 +142,8 @@ def conversations(draw) -> Conversation:
     return Conversation(chats[:-1], chats[-1].messages, chats[-1].policy)
 
 
-def history_of(chats: Sequence[Chat]) -> History:
-    history = History()
+def history_of(chats: Sequence[Chat], sameness: Sameness = EXACT) -> History:
+    history = History(sameness)
     for chat in chats:
         history.add(chat)
     return history
@@ -187,7 +187,10 @@ def test_where_a_conversation_left_what_was_said_there_is_a_call_that_it_left_an
         assert match.left in others
     if keeps_reply:
         assert match.reason.is_drift
-    if match.reason is ForkReason.REASONING_STRIPPED:
+    if match.reason is ForkReason.WHITESPACE_STRIPPED:
+        assert rest[0].role == "assistant"
+        assert any("".join(rest[0].text.split()) == "".join(n.text.split()) for n in nexts)
+    elif match.reason is ForkReason.REASONING_STRIPPED:
         assert rest[0].role == "assistant"
         assert any(said(rest[0])[-1] == said(n)[-1] and rest[0].text[-1:] == n.text[-1:] for n in nexts)
     elif match.reason is ForkReason.TOOL_ARGUMENTS:
@@ -247,3 +250,41 @@ def test_the_order_of_arrival_does_not_change_which_call_a_conversation_goes_on_
     other = history_of(bare).match(drawn.policy, drawn.asked)
     assert (match.call, match.messages, match.known) == (other.call, other.messages, other.known)
     assert (match.left is None, match.reason is None) == (other.left is None, other.reason is None)
+
+
+spaces = st.text(" \n\t\r\u00a0\u3000", max_size=3)
+
+
+@st.composite
+def respaced_replies(draw, messages: Messages) -> Messages:
+    """What an agent sends back that strips replies, or puts white space around them."""
+    out = []
+    for message in messages:
+        if message.role == "assistant":
+            how = draw(st.sampled_from([str.strip, str.lstrip, str.rstrip, str]))
+            thought = message.reasoning_content and draw(spaces) + how(message.reasoning_content) + draw(spaces)
+            text = draw(spaces) + how(message.text) + draw(spaces)
+            message = text_message("assistant", text).model_copy(
+                update={"reasoning_content": thought, "tool_calls": message.tool_calls}
+            )
+        out.append(message)
+    return tuple(out)
+
+
+@given(st.lists(replies, min_size=1, max_size=4), st.data())
+def test_an_agent_that_only_changes_white_space_around_replies_gets_that_reason_and_no_other(said_by_model, data):
+    chats: list[Chat] = []
+    for index, reply in enumerate(said_by_model):
+        messages = (*(whole(chats[-1]) if chats else ()), text_message("user", f"question {index}"))
+        chats.append(replace(make_chat(index=index, messages=messages, reply=""), reply=reply))
+    sent = data.draw(respaced_replies(whole(chats[-1])))
+    following = (*sent, text_message("user", "next, please"))
+    match = history_of(chats).match("policy", following)
+    changed = [n for n, (a, b) in enumerate(zip(sent, whole(chats[-1]), strict=True)) if said(a) != said(b)]
+    if changed:
+        assert (match.reason, match.known) == (ForkReason.WHITESPACE_STRIPPED, changed[0])
+    else:
+        assert match.reason is None
+    for sameness in (Sameness(whitespace=True), Sameness(whitespace=True, reasoning=True)):
+        kept = history_of(chats, sameness).match("policy", following)
+        assert (kept.call, kept.messages, kept.reason) == (chats[-1], len(sent), None)

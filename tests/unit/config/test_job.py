@@ -41,6 +41,7 @@ OTHER: dict[str, Any] = {
     "rollout.max_episode_seconds": 99.0,
     "rollout.strict_history": True,
     "rollout.dropped_reasoning": "keep",
+    "rollout.stripped_whitespace": "keep",
     "rollout.max_open_buckets": 3,
     "rollout.max_per_worker": 3,
     "rollout.max_claimed": 3,

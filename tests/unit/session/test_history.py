@@ -7,7 +7,7 @@ import pytest
 from palestra.schemas.forks import ForkReason
 from palestra.schemas.messages import ChatMessage, FunctionCall, ImagePart, TextPart, ToolCall, text_message
 from palestra.schemas.records import Sampling
-from palestra.session.history import History, message_key
+from palestra.session.history import History, Sameness, message_key
 from unit.building import make_chat
 
 
@@ -111,10 +111,10 @@ def test_of_several_conversations_it_is_the_one_whose_reply_was_kept():
         assert matched(history, "edited", f"re {text}", "d") == (None, 0, 0, n, ForkReason.EDITED_MESSAGE)
 
 
-def replying(message: ChatMessage):
+def replying(message: ChatMessage, **settings):
     """A history of one call with this reply."""
     chat = make_chat(messages=turns("a"), reply="")
-    return history_of(type(chat)(**{f: getattr(chat, f) for f in chat.__slots__} | {"reply": message}))
+    return history_of(type(chat)(**{f: getattr(chat, f) for f in chat.__slots__} | {"reply": message}), **settings)
 
 
 def thinking(text: str, thought: str | None) -> ChatMessage:
@@ -136,10 +136,50 @@ def test_a_reply_without_its_reasoning(before, now):
     assert (match.call, match.known, match.reason) == (None, 1, ForkReason.REASONING_STRIPPED)
 
 
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        (thinking(" x\n", None), thinking("x", None)),
+        (thinking("x", None), thinking("x\n\n", None)),
+        (thinking(" x", "\nhm \n"), thinking("x", "hm")),
+        (thinking("x", "hm"), thinking("x", " hm\n")),
+        (thinking(" \n", None), thinking("", None)),
+        (text_message("assistant", "<think>\nhm\n</think>\n\nx"), text_message("assistant", "<think>hm</think>x")),
+    ],
+)
+def test_a_reply_with_other_white_space_around_it(before, now):
+    messages = (*turns("a"), now, *turns("b"))
+    match = replying(before).match("policy", messages)
+    assert (match.call, match.known, match.reason) == (None, 1, ForkReason.WHITESPACE_STRIPPED)
+    kept = replying(before, sameness=Sameness(whitespace=True)).match("policy", messages)
+    assert (kept.messages, kept.reason) == (2, None)
+    other = replying(before, sameness=Sameness(reasoning=True)).match("policy", messages)
+    assert other.reason in (None, ForkReason.WHITESPACE_STRIPPED)
+
+
+def test_white_space_within_a_reply_or_of_another_message_counts():
+    within = (*turns("a"), text_message("assistant", "x  y"), *turns("b"))
+    history = replying(text_message("assistant", "x y"), sameness=Sameness(whitespace=True))
+    assert history.match("policy", within).reason is ForkReason.EDITED_MESSAGE
+    assert matched(history, "a ", "x y", "b")[-1] is ForkReason.EDITED_MESSAGE
+
+
+def test_where_only_white_space_may_differ_dropped_reasoning_is_still_told():
+    history = replying(thinking("x ", "hm"), sameness=Sameness(whitespace=True))
+    match = history.match("policy", (*turns("a"), thinking("x", None), *turns("b")))
+    assert match.reason is ForkReason.REASONING_STRIPPED
+
+
+def test_where_only_reasoning_may_differ_it_is_the_white_space_that_forks():
+    history = replying(thinking("x ", "hm"), sameness=Sameness(reasoning=True))
+    match = history.match("policy", (*turns("a"), thinking("x", None), *turns("b")))
+    assert match.reason is ForkReason.WHITESPACE_STRIPPED
+
+
 def test_where_reasoning_does_not_count_a_reply_without_it_is_the_same():
     chat = make_chat(messages=turns("a"), reply="x")
     thought = type(chat)(**{f: getattr(chat, f) for f in chat.__slots__} | {"reply": thinking("x", "hm")})
-    history = history_of(thought, ignore_reasoning=True)
+    history = history_of(thought, sameness=Sameness(reasoning=True))
     assert matched(history, "a", "x", "b") == (0, 2, 2, None, None)
 
 

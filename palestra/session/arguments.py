@@ -1,0 +1,106 @@
+"""Whether two JSON texts of a tool call's arguments say the same, number by number and without rounding."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Hashable
+from typing import Any, NoReturn
+
+import orjson
+
+_EXACT = range(-(2**63), 2**64)  # integers that orjson reads as they are; it makes floats of all others
+_LONGEST = 20  # digits of the longest of them
+
+
+class _Number(str):
+    """A number that no integer of 64 bits is: the text of its exact value. Its `repr` is that of no JSON string."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def arguments_key(text: str) -> Hashable:
+    """Return a key that is equal for two JSON texts that hold the same value.
+
+    Order of keys, white space and escapes in strings do not count; of equal keys in an object the last counts. Numbers
+    are compared by their exact decimal value, of any size: `1`, `1.0` and `10e-1` are the same, and two integers or
+    fractions that differ in any digit are not, even where a 64-bit float could not tell them apart. Text that is not
+    JSON (`NaN`, a cut object) equals itself only.
+    """
+    try:
+        value = orjson.loads(text)
+        if not _has_float(value):
+            return _sorted(value)
+    except orjson.JSONDecodeError:  # perhaps only because a number is too large for a float
+        pass
+    try:
+        return _exact_key(text)
+    except (ValueError, TypeError, RecursionError):  # not JSON, or half a surrogate pair, or nested too deep
+        return text
+
+
+def _exact_key(text: str) -> Hashable:
+    """Return the key of a text with numbers that a float may round.
+
+    Raises:
+        ValueError: the text is not JSON.
+    """
+    beyond: list[_Number] = []
+
+    def number(written: str) -> int | _Number:
+        read = _decimal(written)
+        if isinstance(read, _Number):
+            beyond.append(read)
+        return read
+
+    value = _decoder(number).decode(text)
+    return (True, repr(value)) if beyond else _sorted(value)  # such as 1.0: it has to get the key that 1 gets
+
+
+def _decoder(number: Callable[[str], int | _Number]) -> json.JSONDecoder:
+    return json.JSONDecoder(
+        parse_int=number,
+        parse_float=number,  # type: ignore[arg-type]  # any value will do
+        parse_constant=_refuse,
+        object_pairs_hook=lambda pairs: dict(sorted(dict(pairs).items())),
+    )
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _sorted(value: Any) -> bytes:
+    return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
+
+
+def _has_float(value: Any) -> bool:
+    values = [value]
+    while values:
+        value = values.pop()
+        if type(value) is dict:
+            values.extend(value.values())
+        elif type(value) is list:
+            values.extend(value)
+        elif type(value) is float:
+            return True
+    return False
+
+
+def _decimal(written: str) -> int | _Number:
+    """Return the exact value of a JSON number: an integer where orjson reads it, else digits and a power of ten."""
+    mantissa, _, exponent = written.lower().removeprefix("-").partition("e")
+    whole, _, fraction = mantissa.partition(".")
+    digits = (whole + fraction).lstrip("0")
+    if not digits:
+        return 0
+    if len(exponent) > _LONGEST:  # beyond any use, and Python refuses to read integers of thousands of digits
+        return _Number(written.lower())
+    significant = digits.rstrip("0")
+    power = int(exponent or 0) - len(fraction) + len(digits) - len(significant)
+    sign = "-" if written[0] == "-" else ""
+    if 0 <= power <= _LONGEST - len(significant) and (integer := int(sign + significant + "0" * power)) in _EXACT:
+        return integer
+    return _Number(f"{sign}{significant}e{power}")
