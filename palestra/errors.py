@@ -2,7 +2,8 @@
 
     PalestraError                    500
     ├── InvalidRequest               422  the body, or a value in it, can't be used
-    │   └── UnsupportedField         400  a field of the OpenAI API that is not supported here
+    │   ├── UnsupportedField         400  a field of the OpenAI API that is not supported here
+    │   └── ControlTokenInText       400  a message spells a control token, and this model's renderer can't write it
     ├── ContextOverflow              400  prompt and reply do not fit into the model's context
     ├── ConfigError                  400  a job's configuration is wrong
     │   └── RunInUse                 400  another process is running the job
@@ -67,6 +68,20 @@ class UnsupportedField(InvalidRequest):
     """A field of the OpenAI API which this server does not implement."""
 
     http_status = 400
+
+
+class ControlTokenInText(InvalidRequest):
+    """The text of a message spells a control token of the model, which its renderer can't write as text."""
+
+    http_status = 400
+
+    def __init__(self, role: str, token: str) -> None:
+        super().__init__(
+            f"the text of a {role} message contains {token}, which is a control token of this model, and its renderer "
+            "can't write it as text; put a space into it, or take it out"
+        )
+        self.role = role
+        self.token = token
 
 
 class ContextOverflow(PalestraError):

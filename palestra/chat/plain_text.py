@@ -6,6 +6,8 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+from palestra.chat.control_text import ControlText, control_tokens
+
 _CACHED_LENGTH = 4096  # characters; longer texts are not said twice often enough to be kept
 
 
@@ -20,11 +22,5 @@ def _encoder(tokenizer: Any) -> Callable[[str], tuple[int, ...]]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:  # a tokenizer that has no special tokens in text, such as ByteTokenizer
         return lambda text: tuple(tokenizer.encode(text, add_special_tokens=False))
-    plain = type(backend).from_str(backend.to_str())
-    plain.encode_special_tokens = True
-
-    def encode(text: str) -> tuple[int, ...]:
-        text = text.encode("utf-8", errors="replace").decode("utf-8")  # lone surrogates
-        return tuple(plain.encode(text, add_special_tokens=False).ids)
-
-    return encode
+    control = ControlText(control_tokens(backend), backend)
+    return lambda text: tuple(control.encode_plain(text))

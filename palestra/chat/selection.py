@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from palestra.chat.chatml import ChatMLConfig, ChatMLRenderer
+from palestra.chat.package import PackageRenderer
 from palestra.chat.probes import PLAIN, REASONING, TOOLS, WITH_TOOLS, Probe
 from palestra.chat.rendering import Renderer
 
@@ -18,16 +19,17 @@ def select_renderer(tokenizer: Any, keep_reasoning: bool = False) -> Renderer:
     a user speaks again; ours always does.
     """
     found = _select(tokenizer)
-    config: Any = getattr(found, "config", None)
-    if not keep_reasoning or isinstance(found, ChatMLRenderer) or not hasattr(config, "thinking_retention"):
+    if isinstance(found, ChatMLRenderer):
         return found
     from renderers import create_renderer
 
-    keeping: Renderer = create_renderer(tokenizer, config.model_copy(update={"thinking_retention": "all"}))
-    return keeping
+    config: Any = found.config
+    if keep_reasoning and hasattr(config, "thinking_retention"):
+        found = create_renderer(tokenizer, config.model_copy(update={"thinking_retention": "all"}))
+    return PackageRenderer(tokenizer, found)
 
 
-def _select(tokenizer: Any) -> Renderer:
+def _select(tokenizer: Any) -> Any:
     """See `select_renderer`.
 
     One made for the model's name in `renderers`; else ours, if it gives exactly what the model's own ChatML template
@@ -41,15 +43,13 @@ def _select(tokenizer: Any) -> Renderer:
     from renderers.base import MODEL_RENDERER_MAP
 
     if getattr(tokenizer, "name_or_path", None) in MODEL_RENDERER_MAP:
-        renderer: Renderer = create_renderer(tokenizer)
-        return renderer
+        return create_renderer(tokenizer)
     if isinstance(getattr(tokenizer, "chat_template", None), str) and _text(tokenizer, PLAIN[0]) is not None:
         probes = _probes(tokenizer)
         for candidate in _candidates(tokenizer):
             if all(_agree(tokenizer, candidate, probe) for probe in probes):
                 return candidate
-    renderer = create_renderer(tokenizer, DefaultRendererConfig())
-    return renderer
+    return create_renderer(tokenizer, DefaultRendererConfig())
 
 
 def _probes(tokenizer: Any) -> list[Probe]:

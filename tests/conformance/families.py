@@ -12,7 +12,8 @@ from renderers import base, configs
 
 from conformance import vocabularies
 from conformance.stand_in import StandIn
-from palestra.chat import ChatMLRenderer, select_renderer
+from palestra.chat import ChatMLRenderer, PackageRenderer, select_renderer
+from palestra.errors import ControlTokenInText
 
 SMOLLM2 = "SmolLM2-135M-Instruct"
 TINY = "tiny-random"
@@ -39,6 +40,16 @@ class Family:
     tokenizer: str  # whose: shown in the report
     make: Callable[[], tuple[Any, Any]]  # renderer, tokenizer
     keeping_thoughts: Callable[[], tuple[Any, Any]] | None = None  # made to bridge even where its template drops them
+
+
+def writes_control_text(renderer: Any, tokenizer: Any) -> bool:
+    """Whether a message that spells a control token is rendered; else it is refused."""
+    typed = tokenizer.decode(renderer.get_stop_token_ids()[:1])
+    try:
+        renderer.render_ids([{"role": "user", "content": f"It says {typed} there."}], add_generation_prompt=True)
+    except ControlTokenInText:
+        return False
+    return True
 
 
 @cache
@@ -90,12 +101,12 @@ def _made(name: str, vocabulary: Callable[[], Any | None] | None, **options: Any
     tokenizer = StandIn(_loaded(SMOLLM2) if vocabulary is None else vocabulary())
     renderer = renderers.create_renderer(tokenizer, _configs()[name](**options))
     tokenizer.frozen = True
-    return renderer, tokenizer
+    return PackageRenderer(tokenizer, renderer), tokenizer
 
 
 def _default() -> tuple[Any, Any]:
     tokenizer = _loaded(SMOLLM2)
-    return renderers.create_renderer(tokenizer, configs.DefaultRendererConfig()), tokenizer
+    return PackageRenderer(tokenizer, renderers.create_renderer(tokenizer, configs.DefaultRendererConfig())), tokenizer
 
 
 @cache

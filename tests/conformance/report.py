@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from conformance.conversations import Conversation, conversations
-from conformance.families import Family, of_the_package, ours
+from conformance.families import Family, of_the_package, ours, writes_control_text
 from conformance.simulation import Tally, simulate
 
 SEED, COUNT = 0, 100
@@ -40,10 +41,29 @@ and renders only what is new.
 - A developer's message stands under that role where the template writes one, else as a system message.
 - Arguments of a call stand as the model wrote them, if they are a JSON object; a call that can't be understood is
   counted as malformed and its text stays in the content.
-- No text can open or close a turn, or make another special token: not a message's, not a tool's description, result or
-  argument. (`<tool_call>` is no special token in Qwen2.5's vocabulary, but one token wherever it stands.)
 - The bridge never refuses. It costs what the new messages cost, however long the conversation is. A reply that was cut
   at its token limit is closed by it; replies that the agent changed may be among the new messages.
+
+## Text that spells a control token
+
+No text can open or close a turn, or make another control token, with any renderer: not a message's, and not the name,
+description, argument or result of a tool, or reasoning that is sent back; not in the escapes of JSON, and not in pieces
+that a template writes beside each other. A `<|im_end|>` that somebody typed becomes the ordinary tokens of its letters.
+
+- Ours encodes each turn's text without control tokens.
+- A renderer of the package writes one string that the tokenizer reads, the template's control tokens and the messages'
+  text in one. Before it does, a random marker is put into every such place of a message; the string is then encoded by
+  a copy of the tokenizer whose control tokens have the marker in their names. So the template's are control tokens, the
+  messages' are text, and all else is as the tokenizer does it. Messages without such text take the package's own way.
+- Where that can't be done, the call is refused with 400 and the text is named (`control_token_in_text`): `gpt-oss`,
+  whose library encodes messages with a vocabulary of its own, and any model whose tokenizer is not a fast one of
+  transformers (Kimi's own is written in Python).
+- A control token is what the tokenizer calls special, what ends a reply, and what is written as one (DeepSeek's
+  `<｜User｜>`, which its tokenizer does not call special). A tag that is added to the vocabulary and not special, such
+  as `<think>` or `<tool_call>` in Qwen's, is a word: one token wherever it stands, and it opens and closes no turn.
+- A completion's `prompt`, and prompts of ids, are laid out by their caller: control tokens in them are meant.
+
+`tests/conformance/test_control_text.py` holds each family of the table below to this.
 
 ## Drift
 
@@ -53,16 +73,17 @@ than the tokenizer's choice. A *turn* is a prompt that continues an earlier call
 prompt does not: {edited} prompts of each family are no turns for that reason). *Drift* is a turn whose prompt does not
 begin with that call's exact prompt and completion. Where a bridge refuses, the conversation is rendered afresh.
 
-| family | renderer | tokenizer | turns | drift without bridge | refused | drift with bridge | refused, thoughts kept |
-|---|---|---|--:|--:|--:|--:|--:|
+| family | renderer | tokenizer | typed | turns | drift without bridge | refused | drift with bridge | refused, kept |
+|---|---|---|---|--:|--:|--:|--:|--:|
 {rows}
 
+- Typed: what becomes of a control token in the text of a message, see above.
 - Tokenizer: *its own* is the model's; *its vocabulary* is the model's vocabulary with the control tokens that the
   renderer asks for added to it; *stand-in* is SmolLM2's vocabulary with such tokens. The drift without a bridge depends
   on the vocabulary; refusals come from the renderer.
 - A bridge of the package is accepted only where the ids begin with the exact history. {inexact}
 - Most refusals are templates that drop the reasoning of earlier turns as soon as the user speaks: what the model is
-  shown next is then not what it was shown before, on purpose. *Thoughts kept* is the same renderer with
+  shown next is then not what it was shown before, on purpose. *Kept* is the same renderer with
   `thinking_retention = "all"`, which goes on with them. {edits} turns are agents that changed a reply, which no
   renderer of the package bridges. Beyond those, some formats have limits of their own: `gemma4` does not bridge results
   of tools that a user's message follows at once. What else `deepseek-r1`, `deepseek-v4` and `gpt-oss` refuse has
@@ -87,7 +108,7 @@ def page(seed: int = SEED, count: int = COUNT) -> str:
         renderer, tokenizer = family.make()
         tally = simulate(renderer, tokenizer, runs)
         tallies.append(tally)
-        rows.append(_row(family, tally, _kept(family, runs)))
+        rows.append(_row(family, renderer, tokenizer, tally, _kept(family, runs)))
     inexact = sum(t.inexact for t in tallies)
     return _HEAD.format(
         count=count,
@@ -109,13 +130,14 @@ def _kept(family: Family, runs: list[Conversation]) -> Tally | None:
     return simulate(renderer, tokenizer, runs)
 
 
-def _row(family: Family, tally: Tally, kept: Tally | None) -> str:
+def _row(family: Family, renderer: Any, tokenizer: Any, tally: Tally, kept: Tally | None) -> str:
     maker = "ours" if family.ours else "package"
+    typed = "text" if writes_control_text(renderer, tokenizer) else "refused"
     numbers = [tally.turns, tally.drift_without, tally.refused, tally.drift_with, "–" if kept is None else kept.refused]
-    return f"| {family.name} | {maker} | {family.tokenizer} | " + " | ".join(map(str, numbers)) + " |"
+    return f"| {family.name} | {maker} | {family.tokenizer} | {typed} | " + " | ".join(map(str, numbers)) + " |"
 
 
 if __name__ == "__main__":
     text = page()
     Path(sys.argv[1]).write_text(text, encoding="utf-8")
-    print(text[text.index("| family") : text.index("\n\n- Tokenizer")])
+    print(text[text.index("| family") : text.index("\n\n- Typed")])

@@ -25,6 +25,10 @@ class StandIn:
         self.specials: set[int] = {i for i, t in self.backend.get_added_tokens_decoder().items() if t.special}
         self.eos_token_id = self.convert_tokens_to_ids("<|stand_in_end|>")
 
+    @property
+    def backend_tokenizer(self) -> Any:
+        return self.backend
+
     def convert_tokens_to_ids(self, token: Any) -> Any:
         if isinstance(token, list):
             return [self.convert_tokens_to_ids(t) for t in token]
