@@ -192,7 +192,7 @@ class AlgorithmConfig(Section):
     importance_limit: float = Field(2.0, gt=1, description="See `importance`.")
     abandoned: Literal["train", "exclude"] = Field(
         "train",
-        description="Calls whose tokens do not stand in the last call of their agent, such as attempts that were "
+        description="Calls whose tokens do not stand in the last call of any agent, such as attempts that were "
         "given up: trained like all others, or excluded and counted.",
     )
     epochs: Positive = Field(1, description="Optimizer steps made from one batch.")
