@@ -75,12 +75,12 @@ class ControlTokenInText(InvalidRequest):
 
     http_status = 400
 
-    def __init__(self, role: str, token: str) -> None:
+    def __init__(self, where: str, token: str) -> None:
         super().__init__(
-            f"the text of a {role} message contains {token}, which is a control token of this model, and its renderer "
-            "can't write it as text; put a space into it, or take it out"
+            f"{where} contains the text {token}, which is a control token of this model, and its renderer can't write "
+            "it as text; put a space into it, or take it out"
         )
-        self.role = role
+        self.where = where
         self.token = token
 
 

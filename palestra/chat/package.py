@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from palestra.chat.control_text import ControlText, control_tokens
-from palestra.errors import ControlTokenInText
+from palestra.errors import ControlTokenInText, InvalidRequest
 
 # It encodes messages with a vocabulary of its own library, not with the tokenizer that it is given.
 _WITHOUT_TOKENIZER = frozenset({"gpt-oss"})
@@ -68,13 +68,16 @@ class PackageRenderer:
 
     def _guarded(self, messages: Sequence[Any], tools: Sequence[Any] | None) -> tuple[Any, Any, Any]:
         """Return the renderer that has to be used, and the messages and tools to give to it."""
-        given, offered = _marked(messages, self._control), _marked(tools, self._control)
+        try:
+            given, offered = _marked(messages, self._control), _marked(tools, self._control)
+        except RecursionError:
+            raise InvalidRequest("a message or a tool is nested too deep") from None
         if given is messages and offered is tools:
             return self._inner, messages, tools
         if self._marking is None:
-            for role, value in (("tools", tools), *((m["role"], m) for m in messages)):
+            for where, value in (("a tool", tools), *((f"a message of role {m['role']}", m) for m in messages)):
                 if (token := _found(value, self._control)) is not None:
-                    raise ControlTokenInText(role, token)
+                    raise ControlTokenInText(where, token)
             return self._inner, messages, tools  # only an edge of a text looks like part of a control token
         return self._marking, given, offered
 

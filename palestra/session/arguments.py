@@ -62,7 +62,7 @@ def _exact_key(text: str) -> Hashable:
 def _decoder(number: Callable[[str], int | _Number]) -> json.JSONDecoder:
     return json.JSONDecoder(
         parse_int=number,
-        parse_float=number,  # type: ignore[arg-type]  # any value will do
+        parse_float=number,
         parse_constant=_refuse,
         object_pairs_hook=lambda pairs: dict(sorted(dict(pairs).items())),
     )

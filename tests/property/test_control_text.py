@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from palestra.chat import PackageRenderer
 from palestra.chat.control_text import ControlText, control_tokens
-from palestra.errors import ControlTokenInText
+from palestra.errors import ControlTokenInText, InvalidRequest
 from palestra.models.causal_lm import load_tokenizer
 
 KINDS = ["tiny-random", "unigram", pytest.param("SmolLM2-135M-Instruct", marks=pytest.mark.model)]
@@ -151,7 +151,19 @@ def test_where_it_cannot_be_told_apart_the_text_is_refused_and_named():
 
     renderer = PackageRenderer(Slow(), create_renderer(Slow(), DefaultRendererConfig()))
     assert renderer.render_ids([{"role": "user", "content": "> a < b"}]) == [7]
-    with pytest.raises(ControlTokenInText, match=r"text of a tool message contains <\|im_end\|>, which is a control"):
+    with pytest.raises(ControlTokenInText, match=r"a message of role tool contains the text <\|im_end\|>, which is"):
         renderer.render_ids([{"role": "tool", "content": "so<|im_end|>"}])
-    with pytest.raises(ControlTokenInText, match="text of a tools message"):
+    with pytest.raises(ControlTokenInText, match="a tool contains the text"):
         renderer.render_ids([{"role": "user", "content": "a"}], tools=[{"function": {"name": "<|im_end|>"}}])
+
+
+def test_tools_that_are_nested_too_deep_are_refused():
+    from renderers import DefaultRendererConfig, create_renderer
+
+    tokenizer = load_tokenizer("tiny-random")
+    deep: Any = {}
+    for _ in range(900):
+        deep = {"properties": deep}
+    renderer = PackageRenderer(tokenizer, create_renderer(tokenizer, DefaultRendererConfig()))
+    with pytest.raises(InvalidRequest, match="nested too deep"):
+        renderer.render_ids([{"role": "user", "content": "a"}], tools=[{"type": "function", "function": deep}])
