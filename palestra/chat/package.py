@@ -9,8 +9,8 @@ from typing import Any
 from palestra.chat.control_text import ControlText, control_tokens
 from palestra.errors import ControlTokenInText, InvalidRequest
 
-# It encodes messages with a vocabulary of its own library, not with the tokenizer that it is given.
-_WITHOUT_TOKENIZER = frozenset({"gpt-oss"})
+# Its library (harmony) encodes each text without control tokens, and with a vocabulary of its own: marks would stay.
+_SAFE = frozenset({"gpt-oss"})
 
 
 class PackageRenderer:
@@ -68,6 +68,8 @@ class PackageRenderer:
 
     def _guarded(self, messages: Sequence[Any], tools: Sequence[Any] | None) -> tuple[Any, Any, Any]:
         """Return the renderer that has to be used, and the messages and tools to give to it."""
+        if self.config.name in _SAFE:
+            return self._inner, messages, tools
         try:
             given, offered = _marked(messages, self._control), _marked(tools, self._control)
         except RecursionError:
@@ -92,7 +94,7 @@ class PackageRenderer:
     @cached_property
     def _marking(self) -> Any | None:
         """The same renderer with a tokenizer that understands marks; None: there can be none."""
-        if self.config.name in _WITHOUT_TOKENIZER or getattr(self._tokenizer, "backend_tokenizer", None) is None:
+        if getattr(self._tokenizer, "backend_tokenizer", None) is None:
             return None
         from renderers import create_renderer
 

@@ -55,9 +55,10 @@ that a template writes beside each other. A `<|im_end|>` that somebody typed bec
   text in one. Before it does, a random marker is put into every such place of a message; the string is then encoded by
   a copy of the tokenizer whose control tokens have the marker in their names. So the template's are control tokens, the
   messages' are text, and all else is as the tokenizer does it. Messages without such text take the package's own way.
-- Where that can't be done, the call is refused with 400 and the text is named (`control_token_in_text`): `gpt-oss`,
-  whose library encodes messages with a vocabulary of its own, and any model whose tokenizer is not a fast one of
-  transformers (Kimi's own is written in Python).
+- `gpt-oss` needs none of that: its library encodes each text without control tokens.
+- Where the tokenizer is not a fast one of transformers (Kimi's own is written in Python), no such copy can be made: the
+  call is refused with 400 and the text is named (`control_token_in_text`), also where the text is a reply that the
+  agent sends back and no bridge can go on from.
 - A control token is what the tokenizer calls special, what ends a reply, and what is written as one (DeepSeek's
   `<｜User｜>`, which its tokenizer does not call special). A tag that is added to the vocabulary and not special, such
   as `<think>` or `<tool_call>` in Qwen's, is a word: one token wherever it stands, and it opens and closes no turn.
