@@ -4,7 +4,9 @@ A token may come from older weights, or from an engine that rounds otherwise tha
 probability mu then differs from pi, that of the policy before the step. With a correction the clipped ratio is taken to
 pi, and each token's loss is multiplied by a weight w made from pi / mu, as in decoupled PPO (Hilton et al. 2022, "Batch
 size-invariance for policy optimization", equation 3); w is bounded as in truncated importance sampling (Ionides 2008;
-Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training").
+Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"), or 0 beyond its bounds.
+TRL's `vllm_importance_sampling_mode` has the same four modes with the same meaning (`GRPOTrainer`, where w is clamped or
+`masked_fill`ed with 0); its lower bound is another setting.
 """
 
 from __future__ import annotations
@@ -39,14 +41,14 @@ def correct(
         samples: S rows with the logprobs that were recorded at sampling.
         logprobs: [N] for each row: of the same tokens under the policy before the step; NaN where not trained.
         mode: `token`: w is of the token; `sequence`: the product over all tokens of the call's reply, in whichever row
-            they stand. `truncate`: min(w, limit); `mask`: 0 unless 1 / limit <= w <= limit, else 1.
+            they stand. `truncate`: min(w, limit); `mask`: w where 1 / limit <= w <= limit, else 0.
         limit: above 1.
     """
     raw = _ratios(samples, logprobs, whole_replies=mode.startswith("sequence"))
     found: list[TrainSample] = []
     for sample, now, ratios in zip(samples, logprobs, raw, strict=True):
         if mode.endswith("mask"):
-            weights = ((ratios >= 1.0 / limit) & (ratios <= limit)).astype(np.float32)
+            weights = np.where((ratios >= 1.0 / limit) & (ratios <= limit), ratios, np.float32(0.0))
         else:
             weights = np.minimum(ratios, np.float32(limit))
         found.append(replace(sample, logprobs=now, weights=np.where(sample.loss_mask, sample.weights * weights, 0.0)))

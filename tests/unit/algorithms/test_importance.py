@@ -57,7 +57,7 @@ def expected(samples, now, mode: str, limit: float) -> list[list[float]]:
             assume(abs(abs(log) - math.log(limit)) > 1e-4)  # at the limit itself rounding decides
             ratio = math.exp(log)
             if mode.endswith("mask"):
-                weights.append(0.5 * float(1 / limit <= ratio <= limit))
+                weights.append(0.5 * (ratio if 1 / limit <= ratio <= limit else 0.0))
             else:
                 weights.append(0.5 * min(ratio, limit))
         found.append(weights)
