@@ -1,8 +1,8 @@
 """The benchmark: prints tables, writes bench/results.json.
 
 python bench/run.py                        everything (about half an hour)
-python bench/run.py --only data-plane      one part, or several with commas (step,micro-batches,engine,merging,
-                                           rollouts,placement,service,data-plane,episodes)
+python bench/run.py --only data-plane      one part, or several with commas (step,micro-batches,engine,
+                                           logprob-gap,merging,rollouts,placement,service,data-plane,episodes)
 python bench/run.py --quick                the same with fewer and shorter runs, for looking at a change
 """
 
@@ -18,6 +18,7 @@ from pathlib import Path
 import data_plane
 import engine
 import episodes
+import logprob_gap
 import merging
 import micro_batches
 import placement
@@ -35,6 +36,7 @@ PARTS: dict[str, Callable[[Part, argparse.Namespace], None]] = {
     "step": lambda part, arguments: step.run(part, arguments.threads, arguments.quick),
     "micro-batches": lambda part, arguments: micro_batches.run(part, arguments.threads, arguments.quick),
     "engine": lambda part, arguments: engine.run(part, arguments.threads, arguments.quick),
+    "logprob-gap": lambda part, arguments: logprob_gap.run(part, arguments.threads, arguments.quick),
     "merging": lambda part, arguments: merging.run(part, arguments.quick),
     "rollouts": lambda part, arguments: rollouts.run(part, arguments.quick),
     "placement": lambda part, arguments: placement.run(part, arguments.quick),

@@ -5,8 +5,8 @@ probability mu then differs from pi, that of the policy before the step. With a 
 pi, and each token's loss is multiplied by a weight w made from pi / mu, as in decoupled PPO (Hilton et al. 2022, "Batch
 size-invariance for policy optimization", equation 3); w is bounded as in truncated importance sampling (Ionides 2008;
 Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"), or 0 beyond its bounds.
-TRL's `vllm_importance_sampling_mode` has the same four modes with the same meaning (`GRPOTrainer`, where w is clamped or
-`masked_fill`ed with 0); its lower bound is another setting.
+TRL's `vllm_importance_sampling_mode` has the same four modes with the same meaning (`GRPOTrainer` clamps w, or fills it
+with 0 where it is masked); its lower bound is another setting.
 """
 
 from __future__ import annotations

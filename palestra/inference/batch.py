@@ -47,8 +47,7 @@ class Batch:
         self._model, self.adapters, self._config, self.budget = model, adapters, config, budget
         self._stops = frozenset(stop_ids)
         self._deterministic, self._min_rows = deterministic, MIN_ROWS if deterministic else 1
-        parameter = next(iter(model.model.parameters()))
-        self._device, self._dtype = parameter.device, parameter.dtype
+        self._device, self._dtype = model.device, model.compute_dtype
         self._cache = self._new_cache()
         self._prefixes: dict[str, PrefixCache] = {}  # by policy; all of its present version
         self._versions: dict[str, PolicyVersion] = {}

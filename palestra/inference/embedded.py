@@ -249,12 +249,11 @@ class EmbeddedEngine:
 
 def token_budget(model: CausalLM, config: EngineConfig) -> int:
     """Tokens whose keys and values fit into `cache_gib`, or into a quarter of the memory that there is."""
-    parameter = next(iter(model.model.parameters()))
-    each = model.layers * 2 * model.key_heads * model.head_dim * parameter.element_size()
+    each = model.layers * 2 * model.key_heads * model.head_dim * model.compute_dtype.itemsize
     if config.cache_gib is not None:
         size = config.cache_gib * 2**30
-    elif parameter.device.type == "cuda":
-        size = torch.cuda.mem_get_info(parameter.device)[0] / 2
+    elif model.device.type == "cuda":
+        size = torch.cuda.mem_get_info(model.device)[0] / 2
     else:
         size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 4
     return int(size // each)

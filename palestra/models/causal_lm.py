@@ -2,17 +2,22 @@
 
 All sequences of a batch lie flat, one after another, in one row: [1, N]. What is not attention then works on N rows
 without any padding, and attention is left to an `Attend`, which knows where each sequence begins and what it may see.
+
+The engine and the trainer share this forward pass, so that both round at the same places. In bfloat16 the inputs and
+outputs of matrix products are rounded, and keys, values and embeddings; norms, rotary embedding and the sum of the
+residual stream are float32, and so are the logits of the `EXACT_LOGITS` most probable tokens.
 """
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from palestra.errors import ModelError
@@ -20,6 +25,11 @@ from palestra.models.catalog import model_folder, quiet_transformers
 
 _NAME = "palestra_flat"
 _TRIAL_TOKENS = 12
+# A logit of 16 to 32 is rounded to a multiple of 1/8 in bfloat16, which moves logprobs as far as all layers do. A head
+# in float32 (MiniMax 2025, "MiniMax-M1", section 3.2) would make decoding on a CPU a fifth slower; computing the logits
+# of the most probable tokens again costs a few percent, and has all but the tail of the distribution.
+EXACT_LOGITS = 64
+_EXACT_ROWS = 64  # positions whose weights of the head, [rows, EXACT_LOGITS, hidden], exist at the same time
 
 
 class Attend(Protocol):
@@ -60,6 +70,8 @@ def _flat_attention(
     if key.shape != value.shape or query.shape[1] % key.shape[1]:
         raise ModelError(f"models with keys of {tuple(key.shape)} and values of {tuple(value.shape)} are not supported")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    # Rotary embedding in float32 leaves queries and keys in float32, and values have the precision of their product.
+    query, key = query.to(value.dtype), key.to(value.dtype)
     out = slot.attend(module.layer_idx, query, key, value, scale, sliding_window)  # type: ignore[arg-type]
     return out.unsqueeze(0), None
 
@@ -97,11 +109,21 @@ class CausalLM:
     def __init__(self, model: Any) -> None:
         """`model` is a causal language model of transformers, loaded with the attention that this module registers.
 
+        It computes in the precision of its matrices until `compute_in` changes that. Parameters with one dimension
+        (of norms, biases) are converted to float32 in place.
+
         Raises:
             ModelError: an architecture that flat batches don't support.
         """
         config = model.config
         self.model, self.config = model, config
+        self.compute_dtype: torch.dtype = model.dtype
+        for parameter in model.parameters():
+            if parameter.ndim < 2:
+                parameter.data = parameter.data.float()
+        for module in model.modules():
+            if isinstance(module, nn.Embedding):  # of tokens, and of positions
+                module.register_forward_hook(lambda _module, _inputs, out: self._embedded(out))
         self.vocab_size: int = config.vocab_size
         self.max_positions: int = getattr(config, "max_position_embeddings", None) or 2**20
         self.layers: int = config.num_hidden_layers
@@ -119,13 +141,14 @@ class CausalLM:
         Raises:
             ModelError: they differ, or the model can't be called this way.
         """
-        device = next(iter(self.model.parameters())).device
+        device = self.device
         ids = torch.arange(_TRIAL_TOKENS, device=device) * 7919 % self.vocab_size
         try:
             with torch.inference_mode():
                 flat = self.logits(self.hidden(ids, torch.arange(len(ids), device=device), trial)).float()
                 self.config._attn_implementation = "sdpa"
-                own = self.model(input_ids=ids.unsqueeze(0), use_cache=False).logits[0].float()
+                with self._autocast(device):
+                    own = self.model(input_ids=ids.unsqueeze(0), use_cache=False).logits[0].float()
         except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
             raise ModelError(f"{self.config.model_type} models are not supported: {error}") from error
         finally:
@@ -133,26 +156,54 @@ class CausalLM:
         difference = float((flat - own).norm() / own.norm().clamp_min(1e-6))
         if trial.layers != set(range(self.layers)):
             raise ModelError(f"{self.config.model_type} models are not supported: their attention can't be replaced")
-        if not difference < (1e-3 if self.model.dtype == torch.float32 else 0.1):
+        if not difference < (1e-3 if self.compute_dtype == torch.float32 else 0.1):
             raise ModelError(
                 f"{self.config.model_type} models are not supported: their own forward pass differs by {difference:.0%}"
             )
 
+    @property
+    def device(self) -> torch.device:
+        """Where its parameters are."""
+        found: torch.device = next(iter(self.model.parameters())).device
+        return found
+
+    def compute_in(self, dtype: torch.dtype) -> None:
+        """Compute in another precision than that of the matrices: a trainer's are float32, for small updates."""
+        self.compute_dtype = dtype
+
+    def _autocast(self, device: torch.device) -> contextlib.AbstractContextManager[object]:
+        """Round the inputs of products to the compute precision; without it where that is float32."""
+        if self.compute_dtype == torch.float32:
+            return contextlib.nullcontext()
+        return torch.autocast(device.type, self.compute_dtype)
+
+    def _embedded(self, out: Tensor) -> Tensor:
+        """Begin the residual stream: float32, with values that the compute precision has."""
+        return out if self.compute_dtype == torch.float32 else out.to(self.compute_dtype).float()
+
     def hidden(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """[N] token ids and positions to the last layer's normalised output, [N, hidden]."""
+        """[N] token ids and positions to the last layer's normalised output, [N, hidden] float32."""
         self._slot.attend = attend
         try:
-            out = self.model.base_model(
-                input_ids=ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False
-            )
+            with self._autocast(ids.device):
+                out = self.model.base_model(
+                    input_ids=ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False
+                )
         finally:
             self._slot.attend = None
         hidden: Tensor = out.last_hidden_state[0]
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[M, hidden] to [M, vocabulary], in the compute precision."""
-        out: Tensor = self.model.get_output_embeddings()(hidden)
+        """[M, hidden] to [M, vocabulary] float32.
+
+        In bfloat16 the `EXACT_LOGITS` largest of each row are not rounded; their gradient is that of the product.
+        """
+        head = self.model.get_output_embeddings()
+        with self._autocast(hidden.device):
+            out: Tensor = head(hidden).float()
+        if self.compute_dtype != torch.float32 and isinstance(head, nn.Linear):
+            out = _sharpened(out, hidden, head, self.compute_dtype)
         config = self.config
         if (divisor := getattr(config, "logits_scaling", None)) is not None:
             out = out / divisor
@@ -177,8 +228,25 @@ class CausalLM:
         tokenizer.save_pretrained(folder)
 
 
+def _sharpened(logits: Tensor, hidden: Tensor, head: nn.Linear, dtype: torch.dtype) -> Tensor:
+    """Replace the largest logits of each row, [M, V], by those of a float32 product with the rounded weights."""
+    with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
+        largest = logits.topk(min(EXACT_LOGITS, logits.shape[1]), dim=-1).indices
+        pieces = []
+        for rows, tokens in zip(hidden.float().split(_EXACT_ROWS), largest.split(_EXACT_ROWS), strict=True):
+            exact = (head.weight[tokens].to(dtype).float() * rows.unsqueeze(1)).sum(dim=-1)
+            pieces.append(exact if head.bias is None else exact + head.bias[tokens].float())
+        lacking = torch.cat(pieces) - logits.gather(1, largest) if pieces else logits.new_zeros(largest.shape)
+    return logits.scatter_add(1, largest, lacking)
+
+
 def load_causal_lm(name: str, dtype: torch.dtype, device: torch.device | None = None) -> CausalLM:
     """Load by catalog name, folder, or Hugging Face name, onto a device; None: the CPU.
+
+    Args:
+        name: of the model.
+        dtype: of its matrices.
+        device: where its parameters are.
 
     Raises:
         ModelError: missing weights, or an architecture that flat batches don't support.
@@ -186,9 +254,17 @@ def load_causal_lm(name: str, dtype: torch.dtype, device: torch.device | None = 
     folder = model_folder(name)
     try:
         with quiet_transformers():
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=_NAME)
+            # Parameters with one dimension stay float32 and must not be rounded on the way; a checkpoint that is
+            # rounded already is read as it is, which takes half the memory.
+            rounded = AutoConfig.from_pretrained(folder).dtype == dtype
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=dtype if rounded else torch.float32, attn_implementation=_NAME
+            )
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"model {name!r} can't be loaded: {str(error).splitlines()[0]}") from error
+    for parameter in model.parameters():
+        if parameter.ndim >= 2:
+            parameter.data = parameter.data.to(dtype)
     return CausalLM(model.eval().to(device or torch.device("cpu")))
 
 

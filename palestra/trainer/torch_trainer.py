@@ -48,7 +48,8 @@ class TorchTrainer:
         config: TrainerConfig,
         checkpoints: CheckpointConfig,
     ) -> None:
-        """`model` has float32 weights."""
+        """`model` has float32 weights; it computes in the precision of `config` from here on."""
+        model.compute_in(getattr(torch, config.dtype))
         self._model, self._tokenizer, self._policy = model, tokenizer, policy
         self._config, self._max_grad_norm, self._keep = config, optimizer.max_grad_norm, checkpoints.keep
         self._parameters = model.named_parameters()
@@ -182,11 +183,10 @@ class TorchTrainer:
         targets = {name: column.to(device) for name, column in micro.targets().items()}
         ids = torch.tensor([i for tree in micro.trees for i in tree.ids], device=device)
         positions = torch.tensor([p for tree in micro.trees for p in tree.positions], device=device)
-        with torch.autocast(device.type, torch.bfloat16, enabled=self._config.dtype == "bfloat16"):
-            hidden = self._model.hidden(ids, positions, TreeAttend(micro.trees, device))
-            allowed = allowed_tokens(micro.samples, self._grammars, self._model.vocab_size)
-            targets |= {} if allowed is None else {"allowed": allowed.to(device)}
-            logprobs, entropy = self._logprobs(hidden.index_select(0, targets["source"]), targets)
+        hidden = self._model.hidden(ids, positions, TreeAttend(micro.trees, device))
+        allowed = allowed_tokens(micro.samples, self._grammars, self._model.vocab_size)
+        targets |= {} if allowed is None else {"allowed": allowed.to(device)}
+        logprobs, entropy = self._logprobs(hidden.index_select(0, targets["source"]), targets)
         return logprobs, entropy, targets
 
     def _micro_batch(self, micro: MicroBatch, loss: Loss) -> dict[str, Tensor]:
@@ -230,7 +230,7 @@ class TorchTrainer:
     def _chunk(
         self, hidden: Tensor, target: Tensor, temperature: Tensor, allowed: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        scores = self._model.logits(hidden).float() / temperature.unsqueeze(1)
+        scores = self._model.logits(hidden) / temperature.unsqueeze(1)
         if allowed is not None:  # the distribution that was sampled from had no other tokens
             scores = scores.masked_fill(~unpack_bits(allowed, scores.shape[1]), _IMPOSSIBLE)
         total = scores.logsumexp(dim=-1)

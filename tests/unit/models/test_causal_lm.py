@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ import torch.nn.functional as F
 
 from palestra.errors import ModelError
 from palestra.models.catalog import model_folder
-from palestra.models.causal_lm import CausalLM, load_causal_lm, load_tokenizer
+from palestra.models.causal_lm import EXACT_LOGITS, CausalLM, load_causal_lm, load_tokenizer
 
 
 class Causal:
@@ -143,6 +145,53 @@ def test_decoder_only_architectures_give_what_transformers_gives(kind):
         found = model.logits(model.hidden(ids, torch.arange(40), Causal()))
         wanted = own(ids[None]).logits[0]
     assert torch.allclose(found, wanted, atol=1e-4)
+
+
+def rounded_like_the_engine(flat) -> CausalLM:
+    """The same weights with matrices in bfloat16, as `load_causal_lm` gives them."""
+    other = copy.deepcopy(flat)
+    for parameter in other.parameters():
+        if parameter.ndim >= 2:
+            parameter.data = parameter.data.bfloat16()
+    return CausalLM(other)
+
+
+# Embeddings that are multiplied, and experts whose products autocast does not know, are rounded elsewhere.
+NEARLY_ALIKE = {"gemma", "gemma3_text", "mixtral", "qwen2_moe", "qwen3_moe"}
+
+
+@pytest.mark.parametrize("kind", SUPPORTED)
+def test_engine_and_trainer_round_alike(kind):
+    """bfloat16 matrices, and float32 matrices that are rounded for each product, give the same bits."""
+    flat = two_of(kind)[1]
+    with torch.no_grad():
+        for parameter in flat.parameters():
+            parameter.mul_(3.0)
+    engine, trainer = rounded_like_the_engine(flat), CausalLM(flat)
+    trainer.compute_in(torch.bfloat16)
+    ids = torch.from_numpy(np.random.default_rng(0).integers(1, 97, 40))
+    with torch.inference_mode():
+        hidden, wanted = (model.hidden(ids, torch.arange(40), Causal()) for model in (engine, trainer))
+        assert hidden.dtype == torch.float32
+        if kind in NEARLY_ALIKE:
+            assert float((hidden - wanted).norm() / wanted.norm()) < 0.1
+        else:
+            assert torch.equal(hidden, wanted)
+        assert torch.equal(engine.logits(hidden), trainer.logits(hidden))
+
+
+def test_the_largest_logits_are_not_rounded():
+    flat = two_of("llama")[1]
+    model = rounded_like_the_engine(flat)
+    head = model.model.get_output_embeddings().weight.double()
+    hidden = 100 * torch.randn((70, 32), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        found = model.logits(hidden)
+    wanted = (hidden.double() @ head.T).float()
+    places = found.topk(EXACT_LOGITS // 2, dim=-1).indices
+    assert torch.allclose(found.gather(1, places), wanted.gather(1, places), rtol=1e-5, atol=1e-4)
+    assert torch.allclose(found, wanted, rtol=0.02, atol=0.3)
+    assert not torch.allclose(found, wanted, rtol=1e-4, atol=1e-3)  # the others are
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "gpt_oss", "deepseek_v3", "bloom", "mpt"])
