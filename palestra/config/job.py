@@ -41,7 +41,7 @@ class OptimizerConfig(Section):
     warmup_steps: int = Field(0, ge=0, description="Steps over which the learning rate grows linearly from 0.")
     betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW's decay rates.")
     epsilon: float = Field(1e-8, gt=0, description="AdamW's epsilon.")
-    weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay.")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay; not of norms and biases.")
     max_grad_norm: float = Field(1.0, gt=0, description="Gradients are scaled down to this global L2 norm.")
 
 
@@ -186,8 +186,8 @@ class AlgorithmConfig(Section):
         "the step (older weights, or an engine that computes otherwise). `none`: the clipped ratio is to the sampled "
         "probability itself. Else the ratio is to the policy before the step, and each token's loss is multiplied by "
         "w = policy before the step / sampled, of the token or of the call's whole reply; `truncate`: at most "
-        "`importance_limit` (Yao et al. 2025); `mask`: 0 where it is not between 1 / `importance_limit` and "
-        "`importance_limit`.",
+        "`importance_limit` (Yao et al. 2025); `mask`: w itself between 1 / `importance_limit` and "
+        "`importance_limit`, and 0 outside.",
     )
     importance_limit: float = Field(2.0, gt=1, description="See `importance`.")
     abandoned: Literal["train", "exclude"] = Field(
@@ -208,7 +208,7 @@ class EvaluationConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Weights, optimizer, random state and cursor."""
+    """Weights, optimizer and cursor."""
 
     every_steps: Positive = Field(10, description="Save each so many steps; the last step is always saved.")
     keep: int = Field(2, ge=2, description="How many to keep; at least two, so that a damaged one has one before it.")

@@ -246,6 +246,7 @@ class Learner:
             "train/loss": last.metrics["loss"],
             "train/ratio_mean": last.metrics["ratio"],
             "train/clip_fraction": last.metrics["clipped"],
+            "train/clip_fraction_on_policy": first.metrics["clipped_on_policy"],
             "train/entropy": last.metrics["entropy"],
             "train/logprob_gap_mean": first.metrics["gap"],
             "train/logprob_gap_max": first.metrics["gap_max"],

@@ -52,11 +52,18 @@ METRICS = (
     Metric("train/loss", "nats", "Sum over trained tokens of weight x clipped surrogate, last epoch."),
     Metric("train/ratio_mean", "ratio", "Mean over trained tokens of pi(token) / behaviour(token)."),
     Metric("train/clip_fraction", "ratio", "Share of trained tokens where the clipped term is the smaller one."),
+    Metric(
+        "train/clip_fraction_on_policy",
+        "ratio",
+        "Share clipped, as above, of the trained tokens that the policy before the step sampled itself, before the "
+        "first update: what the gap of logprobs costs. Left out where all tokens are older.",
+    ),
     Metric("train/entropy", "nats", "Mean over trained tokens of the policy's entropy at that position."),
     Metric(
         "train/logprob_gap_mean",
         "nats",
-        "Mean of |trainer's logprob - engine's logprob| over trained tokens, before the first update of the step.",
+        "Mean of |trainer's logprob - engine's logprob| over trained tokens, before the first update of the step: "
+        "rounding alone where no token is stale.",
     ),
     Metric("train/logprob_gap_max", "nats", "Largest such difference."),
     Metric(
@@ -64,7 +71,11 @@ METRICS = (
         "ratio",
         "Mean over trained tokens of pi(before the step) / behaviour, of the token or its reply; where corrected.",
     ),
-    Metric("train/importance_limited", "ratio", "Share of trained tokens whose ratio was truncated or masked."),
+    Metric(
+        "train/importance_limited",
+        "ratio",
+        "Share of trained tokens whose ratio was truncated to `importance_limit`, or masked: weight 0.",
+    ),
     Metric("train/grad_norm", "1", "Global L2 norm of the gradient before clipping."),
     Metric("train/updates_skipped", "updates", "Updates left out because their gradient was not finite."),
     Metric("train/learning_rate", "1", "Learning rate of the update."),

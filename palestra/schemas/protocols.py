@@ -66,7 +66,10 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepReport:
-    """What one `forward_backward` saw. Means are over trained tokens."""
+    """What one `forward_backward` saw. Means are over trained tokens.
+
+    `clipped_on_policy` among the metrics is over those that the trainer's present version sampled; NaN where none are.
+    """
 
     rows: int
     trained_tokens: int

@@ -81,13 +81,14 @@ class MicroBatch:
     def targets(self) -> dict[str, Tensor]:
         """For each trained token, in order of the samples: the node that predicts it, and what the loss needs."""
         columns: dict[str, list[NDArray[np.generic]]] = {
-            name: [] for name in ("source", "target", "behaviour", "advantage", "weight", "temperature")
+            name: [] for name in ("source", "target", "behaviour", "version", "advantage", "weight", "temperature")
         }
         for sample, offset, path in self.samples:
             trained = np.flatnonzero(sample.loss_mask)
             columns["source"].append(path[trained - 1] + offset)
             columns["target"].append(sample.ids[trained].astype(np.int64))
             columns["behaviour"].append(sample.logprobs[trained])
+            columns["version"].append(sample.versions[trained])
             columns["advantage"].append(sample.advantages[trained])
             columns["weight"].append(sample.weights[trained])
             columns["temperature"].append(sample.temperatures[trained])

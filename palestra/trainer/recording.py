@@ -68,6 +68,7 @@ class RecordingTrainer:
                     "entropy": 0.0,
                     "ratio": 1.0,
                     "clipped": 0.0,
+                    "clipped_on_policy": 0.0,
                     "gap": 0.0,
                     "gap_max": 0.0,
                 },

@@ -54,11 +54,13 @@ class TorchTrainer:
         self._config, self._max_grad_norm, self._keep = config, optimizer.max_grad_norm, checkpoints.keep
         self._parameters = model.named_parameters()
         self._optimizer = torch.optim.AdamW(
-            [p for _, p in self._parameters],
+            [  # weights of norms and biases do not decay, as in the Trainer of transformers
+                {"params": [p for _, p in self._parameters if p.ndim >= 2], "weight_decay": optimizer.weight_decay},
+                {"params": [p for _, p in self._parameters if p.ndim < 2], "weight_decay": 0.0},
+            ],
             lr=optimizer.learning_rate,
             betas=optimizer.betas,
             eps=optimizer.epsilon,
-            weight_decay=optimizer.weight_decay,
             fused=True,
         )
         self._device = self._parameters[0][1].device
@@ -155,8 +157,10 @@ class TorchTrainer:
                 totals[name] = totals.get(name, torch.zeros(())) + value
             computed += micro.tokens
             trained += int(sum(sample.loss_mask.sum() for sample, _, _ in micro.samples))
-        metrics = {name: float(value) / max(trained, 1) for name, value in totals.items() if name != "loss"}
-        metrics |= {"loss": float(totals.get("loss", 0.0)), "gap_max": gap_max}
+        loss_sum, fresh, fresh_clipped = (float(totals.pop(n, 0.0)) for n in ("loss", "fresh", "fresh_clipped"))
+        metrics = {name: float(value) / max(trained, 1) for name, value in totals.items()}
+        metrics |= {"loss": loss_sum, "gap_max": gap_max}
+        metrics["clipped_on_policy"] = fresh_clipped / fresh if fresh else math.nan
         return StepReport(
             rows=len(batch),
             trained_tokens=trained,
@@ -197,8 +201,11 @@ class TorchTrainer:
             total = (losses * targets["weight"]).sum()
         total.backward()  # type: ignore[no-untyped-call]
         gap = (logprobs.detach() - targets["behaviour"]).abs()
+        fresh = (targets["version"] == targets["version"].new_tensor(self._version)).all(dim=1)
         sums = {name: values.sum() for name, values in report.items()}
         return sums | {
+            "fresh": fresh.sum(),
+            "fresh_clipped": report["clipped"][fresh].sum(),
             "loss": total.detach(),
             "entropy": entropy.sum(),
             "gap": gap.sum(),
@@ -255,9 +262,9 @@ class TorchTrainer:
         return OptimReport(learning_rate=learning_rate, grad_norm=norm if finite else 0.0, applied=finite)
 
     def _fill(self, folder: Path) -> None:
-        """Write weights, tokenizer, optimizer and random state into a checkpoint's folder."""
+        """Write weights, tokenizer and optimizer into a checkpoint's folder."""
         self._model.save(folder, self._tokenizer)
-        tensors = {"rng": torch.get_rng_state()}
+        tensors: dict[str, Tensor] = {}
         number = 0
         for name, parameter in self._parameters:
             for key, value in self._optimizer.state.get(parameter, {}).items():
@@ -279,7 +286,6 @@ class TorchTrainer:
         optimizer: dict[str, Tensor] = {}
         for file in sorted(path.glob(_OPTIMIZER_FILE.format("*"))):
             optimizer |= safetensors.torch.load_file(file)
-        torch.set_rng_state(optimizer.pop("rng"))
         moments: dict[str, dict[str, Tensor]] = {}
         for key, value in optimizer.items():
             kind, _, name = key.partition(".")
@@ -289,10 +295,20 @@ class TorchTrainer:
                 raise CheckpointError(f"{path} has no weight {name} of shape {tuple(parameter.shape)}: another model")
             with torch.no_grad():
                 parameter.copy_(weights[name])
-            if name in moments:
-                self._optimizer.state[parameter] = moments[name]
+        self._restore_optimizer(moments)
         self._version = PolicyVersion(int(state["incarnation"]), int(state["n"]))
         return state
+
+    def _restore_optimizer(self, moments: Mapping[str, dict[str, Tensor]]) -> None:
+        """Give the optimizer the state of each parameter, by name, as read from a checkpoint on the CPU.
+
+        The optimizer itself moves it to where its parameter is, and `step` to where a fused update reads it.
+        """
+        state = self._optimizer.state_dict()
+        names = {parameter: name for name, parameter in self._parameters}
+        ordered = [names[parameter] for group in self._optimizer.param_groups for parameter in group["params"]]
+        state["state"] = {number: moments[name] for number, name in enumerate(ordered) if name in moments}
+        self._optimizer.load_state_dict(state)
 
 
 def _call(function: Callable[..., Any], *arguments: Tensor, again: bool) -> Any:

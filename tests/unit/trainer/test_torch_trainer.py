@@ -167,6 +167,19 @@ async def test_what_was_seen_is_counted_exactly():
     assert report.forward_tokens == report.flat_tokens - 15 - 11 - 11 - 7
 
 
+async def test_clipping_is_also_counted_of_the_tokens_that_the_present_policy_sampled():
+    samples = batch_of_two_groups()
+    async with training() as trainer:
+        first = await trainer.forward_backward("policy", samples, LOSS, "1")
+        assert first.metrics["clipped_on_policy"] == first.metrics["clipped"]  # all are of version 0.0
+        older = [replace(s, versions=np.where(s.loss_mask[:, None], -1, s.versions)) for s in samples[1:]]
+        mixed = await trainer.forward_backward("policy", [samples[0], *older], LOSS, "2")
+        alone = await trainer.forward_backward("policy", samples[:1], LOSS, "3")
+        assert mixed.metrics["clipped_on_policy"] == alone.metrics["clipped"] != first.metrics["clipped"]
+        stale = await trainer.forward_backward("policy", older, LOSS, "4")
+        assert math.isnan(stale.metrics["clipped_on_policy"])
+
+
 async def gradients_with(**config) -> dict[str, torch.Tensor]:
     async with training(**config) as trainer:
         report = await trainer.forward_backward("policy", batch_of_two_groups(), LOSS, "1")
@@ -276,7 +289,8 @@ async def test_an_update_is_adamw_on_the_clipped_gradient():
                 second[name] = 0.9 * second[name] + 0.1 * g**2
                 step = first[name] / (1 - 0.8**number)
                 step = step / ((second[name] / (1 - 0.9**number)).sqrt() + 1e-6)
-                wanted[name] = wanted[name] * (1 - rate * 0.1) - rate * step
+                decay = 0.1 if g.ndim >= 2 else 0.0  # norms and biases do not decay
+                wanted[name] = wanted[name] * (1 - rate * decay) - rate * step
             assert gradients(trainer) == {}
         assert norm > 0.5  # it was clipped
         for name, found in weights(trainer).items():
@@ -368,15 +382,45 @@ async def test_saving_changes_nothing_for_the_run_that_goes_on(tmp_path):
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-async def test_the_random_state_is_part_of_a_checkpoint(tmp_path):
-    with torch.random.fork_rng(devices=[]):
-        async with training() as trainer:
-            torch.manual_seed(5)
-            await trainer.save(tmp_path, {"step": 1}, "save")
-            wanted = torch.rand(3)
-            torch.manual_seed(6)
-            await trainer.load(tmp_path)
-            assert torch.equal(torch.rand(3), wanted)
+async def test_equal_runs_write_equal_checkpoints_whatever_random_numbers_others_drew(tmp_path):
+    for number in range(2):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(number)
+            async with training() as trainer:
+                await step(trainer, 0)
+                await trainer.save(tmp_path / str(number), {"step": 1}, "save")
+    one, two = (
+        {file.name: file.read_bytes() for file in (tmp_path / str(number) / "step-000001").iterdir()}
+        for number in range(2)
+    )
+    assert one == two
+
+
+async def test_optimizer_state_is_put_where_its_parameter_is(tmp_path):
+    """A checkpoint is read on the CPU, and parameters may be elsewhere: here on the meta device, and in float64."""
+    async with training() as trainer:
+        await step(trainer, 0)
+        wanted = everything(trainer)
+        await trainer.save(tmp_path, {"step": 1}, "save")
+    async with training() as trainer:
+        moved = {}
+        for number, (name, parameter) in enumerate(trainer._parameters):
+            if number in (0, 1, 2):  # matrices, and in both of the optimizer's groups one parameter stays
+                placed = parameter.double() if number == 2 else parameter.to("meta")
+                moved[parameter] = torch.nn.Parameter(placed.detach())
+                trainer._parameters[number] = (name, moved[parameter])
+        for group in trainer._optimizer.param_groups:
+            group["params"] = [moved.get(parameter, parameter) for parameter in group["params"]]
+        await trainer.load(tmp_path)
+        for name, parameter in trainer._parameters:
+            state = trainer._optimizer.state[parameter]
+            assert state.keys() == {"step", "exp_avg", "exp_avg_sq"}
+            assert {tensor.device for tensor in state.values()} == {parameter.device}  # fused: `step`, too
+            assert state["step"].dtype == torch.float32
+            for key in ("exp_avg", "exp_avg_sq"):
+                assert state[key].dtype == parameter.dtype
+                if parameter.device.type == "cpu":
+                    assert torch.equal(state[key].float(), wanted[f"{key} {name}"])
 
 
 async def test_incarnations_are_part_of_a_checkpoint(tmp_path):
