@@ -221,7 +221,9 @@ class EngineConfig(Section):
         "embedded",
         description="`embedded`: transformers, in this process; `scripted`: fixed replies, for tests.",
     )
-    dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="Precision of the engine's weights.")
+    dtype: Literal["bfloat16", "float32"] = Field(
+        "bfloat16", description="Precision of the engine's products, weights, keys and values."
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="`auto`: the GPU, if there is one.")
     threads: Positive | None = Field(None, description="CPU threads for arithmetic. None: all cores.")
     max_batch: Annotated[int, Field(ge=2)] = Field(64, description="Sequences that are decoded at the same time.")
@@ -248,9 +250,7 @@ class EngineConfig(Section):
 class TrainerConfig(Section):
     """How gradients are computed."""
 
-    dtype: Literal["bfloat16", "float32"] = Field(
-        "bfloat16", description="Compute precision (autocast); weights are float32."
-    )
+    dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="Precision of products; weights are float32.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="`auto`: the GPU, if there is one.")
     threads: Positive | None = Field(None, description="CPU threads for arithmetic. None: all cores.")
     micro_batch_tokens: Positive | None = Field(
