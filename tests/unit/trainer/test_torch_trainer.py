@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import math
 import threading
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from palestra.algorithms.grpo import ClippedSurrogate
+from palestra.algorithms.importance import correct
 from palestra.config import CheckpointConfig, OptimizerConfig, TrainerConfig
 from palestra.errors import CheckpointError
 from palestra.models.catalog import model_folder
@@ -178,6 +180,43 @@ async def test_clipping_is_also_counted_of_the_tokens_that_the_present_policy_sa
         assert mixed.metrics["clipped_on_policy"] == alone.metrics["clipped"] != first.metrics["clipped"]
         stale = await trainer.forward_backward("policy", older, LOSS, "4")
         assert math.isnan(stale.metrics["clipped_on_policy"])
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+async def test_importance_is_applied_once_in_each_epoch_beside_the_ratio_to_the_policy_before_the_step(
+    sharp_reference, mode
+):
+    """Written out: w = pi_old / mu, fixed for the step; the clipped ratio is pi / pi_old, in the second epoch, too."""
+    limit = 1.5
+    async with training() as trainer:
+        samples = [replace(s, episode_id=f"e{n}") for n, s in enumerate(batch_of_two_groups()[:3])]
+        old = await trainer.logprobs("policy", samples, "old")
+        noise = np.random.default_rng(1).normal(0, 0.8 if mode.startswith("token") else 0.4, 100).astype(np.float32)
+        samples = [replace(s, logprobs=now + noise[: len(now)]) for s, now in zip(samples, old, strict=True)]
+        corrected = correct(samples, old, mode, limit).samples
+        await trainer.forward_backward("policy", corrected, LOSS, "first")
+        await trainer.optim_step("policy", 2e-2, "update")
+        await trainer.forward_backward("policy", corrected, LOSS, "second")
+        found, now_weights = gradients(trainer), weights(trainer)
+    reference = copy.deepcopy(sharp_reference)
+    reference.load_state_dict(now_weights, strict=False)
+    total, clipped, bounded = torch.zeros(()), 0, 0
+    for sample, before in zip(samples, old, strict=True):
+        t = torch.tensor(np.flatnonzero(sample.loss_mask))
+        ids = torch.tensor(sample.ids.astype(np.int64))
+        scores = (reference(ids[None]).logits[0] / float(sample.temperatures[t[0]])).log_softmax(-1)
+        pi, pi_old, mu = scores[t - 1, ids[t]], torch.tensor(before)[t], torch.tensor(sample.logprobs)[t]
+        w = (pi_old - mu).exp() if mode.startswith("token") else (pi_old - mu).sum().exp().expand(len(t))
+        outside = (w > limit) | ((w < 1 / limit) & mode.endswith("mask"))
+        w = w.masked_fill(outside, 0.0 if mode.endswith("mask") else limit)
+        ratio, a = (pi - pi_old).exp(), float(sample.advantages[t[0]])
+        surrogate = torch.minimum(ratio * a, ratio.clamp(0.8, 1.3) * a)
+        clipped, bounded = clipped + int((surrogate < ratio * a).sum()), bounded + int(outside.sum())
+        total = total - (w * surrogate * float(sample.weights[t[0]])).sum()
+    total.backward()
+    assert clipped > 0
+    assert bounded > 0
+    close(found, {name: p.grad for name, p in reference.named_parameters()}, 1e-4)
 
 
 async def gradients_with(**config) -> dict[str, torch.Tensor]:
