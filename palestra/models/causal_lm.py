@@ -230,12 +230,15 @@ class CausalLM:
 
 def _sharpened(logits: Tensor, hidden: Tensor, head: nn.Linear, dtype: torch.dtype) -> Tensor:
     """Replace, in place, the largest logits of each row, [M, V], by those of a float32 product with rounded weights."""
+    bias = dict(head.named_parameters()).get("bias")
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
         largest = logits.topk(min(EXACT_LOGITS, logits.shape[1]), dim=-1).indices
         pieces = []
-        for rows, tokens in zip(hidden.float().split(_EXACT_ROWS), largest.split(_EXACT_ROWS), strict=True):
+        for rows, tokens in zip(
+            torch.split(hidden.float(), _EXACT_ROWS), torch.split(largest, _EXACT_ROWS), strict=True
+        ):
             exact = (head.weight[tokens].to(dtype).float() * rows.unsqueeze(1)).sum(dim=-1)
-            pieces.append(exact if head.bias is None else exact + head.bias[tokens].float())
+            pieces.append(exact if bias is None else exact + bias[tokens].float())
         lacking = torch.cat(pieces) - logits.gather(1, largest) if pieces else logits.new_zeros(largest.shape)
     return logits.scatter_add_(1, largest, lacking)
 
