@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from palestra.cli.episode_list import episode_lines
+from palestra.cli.episode_text import conversation
 from palestra.cli.episode_tree import call_tree
 from palestra.cli.options import command, run_folder
 from palestra.config import AlgorithmConfig, JobConfig
-from palestra.ledger.browsing import EpisodeSummary, EpisodeView, browse, list_episodes, read_episode
+from palestra.ledger.browsing import EpisodeView, browse, list_episodes, read_episode
+from palestra.schemas.states import EpisodeState
 from palestra.trajectory import TokenRow, TokenTrie, calls_of_final_answers, rows_of
+
+FOLDED = 40  # characters that stand for the tokens of a prompt
 
 
 def add(commands: Any) -> None:
@@ -26,59 +33,50 @@ def add(commands: Any) -> None:
         run,
         "list a run's episodes, or show one token by token",
         "  palestra episodes runs/addition --kind validation --limit 10\n"
-        "  palestra episodes runs/addition train-000012-03",
+        "  palestra episodes runs/addition --claimed            # who holds what, and since when\n"
+        "  palestra episodes runs/addition train-000012-03\n"
+        "  palestra episodes runs/addition train-000012-03 --text   # the conversation, as it was",
     )
     parser.add_argument("run_dir", metavar="RUN", type=Path, help="the run's folder")
     parser.add_argument("episode", metavar="ID", nargs="?", help="an episode's id, as the list shows it")
     parser.add_argument("--kind", choices=["train", "validation", "adhoc"], help="only these")
     parser.add_argument("--state", choices=["registered", "claimed", "completed", "discarded"], help="only these")
+    parser.add_argument(
+        "--claimed", dest="state", action="store_const", const="claimed", help="those that a worker holds now"
+    )
     parser.add_argument("--limit", type=int, default=40, help="newest so many (default 40)")
+    parser.add_argument("--text", action="store_true", help="of one episode: its conversation as plain text")
+    parser.add_argument(
+        "--unfold", action="store_true", help="of one episode: every token of the prompts, in a line of its own"
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Read the run store; a running job is not disturbed."""
     folder, config = run_folder(arguments.run_dir)
-    console = Console(highlight=False, soft_wrap=arguments.episode is not None)
+    console = Console(highlight=False, soft_wrap=True)
     with browse(folder / "run.db") as connection:
         if arguments.episode is None:
             rows = list_episodes(connection, arguments.kind, arguments.state, arguments.limit)
-            console.print(_list(rows))
+            for line in episode_lines(rows, time.time(), console.width if console.is_terminal else None):
+                console.print(line)
+            return
+        view = read_episode(connection, arguments.episode)
+        if arguments.text:
+            console.print(conversation(view.trajectory))
         else:
-            _show(console, read_episode(connection, arguments.episode), config.algorithm, _token_text(config))
+            _show(console, view, config.algorithm, _token_text(config), arguments.unfold)
 
 
-def _list(rows: Sequence[EpisodeSummary]) -> Table | str:
-    if not rows:
-        return "no such episodes"
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    forks = ["forks"] if any(row.forks for row in rows) else []
-    for name in ("episode", "task", "state", "reward", "calls", "tokens", "attempts", *forks, "note"):
-        right = name in ("reward", "calls", "tokens", "attempts")
-        width = {"episode": 17, "task": 8, "state": 9, "note": 4}.get(name, len(name))
-        justify: Literal["right", "left"] = "right" if right else "left"
-        table.add_column(name, justify=justify, no_wrap=True, overflow="ellipsis", min_width=width)
-    for row in rows:
-        reward = "" if row.reward is None else f"{row.reward:.3g}"
-        note = row.reason or ", ".join(f"{k}={v!r}" for k, v in row.metadata.items())
-        table.add_row(
-            Text(row.episode_id),
-            Text(row.task_id[:24]),
-            row.state,
-            reward,
-            str(row.calls),
-            str(row.completion_tokens),
-            str(row.attempts),
-            *([", ".join(f"{n} {reason.value.replace('_', ' ')}" for reason, n in row.forks.items())] if forks else []),
-            Text(note[:60]),
-        )
-    return table
-
-
-def _show(console: Console, view: EpisodeView, algorithm: AlgorithmConfig, text_of: Callable[[int], str]) -> None:
+def _show(
+    console: Console, view: EpisodeView, algorithm: AlgorithmConfig, text_of: Callable[[int], str], unfold: bool
+) -> None:
     trajectory, episode = view.trajectory, view.trajectory.episode
     reward = "none" if episode.reward is None else f"{episode.reward:g}"
     console.print(f"[bold]{episode.episode_id}[/]  {episode.state}  reward {reward}  attempts {episode.attempts}")
     console.print(Text(f"task {episode.task.task_id}: {episode.task.data}"))
+    if episode.state is EpisodeState.CLAIMED:
+        console.print(Text(f"held by {episode.worker_id}"))
     if episode.metadata:
         console.print(Text(f"metadata: {episode.metadata}"))
     trained, why = _fate(view)
@@ -91,7 +89,7 @@ def _show(console: Console, view: EpisodeView, algorithm: AlgorithmConfig, text_
     console.print(call_tree(trajectory, trie, set(trie.chats) - kept))
     for number, row in enumerate(rows_of(trie, kept), 1):
         console.print(f"\n[bold]row {number}[/]: {len(row.ids)} tokens, {int(row.sampled.sum())} sampled")
-        console.print(_tokens(row, trained, text_of))
+        console.print(_tokens(row, trained, text_of, unfold))
 
 
 def _fate(view: EpisodeView) -> tuple[bool, str]:
@@ -106,23 +104,36 @@ def _fate(view: EpisodeView) -> tuple[bool, str]:
     return True, f"trained in step {view.step}; rewards of its group: {', '.join(f'{r:g}' for r in view.group_rewards)}"
 
 
-def _tokens(row: TokenRow, trained: bool, text_of: Callable[[int], str]) -> Table:
+def _tokens(row: TokenRow, trained: bool, text_of: Callable[[int], str], unfold: bool) -> Table:
+    """A line for each sampled token; the others in one line a run of them, unless `unfold`."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("place", "id", "text", "logprob", "loss", "version"):
         table.add_column(name, justify="left" if name in ("text", "loss") else "right")
-    for place, token in enumerate(row.ids.tolist()):
-        sampled = bool(row.sampled[place])
-        loss = "masked" if not sampled else ("trained" if trained else "sampled")
-        table.add_row(
-            str(place),
-            str(token),
-            Text(repr(text_of(token))[1:-1]),
-            f"{row.logprobs[place]:.4f}" if sampled else "",
-            loss,
-            ".".join(map(str, row.versions[place])) if sampled else "",
-            style=None if sampled else "dim",
-        )
+    ids = row.ids.tolist()
+    for sampled, run in groupby(range(len(ids)), key=lambda place: bool(row.sampled[place])):
+        places = list(run)
+        if not sampled and not unfold and len(places) > 1:
+            text = _shortened("".join(text_of(ids[place]) for place in places))
+            where = f"{places[0]}-{places[-1]}"
+            table.add_row(where, "", Text(text), "", f"{len(places)} masked", "", style="dim")
+            continue
+        for place in places:
+            table.add_row(
+                str(place),
+                str(ids[place]),
+                Text(repr(text_of(ids[place]))[1:-1]),
+                f"{row.logprobs[place]:.4f}" if sampled else "",
+                "masked" if not sampled else ("trained" if trained else "sampled"),
+                ".".join(map(str, row.versions[place])) if sampled else "",
+                style=None if sampled else "dim",
+            )
     return table
+
+
+def _shortened(text: str) -> str:
+    """The two ends of a text, in one line."""
+    shown = repr(text)[1:-1]
+    return shown if len(shown) <= FOLDED else f"{shown[: FOLDED // 2 - 1]} … {shown[-(FOLDED // 2 - 2) :]}"
 
 
 def _token_text(config: JobConfig) -> Callable[[int], str]:

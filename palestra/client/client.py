@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import threading
+import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import httpx2
 
 from palestra.client.episode import Episode
-from palestra.client.exchange import Reply, Settings, exchange
+from palestra.client.exchange import Action, Reply, Settings, send_call
+from palestra.client.heartbeats import Heartbeats, renewed
 from palestra.client.protocol import (
     Call,
     abort_call,
@@ -23,12 +24,15 @@ from palestra.client.protocol import (
     push_calls,
     read_claim,
 )
-from palestra.errors import ClaimOver, InvalidRequest, JobOver
+from palestra.errors import ClaimOver, Conflict, InvalidRequest, JobOver, PalestraError
 from palestra.threads import in_thread
 
+log = logging.getLogger("palestra.client")
+T = TypeVar("T")
 _Reward = float | Mapping[str, float]
 Find = Callable[[], tuple[str, str]]  # returns a data plane's URL and key, now; it may block, and raises JobOver
 _LIMITS = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
+GIVE_BACK_SECONDS = 5.0  # how long a block that failed tries to give its episode back; else the lease runs out
 
 
 class AsyncClient:
@@ -87,7 +91,7 @@ class AsyncClient:
         await self._send(abort_call(episode, reason, discard))
 
     async def heartbeat(self, episode: Episode) -> None:
-        """Renew the lease; needed only while an episode makes no other call for long."""
+        """See `Client.heartbeat`."""
         await self._send(heartbeat_call(episode))
 
     async def push_tasks(
@@ -101,17 +105,22 @@ class AsyncClient:
     async def episode(self) -> AsyncIterator[Episode | None]:
         """See `Client.episode`."""
         episode = await self.begin_episode()
+        if episode is None:
+            yield None
+            return
         try:
-            yield episode
+            async with renewed(self.heartbeat, episode):
+                yield episode
+                await self.end_episode(episode, _reward_of(episode), metadata=episode.metadata)
         except BaseException as error:
-            if episode is not None:
-                await self.abort_episode(episode, f"{type(error).__name__}: {error}")
+            try:
+                await self._send(abort_call(episode, _reason(error), discard=False), GIVE_BACK_SECONDS)
+            except PalestraError as problem:
+                _not_given_back(episode, problem)
             raise
-        if episode is not None:
-            await self.end_episode(episode, _reward_of(episode), metadata=episode.metadata)
 
-    async def _send(self, call: Call) -> Any:
-        steps = exchange(self._settings, call)
+    async def _send(self, call: Call[Any], retry_seconds: float | None = None) -> Any:
+        steps = send_call(self._settings, call, retry_seconds)
         reply: Reply = None
         try:
             while True:
@@ -122,11 +131,11 @@ class AsyncClient:
                     continue
                 url = self._settings.url
                 try:
-                    reply = await self._http.post(**action)
-                except httpx2.TransportError as error:
+                    reply = await self._http.request(**action)
+                except httpx2.RequestError as error:
                     reply = error
                     if await self._has_moved(url):
-                        steps, reply = exchange(self._settings, call), None
+                        steps, reply = send_call(self._settings, call, retry_seconds), None
         except StopIteration as end:
             return end.value
 
@@ -137,12 +146,17 @@ class AsyncClient:
         async with self._finding:
             if self._settings.url == url:
                 found, key = await in_thread(self._find)
-                self._settings.url, self._settings.key = found.rstrip("/"), key
+                self._settings.move(found, key)
         return self._settings.url != url
 
 
 class Client:
-    """Synchronous client; safe to share between threads. Keeps the leases of its episodes alive in the background."""
+    """Synchronous client; safe to share between threads.
+
+    An episode belongs to the client that claimed it while its lease is renewed: by the server during each model call
+    of the episode, by `with client.episode()` as long as the block is open, and by `heartbeat`. An episode of which
+    nothing is heard for the time of its lease (`rollout.lease_seconds`) is given to another worker.
+    """
 
     def __init__(
         self,
@@ -158,17 +172,15 @@ class Client:
             url: as `palestra run` prints it, e.g. `http://127.0.0.1:7411`.
             api_key: the job's key; None: the environment variable PALESTRA_API_KEY.
             worker_id: a name to be recorded with each episode.
-            retry_seconds: how long to try when the server can't be reached, for instance while it restarts.
+            retry_seconds: how long to try when the server can't be reached, for instance while it restarts. The first
+                failure, and the server's return, are logged as warnings of the logger `palestra.client`.
 
         Raises:
-            ConfigError: no key.
+            ConfigError: no key, or a URL that can be none of a data plane.
         """
         self._settings = Settings(url, api_key, worker_id, retry_seconds)
         self._http = httpx2.Client(limits=_LIMITS)
-        self._live: dict[str, Episode] = {}
-        self._lock = threading.Lock()
-        self._stop = threading.Event()
-        self._heart: threading.Thread | None = None
+        self._heartbeats = Heartbeats(lambda episode: self._send(heartbeat_call(episode), retry_seconds=0.0))
 
     def __enter__(self) -> Self:
         return self
@@ -180,13 +192,14 @@ class Client:
 
     def close(self) -> None:
         """Close the connections and stop the heartbeats."""
-        self._stop.set()
-        if self._heart is not None:
-            self._heart.join()
+        self._heartbeats.close()
         self._http.close()
 
     def begin_episode(self, *, allow_discard_timeout: float | None = None) -> Episode | None:
         """Claim the next episode, waiting for one; None when the job is over.
+
+        Only the episode's own calls renew its lease then: prefer `with client.episode()`, or call `heartbeat` where
+        more than the lease passes between two calls.
 
         Args:
             allow_discard_timeout: seconds without any sign of life after which the episode is given to another
@@ -202,8 +215,6 @@ class Client:
             except ClaimOver:
                 continue
             episode, finished = read_claim(answer)
-            if episode is not None:
-                self._keep_alive(episode)
             if episode is not None or finished:
                 return episode
 
@@ -221,13 +232,19 @@ class Client:
             Conflict: the episode was given to another worker, or ended before with another reward.
             InvalidRequest: the reward is not a finite number.
         """
-        self._forget(episode)
         self._send(end_call(episode, reward, step_rewards, metadata))
 
     def abort_episode(self, episode: Episode, reason: str = "", *, discard: bool = False) -> None:
         """Give the episode back without a reward: something failed that is not the policy's doing."""
-        self._forget(episode)
         self._send(abort_call(episode, reason, discard))
+
+    def heartbeat(self, episode: Episode) -> None:
+        """Renew the lease; needed only outside of a `with` block, where an episode makes no call for long.
+
+        Raises:
+            EpisodeLeaseExpired, EpisodeEnded: the episode is not this client's any more.
+        """
+        self._send(heartbeat_call(episode))
 
     def push_tasks(self, train: Sequence[Mapping[str, Any]], validation: Sequence[Mapping[str, Any]] = ()) -> None:
         """Give the job its tasks, all at once; the same again changes nothing. A key `id` names a task."""
@@ -236,66 +253,62 @@ class Client:
 
     @contextmanager
     def episode(self) -> Iterator[Episode | None]:
-        """Claim an episode for a `with` block; set `episode.reward` inside it. An exception gives it back.
+        """Claim an episode for a `with` block; set `episode.reward` inside it. None when the job is over.
 
-        None when the job is over.
+        The lease is renewed as long as the block is open. Its end hands in the reward; an exception, KeyboardInterrupt
+        and SystemExit too, gives the episode back for another attempt, and goes on.
+
+        Raises:
+            InvalidRequest: the block has ended without a reward; the episode was given back.
         """
         episode = self.begin_episode()
+        if episode is None:
+            yield None
+            return
         try:
-            yield episode
+            with self._heartbeats.of(episode):
+                yield episode
+                self.end_episode(episode, _reward_of(episode), metadata=episode.metadata)
         except BaseException as error:
-            if episode is not None:
-                self.abort_episode(episode, f"{type(error).__name__}: {error}")
+            try:
+                self._send(abort_call(episode, _reason(error), discard=False), GIVE_BACK_SECONDS)
+            except PalestraError as problem:
+                _not_given_back(episode, problem)
             raise
-        if episode is not None:
-            self.end_episode(episode, _reward_of(episode), metadata=episode.metadata)
 
-    def _keep_alive(self, episode: Episode) -> None:
-        with self._lock:
-            self._live[episode.episode_id] = episode
-            if self._heart is None:
-                self._heart = threading.Thread(target=self._beat, name="palestra-heartbeat", daemon=True)
-                self._heart.start()
+    def _send(self, call: Call[Any], retry_seconds: float | None = None) -> Any:
+        return drive(self._http, send_call(self._settings, call, retry_seconds))
 
-    def _forget(self, episode: Episode) -> None:
-        with self._lock:
-            self._live.pop(episode.episode_id, None)
 
-    def _beat(self) -> None:
-        """Renew all leases three times a period. One that is lost is dropped: its next call says what happened."""
-        pause = 1.0
-        while not self._stop.wait(pause):
-            with self._lock:
-                live = list(self._live.values())
-            pause = max(0.1, min((e.lease_seconds for e in live), default=3.0) / 3)
-            for episode in live:
-                call = heartbeat_call(episode)
-                try:
-                    response = self._http.post(**self._settings.request(call))
-                except (
-                    httpx2.TransportError,
-                    RuntimeError,
-                ):  # not reachable now; tried again at the next beat
-                    continue
-                if response.status_code in (404, 409):
-                    self._forget(episode)
+def drive(http: httpx2.Client, steps: Generator[Action, Reply, T]) -> T:
+    """Do what an exchange says, and return its result."""
+    reply: Reply = None
+    try:
+        while True:
+            action = steps.send(reply)
+            if isinstance(action, float):
+                time.sleep(action)
+                reply = None
+                continue
+            try:
+                reply = http.request(**action)
+            except httpx2.RequestError as error:
+                reply = error
+    except StopIteration as end:
+        result: T = end.value
+        return result
 
-    def _send(self, call: Call) -> Any:
-        steps = exchange(self._settings, call)
-        reply: Reply = None
-        try:
-            while True:
-                action = steps.send(reply)
-                if isinstance(action, float):
-                    time.sleep(action)
-                    reply = None
-                    continue
-                try:
-                    reply = self._http.post(**action)
-                except httpx2.TransportError as error:
-                    reply = error
-        except StopIteration as end:
-            return end.value
+
+def _reason(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _not_given_back(episode: Episode, problem: PalestraError) -> None:
+    """Only said: what the block raised is what its user has to see, and the lease ends by itself."""
+    if isinstance(problem, Conflict):
+        log.info("episode %s is not this client's any more: %s", episode.episode_id, problem)
+    else:
+        log.warning("episode %s was not given back, its lease runs out instead: %s", episode.episode_id, problem)
 
 
 def _reward_of(episode: Episode) -> _Reward:

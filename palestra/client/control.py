@@ -5,7 +5,6 @@ from __future__ import annotations
 import codecs
 import contextlib
 import json
-import logging
 import os
 import random
 import time
@@ -16,16 +15,15 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 import httpx2
+from pydantic import TypeAdapter
 
-from palestra.client.client import Client
-from palestra.client.exchange import problem_of
+from palestra.client.client import Client, drive
+from palestra.client.exchange import Endpoint, checked_key, checked_url, exchange, trouble_of
 from palestra.errors import ConfigError, ConnectionLost, JobOver, NotFound
 from palestra.schemas.control_wire import ArtifactView, ChangeView, JobList, JobView, ResourcesBody, ServerView
 
-log = logging.getLogger("palestra.control")
 OVER = ("completed", "failed", "cancelled")
-PAUSE_SECONDS = 5.0  # the longest between two tries
-RETRIED = (429, 502, 503, 504)
+SAFE_METHODS = ("GET", "PUT", "PATCH", "DELETE")  # and POST with an idempotency key
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +36,7 @@ class JobEvent:
 
 
 class ControlClient:
-    """Talks to `palestra serve`. Every call is safe to send again, and is, for up to `retry_seconds`."""
+    """Talks to `palestra serve`. A request that is safe to send again is, for up to `retry_seconds`."""
 
     def __init__(self, url: str | None = None, key: str | None = None, *, retry_seconds: float = 60.0) -> None:
         """`url` and `key`: None: the variables PALESTRA_URL and PALESTRA_KEY.
@@ -49,17 +47,21 @@ class ControlClient:
         url = url or os.environ.get("PALESTRA_URL")
         if not url:
             raise ConfigError("no control plane: give its URL, or set the variable PALESTRA_URL")
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"{url!r} is no URL of a control plane; it begins with http:// or https://")
-        key = key or os.environ.get("PALESTRA_KEY", "")
-        if not (key.isascii() and key.isprintable()):
-            raise ConfigError("the key has characters that no key has; copy it anew into PALESTRA_KEY")
+        url = checked_url(url, "http://127.0.0.1:7400")
+        key = checked_key(key or os.environ.get("PALESTRA_KEY", ""))
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        self.url, self.retry_seconds = url.rstrip("/"), retry_seconds
-        try:
-            self._http = httpx2.Client(base_url=self.url, headers=headers, timeout=httpx2.Timeout(30.0, read=60.0))
-        except httpx2.InvalidURL as error:
-            raise ConfigError(f"{url!r} is no URL of a control plane: {error}") from error
+        self._endpoint = Endpoint(url, key, retry_seconds)
+        self._http = httpx2.Client(base_url=url, headers=headers, timeout=httpx2.Timeout(30.0, read=60.0))
+
+    @property
+    def url(self) -> str:
+        """Of the control plane."""
+        return self._endpoint.url
+
+    @property
+    def retry_seconds(self) -> float:
+        """How long a request is sent again."""
+        return self._endpoint.retry_seconds
 
     def __enter__(self) -> Self:
         return self
@@ -117,15 +119,15 @@ class ControlClient:
             "attached": attached,
             "restarts": restarts,
         }
-        answer = self.request("POST", "/jobs", json=body, headers={"idempotency-key": uuid.uuid4().hex})
-        return Job(self, JobView.model_validate(answer).job_id)
+        view = self.request("POST", "/jobs", JobView, json=body, headers={"idempotency-key": uuid.uuid4().hex})
+        return Job(self, view.job_id)
 
     def jobs(self, **filters: Any) -> Iterator[JobView]:
         """The tenant's jobs, newest first. `filters`: state, user, name, kind."""
         cursor = None
         while True:
             params = filters | ({"cursor": cursor} if cursor else {})
-            page = JobList.model_validate(self.request("GET", "/jobs", params=params))
+            page = self.request("GET", "/jobs", JobList, params=params)
             yield from page.jobs
             if page.cursor is None:
                 return
@@ -135,34 +137,41 @@ class ControlClient:
         """A job by its id. Whether there is one shows when it is asked something."""
         return Job(self, job_id)
 
-    def request(self, method: str, path: str, **more: Any) -> Any:
-        """Send a request, again where the server can't be reached or is busy; returns the JSON of the answer.
+    def request(self, method: str, path: str, answer: Any = Any, **more: Any) -> Any:
+        """Send a request and return its answer; see `palestra.client.exchange` for when it is sent again.
+
+        Args:
+            method: of HTTP.
+            path: of the route.
+            answer: the type of the answer; Any: JSON as it comes, None where there is none.
+            **more: arguments of `httpx2.Client.request`.
 
         Raises:
             PalestraError: what the server answered.
             ConnectionLost: it could not be reached.
         """
-        until, pause, told = time.monotonic() + self.retry_seconds, 0.1, False
-        while True:
-            try:
-                answer = self._http.request(method, path, **more)
-                if answer.status_code not in RETRIED or time.monotonic() > until:
-                    break
-            except httpx2.TransportError as error:
-                if time.monotonic() > until:
-                    raise ConnectionLost(f"{self.url} can't be reached: {error}") from error
-                if pause > 1.0 and not told:  # a person who waits wants to know for what
-                    told = True
-                    log.warning("%s can't be reached (%s); tried for %g s", self.url, error, self.retry_seconds)
-            time.sleep(pause * random.uniform(0.5, 1.0))
-            pause = min(2 * pause, PAUSE_SECONDS)
-        if answer.status_code >= 400:
-            raise problem_of(answer)
-        return answer.json() if answer.content else None
+        arguments = {"method": method, "url": path, **more}
+        safe = method in SAFE_METHODS or "idempotency-key" in more.get("headers", {})
+        form = TypeAdapter(answer)
+
+        def read(reply: httpx2.Response) -> Any:
+            if reply.status_code == 204:
+                return None
+            return form.validate_json(reply.content, extra="ignore" if answer is not Any else None)
+
+        return drive(self._http, exchange(self._endpoint, lambda: arguments, read, safe=safe))
 
     def stream(self, path: str, **more: Any) -> Any:
         """A streamed answer, as a context manager."""
         return self._http.stream("GET", path, **more)
+
+    def check(self, answer: httpx2.Response) -> None:
+        """Raise what a streamed answer says, if it is an error; ConnectionLost where it may be asked again."""
+        if answer.status_code >= 300:
+            answer.read()
+        trouble = trouble_of(self.url, answer)
+        if trouble is not None:
+            raise ConnectionLost(str(trouble.error)) if trouble.passing else trouble.error
 
 
 class Job:
@@ -173,15 +182,20 @@ class Job:
 
     def view(self) -> JobView:
         """How it is now."""
-        return JobView.model_validate(self._control.request("GET", f"/jobs/{self.job_id}"))
+        return self._view("GET")
 
     def changes(self) -> list[ChangeView]:
         """Every change of its state."""
-        return [ChangeView.model_validate(c) for c in self._control.request("GET", f"/jobs/{self.job_id}/changes")]
+        found: list[ChangeView] = self._control.request("GET", f"/jobs/{self.job_id}/changes", list[ChangeView])
+        return found
 
     def cancel(self) -> JobView:
         """End it; what it has trained is saved."""
-        return JobView.model_validate(self._control.request("DELETE", f"/jobs/{self.job_id}"))
+        return self._view("DELETE")
+
+    def _view(self, method: str) -> JobView:
+        view: JobView = self._control.request(method, f"/jobs/{self.job_id}", JobView)
+        return view
 
     def wait(self) -> JobView:
         """Wait until it is over, however it ends."""
@@ -196,11 +210,11 @@ class Job:
             headers = {"last-event-id": last} if last else {}
             try:
                 with self._control.stream(f"/jobs/{self.job_id}/events", headers=headers) as answer:
-                    _refused(answer)
+                    self._control.check(answer)
                     for event in _events(answer.iter_lines()):
                         last = event.event_id
                         yield event
-            except (httpx2.TransportError, ConnectionLost):
+            except (httpx2.RequestError, ConnectionLost):
                 self.view()  # raises where it stays unreachable
             else:
                 if self.view().state in OVER:
@@ -214,14 +228,14 @@ class Job:
         while True:
             try:
                 with self._control.stream(f"/jobs/{self.job_id}/logs", params=params) as answer:
-                    _refused(answer)
+                    self._control.check(answer)
                     for chunk in answer.iter_bytes():
                         params["offset"] += len(chunk)
                         if text := decoder.decode(chunk):
                             yield text
                 if not follow or self.view().state in OVER:
                     return
-            except (httpx2.TransportError, ConnectionLost):
+            except (httpx2.RequestError, ConnectionLost):
                 self.view()  # raises where it stays unreachable
                 time.sleep(0.2)
 
@@ -231,7 +245,8 @@ class Job:
         Raises:
             NotFound: it does not run now.
         """
-        return ServerView.model_validate(self._control.request("GET", f"/jobs/{self.job_id}/server"))
+        found: ServerView = self._control.request("GET", f"/jobs/{self.job_id}/server", ServerView)
+        return found
 
     def wait_for_server(self) -> ServerView:
         """The same, when it runs.
@@ -265,8 +280,8 @@ class Job:
 
     def artifacts(self) -> list[ArtifactView]:
         """The files of its run."""
-        found = self._control.request("GET", f"/jobs/{self.job_id}/artifacts")
-        return [ArtifactView.model_validate(artifact) for artifact in found]
+        found: list[ArtifactView] = self._control.request("GET", f"/jobs/{self.job_id}/artifacts", list[ArtifactView])
+        return found
 
     def download(self, path: str, to: Path) -> None:
         """One file, whole or not at all; after a lost connection it goes on where it was.
@@ -289,10 +304,10 @@ class Job:
         while True:
             try:
                 with self._control.stream(f"/jobs/{self.job_id}/artifacts/{path}", headers=part.headers) as answer:
-                    _refused(answer)
+                    self._control.check(answer)
                     part.take(answer)
                     return
-            except (httpx2.TransportError, ConnectionLost) as error:
+            except (httpx2.RequestError, ConnectionLost) as error:
                 if part.size > most:
                     most, until = part.size, time.monotonic() + self._control.retry_seconds
                 elif time.monotonic() > until:
@@ -325,21 +340,21 @@ class _Part:
             self._file.write(chunk)
 
 
-def _refused(answer: httpx2.Response) -> None:
-    """Raise what a streamed answer says, if it is an error; ConnectionLost where it may be asked again."""
-    if answer.status_code < 400:
-        return
-    answer.read()
-    problem = problem_of(answer)
-    raise ConnectionLost(str(problem)) if answer.status_code in RETRIED else problem
-
-
 def _events(lines: Iterator[str]) -> Iterator[JobEvent]:
+    """Read server-sent events.
+
+    Raises:
+        ConnectionLost: what came is none of ours.
+    """
     found: dict[str, str] = {}
     for line in lines:
         if line:
             name, _, value = line.partition(": ")
             found[name] = value
         elif "data" in found:
-            yield JobEvent(found["id"], found["event"], json.loads(found["data"]))
+            try:
+                event = JobEvent(found["id"], found["event"], dict(json.loads(found["data"])))
+            except (KeyError, TypeError, ValueError, RecursionError) as error:
+                raise ConnectionLost(f"what came is no event of Palestra: {found!r:.100}") from error
+            yield event
             found = {}

@@ -1,15 +1,23 @@
-"""How a request is sent until it is answered: the decisions alone, shared by both clients, without any input or output.
+"""How a request is sent until it is answered: the decisions alone, without any input or output.
 
-All calls are idempotent, so those that the server could not serve now are sent again, for up to `retry_seconds`.
+Both clients, of a data plane and of a control plane, send by this rule. A request is sent again, for up to
+`retry_seconds`, while the server can't be reached, answers 408, 425, 429 or 5xx, or answers with something that is not
+an answer of Palestra. The pauses grow from 0.1 s to LONGEST_PAUSE_SECONDS, and are longer where the server asks for it
+with `Retry-After`. The first failure of an outage is logged as a warning, and so is its end. What can't get better by
+waiting (a URL that is none, a TLS mismatch, a refusal) is raised at the first answer.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import random
+import ssl
+import threading
 import time
-from collections.abc import Generator
-from typing import Any
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import httpx2
 
@@ -19,6 +27,8 @@ from palestra.errors import (
     ConfigError,
     Conflict,
     ConnectionLost,
+    EpisodeEnded,
+    EpisodeLeaseExpired,
     Forbidden,
     InvalidRequest,
     NotFound,
@@ -28,7 +38,10 @@ from palestra.errors import (
     Unauthorized,
 )
 
-Reply = httpx2.Response | httpx2.TransportError | None
+log = logging.getLogger("palestra.client")
+T = TypeVar("T")
+Reply = httpx2.Response | httpx2.RequestError | None
+Action = dict[str, Any] | float  # the arguments of a request, or seconds to pause
 _BY_STATUS: dict[int, type[PalestraError]] = {
     400: InvalidRequest,
     401: Unauthorized,
@@ -39,10 +52,85 @@ _BY_STATUS: dict[int, type[PalestraError]] = {
     422: InvalidRequest,
     429: TooManyRequests,
 }
+_BY_CODE: dict[str, type[PalestraError]] = {
+    "claim_over": ClaimOver,
+    "episode_lease_expired": EpisodeLeaseExpired,
+    "episode_ended": EpisodeEnded,
+}
+_PASSING = (408, 425, 429)  # and every 5xx
+_NOT_SERVED = (429, 503)  # the request has changed nothing
+_TLS_RECORDS = ("\\x15\\x03", "\\x16\\x03")  # how an answer of a TLS port to plain HTTP begins, as errors show it
 
 
-class Settings:
-    """What a client is told."""
+def checked_url(url: str, example: str) -> str:
+    """Return a server's URL without a slash at its end.
+
+    Args:
+        url: as the user gave it.
+        example: a URL that would be right, for the error.
+
+    Raises:
+        ConfigError: it is not `http://host` or `https://host` with at most a port and a path before the routes.
+    """
+    try:
+        parsed = httpx2.URL(url.strip())
+        good = parsed.scheme in ("http", "https") and bool(parsed.host) and not (parsed.query or parsed.fragment)
+    except (httpx2.InvalidURL, ValueError) as error:
+        raise ConfigError(f"{url!r} is no URL of a server ({error}); it looks like {example}") from error
+    if not good:
+        raise ConfigError(f"{url!r} is no URL of a server; it begins with http:// or https://, like {example}")
+    found = str(parsed).rstrip("/")
+    if found.endswith("/v1"):
+        raise ConfigError(f"{url!r} ends with /v1, which is for model clients; leave that out: {found[:-3]}")
+    return found
+
+
+def checked_key(key: str) -> str:
+    """Return a key without the white space around it.
+
+    Raises:
+        ConfigError: it has characters that no header may have.
+    """
+    key = key.strip()
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError("the key has characters that no key has; copy it again")
+    return key
+
+
+class Endpoint:
+    """A server as one client knows it: where it is, what opens it, and whether it answers at present."""
+
+    def __init__(self, url: str, key: str, retry_seconds: float) -> None:
+        """`url` and `key` have been checked; `retry_seconds`: how long a request that may still succeed is sent."""
+        self.url, self.key, self.retry_seconds = url, key, retry_seconds
+        self._draw = random.Random()
+        self._lock = threading.Lock()
+        self._failing_since: float | None = None  # monotonic; None: the last request was answered
+
+    def backoff(self, attempt: int) -> float:
+        """Return the pause in seconds after so many failed attempts."""
+        return min(LONGEST_PAUSE_SECONDS, 0.1 * 2.0 ** min(attempt, 16)) * (0.5 + self._draw.random() / 2)
+
+    def failed(self, error: PalestraError, retry_seconds: float) -> None:
+        """Note that a request has failed and will be sent again; logged once an outage, not once a request."""
+        with self._lock:
+            if self._failing_since is not None:
+                return
+            self._failing_since = time.monotonic()
+        log.warning("%s; trying again for up to %g s", error, retry_seconds)
+
+    def answered(self) -> None:
+        """Note that the server answers."""
+        if self._failing_since is None:
+            return
+        with self._lock:
+            since, self._failing_since = self._failing_since, None
+        if since is not None:
+            log.warning("%s answers again, after %.1f s", self.url, time.monotonic() - since)
+
+
+class Settings(Endpoint):
+    """A data plane, and who its client is."""
 
     def __init__(self, url: str, api_key: str | None, worker_id: str | None, retry_seconds: float) -> None:
         key = api_key or os.environ.get("PALESTRA_API_KEY")
@@ -50,14 +138,17 @@ class Settings:
             raise ConfigError(
                 "no API key: pass api_key=… or set PALESTRA_API_KEY (a run writes its key to RUN/api_key)"
             )
-        self.url, self.key = url.rstrip("/"), key
+        super().__init__(checked_url(url, "http://127.0.0.1:7411"), checked_key(key), retry_seconds)
         self.worker_id = worker_id or f"{os.uname().nodename}-{os.getpid()}"
-        self.retry_seconds = retry_seconds
-        self.draw = random.Random()
 
-    def request(self, call: Call) -> dict[str, Any]:
-        """Arguments of `post`."""
+    def move(self, url: str, key: str) -> None:
+        """Go on with a server that is somewhere else now."""
+        self.url, self.key = checked_url(url, "http://127.0.0.1:7411"), checked_key(key)
+
+    def request(self, call: Call[Any]) -> dict[str, Any]:
+        """Arguments of `httpx2.Client.request`."""
         return {
+            "method": "POST",
             "url": self.url + call.path,
             "content": call.body.model_dump_json(),
             "headers": {"authorization": f"Bearer {call.key or self.key}", "content-type": "application/json"},
@@ -65,41 +156,129 @@ class Settings:
         }
 
 
-def exchange(settings: Settings, call: Call) -> Generator[dict[str, Any] | float, Reply, Any]:
-    """Yields what to do: post with these arguments (and send the reply in), or pause for these seconds.
+def send_call(settings: Settings, call: Call[T], retry_seconds: float | None = None) -> Generator[Action, Reply, T]:
+    """`exchange` for a call of a data plane; every one of them is safe to send again."""
+    return exchange(
+        settings,
+        lambda: settings.request(call),
+        lambda reply: call.answer.model_validate_json(reply.content, extra="ignore"),
+        retry_seconds=retry_seconds,
+    )
 
-    Returns the answer's JSON.
+
+def exchange(
+    endpoint: Endpoint,
+    request: Callable[[], dict[str, Any]],
+    read: Callable[[httpx2.Response], T],
+    *,
+    safe: bool = True,
+    retry_seconds: float | None = None,
+) -> Generator[Action, Reply, T]:
+    """Yield what to do: send a request with these arguments (and send the reply in), or pause for these seconds.
+
+    Args:
+        endpoint: the server.
+        request: makes the arguments of the request, before each attempt.
+        read: makes the result of an answer below 300; a ValueError means that it is not an answer of Palestra.
+        safe: whether the request may be sent again where the server may have acted on it already.
+        retry_seconds: None: the endpoint's.
+
+    Returns:
+        What `read` made.
 
     Raises:
         PalestraError: the server refuses, or did not answer in time (ConnectionLost).
     """
-    until, attempt = time.monotonic() + settings.retry_seconds, 0
+    seconds = endpoint.retry_seconds if retry_seconds is None else retry_seconds
+    until, attempt = time.monotonic() + seconds, 0
     while True:
-        reply = yield settings.request(call)
-        if isinstance(reply, httpx2.Response):
-            if reply.status_code < 300:
-                return reply.json()
-            problem = problem_of(reply)
-            if reply.status_code != 429 and reply.status_code < 500:
-                raise problem
-        else:
-            problem = ConnectionLost(f"{settings.url} can't be reached: {str(reply) or type(reply).__name__}")
-        pause = min(LONGEST_PAUSE_SECONDS, 0.1 * 2.0**attempt) * (0.5 + settings.draw.random() / 2)
-        if time.monotonic() + pause > until:
-            raise problem
+        reply = yield request()
+        assert reply is not None
+        trouble = trouble_of(endpoint.url, reply)
+        if trouble is None:
+            assert isinstance(reply, httpx2.Response)
+            try:
+                result = read(reply)
+            except ValueError as error:
+                trouble = _garbled(endpoint.url, reply, error)
+            else:
+                endpoint.answered()
+                return result
+        pause = max(endpoint.backoff(attempt), trouble.pause_seconds)
+        if not trouble.passing or not (safe or trouble.unsent) or time.monotonic() + pause > until:
+            raise trouble.error
+        if not isinstance(trouble.error, TooManyRequests):  # a server that is busy is there
+            endpoint.failed(trouble.error, seconds)
         attempt += 1
         yield pause
 
 
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """Why a request has no answer."""
+
+    error: PalestraError
+    passing: bool = False  # whether the same request may succeed later
+    unsent: bool = False  # whether the server has certainly not acted on it
+    pause_seconds: float = 0.0  # what the server asks for
+
+
+def trouble_of(url: str, reply: httpx2.Response | httpx2.RequestError) -> Trouble | None:
+    """Say why a request has no answer; None: the reply is one."""
+    if isinstance(reply, httpx2.RequestError):
+        return _unreachable(url, reply)
+    if reply.status_code < 300:
+        return None
+    if reply.status_code < 400:
+        place = reply.headers.get("location", "another place")
+        return Trouble(ConfigError(f"{url} redirects to {place}, which is not followed: give the URL of the server"))
+    passing = reply.status_code in _PASSING or reply.status_code >= 500
+    wait = reply.headers.get("retry-after", "")
+    return Trouble(
+        problem_of(reply),
+        passing=passing,
+        unsent=reply.status_code in _NOT_SERVED,
+        pause_seconds=float(wait) if wait.isascii() and wait.isdecimal() and len(wait) < 10 else 0.0,
+    )
+
+
+def _unreachable(url: str, error: httpx2.RequestError) -> Trouble:
+    text = str(error) or type(error).__name__
+    if any(isinstance(cause, ssl.SSLError) for cause in _causes(error)):
+        return Trouble(ConfigError(f"{url}: no TLS connection: {text}; perhaps its URL begins with http://"))
+    if isinstance(error, httpx2.RemoteProtocolError) and any(record in text for record in _TLS_RECORDS):
+        return Trouble(ConfigError(f"{url} speaks TLS: its URL begins with https://"))
+    if isinstance(error, httpx2.UnsupportedProtocol | httpx2.LocalProtocolError):
+        return Trouble(ConfigError(f"{url} can't be asked: {text}"))
+    lost = ConnectionLost(f"{url} can't be reached: {text}")
+    return Trouble(lost, passing=True, unsent=isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout))
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    found: list[BaseException] = [error]
+    while (following := found[-1].__cause__ or found[-1].__context__) is not None and following not in found:
+        found.append(following)
+    return found
+
+
+def _garbled(url: str, reply: httpx2.Response, error: ValueError) -> Trouble:
+    shown = " ".join(repr(reply.content[:80])[2:-1].split())
+    why = f"{url} answered {reply.status_code} with what is no answer of Palestra ({shown!r:.90})"
+    lost = ConnectionLost(f"{why}; is that its URL, and what lies in between?")
+    lost.__cause__ = error
+    return Trouble(lost, passing=True)
+
+
 def problem_of(reply: httpx2.Response) -> PalestraError:
-    """The error that an answer stands for, in the server's own words."""
+    """Return the error that an answer of 400 or more stands for, in the server's own words."""
     message, code = f"the server answered {reply.status_code}", None
     try:
         error = reply.json()["error"]
         message, code = str(error["message"]), error["code"]
-    except (ValueError, KeyError, TypeError):  # not one of ours: a proxy in between, perhaps
+    except (ValueError, KeyError, TypeError, RecursionError):  # not one of ours: a proxy in between, perhaps
         message = f"{message}: {reply.text[:200]}"
-    if code == "claim_over":
-        return ClaimOver(message)
-    kind = ConnectionLost if reply.status_code >= 500 else _BY_STATUS.get(reply.status_code, PalestraError)
+    if isinstance(code, str) and code in _BY_CODE:
+        return _BY_CODE[code](message)
+    passing = reply.status_code >= 500 or reply.status_code in (408, 425)
+    kind = ConnectionLost if passing else _BY_STATUS.get(reply.status_code, PalestraError)
     return kind(message)

@@ -6,9 +6,9 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from palestra.client.episode import Episode, Policy
 from palestra.errors import InvalidRequest
@@ -17,28 +17,36 @@ from palestra.schemas.wire import (
     ClaimAnswer,
     ClaimEpisode,
     EndEpisode,
+    EpisodeAnswer,
     HeartbeatEpisode,
     PushTasks,
     TaskBody,
+    TasksPushed,
 )
 
+A = TypeVar("A", bound=BaseModel)
+
 POLL_SECONDS = 20.0
+HEARTBEAT_SECONDS = 10.0  # the longest that a heartbeat may wait for its answer
 CHUNK_TASKS = 1000
 CHUNK_BYTES = 2**20
 LONGEST_PAUSE_SECONDS = 2.0  # between two tries; a server that is back waits so long for its workers
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class Call(Generic[A]):
     """One request: `key` None means the job's."""
 
     path: str
     body: Any
+    answer: type[A]
     key: str | None = None
     timeout_seconds: float = 30.0
 
 
-def claim_call(worker_id: str, allow_discard_timeout: float | None, wait_seconds: float = POLL_SECONDS) -> Call:
+def claim_call(
+    worker_id: str, allow_discard_timeout: float | None, wait_seconds: float = POLL_SECONDS
+) -> Call[ClaimAnswer]:
     """Ask for an episode; sent again as it is, it gets the same one."""
     body = ClaimEpisode(
         worker_id=worker_id,
@@ -46,15 +54,14 @@ def claim_call(worker_id: str, allow_discard_timeout: float | None, wait_seconds
         wait_seconds=wait_seconds,
         allow_discard_timeout=allow_discard_timeout,
     )
-    return Call("/claim_episode", body, timeout_seconds=wait_seconds + 30)
+    return Call("/claim_episode", body, ClaimAnswer, timeout_seconds=wait_seconds + 30)
 
 
-def read_claim(answer: Any) -> tuple[Episode | None, bool]:
+def read_claim(answer: ClaimAnswer) -> tuple[Episode | None, bool]:
     """(the episode if there is one, whether the job is over)."""
-    parsed = ClaimAnswer.model_validate(answer)
-    claimed = parsed.episode
+    claimed = answer.episode
     if claimed is None:
-        return None, parsed.status == "finished"
+        return None, answer.status == "finished"
     policy = Policy(base_url=claimed.base_url, api_key=claimed.api_key, model=claimed.model, version=claimed.version)
     episode = Episode(
         episode_id=claimed.episode_id,
@@ -72,7 +79,7 @@ def end_call(
     reward: float | Mapping[str, float],
     step_rewards: Sequence[float] | None,
     metadata: Mapping[str, Any] | None,
-) -> Call:
+) -> Call[EpisodeAnswer]:
     """Hand in a reward; sent again as it is, it changes nothing.
 
     Raises:
@@ -87,7 +94,7 @@ def end_call(
             step_rewards=None if step_rewards is None else tuple(_number(value) for value in step_rewards),
             metadata=dict(metadata or {}),
         )
-    return Call("/end_episode", body, episode.api_key)
+    return Call("/end_episode", body, EpisodeAnswer, episode.api_key)
 
 
 def _number(value: Any) -> float:
@@ -109,24 +116,25 @@ def _checked() -> Iterator[None]:
         raise InvalidRequest(f"{place}: {first['msg'].removeprefix('Value error, ')}", place) from None
 
 
-def abort_call(episode: Episode, reason: str, discard: bool) -> Call:
+def abort_call(episode: Episode, reason: str, discard: bool) -> Call[EpisodeAnswer]:
     """Give an episode back."""
     body = AbortEpisode(episode_id=episode.episode_id, reason=reason[:2000], discard=discard)
-    return Call("/abort_episode", body, episode.api_key)
+    return Call("/abort_episode", body, EpisodeAnswer, episode.api_key)
 
 
-def heartbeat_call(episode: Episode) -> Call:
+def heartbeat_call(episode: Episode) -> Call[EpisodeAnswer]:
     """Renew a lease."""
-    return Call("/heartbeat_episode", HeartbeatEpisode(episode_id=episode.episode_id), episode.api_key)
+    body = HeartbeatEpisode(episode_id=episode.episode_id)
+    return Call("/heartbeat_episode", body, EpisodeAnswer, episode.api_key, HEARTBEAT_SECONDS)
 
 
-def push_calls(tasks: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[Call]:
+def push_calls(tasks: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[Call[TasksPushed]]:
     """Tasks by split, in chunks named by their place, so that a push that broke off can be sent again whole."""
     chunks = [(split, start, bodies) for split, rows in tasks.items() for start, bodies in _chunks(rows)]
     for number, (split, start, bodies) in enumerate(chunks):
         final = number == len(chunks) - 1
         body = PushTasks(split=split, chunk_id=f"{split}-{start}", tasks=tuple(bodies), final=final)  # type: ignore[arg-type]
-        yield Call("/tasks", body)
+        yield Call("/tasks", body, TasksPushed)
 
 
 def _chunks(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, list[TaskBody]]]:

@@ -13,7 +13,8 @@ from typing import Any
 
 from palestra.client.client import AsyncClient
 from palestra.client.episode import Episode, Policy, RolloutResult
-from palestra.errors import Conflict, InvalidRequest, PalestraError
+from palestra.client.heartbeats import renewed
+from palestra.errors import Conflict, InvalidRequest
 
 log = logging.getLogger("palestra.worker")
 Outcome = float | Mapping[str, float] | RolloutResult
@@ -78,13 +79,13 @@ class Worker:
             claiming.cancel()
 
     async def _play(self, episode: Episode) -> None:
-        beat = asyncio.create_task(self._beat(episode))
         try:
-            result = await self._call(episode)
-            result = result if isinstance(result, RolloutResult) else RolloutResult(reward=result)
-            await self._client.end_episode(
-                episode, result.reward, step_rewards=result.step_rewards, metadata=result.metadata
-            )
+            async with renewed(self._client.heartbeat, episode):
+                result = await self._call(episode)
+                result = result if isinstance(result, RolloutResult) else RolloutResult(reward=result)
+                await self._client.end_episode(
+                    episode, result.reward, step_rewards=result.step_rewards, metadata=result.metadata
+                )
         except Conflict as error:  # the lease was lost; somebody else plays it now
             self.counts["lost"] += 1
             log.warning("%s", error)
@@ -100,8 +101,6 @@ class Worker:
         else:
             self.counts["played"] += 1
             self._in_a_row = 0
-        finally:
-            beat.cancel()
 
     async def _call(self, episode: Episode) -> Any:
         if self._threads is None:
@@ -115,17 +114,6 @@ class Worker:
             await self._client.abort_episode(episode, reason)
         except Conflict:  # it has been given to another worker already
             self.counts["lost"] += 1
-
-    async def _beat(self, episode: Episode) -> None:
-        """Renew the lease three times a period."""
-        while True:
-            await asyncio.sleep(max(0.1, episode.lease_seconds / 3))
-            try:
-                await self._client.heartbeat(episode)
-            except PalestraError as error:
-                log.warning("heartbeat of %s: %s", episode.episode_id, error)
-                if not error.retryable:  # the lease is lost; the next call of the episode is told the same
-                    return
 
 
 def _first(error: BaseException) -> BaseException:

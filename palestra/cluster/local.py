@@ -36,7 +36,7 @@ from palestra.gateway import DataPlane, KeyRing, create_app
 from palestra.learner import Learner, RunFolder
 from palestra.ledger import RunStore
 from palestra.rollout import Play, RolloutSyncLock, Runner, RunnerPool
-from palestra.schemas.progress import JobProgress
+from palestra.schemas.progress import Collected, JobProgress
 from palestra.schemas.protocols import Engine
 from palestra.schemas.states import JobState
 from palestra.session import PolicyRuntime, Sameness, SessionContext, Sessions
@@ -367,14 +367,14 @@ async def _watched(store: RunStore, progress: JobProgress) -> AsyncIterator[None
     """Gives back episodes whose leases ran out, and keeps their number up to date for whoever looks."""
 
     async def watch() -> None:
-        counted, said = -1, ""
+        counted, said = (-1, None), ""
         while True:
             await asyncio.sleep(0.5)
             try:
                 await store.expire_leases()
-                if counted != store.commits:
-                    counted = store.commits
-                    progress.episodes = await store.counts()
+                if counted != (store.commits, progress.collecting):
+                    counted = (store.commits, progress.collecting)
+                    await _count(store, progress)
                 said = ""
             except Exception as error:  # noqa: BLE001 - a full disk, perhaps; when there is room, leases run out again
                 if str(error) != said:
@@ -387,6 +387,15 @@ async def _watched(store: RunStore, progress: JobProgress) -> AsyncIterator[None
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+async def _count(store: RunStore, progress: JobProgress) -> None:
+    """Bring the numbers of episodes up to date."""
+    progress.episodes = await store.counts()
+    if (wanted := progress.collecting) is not None:
+        found = Collected(*await store.settled_of_step(wanted.kind, wanted.step))
+        if progress.collecting == wanted:  # the same phase as before the query
+            progress.collected = found
 
 
 def run_on_uvloop(work: Coroutine[Any, Any, T]) -> T:

@@ -51,7 +51,7 @@ class Serving:
             )
         self._folder.write_config(self._config)
         model = self._config.policy.model
-        self._progress.phase = f"serving {model}"
+        self._progress.enter(f"serving {model}")
         self._progress.move(JobState.RUNNING)
         await self._event("serving", {"model": model})
         await self._stopping.wait()

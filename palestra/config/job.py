@@ -98,7 +98,8 @@ class RolloutConfig(Section):
     max_attempts: Positive = Field(3, description="Claims an episode may use up before it is discarded.")
     lease_seconds: Seconds = Field(
         120.0,
-        description="A claimed episode is given back after this long without any call (`allow_discard_timeout`).",
+        description="A claimed episode is given back after this long without any call or heartbeat of it "
+        "(`allow_discard_timeout`).",
     )
     max_lease_seconds: Seconds = Field(3600.0, description="The longest lease that a claim may ask for.")
     max_episode_seconds: Seconds = Field(3600.0, description="The longest that one attempt may take in all.")

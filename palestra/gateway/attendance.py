@@ -42,6 +42,11 @@ class Attendance:
         """Workers that are known."""
         return len(self._workers)
 
+    @property
+    def busy(self) -> int:
+        """Workers that ask for an episode or play one now."""
+        return len(self._workers) - len(self._resting)
+
     def asks(self, worker_id: str, request_id: str) -> None:
         """A claim has come in."""
         worker = self._busy(worker_id)

@@ -16,11 +16,13 @@ from starlette.responses import Response, StreamingResponse
 
 from palestra.errors import InvalidRequest
 from palestra.gateway.plane import DataPlane
+from palestra.ledger.leases import Holder
 from palestra.schemas.protocols import Counts
-from palestra.schemas.wire import JobStatus
+from palestra.schemas.wire import EpisodeHolder, JobStatus
 
 POLL_SECONDS = 0.5
 KEEPALIVE_SECONDS = 15.0
+HOLDERS = 20  # held episodes that `/status` lists
 
 
 def add_status_routes(app: FastAPI, plane: DataPlane) -> None:
@@ -41,7 +43,11 @@ def add_status_routes(app: FastAPI, plane: DataPlane) -> None:
             steps=progress.steps,
             version=progress.version,
             policies=list(plane.sessions.context.policies),
+            phase_done=None if progress.collected is None else progress.collected.done,
+            phase_due=None if progress.collected is None else progress.collected.due,
             episodes=_episodes(counts),
+            held_by=[_holder(holder) for holder in plane.store.leases.holders(HOLDERS)],
+            workers=plane.attendance.busy,
             calls={"in_flight": plane.sessions.in_flight, **plane.sessions.context.counts},
             tokens_per_second=plane.sessions.context.rate.per_second,
             turn_seconds={state.value: spent for state, spent in plane.sessions.context.times.seconds.items()},
@@ -69,6 +75,15 @@ def add_status_routes(app: FastAPI, plane: DataPlane) -> None:
         registry = CollectorRegistry(auto_describe=False)
         registry.register(_Collector(plane, await plane.store.counts()))
         return Response(generate_latest(registry), media_type="text/plain; version=0.0.4")
+
+
+def _holder(holder: Holder) -> EpisodeHolder:
+    return EpisodeHolder(
+        episode_id=holder.episode_id,
+        worker_id=holder.worker_id,
+        claimed_seconds=holder.claimed_seconds,
+        heard_seconds=holder.heard_seconds,
+    )
 
 
 def _episodes(counts: Counts) -> dict[str, int]:

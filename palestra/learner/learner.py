@@ -25,7 +25,7 @@ from palestra.learner.reporting import RunFolder
 from palestra.learner.schedule import TaskOrder, learning_rate
 from palestra.ledger import WAKE_SECONDS, RunStore
 from palestra.rollout import GroupQueueManager, RolloutSyncLock
-from palestra.schemas.progress import JobProgress
+from palestra.schemas.progress import Collecting, JobProgress
 from palestra.schemas.protocols import Engine, StepReport, Trainer
 from palestra.schemas.records import BatchManifest, Task, TrainSample
 from palestra.schemas.states import JobState
@@ -156,7 +156,7 @@ class Learner:
 
     async def _wait_for_tasks(self) -> None:
         """Tasks come from files, or are pushed by a client until it says that there are no more."""
-        self._progress.phase = "waiting for tasks"
+        self._progress.enter("waiting for tasks")
         seen = self._store.settled.rings
         while not await self._store.tasks_sealed():
             await self._store.settled.wait(WAKE_SECONDS, seen)
@@ -173,14 +173,14 @@ class Learner:
         """What the step trains on: fixed before a restart, or gathered now."""
         manifest = await self._store.manifest(step)
         if manifest is not None:
-            self._progress.phase = f"repeating step {step} from its manifest"
+            self._progress.enter(f"repeating step {step} from its manifest")
             return manifest, {
                 "time/rollout_seconds": 0.0,
                 "train/groups_dropped": 0.0,
                 "train/episodes_discarded": 0.0,
                 "train/episodes_stale": 0.0,
             }
-        self._progress.phase = f"gathering step {step}"
+        self._progress.enter(f"gathering step {step}", Collecting("train", step))
         started = time.monotonic()
         rollout = self._config.rollout
         version = self._trainer.version(self._policy)
@@ -204,7 +204,7 @@ class Learner:
 
     async def _train(self, manifest: BatchManifest) -> dict[str, float]:
         """Gradient, update, publication."""
-        self._progress.phase = f"training step {manifest.step}"
+        self._progress.enter(f"training step {manifest.step}")
         config, step = self._config, manifest.step
         trajectories = await self._store.trajectories(manifest.episode_ids)
         version = self._trainer.version(self._policy)
@@ -280,7 +280,7 @@ class Learner:
         if every and self._validation_tasks and (step % every == 0 or step == self._config.steps):
             if self._stopping.is_set():
                 return
-            self._progress.phase = f"evaluating after step {step}"
+            self._progress.enter(_evaluating(step), Collecting("validation", step))
             found = await self._unless_stopped(evaluate(self._store, self._validation_tasks, step))
             if found is None:
                 return
@@ -305,12 +305,13 @@ class Learner:
             self._saving = asyncio.create_task(self._save(step))
 
     async def _save_now(self) -> None:
+        if self._progress.step > self._saved:
+            self._progress.enter(f"saving step {self._progress.step}")
         await self._saving_done()
         if self._progress.step > self._saved:
             await self._save(self._progress.step)
 
     async def _save(self, step: int) -> None:
-        self._progress.phase = f"saving step {step}"
         started = time.monotonic()
         state = {"step": step, "wall_seconds": self._wall(), "config_digest": self._config.digest()}
         path = await self._trainer.save(self._folder.checkpoints, state, f"save {step}")
@@ -344,3 +345,7 @@ class Learner:
 
     def _wall(self) -> float:
         return self._wall_before + time.monotonic() - self._started
+
+
+def _evaluating(step: int) -> str:
+    return f"evaluating after step {step}" if step else "evaluating before training"

@@ -36,6 +36,8 @@ class EpisodeSummary:
     forks: dict[ForkReason, int]  # calls that lost exact tokens of an earlier one, by reason
     metadata: dict[str, Any]
     reason: str | None
+    worker_id: str | None  # who holds it; None where it is not claimed
+    claimed_at: float | None  # Unix seconds of that claim
 
 
 @contextmanager
@@ -116,6 +118,8 @@ def _summary(connection: Connection, row: Any) -> EpisodeSummary:
         forks={reason: count for reason, count in forks.items() if reason.is_drift},
         metadata=orjson.loads(row.metadata),
         reason=row.reason if row.state != "completed" else None,
+        worker_id=row.worker_id if row.state == "claimed" else None,
+        claimed_at=row.claimed_at if row.state == "claimed" else None,
     )
 
 

@@ -12,6 +12,8 @@ from palestra.schemas.protocols import GroupRecord
 from palestra.schemas.records import Episode, EpisodeKind, Task
 from palestra.schemas.states import EpisodeState, GroupState, check_transition
 
+OPEN_STATES = (EpisodeState.REGISTERED, EpisodeState.CLAIMED)
+SETTLED_STATES = (EpisodeState.COMPLETED, EpisodeState.DISCARDED)
 _OPEN_OF_STEP = (
     select(episodes.c.episode_id)
     .join(groups, (groups.c.kind == episodes.c.kind) & (groups.c.group_index == episodes.c.group_index))
@@ -22,8 +24,19 @@ _OPEN_OF_STEP = (
     )
     .limit(1)
 )
+_SETTLED_OF_STEP = (
+    select(
+        func.count().filter(episodes.c.state.in_([state.value for state in SETTLED_STATES])),
+        func.count(),
+    )
+    .join(groups, (groups.c.kind == episodes.c.kind) & (groups.c.group_index == episodes.c.group_index))
+    .where(
+        episodes.c.kind == bindparam("kind"),
+        groups.c.step == bindparam("step"),
+        groups.c.state != GroupState.DROPPED.value,
+    )
+)
 _COUNT = select(func.count()).where(episodes.c.state == bindparam("state"), episodes.c.kind == bindparam("kind"))
-OPEN_STATES = (EpisodeState.REGISTERED, EpisodeState.CLAIMED)
 
 
 def register_group(
@@ -99,6 +112,12 @@ def progress(connection: Connection, kind: EpisodeKind, step: int) -> tuple[bool
         for state in OPEN_STATES
     )
     return is_open, discarded(connection, kind)
+
+
+def settled_of_step(connection: Connection, kind: EpisodeKind, step: int) -> tuple[int, int]:
+    """(settled episodes, all episodes) of the groups of a step that were not dropped."""
+    done, due = connection.execute(_SETTLED_OF_STEP, {"kind": kind, "step": step}).one()
+    return int(done), int(due)
 
 
 def discarded(connection: Connection, kind: EpisodeKind) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from heapq import nsmallest
 
 from palestra.schemas.clock import Clock
 
@@ -17,7 +18,19 @@ class Lease:
     seconds: float  # its period
     expires_at: float  # monotonic; moved forward by every call
     deadline: float  # monotonic; never moved
+    worker_id: str  # who claimed it
+    claimed_at: float  # monotonic; for a lease of before a restart, of the restart
     held: int = 0  # calls in flight: while the server itself delays the worker the lease can't run out
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Holder:
+    """Who holds an episode, for people to read."""
+
+    episode_id: str
+    worker_id: str
+    claimed_seconds: float  # since the claim, or since the server started
+    heard_seconds: float  # since the last call or heartbeat of the episode; 0 while a call is in flight
 
 
 class LeaseBook:
@@ -30,14 +43,14 @@ class LeaseBook:
     def __len__(self) -> int:
         return len(self._leases)
 
-    def grant(self, episode_id: str, fence: int, seconds: float) -> None:
+    def grant(self, episode_id: str, fence: int, seconds: float, worker_id: str = "") -> None:
         """Start a lease, or start it anew."""
         now = self._clock.monotonic()
         known = self._leases.get(episode_id)
         if known is not None and known.fence == fence:
             self.renew(episode_id, fence)
         else:
-            self._leases[episode_id] = Lease(fence, seconds, now + seconds, now + self._max)
+            self._leases[episode_id] = Lease(fence, seconds, now + seconds, now + self._max, worker_id, now)
 
     def renew(self, episode_id: str, fence: int) -> bool:
         """Start the period anew; False if this is not the current lease."""
@@ -60,6 +73,20 @@ class LeaseBook:
         finally:
             lease.held -= 1
             lease.expires_at = self._clock.monotonic() + lease.seconds
+
+    def holders(self, limit: int) -> list[Holder]:
+        """Return who holds what: the `limit` episodes of which nothing was heard for the longest time."""
+        now = self._clock.monotonic()
+        found = (
+            Holder(
+                episode_id=episode_id,
+                worker_id=lease.worker_id,
+                claimed_seconds=now - lease.claimed_at,
+                heard_seconds=0.0 if lease.held else now - (lease.expires_at - lease.seconds),
+            )
+            for episode_id, lease in self._leases.items()
+        )
+        return nsmallest(limit, found, key=lambda holder: (-holder.heard_seconds, holder.episode_id))
 
     def drop(self, episode_id: str, fence: int) -> None:
         """The episode is over or given back."""

@@ -110,7 +110,7 @@ class RunStore:
             with self._engine.begin() as connection:
                 migrate(connection)
                 for episode in episodes.live(connection):
-                    self.leases.grant(episode.episode_id, episode.fence, episode.lease_seconds)
+                    self._grant(episode)
         except sa.exc.DatabaseError as error:
             raise StoreError(f"{path} is not a run store, or is damaged: {error.orig}") from error
         self._writer = Writer(self._engine)
@@ -202,7 +202,7 @@ class RunStore:
             )
             if found is None:
                 return None
-            self.leases.grant(found.episode_id, found.fence, found.lease_seconds)
+            self._grant(found)
         return Claim(episode=found, policy=self.policy_name, version=self.policy_version)
 
     @contextmanager
@@ -254,7 +254,7 @@ class RunStore:
         with self._claims(count) as limit:
             claimed = await self.write(take, "claim_commit")
             for episode in claimed:
-                self.leases.grant(episode.episode_id, episode.fence, episode.lease_seconds)
+                self._grant(episode)
         return [Claim(episode=episode, policy=self.policy_name, version=self.policy_version) for episode in claimed]
 
     @_whole
@@ -306,6 +306,9 @@ class RunStore:
             await self.add_event("lease_expired", {"episode_id": episode_id, "fence": fence})
         return given_back
 
+    def _grant(self, episode: Episode) -> None:
+        self.leases.grant(episode.episode_id, episode.fence, episode.lease_seconds, episode.worker_id or "")
+
     def _lease_over(self, episode_id: str, fence: int) -> None:
         if self._full or self._rollout.max_per_worker is not None:
             self._full = False
@@ -340,6 +343,10 @@ class RunStore:
     async def groups_of_step(self, kind: EpisodeKind, step: int) -> list[tuple[GroupRecord, list[Episode]]]:
         """A step's groups in canonical order, each with its episodes."""
         return await self.read(lambda c: groups.of_step(c, kind, step))
+
+    async def settled_of_step(self, kind: EpisodeKind, step: int) -> tuple[int, int]:
+        """(settled episodes, all episodes) of the groups of a step that were not dropped."""
+        return await self.read(lambda c: groups.settled_of_step(c, kind, step))
 
     async def discarded(self, kind: EpisodeKind) -> int:
         """How many episodes of this kind were discarded."""

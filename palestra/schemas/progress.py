@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from palestra.schemas.protocols import Counts
+from palestra.schemas.records import EpisodeKind
 from palestra.schemas.states import JobState, check_transition
 
 
@@ -17,6 +18,22 @@ class RolloutProgress:
     terminations: Counter[str] = field(default_factory=Counter)  # why they ended
 
 
+@dataclass(frozen=True, slots=True)
+class Collecting:
+    """The episodes that a phase waits for: those of one kind and step."""
+
+    kind: EpisodeKind
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """How far that is."""
+
+    done: int  # completed or discarded
+    due: int
+
+
 @dataclass(kw_only=True, slots=True)
 class JobProgress:
     """The live state of one job."""
@@ -26,7 +43,9 @@ class JobProgress:
     run_dir: str
     state: JobState = JobState.STARTING
     reason: str | None = None
-    phase: str = "starting"  # what it is doing, for people
+    phase: str = "starting"  # what it is doing, for people; see `enter`
+    collecting: Collecting | None = None  # the episodes that this phase waits for; None: it waits for none
+    collected: Collected | None = None  # how far that is, about a second old; None where `collecting` is
     step: int = 0  # steps that are done
     version: str = "0.0"
     last_metrics: dict[str, float] = field(default_factory=dict)
@@ -34,6 +53,10 @@ class JobProgress:
     staleness: dict[int, int] = field(default_factory=dict)  # trained tokens of the last step, by age in versions
     rollouts: RolloutProgress = field(default_factory=RolloutProgress)
     step_seconds: list[float] = field(default_factory=list)  # the last few, evaluation included
+
+    def enter(self, phase: str, collecting: Collecting | None = None) -> None:
+        """Begin a phase, which waits for the episodes of `collecting`, if for any."""
+        self.phase, self.collecting, self.collected = phase, collecting, None
 
     def move(self, following: JobState, reason: str | None = None) -> None:
         """Change the state.

@@ -7,7 +7,7 @@ import json
 from typing import Annotated, Literal
 
 import orjson
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 
 def _storable(data: dict[str, JsonValue]) -> dict[str, JsonValue]:
@@ -102,6 +102,12 @@ class ClaimAnswer(Body):
     episode: ClaimedEpisode | None = None
     job_state: str
 
+    @model_validator(mode="after")
+    def _has_what_it_says(self) -> ClaimAnswer:
+        if (self.status == "claimed") != (self.episode is not None):
+            raise ValueError("an answer has an episode if, and only if, its status is `claimed`")
+        return self
+
 
 class HeartbeatEpisode(Body):
     """`POST /heartbeat_episode`."""
@@ -134,6 +140,15 @@ class EpisodeAnswer(Body):
     state: str
 
 
+class EpisodeHolder(Body):
+    """Who holds a claimed episode."""
+
+    episode_id: str
+    worker_id: str
+    claimed_seconds: float = Field(description="Since the claim, or since the server started, if that is shorter.")
+    heard_seconds: float = Field(description="Since its last call or heartbeat; 0 while a call is in flight.")
+
+
 class JobStatus(Body):
     """`GET /status`."""
 
@@ -146,7 +161,14 @@ class JobStatus(Body):
     steps: int
     version: str
     policies: list[str]
+    phase_done: int | None = Field(description="Episodes of this phase that are settled; None where it plays none.")
+    phase_due: int | None = Field(description="Episodes that this phase waits for; None where it plays none.")
     episodes: dict[str, int]
+    held_by: list[EpisodeHolder] = Field(
+        description="Who holds claimed episodes: of the 20 of which nothing was heard for the longest time; "
+        "`episodes.claimed` counts them all."
+    )
+    workers: int = Field(description="Workers that ask for an episode or play one now.")
     calls: dict[str, float]
     tokens_per_second: float = Field(description="Prompts and replies, of calls that ended in the last ten seconds.")
     turn_seconds: dict[str, float] = Field(

@@ -35,8 +35,8 @@ class Pieces(httpx2.SyncByteStream):
             yield piece
 
 
-def answering(monkeypatch, answer) -> ControlClient:
-    client = ControlClient("http://control", "key", retry_seconds=0.2)
+def answering(monkeypatch, answer, retry_seconds: float = 0.2) -> ControlClient:
+    client = ControlClient("http://control", "key", retry_seconds=retry_seconds)
     client._http = httpx2.Client(transport=httpx2.MockTransport(answer), base_url="http://control")
     return client
 
@@ -142,8 +142,7 @@ def test_a_download_goes_on_where_its_connection_was_lost_and_begins_anew_where_
                 return httpx2.Response(200, headers={"etag": "2"}, stream=Pieces(new[:3], httpx2.ReadError("gone")))
         return httpx2.Response(206, headers={"etag": "2"}, stream=Pieces(new[3:]))
 
-    with answering(monkeypatch, answer) as client:
-        client.retry_seconds = 60.0
+    with answering(monkeypatch, answer, retry_seconds=60.0) as client:
         client.job("j").download("curve.png", tmp_path / "in" / "curve.png")
     assert (tmp_path / "in" / "curve.png").read_bytes() == new
     assert asked == [(None, None), ("bytes=4-", "1"), ("bytes=6-", "1"), ("bytes=6-", "1"), ("bytes=3-", "2")]

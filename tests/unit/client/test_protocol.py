@@ -17,6 +17,7 @@ from palestra.client.protocol import (
     read_claim,
 )
 from palestra.errors import InvalidRequest
+from palestra.schemas.wire import ClaimAnswer
 from unit.client.building import EPISODE
 
 
@@ -32,7 +33,7 @@ def test_every_claim_has_a_request_id_of_its_own_and_time_to_be_answered():
     assert one.key is None
 
 
-def claimed(**changes) -> dict:
+def claimed(**changes) -> ClaimAnswer:
     episode = {
         "episode_id": "e",
         "kind": "train",
@@ -44,7 +45,7 @@ def claimed(**changes) -> dict:
         "version": "0.3",
         "lease_seconds": 9.0,
     }
-    return {"status": "claimed", "job_state": "running", "episode": episode} | changes
+    return ClaimAnswer.model_validate({"status": "claimed", "job_state": "running", "episode": episode} | changes)
 
 
 def test_a_claim_is_read_as_it_was_answered():

@@ -1,0 +1,76 @@
+"""A list of episodes as lines of text: in the width of a terminal, or in full where a program reads them."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+
+from rich.text import Text
+
+from palestra.ledger.browsing import EpisodeSummary
+
+NOTE = 24  # columns of a terminal below which a note gets a line of its own
+INDENT = "    "
+RIGHT = ("reward", "calls", "tokens", "attempts")
+TASK = 24  # the longest name of a task on a terminal
+
+
+def episode_lines(rows: Sequence[EpisodeSummary], now: float, width: int | None) -> Iterator[Text]:
+    """Yield a header and a line for each episode.
+
+    Args:
+        rows: what is listed.
+        now: Unix seconds, for how long an episode has been held.
+        width: columns of the terminal, into which the lines are made to fit; None: nothing is cut or wrapped.
+    """
+    if not rows:
+        yield Text("no such episodes")
+        return
+    columns = ["episode", "task", "state", "reward", "calls", "tokens", "attempts"]
+    columns += ["forks"] if any(row.forks for row in rows) else []
+    columns += ["held by"] if any(row.worker_id is not None for row in rows) else []
+    cells = [_cells(row, now, None if width is None else TASK) for row in rows]
+    sizes = {name: max(len(name), *(len(cell[name]) for cell in cells)) for name in columns}
+    left = None if width is None else width - sum(sizes.values()) - 2 * len(columns)
+    beside = left is None or left >= NOTE
+    yield Text(_line({name: name for name in columns} | {"note": "note"}, columns, sizes, beside), style="bold")
+    for cell in cells:
+        note = cell["note"]
+        if beside and left is not None and len(note) > left:
+            cell["note"] = note[: left - 1] + "…"
+        yield Text(_line(cell, columns, sizes, beside))
+        if not beside and note and width is not None:
+            room = max(width - 1, len(INDENT) + NOTE)
+            for line in textwrap.wrap(note, room, initial_indent=INDENT, subsequent_indent=INDENT):
+                yield Text(line, style="dim")
+
+
+def _cells(row: EpisodeSummary, now: float, task: int | None) -> dict[str, str]:
+    held = "" if row.worker_id is None else row.worker_id
+    if row.claimed_at is not None:
+        held += f" since {duration(now - row.claimed_at)}"
+    note = row.reason or ", ".join(f"{k}={v!r}" for k, v in row.metadata.items())
+    return {
+        "episode": row.episode_id,
+        "task": row.task_id if task is None else row.task_id[:task],
+        "state": row.state,
+        "reward": "" if row.reward is None else f"{row.reward:.3g}",
+        "calls": str(row.calls),
+        "tokens": str(row.completion_tokens),
+        "attempts": str(row.attempts),
+        "forks": ", ".join(f"{n} {reason.value.replace('_', ' ')}" for reason, n in row.forks.items()),
+        "held by": held,
+        "note": " ".join(note.split()),
+    }
+
+
+def _line(cell: dict[str, str], columns: Sequence[str], sizes: dict[str, int], beside: bool) -> str:
+    parts = [cell[name].rjust(sizes[name]) if name in RIGHT else cell[name].ljust(sizes[name]) for name in columns]
+    return "  ".join([*parts, cell["note"]] if beside else parts).rstrip()
+
+
+def duration(seconds: float) -> str:
+    """Return a time span in words, such as `8 s`, `3 min` or `2.5 h`."""
+    if seconds < 100:
+        return f"{max(seconds, 0):.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
