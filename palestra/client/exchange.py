@@ -59,7 +59,6 @@ _BY_CODE: dict[str, type[PalestraError]] = {
 }
 _PASSING = (408, 425, 429)  # and every 5xx
 _NOT_SERVED = (429, 503)  # the request has changed nothing
-_TLS_RECORDS = ("\\x15\\x03", "\\x16\\x03")  # how an answer of a TLS port to plain HTTP begins, as errors show it
 
 
 def checked_url(url: str, example: str) -> str:
@@ -246,8 +245,10 @@ def _unreachable(url: str, error: httpx2.RequestError) -> Trouble:
     text = str(error) or type(error).__name__
     if any(isinstance(cause, ssl.SSLError) for cause in _causes(error)):
         return Trouble(ConfigError(f"{url}: no TLS connection: {text}; perhaps its URL begins with http://"))
-    if isinstance(error, httpx2.RemoteProtocolError) and any(record in text for record in _TLS_RECORDS):
-        return Trouble(ConfigError(f"{url} speaks TLS: its URL begins with https://"))
+    if isinstance(error, httpx2.RemoteProtocolError) and text.startswith("illegal"):
+        return Trouble(
+            ConfigError(f"{url} does not speak HTTP ({text}); if it speaks TLS, its URL begins with https://")
+        )
     if isinstance(error, httpx2.UnsupportedProtocol | httpx2.LocalProtocolError):
         return Trouble(ConfigError(f"{url} can't be asked: {text}"))
     lost = ConnectionLost(f"{url} can't be reached: {text}")
