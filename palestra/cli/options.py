@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from palestra.config import JobConfig, load_config
+from palestra.config import UNSET, JobConfig, load_config
 from palestra.errors import ConfigError, NotFound
 
 
@@ -37,7 +37,7 @@ def add_set(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         action="append",
         default=[],
-        help="change one key of the configuration, e.g. --set steps=10 --set server.port=0",
+        help="change one key of the configuration, e.g. --set steps=10 --set server.port=0; KEY=none: its default",
     )
 
 
@@ -49,7 +49,7 @@ def add_control(parser: argparse.ArgumentParser) -> None:
 
 
 def overrides(settings: Sequence[str]) -> dict[str, Any]:
-    """`key=value` pairs; values are JSON where they can be, else text.
+    """`key=value` pairs; values are JSON where they can be, else text; `none` takes a key out.
 
     Raises:
         ConfigError: no `=` in it.
@@ -59,6 +59,9 @@ def overrides(settings: Sequence[str]) -> dict[str, Any]:
         key, equals, value = setting.partition("=")
         if not equals or not key:
             raise ConfigError(f"--set {setting}: expected KEY=VALUE")
+        if value == "none":
+            found[key] = UNSET
+            continue
         try:
             found[key] = json.loads(value)
         except json.JSONDecodeError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,12 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve, and train, until the end, or Ctrl-C."""
-    from palestra.cluster.local import resolve_run_dir, run_on_uvloop, serve
+    from palestra.cluster.local import run_on_uvloop, serve
+    from palestra.cluster.run_dir import resolve_run_dir
     from palestra.cluster.serving_console import console_of
 
-    config = resolve_run_dir(load_config(arguments.config, overrides(arguments.set)), arguments.resume)
+    config = load_config(arguments.config, overrides(arguments.set))
+    config = resolve_run_dir(config, arguments.resume, lambda text: print(f"palestra: {text}", file=sys.stderr))
     console = console_of(config)
     with console:
         progress = run_on_uvloop(serve(config, console.report, console.ready))

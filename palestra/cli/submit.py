@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from palestra.cli.options import add_control, add_set, command, load_tasks, overrides
+from palestra.cli.options import add_control, add_set, command, overrides
 from palestra.client.control import ControlClient
-from palestra.config import TasksConfig, load_config
+from palestra.config import load_config
 from palestra.errors import ConfigError
 
 
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Submit, and print the job's id."""
     from palestra.cli.watch import show
 
-    given, files = _config(arguments)
+    given, tasks = _config(arguments)
     with ControlClient(arguments.control) as control:
         job = control.submit(
             given,
@@ -61,23 +61,29 @@ def run(arguments: argparse.Namespace) -> int:
             attached=arguments.attached,
         )
         print(job.job_id, flush=True)
-        if files.train is not None:
+        if tasks["train"]:
             print("its tasks are pushed when it runs …", file=sys.stderr, flush=True)
-            train, validation = load_tasks(str(files.train), files.validation)
             with job.client() as client:
-                client.push_tasks(train, validation)
+                client.push_tasks(tasks["train"], tasks["validation"])
         return show(job) if arguments.watch else 0
 
 
-def _config(arguments: argparse.Namespace) -> tuple[dict[str, Any] | None, TasksConfig]:
-    """What is submitted as the configuration, and the files of tasks that are pushed when the job runs."""
+def _config(arguments: argparse.Namespace) -> tuple[dict[str, Any] | None, dict[str, list[dict[str, Any]]]]:
+    """What is submitted as the configuration, and the tasks of its files, by split, that are pushed when it runs."""
+    from palestra.cluster.tasks import check_sizes, read_files
+
+    tasks: dict[str, list[dict[str, Any]]] = {"train": [], "validation": []}
     if arguments.config is None:
         if arguments.from_job is None or arguments.set:
             raise ConfigError("name a configuration (CONFIG); only with --from-job alone there need be none")
-        return None, TasksConfig()
+        return None, tasks
     settings = overrides(arguments.set)
     config = load_config(arguments.config, settings)
     if arguments.kind is not None and "kind" not in config.model_fields_set:
         config = load_config(arguments.config, settings | {"kind": arguments.kind})  # so that it is checked here
+    files = read_files(config)
+    check_sizes(files, config.server.max_body_bytes)
+    for split, found in files.values():
+        tasks[split] = [{"id": task.task_id, **task.data} for task in found]
     given = config.model_dump(mode="json", exclude_none=True, exclude_unset=True, exclude={"tasks", "run_dir"})
-    return given, config.tasks
+    return given, tasks

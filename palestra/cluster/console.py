@@ -28,8 +28,11 @@ SHOWN_STATES = (TurnState.PENDING, TurnState.GENERATING, TurnState.INTERACTING)
 class Console:
     """Shows a job on a terminal, or as plain lines where the output is no terminal."""
 
-    def __init__(self, config: JobConfig, quiet: bool = False, file: IO[str] | None = None) -> None:
-        """`file` gets the lines instead of standard output."""
+    def __init__(
+        self, config: JobConfig, quiet: bool = False, file: IO[str] | None = None, notes: Sequence[str] = ()
+    ) -> None:
+        """`file` gets the lines instead of standard output; `notes` are the first of them."""
+        self._notes = notes
         self._config = config
         self._out = RichConsole(quiet=quiet, highlight=False, soft_wrap=True, file=file)
         self._bars = Progress(
@@ -48,6 +51,8 @@ class Console:
         self._thread = threading.Thread(target=self._refresh, name="palestra-console", daemon=True)
 
     def __enter__(self) -> Self:
+        for note in self._notes:
+            self._out.print(note, markup=False)
         self._out.print(f"[bold]{self._config.name}[/]: {self._headline()} → {self._config.folder}")
         if self._live is not None:
             self._live.start()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import gc
 import logging
 import os
@@ -17,7 +16,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 import uvicorn
 import uvloop
@@ -25,12 +24,13 @@ from fastapi import FastAPI
 
 from palestra.client.protocol import LONGEST_PAUSE_SECONDS
 from palestra.cluster.parts import build_parts
+from palestra.cluster.run_dir import starting_in
 from palestra.cluster.serving import Serving
-from palestra.cluster.tasks import load_tasks
+from palestra.cluster.tasks import load_tasks, read_files
 from palestra.config import JobConfig
 from palestra.envs import ConcurrentEnvironment
 from palestra.envs.catalog import catalog_entry
-from palestra.errors import ConfigError, EngineFailure, PalestraError, RunInUse
+from palestra.errors import ConfigError, EngineFailure, PalestraError
 from palestra.faults import fault_point
 from palestra.gateway import DataPlane, KeyRing, create_app
 from palestra.learner import Learner, RunFolder
@@ -49,28 +49,6 @@ LINGER_SECONDS = 10.0  # how long workers may take to hear that the job is over
 BACKLOG = 4096
 RETURN_SECONDS = LONGEST_PAUSE_SECONDS + 0.5  # after a restart, all workers of before have tried again by then
 Report = Callable[[str, dict[str, Any]], None]
-
-
-def resolve_run_dir(config: JobConfig, resume: bool) -> JobConfig:
-    """Fix the run's folder: the one configured, or a new `runs/<name>`, `runs/<name>-2`, …
-
-    Raises:
-        ConfigError: the folder has a run already and `resume` is False, or has none and it is True.
-    """
-    if config.run_dir is None:
-        number, folder, newest = 1, config.folder, None
-        while (folder / "run.db").exists():
-            newest, number = folder, number + 1
-            folder = config.folder.with_name(f"{config.name}-{number}")
-        config = config.model_copy(update={"run_dir": newest if resume and newest else folder})
-    known = (config.folder / "run.db").exists()
-    if known and not resume:
-        raise ConfigError(
-            f"{config.folder} has a run already; add --resume to go on with it, or choose another run_dir"
-        )
-    if resume and not known:
-        raise ConfigError(f"{config.folder} has no run to go on with; leave --resume out to start one")
-    return config
 
 
 class LocalJob:
@@ -162,10 +140,12 @@ async def local_job(config: JobConfig, report: Report, play: Play | None = None)
         ConfigError: the port is in use, the folder belongs to a running job, or the configuration can't be met.
         ModelError: missing weights.
     """
-    folder = RunFolder(config.folder)
-    resumed = folder.store.exists() and config.kind == "training"
+    known = (config.folder / "run.db").exists()
+    resumed = known and config.kind == "training"
+    tasks = None if known else read_files(config)  # first: loading a model takes long
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_locked(folder.path))
+        start = stack.enter_context(starting_in(config.folder))
+        folder = RunFolder(config.folder)
         listener = stack.enter_context(listen(config.server.host, config.server.port))
         parts = await in_thread(lambda: build_parts(config))  # not in a pool's: see there
         if resumed:
@@ -173,7 +153,7 @@ async def local_job(config: JobConfig, report: Report, play: Play | None = None)
         store = stack.enter_context(RunStore(folder.store, config.rollout, config.store))
         store.policy_name = config.policy_name
         try:
-            await load_tasks(store, config)
+            await load_tasks(store, config, tasks)
             fault_point("during_start")
             runtime = PolicyRuntime(
                 config=config.policy,
@@ -210,6 +190,7 @@ async def local_job(config: JobConfig, report: Report, play: Play | None = None)
             else:
                 work = Learner(config, store, parts.trainer, parts.engine, folder, progress, report, lock)
             async with served(create_app(plane), listener, plane.stop), _watched(store, progress):
+                start.succeeded = True
                 yield LocalJob(work, plane, parts.engine, url_of(listener), folder, resumed, pool)
         finally:
             await parts.engine.close()
@@ -222,6 +203,8 @@ def _runners(
 ) -> tuple[RunnerPool | None, RolloutSyncLock | None]:
     """What plays episodes in this process, if anything does, and what keeps weights from changing in between."""
     chosen = config.environment
+    if config.kind == "inference":
+        return None, None
     if play is None and chosen.name is not None:
         make = catalog_entry(chosen.name).make
         settings: dict[str, Any] = dict(chosen.settings)
@@ -271,21 +254,6 @@ def url_of(listener: socket.socket) -> str:
     """Where it listens."""
     host, port = listener.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """One process a run."""
-    lock: IO[str] = (folder / ".lock").open("w")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        lock.close()
-        raise RunInUse(f"another process is running the job in {folder}") from error
-    try:
-        yield
-    finally:
-        lock.close()
 
 
 def _secret(folder: Path) -> bytes:

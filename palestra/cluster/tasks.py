@@ -16,16 +16,21 @@ from palestra.ledger import RunStore
 from palestra.schemas.records import Task
 from palestra.schemas.wire import TaskBody, task_id_of
 
+Files = dict[Path, tuple[Split, list[Task]]]  # the tasks of each file, and their split
+ENVELOPE = 1000  # bytes of a body around a single task, its name included
 
-async def load_tasks(store: RunStore, config: JobConfig) -> None:
-    """Tasks from files, or made by the environment, if the job names any."""
-    if await store.tasks_sealed():
+
+async def load_tasks(store: RunStore, config: JobConfig, read: Files | None = None) -> None:
+    """Store the tasks of files, or those that the environment makes, if the job names any.
+
+    `read` is what `read_files` found, where that was called before.
+    """
+    if config.kind == "inference" or await store.tasks_sealed():
         return
     environment = config.environment
     if config.tasks.train is not None:
-        for split, path in (("validation", config.tasks.validation), ("train", config.tasks.train)):
-            if path is not None:
-                await store.push_tasks(split, read_tasks(path), f"file {path.name}")
+        for path, (split, tasks) in (read or read_files(config)).items():
+            await store.push_tasks(split, tasks, f"file {path.name}")
     elif environment.name is not None:
         generate = catalog_entry(environment.name).generate
         counts: dict[Split, int] = {"validation": environment.validation_tasks, "train": environment.train_tasks}
@@ -37,17 +42,59 @@ async def load_tasks(store: RunStore, config: JobConfig) -> None:
     await store.seal_tasks()
 
 
+def read_files(config: JobConfig) -> Files:
+    """Read and check the files of tasks that a job names; none where it serves a model.
+
+    Raises:
+        ConfigError: no such file, a line that is no task, two tasks of one name, or no training task at all.
+    """
+    if config.kind == "inference" or config.tasks.train is None:
+        return {}
+    validation, train = config.tasks.validation, config.tasks.train
+    found: Files = {} if validation is None else {validation: ("validation", read_tasks(validation))}
+    found[train] = ("train", read_tasks(train))
+    if not found[train][1]:
+        raise ConfigError(f"tasks file {train} is empty: the job has no training tasks")
+    return found
+
+
+def check_sizes(files: Files, max_body_bytes: int) -> None:
+    """Check that each task can be pushed to a data plane.
+
+    Raises:
+        ConfigError: a task alone is more than a body may have.
+    """
+    for path, (_, tasks) in files.items():
+        for task in tasks:
+            size = len(json.dumps(task.data, ensure_ascii=False).encode()) + ENVELOPE
+            if size > max_body_bytes:
+                raise ConfigError(
+                    f"tasks file {path}: task {task.task_id!r} has {size:,} bytes, and server.max_body_bytes is "
+                    f"{max_body_bytes:,}; raise that, or make it smaller"
+                )
+
+
 def read_tasks(path: Path) -> list[Task]:
     """A JSONL file: an object a line; its key `id`, if it has one, names the task.
 
     Raises:
-        ConfigError: no such file, or a line that is no JSON object; the line is named.
+        ConfigError: no such file, a line that is no JSON object, or a name that was given to another task; the line
+            is named.
     """
+    found: dict[str, Task] = {}
+    tasks: list[Task] = []
     try:
         with path.open("rb") as file:
-            return [_task(line, f"{path}:{number}") for number, line in enumerate(file, 1) if line.strip()]
+            for number, line in enumerate(file, 1):
+                if not line.strip():
+                    continue
+                task = _task(line, f"{path}:{number}")
+                if found.setdefault(task.task_id, task).data != task.data:
+                    raise ConfigError(f"{path}:{number}: an earlier task has the id {task.task_id!r} and other data")
+                tasks.append(task)
     except OSError as error:
         raise ConfigError(f"tasks file {path}: {error.strerror}") from error
+    return tasks
 
 
 def task_of(data: dict[str, Any]) -> Task:

@@ -15,7 +15,7 @@ from palestra.client import AsyncClient, Worker
 from palestra.client.worker import Rollout
 from palestra.cluster.console import Console
 from palestra.cluster.job_thread import JobThread, TrainResult
-from palestra.cluster.local import resolve_run_dir
+from palestra.cluster.run_dir import resolve_run_dir
 from palestra.config import JobConfig
 from palestra.errors import ConfigError
 from palestra.rollout import Play
@@ -57,12 +57,13 @@ def train(
         PalestraError: the job failed; the message says why and what to do.
     """
     config = _checked(config or JobConfig(), rollout, tasks)
-    config = resolve_run_dir(config, resume)
+    notes: list[str] = []
+    config = resolve_run_dir(config, resume, notes.append)
     environment = config.environment.model_copy(update={"max_concurrency": concurrency} if concurrency else {})
     server_config = config.server.model_copy(update={"port": 0})
     config = config.model_copy(update={"server": server_config, "environment": environment})
     playing = concurrency or min(64, config.rollout.group_size * config.rollout.groups_per_step)
-    console = Console(config, quiet=quiet)
+    console = Console(config, quiet=quiet, notes=notes)
     play = rollout if isinstance(rollout, Play) else None
     function = None if isinstance(rollout, Play) else rollout
     server = JobThread(config, console, play)

@@ -19,11 +19,12 @@ from palestra.config.job import (
     TasksConfig,
     TrainerConfig,
 )
-from palestra.config.loading import dump_config, load_config, parse_config
+from palestra.config.loading import UNSET, dump_config, load_config, parse_config
 
 __all__ = [
     "SMOLLM2",
     "TINY",
+    "UNSET",
     "AlgorithmConfig",
     "CheckpointConfig",
     "EngineConfig",

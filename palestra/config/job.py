@@ -287,7 +287,7 @@ class JobConfig(Section):
     kind: JobKind = Field(
         "training",
         description="`training`, or `inference`: the model is served to whoever has the job's key, and nothing is "
-        "trained or recorded; what is about training only is not used then.",
+        "trained or recorded; what is about training only (tasks, environment, steps) is not used then.",
     )
     seed: int = Field(0, ge=0, lt=2**63, description="All sampling and all orders follow from it.")
     steps: Positive = Field(30, description="Training steps.")
@@ -318,17 +318,6 @@ class JobConfig(Section):
             raise ValueError(
                 "deterministic = true needs rollout.max_staleness = 0: what is played ahead depends on time"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _plays_nothing(self) -> JobConfig:
-        tasks = self.tasks
-        given = {"environment.name": self.environment.name, "tasks.train": tasks.train}
-        for key, value in (given | {"tasks.validation": tasks.validation}).items():
-            if self.kind == "inference" and value is not None:
-                raise ValueError(
-                    f"{key} is set, and a job with kind = 'inference' plays no episodes; leave {key} out, or train"
-                )
         return self
 
     @property

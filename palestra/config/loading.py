@@ -7,12 +7,14 @@ import difflib
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Final, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
 from palestra.config.job import JobConfig
 from palestra.errors import ConfigError
+
+UNSET: Final = object()  # the value of an override that takes a key out
 
 
 def load_config(path: Path, overrides: Mapping[str, Any] | None = None) -> JobConfig:
@@ -39,7 +41,7 @@ def load_config(path: Path, overrides: Mapping[str, Any] | None = None) -> JobCo
 def parse_config(
     data: Mapping[str, Any], overrides: Mapping[str, Any] | None = None, source: str = "config"
 ) -> JobConfig:
-    """Check a plain mapping.
+    """Check a plain mapping. An override of `UNSET` takes a key out of it, so that the key's default holds.
 
     Raises:
         ConfigError: an unknown key, or a value out of range.
@@ -52,7 +54,10 @@ def parse_config(
             level = level.setdefault(parent, {})
             if not isinstance(level, dict):
                 raise ConfigError(f"{source}: {dotted} can't be set: {parent!r} is not a section")
-        level[leaf] = value
+        if value is UNSET and _is_known((*parents, leaf)):
+            level.pop(leaf, None)
+        else:
+            level[leaf] = None if value is UNSET else value  # an unknown key is refused below, by its name
     try:
         return JobConfig.model_validate(merged)
     except ValidationError as error:
@@ -102,6 +107,21 @@ def _explain(error: ValidationError) -> str:
         return f"unknown key {dotted!r}; {hint}"
     message = first["msg"].removeprefix("Value error, ")
     return f"{dotted}: {message}" if dotted else message
+
+
+def _is_known(path: tuple[str, ...]) -> bool:
+    """Whether a dotted key can be set; what is inside a table of free keys always can."""
+    annotation: Any = JobConfig
+    for step in path:
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            if step not in annotation.model_fields:
+                return False
+            annotation = annotation.model_fields[step].annotation
+        elif get_origin(annotation) is dict:
+            annotation = get_args(annotation)[1]
+        else:
+            return False
+    return True
 
 
 def _known_keys(path: tuple[int | str, ...]) -> list[str]:

@@ -7,16 +7,20 @@ import io
 import json
 import shutil
 import signal
+import socket
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import openai
 import pytest
 from outcome import assert_complete
 from servers import PALESTRA, SCRIPTED, Job, Process, run_through, until
 
 from palestra.cli.main import COMMANDS, main
+from palestra.client.control import ControlClient
+from palestra.cluster import local
 
 JOB = """
 name = "mine"
@@ -149,6 +153,97 @@ def test_an_empty_tasks_file(job_file):
 def test_a_context_longer_than_the_models(job_file):
     setting = 'policies.policy={"model": "tiny-random", "max_context": 100000}'
     refused(palestra("run", job_file, "--set", setting, "--set", "engine.kind=embedded"), "100000", "2048")
+
+
+FAILING = [
+    ("missing", [], "No such file"),
+    ("bad line", [], "not valid JSON"),
+    ("two of one name", [], "other data"),
+    ("empty", [], "no training tasks"),
+    ("", ["--set", "engine.kind=embedded", "--set", 'policies.policy={"model": "./nowhere"}'], "./nowhere"),
+    ("", ["--set", "server.port={port}"], "server.port"),
+    ("", ["--set", "environment.name=gomoku", "--set", "environment.settings.sise=3", "--set", "tasks=none"], "sise"),
+]
+
+
+@pytest.mark.parametrize(("tasks", "settings", "words"), FAILING, ids=[words for _, _, words in FAILING])
+def test_a_start_that_fails_leaves_no_folder_and_takes_no_number(tmp_path, monkeypatch, tasks, settings, words):
+    monkeypatch.chdir(tmp_path)
+    lines = {"bad line": '{"a":', "two of one name": '{"id": 1, "a": 1}\n{"id": 1, "a": 2}\n', "empty": "\n"}
+    if tasks != "missing":
+        Path("tasks.jsonl").write_text(lines.get(tasks, '{"text": "a"}\n'))
+    Path("job.toml").write_text(JOB.replace('run_dir = "{folder}/run"\n', ""))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        settings = [
+            setting.format(port=taken.getsockname()[1]) if "port" in setting else setting for setting in settings
+        ]
+        before = sorted(tmp_path.iterdir())
+        refused(palestra("run", "job.toml", *settings), words)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_start_that_fails_leaves_what_was_in_the_folder_before(job_file):
+    folder = job_file.parent / "run"
+    folder.mkdir()
+    (folder / "secret").write_text("ab" * 32 + "\n")
+    (folder / "notes.txt").write_text("mine")
+    setting = 'policies.policy={"model": "./nowhere"}'
+    refused(palestra("run", job_file, "--set", setting, "--set", "engine.kind=embedded"), "./nowhere")
+    assert sorted(path.name for path in folder.iterdir()) == ["notes.txt", "secret"]
+
+
+def test_a_missing_tasks_file_is_found_before_the_model_is_loaded(job_file, monkeypatch):
+    (job_file.parent / "tasks.jsonl").unlink()
+    monkeypatch.setattr(local, "build_parts", lambda config: pytest.fail("the model is loaded"))
+    refused(palestra("run", job_file), "tasks.jsonl", "No such file")
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        (None, ["tasks.jsonl", "No such file"]),
+        ('{"a": 1}\n{"a":\n', ["tasks.jsonl:2", "not valid JSON"]),
+        ("", ["no training tasks"]),
+        (json.dumps({"id": "long", "a": "x" * 5000}), ["'long'", "max_body_bytes"]),
+    ],
+)
+def test_tasks_are_checked_before_a_job_is_submitted(job_file, monkeypatch, lines, words):
+    monkeypatch.setattr(ControlClient, "submit", lambda *arguments, **more: pytest.fail("it is submitted"))
+    path = job_file.parent / "tasks.jsonl"
+    path.unlink()
+    if lines is not None:
+        path.write_text(lines)
+    job_file.write_text(job_file.read_text().replace("[server]", "[server]\nmax_body_bytes = 4096"))
+    refused(palestra("submit", job_file, "--control", "http://127.0.0.1:1"), *words)
+
+
+def test_a_second_run_says_that_there_is_one_and_names_its_own_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("tasks.jsonl").write_text('{"text": "a"}\n')
+    Path("job.toml").write_text(JOB.replace('run_dir = "{folder}/run"\n', ""))
+    for number, folder in ((0, "runs/mine"), (1, "runs/mine-2")):
+        server = Process.start([PALESTRA, "run", "job.toml"], tmp_path / f"{number}.log")
+        try:
+            until(lambda log=server: "data plane at" in log.output, "the server listens")
+            assert f"→ {folder}\n" in server.output
+            assert ("runs/mine has a run already" in server.output) == bool(number)
+            assert ("--resume" in server.output) == bool(number)
+        finally:
+            server.send(signal.SIGINT)
+            server.wait()
+
+
+def test_the_job_that_trained_a_model_serves_it(tmp_path):
+    settings = SCRIPTED | {"environment": {"name": "arithmetic"}}
+    with Job(tmp_path, settings) as job:
+        folder = tmp_path / "served"
+        (tmp_path / "train.jsonl").unlink()  # not read where nothing is trained
+        job.start("--set", "kind=inference", "--set", f"run_dir={folder}")
+        key = (folder / "api_key").read_text().strip()
+        with openai.OpenAI(base_url=f"{job.url}/v1", api_key=key) as ai:
+            answer = ai.chat.completions.create(model="policy", messages=[{"role": "user", "content": "x"}])
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens > 0
 
 
 @pytest.mark.parametrize("reference", ["nothing", "no_such_module:f", "nowhere.py:f", "json:no_such_function"])

@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from palestra.cluster.local import local_job, resolve_run_dir
+from palestra.cluster.local import local_job
+from palestra.cluster.run_dir import resolve_run_dir
 from palestra.cluster.tasks import read_tasks
 from palestra.config import JobConfig
 from palestra.errors import ConfigError, StoreError

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from palestra.config import JobConfig, dump_config, load_config, parse_config
+from palestra.config import UNSET, JobConfig, dump_config, load_config, parse_config
 from palestra.errors import ConfigError
 
 
@@ -63,6 +63,33 @@ def test_overrides_leave_the_mapping_alone():
 
 def test_an_override_below_a_value_is_one_line():
     assert "steps" in refused({"steps": 3}, **{"steps.x": 1})
+
+
+def test_an_override_can_take_a_key_out_wherever_it_was_set():
+    data = {
+        "steps": 3,
+        "tasks": {"train": "a.jsonl"},
+        "algorithm": {"importance": "token_mask"},
+        "policies": {"p": {"sampling": {"max_tokens": 7}}},
+        "environment": {"settings": {"size": 3}},
+    }
+    keys = (
+        "steps",
+        "tasks.train",
+        "algorithm.importance",
+        "policies.p.sampling.max_tokens",
+        "environment.settings.size",
+    )
+    config = parse_config(data, dict.fromkeys(keys, UNSET))
+    assert config.model_dump(exclude={"policies"}) == parse_config({}).model_dump(exclude={"policies"})
+    assert config.policy == parse_config({}).policy
+    assert parse_config({"tasks": {"train": "x"}}, {"tasks": UNSET}) == parse_config({})
+    assert parse_config({}, {"rollout.max_claimed": UNSET}) == parse_config({})
+
+
+@pytest.mark.parametrize(("key", "near"), [("stesp", "steps"), ("rollout.group_sise", "group_size")])
+def test_taking_out_a_key_that_does_not_exist_is_a_mistake_too(key, near):
+    assert f"did you mean '{near}'" in refused({}, **{key: UNSET})
 
 
 def test_an_unknown_override_is_named():

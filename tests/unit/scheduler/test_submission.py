@@ -62,9 +62,10 @@ async def test_two_kinds_are_refused_by_name(http):
     assert "kind" in await refused(http, 400, kind="training", config={"kind": "inference"})
 
 
-async def test_an_inference_job_that_plays_something_is_refused(http):
-    said = await refused(http, 400, kind="inference", config={"environment": {"name": "gomoku"}})
-    assert "environment.name is set" in said
+async def test_what_is_about_training_only_is_not_used_where_a_model_is_served(http):
+    config = {"environment": {"name": "gomoku"}, "steps": 3, "evaluation": {"every_steps": 1}}
+    job = (await http.post("/jobs", json={"kind": "inference", "config": config})).json()
+    assert (job["kind"], job["state"]) == ("inference", "queued")
 
 
 async def test_without_a_configuration_that_of_the_other_job_is_served(http, plane):
