@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from rich.text import Text
 
 from palestra.ledger.browsing import EpisodeSummary
+from palestra.schemas.progress import duration
 
 NOTE = 24  # columns of a terminal below which a note gets a line of its own
 INDENT = "    "
@@ -67,10 +68,3 @@ def _cells(row: EpisodeSummary, now: float, task: int | None) -> dict[str, str]:
 def _line(cell: dict[str, str], columns: Sequence[str], sizes: dict[str, int], beside: bool) -> str:
     parts = [cell[name].rjust(sizes[name]) if name in RIGHT else cell[name].ljust(sizes[name]) for name in columns]
     return "  ".join([*parts, cell["note"]] if beside else parts).rstrip()
-
-
-def duration(seconds: float) -> str:
-    """Return a time span in words, such as `8 s`, `3 min` or `2.5 h`."""
-    if seconds < 100:
-        return f"{max(seconds, 0):.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

@@ -83,7 +83,7 @@ def _config(arguments: argparse.Namespace) -> tuple[dict[str, Any] | None, dict[
         config = load_config(arguments.config, settings | {"kind": arguments.kind})  # so that it is checked here
     files = read_files(config)
     check_sizes(files, config.server.max_body_bytes)
-    for split, found in files.values():
+    for split, (_, found) in files.items():
         tasks[split] = [{"id": task.task_id, **task.data} for task in found]
     given = config.model_dump(mode="json", exclude_none=True, exclude_unset=True, exclude={"tasks", "run_dir"})
     return given, tasks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +16,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
+from palestra.cluster.situation import STALLED_SECONDS, PlainLines, describe, situation_of
 from palestra.config import JobConfig
 from palestra.schemas.states import TurnState
 
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from palestra.cluster.local import LocalJob
 
 REFRESH_SECONDS = 0.25
+LOADING = "loading the model"
+MOST_HOLDERS = 10_000  # held episodes that are looked at, to say who holds how many
 SHOWN_STATES = (TurnState.PENDING, TurnState.GENERATING, TurnState.INTERACTING)
 
 
@@ -36,16 +40,17 @@ class Console:
         self._config = config
         self._out = RichConsole(quiet=quiet, highlight=False, soft_wrap=True, file=file)
         self._bars = Progress(
-            TextColumn("{task.fields[phase]}"),
             BarColumn(bar_width=30),
             MofNCompleteColumn(),
-            TextColumn("steps   {task.fields[left]}"),
+            TextColumn("steps"),
             console=self._out,
             auto_refresh=False,
         )
-        self._bar = self._bars.add_task("", total=config.steps, phase="loading the model", left="")
+        self._bar = self._bars.add_task("", total=config.steps)
         shown = not quiet and file is None and sys.stdout.isatty()
         self._live = Live(console=self._out, transient=True, auto_refresh=False) if shown else None
+        self._plain = None if quiet or shown else PlainLines(time.monotonic())
+        self._moved: tuple[tuple[object, ...], float] = ((), time.monotonic())  # what was last seen to change, and when
         self._job: LocalJob | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._refresh, name="palestra-console", daemon=True)
@@ -56,6 +61,7 @@ class Console:
         self._out.print(f"[bold]{self._config.name}[/]: {self._headline()} → {self._config.folder}")
         if self._live is not None:
             self._live.start()
+        if self._live is not None or self._plain is not None:
             self._thread.start()
         return self
 
@@ -63,23 +69,24 @@ class Console:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stop.set()
-        if self._live is not None:
+        if self._thread.is_alive():
             self._thread.join()
+        if self._live is not None:
             self._live.stop()
 
     def ready(self, job: LocalJob) -> None:
         """The data plane listens."""
         self._job = job
-        self._out.print(f"data plane at {job.url}, its key in {job.folder.path / 'api_key'}")
+        self._say(f"data plane at {job.url}, its key in {job.folder.path / 'api_key'}")
 
     def report(self, kind: str, data: dict[str, Any]) -> None:
         """An event of the job."""
         if kind == "running" and data["step"]:
-            self._out.print(f"going on after step {data['step']}")
+            self._say(f"going on after step {data['step']}")
         elif kind == "evaluated" and data["step"] == 0 and "validation/reward_mean" in data:
-            self._out.print(f"before training: {_validation(data)}")
+            self._say(f"before training: {_validation(data)}")
         elif kind == "step" and data["step"]:
-            self._out.print(self._step_line(data))
+            self._say(self._step_line(data))
 
     def finished(self, state: str, checkpoint: Path | None) -> None:
         """The job is over, or was stopped."""
@@ -107,19 +114,38 @@ class Console:
     def _headline(self) -> str:
         return f"{self._config.policy.model}, {self._config.steps} steps"
 
+    def _say(self, text: str) -> None:
+        """Write a line that stays."""
+        self._out.print(text)
+        if self._plain is not None:
+            self._plain.wrote(time.monotonic())
+
     def _refresh(self) -> None:
-        assert self._live is not None
         while not self._stop.wait(REFRESH_SECONDS):
-            self._live.update(Group(*self._now(self._job)), refresh=True)
+            if self._live is not None:
+                self._live.update(Group(*self._now(self._job)), refresh=True)
+            elif self._plain is not None:
+                news, text = self._situation(self._job)
+                if text and self._plain.due(news, time.monotonic()):
+                    self._out.print(text, markup=False)
+
+    def _situation(self, job: LocalJob | None) -> tuple[object, str]:
+        """(what changes where there are news, what is going on, in a line); an empty line is not worth one."""
+        if job is None:
+            return LOADING, LOADING
+        now, at = situation_of(job), time.monotonic()
+        if now.moved != self._moved[0]:
+            self._moved = now.moved, at
+        still = at - self._moved[1]
+        holders = job.plane.store.leases.holders(MOST_HOLDERS) if still >= STALLED_SECONDS else ()
+        return (now.moved, now.waits_for_workers, still >= STALLED_SECONDS), describe(now, still, holders)
 
     def _now(self, job: LocalJob | None) -> Sequence[RenderableType]:
         """What stands below the lines; None: the model is being loaded."""
-        lines: list[str] = []
+        lines = [LOADING]
         if job is not None:
-            left = job.progress.seconds_left
-            shown = "" if left is None else f"about {int(left) // 60}:{int(left) % 60:02d} left"
-            self._bars.update(self._bar, completed=job.progress.step, phase=job.progress.phase, left=shown)
-            lines = self._going_on(job)
+            self._bars.update(self._bar, completed=job.progress.step)
+            lines = [self._situation(job)[1], *self._going_on(job)]
         return self._bars, *(Text(line, style="dim") for line in lines)
 
     def _going_on(self, job: LocalJob) -> list[str]:

@@ -76,6 +76,11 @@ class LocalJob:
         return self.plane.progress
 
     @property
+    def plays_itself(self) -> bool:
+        """Whether this process plays the episodes."""
+        return self._pool is not None
+
+    @property
     def api_key(self) -> str:
         """The job's key."""
         return self.plane.keys.job_key

@@ -38,6 +38,9 @@ class ServingConsole(Console):
     def _headline(self) -> str:
         return f"serving {self._config.policy.model}"
 
+    def _situation(self, job: LocalJob | None) -> tuple[object, str]:
+        return super()._situation(None) if job is None else ("", "")  # nobody wants a log of calls
+
     def _now(self, job: LocalJob | None) -> Sequence[RenderableType]:
         if job is None:
             return (Text("loading the model", style="dim"),)

@@ -16,7 +16,7 @@ from palestra.ledger import RunStore
 from palestra.schemas.records import Task
 from palestra.schemas.wire import TaskBody, task_id_of
 
-Files = dict[Path, tuple[Split, list[Task]]]  # the tasks of each file, and their split
+Files = dict[Split, tuple[Path, list[Task]]]  # by split: the file, and its tasks
 ENVELOPE = 1000  # bytes of a body around a single task, its name included
 
 
@@ -29,7 +29,7 @@ async def load_tasks(store: RunStore, config: JobConfig, read: Files | None = No
         return
     environment = config.environment
     if config.tasks.train is not None:
-        for path, (split, tasks) in (read or read_files(config)).items():
+        for split, (path, tasks) in (read or read_files(config)).items():
             await store.push_tasks(split, tasks, f"file {path.name}")
     elif environment.name is not None:
         generate = catalog_entry(environment.name).generate
@@ -51,9 +51,9 @@ def read_files(config: JobConfig) -> Files:
     if config.kind == "inference" or config.tasks.train is None:
         return {}
     validation, train = config.tasks.validation, config.tasks.train
-    found: Files = {} if validation is None else {validation: ("validation", read_tasks(validation))}
-    found[train] = ("train", read_tasks(train))
-    if not found[train][1]:
+    found: Files = {} if validation is None else {"validation": (validation, read_tasks(validation))}
+    found["train"] = (train, read_tasks(train))
+    if not found["train"][1]:
         raise ConfigError(f"tasks file {train} is empty: the job has no training tasks")
     return found
 
@@ -64,7 +64,7 @@ def check_sizes(files: Files, max_body_bytes: int) -> None:
     Raises:
         ConfigError: a task alone is more than a body may have.
     """
-    for path, (_, tasks) in files.items():
+    for path, tasks in files.values():
         for task in tasks:
             size = len(json.dumps(task.data, ensure_ascii=False).encode()) + ENVELOPE
             if size > max_body_bytes:

@@ -75,7 +75,10 @@ class LeaseBook:
             lease.expires_at = self._clock.monotonic() + lease.seconds
 
     def holders(self, limit: int) -> list[Holder]:
-        """Return who holds what: the `limit` episodes of which nothing was heard for the longest time."""
+        """Return who holds what: the `limit` episodes of which nothing was heard for the longest time.
+
+        Other threads than the one that changes the leases may call this.
+        """
         now = self._clock.monotonic()
         found = (
             Holder(
@@ -84,7 +87,7 @@ class LeaseBook:
                 claimed_seconds=now - lease.claimed_at,
                 heard_seconds=0.0 if lease.held else now - (lease.expires_at - lease.seconds),
             )
-            for episode_id, lease in self._leases.items()
+            for episode_id, lease in list(self._leases.items())
         )
         return nsmallest(limit, found, key=lambda holder: (-holder.heard_seconds, holder.episode_id))
 

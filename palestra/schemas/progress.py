@@ -79,3 +79,10 @@ class JobProgress:
             return None
         recent = self.step_seconds[-10:]
         return (self.steps - self.step) * sum(recent) / len(recent)
+
+
+def duration(seconds: float) -> str:
+    """Return a time span in words, such as `8 s`, `3 min` or `2.5 h`."""
+    if seconds < 100:
+        return f"{max(seconds, 0):.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
