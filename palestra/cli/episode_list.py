@@ -14,6 +14,7 @@ NOTE = 24  # columns of a terminal below which a note gets a line of its own
 INDENT = "    "
 RIGHT = ("reward", "calls", "tokens", "attempts")
 TASK = 24  # the longest name of a task on a terminal
+SHORTEST_TASK = 8  # where the terminal is narrow
 
 
 def episode_lines(rows: Sequence[EpisodeSummary], now: float, width: int | None) -> Iterator[Text]:
@@ -32,6 +33,9 @@ def episode_lines(rows: Sequence[EpisodeSummary], now: float, width: int | None)
     columns += ["held by"] if any(row.worker_id is not None for row in rows) else []
     cells = [_cells(row, now, None if width is None else TASK) for row in rows]
     sizes = {name: max(len(name), *(len(cell[name]) for cell in cells)) for name in columns}
+    if width is not None:
+        over = sum(sizes.values()) + 2 * (len(columns) - 1) - width
+        sizes["task"] = min(sizes["task"], max(sizes["task"] - over, SHORTEST_TASK))
     left = None if width is None else width - sum(sizes.values()) - 2 * len(columns)
     beside = left is None or left >= NOTE
     yield Text(_line({name: name for name in columns} | {"note": "note"}, columns, sizes, beside), style="bold")
@@ -66,5 +70,9 @@ def _cells(row: EpisodeSummary, now: float, task: int | None) -> dict[str, str]:
 
 
 def _line(cell: dict[str, str], columns: Sequence[str], sizes: dict[str, int], beside: bool) -> str:
-    parts = [cell[name].rjust(sizes[name]) if name in RIGHT else cell[name].ljust(sizes[name]) for name in columns]
+    cut = {
+        name: value if len(value) <= sizes.get(name, len(value)) else value[: sizes[name] - 1] + "…"
+        for name, value in cell.items()
+    }
+    parts = [cut[name].rjust(sizes[name]) if name in RIGHT else cut[name].ljust(sizes[name]) for name in columns]
     return "  ".join([*parts, cell["note"]] if beside else parts).rstrip()

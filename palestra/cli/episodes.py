@@ -22,7 +22,7 @@ from palestra.ledger.browsing import EpisodeView, browse, list_episodes, read_ep
 from palestra.schemas.states import EpisodeState
 from palestra.trajectory import TokenRow, TokenTrie, calls_of_final_answers, rows_of
 
-FOLDED = 40  # characters that stand for the tokens of a prompt
+FOLDED = 26  # characters that stand for the tokens of a prompt
 
 
 def add(commands: Any) -> None:
@@ -108,14 +108,14 @@ def _tokens(row: TokenRow, trained: bool, text_of: Callable[[int], str], unfold:
     """A line for each sampled token; the others in one line a run of them, unless `unfold`."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("place", "id", "text", "logprob", "loss", "version"):
-        table.add_column(name, justify="left" if name in ("text", "loss") else "right")
+        table.add_column(name, justify="left" if name in ("text", "loss") else "right", no_wrap=True)
     ids = row.ids.tolist()
     for sampled, run in groupby(range(len(ids)), key=lambda place: bool(row.sampled[place])):
         places = list(run)
         if not sampled and not unfold and len(places) > 1:
             text = _shortened("".join(text_of(ids[place]) for place in places))
             where = f"{places[0]}-{places[-1]}"
-            table.add_row(where, "", Text(text), "", f"{len(places)} masked", "", style="dim")
+            table.add_row(where, "", Text(f"{len(places)} tokens: {text}"), "", "masked", "", style="dim")
             continue
         for place in places:
             table.add_row(

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import logging
 import os
 import sys
 from collections.abc import Sequence
 
+from palestra import __version__
 from palestra.cli import (
     demo,
     environments,
     episodes,
+    eval,
     export,
     jobs,
     run,
@@ -25,7 +28,7 @@ from palestra.cli import (
 )
 from palestra.errors import PalestraError
 
-COMMANDS = (demo, run, train, worker, environments, episodes, export, serve, submit, jobs, watch, users, tenants)
+COMMANDS = (demo, run, train, eval, worker, environments, episodes, export, serve, submit, jobs, watch, users, tenants)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -36,7 +39,8 @@ def parser() -> argparse.ArgumentParser:
         epilog="start here: palestra demo",
     )
     top.add_argument("--verbose", action="store_true", help="show warnings of the server and the workers")
-    commands = top.add_subparsers(metavar="COMMAND", required=True)
+    top.add_argument("--version", action="version", version=f"palestra {__version__}")
+    commands = top.add_subparsers(metavar="COMMAND")
     for module in COMMANDS:
         module.add(commands)
     return top
@@ -44,11 +48,19 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    parsed = parser().parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    top = parser()
+    if (unknown := _unknown(top, given)) is not None:
+        print(f"palestra: {unknown}", file=sys.stderr)
+        return 2
+    parsed = top.parse_args(given)
+    if not hasattr(parsed, "run"):
+        top.print_help()
+        return 0
     logging.basicConfig(
         level=logging.INFO if parsed.verbose else logging.ERROR, format="%(name)s: %(message)s", stream=sys.stderr
     )
-    logging.getLogger("palestra.control").setLevel(logging.WARNING)  # what a command waits for
+    logging.getLogger("palestra.client").setLevel(logging.WARNING)  # what a command waits for
     try:
         code: int = parsed.run(parsed) or 0
     except PalestraError as error:
@@ -60,6 +72,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is written at exit
         return 1
     return code
+
+
+def _unknown(top: argparse.ArgumentParser, given: Sequence[str]) -> str | None:
+    """What is wrong with the name of the command; None: nothing."""
+    name = next((word for word in given if not word.startswith("-")), None)
+    (commands,) = (action for action in top._actions if isinstance(action, argparse._SubParsersAction))
+    if name is None or name in commands.choices:
+        return None
+    near = difflib.get_close_matches(name, commands.choices, n=1)
+    hint = f"did you mean `palestra {near[0]}`?" if near else f"there are {', '.join(commands.choices)}"
+    return f"there is no command {name!r}; {hint}"
 
 
 if __name__ == "__main__":

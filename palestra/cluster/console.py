@@ -58,7 +58,7 @@ class Console:
     def __enter__(self) -> Self:
         for note in self._notes:
             self._out.print(note, markup=False)
-        self._out.print(f"[bold]{self._config.name}[/]: {self._headline()} → {self._config.folder}")
+        self._out.print(f"[bold]{self._config.name}[/]: {self._headline()}{self._target()}")
         if self._live is not None:
             self._live.start()
         if self._live is not None or self._plain is not None:
@@ -120,6 +120,9 @@ class Console:
         if self._plain is not None:
             self._plain.wrote(time.monotonic())
 
+    def _target(self) -> str:
+        return f" → {self._config.folder}"
+
     def _refresh(self) -> None:
         while not self._stop.wait(REFRESH_SECONDS):
             if self._live is not None:
@@ -146,7 +149,7 @@ class Console:
         if job is not None:
             self._bars.update(self._bar, completed=job.progress.step)
             lines = [self._situation(job)[1], *self._going_on(job)]
-        return self._bars, *(Text(line, style="dim") for line in lines)
+        return self._bars, *(Text(line, style="dim", no_wrap=False, overflow="fold") for line in lines)
 
     def _going_on(self, job: LocalJob) -> list[str]:
         """Episodes, calls, tokens and rewards as they are now; where the time goes."""

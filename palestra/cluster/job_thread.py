@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from palestra.cluster.console import Console
 from palestra.cluster.local import LocalJob, local_job, run_on_uvloop
 from palestra.config import JobConfig
 from palestra.rollout import Play
+from palestra.schemas.records import Task
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,8 +30,11 @@ class TrainResult:
 class JobThread:
     """The job in a thread with an event loop of its own, where no rollout function of the user can hold it up."""
 
-    def __init__(self, config: JobConfig, console: Console, play: Play | None = None) -> None:
-        self._config, self._console, self._play = config, console, play
+    def __init__(
+        self, config: JobConfig, console: Console, play: Play | None = None, scored: Sequence[Task] | None = None
+    ) -> None:
+        """`scored`: see `local_job`."""
+        self._config, self._console, self._play, self._scored = config, console, play, scored
         self._job: LocalJob | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._result: TrainResult | None = None
@@ -83,7 +87,7 @@ class JobThread:
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
-        async with local_job(self._config, self._console.report, self._play) as job:
+        async with local_job(self._config, self._console.report, self._play, self._scored) as job:
             self._job = job
             self._console.ready(job)
             self._ready(job)

@@ -11,7 +11,7 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import count
@@ -25,6 +25,7 @@ from fastapi import FastAPI
 from palestra.client.protocol import LONGEST_PAUSE_SECONDS
 from palestra.cluster.parts import build_parts
 from palestra.cluster.run_dir import starting_in
+from palestra.cluster.scoring import Scoring
 from palestra.cluster.serving import Serving
 from palestra.cluster.tasks import load_tasks, read_files
 from palestra.config import JobConfig
@@ -38,6 +39,7 @@ from palestra.ledger import RunStore
 from palestra.rollout import Play, RolloutSyncLock, Runner, RunnerPool
 from palestra.schemas.progress import Collected, JobProgress
 from palestra.schemas.protocols import Engine
+from palestra.schemas.records import Task
 from palestra.schemas.states import JobState
 from palestra.session import PolicyRuntime, Sameness, SessionContext, Sessions
 from palestra.threads import in_thread
@@ -56,7 +58,7 @@ class LocalJob:
 
     def __init__(
         self,
-        work: Learner | Serving,
+        work: Learner | Serving | Scoring,
         plane: DataPlane,
         engine: Engine,
         url: str,
@@ -136,10 +138,13 @@ class LocalJob:
 
 
 @asynccontextmanager
-async def local_job(config: JobConfig, report: Report, play: Play | None = None) -> AsyncIterator[LocalJob]:
+async def local_job(
+    config: JobConfig, report: Report, play: Play | None = None, scored: Sequence[Task] | None = None
+) -> AsyncIterator[LocalJob]:
     """Open a job and serve its data plane; nothing is trained until `run` is called, and nothing in an inference job.
 
-    `play` is what this process plays itself; None: what `config.environment` names, or nothing.
+    `play` is what this process plays itself; None: what `config.environment` names, or nothing. `scored`: the model
+    is only scored, once on each of these tasks.
 
     Raises:
         ConfigError: the port is in use, the folder belongs to a running job, or the configuration can't be met.
@@ -147,18 +152,20 @@ async def local_job(config: JobConfig, report: Report, play: Play | None = None)
     """
     known = (config.folder / "run.db").exists()
     resumed = known and config.kind == "training"
-    tasks = None if known else read_files(config)  # first: loading a model takes long
+    tasks = None if known or scored is not None else read_files(config)  # first: loading a model takes long
     with contextlib.ExitStack() as stack:
         start = stack.enter_context(starting_in(config.folder))
         folder = RunFolder(config.folder)
         listener = stack.enter_context(listen(config.server.host, config.server.port))
-        parts = await in_thread(lambda: build_parts(config))  # not in a pool's: see there
+        trained = config if scored is None else config.model_copy(update={"kind": "inference"})  # else: no trainer
+        parts = await in_thread(lambda: build_parts(trained))  # not in a pool's: see there
         if resumed:
             await parts.engine.pause()  # until the learner has given it the weights that the run had come to
         store = stack.enter_context(RunStore(folder.store, config.rollout, config.store))
         store.policy_name = config.policy_name
         try:
-            await load_tasks(store, config, tasks)
+            if scored is None:
+                await load_tasks(store, config, tasks)
             fault_point("during_start")
             runtime = PolicyRuntime(
                 config=config.policy,
@@ -189,8 +196,10 @@ async def local_job(config: JobConfig, report: Report, play: Play | None = None)
                 started_at=time.time(),
             )
             pool, lock = _runners(config, plane.sessions, progress, play)
-            work: Learner | Serving
-            if parts.trainer is None:
+            work: Learner | Serving | Scoring
+            if scored is not None:
+                work = Scoring(config, store, parts.engine, folder, progress, scored)
+            elif parts.trainer is None:
                 work = Serving(config, store, folder, progress, report, context.counts)
             else:
                 work = Learner(config, store, parts.trainer, parts.engine, folder, progress, report, lock)

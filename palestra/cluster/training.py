@@ -68,7 +68,7 @@ def train(
     function = None if isinstance(rollout, Play) else rollout
     server = JobThread(config, console, play)
     with console:
-        run(_play(server, Rollouts(function, list(tasks), list(validation_tasks), playing)))
+        run(play_until_over(server, Rollouts(function, list(tasks), list(validation_tasks), playing)))
         result = server.result()
         console.finished(result.state, result.checkpoint)
     return result
@@ -99,7 +99,7 @@ def _checked(config: JobConfig, rollout: Rollout | Play | None, tasks: Tasks) ->
     return config
 
 
-async def _play(server: JobThread, user: Rollouts) -> None:
+async def play_until_over(server: JobThread, user: Rollouts) -> None:
     """Push the tasks and play episodes until the job is over, or has been stopped."""
     job = await server.start()
     loop = asyncio.get_running_loop()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 import shutil
 import signal
 import socket
+import sqlite3
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,9 +20,12 @@ import pytest
 from outcome import assert_complete
 from servers import PALESTRA, SCRIPTED, Job, Process, run_through, until
 
+from palestra import __version__
+from palestra.cli.episode_list import episode_lines
 from palestra.cli.main import COMMANDS, main
 from palestra.client.control import ControlClient
 from palestra.cluster import local
+from palestra.ledger.browsing import EpisodeSummary, browse, list_episodes
 
 JOB = """
 name = "mine"
@@ -255,6 +260,53 @@ def test_a_rollout_function_that_is_not_there(job_file, reference):
 def test_a_folder_that_is_no_run(tmp_path, command):
     more = [tmp_path / "target"] if command == ["export"] else []
     refused(palestra(*command, tmp_path, *more), "not the folder of a run")
+
+
+def test_the_version_the_help_and_a_command_that_does_not_exist():
+    assert palestra("--version").stdout == f"palestra {__version__}\n"
+    for arguments in ([], ["--verbose"]):
+        done = palestra(*arguments)
+        assert (done.code, "start here: palestra demo" in done.stdout) == (0, True)
+    refused(palestra("trian", "--tasks", "x"), "'trian'", "did you mean `palestra train`")
+    refused(palestra("--verbose", "xyzzy"), "'xyzzy'", "demo, run")
+
+
+def test_a_list_of_episodes_is_whole_in_a_pipe_and_fits_into_80_columns(copied, monkeypatch):
+    reason = "ValueError: the answer of the tool was " + "long, " * 30 + "and this is its end"
+    with sqlite3.connect(copied.run_dir / "run.db") as connection:
+        connection.execute(
+            "UPDATE episodes SET state = 'discarded', rewards = NULL, reason = ? WHERE episode_id = 'train-000000-00'",
+            (reason,),
+        )
+    listed = palestra("episodes", copied.run_dir).stdout
+    assert reason in listed
+    rows = list_of(copied)
+    for width in (60, 80, 100, 160):
+        lines = [line.plain for line in episode_lines(rows, 0.0, width)]
+        assert width < 70 or max(map(len, lines)) <= width
+        assert width == 160 or "and this is its end" in " ".join(" ".join(lines).split())
+
+
+def list_of(job: Job) -> list[EpisodeSummary]:
+    with browse(job.run_dir / "run.db") as connection:
+        return list_episodes(connection, None, None, 40)
+
+
+def test_an_episode_is_shown_with_its_prompt_folded_in_full_or_as_text(copied):
+    folded = palestra("episodes", copied.run_dir, "train-000005-01").stdout
+    full = palestra("episodes", copied.run_dir, "train-000005-01", "--unfold").stdout
+    (row,) = re.findall(r"row 1: (\d+) tokens, (\d+) sampled", folded)
+    tokens, sampled = map(int, row)
+    lines = [line for line in full.splitlines() if re.match(r" *\d+ +\d+ ", line)]
+    assert len([line for line in lines if "masked" in line]) == tokens - sampled
+    runs = re.findall(r"^ *(\d+)-(\d+) +(\d+) tokens: .* masked", folded, re.MULTILINE)
+    single = [line for line in folded.splitlines() if re.match(r" *\d+ +\d+ .*masked", line)]
+    assert sum(int(count) for _, _, count in runs) + len(single) == tokens - sampled
+    assert all(int(last) - int(first) + 1 == int(count) for first, last, count in runs)
+    assert len(folded.splitlines()) < len(full.splitlines()) / 2
+    text = palestra("episodes", copied.run_dir, "train-000005-01", "--text").stdout
+    assert text.count("[user]") == text.count("[assistant]") == 2
+    assert "\ntask " in text
 
 
 def test_every_help_has_an_example():

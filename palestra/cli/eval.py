@@ -1,0 +1,105 @@
+"""`palestra eval`."""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from palestra.cli.options import add_set, command, load_function, overrides
+from palestra.config import JobConfig, load_config, parse_config
+from palestra.errors import ConfigError, NotFound
+
+if TYPE_CHECKING:
+    from palestra.cluster.evaluating import Evaluation
+
+GENERATED = 64  # tasks, where an environment makes its own
+
+
+def add(commands: Any) -> None:
+    """Add the command."""
+    parser = command(
+        commands,
+        "eval",
+        run,
+        "score a model or a checkpoint on tasks, greedily",
+        "  palestra eval runs/addition held_out.jsonl --rollout my_agent.py:rollout\n"
+        "  palestra eval runs/gomoku/checkpoints/step-000030 --environment gomoku\n\n"
+        "exit code: 0 every task was scored, 1 some were not, 2 an error, 130 stopped",
+    )
+    parser.add_argument("model", metavar="CHECKPOINT", help="a checkpoint's folder, a run's (its newest), or a model")
+    parser.add_argument("tasks", metavar="TASKS", nargs="?", type=Path, help="JSONL file, one task a line")
+    played = parser.add_mutually_exclusive_group(required=True)
+    played.add_argument("--rollout", help="what plays: module:function, or path/to/file.py:function")
+    played.add_argument("--environment", metavar="NAME", help="or an environment (palestra environments)")
+    parser.add_argument("--config", type=Path, help="a job, in TOML, whose settings hold; without it, the defaults")
+    parser.add_argument("--concurrency", type=int, default=64, help="episodes played at the same time (default 64)")
+    parser.add_argument("--run-dir", type=Path, help="keep the episodes there, for `palestra episodes`")
+    parser.add_argument("--quiet", action="store_true", help="only the last line")
+    add_set(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Score, and print what came of each task."""
+    from palestra.cluster.evaluating import evaluate_model
+    from palestra.cluster.tasks import read_tasks
+    from palestra.envs.catalog import catalog_entry
+    from palestra.rollout import Play
+
+    config = _config(arguments)
+    if arguments.run_dir is not None and (arguments.run_dir / "run.db").exists():
+        raise ConfigError(f"{arguments.run_dir} has a run already; choose another --run-dir")
+    what: Any = None
+    if arguments.environment is None:
+        what = load_function(arguments.rollout)
+    else:
+        entry = catalog_entry(arguments.environment)
+        what = Play(environment=partial(entry.make, **config.environment.settings), system=config.environment.system)
+    if arguments.tasks is not None:
+        tasks = [{"id": task.task_id, **task.data} for task in read_tasks(arguments.tasks)]
+    elif arguments.environment is not None:
+        tasks = catalog_entry(arguments.environment).generate("validation", GENERATED, config.seed)
+    else:
+        raise ConfigError("name a file of tasks (TASKS); only with --environment there need be none")
+    if not tasks:
+        raise ConfigError(f"tasks file {arguments.tasks} is empty: there is nothing to score")
+    found = evaluate_model(what, tasks, config, concurrency=arguments.concurrency, quiet=arguments.quiet)
+    _show(found, len(tasks), arguments.quiet)
+    if not found.complete:
+        return 130
+    return 0 if len(found.rewards) == len(tasks) else 1
+
+
+def _config(arguments: argparse.Namespace) -> JobConfig:
+    settings = overrides(arguments.set)
+    config = load_config(arguments.config, settings) if arguments.config else parse_config({}, settings)
+    policy = config.policy.model_copy(update={"model": _model(arguments.model)})
+    return config.model_copy(
+        update={"policies": {config.policy_name: policy}, "run_dir": arguments.run_dir, "name": "eval"}
+    )
+
+
+def _model(name: str) -> str:
+    """A model's name or folder; of a run, its newest good checkpoint."""
+    from palestra.trainer.checkpoint import newest_good
+
+    if not (Path(name) / "run.db").is_file():
+        return name
+    newest = newest_good(Path(name) / "checkpoints")
+    if newest is None:
+        raise NotFound(f"{name} has no checkpoint yet; the first is written after checkpoint.every_steps steps")
+    return str(newest[0])
+
+
+def _show(found: Evaluation, total: int, quiet: bool) -> None:
+    for outcome in () if quiet else found.outcomes:
+        said = f"{outcome.reward:g}" if outcome.reward is not None else f"not scored: {outcome.reason or 'not played'}"
+        print(f"{outcome.task_id}  {' '.join(said.split())}")
+    scored = len(found.rewards)
+    if found.mean is None:
+        print(f"none of {total} tasks was scored")
+        return
+    between = "" if found.interval is None else " (95 % interval {:.3f} to {:.3f})".format(*found.interval)
+    rest = "" if scored == total else f"; {total - scored} of {total} were not scored"
+    print(f"mean reward {found.mean:.3f}{between} on {scored} tasks{rest}")

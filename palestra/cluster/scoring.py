@@ -1,0 +1,54 @@
+"""What an evaluation does instead of learning: it registers each task once, and waits until all are played."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from palestra.config import JobConfig
+from palestra.learner import RunFolder
+from palestra.learner.evaluation import evaluate
+from palestra.ledger import RunStore
+from palestra.schemas.progress import Collecting, JobProgress
+from palestra.schemas.protocols import Engine
+from palestra.schemas.records import Task
+from palestra.schemas.states import JobState
+
+
+class Scoring:
+    """Scores one policy on some tasks; beside it there is a learner for jobs that train."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        store: RunStore,
+        engine: Engine,
+        folder: RunFolder,
+        progress: JobProgress,
+        tasks: Sequence[Task],
+    ) -> None:
+        self._config, self._store, self._engine, self._folder = config, store, engine, folder
+        self._progress, self._tasks = progress, tasks
+        self._stopping = asyncio.Event()
+
+    def stop(self) -> None:
+        """Return from `run`, with the tasks that were scored until then."""
+        self._stopping.set()
+
+    async def run(self) -> None:
+        """Score every task once, or until `stop` is called."""
+        self._folder.write_config(self._config)
+        await self._engine.resume()
+        self._progress.move(JobState.RUNNING)
+        self._progress.enter("evaluating", Collecting("validation", 0))
+        scoring = asyncio.ensure_future(evaluate(self._store, self._tasks, 0))
+        stopping = asyncio.ensure_future(self._stopping.wait())
+        try:
+            await asyncio.wait((scoring, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if scoring.done():
+                scoring.result()
+                self._progress.move(JobState.COMPLETED)
+        finally:
+            scoring.cancel()
+            stopping.cancel()
+            self._store.available.ring()

@@ -1,0 +1,72 @@
+"""`palestra eval`: what it prints, its exit codes, and what it leaves."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from test_command_line import palestra, refused
+
+ROLLOUT = """
+import openai
+
+def rollout(task, policy):
+    ai = openai.OpenAI(base_url=policy.base_url, api_key=policy.api_key, max_retries=0)
+    reply = ai.chat.completions.create(
+        model=policy.model, messages=[{"role": "user", "content": task["text"]}], temperature=1.0
+    )
+    if task["text"] == "broken":
+        raise KeyError("answer")
+    return float(len(reply.choices[0].message.content) % 2)
+"""
+SCRIPTED = ["--set", "engine.kind=scripted"]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "agent.py").write_text(ROLLOUT)
+    return tmp_path
+
+
+def tasks(folder, *texts: str) -> str:
+    rows = [json.dumps({"id": f"task-{n}", "text": text}) + "\n" for n, text in enumerate(texts)]
+    (folder / "tasks.jsonl").write_text("".join(rows))
+    return "tasks.jsonl"
+
+
+def test_every_task_is_scored_once_and_greedily(folder):
+    names = tasks(folder, *[f"question {n}" for n in range(7)])
+    kept = folder / "kept"
+    done = palestra("eval", "tiny-random", names, "--rollout", "agent.py:rollout", "--run-dir", kept, *SCRIPTED)
+    lines = [line.split("  ") for line in done.stdout.splitlines() if line.startswith("task-")]
+    assert (done.code, [name for name, _ in lines]) == (0, [f"task-{n}" for n in range(7)])
+    mean = sum(float(reward) for _, reward in lines) / 7
+    assert f"mean reward {mean:.3f} (95 % interval " in done.stdout
+    listed = palestra("episodes", kept)
+    assert listed.stdout.count("completed") == 7
+    again = palestra("eval", "tiny-random", names, "--rollout", "agent.py:rollout", *SCRIPTED)
+    assert [line for line in again.stdout.splitlines() if "task-" in line] == ["  ".join(line) for line in lines]
+    refused(palestra("eval", "tiny-random", names, "--rollout", "agent.py:rollout", "--run-dir", kept), "kept")
+
+
+def test_what_fails_is_named_is_no_zero_and_makes_the_exit_code_1(folder):
+    names = tasks(folder, "a", "broken", "c")
+    done = palestra("eval", "tiny-random", names, "--rollout", "agent.py:rollout", *SCRIPTED)
+    assert done.code == 1
+    assert "task-1  not scored: KeyError: 'answer'" in done.stdout
+    assert done.stdout.splitlines()[-1].endswith("on 2 tasks; 1 of 3 were not scored")
+
+
+def test_an_environment_may_make_its_own_tasks(folder):
+    done = palestra("eval", "tiny-random", "--environment", "arithmetic", "--quiet", *SCRIPTED)
+    assert done.code == 0
+    assert done.stdout.count("\n") == 1
+    assert "on 64 tasks" in done.stdout
+
+
+def test_what_is_missing_is_said(folder):
+    refused(palestra("eval", "tiny-random", "none.jsonl", "--rollout", "agent.py:rollout"), "none.jsonl")
+    refused(palestra("eval", "tiny-random", "--rollout", "agent.py:rollout"), "TASKS")
+    refused(palestra("eval", "tiny-random", tasks(folder), "--rollout", "agent.py:rollout"), "nothing to score")
+    refused(palestra("eval", "./nowhere", tasks(folder, "a"), "--rollout", "agent.py:rollout"), "./nowhere")
