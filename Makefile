@@ -40,7 +40,7 @@ test-faults: $(DEV)  ## hurt every part of the service at every moment of a job 
 	$(BIN)/pytest tests/faults --junitxml=$(VENV)/faults.xml -o junit_duration_report=call; code=$$?; \
 	PYTHONPATH=tests $(BIN)/python -m faults.report docs/faults.md $(VENV)/faults.xml && exit $$code
 
-docs: $(RUNTIME)  ## write docs/api.md, docs/metrics.md and docs/configuration.md from the code
+docs: $(RUNTIME)  ## write docs/api.md, docs/python.md, docs/metrics.md and docs/configuration.md from the code
 	$(BIN)/python -m palestra.cli.generate_docs docs
 
 conformance: $(DEV)  ## compare renderers with real tokenizers (a download of 100 MB); writes docs/renderers.md

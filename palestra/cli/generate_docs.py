@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from palestra.cli.python_reference import python_page
 from palestra.config import JobConfig
 from palestra.schemas.metrics import METRICS
 
@@ -40,7 +41,8 @@ def configuration_page() -> str:
         "# Configuration",
         "",
         "A job is a TOML file; every key is optional. An unknown key is refused, with the nearest known name. "
-        "`palestra run job.toml --set key=value` changes one key.",
+        "`palestra run job.toml --set key=value` changes one key, and `--set key=none` takes it out, so that its "
+        "default holds.",
     ]
     _section(JobConfig, "", lines)
     return _HEADER + "\n".join(lines) + "\n"
@@ -101,6 +103,7 @@ def pages() -> dict[str, str]:
         "metrics.md": metrics_page(),
         "configuration.md": configuration_page(),
         "api.md": api_page(openapi_document()),
+        "python.md": _HEADER + python_page(),
     }
 
 

@@ -29,7 +29,7 @@ from palestra.threads import in_thread
 
 log = logging.getLogger("palestra.client")
 T = TypeVar("T")
-_Reward = float | Mapping[str, float]
+Reward = float | Mapping[str, float]
 Find = Callable[[], tuple[str, str]]  # returns a data plane's URL and key, now; it may block, and raises JobOver
 _LIMITS = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
 GIVE_BACK_SECONDS = 5.0  # how long a block that failed tries to give its episode back; else the lease runs out
@@ -78,7 +78,7 @@ class AsyncClient:
     async def end_episode(
         self,
         episode: Episode,
-        reward: _Reward,
+        reward: Reward,
         *,
         step_rewards: Sequence[float] | None = None,
         metadata: Mapping[str, Any] | None = None,
@@ -221,7 +221,7 @@ class Client:
     def end_episode(
         self,
         episode: Episode,
-        reward: _Reward,
+        reward: Reward,
         *,
         step_rewards: Sequence[float] | None = None,
         metadata: Mapping[str, Any] | None = None,
@@ -311,7 +311,7 @@ def _not_given_back(episode: Episode, problem: PalestraError) -> None:
         log.warning("episode %s was not given back, its lease runs out instead: %s", episode.episode_id, problem)
 
 
-def _reward_of(episode: Episode) -> _Reward:
+def _reward_of(episode: Episode) -> Reward:
     if episode.reward is None:
         raise InvalidRequest(f"episode {episode.episode_id}: set episode.reward before the block ends", "reward")
     return episode.reward

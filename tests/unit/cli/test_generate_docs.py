@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import pytest
 
+import palestra
+from palestra import errors
 from palestra.cli.generate_docs import pages
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -16,9 +19,26 @@ def made():
     return pages()
 
 
-@pytest.mark.parametrize("name", ["metrics.md", "configuration.md", "api.md"])
+@pytest.mark.parametrize("name", ["metrics.md", "configuration.md", "api.md", "python.md"])
 def test_the_page_in_the_repository_is_what_the_code_says(made, name):
     assert (DOCS / name).read_text() == made[name], "run `make docs`"
+
+
+def test_every_exported_name_and_every_error_is_in_the_reference(made):
+    page = made["python.md"]
+    assert [name for name in palestra.__all__ if f"### `palestra.{name}`" not in page] == []
+    known = [name for name, found in vars(errors).items() if isinstance(found, type) and issubclass(found, Exception)]
+    assert [name for name in known if f"| `{name}` |" not in page] == []
+
+
+def test_what_the_reference_says_of_a_method_is_its_docstring(made):
+    page = made["python.md"].partition("### `palestra.Client`")[2].partition("\n### ")[0]
+    for name in ("begin_episode", "end_episode", "abort_episode", "heartbeat", "push_tasks", "episode"):
+        assert f"#### `{name}(" in page
+        first = inspect.getdoc(getattr(palestra.Client, name)).splitlines()[0]
+        assert first in page
+    assert "- retry_seconds: " in page
+    assert " at 0x" not in made["python.md"]
 
 
 def test_every_key_of_the_configuration_has_a_meaning(made):
