@@ -16,7 +16,7 @@ def add(commands: Any) -> None:
         commands,
         "demo",
         run,
-        "train SmolLM2-135M to add, on this machine, in about five minutes",
+        "train SmolLM2-135M to add, on this machine, in three to seven minutes",
         "  palestra demo --steps 10",
     )
     parser.add_argument("--steps", type=int, default=30, help="training steps (default 30)")

@@ -1,1 +1,1 @@
-"""Where everything is wired: one process (`local`); later a Ray cluster."""
+"""Where everything is wired: a job in one process, training, playing and scoring, and many jobs on a Ray cluster."""

@@ -70,8 +70,12 @@ class ConcurrentEnvironment(ABC):
         reward: float | None = None,
         terminated: bool = False,
         truncated: bool = False,
+        info: Mapping[str, Any] | None = None,
     ) -> Observation:
-        """Show something to an agent. After `max_steps` actions it is truncated, unless it is terminated."""
+        """Show something to an agent. After `max_steps` actions it is truncated, unless it is terminated.
+
+        `info` is for people: it is recorded with the episode, and the agent does not see it.
+        """
         observation = Observation(
             id=f"o{next(self._numbers)}",
             parents=parents,
@@ -82,6 +86,7 @@ class ConcurrentEnvironment(ABC):
             terminated=terminated,
             truncated=truncated or (self.cut_off and not terminated),
             observed_at=self.clock.now(),
+            info=info or {},
         )
         if not observation.is_last:
             self._open[observation.id] = observation

@@ -28,7 +28,10 @@ class Environment(ABC):
 
     @abstractmethod
     def reset(self, task: Mapping[str, Any]) -> tuple[str, Info]:
-        """Start with a task; returns the first observation, as the agent reads it, and information for people."""
+        """Start with a task; returns the first observation, as the agent reads it, and information for people.
+
+        The information is recorded with the episode (`palestra episodes RUN ID` shows it), 4,000 characters at most.
+        """
 
     @abstractmethod
     def step(self, action: str) -> tuple[str, float, bool, bool, Info]:

@@ -40,15 +40,15 @@ class SerialEnvironment(ConcurrentEnvironment):
 
     async def start(self, task: Mapping[str, Any]) -> None:
         """Reset, and show the first observation."""
-        text, _ = checked_reset(await self._run(lambda: self._environment.reset(task)))
+        text, info = checked_reset(await self._run(lambda: self._environment.reset(task)))
         self.max_steps = self._environment.max_steps
         said = self._environment.system if self._system is None else self._system
         system = () if said is None else (text_message("system", said),)
-        self.emit(self._agent, (*system, text_message("user", text)), tools=self._environment.tools)
+        self.emit(self._agent, (*system, text_message("user", text)), tools=self._environment.tools, info=info)
 
     async def on_action(self, observation: Observation, action: ChatMessage) -> None:
         """Step, and show what it brought."""
-        seen, reward, terminated, truncated, _ = checked_step(
+        seen, reward, terminated, truncated, info = checked_step(
             await self._run(lambda: self._environment.step_message(action))
         )
         content = seen if isinstance(seen, tuple) else (text_message("user", seen),)
@@ -60,6 +60,7 @@ class SerialEnvironment(ConcurrentEnvironment):
             reward=reward,
             terminated=terminated,
             truncated=truncated,
+            info=info,
         )
 
     async def _run(self, work: Callable[[], Any]) -> Any:

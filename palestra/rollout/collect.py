@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,6 +41,7 @@ class Termination(StrEnum):
 
 
 LONGEST_SEEN = 4000  # characters of what was seen last
+LONGEST_INFO = 4000  # characters of an environment's information, over a whole episode
 Lost = (EpisodeLeaseExpired, EpisodeEnded)  # it is somebody else's episode now, or nobody's
 
 
@@ -60,6 +62,7 @@ class Collected:
     steps: list[Step] = field(default_factory=list)  # in the order of observation; TimeStep i is entry i
     rewards: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # by agent
     full_contexts: list[str] = field(default_factory=list)  # subagents that had no room for a reply
+    info: dict[str, str] = field(default_factory=dict)  # by TimeStep that brought it, or `reset`; see `_note`
     last_seen: str = ""  # what the observations said that asked for no action; no call has it
 
     @property
@@ -80,6 +83,8 @@ class Collected:
             found["unanswered_observations"] = unanswered
         if self.full_contexts:
             found["context_full"] = self.full_contexts
+        if self.info:
+            found["info"] = self.info
         if self.last_seen:
             found["last_seen"] = self.last_seen[:LONGEST_SEEN]
         return found
@@ -160,6 +165,8 @@ class TrajectoryCollectEngine:
             result.rewards[observation.agent] += observation.reward
             if known := [self._number[parent] for parent in observation.parents if parent in self._number]:
                 result.steps[max(known)].reward += observation.reward
+        if observation.info:
+            _note(result.info, self._name_of(observation), observation.info)
         if observation.truncated and not observation.terminated:
             result.termination = Termination.MAX_STEPS
         self._sessions.context.counts["observations"] += 1
@@ -170,6 +177,11 @@ class TrajectoryCollectEngine:
         self._number[observation.id] = len(result.steps)
         result.steps.append(Step(observation=observation))
         return True
+
+    def _name_of(self, observation: Observation) -> str:
+        """The TimeStep whose action brought an observation; `reset` where none did."""
+        known = [self._number[parent] for parent in observation.parents if parent in self._number]
+        return str(max(known)) if known else "reset"
 
     async def _turn(self, observation: Observation) -> None:
         """An agent's answer."""
@@ -201,6 +213,19 @@ class TrajectoryCollectEngine:
         """One call of the model."""
         with self._sessions.counted():
             return await self._session.chat(call)
+
+
+def _note(notes: dict[str, str], name: str, info: Mapping[str, Any]) -> None:
+    """Keep what an environment says for people, as ASCII text: whatever it is, it can be stored, and it is not long."""
+    left = LONGEST_INFO - sum(len(text) for other, text in notes.items() if other != name)
+    if left <= 0:
+        return
+    try:
+        text = json.dumps(info, default=repr)
+    except (TypeError, ValueError, RecursionError):
+        text = repr(info).encode("ascii", "backslashreplace").decode()
+    text = f"{notes[name]} {text}" if name in notes else text
+    notes[name] = text if len(text) <= left else text[: max(left - 3, 0)] + "..."
 
 
 class failing:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from palestra.schemas.messages import ChatMessage
@@ -21,6 +22,7 @@ class Observation:
     terminated: bool = False  # the agent's part is over: no action is asked for
     truncated: bool = False  # it was cut off, by a limit for instance; not the same as over
     observed_at: float = 0.0  # Unix seconds
+    info: Mapping[str, Any] = field(default_factory=dict)  # for people; recorded with the episode, as text
 
     @property
     def is_last(self) -> bool:

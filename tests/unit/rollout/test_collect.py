@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from typing import Any, ClassVar
 
 import pytest
 
 from palestra.agents import Agent, ModelAgent
-from palestra.envs import ConcurrentEnvironment
+from palestra.envs import ConcurrentEnvironment, Environment
 from palestra.errors import RolloutFailed
 from palestra.rollout import Play, Runner, Termination
+from palestra.rollout.collect import LONGEST_INFO
 from palestra.schemas.forks import ForkReason
 from palestra.schemas.messages import text_message
 from palestra.schemas.states import EpisodeState
@@ -152,3 +155,42 @@ async def test_a_first_prompt_that_does_not_fit_is_a_failure_and_no_reward_of_ze
         await Runner(Sessions(bench.context, 10), Play(environment=Long)).play_episode({"n": 1})
     assert failed.value.termination == Termination.AGENT_FAILED
     bench.store.close()
+
+
+class Tells(Environment):
+    """Ends after three steps, and says something for people at each."""
+
+    said: ClassVar[dict[str, Any]] = {}
+
+    def reset(self, task):
+        self.steps = 0
+        return "?", {"world": "é"}
+
+    def step(self, action):
+        self.steps += 1
+        return "?", 0.0, self.steps == 3, False, {} if self.steps == 2 else {"step": self.steps} | self.said
+
+
+async def test_what_an_environment_says_for_people_is_recorded_by_time_step(bench):
+    trajectory = await Runner(Sessions(bench.context, 10), Play(environment=Tells)).play_episode()
+    recorded = trajectory.episode.metadata["info"]
+    assert {name: json.loads(text) for name, text in recorded.items()} == {
+        "reset": {"world": "é"},
+        "0": {"step": 1},
+        "2": {"step": 3},
+    }
+    assert "é" not in " ".join(message.text for chat in trajectory.chats for message in chat.messages)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [{"x": "y" * 10**6}, {(1, 2): "\ud800"}, {"x": float("nan")}, {"x": object()}, {"x": b"\x1b[2J"}, {"x": 10**30}],
+    ids=["long", "no text as key", "nan", "object", "bytes", "large number"],
+)
+async def test_whatever_an_environment_says_for_people_can_be_stored_and_is_not_long(bench, monkeypatch, said):
+    monkeypatch.setattr(Tells, "said", said)
+    trajectory = await Runner(Sessions(bench.context, 10), Play(environment=Tells)).play_episode()
+    recorded = trajectory.episode.metadata["info"]
+    assert set(recorded) >= {"reset", "0"}
+    assert sum(map(len, recorded.values())) <= LONGEST_INFO
+    assert all(text.isascii() and text.isprintable() for text in recorded.values())

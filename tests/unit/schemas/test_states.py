@@ -14,7 +14,7 @@ from palestra.schemas.states import (
     check_transition,
 )
 
-# The lifecycles as design.md tells them, written down a second time.
+# The lifecycles as docs/architecture.md tells them, written down a second time.
 ALLOWED = {
     JobState: "queued>starting queued>cancelled starting>running starting>queued starting>failed starting>cancelled "
     "running>completed running>failed running>cancelled running>queued",
