@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import httpx2
 
-from palestra.client.protocol import LONGEST_PAUSE_SECONDS, Call
+from palestra.client.protocol import LONGEST_PAUSE_SECONDS, A, Call
 from palestra.errors import (
     ClaimOver,
     ConfigError,
@@ -155,7 +155,7 @@ class Settings(Endpoint):
         }
 
 
-def send_call(settings: Settings, call: Call[T], retry_seconds: float | None = None) -> Generator[Action, Reply, T]:
+def send_call(settings: Settings, call: Call[A], retry_seconds: float | None = None) -> Generator[Action, Reply, A]:
     """`exchange` for a call of a data plane; every one of them is safe to send again."""
     return exchange(
         settings,

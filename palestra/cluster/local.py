@@ -37,7 +37,7 @@ from palestra.gateway import DataPlane, KeyRing, create_app
 from palestra.learner import Learner, RunFolder
 from palestra.ledger import RunStore
 from palestra.rollout import Play, RolloutSyncLock, Runner, RunnerPool
-from palestra.schemas.progress import Collected, JobProgress
+from palestra.schemas.progress import Collected, Collecting, JobProgress
 from palestra.schemas.protocols import Engine
 from palestra.schemas.records import Task
 from palestra.schemas.states import JobState
@@ -349,7 +349,8 @@ async def _watched(store: RunStore, progress: JobProgress) -> AsyncIterator[None
     """Gives back episodes whose leases ran out, and keeps their number up to date for whoever looks."""
 
     async def watch() -> None:
-        counted, said = (-1, None), ""
+        counted: tuple[int, Collecting | None] = (-1, None)
+        said = ""
         while True:
             await asyncio.sleep(0.5)
             try:
