@@ -3,7 +3,8 @@
     PalestraError                    500
     ├── InvalidRequest               422  the body, or a value in it, can't be used
     │   ├── UnsupportedField         400  a field of the OpenAI API that is not supported here
-    │   └── ControlTokenInText       400  a message spells a control token, and this model's renderer can't write it
+    │   ├── ControlTokenInText       400  a message spells a control token, and this model's renderer can't write it
+    │   └── GrammarRefused           400  a schema that takes too much time or memory
     ├── ContextOverflow              400  prompt and reply do not fit into the model's context
     ├── ConfigError                  400  a job's configuration is wrong
     │   └── RunInUse                 400  another process is running the job
@@ -82,6 +83,21 @@ class ControlTokenInText(InvalidRequest):
         )
         self.where = where
         self.token = token
+
+
+class GrammarRefused(InvalidRequest):
+    """What a reply would have to match is over a bound: it takes too much time or memory."""
+
+    http_status = 400
+
+    def __init__(self, message: str, field: str | None = None, lasting: bool = True) -> None:
+        """`lasting`: whether the same content will be refused on another machine, or at another time, too."""
+        super().__init__(message, field)
+        self.lasting = lasting
+
+    def of_field(self, field: str) -> GrammarRefused:
+        """Return the error as one of a request that asks for the grammar in `field`."""
+        return GrammarRefused(f"{field}: over the bound of a grammar: {self}; simplify it", field, self.lasting)
 
 
 class ContextOverflow(PalestraError):

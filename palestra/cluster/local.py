@@ -181,6 +181,7 @@ async def local_job(config: JobConfig, report: Report, play: Play | None = None)
                 engine=parts.engine,
                 stop_ids=frozenset(parts.renderer.get_stop_token_ids()),
                 decode=parts.decode,
+                grammars=parts.grammars,
             )
             context = SessionContext(
                 store=store,
@@ -213,6 +214,7 @@ async def local_job(config: JobConfig, report: Report, play: Play | None = None)
                 yield LocalJob(work, plane, parts.engine, url_of(listener), folder, resumed, pool)
         finally:
             await parts.engine.close()
+            parts.grammars.close()
             if parts.trainer is not None:
                 await parts.trainer.close()
 

@@ -9,6 +9,7 @@ from typing import Any
 from palestra.chat import ByteTokenizer, ChatMLRenderer, Renderer, select_renderer
 from palestra.config import JobConfig
 from palestra.errors import ConfigError
+from palestra.grammars.pool import Grammars
 from palestra.schemas.protocols import Engine, Trainer
 
 
@@ -20,6 +21,7 @@ class Parts:
     trainer: Trainer | None  # None: the model is served, and not trained
     renderer: Renderer
     decode: Callable[[Sequence[int]], str]
+    grammars: Grammars  # of sessions and of the engine
 
 
 def build_parts(config: JobConfig) -> Parts:
@@ -44,6 +46,7 @@ def _scripted(config: JobConfig) -> Parts:
         trainer=RecordingTrainer(config.checkpoint.keep) if config.kind == "training" else None,
         renderer=ChatMLRenderer(tokenizer),
         decode=tokenizer.decode,
+        grammars=Grammars(),
     )
 
 
@@ -53,7 +56,7 @@ def _embedded(config: JobConfig) -> Parts:
     from palestra.inference.embedded import EmbeddedEngine, token_budget
     from palestra.models.causal_lm import load_causal_lm, load_tokenizer
     from palestra.models.devices import device_of
-    from palestra.models.grammar import Grammars
+    from palestra.models.grammar import vocabulary_of
     from palestra.models.memory import keep_heap
 
     keep_heap()
@@ -74,19 +77,21 @@ def _embedded(config: JobConfig) -> Parts:
             f"max_context is {policy.max_context} and the keys and values of {budget} tokens fit into the engine's "
             "memory; raise engine.cache_gib, or lower max_context"
         )
+    grammars = Grammars(vocabulary_of(tokenizer, sampler.vocab_size))
     engine = EmbeddedEngine(
         sampler,
         config.policy_name,
         renderer.get_stop_token_ids(),
         config.engine,
         config.deterministic,
-        grammars=Grammars(tokenizer, sampler.vocab_size),
+        grammars=grammars,
     )
     return Parts(
         engine=engine,
         trainer=_torch_trainer(config, tokenizer) if config.kind == "training" else None,
         renderer=renderer,
         decode=lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False)),
+        grammars=grammars,
     )
 
 

@@ -27,7 +27,7 @@ from palestra.ledger import WAKE_SECONDS, RunStore
 from palestra.rollout import GroupQueueManager, RolloutSyncLock
 from palestra.schemas.progress import JobProgress
 from palestra.schemas.protocols import Engine, StepReport, Trainer
-from palestra.schemas.records import BatchManifest, Task, TrainSample
+from palestra.schemas.records import BatchManifest, PolicyVersion, Task, TrainSample
 from palestra.schemas.states import JobState
 
 log = logging.getLogger("palestra.learner")
@@ -216,6 +216,7 @@ class Learner:
             version,
             config.rollout.step_order,
         )
+        batch = await self._without_untrainable(step, batch, version)
         self._progress.staleness = batch.staleness
         started = time.monotonic()
         row = batch.metrics | {"train/rows": 0.0, "train/trained_tokens": 0.0}
@@ -227,6 +228,16 @@ class Learner:
         row["time/publish_seconds"] = time.monotonic() - started
         row["version"] = float(self._trainer.version(self._policy).n)
         return row
+
+    async def _without_untrainable(self, step: int, batch: Batch, version: PolicyVersion) -> Batch:
+        """Leave out episodes that can't be trained; the manifest is fixed, so they would fail the step for ever."""
+        if not batch.samples:
+            return batch
+        problems = await self._trainer.untrainable(self._policy, batch.samples, f"step {step} check")
+        for episode_id, reason in problems.items():
+            log.warning("step %d leaves out episode %s: %s", step, episode_id, reason)
+            await self._event("episode_untrainable", {"step": step, "episode_id": episode_id, "reason": reason})
+        return batch.without(problems.keys(), version)
 
     async def _update(self, step: int, batch: Batch) -> dict[str, float]:
         rate = learning_rate(self._config.policy.optimizer, step, self._config.steps)

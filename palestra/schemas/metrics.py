@@ -36,6 +36,13 @@ METRICS = (
         "Completed episodes in which nothing was sampled: no row.",
     ),
     Metric(
+        "train/episodes_untrainable",
+        "episodes",
+        "Episodes whose rows are left out because what was recorded of them can't be trained; the event "
+        "`episode_untrainable` says why. Their tokens count in the divisor of the loss, their rewards in the "
+        "advantages of their groups.",
+    ),
+    Metric(
         "train/calls_without_peers",
         "calls",
         "Calls whose agent, with `credit = agent | branch`, is in one episode of its group only: advantage 0.",

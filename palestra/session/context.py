@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from palestra.chat import Renderer
 from palestra.config import PolicyConfig
 from palestra.errors import NotFound
+from palestra.grammars.pool import Grammars
 from palestra.ledger import RunStore
 from palestra.schemas.clock import Clock
 from palestra.schemas.protocols import Engine
@@ -27,6 +28,7 @@ class PolicyRuntime:
     engine: Engine
     stop_ids: frozenset[int]
     decode: Callable[[Sequence[int]], str]  # ids to text, control tokens included
+    grammars: Grammars
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,12 +15,12 @@ from jinja2 import TemplateError
 from palestra.chat import ChatMLRenderer
 from palestra.chat.raw_text import encode_text, vocabulary_size
 from palestra.chat.streaming import whole_message
-from palestra.errors import InvalidRequest, PalestraError, UnsupportedField
+from palestra.errors import GrammarRefused, InvalidRequest, PalestraError, UnsupportedField
 from palestra.schemas.messages import ChatMessage
 from palestra.schemas.records import Chat, Episode, Ids, Sampling
 from palestra.schemas.states import TurnState
 from palestra.session.call import CallStart, Listener, ModelCall, ReplyPiece
-from palestra.session.constraints import grammar_of
+from palestra.session.constraints import Constraint, constraint_of
 from palestra.session.context import PolicyRuntime, SessionContext
 from palestra.session.prompting import LONG_TEXT, Prompt, Prompts
 from palestra.session.recorder import CallRecorder
@@ -51,6 +51,7 @@ class _Play:
     runtime: PolicyRuntime
     listener: Listener | None
     prompt: Prompt
+    constraint: Constraint
     started_at: float
     time_step: int | None  # None: of the first choice that is recorded
 
@@ -113,6 +114,7 @@ class EpisodeSession:
             NotFound: no such policy.
             UnsupportedField: the episode is for training, and the call asks for what can't be trained on.
             InvalidRequest: a schema, tool or token id that can't be used.
+            GrammarRefused: a schema that takes too much time or memory, perhaps after some tokens of the reply.
             ContextOverflow: the prompt leaves no room for a reply.
             HistoryDrift: the job is strict, and exact tokens of an earlier call would be lost.
             EpisodeLeaseExpired, EpisodeEnded: the lease ended meanwhile; nothing of the call is kept.
@@ -197,7 +199,9 @@ class EpisodeSession:
                 "parallel_tool_calls",
             )
         started_at = self._context.clock.now()
-        grammar = grammar_of(call, runtime.renderer)
+        constraint = constraint_of(call, runtime.renderer)
+        if constraint.grammar:
+            await runtime.grammars.check(*constraint)
         prompt = await self._prompt(call, runtime)
         step = call.time_step if not known else min(chat.time_step for chat in known.values())
         play = _Play(
@@ -205,6 +209,7 @@ class EpisodeSession:
             runtime=runtime,
             listener=listener,
             prompt=prompt,
+            constraint=constraint,
             started_at=started_at,
             time_step=step,
         )
@@ -213,7 +218,7 @@ class EpisodeSession:
             choice.prompt = digest
             choice.occurrence, choice.seed = self._free_seed(digest)
             sampling = choice.sampling = sampling_of(
-                call, runtime.config, self.episode.kind, len(prompt.ids), choice.seed, choice.number, grammar
+                call, runtime.config, self.episode.kind, len(prompt.ids), choice.seed, choice.number, constraint.grammar
             )
             choice.index = self._next_index  # after its parent's, and no other call comes between
             self._next_index += 1
@@ -264,7 +269,10 @@ class EpisodeSession:
             reader = ReplyReader(call, runtime, sampling, call_ids)
         tell = None if listener is None else (lambda piece: listener.sampled(number, piece))
         choice.turn.move(TurnState.GENERATING)
-        completion = await sample(runtime.engine, call.policy, prompt.ids, sampling, reader, tell)
+        try:
+            completion = await sample(runtime.engine, call.policy, prompt.ids, sampling, reader, tell)
+        except GrammarRefused as error:  # at a token of the reply; the engine does not know what the field was
+            raise error.of_field(play.constraint.field) from None
         choice.turn.move(TurnState.INTERACTING)
         if reader is None:
             reply = read_whole(call, runtime, completion.ids, prompt.ids, call_ids)

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from palestra.chat import ByteTokenizer, ChatMLRenderer
 from palestra.config import parse_config
 from palestra.gateway import DataPlane, KeyRing, create_app
+from palestra.grammars.pool import Grammars
 from palestra.inference.scripted import ScriptedEngine, digits_script
 from palestra.ledger import RunStore
 from palestra.schemas.progress import JobProgress
@@ -129,6 +130,7 @@ class Served:
         self.loop = asyncio.new_event_loop()
         config = parse_config({"run_dir": str(folder), "engine": {"kind": "scripted"}})
         self.store = RunStore(folder / "run.db", config.rollout, config.store)
+        self.grammars = Grammars()
         tokenizer = ByteTokenizer()
         renderer = ChatMLRenderer(tokenizer)
         runtime = PolicyRuntime(
@@ -137,6 +139,7 @@ class Served:
             engine=ScriptedEngine(digits_script(5, 258)),
             stop_ids=frozenset(renderer.get_stop_token_ids()),
             decode=tokenizer.decode,
+            grammars=self.grammars,
         )
         context = SessionContext(store=self.store, policies={"policy": runtime}, seed=0)
         plane = DataPlane(
@@ -167,6 +170,7 @@ class Served:
         self.store.close()
         self.loop.run_until_complete(self.loop.shutdown_default_executor())
         self.loop.close()
+        self.grammars.close()
 
 
 @pytest.fixture(scope="module")

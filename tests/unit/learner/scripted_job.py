@@ -10,6 +10,7 @@ from typing import Any
 
 from palestra.chat import ByteTokenizer, ChatMLRenderer
 from palestra.config import JobConfig
+from palestra.grammars.pool import Grammars
 from palestra.inference.scripted import ScriptedEngine, digits_script
 from palestra.learner import Learner, RunFolder
 from palestra.ledger import RunStore
@@ -78,6 +79,7 @@ class ScriptedJob:
             engine=self.engine,
             stop_ids=frozenset(renderer.get_stop_token_ids()),
             decode=tokenizer.decode,
+            grammars=Grammars(),
         )
         context = SessionContext(
             store=self.store,
