@@ -238,7 +238,7 @@ class Grammars:
         self._is_known(key)
         with self._lock:
             process = self._alive.get(key)
-            if process is not None and process.over is None:
+            if process is not None and process.usable:
                 self._alive.move_to_end(key)
                 process.users += 1
                 return Matcher(process, next(self._numbers))

@@ -140,6 +140,11 @@ class GrammarProcess:
         self._killed = False  # by us, for no fault of the grammar's
         self.over: PalestraError | None = None  # why the process ended; None: it runs
 
+    @property
+    def usable(self) -> bool:
+        """Whether the process is there as far as is known."""
+        return self.over is None and self._server.alive
+
     def compile(self, grammar: str) -> None:
         """Compile the grammar; the first thing that is asked.
 
