@@ -20,7 +20,7 @@ from palestra.grammars.process import GrammarProcess, GrammarServer, Matcher, Re
 
 MOST_PROCESSES = 32  # of grammars that are in use or kept
 MOST_COMPILING = 2  # at the same time
-MOST_WAITING = 64  # to be compiled; more are refused with 429
+MOST_WAITING = 256  # to be compiled; more are refused with 429
 MOST_KNOWN = 1024  # contents of which it is remembered whether they can be used
 # Time is not the grammar's alone: another machine, or this one when it has less to do, might be inside the bound. So a
 # refusal for time ends, and until then the same content costs nothing.
@@ -181,8 +181,12 @@ class Grammars:
             self._closed = True
             processes = [*self._alive.values(), *(c.process for c in self._compiling.values() if c.process is not None)]
             self._alive.clear()
+            waiting = [*self._queue]
         for process in processes:
             process.kill()
+        for one in waiting:
+            if not one.done():
+                one.set_result(None)
         with self._starting:
             if self._server is not None:
                 self._server.close()

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
@@ -135,7 +136,7 @@ class GrammarProcess:
         self.first_mask = b""
         self.users = 0  # matchers that are open
         self.lock = threading.Lock()  # of the channel
-        self._drop: list[int] = []
+        self._drop: deque[int] = deque()
         self._ended = threading.Lock()  # taken after `lock`, or without it
         self._killed = False  # by us, for no fault of the grammar's
         self.over: PalestraError | None = None  # why the process ended; None: it runs
@@ -173,7 +174,7 @@ class GrammarProcess:
 
     def ask(self, walks: Sequence[tuple[int, Sequence[int], Sequence[int]]], masks: bool = True) -> None:
         """Send for each (matcher, tokens to accept, places whose masks are wanted); `answer` has what comes of it."""
-        drop, self._drop = self._drop, []
+        drop = [self._drop.popleft() for _ in range(len(self._drop))]
         with contextlib.suppress(OSError):  # `answer` says why
             send_json(self._channel, {"walk": walks, "drop": drop, "masks": masks})
 
@@ -187,7 +188,7 @@ class GrammarProcess:
         try:
             problems = receive_json(self._channel)["problems"]
             return problems, bytes(receive_frame(self._channel))
-        except (EOFError, OSError) as error:
+        except (EOFError, OSError, ValueError) as error:
             raise self._cause(error, "a token of the reply", self._bounds.step_cpu_seconds) from None
 
     def kill(self) -> None:
