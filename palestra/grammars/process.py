@@ -133,6 +133,7 @@ class GrammarProcess:
 
     def __init__(self, server: GrammarServer, pid: int, channel: socket.socket, bounds: Bounds) -> None:
         self._server, self.pid, self._channel, self._bounds = server, pid, channel, bounds
+        weakref.finalize(self, channel.close)
         self.first_mask = b""
         self.users = 0  # matchers that are open
         self.lock = threading.Lock()  # of the channel
