@@ -36,9 +36,14 @@ class OptimizerConfig(Section):
 
     learning_rate: float = Field(2e-5, gt=0, description="Peak learning rate.")
     schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="Learning rate after warm-up: constant, or falling to zero at the last step."
+        "constant",
+        description="Learning rate after warm-up: constant, or falling from the peak, in a line or half a cosine wave, "
+        "to a zero that it would reach one step after the last, as in transformers. The last of `n` steps after "
+        "warm-up still trains: with 1/n of the peak where it falls in a line.",
     )
-    warmup_steps: int = Field(0, ge=0, description="Steps over which the learning rate grows linearly from 0.")
+    warmup_steps: int = Field(
+        0, ge=0, description="Steps over which the learning rate grows in a line; the first has 1/warmup_steps of it."
+    )
     betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW's decay rates.")
     epsilon: float = Field(1e-8, gt=0, description="AdamW's epsilon.")
     weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay; not of norms and biases.")
