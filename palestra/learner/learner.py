@@ -88,9 +88,10 @@ class Learner:
         self._progress.move(JobState.RUNNING)
         await self._event("running", {"step": self._progress.step, "version": self._progress.version})
         await self._unless_stopped(self._wait_for_tasks())
-        if unfinished is not None:
-            await self._finish_step(unfinished)
-        while self._progress.step < self._config.steps and not self._stopping.is_set():
+        finished = unfinished is None
+        if unfinished is not None and not self._stopping.is_set():  # else its validation tasks may not be known yet
+            finished = await self._finish_step(unfinished)
+        while finished and self._progress.step < self._config.steps and not self._stopping.is_set():
             started = time.monotonic()
             step = self._progress.step + 1
             manifest, gathered = await self._unless_stopped(self._manifest(step)) or (None, {})
@@ -98,16 +99,16 @@ class Learner:
                 break
             row = gathered | await self._train(manifest)
             row |= {"step": float(step), "time/step_seconds": time.monotonic() - started}
-            await self._store.put_metrics(step, row)  # before a checkpoint makes the step final
+            await self._store.put_unfinished_metrics(row)  # before a checkpoint makes the step final
             self._progress.step = step
             await self._open_engine()
             await self._save_if_due(step)
-            await self._finish_step(row)
+            finished = await self._finish_step(row)
             self._progress.step_seconds.append(time.monotonic() - started)
         if self._stopping.is_set():
             fault_point("during_stop")
         await self._save_now()
-        if self._progress.step >= self._config.steps:
+        if finished and self._progress.step >= self._config.steps:
             await self._event("completed", {"step": self._progress.step})  # first: who follows hears of it
             self._progress.move(JobState.COMPLETED)
         self._store.available.ring()
@@ -148,11 +149,12 @@ class Learner:
             await self._store.set_meta("incarnation", str(incarnation))
             self._trainer.begin_incarnation(incarnation)
         await self._publish("restore")
-        rows = {int(row["step"]): row for row in await self._store.metrics() if row["step"] <= self._progress.step}
-        finished = [row for row in rows.values() if "wall_seconds" in row]
-        self._folder.write_metrics(finished)
-        last = rows.get(self._progress.step, {"step": 0.0} if self._progress.step == 0 else None)
-        return None if last in finished else last
+        unfinished = await self._store.restore_metrics(self._progress.step)
+        rows = await self._store.metrics()
+        self._folder.write_metrics(rows)
+        if self._progress.step == 0 and not rows:
+            return {"step": 0.0}  # of the evaluation before the first step
+        return unfinished
 
     async def _wait_for_tasks(self) -> None:
         """Tasks come from files, or are pushed by a client until it says that there are no more."""
@@ -284,22 +286,26 @@ class Learner:
 
     # What surrounds a step
 
-    async def _finish_step(self, row: dict[str, float]) -> None:
-        """Evaluate if it is time to, and record the row. A job that is stopped meanwhile does it when it goes on."""
+    async def _finish_step(self, row: dict[str, float]) -> bool:
+        """Evaluate if it is time to, and record the row. Return False if the job was stopped before that.
+
+        The row then stays unfinished, and the job is not completed: going on makes the evaluation first.
+        """
         step = int(row["step"])
         every = self._config.evaluation.every_steps
         if every and self._validation_tasks and (step % every == 0 or step == self._config.steps):
             if self._stopping.is_set():
-                return
+                return False
             self._progress.phase = f"evaluating after step {step}"
             found = await self._unless_stopped(evaluate(self._store, self._validation_tasks, step))
             if found is None:
-                return
+                return False
             row |= {"version": float(self._trainer.version(self._policy).n), **found}
             await self._event("evaluated", {"step": step, **found})
         elif step == 0:
-            return
+            return True
         await self._finish_row(step, row)
+        return True
 
     async def _open_engine(self) -> None:
         """Let calls be sampled, unless a step that was fixed before a restart is still to be repeated.

@@ -405,11 +405,19 @@ class RunStore:
         return await self.read(lambda c: history.read_manifest(c, step))
 
     async def put_metrics(self, step: int, data: Mapping[str, float]) -> None:
-        """Write a step's row of metrics."""
+        """Write a step's finished row of metrics."""
         await self.write(lambda c: history.put_metrics(c, step, data))
 
+    async def put_unfinished_metrics(self, data: Mapping[str, float]) -> None:
+        """Keep the row of a trained step until `put_metrics` writes it with the step's evaluation."""
+        await self.write(lambda c: history.put_unfinished_metrics(c, data))
+
+    async def restore_metrics(self, step: int) -> dict[str, float] | None:
+        """Drop the rows of steps after `step`; return that of `step` if it still waits for its evaluation."""
+        return await self.write(lambda c: history.restore_metrics(c, step))
+
     async def metrics(self) -> list[dict[str, float]]:
-        """All rows of metrics, by step."""
+        """Return all finished rows of metrics, by step."""
         return await self.read(history.read_metrics)
 
     async def add_event(self, kind: str, data: Mapping[str, Any]) -> Event:
