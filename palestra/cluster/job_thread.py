@@ -15,12 +15,14 @@ from palestra.cluster.local import LocalJob, local_job, run_on_uvloop
 from palestra.config import JobConfig
 from palestra.rollout import Play
 
+OWN_WORKER = "palestra-train"  # plays a user's rollout function in the job's process, and ends with it
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainResult:
     """What a training run left behind."""
 
-    state: str  # "completed", or "running" where it was stopped before its last step
+    state: str  # "completed"; "running" where it was stopped before all was done, which `train` does not return
     run_dir: Path
     metrics: list[dict[str, float]]  # the rows of metrics.jsonl
     checkpoint: Path | None  # loads in transformers; None if none was written
@@ -33,6 +35,7 @@ class JobThread:
         self._config, self._console, self._play = config, console, play
         self._job: LocalJob | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping = False
         self._result: TrainResult | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._main, name="palestra-server", daemon=True)
@@ -54,11 +57,14 @@ class JobThread:
         assert job is not None
         return job
 
-    def stop(self) -> None:
-        """Ask the job to end."""
-        if self._loop is not None and self._job is not None:
-            with contextlib.suppress(RuntimeError):  # it has ended
-                self._loop.call_soon_threadsafe(self._job.stop)
+    def stop(self) -> bool:
+        """Ask the job to end. Return False where it does not listen yet: it ends as soon as it would."""
+        self._stopping = True  # first: the job looks at it when it is there
+        if self._loop is None or self._job is None:
+            return False
+        with contextlib.suppress(RuntimeError):  # it has ended
+            self._loop.call_soon_threadsafe(self._job.stop)
+        return True
 
     def result(self) -> TrainResult:
         """Wait for the end.
@@ -84,7 +90,10 @@ class JobThread:
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         async with local_job(self._config, self._console.report, self._play) as job:
+            await _give_back_of_before(job)
             self._job = job
+            if self._stopping:
+                job.stop()
             self._console.ready(job)
             self._ready(job)
             try:
@@ -97,6 +106,14 @@ class JobThread:
                 metrics=await job.plane.store.metrics(),
                 checkpoint=max(job.folder.checkpoints.glob("step-*"), default=None),
             )
+
+
+async def _give_back_of_before(job: LocalJob) -> None:
+    """Give back what the process before this one was playing with a rollout function: it need not wait for a lease."""
+    store = job.plane.store
+    for episode in await store.claimed_by(OWN_WORKER):
+        reason = "cancelled: the job was started anew"
+        await store.abort(episode.episode_id, episode.fence, reason, discard=False, counts=False)
 
 
 def _from_other_thread(target: asyncio.Future[Any] | asyncio.Event) -> Callable[[Any], None]:
