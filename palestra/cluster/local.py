@@ -28,9 +28,10 @@ from palestra.cluster.parts import build_parts
 from palestra.cluster.serving import Serving
 from palestra.cluster.tasks import load_tasks
 from palestra.config import JobConfig
+from palestra.disk import write_whole, writing
 from palestra.envs import ConcurrentEnvironment
 from palestra.envs.catalog import catalog_entry
-from palestra.errors import ConfigError, EngineFailure, PalestraError, RunInUse
+from palestra.errors import ConfigError, EngineFailure, PalestraError, RunInUse, StoreError
 from palestra.faults import fault_point
 from palestra.gateway import DataPlane, KeyRing, create_app
 from palestra.learner import Learner, RunFolder
@@ -118,7 +119,7 @@ class LocalJob:
 
     async def _play_and_work(self) -> None:
         """The learner's loop, beside it the runners, if there are any, and the engine; whoever fails ends all."""
-        parts: list[Coroutine[Any, Any, None]] = [self._work.run(), self._engine_failed()]
+        parts: list[Coroutine[Any, Any, None]] = [self._work.run(), self._engine_failed(), self._store_lost()]
         if self._pool is not None:
             parts.append(self._pool.run())
         tasks = [asyncio.ensure_future(part) for part in parts]
@@ -135,9 +136,16 @@ class LocalJob:
         """Without it every call would fail, and the job would wait for episodes for ever."""
         raise EngineFailure(await self._engine.failure())
 
+    async def _store_lost(self) -> None:
+        """Fail the job whose file was deleted: what it is told would be lost."""
+        raise await self.plane.store.lost()
+
     async def _failed(self, error: PalestraError) -> None:
         try:
             await self.plane.store.add_event("failed", {"reason": str(error)})  # first: who follows hears the reason
+        except StoreError as unrecorded:  # a full disk, perhaps, or the very reason why it failed
+            if str(unrecorded) != str(error):
+                log.error("why the job failed could not be recorded: %s", unrecorded)
         finally:
             if not self.progress.over:
                 self.progress.move(JobState.FAILED, str(error))
@@ -195,7 +203,7 @@ async def local_job(config: JobConfig, report: Report, play: Play | None = None)
             )
             progress = JobProgress(job=config.name, steps=config.steps, run_dir=str(folder.path))
             keys = KeyRing(_secret(folder.path), config.name, os.environ.get("PALESTRA_API_KEY"))
-            _write_private(folder.path / "api_key", keys.job_key + "\n")
+            write_whole(folder.path / "api_key", f"{keys.job_key}\n".encode(), 0o600)
             plane = DataPlane(
                 config=config,
                 store=store,
@@ -278,35 +286,24 @@ def url_of(listener: socket.socket) -> str:
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """One process a run."""
-    lock: IO[str] = (folder / ".lock").open("w")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        lock.close()
-        raise RunInUse(f"another process is running the job in {folder}") from error
-    try:
+    path = folder / ".lock"
+    with writing(path):
+        lock: IO[str] = path.open("w")
+    with lock:
+        with writing(path):
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise RunInUse(f"another process is running the job in {folder}") from error
         yield
-    finally:
-        lock.close()
 
 
 def _secret(folder: Path) -> bytes:
     """What the run's keys are derived from; made once, readable by its owner only."""
     path = folder / "secret"
     if not path.exists():
-        _write_private(path, secrets.token_hex(32) + "\n")
+        write_whole(path, f"{secrets.token_hex(32)}\n".encode(), 0o600)
     return bytes.fromhex(path.read_text().strip())
-
-
-def _write_private(path: Path, text: str) -> None:
-    """Write a file whole or not at all, with mode 600."""
-    temporary = path.with_name(f".{path.name}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 @asynccontextmanager

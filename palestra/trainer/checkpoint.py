@@ -6,10 +6,13 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
 
 from palestra.errors import CheckpointError
 from palestra.faults import fault_point
@@ -31,7 +34,7 @@ def write(folder: Path, step: int, fill: Callable[[Path], object], state: Mappin
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        fill(temporary)
+        _filled(temporary, fill)
         files = sorted(p for p in temporary.rglob("*") if p.is_file())
         index = {
             "step": step,
@@ -53,6 +56,16 @@ def write(folder: Path, step: int, fill: Callable[[Path], object], state: Mappin
     for old in found(folder)[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
     return final
+
+
+def _filled(folder: Path, fill: Callable[[Path], object]) -> None:
+    """Fill a folder; an error of the disk is an OSError also where safetensors, which is no Python, met it."""
+    try:
+        fill(folder)
+    except SafetensorError as error:
+        if (number := re.search(r"\(os error (\d+)\)", str(error))) is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(folder)) from error
 
 
 def newest_good(folder: Path) -> tuple[Path, dict[str, Any]] | None:
