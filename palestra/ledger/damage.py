@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import zlib
 from pathlib import Path
@@ -79,8 +80,10 @@ class OpenFile:
 
     def __init__(self, path: Path) -> None:
         """`path` is open already, and so is its write-ahead log."""
-        self._path = path
-        names = (path, path.with_name(f"{path.name}-wal"))
+        names = (
+            str(path),
+            f"{path}-wal",
+        )  # text: it is looked at after each commit, and a Path takes three times as long
         self._known = {name: found for name in names if (found := _identity(name)) is not None}
 
     def problem(self) -> StoreError | None:
@@ -94,9 +97,9 @@ class OpenFile:
         return None
 
 
-def _identity(path: Path) -> tuple[int, int] | None:
+def _identity(name: str) -> tuple[int, int] | None:
     try:
-        found = path.stat()
+        found = os.stat(name)
     except OSError:
         return None
     return found.st_dev, found.st_ino
