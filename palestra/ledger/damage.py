@@ -50,8 +50,8 @@ def damaged(path: Path, how: str) -> StoreError:
     """Return the error for a store that can't be trusted any more."""
     line = " ".join(how.split())[:200]
     return StoreError(
-        f"{path} is not a run store, or is damaged: {line}; go on with a copy of it, or start a new run from the newest "
-        "checkpoint (policies.*.model)"
+        f"{path} is not a run store, or is damaged: {line}; go on with a copy of it, or start a new run from the "
+        "newest checkpoint (policies.*.model)"
     )
 
 
