@@ -75,6 +75,8 @@ class Console:
             self._out.print(f"before training: {_validation(data)}")
         elif kind == "step" and data["step"]:
             self._out.print(self._step_line(data))
+        elif kind == "warning":
+            self._out.print(Text(f"warning: {data['text']}", style="yellow"))
 
     def finished(self, state: str, checkpoint: Path | None) -> None:
         """The job is over, or was stopped."""

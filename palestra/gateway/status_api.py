@@ -17,7 +17,7 @@ from starlette.responses import Response, StreamingResponse
 from palestra.errors import InvalidRequest
 from palestra.gateway.plane import DataPlane
 from palestra.schemas.protocols import Counts
-from palestra.schemas.wire import JobStatus
+from palestra.schemas.wire import HealthWarningBody, JobStatus
 
 POLL_SECONDS = 0.5
 KEEPALIVE_SECONDS = 15.0
@@ -48,6 +48,7 @@ def add_status_routes(app: FastAPI, plane: DataPlane) -> None:
             rollouts={"playing": progress.rollouts.playing, **progress.rollouts.terminations},
             recent_reward=plane.store.recent_reward,
             staleness=progress.staleness,
+            warnings=[HealthWarningBody(code=w.code, step=w.step, text=w.text) for w in progress.warnings],
             last_metrics=progress.last_metrics,
             seconds_left=progress.seconds_left,
             run_dir=progress.run_dir,

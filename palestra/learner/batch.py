@@ -85,7 +85,6 @@ def make_batch(
         if not any(any(advantages.values()) for advantages in credit.advantages):
             left_out["groups_zero_variance"] += 1
             continue
-        left_out["episodes_without_tokens"] += sum(not weight for _, weight in members)
         for (rollout, weight), advantages in zip(members, credit.advantages, strict=True):
             samples += _samples(rollout, advantages, weight)
     metrics = {f"train/{name}": float(left_out[name]) for name in LEFT_OUT}
@@ -111,6 +110,7 @@ def _rollout(trajectory: Trajectory, algorithm: AlgorithmConfig, left_out: Count
         left_out["calls_abandoned"] += len(abandoned)
         left_out["tokens_abandoned"] += sum(len(chat.completion_ids) for chat in abandoned)
     tokens = sum(len(chat.completion_ids) for chat in chats if chat.index in trained)
+    left_out["episodes_without_tokens"] += not tokens  # whatever its group's rewards are
     return _Rollout(trajectory=trajectory, trie=trie, trained=trained, tokens=tokens)
 
 

@@ -11,7 +11,9 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from palestra.algorithms.grpo import ClippedSurrogate
@@ -21,6 +23,7 @@ from palestra.errors import ConfigError
 from palestra.faults import fault_point
 from palestra.learner.batch import Batch, make_batch
 from palestra.learner.evaluation import evaluate
+from palestra.learner.health import RECENT, health_of
 from palestra.learner.reporting import RunFolder
 from palestra.learner.schedule import TaskOrder, learning_rate
 from palestra.ledger import WAKE_SECONDS, RunStore
@@ -59,6 +62,7 @@ class Learner:
         self._save_seconds = 0.0  # of checkpoints that were finished since the last row
         self._wall_before = 0.0
         self._started = time.monotonic()
+        self._recent: deque[Mapping[str, float]] = deque(maxlen=RECENT)  # rows of training steps
         self._stopping = asyncio.Event()
         self._train_tasks: list[Task] = []
         self._validation_tasks: list[Task] = []
@@ -152,6 +156,7 @@ class Learner:
         unfinished = await self._store.restore_metrics(self._progress.step)
         rows = await self._store.metrics()
         self._folder.write_metrics(rows)
+        self._recent.extend(row for row in rows if "train/episodes" in row)
         if self._progress.step == 0 and not rows:
             return {"step": 0.0}  # of the evaluation before the first step
         return unfinished
@@ -221,7 +226,7 @@ class Learner:
         batch = await self._without_untrainable(step, batch, version)
         self._progress.staleness = batch.staleness
         started = time.monotonic()
-        row = batch.metrics | {"train/rows": 0.0, "train/trained_tokens": 0.0}
+        row = batch.metrics | {"train/rows": 0.0, "train/trained_tokens": 0.0, "train/updates_skipped": 0.0}
         if batch.samples:
             row |= await self._update(step, batch)
         row["time/train_seconds"] = time.monotonic() - started
@@ -347,6 +352,7 @@ class Learner:
         if row.get("time/rollout_seconds"):
             tokens = row["rollout/prompt_tokens"] + row["rollout/completion_tokens"]
             row["rollout/tokens_per_second"] = tokens / row["time/rollout_seconds"]
+        await self._look_after_health(row)
         await self._store.put_metrics(step, row)
         self._folder.append_metrics(row)
         self._progress.last_metrics = row
@@ -354,6 +360,20 @@ class Learner:
         if "validation/reward_mean" in row or step == self._config.steps:
             rows = await self._store.metrics()
             await asyncio.to_thread(self._folder.draw_curve, rows, self._config.name)
+
+    async def _look_after_health(self, row: dict[str, float]) -> None:
+        """Report each sign of a run that learns nothing when it appears."""
+        if "train/episodes" not in row:
+            return
+        self._recent.append(row)
+        config = self._config
+        found = health_of(list(self._recent), config.rollout.groups_per_step, config.steps)
+        row["train/warnings"] = float(len(found))
+        known = {warning.code for warning in self._progress.warnings}
+        self._progress.warnings = found
+        for warning in found:
+            if warning.code not in known:
+                await self._event("warning", asdict(warning))
 
     async def _event(self, kind: str, data: dict[str, Any]) -> None:
         await self._store.add_event(kind, data)

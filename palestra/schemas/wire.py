@@ -134,6 +134,17 @@ class EpisodeAnswer(Body):
     state: str
 
 
+class HealthWarningBody(Body):
+    """A sign that the run learns nothing, although its steps succeed."""
+
+    code: str = Field(
+        description="`no_calls`, `equal_rewards`, `no_gradient`, `updates_skipped`, `entropy_collapse`, `truncated`, "
+        "`groups_dropped` or `episodes_discarded`."
+    )
+    step: int = Field(description="The newest step that shows it.")
+    text: str = Field(description="What it means and what to do.")
+
+
 class JobStatus(Body):
     """`GET /status`."""
 
@@ -160,6 +171,7 @@ class JobStatus(Body):
     staleness: dict[int, int] = Field(
         description="Trained tokens of the last step, by how many versions older than the policy they were."
     )
+    warnings: list[HealthWarningBody] = Field(description="Signs that the run learns nothing, after the last step.")
     last_metrics: dict[str, float]
     seconds_left: float | None = Field(description="Estimated; None until two steps are done.")
     run_dir: str
