@@ -25,6 +25,7 @@
     ├── EngineFailure                503  the engine could not finish a call
     ├── ConnectionLost               503  the server could not be reached (raised by the client)
     ├── EnvironmentMistake       500  an environment does not keep to what environments have to do
+    ├── NotScored                500  an episode was given None in the place of a reward
     ├── RolloutFailed            500  an episode that Palestra played itself could not be finished
     ├── WorkersCrash                 500  worker processes die as soon as they are started
     ├── ServerFailed                 503  a model server could not be started
@@ -39,7 +40,18 @@
 
 from __future__ import annotations
 
+import sysconfig
+import traceback
+from pathlib import Path
 from typing import ClassVar
+
+_NOT_THE_USERS = tuple(
+    str(Path(place).resolve()) + "/"
+    for place in {
+        Path(__file__).parent,
+        *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    }
+)
 
 
 class PalestraError(Exception):
@@ -228,6 +240,10 @@ class EnvironmentMistake(PalestraError):
     """An environment does not keep to what environments have to do; the message says how."""
 
 
+class NotScored(PalestraError):
+    """A reward is None: the episode is left out, which is no failure, and it is not played again."""
+
+
 class RolloutFailed(PalestraError):
     """An environment, an agent or the engine failed during an episode, or its time was over.
 
@@ -271,3 +287,14 @@ class StoreUnreachable(StoreError):
 
     http_status = 503
     retryable = True
+
+
+def place_of(error: BaseException) -> str:
+    """Return the innermost line of a user's code that an error went through, as " (agent.py:17, in rollout)".
+
+    Code of Palestra, of Python itself and of installed packages is none of a user's; empty where there is no other.
+    """
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(("<", *_NOT_THE_USERS)):
+            return f" ({Path(frame.filename).name}:{frame.lineno}, in {frame.name})"
+    return ""

@@ -64,6 +64,6 @@ class Episode:
 class RolloutResult:
     """What a rollout function may return instead of a plain reward."""
 
-    reward: float | Mapping[str, float]  # or by agent
+    reward: float | Mapping[str, float] | None  # or by agent; None: the episode is not scored, and left out
     step_rewards: Sequence[float] | None = None  # by TimeStep
     metadata: Mapping[str, Any] = field(default_factory=dict)  # JSON; shown by `palestra episodes`

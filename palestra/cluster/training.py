@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from palestra.client import AsyncClient, Worker
+from palestra.client.protocol import push_calls
 from palestra.client.worker import Rollout
 from palestra.cluster.console import Console
 from palestra.cluster.foreground import Interrupts, run
@@ -51,6 +52,7 @@ def train(
 
     Raises:
         ConfigError: nothing says what is played, or both `rollout` and the configuration do.
+        InvalidRequest: a task is no JSON object.
         PalestraError: the job failed; the message says why and what to do.
         KeyboardInterrupt: after Ctrl-C. The step that was being trained is finished, the run is saved, and `resume`
             goes on with it. A second Ctrl-C does not wait for that.
@@ -82,6 +84,8 @@ def train_until_stopped(
     quiet: bool = False,
 ) -> tuple[TrainResult, Interrupts]:
     """Train as `train` does, and return where the run stands, and the signal that stopped it, if one did."""
+    for _ in push_calls({"validation": validation_tasks, "train": tasks}):
+        pass  # what is wrong with a task is said before the model is loaded
     config = _checked(config or JobConfig(), rollout, tasks)
     config = resolve_run_dir(config, resume)
     environment = config.environment.model_copy(update={"max_concurrency": concurrency} if concurrency else {})
