@@ -176,6 +176,8 @@ async def local_job(config: JobConfig, report: Report, play: Play | None = None)
         stack.enter_context(_locked(folder.path))
         listener = stack.enter_context(listen(config.server.host, config.server.port))
         parts = await in_thread(lambda: build_parts(config))  # not in a pool's: see there
+        if parts.max_context is not None:
+            config = config.with_max_context(parts.max_context)
         if resumed:
             await parts.engine.pause()  # until the learner has given it the weights that the run had come to
         store = stack.enter_context(RunStore(folder.store, config.rollout, config.store))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from palestra.chat import ByteTokenizer, ChatMLRenderer, Renderer, select_renderer
-from palestra.config import JobConfig
+from palestra.config import DEFAULT_CONTEXT, JobConfig
 from palestra.errors import ConfigError
 from palestra.grammars.pool import Grammars
 from palestra.schemas.protocols import Engine, Trainer
@@ -22,6 +22,7 @@ class Parts:
     renderer: Renderer
     decode: Callable[[Sequence[int]], str]
     grammars: Grammars  # of sessions and of the engine
+    max_context: int | None = None  # tokens; None: as it is configured
 
 
 def build_parts(config: JobConfig) -> Parts:
@@ -69,12 +70,13 @@ def _embedded(config: JobConfig) -> Parts:
         policy.model, getattr(torch, config.engine.dtype), device_of(config.engine.device, "engine.device")
     )
     longest = getattr(sampler.config, "max_position_embeddings", policy.max_context)
-    if policy.max_context > longest:
+    if policy.max_context > longest and policy.max_context != DEFAULT_CONTEXT:
         raise ConfigError(f"max_context is {policy.max_context} and {policy.model} has {longest} positions")
+    max_context = min(policy.max_context, longest)
     budget = token_budget(sampler, config.engine)
-    if policy.max_context > budget:
+    if max_context > budget:
         raise ConfigError(
-            f"max_context is {policy.max_context} and the keys and values of {budget} tokens fit into the engine's "
+            f"max_context is {max_context} and the keys and values of {budget} tokens fit into the engine's "
             "memory; raise engine.cache_gib, or lower max_context"
         )
     grammars = Grammars(vocabulary_of(tokenizer, sampler.vocab_size))
@@ -92,6 +94,7 @@ def _embedded(config: JobConfig) -> Parts:
         renderer=renderer,
         decode=lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False)),
         grammars=grammars,
+        max_context=max_context,
     )
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
+from palestra.config.explaining import explain
 from palestra.config.job import JobConfig
 from palestra.errors import ConfigError
 
@@ -56,7 +56,7 @@ def parse_config(
     try:
         return JobConfig.model_validate(merged)
     except ValidationError as error:
-        raise ConfigError(f"{source}: {_explain(error)}") from error
+        raise ConfigError(f"{source}: {explain(error, JobConfig)}") from error
 
 
 def dump_config(config: JobConfig) -> str:
@@ -89,30 +89,3 @@ def _literal(value: Any) -> str:
         escaped = value.replace("\\", "\\\\").replace('"', '\\"')
         return '"' + "".join(c if c.isprintable() else f"\\U{ord(c):08X}" for c in escaped) + '"'
     return repr(value)
-
-
-def _explain(error: ValidationError) -> str:
-    first = error.errors()[0]
-    place = tuple(first["loc"])
-    dotted = ".".join(map(str, place))
-    if first["type"] == "extra_forbidden":
-        known = _known_keys(place[:-1])
-        near = difflib.get_close_matches(str(place[-1]), known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"known keys here: {', '.join(known)}"
-        return f"unknown key {dotted!r}; {hint}"
-    message = first["msg"].removeprefix("Value error, ")
-    return f"{dotted}: {message}" if dotted else message
-
-
-def _known_keys(path: tuple[int | str, ...]) -> list[str]:
-    """The fields of the section at `path`, walking through `dict[str, Section]`."""
-    model: type[BaseModel] = JobConfig
-    steps = iter(path)
-    for step in steps:
-        annotation = model.model_fields[str(step)].annotation
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            model = annotation
-        else:
-            model = next(a for a in get_args(annotation) if isinstance(a, type) and issubclass(a, BaseModel))
-            next(steps, None)
-    return list(model.model_fields)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from palestra.config import SMOLLM2, TINY
 from palestra.errors import ModelError
+from palestra.models.hub import hub_model
 
 _GGUF = f"{SMOLLM2}.Q4_1.gguf"
 
@@ -27,7 +28,7 @@ def model_folder(name: str) -> Path | str:
     """A folder in Hugging Face's layout; or the name itself, where transformers has to find it.
 
     Raises:
-        ModelError: the weights are not there.
+        ModelError: the weights are not there, or the hub that has them can't be reached.
     """
     if name == SMOLLM2:
         return _smollm2()
@@ -40,7 +41,7 @@ def model_folder(name: str) -> Path | str:
             f"model {name!r}: no such folder; known names are {SMOLLM2!r} and {TINY!r}, "
             "anything else is a folder or a Hugging Face name such as 'org/model'"
         )
-    return name
+    return hub_model(name)
 
 
 def _smollm2() -> Path:
