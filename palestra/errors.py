@@ -45,13 +45,8 @@ import traceback
 from pathlib import Path
 from typing import ClassVar
 
-_NOT_THE_USERS = tuple(
-    str(Path(place).resolve()) + "/"
-    for place in {
-        Path(__file__).parent,
-        *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-    }
-)
+_INSTALLED = [sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+_NOT_THE_USERS = tuple(f"{Path(place).resolve()}/" for place in (Path(__file__).parent, *_INSTALLED))
 
 
 class PalestraError(Exception):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic._internal._model_construction import ModelMetaclass  # of BaseModel; pydantic exports it nowhere else
 
 from palestra.config.explaining import explain
 from palestra.errors import ConfigError
@@ -22,7 +23,7 @@ DEFAULT_CONTEXT = 4096
 SMOLLM2, TINY = "SmolLM2-135M-Instruct", "tiny-random"  # models that need no hub
 
 
-class _InWords(type(BaseModel)):  # type: ignore[misc]
+class _InWords(ModelMetaclass):
     """Makes a section that is written in Python say what is wrong with it as one that is read from TOML does."""
 
     if not TYPE_CHECKING:  # the fields are what a type checker is to look at
