@@ -46,7 +46,7 @@ from pathlib import Path
 from typing import ClassVar
 
 _INSTALLED = [sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-_NOT_THE_USERS = tuple(f"{Path(place).resolve()}/" for place in (Path(__file__).parent, *_INSTALLED))
+_NOT_THE_USERS = tuple(f"{Path(place).resolve()}/" for place in (str(Path(__file__).parent), *_INSTALLED))
 
 
 class PalestraError(Exception):

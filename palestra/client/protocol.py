@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from pydantic import ValidationError
 
@@ -105,7 +105,7 @@ def _number(value: Any) -> float:
     return number
 
 
-def is_scored(reward: Any) -> bool:
+def is_scored(reward: Any) -> TypeGuard[float | Mapping[str, float]]:
     """Whether an episode has a reward: it is not None, and no agent's is."""
     return None not in reward.values() if isinstance(reward, Mapping) else reward is not None
 

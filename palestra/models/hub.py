@@ -23,7 +23,7 @@ def hub_model(name: str) -> Path | str:
         try:
             get_session().head(f"{constants.ENDPOINT}/{name}/resolve/main/config.json", timeout=SECONDS)
         except httpx2.HTTPError as error:
-            why = f"{constants.ENDPOINT} can't be reached ({error or type(error).__name__})"
+            why = f"{constants.ENDPOINT} can't be reached ({str(error) or type(error).__name__})"
         else:
             return name  # whatever it answered, transformers says what there is
     cached = try_to_load_from_cache(name, "config.json")
