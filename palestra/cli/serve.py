@@ -31,6 +31,14 @@ def add(commands: Any) -> None:
     parser.add_argument("--gpus", type=int, help="likewise GPUs")
     parser.add_argument("--memory-gib", type=float, help="likewise memory")
     parser.add_argument(
+        "--pass-env",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="a variable that jobs have, too, such as HF_TOKEN or HTTPS_PROXY (docs/operations.md lists those that "
+        "they have anyway); may be given several times",
+    )
+    parser.add_argument(
         "--new-admin-key", action="store_true", help="print one more key of the first admin, where all are lost"
     )
     parser.add_argument(
@@ -53,6 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
         local=LocalRay(cpus=arguments.cpus, gpus=arguments.gpus, memory_gib=arguments.memory_gib),
         without_keys=arguments.insecure_no_auth,
         new_admin_key=arguments.new_admin_key,
+        pass_env=tuple(arguments.pass_env),
     )
 
     def ready(url: str, first: Any) -> None:

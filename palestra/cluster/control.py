@@ -37,6 +37,7 @@ class ServeOptions:
     ray_address: str | None = None  # None: a local cluster
     local: LocalRay = field(default_factory=LocalRay)
     without_keys: bool = False
+    pass_env: tuple[str, ...] = ()  # variables that jobs have beside those of `job_environment`
     new_admin_key: bool = False  # for an operator who has lost all keys of the first admin
 
 
@@ -65,11 +66,11 @@ async def control_plane(options: ServeOptions) -> AsyncIterator[ServedControlPla
         listener = stack.enter_context(listen(options.host, options.port))
         url = options.database or f"sqlite:///{options.state_dir.resolve() / 'control.db'}"
         store = stack.enter_context(ControlStore(url))
-        await asyncio.to_thread(connect, options.ray_address, options.state_dir, options.local)
+        await asyncio.to_thread(connect, options.ray_address, options.state_dir, options.local, options.pass_env)
         from palestra.cluster.ray_servers import RayServers  # imports ray, which reads its environment then
 
         here = options.ray_address is None and options.host in LOOPBACK
-        launcher = RayServers("127.0.0.1" if here else None)
+        launcher = RayServers("127.0.0.1" if here else None, options.pass_env)
         identities = Identities(store)
         administration = Administration(store, identities)
         first = await administration.first_start()

@@ -31,8 +31,10 @@ class TrainResult:
 class JobThread:
     """The job in a thread with an event loop of its own, where no rollout function of the user can hold it up."""
 
-    def __init__(self, config: JobConfig, console: Console, play: Play | None = None) -> None:
-        self._config, self._console, self._play = config, console, play
+    def __init__(
+        self, config: JobConfig, console: Console, play: Play | None = None, weights: str | None = None
+    ) -> None:
+        self._config, self._console, self._play, self._weights = config, console, play, weights
         self._job: LocalJob | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = False
@@ -66,6 +68,15 @@ class JobThread:
             self._loop.call_soon_threadsafe(self._job.stop)
         return True
 
+    async def answer(self) -> None:
+        """Return when the job's event loop has done what it was asked before, or has ended."""
+        answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if self._loop is None:
+            return
+        with contextlib.suppress(RuntimeError):  # it has ended
+            self._loop.call_soon_threadsafe(_from_other_thread(answered), None)
+            await answered
+
     def result(self) -> TrainResult:
         """Wait for the end.
 
@@ -89,7 +100,7 @@ class JobThread:
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
-        async with local_job(self._config, self._console.report, self._play) as job:
+        async with local_job(self._config, self._console.report, self._play, self._weights) as job:
             await _give_back_of_before(job)
             self._job = job
             if self._stopping:

@@ -161,10 +161,13 @@ class LocalJob:
 
 
 @asynccontextmanager
-async def local_job(config: JobConfig, report: Report, play: Play | None = None) -> AsyncIterator[LocalJob]:
+async def local_job(
+    config: JobConfig, report: Report, play: Play | None = None, weights: str | None = None
+) -> AsyncIterator[LocalJob]:
     """Open a job and serve its data plane; nothing is trained until `run` is called, and nothing in an inference job.
 
-    `play` is what this process plays itself; None: what `config.environment` names, or nothing.
+    `play` is what this process plays itself; None: what `config.environment` names, or nothing. `weights` is a folder
+    that the model is loaded from, in the place of what the policy's `model` names.
 
     Raises:
         ConfigError: the port is in use, the folder belongs to a running job, or the configuration can't be met.
@@ -175,7 +178,7 @@ async def local_job(config: JobConfig, report: Report, play: Play | None = None)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_locked(folder.path))
         listener = stack.enter_context(listen(config.server.host, config.server.port))
-        parts = await in_thread(lambda: build_parts(config))  # not in a pool's: see there
+        parts = await in_thread(lambda: build_parts(config, weights))  # not in a pool's: see there
         if parts.max_context is not None:
             config = config.with_max_context(parts.max_context)
         if resumed:

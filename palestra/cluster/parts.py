@@ -25,14 +25,18 @@ class Parts:
     max_context: int | None = None  # tokens; None: as it is configured
 
 
-def build_parts(config: JobConfig) -> Parts:
+def build_parts(config: JobConfig, weights: str | None = None) -> Parts:
     """Load the model to sample from, in bf16; and where it is trained a second time, in float32.
+
+    Args:
+        config: the job.
+        weights: a folder, in the place of what the policy's `model` names.
 
     Raises:
         ModelError: missing weights, or an unsupported architecture.
         ConfigError: max_context is more than the model has.
     """
-    return _scripted(config) if config.engine.kind == "scripted" else _embedded(config)
+    return _scripted(config) if config.engine.kind == "scripted" else _embedded(config, weights)
 
 
 def _scripted(config: JobConfig) -> Parts:
@@ -51,7 +55,7 @@ def _scripted(config: JobConfig) -> Parts:
     )
 
 
-def _embedded(config: JobConfig) -> Parts:
+def _embedded(config: JobConfig, weights: str | None) -> Parts:
     import torch
 
     from palestra.inference.embedded import EmbeddedEngine, token_budget
@@ -64,10 +68,11 @@ def _embedded(config: JobConfig) -> Parts:
     if config.deterministic:
         torch.use_deterministic_algorithms(True)
     policy = config.policy
-    tokenizer = load_tokenizer(policy.model)
+    model = weights or policy.model
+    tokenizer = load_tokenizer(model)
     renderer = select_renderer(tokenizer, keep_reasoning=config.rollout.dropped_reasoning == "keep")
     sampler = load_causal_lm(
-        policy.model, getattr(torch, config.engine.dtype), device_of(config.engine.device, "engine.device")
+        model, getattr(torch, config.engine.dtype), device_of(config.engine.device, "engine.device")
     )
     longest = getattr(sampler.config, "max_position_embeddings", policy.max_context)
     if policy.max_context > longest and policy.max_context != DEFAULT_CONTEXT:
@@ -90,7 +95,7 @@ def _embedded(config: JobConfig) -> Parts:
     )
     return Parts(
         engine=engine,
-        trainer=_torch_trainer(config, tokenizer) if config.kind == "training" else None,
+        trainer=_torch_trainer(config, model, tokenizer) if config.kind == "training" else None,
         renderer=renderer,
         decode=lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False)),
         grammars=grammars,
@@ -98,7 +103,7 @@ def _embedded(config: JobConfig) -> Parts:
     )
 
 
-def _torch_trainer(config: JobConfig, tokenizer: Any) -> Trainer:
+def _torch_trainer(config: JobConfig, model: str, tokenizer: Any) -> Trainer:
     import torch
 
     from palestra.models.causal_lm import load_causal_lm
@@ -107,7 +112,7 @@ def _torch_trainer(config: JobConfig, tokenizer: Any) -> Trainer:
 
     policy = config.policy
     return TorchTrainer(
-        load_causal_lm(policy.model, torch.float32, device_of(config.trainer.device, "trainer.device")),
+        load_causal_lm(model, torch.float32, device_of(config.trainer.device, "trainer.device")),
         tokenizer,
         config.policy_name,
         policy.optimizer,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from types import MappingProxyType
@@ -22,6 +21,7 @@ from palestra.inference.batch import MIN_ROWS, Batch
 from palestra.inference.inbox import Inbox
 from palestra.inference.request import DONE, Request
 from palestra.models.causal_lm import CausalLM, set_threads
+from palestra.models.memory import memory_bytes
 from palestra.schemas.records import Ids, PolicyVersion, SampledTokens, Sampling
 
 log = logging.getLogger("palestra.engine")
@@ -252,12 +252,12 @@ class EmbeddedEngine:
 
 
 def token_budget(model: CausalLM, config: EngineConfig) -> int:
-    """Tokens whose keys and values fit into `cache_gib`, or into a quarter of the memory that there is."""
+    """Tokens whose keys and values fit into `cache_gib`, or into a quarter of the memory that this process may use."""
     each = model.layers * 2 * model.key_heads * model.head_dim * model.compute_dtype.itemsize
     if config.cache_gib is not None:
         size = config.cache_gib * 2**30
     elif model.device.type == "cuda":
         size = torch.cuda.mem_get_info(model.device)[0] / 2
     else:
-        size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 4
+        size = memory_bytes() / 4
     return int(size // each)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -25,8 +26,18 @@ from palestra.errors import (
 from palestra.ledger.store import Bell
 from palestra.scheduler import policy_store
 from palestra.scheduler.control_store import ControlStore
-from palestra.scheduler.fitting import GpuShare, Node, RunningJob, counted, devices_for
-from palestra.scheduler.launcher import LOG_FILE, Ended, Ending, Launcher, Listening, ServerOrder, read_ended
+from palestra.scheduler.fitting import GpuShare, Node, RunningJob, counted, devices_for, memory_limit_gib
+from palestra.scheduler.launcher import (
+    ENDED_FILE,
+    LOG_FILE,
+    Ended,
+    Ending,
+    Launcher,
+    Listening,
+    ServerOrder,
+    ending_of,
+    read_ended,
+)
 from palestra.scheduler.placement import Policy, Start, place
 from palestra.scheduler.reasons import refusal, short
 from palestra.scheduler.sources import with_own_weights
@@ -167,6 +178,7 @@ class Scheduler:
                 priority=job.priority,
                 submitted_at=job.created_at,
                 needs=job.resources,
+                expected_seconds=math.inf if job.kind == "inference" else None,
             )
             for job in queue.values()
         ]
@@ -202,6 +214,7 @@ class Scheduler:
             node_id=start.node_id,
             devices=start.devices,
             since=self._store.clock.now(),
+            expected_end=math.inf if job.kind == "inference" else None,
             starting=starting,
         )
 
@@ -258,7 +271,7 @@ class Scheduler:
         except MachineGone as error:  # no fault of the job
             return Ended(ending=Ending.STOPPED, reason=str(error))
         except PalestraError as error:
-            return Ended(ending=Ending.LOST if error.retryable else Ending.FAILED, reason=str(error))
+            return Ended(ending=ending_of(error), reason=str(error))
         except Exception as error:
             log.exception("job %s could not be started", job.job_id)
             return Ended(ending=Ending.LOST, reason=f"{type(error).__name__}: {error}")
@@ -270,8 +283,17 @@ class Scheduler:
         if job.from_job is not None:
             source = self.folder_of(job.from_job) / RUN
             config = await asyncio.to_thread(with_own_weights, job, folder, source)
+        await asyncio.to_thread((folder / ENDED_FILE).unlink, missing_ok=True)  # of an earlier server of this job
+        node = next((node for node in self.nodes if node.node_id == node_id), None)
         return await self._launcher.start(
-            ServerOrder(job_id=job.job_id, config=config, folder=folder, node=node_id, resources=job.resources)
+            ServerOrder(
+                job_id=job.job_id,
+                config=config,
+                folder=folder,
+                node=node_id,
+                resources=job.resources,
+                memory_gib=None if node is None else memory_limit_gib(job.resources, node),
+            )
         )
 
     async def _watch(self, job_id: str, server: Listening) -> None:
@@ -299,7 +321,10 @@ class Scheduler:
         await asyncio.shield(note)
 
     async def _note(self, job_id: str, ended: Ended) -> None:
-        tail = await asyncio.to_thread(_tail, self.folder_of(job_id) / LOG_FILE)
+        folder = self.folder_of(job_id)
+        if ended.ending is Ending.LOST:  # a server that could say no more may have left how it ended
+            ended = await asyncio.to_thread(read_ended, folder) or ended
+        tail = await asyncio.to_thread(_tail, folder / LOG_FILE)
         while True:
             try:
                 job = await self._store.job(None, job_id)
