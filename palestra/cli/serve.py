@@ -31,6 +31,12 @@ def add(commands: Any) -> None:
     parser.add_argument("--gpus", type=int, help="likewise GPUs")
     parser.add_argument("--memory-gib", type=float, help="likewise memory")
     parser.add_argument(
+        "--rules",
+        type=Path,
+        metavar="FILE",
+        help="TOML: the largest numbers that a job's configuration may have, and the models (docs/operations.md)",
+    )
+    parser.add_argument(
         "--pass-env",
         metavar="NAME",
         action="append",
@@ -51,6 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     from palestra.cluster.control import ServeOptions, serve_control
     from palestra.cluster.local import run_on_uvloop
     from palestra.cluster.ray_cluster import LocalRay
+    from palestra.scheduler.rules import Rules, load_rules
 
     options = ServeOptions(
         state_dir=arguments.state_dir,
@@ -61,6 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         local=LocalRay(cpus=arguments.cpus, gpus=arguments.gpus, memory_gib=arguments.memory_gib),
         without_keys=arguments.insecure_no_auth,
         new_admin_key=arguments.new_admin_key,
+        rules=Rules() if arguments.rules is None else load_rules(arguments.rules),
         pass_env=tuple(arguments.pass_env),
     )
 

@@ -21,6 +21,7 @@ from palestra.scheduler.identity import Identities
 from palestra.scheduler.keys import NewKey
 from palestra.scheduler.limits import RequestRates
 from palestra.scheduler.placement import Policy
+from palestra.scheduler.rules import Rules
 from palestra.scheduler.scheduler import Scheduler
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -37,6 +38,7 @@ class ServeOptions:
     ray_address: str | None = None  # None: a local cluster
     local: LocalRay = field(default_factory=LocalRay)
     without_keys: bool = False
+    rules: Rules = field(default_factory=Rules)  # caps of configurations, and models
     pass_env: tuple[str, ...] = ()  # variables that jobs have beside those of `job_environment`
     new_admin_key: bool = False  # for an operator who has lost all keys of the first admin
 
@@ -76,13 +78,14 @@ async def control_plane(options: ServeOptions) -> AsyncIterator[ServedControlPla
         first = await administration.first_start()
         if first is None and options.new_admin_key:
             first = await administration.recover()
-        scheduler = Scheduler(store, launcher, options.state_dir.resolve() / "jobs", Policy())
+        scheduler = Scheduler(store, launcher, options.state_dir.resolve() / "jobs", Policy(), rules=options.rules)
         plane = ControlPlane(
             scheduler=scheduler,
             store=store,
             identities=identities,
             administration=administration,
             rates=RequestRates(store.clock),
+            rules=options.rules,
             without_keys=options.without_keys,
         )
         scheduling = asyncio.create_task(scheduler.run())

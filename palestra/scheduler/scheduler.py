@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from palestra.config import parse_config
 from palestra.errors import (
     ConfigError,
     Conflict,
@@ -40,6 +41,7 @@ from palestra.scheduler.launcher import (
 )
 from palestra.scheduler.placement import Policy, Start, place
 from palestra.scheduler.reasons import refusal, short
+from palestra.scheduler.rules import Rules
 from palestra.scheduler.sources import with_own_weights
 from palestra.scheduler.tenants import Quota
 from palestra.scheduler.turns import WaitingJob
@@ -63,17 +65,19 @@ class Scheduler:
         folder: Path,
         policy: Policy,
         *,
+        rules: Rules | None = None,
         stop_seconds: float = 120.0,
         absent_seconds: float = 120.0,
     ) -> None:
         """Args:
         folder: of all jobs, each in one of its own; every machine has to see it.
         policy: its quotas, and whether it drains, are read from the store.
+        rules: of the operator, who has a list of models; None: those of an operator who says nothing.
         stop_seconds: how long a job that is cancelled may take to save.
         absent_seconds: for so long the client of an attached job may be gone.
         """
         self._store, self._launcher, self._folder = store, launcher, folder
-        self.policy = policy
+        self.policy, self._rules = policy, rules or Rules()
         self._stop_seconds, self._absent_seconds = stop_seconds, absent_seconds
         self.nodes: list[Node] = []
         self.running: dict[str, RunningJob] = {}
@@ -292,6 +296,7 @@ class Scheduler:
                 folder=folder,
                 node=node_id,
                 resources=job.resources,
+                weights=None if job.from_job else self._rules.weights(parse_config(config).policy.model),
                 memory_gib=None if node is None else memory_limit_gib(job.resources, node),
             )
         )

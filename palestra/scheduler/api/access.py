@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from starlette.requests import Request
 
@@ -14,6 +14,7 @@ from palestra.scheduler.control_store import ControlStore
 from palestra.scheduler.identity import Identities, Identity, local_operator
 from palestra.scheduler.limits import RequestRates
 from palestra.scheduler.permissions import Action
+from palestra.scheduler.rules import Rules
 from palestra.scheduler.scheduler import Scheduler
 
 
@@ -26,6 +27,7 @@ class ControlPlane:
     identities: Identities
     administration: Administration
     rates: RequestRates
+    rules: Rules = field(default_factory=Rules)
     without_keys: bool = False  # everybody is the operator; only where nobody else can reach the server
 
     async def who(self, request: Request) -> Identity:

@@ -8,7 +8,7 @@ from starlette.responses import FileResponse, StreamingResponse
 from palestra.errors import InvalidRequest, NotFound
 from palestra.scheduler.api import artifacts, streams
 from palestra.scheduler.api.access import ControlPlane
-from palestra.scheduler.api.submission import limited, request_of
+from palestra.scheduler.api.submission import allowed, request_of
 from palestra.scheduler.identity import Identity
 from palestra.scheduler.launcher import LOG_FILE
 from palestra.scheduler.permissions import Action
@@ -95,7 +95,7 @@ def add_job_routes(app: FastAPI, plane: ControlPlane) -> None:
             name=job.name,
             kind=job.kind,
             priority=job.priority,
-            config=limited(job.config, by),
+            config=allowed(job.config, by, plane.rules),
             resources=job.resources,
             attached=job.attached,
             restarts_limit=job.restarts_limit,
