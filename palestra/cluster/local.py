@@ -8,7 +8,6 @@ import fcntl
 import gc
 import logging
 import os
-import secrets
 import signal
 import socket
 import time
@@ -28,12 +27,13 @@ from palestra.cluster.parts import build_parts
 from palestra.cluster.serving import Serving
 from palestra.cluster.tasks import load_tasks
 from palestra.config import JobConfig
-from palestra.disk import write_whole, writing
+from palestra.disk import writing
 from palestra.envs import ConcurrentEnvironment
 from palestra.envs.catalog import catalog_entry
 from palestra.errors import ConfigError, EngineFailure, PalestraError, RunInUse, StoreError
 from palestra.faults import fault_point
 from palestra.gateway import DataPlane, KeyRing, create_app
+from palestra.gateway.key_files import API_KEY, SecretFile, write_private
 from palestra.learner import Learner, RunFolder
 from palestra.ledger import RunStore
 from palestra.rollout import Play, RolloutSyncLock, Runner, RunnerPool
@@ -207,8 +207,8 @@ async def local_job(
                 ),
             )
             progress = JobProgress(job=config.name, steps=config.steps, run_dir=str(folder.path))
-            keys = KeyRing(_secret(folder.path), config.name, os.environ.get("PALESTRA_API_KEY"))
-            write_whole(folder.path / "api_key", f"{keys.job_key}\n".encode(), 0o600)
+            keys = KeyRing(SecretFile(folder.path).current, config.name, os.environ.get("PALESTRA_API_KEY"))
+            write_private(folder.path / API_KEY, keys.job_key)
             plane = DataPlane(
                 config=config,
                 store=store,
@@ -301,14 +301,6 @@ def _locked(folder: Path) -> Iterator[None]:
             except BlockingIOError as error:
                 raise RunInUse(f"another process is running the job in {folder}") from error
         yield
-
-
-def _secret(folder: Path) -> bytes:
-    """What the run's keys are derived from; made once, readable by its owner only."""
-    path = folder / "secret"
-    if not path.exists():
-        write_whole(path, f"{secrets.token_hex(32)}\n".encode(), 0o600)
-    return bytes.fromhex(path.read_text().strip())
 
 
 @asynccontextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 from collections.abc import Mapping, Sequence
@@ -17,9 +18,13 @@ class RunFolder:
     """Files that people and other programs read."""
 
     def __init__(self, path: Path) -> None:
+        """Make the folder, which only its owner can enter: a run has its users' prompts."""
         self.path = path
         with writing(path):
-            path.mkdir(parents=True, exist_ok=True)
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if self.store.exists():  # of an older Palestra; any other folder that was there stays as it is
+                with contextlib.suppress(PermissionError):  # another user's, who decides
+                    path.chmod(0o700)
 
     @property
     def store(self) -> Path:

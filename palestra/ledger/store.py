@@ -7,6 +7,8 @@ because it is in the operating system's hands; with `FULL`, the default, it also
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -108,7 +110,8 @@ class RunStore:
         self.on_lease_over: list[LeaseOver] = []
         self.recent_rewards: deque[float] = deque(maxlen=64)  # of training episodes, as they end
         with writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _make_private(path)
         self._engine = open_engine(path, store.synchronous)
         with self._in_words(), self._engine.begin() as connection:
             migrate(connection)
@@ -465,3 +468,13 @@ class RunStore:
     async def set_meta(self, key: str, value: str) -> None:
         """Set a small fact of the run."""
         await self.write(lambda c: history.set_meta(c, key, value))
+
+
+def _make_private(path: Path) -> None:
+    """Make the file, or an older one, readable by its owner alone; SQLite gives `-wal` and `-shm` the same mode."""
+    descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        with contextlib.suppress(PermissionError):  # another user's, who decides
+            os.fchmod(descriptor, 0o600)
+    finally:
+        os.close(descriptor)

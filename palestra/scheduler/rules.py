@@ -78,7 +78,7 @@ EXEMPT: Mapping[str, str] = {
     "checkpoint.every_steps": "more is less work",
     "server.port": "the service chooses the port",
 }
-"""Numbers of a configuration that need no cap, with the reason. A test asks that every number stands here or in CAPS."""
+"""Numbers of a configuration that need no cap, with the reason. Every number stands here or in CAPS; a test looks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,8 +101,8 @@ class Rules:
             most = self.caps.get(_key(path))
             if most is not None and abs(value) > most:
                 raise ConfigError(
-                    f"{'.'.join(path)} is {_told(value)}, and this service allows at most {_told(most)}; lower it, or ask its "
-                    "operator for more"
+                    f"{'.'.join(path)} is {_told(value)}, and this service allows at most {_told(most)}; lower it, or "
+                    "ask its operator for more"
                 )
 
     def weights(self, model: str) -> str | None:

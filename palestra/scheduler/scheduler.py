@@ -182,6 +182,7 @@ class Scheduler:
                 priority=job.priority,
                 submitted_at=job.created_at,
                 needs=job.resources,
+                private=job.private,
                 expected_seconds=math.inf if job.kind == "inference" else None,
             )
             for job in queue.values()

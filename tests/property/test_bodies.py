@@ -146,7 +146,7 @@ class Served:
             config=config,
             store=self.store,
             sessions=Sessions(context, 8),
-            keys=KeyRing(b"secret", "job"),
+            keys=KeyRing(lambda: b"secret", "job"),
             progress=JobProgress(job="job", steps=1, run_dir=str(folder)),
             started_at=0.0,
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from starlette.requests import Request
 
-from palestra.errors import PayloadTooLarge
+from palestra.errors import NotFound, PayloadTooLarge
 from palestra.gateway.keys import bearer
 from palestra.scheduler.administration import Administration
 from palestra.scheduler.control_store import ControlStore
@@ -16,6 +16,7 @@ from palestra.scheduler.limits import RequestRates
 from palestra.scheduler.permissions import Action
 from palestra.scheduler.rules import Rules
 from palestra.scheduler.scheduler import Scheduler
+from palestra.schemas.jobs import JobRecord
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +44,19 @@ class ControlPlane:
         if (int(length) if length.isdigit() else len(await request.body())) > identity.limits.body_bytes:
             raise PayloadTooLarge(f"this key may send bodies of {identity.limits.body_bytes:,} bytes")
         return identity
+
+    async def job(self, by: Identity, job_id: str, action: Action) -> JobRecord:
+        """A job to which `by` may do `action`. Routes get jobs here and nowhere else.
+
+        Raises:
+            NotFound: there is none in its tenant, or it is another user's private one: the answer is the same.
+            Forbidden: it may be seen, and not that.
+        """
+        job = await self.store.job(by.tenant, job_id)
+        if job.private and not by.sees(action, job.user):
+            raise NotFound(f"there is no job {job_id}")
+        by.require(action, job.user)
+        return job
 
     def may(self, action: Action) -> Callable[[Request], Awaitable[Identity]]:
         """A dependency of a route: whoever calls it may do `action`, to what is their own at least."""

@@ -29,8 +29,7 @@ async def request_of(plane: ControlPlane, body: SubmitJob, by: Identity) -> JobR
         raise InvalidRequest("from_step is a checkpoint of from_job, which is missing", "from_step")
     source, step = None, None
     if body.from_job is not None:
-        by.require(Action.JOB_READ)
-        source = await plane.store.job(by.tenant, body.from_job)
+        source = await plane.job(by, body.from_job, Action.JOB_READ)
         run = plane.scheduler.folder_of(source.job_id) / RUN
         step = await asyncio.to_thread(step_meant, run, source.job_id, body.from_step)
     given = _config(body, source)
@@ -45,6 +44,7 @@ async def request_of(plane: ControlPlane, body: SubmitJob, by: Identity) -> JobR
         config=given,
         resources=Resources(cpus=body.resources.cpus, gpus=body.resources.gpus, memory_gib=body.resources.memory_gib),
         attached=body.attached,
+        private=await _private(plane, body, by, source),
         restarts_limit=body.restarts,
         from_job=body.from_job,
         from_step=step,
@@ -64,6 +64,12 @@ def allowed(given: dict[str, Any], by: Identity, rules: Rules) -> dict[str, Any]
     if config.kind != "training" or config.rollout.max_claimed == most:
         return given
     return given | {"rollout": given.get("rollout", {}) | {"max_claimed": most}}
+
+
+async def _private(plane: ControlPlane, body: SubmitJob, by: Identity, source: JobRecord | None) -> bool:
+    if body.private is not None:
+        return body.private
+    return (source is not None and source.private) or await plane.administration.private_jobs(by)
 
 
 def _config(body: SubmitJob, source: JobRecord | None) -> dict[str, Any]:
