@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -15,6 +14,7 @@ from palestra.cli.episode_tree import call_tree
 from palestra.cli.options import command, run_folder
 from palestra.config import AlgorithmConfig, JobConfig
 from palestra.ledger.browsing import EpisodeSummary, EpisodeView, browse, list_episodes, read_episode
+from palestra.terminal import TerminalConsole
 from palestra.trajectory import TokenRow, TokenTrie, calls_of_final_answers, rows_of
 
 
@@ -38,7 +38,7 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Read the run store; a running job is not disturbed."""
     folder, config = run_folder(arguments.run_dir)
-    console = Console(highlight=False, soft_wrap=arguments.episode is not None)
+    console = TerminalConsole(highlight=False, soft_wrap=arguments.episode is not None)
     with browse(folder / "run.db") as connection:
         if arguments.episode is None:
             rows = list_episodes(connection, arguments.kind, arguments.state, arguments.limit)
@@ -74,7 +74,9 @@ def _list(rows: Sequence[EpisodeSummary]) -> Table | str:
     return table
 
 
-def _show(console: Console, view: EpisodeView, algorithm: AlgorithmConfig, text_of: Callable[[int], str]) -> None:
+def _show(
+    console: TerminalConsole, view: EpisodeView, algorithm: AlgorithmConfig, text_of: Callable[[int], str]
+) -> None:
     trajectory, episode = view.trajectory, view.trajectory.episode
     reward = "none" if episode.reward is None else f"{episode.reward:g}"
     console.print(f"[bold]{episode.episode_id}[/]  {episode.state}  reward {reward}  attempts {episode.attempts}")

@@ -15,6 +15,7 @@ from pydantic_core import PydanticUndefined
 
 from palestra.config import JobConfig
 from palestra.schemas.metrics import METRICS
+from palestra.terminal import say
 
 _HEADER = "<!-- made by `make docs` from the code; do not edit -->\n\n"
 
@@ -185,7 +186,7 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in pages().items():
         (folder / name).write_text(text, encoding="utf-8")
-        print(folder / name)
+        say(folder / name)
     return 0
 
 

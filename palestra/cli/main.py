@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from palestra.cli import (
     demo,
@@ -14,6 +15,7 @@ from palestra.cli import (
     episodes,
     export,
     jobs,
+    rotate_key,
     run,
     serve,
     submit,
@@ -24,13 +26,37 @@ from palestra.cli import (
     worker,
 )
 from palestra.errors import PalestraError
+from palestra.terminal import LogFormatter, printable, say, show_error
 
-COMMANDS = (demo, run, train, worker, environments, episodes, export, serve, submit, jobs, watch, users, tenants)
+COMMANDS = (
+    demo,
+    run,
+    train,
+    worker,
+    environments,
+    episodes,
+    export,
+    rotate_key,
+    serve,
+    submit,
+    jobs,
+    watch,
+    users,
+    tenants,
+)
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Shows what is wrong with arguments, and does not obey what stands in them."""
+
+    def error(self, message: str) -> NoReturn:
+        """See `ArgumentParser`."""
+        super().error(printable(message))
 
 
 def parser() -> argparse.ArgumentParser:
     """All commands and their options."""
-    top = argparse.ArgumentParser(
+    top = CommandParser(
         prog="palestra",
         description="Reinforcement learning for LLM agents: bring an agent, get a better model.",
         epilog="start here: palestra demo",
@@ -45,14 +71,15 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     parsed = parser().parse_args(arguments)
-    logging.basicConfig(
-        level=logging.INFO if parsed.verbose else logging.ERROR, format="%(name)s: %(message)s", stream=sys.stderr
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LogFormatter("%(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO if parsed.verbose else logging.ERROR, handlers=[handler])
+    sys.excepthook = show_error
     logging.getLogger("palestra.control").setLevel(logging.WARNING)  # what a command waits for
     try:
         code: int = parsed.run(parsed) or 0
     except PalestraError as error:
-        print(f"palestra: {error}", file=sys.stderr)
+        say(f"palestra: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -30,10 +30,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Serve, and train, until the end, or Ctrl-C."""
     from palestra.cluster.local import resolve_run_dir, run_on_uvloop, serve
     from palestra.cluster.serving_console import console_of
+    from palestra.trainer.checkpoint import newest_path
 
     config = resolve_run_dir(load_config(arguments.config, overrides(arguments.set)), arguments.resume)
     console = console_of(config)
     with console:
         progress = run_on_uvloop(serve(config, console.report, console.ready))
-        console.finished(progress.state.value, max((config.folder / "checkpoints").glob("step-*"), default=None))
+        console.finished(progress.state.value, newest_path(config.folder / "checkpoints"))
     return 0 if progress.over else 130

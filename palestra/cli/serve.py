@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from palestra.cli.options import command
+from palestra.terminal import say
 
 
 def add(commands: Any) -> None:
@@ -73,10 +74,10 @@ def run(arguments: argparse.Namespace) -> int:
     )
 
     def ready(url: str, first: Any) -> None:
-        print(f"control plane at {url}, its state in {arguments.state_dir}", flush=True)
+        say(f"control plane at {url}, its state in {arguments.state_dir}")
         if first is not None and not arguments.insecure_no_auth:
-            print(f"the admin's key, shown this once:  {first.secret}", flush=True)
-            print(f"on another terminal:  export PALESTRA_URL={url} PALESTRA_KEY=that key", flush=True)
+            say(f"the admin's key, shown this once:  {first.secret}")
+            say(f"on another terminal:  export PALESTRA_URL={url} PALESTRA_KEY=that key")
 
     run_on_uvloop(serve_control(options, ready))
     return 0

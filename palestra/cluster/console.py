@@ -9,7 +9,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Self
 
-from rich.console import Console as RichConsole
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -17,6 +16,7 @@ from rich.text import Text
 
 from palestra.config import JobConfig
 from palestra.schemas.states import TurnState
+from palestra.terminal import TerminalConsole
 
 if TYPE_CHECKING:
     from palestra.cluster.local import LocalJob
@@ -31,7 +31,7 @@ class Console:
     def __init__(self, config: JobConfig, quiet: bool = False, file: IO[str] | None = None) -> None:
         """`file` gets the lines instead of standard output."""
         self._config = config
-        self._out = RichConsole(quiet=quiet, highlight=False, soft_wrap=True, file=file)
+        self._out = TerminalConsole(quiet=quiet, highlight=False, soft_wrap=True, file=file)
         self._bars = Progress(
             TextColumn("{task.fields[phase]}"),
             BarColumn(bar_width=30),

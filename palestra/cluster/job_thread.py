@@ -14,6 +14,7 @@ from palestra.cluster.console import Console
 from palestra.cluster.local import LocalJob, local_job, run_on_uvloop
 from palestra.config import JobConfig
 from palestra.rollout import Play
+from palestra.trainer.checkpoint import newest_path
 
 OWN_WORKER = "palestra-train"  # plays a user's rollout function in the job's process, and ends with it
 
@@ -115,7 +116,7 @@ class JobThread:
                 state=job.progress.state.value,
                 run_dir=job.folder.path,
                 metrics=await job.plane.store.metrics(),
-                checkpoint=max(job.folder.checkpoints.glob("step-*"), default=None),
+                checkpoint=newest_path(job.folder.checkpoints),
             )
 
 

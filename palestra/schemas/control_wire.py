@@ -19,7 +19,13 @@ class ResourcesBody(Body):
 
     cpus: float = Field(1.0, ge=0, allow_inf_nan=False, description="Cores.")
     gpus: float = Field(0.0, ge=0, allow_inf_nan=False, description="A part of one below 1, whole ones above.")
-    memory_gib: float = Field(0.0, ge=0, allow_inf_nan=False, description="0: not counted.")
+    memory_gib: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Its processes are ended together when they use more. 0: not counted, and a share of the "
+        "node is what they may use (docs/operations.md).",
+    )
 
 
 class SubmitJob(Body):

@@ -25,7 +25,7 @@ class Resources:
 
     cpus: float = 1.0
     gpus: float = 0.0  # a part of one below 1, whole ones above
-    memory_gib: float = 0.0  # 0: not counted
+    memory_gib: float = 0.0  # 0: not counted, and a share of the node may be used
 
     def __post_init__(self) -> None:
         """Refuse what no machine could give.
