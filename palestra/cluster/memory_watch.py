@@ -2,8 +2,8 @@
 
 A script of the standard library alone (`python -I -S memory_watch.py …`): it costs about 10 MiB a job, and it must not
 need memory or imports when memory is short. Counted is what the kernel can't take back: anonymous and shared memory,
-also where it is swapped out; neither address space that was only reserved, nor pages of files. Of child processes it is
-their proportional share, so what they have in common with the job's process is not counted twice.
+also where it is swapped out; neither address space that was only reserved, nor pages of files. What a process has in
+common with its children is counted once: each has its proportional share.
 """
 
 from __future__ import annotations
@@ -18,14 +18,20 @@ from pathlib import Path
 LOOK_SECONDS = 0.25
 LOOKS_A_SCAN = 4  # how often children are searched for
 USED = "@USED@"  # stands in the text of the ending for the GiB that were in use
-_OF_A_PROCESS = ("RssAnon:", "RssShmem:", "VmSwap:")
-_OF_A_CHILD = ("Pss_Anon:", "Pss_Shmem:", "SwapPss:")
+_WHOLE = ("RssAnon:", "RssShmem:", "VmSwap:")
+_SHARE = ("Pss_Anon:", "Pss_Shmem:", "SwapPss:")
 
 
-def used_bytes(pid: int, children: list[int]) -> int:
-    """Return the memory of a process and its children, in bytes; a process that is gone has none."""
-    total = _sum(f"/proc/{pid}/status", _OF_A_PROCESS)
-    return total + sum(_sum(f"/proc/{child}/smaps_rollup", _OF_A_CHILD) for child in children)
+def used_bytes(pid: int, children: list[int], limit_bytes: int) -> int:
+    """Return the memory of a process and its children, in bytes; a process that is gone has none.
+
+    Shares are only looked at where more than `limit_bytes` would be used without them: the kernel walks through all
+    pages for that.
+    """
+    total = sum(_sum(f"/proc/{process}/status", _WHOLE) for process in (pid, *children))
+    if total <= limit_bytes or not children:
+        return total
+    return sum(_sum(f"/proc/{process}/smaps_rollup", _SHARE) for process in (pid, *children))
 
 
 def descendants(pid: int) -> list[int]:
@@ -62,7 +68,7 @@ def watch(pid: int, limit_bytes: int, ended: Path, text: str, log: Path) -> bool
         if looks % LOOKS_A_SCAN == 0:  # all processes of the machine are looked through for it
             children = descendants(pid)
         looks += 1
-        used = used_bytes(pid, children)
+        used = used_bytes(pid, children, limit_bytes)
         if used > limit_bytes:
             said = text.replace(USED, f"{used / 2**30:.2f}")
             temporary = ended.with_name(f".{ended.name}.part")
