@@ -171,7 +171,10 @@ class Scheduler:
     # Deciding
 
     async def _place(self) -> float | None:
-        queue = {job.job_id: job for job in await self._store.queue() if job.job_id not in self._lives}
+        queued = await self._store.queue()
+        # Both at the same moment: a job that has just ended must not leave its room to others and not be in the queue.
+        queue = {job.job_id: job for job in queued if job.job_id not in self._lives}
+        running = list(self.running.values())
         for job in queue.values():
             if job.attached:
                 self._seen.setdefault(job.job_id, self._store.clock.monotonic())
@@ -189,7 +192,7 @@ class Scheduler:
         ]
         # After the queue: a job that was submitted under a new quota must not be started under the old one.
         self.policy = await self._store.read(lambda c: policy_store.decided(c, self.policy))
-        decision = place(waiting, self.running.values(), self.nodes, self.policy, self._store.clock.now())
+        decision = place(waiting, running, self.nodes, self.policy, self._store.clock.now())
         self.waiting = {**decision.waiting, **decision.impossible}
         for start in decision.starts:
             job = queue[start.job_id]
