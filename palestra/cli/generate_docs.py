@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from palestra.config import JobConfig
+from palestra.scheduler.rules import CAPS
 from palestra.schemas.metrics import METRICS
 from palestra.terminal import say
 
@@ -44,6 +45,17 @@ def configuration_page() -> str:
         "`palestra run job.toml --set key=value` changes one key.",
     ]
     _section(JobConfig, "", lines)
+    lines += [
+        "",
+        "## Caps of a service",
+        "",
+        "`palestra serve` refuses a job with a larger number than these; its operator may change each of them "
+        "([operations.md](operations.md)). `palestra run` and `palestra train` have no caps.",
+        "",
+        "| key | at most |",
+        "|---|---|",
+        *(f"| `{key}` | {cap:,} |" for key, cap in CAPS.items()),
+    ]
     return _HEADER + "\n".join(lines) + "\n"
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +26,7 @@ from palestra.errors import (
 from palestra.ledger.store import Bell
 from palestra.scheduler import policy_store
 from palestra.scheduler.control_store import ControlStore
+from palestra.scheduler.endings import following_state, last_lines
 from palestra.scheduler.fitting import GpuShare, Node, RunningJob, counted, devices_for, memory_limit_gib
 from palestra.scheduler.launcher import (
     ENDED_FILE,
@@ -51,7 +51,6 @@ from palestra.schemas.states import JobState
 log = logging.getLogger("palestra.scheduler")
 LOOK_SECONDS = 5.0  # machines come and go without telling; and what failed is tried again
 NOTE_SECONDS = 5.0  # when it ends, how long it may take to write down what has just happened
-TAIL_BYTES = 4000
 RUN = "run"  # a job's folder has its run, and its log
 
 
@@ -333,11 +332,11 @@ class Scheduler:
         folder = self.folder_of(job_id)
         if ended.ending is Ending.LOST:  # a server that could say no more may have left how it ended
             ended = await asyncio.to_thread(read_ended, folder) or ended
-        tail = await asyncio.to_thread(_tail, folder / LOG_FILE)
+        tail = await asyncio.to_thread(last_lines, folder / LOG_FILE)
         while True:
             try:
                 job = await self._store.job(None, job_id)
-                following, reason, left = _following(job, ended)
+                following, reason, left = following_state(job, ended)
                 await self._store.change_state(job_id, job.state, following, reason, restarts_left=left, log_tail=tail)
                 break
             except IllegalTransition:
@@ -424,32 +423,3 @@ class Scheduler:
             for device, share in other.devices if other.node_id == node_id else ():
                 free[device] -= share
         return devices_for(counted(needs).gpus, free, free) or ()
-
-
-def _following(job: JobRecord, ended: Ended) -> tuple[JobState, str, int]:
-    """The state after an ending, its reason, and how often the job may still be started again."""
-    left = job.restarts_left
-    if ended.ending is Ending.COMPLETED:
-        return JobState.COMPLETED, "its steps are done", left
-    if job.cancel_requested:
-        return JobState.CANCELLED, f"{job.reason}; {ended.reason}" if ended.reason else job.reason, left
-    if ended.ending is Ending.FAILED:
-        return JobState.FAILED, ended.reason, left
-    if ended.ending is Ending.LOST and left == 0:
-        return JobState.FAILED, f"lost {job.restarts_limit + 1} times, at last: {ended.reason}", left
-    if ended.ending is Ending.LOST:
-        goes_on = "it goes on from its last checkpoint" if job.kind == "training" else "it is started again"
-        return JobState.QUEUED, f"{ended.reason}; {goes_on}", left - 1
-    return JobState.QUEUED, ended.reason or "it was stopped, and goes on from its checkpoint", left
-
-
-def _tail(path: Path) -> str | None:
-    """The last lines of a log."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(size - TAIL_BYTES, 0))
-            text = file.read().decode(errors="replace")
-    except OSError:
-        return None
-    return text if size <= TAIL_BYTES else text.partition("\n")[2]
