@@ -198,7 +198,7 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in pages().items():
         (folder / name).write_text(text, encoding="utf-8")
-        say(folder / name)
+        say(str(folder / name))
     return 0
 
 
