@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> None:
     if not found:
         say("no jobs")
         return
-    rows = [("job", "name", "kind", "user", "state", "since", "why")]
+    rows: list[tuple[str, ...]] = [("job", "name", "kind", "user", "state", "since", "why")]
     for job in found:
         since = time.strftime("%d %b %H:%M", time.localtime(job.changed_at))
         kind = f"{job.kind}, private" if job.private else job.kind

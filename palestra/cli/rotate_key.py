@@ -35,4 +35,4 @@ def run(arguments: argparse.Namespace) -> None:
         return
     with ControlClient(arguments.control) as control:
         key = control.job(arguments.source).rotate_key()
-    say(f"the key of {arguments.source}, which workers with --job find by themselves:  {key}")
+    say(f"the key of {arguments.source}, with which workers have to be started again (--job finds it):  {key}")
