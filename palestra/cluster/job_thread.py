@@ -74,9 +74,13 @@ class JobThread:
         answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if self._loop is None:
             return
-        with contextlib.suppress(RuntimeError):  # it has ended
-            self._loop.call_soon_threadsafe(_from_other_thread(answered), None)
-            await answered
+        ended = asyncio.ensure_future(self.ended.wait())
+        try:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(_from_other_thread(answered), None)
+                await asyncio.wait((answered, ended), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ended.cancel()
 
     def result(self) -> TrainResult:
         """Wait for the end.
