@@ -164,7 +164,7 @@ def test_a_folder_that_is_no_run(tmp_path, command):
 
 def test_every_help_has_an_example():
     for module in COMMANDS:
-        name = module.__name__.rpartition(".")[2]
+        name = module.__name__.rpartition(".")[2].replace("_", "-")
         done = palestra(name, "--help")
         assert done.code == 0
         assert "example:" in done.stdout
