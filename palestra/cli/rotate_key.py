@@ -9,7 +9,6 @@ from typing import Any
 from palestra.cli.export import JOB_ID
 from palestra.cli.options import add_control, command, run_folder
 from palestra.client.control import ControlClient
-from palestra.gateway.key_files import rotate_keys
 from palestra.terminal import say
 
 
@@ -29,6 +28,8 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Replace what the job's keys are derived from; a job that runs goes on under the new ones."""
     if JOB_ID.fullmatch(arguments.source) is None:
+        from palestra.gateway.key_files import rotate_keys
+
         folder, config = run_folder(Path(arguments.source))
         rotate_keys(folder, config.name)
         say(f"{folder / 'api_key'} holds the new key; start workers again with it")
