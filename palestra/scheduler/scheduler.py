@@ -331,8 +331,8 @@ class Scheduler:
     async def _note(self, job_id: str, ended: Ended) -> None:
         folder = self.folder_of(job_id)
         if ended.ending is Ending.LOST:  # a server that could say no more may have left how it ended
-            left = await asyncio.to_thread(read_ended, folder)
-            ended = ended if left is None else left
+            written = await asyncio.to_thread(read_ended, folder)
+            ended = ended if written is None else written
         tail = await asyncio.to_thread(last_lines, folder / LOG_FILE)
         while True:
             try:
