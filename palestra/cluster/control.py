@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from palestra.cluster.local import listen, served, url_of
 from palestra.cluster.ray_cluster import LocalRay, connect, stop_local
 from palestra.errors import ConfigError
+from palestra.gateway.http_server import listen, served, url_of
 from palestra.scheduler.administration import Administration
 from palestra.scheduler.api import ControlPlane, create_control_app
 from palestra.scheduler.control_store import ControlStore

@@ -9,18 +9,14 @@ import gc
 import logging
 import os
 import signal
-import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-import uvicorn
 import uvloop
-from fastapi import FastAPI
 
 from palestra.client.protocol import LONGEST_PAUSE_SECONDS
 from palestra.cluster.parts import build_parts
@@ -33,6 +29,7 @@ from palestra.envs.catalog import catalog_entry
 from palestra.errors import ConfigError, EngineFailure, PalestraError, RunInUse, StoreError
 from palestra.faults import fault_point
 from palestra.gateway import DataPlane, KeyRing, create_app
+from palestra.gateway.http_server import listen, served, url_of
 from palestra.gateway.key_files import API_KEY, SecretFile, write_private
 from palestra.learner import Learner, RunFolder
 from palestra.ledger import RunStore
@@ -47,7 +44,6 @@ log = logging.getLogger("palestra")
 T = TypeVar("T")
 MOST_AT_ONCE = 256  # episodes, unless the job says otherwise
 LINGER_SECONDS = 10.0  # how long workers may take to hear that the job is over
-BACKLOG = 4096
 RETURN_SECONDS = LONGEST_PAUSE_SECONDS + 0.5  # after a restart, all workers of before have tried again by then
 Report = Callable[[str, dict[str, Any]], None]
 
@@ -206,6 +202,7 @@ async def local_job(
                     whitespace=config.rollout.stripped_whitespace == "keep",
                 ),
             )
+            stack.callback(context.pool.close)
             progress = JobProgress(job=config.name, steps=config.steps, run_dir=str(folder.path))
             keys = KeyRing(SecretFile(folder.path).current, config.name, os.environ.get("PALESTRA_API_KEY"))
             write_private(folder.path / API_KEY, keys.job_key)
@@ -223,7 +220,7 @@ async def local_job(
                 work = Serving(config, store, folder, progress, report, context.counts)
             else:
                 work = Learner(config, store, parts.trainer, parts.engine, folder, progress, report, lock)
-            async with served(create_app(plane), listener, plane.stop), _watched(store, progress):
+            async with served(create_app(plane), listener, plane.stop, plane.connections), _watched(store, progress):
                 yield LocalJob(work, plane, parts.engine, url_of(listener), folder, resumed, pool)
         finally:
             await parts.engine.close()
@@ -259,35 +256,6 @@ def _runners(
     return pool, lock
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens.
-
-    Raises:
-        ConfigError: the address is in use, or none of this machine's.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen(BACKLOG)  # at once: until one listens, two servers can have the same address
-        except OSError:
-            listener.close()
-            raise
-    except OSError as error:
-        raise ConfigError(
-            f"{host}:{port} can't be listened on ({error.strerror or error}); set server.port, or 0 for any free port"
-        ) from error
-    return listener
-
-
-def url_of(listener: socket.socket) -> str:
-    """Where it listens."""
-    host, port = listener.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
-
-
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """One process a run."""
@@ -300,61 +268,6 @@ def _locked(folder: Path) -> Iterator[None]:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise RunInUse(f"another process is running the job in {folder}") from error
-        yield
-
-
-@asynccontextmanager
-async def served(app: FastAPI, listener: socket.socket, stop: Callable[[], None] = lambda: None) -> AsyncIterator[None]:
-    """Serve an application; `stop` is called before its connections are closed."""
-    settings = uvicorn.Config(
-        app,
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        proxy_headers=False,
-        server_header=False,
-        backlog=BACKLOG,
-        timeout_keep_alive=75,
-        timeout_graceful_shutdown=2,
-    )
-    server = _Server(settings)
-    task = asyncio.create_task(server.serve(sockets=[listener]))
-    try:
-        while not (server.started or task.done()):  # uvicorn has no event for it
-            await asyncio.wait((task,), timeout=0.01)
-        yield
-    finally:
-        stop()
-        server.exit()
-        await task
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: the job's owner decides what SIGINT means.
-
-    It looks at the clock once a second, not ten times: where a hundred jobs wait on one machine that is a part of it.
-    """
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self._exit = asyncio.Event()
-
-    def exit(self) -> None:
-        """Close connections and return from `serve`."""
-        self.should_exit = True
-        self._exit.set()
-
-    async def main_loop(self) -> None:
-        """Until `exit`."""
-        ticks = count(0, 10)  # it counts tenths of a second, and makes the header `date` anew at each tenth of them
-        while not await self.on_tick(next(ticks)):
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(1.0):
-                    await self._exit.wait()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leave signals alone."""
         yield
 
 

@@ -6,9 +6,9 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import orjson
 from starlette.requests import Request
@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from palestra.errors import PalestraError
+from palestra.gateway.bodies import disconnected, until_disconnect
 from palestra.gateway.callers import OpenSession
 from palestra.gateway.errors import body_of
 from palestra.gateway.plane import DataPlane
@@ -23,7 +24,6 @@ from palestra.schemas.records import Chat
 from palestra.session import CallStart, EpisodeSession, Listener, ModelCall, ReplyPiece
 from palestra.session.sampling import overruled
 
-T = TypeVar("T")
 Top = Sequence[Sequence[tuple[int, float]]]  # for each token (token, logprob) of the most probable
 
 log = logging.getLogger("palestra.gateway")
@@ -102,26 +102,6 @@ async def _answer_whole(
     chats = await until_disconnect(request, _play(session, calls, collector))
     top = [()] * len(chats) if collector is None else [collector.top[n] for n in range(len(chats))]
     return _Whole(session, chats, whole(Played(chats=chats, top=top)), _overruled(calls, chats))
-
-
-async def until_disconnect(request: Request, work: Awaitable[T]) -> T:
-    """Await `work`; cancel it if the client goes away."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(request.receive))
-    try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            task.cancel()
-        return await task
-    finally:
-        gone.cancel()
-        if not task.done():
-            task.cancel()
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _play(session: EpisodeSession, calls: Sequence[ModelCall], listener: Listener | None) -> tuple[Chat, ...]:
@@ -217,7 +197,7 @@ class _Stream(Response):
     async def _play(self, session: EpisodeSession, scope: Scope, receive: Receive, send: Send) -> None:
         work = asyncio.ensure_future(_play(session, self._calls, self))
         work.add_done_callback(lambda _: self._writer.ready.set())
-        gone = asyncio.ensure_future(_disconnected(receive))
+        gone = asyncio.ensure_future(disconnected(receive))
         gone.add_done_callback(lambda _: work.cancel())
         try:
             await self._send(scope, send, work, gone)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import FastAPI
@@ -13,13 +14,13 @@ from starlette.responses import Response
 
 from palestra.errors import InvalidRequest
 from palestra.gateway.answering import EventWriter, Played, answer
+from palestra.gateway.bodies import parse_aside, read_body
 from palestra.gateway.callers import caller_of
 from palestra.gateway.chat_answers import completion_id, fingerprint, usage_of
 from palestra.gateway.fields import (
     MAX_CHOICES,
     SamplingFields,
     call_fields,
-    read_body,
     refuse_others,
 )
 from palestra.gateway.logprobs import Decode, completion_logprobs
@@ -74,7 +75,7 @@ def add_completions_route(app: FastAPI, plane: DataPlane) -> None:
         `max_tokens` is 16 if it is not given, as with OpenAI. Reasoning and tool calls are text here.
         """
         session_of = caller_of(plane, request)
-        calls, wanted = parse_completion(await request.body(), request)
+        calls, wanted = await parse_aside(partial(parse_completion, request), request, plane.pool)
         decode = plane.sessions.context.runtime(wanted.model).decode
         shown = None if wanted.logprobs is None else decode
         ids, n = bool(wanted.return_token_ids), wanted.n or 1
@@ -87,7 +88,7 @@ def add_completions_route(app: FastAPI, plane: DataPlane) -> None:
         )
 
 
-def parse_completion(body: bytes, request: Request) -> tuple[list[ModelCall], CompletionRequest]:
+def parse_completion(request: Request, body: bytes) -> tuple[list[ModelCall], CompletionRequest]:
     """Check a request body; a call for each prompt.
 
     Raises:

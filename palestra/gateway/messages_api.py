@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI
@@ -12,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from palestra.gateway.answering import answer
+from palestra.gateway.bodies import parse_aside, read_body
 from palestra.gateway.callers import caller_of
 from palestra.gateway.fields import (
     Count,
@@ -22,7 +24,6 @@ from palestra.gateway.fields import (
     StopStrings,
     Temperature,
     call_fields,
-    read_body,
     refuse_others,
 )
 from palestra.gateway.messages_answers import MessageStream, message_of
@@ -158,12 +159,12 @@ def add_messages_route(app: FastAPI, plane: DataPlane) -> None:
         Errors have Anthropic's shape. Streamed, tool_use blocks come after the text, when the reply is complete.
         """
         session_of = caller_of(plane, request)
-        call, streamed = parse_messages(await request.body(), request)
+        call, streamed = await parse_aside(partial(parse_messages, request), request, plane.pool)
         writer = MessageStream(call.policy) if streamed else None
         return await answer(request, plane, session_of, [call], lambda played: message_of(played.chats[0]), writer)
 
 
-def parse_messages(body: bytes, request: Request) -> tuple[ModelCall, bool]:
+def parse_messages(request: Request, body: bytes) -> tuple[ModelCall, bool]:
     """Check a request body; also whether the answer is streamed.
 
     Raises:

@@ -118,6 +118,9 @@ class _Collector(Collector):
         )
         for what, number in plane.sessions.context.counts.items():
             happened.add_metric([what], number)
+        events = CounterMetricFamily("palestra_connection_events", "What happened to connections.", labels=["what"])
+        for what, number in plane.connections.counts.items():
+            events.add_metric([what], number)
         latest = GaugeMetricFamily("palestra_metric", "The newest row of metrics.jsonl.", labels=["name"])
         for name, value in plane.progress.last_metrics.items():
             latest.add_metric([name], value)
@@ -125,7 +128,9 @@ class _Collector(Collector):
             episodes,
             seconds,
             happened,
+            events,
             latest,
+            GaugeMetricFamily("palestra_connections", "Connections that are open.", value=len(plane.connections)),
             GaugeMetricFamily("palestra_step", "Steps that are done.", value=plane.progress.step),
             GaugeMetricFamily(
                 "palestra_tokens_per_second",

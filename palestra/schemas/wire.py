@@ -21,6 +21,18 @@ def _storable(data: dict[str, JsonValue]) -> dict[str, JsonValue]:
 
 
 JsonObject = Annotated[dict[str, JsonValue], AfterValidator(_storable)]
+MAX_METADATA_BYTES = 65_536
+MAX_REWARDED_AGENTS = 1_000
+MAX_REWARDED_STEPS = 10_000
+
+
+def _short(data: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    size = len(orjson.dumps(data))
+    if size > MAX_METADATA_BYTES:
+        raise ValueError(f"{size} bytes of JSON are over the limit of {MAX_METADATA_BYTES}")
+    return data
+
+
 # Far beyond any useful reward, and far from where sums and squares of rewards overflow.
 MAX_REWARD = 1e9
 Reward = Annotated[float, Field(allow_inf_nan=False, strict=True, ge=-MAX_REWARD, le=MAX_REWARD)]
@@ -114,9 +126,15 @@ class EndEpisode(Body):
 
     episode_id: Name
     reward: Reward | None = Field(None, description="One reward for the episode; or `rewards`.")
-    rewards: dict[Name, Reward] | None = Field(None, description="Rewards by agent.")
-    step_rewards: tuple[Reward, ...] | None = Field(None, description="Rewards by TimeStep.")
-    metadata: JsonObject = Field(default_factory=dict)
+    rewards: Annotated[dict[Name, Reward], Field(min_length=1, max_length=MAX_REWARDED_AGENTS)] | None = Field(
+        None, description="Rewards by agent, of at least one."
+    )
+    step_rewards: Annotated[tuple[Reward, ...], Field(max_length=MAX_REWARDED_STEPS)] | None = Field(
+        None, description="Rewards by TimeStep."
+    )
+    metadata: Annotated[JsonObject, AfterValidator(_short)] = Field(
+        default_factory=dict, description=f"Kept with the episode; at most {MAX_METADATA_BYTES} bytes of JSON."
+    )
 
 
 class AbortEpisode(Body):

@@ -17,6 +17,7 @@ from palestra.schemas.records import Chat
 from palestra.session.history import EXACT, Sameness
 from palestra.session.rates import TokenRate
 from palestra.session.turn import StateTimes
+from palestra.threads import WorkPool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +41,8 @@ class SessionContext:
     seed: int
     strict_history: bool = False  # refuse a call that would lose exact tokens of an earlier one
     sameness: Sameness = EXACT  # changes of a reply after which a call goes on with its exact ids
+    keep_dropped_reasoning: bool = False  # go on with the exact ids of a reply that came back without its reasoning
+    pool: WorkPool = field(default_factory=WorkPool)  # for what would hold up the event loop
     counts: Counter[str] = field(default_factory=Counter)
     times: StateTimes = field(init=False)  # spent in each state, over all calls
     rate: TokenRate = field(init=False)  # of late

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from starlette.requests import Request
 
-from palestra.errors import NotFound, PayloadTooLarge
+from palestra.errors import NotFound
 from palestra.gateway.keys import bearer
 from palestra.scheduler.administration import Administration
 from palestra.scheduler.control_store import ControlStore
@@ -17,6 +17,8 @@ from palestra.scheduler.permissions import Action
 from palestra.scheduler.rules import Rules
 from palestra.scheduler.scheduler import Scheduler
 from palestra.schemas.jobs import JobRecord
+
+_IDENTITY = "palestra.identity"  # where the scope of a request has its sender
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,17 +34,18 @@ class ControlPlane:
     without_keys: bool = False  # everybody is the operator; only where nobody else can reach the server
 
     async def who(self, request: Request) -> Identity:
-        """Who sends a request; it counts.
+        """Return who sends a request. The request counts, once, against the limits of its key.
 
         Raises:
-            Unauthorized, TooManyRequests, PayloadTooLarge: see `Identities.authenticate` and the key's limits.
+            Unauthorized, TooManyRequests: see `Identities.authenticate` and the key's limits.
         """
+        known: Identity | None = request.scope.get(_IDENTITY)
+        if known is not None:
+            return known
         identity = local_operator() if self.without_keys else await self.identities.authenticate(bearer(request))
         if identity.key_id is not None:
             self.rates.count(identity.key_id, identity.limits)
-        length = request.headers.get("content-length", "")
-        if (int(length) if length.isdigit() else len(await request.body())) > identity.limits.body_bytes:
-            raise PayloadTooLarge(f"this key may send bodies of {identity.limits.body_bytes:,} bytes")
+        request.scope[_IDENTITY] = identity
         return identity
 
     async def job(self, by: Identity, job_id: str, action: Action) -> JobRecord:

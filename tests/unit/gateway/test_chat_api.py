@@ -23,7 +23,7 @@ def request_of(path="/v1/chat/completions", headers=None) -> Request:
 
 def parse(headers=None, **fields):
     body = json.dumps({"model": "m", "messages": MESSAGES} | fields).encode()
-    return parse_chat(body, request_of(headers=headers))[0]
+    return parse_chat(request_of(headers=headers), body)[0]
 
 
 def test_what_is_acted_on_is_read():
@@ -121,7 +121,7 @@ def test_a_wrong_value_is_named(fields, place):
 )
 def test_what_is_no_json_is_an_invalid_request(body):
     with pytest.raises(InvalidRequest, match="not valid JSON"):
-        parse_chat(body, request_of())
+        parse_chat(request_of(), body)
 
 
 @pytest.mark.parametrize(
@@ -190,5 +190,5 @@ def test_a_response_format_is_a_schema(sent, schema):
 
 def test_equal_bodies_of_different_routes_are_different_requests():
     body = json.dumps({"model": "m", "messages": MESSAGES}).encode()
-    digests = {parse_chat(body, request_of(path))[0].digest for path in ("/v1/chat/completions", "/v1/messages")}
+    digests = {parse_chat(request_of(path), body)[0].digest for path in ("/v1/chat/completions", "/v1/messages")}
     assert len(digests) == 2
