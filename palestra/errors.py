@@ -112,10 +112,11 @@ class ContextOverflow(PalestraError):
 
     http_status = 400
 
-    def __init__(self, prompt_tokens: int, max_context: int) -> None:
+    def __init__(self, prompt_tokens: int, max_context: int, at_least: bool = False) -> None:
+        """`at_least`: not all of the prompt was tokenised."""
         super().__init__(
-            f"the prompt has {prompt_tokens} tokens and the context of this policy is {max_context}; "
-            "shorten the messages, or raise max_context of the policy"
+            f"the prompt has {'at least ' if at_least else ''}{prompt_tokens} tokens and the context of this policy is "
+            f"{max_context}; shorten the messages, or raise max_context of the policy"
         )
         self.prompt_tokens = prompt_tokens
         self.max_context = max_context

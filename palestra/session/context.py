@@ -41,7 +41,6 @@ class SessionContext:
     seed: int
     strict_history: bool = False  # refuse a call that would lose exact tokens of an earlier one
     sameness: Sameness = EXACT  # changes of a reply after which a call goes on with its exact ids
-    keep_dropped_reasoning: bool = False  # go on with the exact ids of a reply that came back without its reasoning
     pool: WorkPool = field(default_factory=WorkPool)  # for what would hold up the event loop
     counts: Counter[str] = field(default_factory=Counter)
     times: StateTimes = field(init=False)  # spent in each state, over all calls

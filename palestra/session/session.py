@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -13,9 +13,10 @@ import numpy as np
 from jinja2 import TemplateError
 
 from palestra.chat import ChatMLRenderer
+from palestra.chat.long_text import TooManyTokens
 from palestra.chat.raw_text import encode_text, vocabulary_size
 from palestra.chat.streaming import whole_message
-from palestra.errors import GrammarRefused, InvalidRequest, PalestraError, UnsupportedField
+from palestra.errors import ContextOverflow, GrammarRefused, InvalidRequest, PalestraError, UnsupportedField
 from palestra.schemas.messages import ChatMessage
 from palestra.schemas.records import Chat, Episode, Ids, Sampling
 from palestra.schemas.states import TurnState
@@ -230,19 +231,34 @@ class EpisodeSession:
         return play
 
     async def _prompt(self, call: ModelCall, runtime: PolicyRuntime) -> Prompt:
-        if call.prompt is None:
-            strict = self._context.strict_history
-            try:
-                return await self._prompts.make(runtime, call.policy, call.messages, call.tools, strict)
-            except (ValueError, KeyError, TemplateError) as error:  # templates refuse what they have no place for
-                text = " ".join(str(error).split())[:200]
-                raise InvalidRequest(f"messages: this model's template can't show them: {text}", "messages") from error
-        if isinstance(call.prompt, str):
-            long = len(call.prompt) > LONG_TEXT
-            work = asyncio.to_thread(encode_text, runtime.renderer, call.prompt) if long else None
-            ids = encode_text(runtime.renderer, call.prompt) if work is None else await work
+        """Make the prompt of a call.
+
+        Raises:
+            ContextOverflow: it leaves no room for a reply.
+            InvalidRequest: it has no tokens, or can't be shown.
+        """
+        most = runtime.config.max_context
+        try:
+            if call.prompt is not None:
+                return await self._raw_prompt(call.prompt, runtime, most - 1)
+            return await self._prompts.make(self._context, runtime, call.policy, call.messages, call.tools, most - 1)
+        except TooManyTokens as error:
+            raise ContextOverflow(error.tokens, most, at_least=True) from None
+        except (ValueError, KeyError, TemplateError) as error:  # templates refuse what they have no place for
+            text = " ".join(str(error).split())[:200]
+            raise InvalidRequest(f"messages: this model's template can't show them: {text}", "messages") from error
+
+    async def _raw_prompt(self, prompt: str | tuple[int, ...], runtime: PolicyRuntime, room: int) -> Prompt:
+        if isinstance(prompt, str):
+            ids = (
+                await self._context.pool.run(encode_text, runtime.renderer, prompt, room)
+                if len(prompt) > LONG_TEXT
+                else encode_text(runtime.renderer, prompt)
+            )
+        elif len(prompt) > room:
+            raise ContextOverflow(len(prompt), room + 1)
         else:
-            ids = np.asarray(call.prompt, np.int32)
+            ids = np.asarray(prompt, np.int32)
         size = vocabulary_size(runtime.renderer)
         if len(ids) == 0 or ids.min() < 0 or ids.max() >= size:
             raise InvalidRequest(f"prompt: it has no token, or ids that are none; ids are below {size}", "prompt")
@@ -285,7 +301,7 @@ class EpisodeSession:
         chat = self._chat(play, choice, completion, reply.message, stop)
         self._next_step = max(self._next_step, chat.time_step + 1)
         recording = self._recordings[chat.request_digest] = self._recorder.append_chat(chat)
-        recording.add_done_callback(partial(self._recorded, chat))  # before whoever waits for it goes on
+        recording.add_done_callback(partial(self._recorded, chat, prompt.keys))  # before whoever waits for it goes on
         await asyncio.shield(recording)
         choice.recorded = True
         if listener is not None:
@@ -324,7 +340,7 @@ class EpisodeSession:
             finished_at=self._context.clock.now(),
         )
 
-    def _recorded(self, chat: Chat, recording: asyncio.Future[None]) -> None:
+    def _recorded(self, chat: Chat, keys: Mapping[int, Hashable], recording: asyncio.Future[None]) -> None:
         """Also where the caller is gone: what was committed is what a retry gets, and nothing beside it."""
         if self._recordings.get(chat.request_digest) is recording:
             del self._recordings[chat.request_digest]
@@ -332,7 +348,7 @@ class EpisodeSession:
             return
         self._context.count(chat)
         if self._over is None:
-            self._remember(chat)
+            self._remember(chat, keys)
             self._undelivered[chat.request_digest] = chat
 
     def _acted(self) -> None:
@@ -365,8 +381,8 @@ class EpisodeSession:
         self._taken[prompt] = occurrence
         return occurrence, seed
 
-    def _remember(self, chat: Chat) -> None:
-        self._prompts.add(chat)
+    def _remember(self, chat: Chat, keys: Mapping[int, Hashable] | None = None) -> None:
+        self._prompts.add(chat, keys)
         self._next_index = max(self._next_index, chat.index + 1)
         self._next_step = max(self._next_step, chat.time_step + 1)
 
