@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from palestra.chat.token_bytes import BYTES
 from palestra.threads import check_wanted
 
 PIECE = 4096  # characters that are encoded in one go: about 2 ms, during which no other thread runs
@@ -20,6 +21,7 @@ _COMPOSING = {"NFC", "NFKC", "NFD", "NFKD"}
 _COMPOSED = 4  # the most characters that composition makes one of
 _SAMPLES = ("ab cd", "a b", "The quick brown fox Jumps", "x1 y z", "don't stop I'll go", "été ab Über", "a\n b c\t d e")
 
+_CHARACTERS = {byte: character for character, byte in BYTES.items()}  # as byte-level BPE writes them
 Encode = Callable[[str], Sequence[int]]
 
 
@@ -39,11 +41,14 @@ class LongText:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._encode = encode
         self._longest = 1 if backend is None else _longest_token(backend)  # None: not known
+        self._lost = "" if backend is None else _lost_characters(backend)  # they become no token
         self._cuttable = backend is not None and _cuts_between_words(backend, encode)
 
-    def fewest(self, characters: int) -> int:
-        """Return how many tokens a text of so many characters has at least."""
-        return 0 if self._longest is None else -(-characters // self._longest)
+    def fewest(self, text: str) -> int:
+        """Return how many tokens a text has at least; found without making them."""
+        if self._longest is None:
+            return 0
+        return -(-(len(text) - sum(map(text.count, self._lost))) // self._longest)
 
     def encode(self, text: str, room: int) -> list[int]:
         """Return the ids of a text.
@@ -53,7 +58,7 @@ class LongText:
                 many have been made.
             Abandoned: see `check_wanted`.
         """
-        fewest = self.fewest(len(text))
+        fewest = self.fewest(text)
         if fewest > room:
             raise TooManyTokens(fewest)
         ids: list[int] = []
@@ -79,18 +84,18 @@ class LongText:
 def _cut(text: str, start: int) -> int | None:
     """Return the first place from `start` on where a text may be cut; None: there is none."""
     while start < len(text):
-        found = _SPACE_BETWEEN_WORDS.search(text, start, min(start + PIECE, len(text)))
+        found = _SPACE_BETWEEN_WORDS.search(text, start, start + PIECE + 1)  # the letter behind it has to be seen
         if found is not None:
             return found.start()
-        start += PIECE - 1  # the letter behind the space has to be seen
+        start += PIECE
     return None
 
 
 def _longest_token(backend: Any) -> int | None:
     """Return how many characters one token stands for at most; None: there is no such number, or it is not known."""
-    model = backend.model
-    if type(model).__name__ != "BPE" or (model.fuse_unk and model.unk_token is not None):
-        return None  # a run of unknown characters may be a single token
+    model, vocabulary = backend.model, backend.get_vocab(with_added_tokens=True)
+    if type(model).__name__ != "BPE":
+        return None  # others make a single token of a run, or of a word, that they do not know
     if any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values()):
         return None  # they swallow any number of spaces
     splits = _parts(backend.pre_tokenizer, "pretokenizers")
@@ -102,8 +107,22 @@ def _longest_token(backend: Any) -> int | None:
     kinds = {normalizer["type"] for normalizer in normalizers}
     if not kinds <= _NORMALIZERS | _COMPOSING or _removes(normalizers):
         return None
-    longest = max(map(len, backend.get_vocab(with_added_tokens=True)))
+    if "ByteLevel" in {split["type"] for split in splits}:
+        whole = all(_CHARACTERS[byte] in vocabulary for byte in range(0x80, 0xC0))  # one at least of each character's
+    else:
+        whole = model.byte_fallback and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
+    if not whole:
+        return None  # what the tokenizer does not know becomes no token, or a single one
+    longest = max(map(len, vocabulary))
     return longest * (_COMPOSED if kinds & _COMPOSING else 1)
+
+
+def _lost_characters(backend: Any) -> str:
+    """Return the ASCII characters for which a byte-level tokenizer has no token: they are left out."""
+    if "ByteLevel" not in {split["type"] for split in _parts(backend.pre_tokenizer, "pretokenizers")}:
+        return ""
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    return "".join(chr(byte) for byte in range(0x80) if _CHARACTERS[byte] not in vocabulary)
 
 
 def _removes(normalizers: Sequence[Any]) -> bool:

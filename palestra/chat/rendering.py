@@ -13,6 +13,7 @@ import numpy as np
 from palestra.chat.chatml import ChatMLRenderer
 from palestra.chat.json_text import object_text, read_object
 from palestra.chat.long_text import PIECE, LongText, TooManyTokens
+from palestra.chat.token_bytes import token_bytes
 from palestra.chat.tool_calls import Attempt
 from palestra.schemas.messages import ChatMessage, FunctionCall, ToolCall, text_message
 from palestra.schemas.records import Ids
@@ -118,9 +119,10 @@ def bridge(
 
 def _check_room(renderer: Renderer, messages: Sequence[ChatMessage], room: int | None) -> None:
     """Refuse what can't fit, whatever the template makes of it: it writes what users say, but perhaps not its edges."""
-    if room is not None:
-        said = sum(len(message.text.strip()) for message in messages if message.role == "user")
-        if said > PIECE and (fewest := long_text(renderer).fewest(said)) > room:
+    said = [message.text.strip() for message in messages if message.role == "user"]
+    if room is not None and sum(map(len, said)) > PIECE:
+        fewest = long_text(renderer).fewest("".join(said))
+        if fewest > room:
             raise TooManyTokens(fewest)
 
 
@@ -189,6 +191,12 @@ def _arguments(raw: str, value: Any) -> str | None:
         return object_text(json.dumps({} if value is None else value, ensure_ascii=False, allow_nan=False))
     except ValueError:
         return None
+
+
+@lru_cache(maxsize=8)
+def bytes_of_tokens(renderer: Renderer) -> Callable[[int], bytes]:
+    """See `token_bytes`; of a renderer's tokenizer."""
+    return token_bytes(renderer._tokenizer)  # type: ignore[attr-defined]  # ours and each of the package have it
 
 
 @lru_cache(maxsize=8)

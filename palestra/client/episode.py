@@ -16,6 +16,11 @@ class Policy:
     model: str
     version: str  # (incarnation.n) when the episode was claimed
 
+    @property
+    def anthropic_url(self) -> str:
+        """For Anthropic's client, which adds `/v1` itself: `Anthropic(base_url=policy.anthropic_url)`."""
+        return self.base_url.removesuffix("/v1")
+
     def headers(self, agent: str | None = None, step: int | None = None) -> dict[str, str]:
         """To say who calls and why: `extra_headers=policy.headers(agent="planner/search", step=3)`.
 
@@ -48,6 +53,11 @@ class Episode:
     def base_url(self) -> str:
         """For an OpenAI client."""
         return self.policy.base_url
+
+    @property
+    def anthropic_url(self) -> str:
+        """See `Policy.anthropic_url`."""
+        return self.policy.anthropic_url
 
     @property
     def api_key(self) -> str:

@@ -27,6 +27,7 @@ from palestra.session.sampling import overruled
 Top = Sequence[Sequence[tuple[int, float]]]  # for each token (token, logprob) of the most probable
 
 log = logging.getLogger("palestra.gateway")
+MANY_TOKENS = 4096  # the most, logprobs of others at their places included, whose answer is built on the event loop
 STALLED_SECONDS = 60.0  # a client that takes nothing of a stream for so long is gone
 
 
@@ -92,16 +93,28 @@ async def answer(
         return _Stream(plane, session_of, calls, writer)
     with plane.sessions.admitted():
         async with session_of() as session:
-            return await _answer_whole(request, session, calls, whole)
+            return await _answer_whole(request, plane, session, calls, whole)
 
 
 async def _answer_whole(
-    request: Request, session: EpisodeSession, calls: Sequence[ModelCall], whole: Callable[[Played], Mapping[str, Any]]
+    request: Request,
+    plane: DataPlane,
+    session: EpisodeSession,
+    calls: Sequence[ModelCall],
+    whole: Callable[[Played], Mapping[str, Any]],
 ) -> Response:
     collector = _TopLogprobs() if any(call.top_logprobs for call in calls) else None
     chats = await until_disconnect(request, _play(session, calls, collector))
     top = [()] * len(chats) if collector is None else [collector.top[n] for n in range(len(chats))]
-    return _Whole(session, chats, whole(Played(chats=chats, top=top)), _overruled(calls, chats))
+    played = Played(chats=chats, top=top)
+    tokens = sum(len(chat.completion_ids) for chat in chats)
+    long = tokens * (1 + max(call.top_logprobs for call in calls)) > MANY_TOKENS
+    body = await plane.pool.run(_body, whole, played) if long else _body(whole, played)
+    return _Whole(session, chats, body, _overruled(calls, chats))
+
+
+def _body(whole: Callable[[Played], Mapping[str, Any]], played: Played) -> bytes:
+    return orjson.dumps(whole(played))
 
 
 async def _play(session: EpisodeSession, calls: Sequence[ModelCall], listener: Listener | None) -> tuple[Chat, ...]:
@@ -164,10 +177,8 @@ def _overruled(calls: Sequence[ModelCall], chats: Sequence[Chat]) -> dict[str, s
 class _Whole(Response):
     """Tells the session when the last byte has left."""
 
-    def __init__(
-        self, session: EpisodeSession, chats: Sequence[Chat], body: Mapping[str, Any], headers: dict[str, str]
-    ) -> None:
-        super().__init__(orjson.dumps(body), 200, headers, "application/json")
+    def __init__(self, session: EpisodeSession, chats: Sequence[Chat], body: bytes, headers: dict[str, str]) -> None:
+        super().__init__(body, 200, headers, "application/json")
         self._session, self._chats = session, chats
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -145,8 +145,8 @@ def add_chat_routes(app: FastAPI, plane: DataPlane) -> None:
         """
         session_of = caller_of(plane, request)
         call, wanted = await parse_aside(partial(parse_chat, request), request, plane.pool)
-        decode = plane.sessions.context.runtime(call.policy).decode
-        shown = decode if wanted.logprobs else None
+        bytes_of = plane.sessions.context.runtime(call.policy).token_bytes
+        shown = bytes_of if wanted.logprobs else None
         ids = bool(wanted.return_token_ids)
         writer = None
         if wanted.stream:

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Depends, FastAPI
 from starlette.requests import Request
 
 from palestra.errors import InvalidRequest, ServerStopping
-from palestra.gateway.bodies import read_request, until_disconnect
+from palestra.gateway.bodies import parse_aside, read_body, read_request, until_disconnect
 from palestra.gateway.callers import refuse_episodes
 from palestra.gateway.fields import SOLE_AGENT
 from palestra.gateway.openapi import request_schema
@@ -39,8 +39,7 @@ def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
     async def push_tasks(request: Request) -> TasksPushed:
         """Add tasks, in chunks that may be sent again; `final` starts the job."""
         keys.require_job(request)
-        body = await read_request(PushTasks, request, plane.pool)
-        tasks = [Task(task_id=task_id_of(task), data=task.data) for task in body.tasks]
+        body, tasks = await parse_aside(_pushed, request, plane.pool)
         total = await store.push_tasks(body.split, tasks, body.chunk_id)
         if body.final:
             await store.seal_tasks()
@@ -102,6 +101,11 @@ def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
         return EpisodeAnswer(episode_id=key.episode_id, state=(await store.episode(key.episode_id)).state)
 
     app.include_router(routes)
+
+
+def _pushed(body: bytes) -> tuple[PushTasks, list[Task]]:
+    pushed = read_body(PushTasks, body)
+    return pushed, [Task(task_id=task_id_of(task), data=task.data) for task in pushed.tasks]
 
 
 async def _claim(plane: DataPlane, body: ClaimEpisode) -> Claim | None:

@@ -154,7 +154,27 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
     if isinstance(error.__cause__, RecursionError):
         return _answer(InvalidRequest("the body is not valid JSON: it is nested too deep"), path)
     message = f"{request.method} {path}: {error.detail}"
+    if error.status_code == 404 and (meant := _meant(path, request.app)):
+        message += f"; did you mean {meant}? " + _BASES
     return JSONResponse(error_body(path, error.status_code, message, "http_error"), error.status_code, error.headers)
+
+
+_BASES = (
+    "The base_url of an OpenAI client ends with a single /v1 (episode.base_url), that of an Anthropic client with none "
+    "(episode.anthropic_url), and so does the URL of Palestra's own client"
+)
+
+
+def _meant(path: str, app: FastAPI) -> str | None:
+    """Return the route that a client with a wrong base URL asks for: one with other beginnings of /v1."""
+    wanted = _without_version(path)
+    return next((known for known in app.openapi()["paths"] if _without_version(known) == wanted), None)
+
+
+def _without_version(path: str) -> str:
+    while path.startswith("/v1/"):
+        path = path[len("/v1") :]
+    return path
 
 
 async def _client_gone(request: Request, error: Exception) -> Response:

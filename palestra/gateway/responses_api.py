@@ -237,7 +237,7 @@ def parse_response_request(request: Request, body: bytes) -> tuple[ModelCall, Ec
         response_schema=_schema(wanted.text),
         **call_fields(body, request),
     )
-    sent = wanted.model_dump(mode="json", by_alias=True, exclude_none=True)
+    sent = wanted.model_dump(mode="json", by_alias=True, exclude_none=True, exclude={"input"})
     return call, Echo(call=call, sent=sent, stream=bool(wanted.stream))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from palestra.chat import Renderer
+from palestra.chat.rendering import bytes_of_tokens
 from palestra.config import PolicyConfig
 from palestra.errors import NotFound
 from palestra.grammars.pool import Grammars
@@ -30,6 +31,11 @@ class PolicyRuntime:
     stop_ids: frozenset[int]
     decode: Callable[[Sequence[int]], str]  # ids to text, control tokens included
     grammars: Grammars
+
+    @property
+    def token_bytes(self) -> Callable[[int], bytes]:
+        """The bytes of each token, control tokens included."""
+        return bytes_of_tokens(self.renderer)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

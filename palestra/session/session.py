@@ -132,6 +132,17 @@ class EpisodeSession:
             known |= await self._play(call, missing, known, listener)
         return tuple(known[number] for number in range(call.choices))
 
+    async def count_tokens(self, call: ModelCall) -> int:
+        """Return how many tokens the prompt of a call would have, however many that are; nothing is sampled or kept.
+
+        Raises:
+            NotFound: no such policy.
+            InvalidRequest: the model's template can't show the messages.
+        """
+        if self._over is not None:
+            raise self._over
+        return len((await self._prompt(call, self._context.runtime(call.policy), bounded=False)).ids)
+
     def delivered(self, chat: Chat) -> None:
         """The reply has left; a retry can no longer mean this call."""
         if self._undelivered.get(chat.request_digest) is chat:
@@ -230,7 +241,7 @@ class EpisodeSession:
                 listener.started(choice.number, self._start(prompt, choice.index, sampling))
         return play
 
-    async def _prompt(self, call: ModelCall, runtime: PolicyRuntime) -> Prompt:
+    async def _prompt(self, call: ModelCall, runtime: PolicyRuntime, bounded: bool = True) -> Prompt:
         """Make the prompt of a call.
 
         Raises:
@@ -241,7 +252,9 @@ class EpisodeSession:
         try:
             if call.prompt is not None:
                 return await self._raw_prompt(call.prompt, runtime, most - 1)
-            return await self._prompts.make(self._context, runtime, call.policy, call.messages, call.tools, most - 1)
+            return await self._prompts.make(
+                self._context, runtime, call.policy, call.messages, call.tools, most - 1 if bounded else None
+            )
         except TooManyTokens as error:
             raise ContextOverflow(error.tokens, most, at_least=True) from None
         except (ValueError, KeyError, TemplateError) as error:  # templates refuse what they have no place for

@@ -6,6 +6,7 @@ import pytest
 from starlette.requests import Request
 
 from palestra.chat import ByteTokenizer
+from palestra.chat.token_bytes import token_bytes
 from palestra.errors import InvalidRequest, UnsupportedField
 from palestra.gateway.answering import Played
 from palestra.gateway.chat_answers import completion
@@ -140,7 +141,7 @@ def test_what_is_not_text_is_refused_and_never_dropped(message):
 def test_a_completion_has_openais_shape_with_a_logprob_a_token():
     chat = make_chat(prompt=(1, 2, 3), completion=(104, 105, 258), logprobs=[-0.5, -1.0, -2.0], reply="hi")
     played = Played(chats=(chat,), top=[()])
-    body = completion(played, ByteTokenizer().decode, return_ids=True)
+    body = completion(played, token_bytes(ByteTokenizer()), return_ids=True)
     (choice,) = body["choices"]
     assert (choice["message"]["content"], choice["finish_reason"]) == ("hi", "stop")
     assert [(t["token"], t["logprob"]) for t in choice["logprobs"]["content"]] == [
