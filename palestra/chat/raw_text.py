@@ -22,7 +22,7 @@ def encode_text(renderer: Renderer, text: str, room: int | None = None) -> Ids:
     if room is None or len(text) <= PIECE:
         return np.asarray(tokenizer.encode(text), np.int32)
     before, after = _around(tokenizer)
-    return np.asarray([*before, *long_text(renderer).encode(text, room), *after], np.int32)
+    return np.asarray([*before, *long_text(renderer).encode(text, room), *after], np.int32)  # type: ignore[arg-type]  # by identity
 
 
 def _around(tokenizer: Any) -> tuple[list[int], list[int]]:

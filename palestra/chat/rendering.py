@@ -121,7 +121,7 @@ def _check_room(renderer: Renderer, messages: Sequence[ChatMessage], room: int |
     """Refuse what can't fit, whatever the template makes of it: it writes what users say, but perhaps not its edges."""
     said = [message.text.strip() for message in messages if message.role == "user"]
     if room is not None and sum(map(len, said)) > PIECE:
-        fewest = long_text(renderer).fewest("".join(said))
+        fewest = long_text(renderer).fewest("".join(said))  # type: ignore[arg-type]  # by identity
         if fewest > room:
             raise TooManyTokens(fewest)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -22,7 +22,7 @@ def token_bytes(tokenizer: Any) -> Callable[[int], bytes]:
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        return lru_cache(maxsize=4096)(lambda token: _of_byte(tokenizer, token))
+        return partial(_of_byte, tokenizer)
     kinds = _decoders(backend)
     added = {number: token.content for number, token in backend.get_added_tokens_decoder().items()}
 

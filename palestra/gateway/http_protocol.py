@@ -78,7 +78,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._all.began(self)
         self._unparsed += len(data)
         super().data_received(data)
-        if not self._refused and self._unparsed > self._limits.header_bytes and not self.transport.is_closing():
+        if self._unparsed > self._limits.header_bytes and not self.transport.is_closing():
             self._refuse_head()
 
     # The parser's callbacks
@@ -86,7 +86,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """A request begins."""
         super().on_message_begin()
-        self.scope[CONNECTION] = self  # type: ignore[typeddict-unknown-key]
+        self.scope[CONNECTION] = self  # type: ignore[literal-required]  # an extension of ours
         self._in_head, self._complete = True, False
         self._head_bytes = self._head_fields = self._unparsed = 0
 
@@ -162,6 +162,8 @@ class LimitedProtocol(HttpToolsProtocol):
         return self._head_bytes <= self._limits.header_bytes and self._head_fields <= self._limits.header_fields
 
     def _refuse_head(self) -> None:
+        if self._refused:
+            return
         self._all.counts["headers_too_large"] += 1
         self._all.closed(self)
         limits = self._limits
@@ -170,7 +172,8 @@ class LimitedProtocol(HttpToolsProtocol):
     def _answer(self, status: int, message: str) -> None:
         """Answer without the application, which may be in the middle of another response, and close."""
         self._refused = True
-        if self.cycle is None or self.cycle.response_complete:
+        answering = self.cycle is not None and not self.cycle.response_complete  # type: ignore[redundant-expr]
+        if not answering:
             self.transport.write(refusal(status, message))
         if self.flushed:
             self.transport.close()

@@ -35,7 +35,7 @@ class PolicyRuntime:
     @property
     def token_bytes(self) -> Callable[[int], bytes]:
         """The bytes of each token, control tokens included."""
-        return bytes_of_tokens(self.renderer)
+        return bytes_of_tokens(self.renderer)  # type: ignore[arg-type]  # by identity
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
