@@ -28,7 +28,7 @@ def token_bytes(tokenizer: Any) -> Callable[[int], bytes]:
 
     def find(token: int) -> bytes:
         if token in added:
-            return added[token].encode()
+            return bytes(added[token].encode())
         text: str | None = backend.id_to_token(token)
         if text is None:
             return b""
