@@ -123,8 +123,7 @@ class Prompts:
         if call is None or call.tools != tools:
             return None
         new = messages[match.messages :]
-        if room is not None:
-            room = max(room - call.tokens, 0)
+        room = None if room is None or not _is_long(new, ()) else max(room - call.tokens, 0)
         # of the tools nothing is written again
         tail = await aside.run(
             new, (), bridge, renderer, lambda: call.prompt_ids, call.completion_ids, new, tools, room
@@ -146,6 +145,8 @@ class Prompts:
         tools: Tools,
         room: int | None,
     ) -> Prompt:
+        # A short prompt is tokenised whole: the answer to one that does not fit then has the exact number of its tokens.
+        room = room if _is_long(messages, tools) else None
         ids: Ids = await aside.run(messages, tools, render, runtime.renderer, messages, tools, room)
         exact = match.call is not None and starts_with(ids, match.call.ids)
         parent, shared = (match.call, match.call.tokens) if match.call and exact else self.trie.longest(ids)
