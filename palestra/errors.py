@@ -3,7 +3,8 @@
     PalestraError                    500
     ├── InvalidRequest               422  the body, or a value in it, can't be used
     │   ├── UnsupportedField         400  a field of the OpenAI API that is not supported here
-    │   └── ControlTokenInText       400  a message spells a control token, and this model's renderer can't write it
+    │   ├── ControlTokenInText       400  a message spells a control token, and this model's renderer can't write it
+    │   └── GrammarRefused           400  a schema that takes too much time or memory
     ├── ContextOverflow              400  prompt and reply do not fit into the model's context
     ├── ConfigError                  400  a job's configuration is wrong
     │   └── RunInUse                 400  another process is running the job
@@ -24,6 +25,7 @@
     ├── EngineFailure                503  the engine could not finish a call
     ├── ConnectionLost               503  the server could not be reached (raised by the client)
     ├── EnvironmentMistake       500  an environment does not keep to what environments have to do
+    ├── NotScored                500  an episode was given None in the place of a reward
     ├── RolloutFailed            500  an episode that Palestra played itself could not be finished
     ├── WorkersCrash                 500  worker processes die as soon as they are started
     ├── ServerFailed                 503  a model server could not be started
@@ -38,7 +40,13 @@
 
 from __future__ import annotations
 
+import sysconfig
+import traceback
+from pathlib import Path
 from typing import ClassVar
+
+_INSTALLED = [sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+_NOT_THE_USERS = tuple(f"{Path(place).resolve()}/" for place in (str(Path(__file__).parent), *_INSTALLED))
 
 
 class PalestraError(Exception):
@@ -84,15 +92,31 @@ class ControlTokenInText(InvalidRequest):
         self.token = token
 
 
+class GrammarRefused(InvalidRequest):
+    """What a reply would have to match is over a bound: it takes too much time or memory."""
+
+    http_status = 400
+
+    def __init__(self, message: str, field: str | None = None, lasting: bool = True) -> None:
+        """`lasting`: whether the same content will be refused on another machine, or at another time, too."""
+        super().__init__(message, field)
+        self.lasting = lasting
+
+    def of_field(self, field: str) -> GrammarRefused:
+        """Return the error as one of a request that asks for the grammar in `field`."""
+        return GrammarRefused(f"{field}: over the bound of a grammar: {self}; simplify it", field, self.lasting)
+
+
 class ContextOverflow(PalestraError):
     """Prompt and reply together are longer than the model's context."""
 
     http_status = 400
 
-    def __init__(self, prompt_tokens: int, max_context: int) -> None:
+    def __init__(self, prompt_tokens: int, max_context: int, at_least: bool = False) -> None:
+        """`at_least`: not all of the prompt was tokenised."""
         super().__init__(
-            f"the prompt has {prompt_tokens} tokens and the context of this policy is {max_context}; "
-            "shorten the messages, or raise max_context of the policy"
+            f"the prompt has {'at least ' if at_least else ''}{prompt_tokens} tokens and the context of this policy is "
+            f"{max_context}; shorten the messages, or raise max_context of the policy"
         )
         self.prompt_tokens = prompt_tokens
         self.max_context = max_context
@@ -212,6 +236,10 @@ class EnvironmentMistake(PalestraError):
     """An environment does not keep to what environments have to do; the message says how."""
 
 
+class NotScored(PalestraError):
+    """A reward is None: the episode is left out, which is no failure, and it is not played again."""
+
+
 class RolloutFailed(PalestraError):
     """An environment, an agent or the engine failed during an episode, or its time was over.
 
@@ -255,3 +283,14 @@ class StoreUnreachable(StoreError):
 
     http_status = 503
     retryable = True
+
+
+def place_of(error: BaseException) -> str:
+    """Return the innermost line of a user's code that an error went through, as " (agent.py:17, in rollout)".
+
+    Code of Palestra, of Python itself and of installed packages is none of a user's; empty where there is no other.
+    """
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(("<", *_NOT_THE_USERS)):
+            return f" ({Path(frame.filename).name}:{frame.lineno}, in {frame.name})"
+    return ""

@@ -1,9 +1,10 @@
-"""Threads for one piece of work each.
+"""Threads: one for each piece of work of a job, and a few for all requests.
 
-Not from a pool, for two reasons. Work that hangs for ever would take a place in a pool for ever. And OpenMP keeps
-threads of its own for every thread that has computed in parallel: when all of these together are more than the machine
-has cores, they stop waiting actively for one another, and a small product takes nearly twice as long. They end with the
-thread that they belong to, so whatever computes now and then does it in a new one; only the engine keeps its thread.
+A job's work is not done in a pool, for two reasons. Work that hangs for ever would take a place in a pool for ever. And
+OpenMP keeps threads of its own for every thread that has computed in parallel: when all of these together are more than
+the machine has cores, they stop waiting actively for one another, and a small product takes nearly twice as long. They
+end with the thread that they belong to, so whatever computes now and then does it in a new one; only the engine keeps
+its thread.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ import asyncio
 import contextvars
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ParamSpec, TypeVar
 
+P = ParamSpec("P")
 T = TypeVar("T")
+REQUEST_THREADS = 2  # more would only take the interpreter's lock from the event loop more often
 
 
 async def in_thread(work: Callable[[], T], name: str = "palestra-work", daemon: bool = True) -> T:
@@ -50,3 +54,57 @@ async def in_thread(work: Callable[[], T], name: str = "palestra-work", daemon: 
 def _raisable(error: BaseException) -> BaseException:
     """A future can't hold StopIteration, and an exit in a thread must not end the program."""
     return error if isinstance(error, Exception) and not isinstance(error, StopIteration) else RuntimeError(repr(error))
+
+
+class Abandoned(Exception):
+    """Nobody waits for this work any more."""
+
+
+class WorkPool:
+    """A few threads for those parts of requests that would hold up the event loop.
+
+    They are not asyncio's default executor, so that no number of long requests keeps a job's own work waiting. Work of
+    a caller that has gone is dropped: at once where it has not begun, else where it calls `check_wanted`.
+    """
+
+    def __init__(self, threads: int = REQUEST_THREADS) -> None:
+        self._threads = ThreadPoolExecutor(threads, "palestra-request")
+
+    async def run(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return what `function` returns, called in one of the threads."""
+        abandoned = threading.Event()
+
+        def work() -> T:
+            _current.abandoned = abandoned
+            try:
+                return function(*args, **kwargs)
+            finally:
+                _current.abandoned = None
+
+        future = self._threads.submit(work)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            abandoned.set()
+            raise
+
+    def close(self) -> None:
+        """End the threads when what they are doing is done; work that has not begun is dropped."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+class _Current(threading.local):
+    abandoned: threading.Event | None = None
+
+
+_current = _Current()
+
+
+def check_wanted() -> None:
+    """Raise `Abandoned` if this thread works for a caller of `WorkPool.run` that has gone.
+
+    Raises:
+        Abandoned: nobody waits for the work.
+    """
+    if _current.abandoned is not None and _current.abandoned.is_set():
+        raise Abandoned

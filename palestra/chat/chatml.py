@@ -6,17 +6,19 @@ Message bodies, tools, calls and results are encoded as plain text: one that con
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict
 from renderers import ParsedResponse, ParsedToolCall, RenderedTokens, ToolCallParseStatus
 from renderers.configs import BaseRendererConfig
 
+from palestra.chat.long_text import PIECE, LongText, TooManyTokens
 from palestra.chat.plain_text import plain_encoder
 from palestra.chat.thoughts import read_thought
 from palestra.chat.tool_calls import Attempt, read_calls
 from palestra.chat.turns import Turn, first_turn, turns
+from palestra.threads import check_wanted
 
 
 class ChatMLConfig(BaseRendererConfig):  # type: ignore[misc]
@@ -51,6 +53,7 @@ class ChatMLRenderer:
         known = end_of_text is not None and tokenizer.decode([end_of_text]) == "<|endoftext|>"  # not just "unknown"
         self._stops = [self._end, end_of_text] if known else [self._end]
         self._encode = plain_encoder(tokenizer)
+        self._long = LongText(tokenizer, self._encode)
 
     def render(
         self,
@@ -73,21 +76,28 @@ class ChatMLRenderer:
         *,
         tools: Sequence[Any] | None = None,
         add_generation_prompt: bool = False,
+        room: int | None = None,
     ) -> list[int]:
-        """The ids alone."""
-        ids = [token for turn in self._layout(messages, tools) for token in self._turn(turn)]
+        """The ids alone.
+
+        Raises:
+            TooManyTokens: there are more than `room`.
+        """
+        ids = self._ids(self._layout(messages, tools), [], room)
         return ids + self._opening() if add_generation_prompt else ids
 
-    def continuation(self, completion_ids: Sequence[int], new_messages: Sequence[Any]) -> list[int]:
+    def continuation(
+        self, completion_ids: Sequence[int], new_messages: Sequence[Any], room: int | None = None
+    ) -> list[int]:
         """What follows a prompt and its completion: the new messages and an open assistant turn.
 
         A completion that was cut at its token limit is closed first; only its last id is looked at. There may be
         replies among the messages (an agent changed a later one), or no message (a second reply is asked for).
+
+        Raises:
+            TooManyTokens: there are more than `room`.
         """
-        ids = self._closing(completion_ids)
-        for turn in turns(self._roles(new_messages)):
-            ids += self._turn(turn)
-        return ids + self._opening()
+        return self._ids(turns(self._roles(new_messages)), self._closing(completion_ids), room) + self._opening()
 
     def bridge_to_next_turn(
         self,
@@ -146,9 +156,19 @@ class ChatMLRenderer:
             return messages
         return [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
 
-    def _turn(self, turn: Turn) -> list[int]:
-        body = self._encode("".join(piece.text for piece in turn))
-        return [self._start, *body, self._end, *self._encode("\n")]
+    def _ids(self, turns: Iterable[Turn], ids: list[int], room: int | None) -> list[int]:
+        """`ids`, and those of the turns."""
+        for turn in turns:
+            text = "".join(piece.text for piece in turn)
+            if room is None or len(text) <= PIECE:
+                body: Sequence[int] = self._encode(text)
+            else:
+                body = self._long.encode(text, max(room - len(ids), 0))
+            ids += [self._start, *body, self._end, *self._encode("\n")]
+            if room is not None and len(ids) > room:
+                raise TooManyTokens(len(ids))
+            check_wanted()
+        return ids
 
     def _opening(self) -> list[int]:
         return [self._start, *self._encode("assistant\n")]

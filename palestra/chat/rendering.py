@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
 
 from palestra.chat.chatml import ChatMLRenderer
 from palestra.chat.json_text import object_text, read_object
+from palestra.chat.long_text import PIECE, LongText, TooManyTokens
+from palestra.chat.token_bytes import token_bytes
 from palestra.chat.tool_calls import Attempt
 from palestra.schemas.messages import ChatMessage, FunctionCall, ToolCall, text_message
 from palestra.schemas.records import Ids
@@ -65,8 +68,18 @@ class Reply:
     malformed: tuple[str, ...]  # why a tool call could not be understood, one a call; their text is in the content
 
 
-def render(renderer: Renderer, messages: Sequence[ChatMessage], tools: Tools = ()) -> Ids:
-    """[P], the whole prompt, with an open assistant turn."""
+def render(renderer: Renderer, messages: Sequence[ChatMessage], tools: Tools = (), room: int | None = None) -> Ids:
+    """[P], the whole prompt, with an open assistant turn.
+
+    Raises:
+        TooManyTokens: there are more than `room`; found before all of a long prompt is tokenised.
+    """
+    if isinstance(renderer, ChatMLRenderer):
+        given = _dicts(messages)
+        return np.asarray(
+            renderer.render_ids(given, tools=_given(tools), add_generation_prompt=True, room=room), np.int32
+        )
+    _check_room(renderer, messages, room)
     ids = renderer.render_ids(_dicts(messages), tools=_given(tools), add_generation_prompt=True)
     return np.asarray(ids, np.int32)
 
@@ -77,14 +90,19 @@ def bridge(
     completion_ids: Ids,
     new_messages: Sequence[ChatMessage],
     tools: Tools = (),
+    room: int | None = None,
 ) -> Ids | None:
     """What follows a call's prompt and completion, [N], where `new_messages` follow its reply; None: not possible.
 
     `tools` must be those of the call. Ours never needs the prompt, and can always go on. Of a renderer of the package
     nothing is taken that does not begin with the exact ids.
+
+    Raises:
+        TooManyTokens: there are more than `room`; see `render`.
     """
     if isinstance(renderer, ChatMLRenderer):
-        return np.asarray(renderer.continuation(completion_ids[-1:].tolist(), _dicts(new_messages)), np.int32)
+        return np.asarray(renderer.continuation(completion_ids[-1:].tolist(), _dicts(new_messages), room), np.int32)
+    _check_room(renderer, new_messages, room)
     prompt, completion = prompt_ids().tolist(), completion_ids.tolist()
     names: dict[str, str] = {}
     if any(m.role == "tool" and m.name is None for m in new_messages):
@@ -97,6 +115,15 @@ def bridge(
     if list(bridged.token_ids[: len(history)]) != history:
         return None
     return np.asarray(bridged.token_ids[len(history) :], np.int32)
+
+
+def _check_room(renderer: Renderer, messages: Sequence[ChatMessage], room: int | None) -> None:
+    """Refuse what can't fit, whatever the template makes of it: it writes what users say, but perhaps not its edges."""
+    said = [message.text.strip() for message in messages if message.role == "user"]
+    if room is not None and sum(map(len, said)) > PIECE:
+        fewest = long_text(renderer).fewest("".join(said))  # type: ignore[arg-type]  # by identity
+        if fewest > room:
+            raise TooManyTokens(fewest)
 
 
 def parse_reply(
@@ -164,6 +191,19 @@ def _arguments(raw: str, value: Any) -> str | None:
         return object_text(json.dumps({} if value is None else value, ensure_ascii=False, allow_nan=False))
     except ValueError:
         return None
+
+
+@lru_cache(maxsize=8)
+def bytes_of_tokens(renderer: Renderer) -> Callable[[int], bytes]:
+    """See `token_bytes`; of a renderer's tokenizer."""
+    return token_bytes(renderer._tokenizer)  # type: ignore[attr-defined]  # ours and each of the package have it
+
+
+@lru_cache(maxsize=8)
+def long_text(renderer: Renderer) -> LongText:
+    """What is known of long texts of a renderer's tokenizer, control tokens in them included."""
+    tokenizer = renderer._tokenizer  # type: ignore[attr-defined]  # ours and each of the package have it
+    return LongText(tokenizer, lambda text: tokenizer.encode(text, add_special_tokens=False))
 
 
 def _given(tools: Tools) -> list[dict[str, Any]] | None:

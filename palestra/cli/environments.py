@@ -11,6 +11,7 @@ from typing import Any
 from palestra.cli.options import command
 from palestra.envs import ConcurrentEnvironment, SerialEnvironment
 from palestra.envs.catalog import CATALOG, catalog_entry
+from palestra.terminal import say
 
 
 def add(commands: Any) -> None:
@@ -30,14 +31,14 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.name is None:
         width = max(map(len, CATALOG))
         for name, entry in CATALOG.items():
-            print(f"{name:<{width}}  {entry.summary}")
-        print('\nto train on one:  palestra run job.toml, with  [environment] name = "…"  in it')
+            say(f"{name:<{width}}  {entry.summary}")
+        say('\nto train on one:  palestra run job.toml, with  [environment] name = "…"  in it')
         return
     entry = catalog_entry(arguments.name)
     task = entry.generate("train", 1, 0)[0]
     made = entry.make()
-    print(f"{arguments.name}: {entry.summary}\n\ntask:      {json.dumps(task)}")
-    print("settings: ", ", ".join(_settings(entry.make)) or "none")
+    say(f"{arguments.name}: {entry.summary}\n\ntask:      {json.dumps(task)}")
+    say(f"settings:  {', '.join(_settings(entry.make)) or 'none'}")
     environment = made if isinstance(made, ConcurrentEnvironment) else SerialEnvironment(made)
     asyncio.run(_show(environment, task))
 
@@ -52,8 +53,8 @@ async def _show(environment: ConcurrentEnvironment, task: dict[str, Any]) -> Non
         await environment.reset(task)
         seen = await environment.observe()
         for message in seen.content:
-            print(f"\n[{message.role}]\n{message.text}")
+            say(f"\n[{message.role}]\n{message.text}")
         if seen.tools:
-            print(f"\ntools:     {', '.join(tool['function']['name'] for tool in seen.tools)}")
+            say(f"\ntools:     {', '.join(tool['function']['name'] for tool in seen.tools)}")
     finally:
         await environment.close()

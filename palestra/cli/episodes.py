@@ -9,7 +9,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -20,6 +19,7 @@ from palestra.cli.options import command, run_folder
 from palestra.config import AlgorithmConfig, JobConfig
 from palestra.ledger.browsing import EpisodeView, browse, list_episodes, read_episode
 from palestra.schemas.states import EpisodeState
+from palestra.terminal import TerminalConsole
 from palestra.trajectory import TokenRow, TokenTrie, calls_of_final_answers, rows_of
 
 FOLDED = 26  # characters that stand for the tokens of a prompt
@@ -54,7 +54,7 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Read the run store; a running job is not disturbed."""
     folder, config = run_folder(arguments.run_dir)
-    console = Console(highlight=False, soft_wrap=True)
+    console = TerminalConsole(highlight=False, soft_wrap=True)
     with browse(folder / "run.db") as connection:
         if arguments.episode is None:
             rows = list_episodes(connection, arguments.kind, arguments.state, arguments.limit)
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _show(
-    console: Console, view: EpisodeView, algorithm: AlgorithmConfig, text_of: Callable[[int], str], unfold: bool
+    console: TerminalConsole, view: EpisodeView, algorithm: AlgorithmConfig, text_of: Callable[[int], str], unfold: bool
 ) -> None:
     trajectory, episode = view.trajectory, view.trajectory.episode
     reward = "none" if episode.reward is None else f"{episode.reward:g}"

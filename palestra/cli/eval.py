@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from palestra.cli.options import add_set, command, load_function, overrides
 from palestra.config import JobConfig, load_config, parse_config
 from palestra.errors import ConfigError, NotFound
+from palestra.terminal import say
 
 if TYPE_CHECKING:
     from palestra.cluster.evaluating import Evaluation
@@ -95,11 +96,11 @@ def _model(name: str) -> str:
 def _show(found: Evaluation, total: int, quiet: bool) -> None:
     for outcome in () if quiet else found.outcomes:
         said = f"{outcome.reward:g}" if outcome.reward is not None else f"not scored: {outcome.reason or 'not played'}"
-        print(f"{outcome.task_id}  {' '.join(said.split())}")
+        say(f"{outcome.task_id}  {' '.join(said.split())}")
     scored = len(found.rewards)
     if found.mean is None:
-        print(f"none of {total} tasks was scored")
+        say(f"none of {total} tasks was scored")
         return
     between = "" if found.interval is None else " (95 % interval {:.3f} to {:.3f})".format(*found.interval)
     rest = "" if scored == total else f"; {total - scored} of {total} were not scored"
-    print(f"mean reward {found.mean:.3f}{between} on {scored} tasks{rest}")
+    say(f"mean reward {found.mean:.3f}{between} on {scored} tasks{rest}")

@@ -12,6 +12,7 @@ from typing import Any
 from palestra.cli.options import add_control, command, run_folder
 from palestra.client.control import ControlClient
 from palestra.errors import Conflict, Forbidden, NotFound
+from palestra.terminal import say
 
 JOB_ID = re.compile(r"job-[0-9a-f]{16}")
 
@@ -35,11 +36,13 @@ def run(arguments: argparse.Namespace) -> None:
     if JOB_ID.fullmatch(arguments.source) is None:
         _copy(Path(arguments.source), arguments.target)
         return
+    from palestra.trainer.checkpoint import newest_name
+
     arguments.target.parent.mkdir(parents=True, exist_ok=True)
     with ControlClient(arguments.control) as control, TemporaryDirectory(dir=arguments.target.parent) as folder:
         job = control.job(arguments.source)
         paths = [_checked(artifact.path) for artifact in job.artifacts()]
-        newest = max((path.split("/")[1] for path in paths if path.startswith("checkpoints/step-")), default="")
+        newest = newest_name(path.split("/")[1] for path in paths if path.startswith("checkpoints/"))
         for path in paths:
             if path == "config.toml" or path.startswith(f"checkpoints/{newest}/"):
                 job.download(path, Path(folder) / path)
@@ -69,4 +72,4 @@ def _copy(run_dir: Path, target: Path) -> None:
         raise Conflict(f"{target} exists already; choose another folder")
     path, state = newest
     shutil.copytree(path, target, ignore=shutil.ignore_patterns(*NOT_THE_MODEL))
-    print(f"{target}: the model after step {state['step']}")
+    say(f"{target}: the model after step {state['step']}")

@@ -15,7 +15,9 @@ from pydantic_core import PydanticUndefined
 
 from palestra.cli.python_reference import python_page
 from palestra.config import JobConfig
+from palestra.scheduler.rules import CAPS
 from palestra.schemas.metrics import METRICS
+from palestra.terminal import say
 
 _HEADER = "<!-- made by `make docs` from the code; do not edit -->\n\n"
 
@@ -45,6 +47,17 @@ def configuration_page() -> str:
         "default holds.",
     ]
     _section(JobConfig, "", lines)
+    lines += [
+        "",
+        "## Caps of a service",
+        "",
+        "`palestra serve` refuses a job with a larger number than these; its operator may change each of them "
+        "([operations.md](operations.md)). `palestra run` and `palestra train` have no caps.",
+        "",
+        "| key | at most |",
+        "|---|---|",
+        *(f"| `{key}` | {cap:,} |" for key, cap in CAPS.items()),
+    ]
     return _HEADER + "\n".join(lines) + "\n"
 
 
@@ -188,7 +201,7 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in pages().items():
         (folder / name).write_text(text, encoding="utf-8")
-        print(folder / name)
+        say(str(folder / name))
     return 0
 
 

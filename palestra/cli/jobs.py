@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from itertools import islice
 from typing import Any
 
 from palestra.cli.options import add_control, command
 from palestra.client.control import ControlClient
+from palestra.terminal import one_line, say
 
 
 def add(commands: Any) -> None:
@@ -34,23 +34,24 @@ def run(arguments: argparse.Namespace) -> None:
     with ControlClient(arguments.control) as control:
         found = list(islice(control.jobs(**filters), arguments.limit))
     if not found:
-        print("no jobs")
+        say("no jobs")
         return
-    rows = [("job", "name", "kind", "user", "state", "since", "why")]
+    rows: list[tuple[str, ...]] = [("job", "name", "kind", "user", "state", "since", "why")]
     for job in found:
         since = time.strftime("%d %b %H:%M", time.localtime(job.changed_at))
-        rows.append((job.job_id, job.name[:24], job.kind, job.user, job.state, since, job.reason[:60]))
+        kind = f"{job.kind}, private" if job.private else job.kind
+        texts = (job.job_id, job.name[:24], kind, job.user, job.state, since, job.reason[:60])
+        rows.append(tuple(map(one_line, texts)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        say("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def logs(arguments: argparse.Namespace) -> None:
     """Print it as it comes."""
     with ControlClient(arguments.control) as control:
         for piece in control.job(arguments.job).logs(follow=arguments.follow):
-            sys.stdout.write(piece)
-            sys.stdout.flush()
+            say(piece, end="")
 
 
 def cancel(arguments: argparse.Namespace) -> None:
@@ -58,4 +59,4 @@ def cancel(arguments: argparse.Namespace) -> None:
     with ControlClient(arguments.control) as control:
         for job_id in arguments.jobs:
             view = control.job(job_id).cancel()
-            print(f"{job_id}: {'is being cancelled' if view.state in ('starting', 'running') else view.state}")
+            say(f"{job_id}: {'is being cancelled' if view.state in ('starting', 'running') else view.state}")

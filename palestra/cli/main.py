@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from palestra import __version__
 from palestra.cli import (
@@ -17,6 +18,7 @@ from palestra.cli import (
     eval,
     export,
     jobs,
+    rotate_key,
     run,
     serve,
     submit,
@@ -27,13 +29,38 @@ from palestra.cli import (
     worker,
 )
 from palestra.errors import PalestraError
+from palestra.terminal import LogFormatter, printable, say, show_error
 
-COMMANDS = (demo, run, train, eval, worker, environments, episodes, export, serve, submit, jobs, watch, users, tenants)
+COMMANDS = (
+    demo,
+    run,
+    train,
+    eval,
+    worker,
+    environments,
+    episodes,
+    export,
+    rotate_key,
+    serve,
+    submit,
+    jobs,
+    watch,
+    users,
+    tenants,
+)
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Shows what is wrong with arguments, and does not obey what stands in them."""
+
+    def error(self, message: str) -> NoReturn:
+        """See `ArgumentParser`."""
+        super().error(printable(message))
 
 
 def parser() -> argparse.ArgumentParser:
     """All commands and their options."""
-    top = argparse.ArgumentParser(
+    top = CommandParser(
         prog="palestra",
         description="Reinforcement learning for LLM agents: bring an agent, get a better model.",
         epilog="start here: palestra demo",
@@ -51,20 +78,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     top = parser()
     if (unknown := _unknown(top, given)) is not None:
-        print(f"palestra: {unknown}", file=sys.stderr)
+        say(f"palestra: {unknown}", file=sys.stderr)
         return 2
     parsed = top.parse_args(given)
     if not hasattr(parsed, "run"):
         top.print_help()
         return 0
-    logging.basicConfig(
-        level=logging.INFO if parsed.verbose else logging.ERROR, format="%(name)s: %(message)s", stream=sys.stderr
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LogFormatter("%(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO if parsed.verbose else logging.ERROR, handlers=[handler])
+    sys.excepthook = show_error
     logging.getLogger("palestra.client").setLevel(logging.WARNING)  # what a command waits for
     try:
         code: int = parsed.run(parsed) or 0
     except PalestraError as error:
-        print(f"palestra: {error}", file=sys.stderr)
+        say(f"palestra: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

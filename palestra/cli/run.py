@@ -9,6 +9,7 @@ from typing import Any
 
 from palestra.cli.options import add_set, command, overrides
 from palestra.config import load_config
+from palestra.terminal import say
 
 
 def add(commands: Any) -> None:
@@ -32,11 +33,12 @@ def run(arguments: argparse.Namespace) -> int:
     from palestra.cluster.local import run_on_uvloop, serve
     from palestra.cluster.run_dir import resolve_run_dir
     from palestra.cluster.serving_console import console_of
+    from palestra.trainer.checkpoint import newest_path
 
     config = load_config(arguments.config, overrides(arguments.set))
-    config = resolve_run_dir(config, arguments.resume, lambda text: print(f"palestra: {text}", file=sys.stderr))
+    config = resolve_run_dir(config, arguments.resume, lambda text: say(f"palestra: {text}", file=sys.stderr))
     console = console_of(config)
     with console:
         progress = run_on_uvloop(serve(config, console.report, console.ready))
-        console.finished(progress.state.value, max((config.folder / "checkpoints").glob("step-*"), default=None))
+        console.finished(progress.state.value, newest_path(config.folder / "checkpoints"))
     return 0 if progress.over else 130

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from palestra.cli.options import command
+from palestra.terminal import say
 
 
 def add(commands: Any) -> None:
@@ -31,6 +32,20 @@ def add(commands: Any) -> None:
     parser.add_argument("--gpus", type=int, help="likewise GPUs")
     parser.add_argument("--memory-gib", type=float, help="likewise memory")
     parser.add_argument(
+        "--rules",
+        type=Path,
+        metavar="FILE",
+        help="TOML: the largest numbers that a job's configuration may have, and the models (docs/operations.md)",
+    )
+    parser.add_argument(
+        "--pass-env",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="a variable that jobs have, too, such as HF_TOKEN or HTTPS_PROXY (docs/operations.md lists those that "
+        "they have anyway); may be given several times",
+    )
+    parser.add_argument(
         "--new-admin-key", action="store_true", help="print one more key of the first admin, where all are lost"
     )
     parser.add_argument(
@@ -43,6 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     from palestra.cluster.control import ServeOptions, serve_control
     from palestra.cluster.local import run_on_uvloop
     from palestra.cluster.ray_cluster import LocalRay
+    from palestra.scheduler.rules import Rules, load_rules
 
     options = ServeOptions(
         state_dir=arguments.state_dir,
@@ -53,13 +69,15 @@ def run(arguments: argparse.Namespace) -> int:
         local=LocalRay(cpus=arguments.cpus, gpus=arguments.gpus, memory_gib=arguments.memory_gib),
         without_keys=arguments.insecure_no_auth,
         new_admin_key=arguments.new_admin_key,
+        rules=Rules() if arguments.rules is None else load_rules(arguments.rules),
+        pass_env=tuple(arguments.pass_env),
     )
 
     def ready(url: str, first: Any) -> None:
-        print(f"control plane at {url}, its state in {arguments.state_dir}", flush=True)
+        say(f"control plane at {url}, its state in {arguments.state_dir}")
         if first is not None and not arguments.insecure_no_auth:
-            print(f"the admin's key, shown this once:  {first.secret}", flush=True)
-            print(f"on another terminal:  export PALESTRA_URL={url} PALESTRA_KEY=that key", flush=True)
+            say(f"the admin's key, shown this once:  {first.secret}")
+            say(f"on another terminal:  export PALESTRA_URL={url} PALESTRA_KEY=that key")
 
     run_on_uvloop(serve_control(options, ready))
     return 0

@@ -11,6 +11,7 @@ from palestra.cli.options import add_control, add_set, command, overrides
 from palestra.client.control import ControlClient
 from palestra.config import load_config
 from palestra.errors import ConfigError
+from palestra.terminal import say
 
 
 def add(commands: Any) -> None:
@@ -34,8 +35,18 @@ def add(commands: Any) -> None:
     parser.add_argument("--name", help="for people; without it, the configuration's")
     parser.add_argument("--cpus", type=float, default=1.0, help="cores that it holds while it runs (default 1)")
     parser.add_argument("--gpus", type=float, default=0.0, help="GPUs; a part of one below 1, whole ones above")
-    parser.add_argument("--memory-gib", type=float, default=0.0, help="memory; 0: not counted")
+    parser.add_argument(
+        "--memory-gib",
+        type=float,
+        default=0.0,
+        help="memory; a job that uses more is ended. 0: its share of the machine",
+    )
     parser.add_argument("--priority", choices=("low", "normal", "high"), default="normal")
+    parser.add_argument(
+        "--private",
+        action=argparse.BooleanOptionalAction,
+        help="only you and the admins of your tenant see it (without it, what these have decided)",
+    )
     parser.add_argument("--attached", action="store_true", help="cancel it when nobody has asked for it for a while")
     parser.add_argument("--watch", action="store_true", help="show it until it is over; Ctrl-C leaves it running")
     add_set(parser)
@@ -58,11 +69,12 @@ def run(arguments: argparse.Namespace) -> int:
             gpus=arguments.gpus,
             memory_gib=arguments.memory_gib,
             priority=arguments.priority,
+            private=arguments.private,
             attached=arguments.attached,
         )
-        print(job.job_id, flush=True)
+        say(job.job_id)
         if tasks["train"]:
-            print("its tasks are pushed when it runs …", file=sys.stderr, flush=True)
+            say("its tasks are pushed when it runs …", file=sys.stderr)
             with job.client() as client:
                 client.push_tasks(tasks["train"], tasks["validation"])
         return show(job) if arguments.watch else 0

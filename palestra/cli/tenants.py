@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 from typing import Any
+from urllib.parse import quote
 
 from palestra.cli.options import add_control, command
 from palestra.client.control import ControlClient
 from palestra.errors import ConfigError
+from palestra.terminal import say
 
 AMOUNTS = {"cpus": "cores", "gpus": "GPUs", "memory_gib": "GiB of memory", "jobs": "jobs that run"}
 
@@ -20,9 +22,10 @@ def add(commands: Any) -> None:
         run,
         "tenants of the cluster, and what each may hold",
         "  palestra tenants\n  palestra tenants add physics\n  palestra tenants quota physics --gpus 2 --jobs 5\n"
-        "  palestra tenants quota physics --jobs none\n  palestra tenants quota physics --none",
+        "  palestra tenants quota physics --jobs none\n  palestra tenants quota physics --none\n"
+        "  palestra tenants private on    # of your own tenant, by its admin: jobs that say nothing are private",
     )
-    parser.add_argument("action", nargs="?", choices=("list", "add", "quota"), default="list")
+    parser.add_argument("action", nargs="?", choices=("list", "add", "quota", "private"), default="list")
     parser.add_argument("name", nargs="?")
     for name, what in AMOUNTS.items():
         parser.add_argument(
@@ -40,19 +43,23 @@ def run(arguments: argparse.Namespace) -> None:
     """List, add, or set a quota."""
     if arguments.action != "list" and arguments.name is None:
         raise ConfigError(f"which one? palestra tenants {arguments.action} NAME")
+    if arguments.action == "private" and arguments.name not in ("on", "off"):
+        raise ConfigError("palestra tenants private on, or off")
     quota = {name: getattr(arguments, name) for name in AMOUNTS if hasattr(arguments, name)}
     if bool(quota or arguments.none) != (arguments.action == "quota") or (quota and arguments.none):
         raise ConfigError("a quota is set with `palestra tenants quota NAME --gpus N …`, or taken away with `--none`")
     with ControlClient(arguments.control) as control:
         if arguments.action == "list":
             for tenant in control.request("GET", "/tenants"):
-                print(_line(tenant))
+                say(_line(tenant))
         elif arguments.action == "add":
             made = control.request("POST", "/tenants", json={"name": arguments.name})
-            print(f"the key of {arguments.name}'s admin, shown this once:  {made['secret']}")
+            say(f"the key of {arguments.name}'s admin, shown this once:  {made['secret']}")
+        elif arguments.action == "private":
+            control.request("PATCH", "/tenant", json={"private_jobs": arguments.name == "on"})
         else:
             body = {"quota": dict.fromkeys(AMOUNTS) if arguments.none else quota}
-            print(_line(control.request("PATCH", f"/tenants/{arguments.name}", json=body)))
+            say(_line(control.request("PATCH", f"/tenants/{quote(arguments.name, safe='')}", json=body)))
 
 
 def _line(tenant: dict[str, Any]) -> str:

@@ -29,8 +29,8 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train in this process."""
-    from palestra.cluster.training import train
+    """Train in this process; return 130 where a signal stopped it."""
+    from palestra.cluster.training import train_until_stopped
 
     settings = overrides(arguments.set)
     for split in ("train", "validation"):
@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
         if path is not None:
             settings[f"tasks.{split}"] = str(path)
     config = load_config(arguments.config, settings) if arguments.config else parse_config({}, settings)
-    result = train(
+    result, _ = train_until_stopped(
         load_function(arguments.rollout), (), config, concurrency=arguments.concurrency, resume=arguments.resume
     )
     return 0 if result.state == "completed" else 130

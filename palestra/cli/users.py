@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import time
 from typing import Any
+from urllib.parse import quote
 
 from palestra.cli.options import add_control, command
 from palestra.client.control import ControlClient
 from palestra.errors import ConfigError
 from palestra.schemas.control_wire import LimitsBody
+from palestra.terminal import say
 
 
 def add(commands: Any) -> None:
@@ -60,34 +62,35 @@ def users(arguments: argparse.Namespace) -> None:
     with ControlClient(arguments.control) as control:
         if arguments.action == "list":
             for user in control.request("GET", "/users"):
-                print(f"{user['name']:<20} {user['role']:<8}{' removed' if user['removed_at'] else ''}")
+                say(f"{user['name']:<20} {user['role']:<8}{' removed' if user['removed_at'] else ''}")
         elif arguments.action == "add":
             made = control.request("POST", "/users", json={"name": arguments.name, "role": arguments.role})
-            print(f"the key of {arguments.name}, shown this once:  {made['secret']}")
+            say(f"the key of {arguments.name}, shown this once:  {made['secret']}")
         elif arguments.action == "role":
-            control.request("PATCH", f"/users/{arguments.name}", json={"role": arguments.new_role})
+            control.request("PATCH", f"/users/{quote(arguments.name, safe='')}", json={"role": arguments.new_role})
         else:
-            control.request("DELETE", f"/users/{arguments.name}")
+            control.request("DELETE", f"/users/{quote(arguments.name, safe='')}")
 
 
 def keys(arguments: argparse.Namespace) -> None:
     """List, make, rotate or revoke."""
     if arguments.action in ("rotate", "revoke") and arguments.key_id is None:
         raise ConfigError(f"which key? palestra keys {arguments.action} ID; `palestra keys` lists them")
+    key_id = quote(arguments.key_id or "", safe="")
     with ControlClient(arguments.control) as control:
         if arguments.action == "list":
             for key in control.request("GET", "/keys", params={"user": arguments.user} if arguments.user else {}):
                 state = "revoked" if key["revoked_at"] else "" if not key["expires_at"] else _until(key["expires_at"])
-                print(f"{key['key_id']}  {key['label']:<20} {' '.join(key['scopes'])}  {state}".rstrip())
+                say(f"{key['key_id']}  {key['label']:<20} {' '.join(key['scopes'])}  {state}".rstrip())
         elif arguments.action == "make":
             body = {"user": arguments.user, "label": arguments.label, "scopes": arguments.scope}
             body["lifetime_seconds"] = arguments.days * 86400 if arguments.days else None
             body["limits"] = dict(arguments.limit) or None
-            print(f"shown this once:  {control.request('POST', '/keys', json=body)['secret']}")
+            say(f"shown this once:  {control.request('POST', '/keys', json=body)['secret']}")
         elif arguments.action == "rotate":
-            print(f"shown this once:  {control.request('POST', f'/keys/{arguments.key_id}/rotate', json={})['secret']}")
+            say(f"shown this once:  {control.request('POST', f'/keys/{key_id}/rotate', json={})['secret']}")
         else:
-            control.request("DELETE", f"/keys/{arguments.key_id}")
+            control.request("DELETE", f"/keys/{key_id}")
 
 
 def _limit(text: str) -> tuple[str, float]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from palestra.cli.options import add_control, command
 from palestra.client.control import ControlClient, Job, JobEvent
+from palestra.terminal import one_line, say
 
 
 def add(commands: Any) -> None:
@@ -29,9 +30,9 @@ def show(job: Job) -> int:
     try:
         for event in job.events():
             if line := told(event):
-                print(line, flush=True)
+                say(line)
     except KeyboardInterrupt:
-        print(f"\nit goes on; watch it again with: palestra watch {job.job_id}")
+        say(f"\nit goes on; watch it again with: palestra watch {job.job_id}")
         return 130
     return 0 if job.view().state == "completed" else 1
 
@@ -40,7 +41,7 @@ def told(event: JobEvent) -> str:
     """An event in words; empty: not worth a line."""
     data = event.data
     if event.kind == "state":
-        return f"{data['state']}: {data['reason']}"
+        return one_line(f"{data['state']}: {data['reason']}")
     if event.kind == "step":
         parts = [f"step {int(data['step']):>4}"]
         if "train/reward_mean" in data:

@@ -16,6 +16,7 @@ from palestra.client.client import Find
 from palestra.client.control import ControlClient
 from palestra.client.fleet import Fleet
 from palestra.errors import ConfigError, JobOver
+from palestra.terminal import say
 from palestra.threads import in_thread
 
 KEY_VARIABLE = "PALESTRA_API_KEY"
@@ -104,4 +105,4 @@ async def _play(arguments: argparse.Namespace) -> None:
         loop.add_signal_handler(signal.SIGTERM, worker.drain)
         loop.add_signal_handler(signal.SIGINT, lambda: None)  # the terminal sends it to all; the parent says what to do
         await worker.run()
-    print(f"{name}: {worker.counts['played']} episodes played, {worker.counts['failed']} failed", flush=True)
+    say(f"{name}: {worker.counts['played']} episodes played, {worker.counts['failed']} failed")

@@ -20,7 +20,15 @@ from pydantic import TypeAdapter
 from palestra.client.client import Client, drive
 from palestra.client.exchange import Endpoint, checked_key, checked_url, exchange, trouble_of
 from palestra.errors import ConfigError, ConnectionLost, JobOver, NotFound
-from palestra.schemas.control_wire import ArtifactView, ChangeView, JobList, JobView, ResourcesBody, ServerView
+from palestra.schemas.control_wire import (
+    ArtifactView,
+    ChangeView,
+    JobKeyView,
+    JobList,
+    JobView,
+    ResourcesBody,
+    ServerView,
+)
 
 OVER = ("completed", "failed", "cancelled")
 SAFE_METHODS = ("GET", "PUT", "PATCH", "DELETE")  # and POST with an idempotency key
@@ -85,6 +93,7 @@ class ControlClient:
         gpus: float = 0.0,
         memory_gib: float = 0.0,
         priority: str = "normal",
+        private: bool | None = None,
         attached: bool = False,
         restarts: int = 3,
     ) -> Job:
@@ -99,8 +108,9 @@ class ControlClient:
             name: for people; None: the configuration's, or that of `from_job`.
             cpus: cores that it holds while it runs.
             gpus: likewise; a part of one below 1, whole ones above.
-            memory_gib: likewise; 0: not counted.
+            memory_gib: likewise; a job that uses more is ended. 0: a share of its machine (docs/operations.md).
             priority: `low`, `normal` or `high`.
+            private: only you and the tenant's admins see it. None: what the tenant's admins have decided.
             attached: cancel it when nobody has asked for it for a while.
             restarts: how often it is started again after its server was lost.
 
@@ -116,6 +126,7 @@ class ControlClient:
             "from_step": from_step,
             "resources": ResourcesBody(cpus=cpus, gpus=gpus, memory_gib=memory_gib).model_dump(),
             "priority": priority,
+            "private": private,
             "attached": attached,
             "restarts": restarts,
         }
@@ -247,6 +258,15 @@ class Job:
         """
         found: ServerView = self._control.request("GET", f"/jobs/{self.job_id}/server", ServerView)
         return found
+
+    def rotate_key(self) -> str:
+        """Give its data plane another key, and return it; those of before, and of its episodes, open nothing any more.
+
+        Raises:
+            Forbidden: it is another user's.
+            NotFound: it has no key yet.
+        """
+        return JobKeyView.model_validate(self._control.request("POST", f"/jobs/{self.job_id}/rotate-key")).api_key
 
     def wait_for_server(self) -> ServerView:
         """The same, when it runs.

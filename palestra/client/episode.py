@@ -16,6 +16,11 @@ class Policy:
     model: str
     version: str  # (incarnation.n) when the episode was claimed
 
+    @property
+    def anthropic_url(self) -> str:
+        """For Anthropic's client, which adds `/v1` itself: `Anthropic(base_url=policy.anthropic_url)`."""
+        return self.base_url.removesuffix("/v1")
+
     def headers(self, agent: str | None = None, step: int | None = None) -> dict[str, str]:
         """To say who calls and why: `extra_headers=policy.headers(agent="planner/search", step=3)`.
 
@@ -50,6 +55,11 @@ class Episode:
         return self.policy.base_url
 
     @property
+    def anthropic_url(self) -> str:
+        """See `Policy.anthropic_url`."""
+        return self.policy.anthropic_url
+
+    @property
     def api_key(self) -> str:
         """Opens this episode and nothing else."""
         return self.policy.api_key
@@ -64,6 +74,6 @@ class Episode:
 class RolloutResult:
     """What a rollout function may return instead of a plain reward."""
 
-    reward: float | Mapping[str, float]  # or by agent
+    reward: float | Mapping[str, float] | None  # or by agent; None: the episode is not scored, and left out
     step_rewards: Sequence[float] | None = None  # by TimeStep
     metadata: Mapping[str, Any] = field(default_factory=dict)  # JSON; shown by `palestra episodes`

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeGuard, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -98,11 +99,22 @@ def end_call(
 
 
 def _number(value: Any) -> float:
-    """Numpy and bool rewards are welcome."""
+    """Return a reward as a float; a bool, and a scalar of numpy or torch, are welcome."""
     try:
-        return float(value if not isinstance(value, str) else None)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        raise InvalidRequest(f"a reward is a number; {value!r:.60} is none", "reward") from None
+        number = float(value if not isinstance(value, str | bytes) else None)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several numbers
+        number = math.nan
+    if not math.isfinite(number):
+        raise InvalidRequest(
+            f"a reward is a finite number, or None for an episode that is not to be scored; {value!r:.60} is neither",
+            "reward",
+        )
+    return number
+
+
+def is_scored(reward: Any) -> TypeGuard[float | Mapping[str, float]]:
+    """Whether an episode has a reward: it is not None, and no agent's is."""
+    return None not in reward.values() if isinstance(reward, Mapping) else reward is not None
 
 
 @contextmanager
@@ -153,6 +165,11 @@ def _chunks(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, list[TaskB
 
 
 def _task_body(row: Mapping[str, Any]) -> TaskBody:
+    if not isinstance(row, Mapping):
+        raise InvalidRequest(
+            f"a task is a JSON object, such as {{'text': {str(row)[:40]!r}}}; {row!r:.60} is a {type(row).__name__}",
+            "tasks",
+        )
     data = dict(row)
     name = data.pop("id", None)
     with _checked():

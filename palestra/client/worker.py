@@ -14,10 +14,11 @@ from typing import Any
 from palestra.client.client import AsyncClient
 from palestra.client.episode import Episode, Policy, RolloutResult
 from palestra.client.heartbeats import renewed
-from palestra.errors import Conflict, InvalidRequest
+from palestra.client.protocol import is_scored
+from palestra.errors import Conflict, InvalidRequest, place_of
 
 log = logging.getLogger("palestra.worker")
-Outcome = float | Mapping[str, float] | RolloutResult
+Outcome = float | Mapping[str, float] | RolloutResult | None
 Rollout = Callable[[dict[str, Any], Policy], Outcome | Awaitable[Outcome]]
 FAILURES_IN_A_ROW = 20
 
@@ -26,7 +27,8 @@ class Worker:
     """Claims up to `concurrency` episodes at a time and plays each with `rollout(task, policy)`.
 
     `rollout` is sync (run in threads) or async, and returns a reward, rewards by agent, or a `RolloutResult`. An
-    exception gives the episode back; it is never a reward. After many failures without one success the last is raised.
+    exception, or something that is no reward, gives the episode back; it is never a reward. After many failures without
+    one success the last is raised. None in the place of a reward leaves the episode out: it is not played again.
     """
 
     def __init__(self, client: AsyncClient, rollout: Rollout, concurrency: int) -> None:
@@ -83,6 +85,10 @@ class Worker:
             async with renewed(self._client.heartbeat, episode):
                 result = await self._call(episode)
                 result = result if isinstance(result, RolloutResult) else RolloutResult(reward=result)
+                if not is_scored(result.reward):
+                    await self._client.abort_episode(episode, "not_scored: the rollout returned None", discard=True)
+                    self.counts["not_scored"] += 1
+                    return
                 await self._client.end_episode(
                     episode, result.reward, step_rewards=result.step_rewards, metadata=result.metadata
                 )
@@ -94,9 +100,12 @@ class Worker:
         except Exception as error:
             self.counts["failed"] += 1
             self._in_a_row += 1
-            log.warning("episode %s failed: %s: %s", episode.episode_id, type(error).__name__, error)
+            where = f"episode {episode.episode_id} (task {episode.task_id})"
+            log.warning("%s failed: %s: %s%s", where, type(error).__name__, error, place_of(error))
             await self._give_back(episode, error)
-            if self._in_a_row >= FAILURES_IN_A_ROW or isinstance(error, InvalidRequest):
+            if self._in_a_row >= FAILURES_IN_A_ROW:
+                if isinstance(error, InvalidRequest):
+                    raise InvalidRequest(f"{where}: {error}", error.field) from error
                 raise
         else:
             self.counts["played"] += 1
@@ -109,7 +118,7 @@ class Worker:
         return await loop.run_in_executor(self._threads, self._rollout, episode.task, episode.policy)
 
     async def _give_back(self, episode: Episode, error: Exception) -> None:
-        reason = "".join(traceback.format_exception_only(error)).strip()
+        reason = "".join(traceback.format_exception_only(error)).strip() + place_of(error)
         try:
             await self._client.abort_episode(episode, reason)
         except Conflict:  # it has been given to another worker already

@@ -10,15 +10,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Self
 
-from rich.console import Console as RichConsole
 from rich.console import Group, RenderableType
 from rich.live import Live
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
 from palestra.cluster.situation import STALLED_SECONDS, PlainLines, describe, situation_of
 from palestra.config import JobConfig
 from palestra.schemas.states import TurnState
+from palestra.terminal import TerminalConsole
 
 if TYPE_CHECKING:
     from palestra.cluster.local import LocalJob
@@ -38,7 +39,7 @@ class Console:
         """`file` gets the lines instead of standard output; `notes` are the first of them."""
         self._notes = notes
         self._config = config
-        self._out = RichConsole(quiet=quiet, highlight=False, soft_wrap=True, file=file)
+        self._out = TerminalConsole(quiet=quiet, highlight=False, soft_wrap=True, file=file)
         self._bars = Progress(
             BarColumn(bar_width=30),
             MofNCompleteColumn(),
@@ -87,6 +88,8 @@ class Console:
             self._say(f"before training: {_validation(data)}")
         elif kind == "step" and data["step"]:
             self._say(self._step_line(data))
+        elif kind == "warning":
+            self._say(f"[yellow]warning:[/] {escape(data['text'])}")
 
     def finished(self, state: str, checkpoint: Path | None) -> None:
         """The job is over, or was stopped."""

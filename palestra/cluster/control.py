@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from palestra.cluster.local import listen, served, url_of
 from palestra.cluster.ray_cluster import LocalRay, connect, stop_local
 from palestra.errors import ConfigError
+from palestra.gateway.http_server import listen, served, url_of
 from palestra.scheduler.administration import Administration
 from palestra.scheduler.api import ControlPlane, create_control_app
 from palestra.scheduler.control_store import ControlStore
@@ -21,6 +21,7 @@ from palestra.scheduler.identity import Identities
 from palestra.scheduler.keys import NewKey
 from palestra.scheduler.limits import RequestRates
 from palestra.scheduler.placement import Policy
+from palestra.scheduler.rules import Rules
 from palestra.scheduler.scheduler import Scheduler
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -37,6 +38,8 @@ class ServeOptions:
     ray_address: str | None = None  # None: a local cluster
     local: LocalRay = field(default_factory=LocalRay)
     without_keys: bool = False
+    rules: Rules = field(default_factory=Rules)  # caps of configurations, and models
+    pass_env: tuple[str, ...] = ()  # variables that jobs have beside those of `job_environment`
     new_admin_key: bool = False  # for an operator who has lost all keys of the first admin
 
 
@@ -65,23 +68,24 @@ async def control_plane(options: ServeOptions) -> AsyncIterator[ServedControlPla
         listener = stack.enter_context(listen(options.host, options.port))
         url = options.database or f"sqlite:///{options.state_dir.resolve() / 'control.db'}"
         store = stack.enter_context(ControlStore(url))
-        await asyncio.to_thread(connect, options.ray_address, options.state_dir, options.local)
+        await asyncio.to_thread(connect, options.ray_address, options.state_dir, options.local, options.pass_env)
         from palestra.cluster.ray_servers import RayServers  # imports ray, which reads its environment then
 
         here = options.ray_address is None and options.host in LOOPBACK
-        launcher = RayServers("127.0.0.1" if here else None)
+        launcher = RayServers("127.0.0.1" if here else None, options.pass_env)
         identities = Identities(store)
         administration = Administration(store, identities)
         first = await administration.first_start()
         if first is None and options.new_admin_key:
             first = await administration.recover()
-        scheduler = Scheduler(store, launcher, options.state_dir.resolve() / "jobs", Policy())
+        scheduler = Scheduler(store, launcher, options.state_dir.resolve() / "jobs", Policy(), rules=options.rules)
         plane = ControlPlane(
             scheduler=scheduler,
             store=store,
             identities=identities,
             administration=administration,
             rates=RequestRates(store.clock),
+            rules=options.rules,
             without_keys=options.without_keys,
         )
         scheduling = asyncio.create_task(scheduler.run())

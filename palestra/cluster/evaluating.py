@@ -14,9 +14,10 @@ from rich.text import Text
 
 from palestra.client.worker import Rollout
 from palestra.cluster.console import Console
+from palestra.cluster.foreground import Interrupts, run
 from palestra.cluster.job_thread import JobThread
 from palestra.cluster.tasks import task_of
-from palestra.cluster.training import Rollouts, play_until_over, run
+from palestra.cluster.training import Rollouts, play_until_over
 from palestra.config import JobConfig
 from palestra.ledger.browsing import browse, list_episodes
 from palestra.rollout import Play
@@ -108,7 +109,7 @@ def evaluate_model(
         console = _Console(config, quiet=quiet)
         play = what if isinstance(what, Play) else None
         thread = JobThread(config, console, play, scored=scored)
-        with console:
+        with console, Interrupts(thread.stop):  # what was scored until then is returned, and said to be incomplete
             run(play_until_over(thread, Rollouts(None if isinstance(what, Play) else what, (), (), concurrency)))
             result = thread.result()
         with browse(run_dir / "run.db") as connection:

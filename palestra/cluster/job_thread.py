@@ -15,13 +15,16 @@ from palestra.cluster.local import LocalJob, local_job, run_on_uvloop
 from palestra.config import JobConfig
 from palestra.rollout import Play
 from palestra.schemas.records import Task
+from palestra.trainer.checkpoint import newest_path
+
+OWN_WORKER = "palestra-train"  # plays a user's rollout function in the job's process, and ends with it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainResult:
     """What a training run left behind."""
 
-    state: str  # "completed", or "running" where it was stopped before its last step
+    state: str  # "completed"; "running" where it was stopped before all was done, which `train` does not return
     run_dir: Path
     metrics: list[dict[str, float]]  # the rows of metrics.jsonl
     checkpoint: Path | None  # loads in transformers; None if none was written
@@ -31,12 +34,20 @@ class JobThread:
     """The job in a thread with an event loop of its own, where no rollout function of the user can hold it up."""
 
     def __init__(
-        self, config: JobConfig, console: Console, play: Play | None = None, scored: Sequence[Task] | None = None
+        self,
+        config: JobConfig,
+        console: Console,
+        play: Play | None = None,
+        *,
+        weights: str | None = None,
+        scored: Sequence[Task] | None = None,
     ) -> None:
-        """`scored`: see `local_job`."""
-        self._config, self._console, self._play, self._scored = config, console, play, scored
+        """`play`, `weights` and `scored`: see `local_job`."""
+        self._config, self._console, self._play = config, console, play
+        self._weights, self._scored = weights, scored
         self._job: LocalJob | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping = False
         self._result: TrainResult | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._main, name="palestra-server", daemon=True)
@@ -58,11 +69,27 @@ class JobThread:
         assert job is not None
         return job
 
-    def stop(self) -> None:
-        """Ask the job to end."""
-        if self._loop is not None and self._job is not None:
-            with contextlib.suppress(RuntimeError):  # it has ended
-                self._loop.call_soon_threadsafe(self._job.stop)
+    def stop(self) -> bool:
+        """Ask the job to end. Return False where it does not listen yet: it ends as soon as it would."""
+        self._stopping = True  # first: the job looks at it when it is there
+        if self._loop is None or self._job is None:
+            return False
+        with contextlib.suppress(RuntimeError):  # it has ended
+            self._loop.call_soon_threadsafe(self._job.stop)
+        return True
+
+    async def answer(self) -> None:
+        """Return when the job's event loop has done what it was asked before, or has ended."""
+        answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if self._loop is None:
+            return
+        ended = asyncio.ensure_future(self.ended.wait())
+        try:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(_from_other_thread(answered), None)
+                await asyncio.wait((answered, ended), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ended.cancel()
 
     def result(self) -> TrainResult:
         """Wait for the end.
@@ -87,8 +114,13 @@ class JobThread:
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
-        async with local_job(self._config, self._console.report, self._play, self._scored) as job:
+        async with local_job(
+            self._config, self._console.report, self._play, weights=self._weights, scored=self._scored
+        ) as job:
+            await _give_back_of_before(job)
             self._job = job
+            if self._stopping:
+                job.stop()
             self._console.ready(job)
             self._ready(job)
             try:
@@ -99,8 +131,16 @@ class JobThread:
                 state=job.progress.state.value,
                 run_dir=job.folder.path,
                 metrics=await job.plane.store.metrics(),
-                checkpoint=max(job.folder.checkpoints.glob("step-*"), default=None),
+                checkpoint=newest_path(job.folder.checkpoints),
             )
+
+
+async def _give_back_of_before(job: LocalJob) -> None:
+    """Give back what the process before this one was playing with a rollout function: it need not wait for a lease."""
+    store = job.plane.store
+    for episode in await store.claimed_by(OWN_WORKER):
+        reason = "cancelled: the job was started anew"
+        await store.abort(episode.episode_id, episode.fence, reason, discard=False, counts=False)
 
 
 def _from_other_thread(target: asyncio.Future[Any] | asyncio.Event) -> Callable[[Any], None]:

@@ -7,20 +7,14 @@ import contextlib
 import gc
 import logging
 import os
-import secrets
 import signal
-import socket
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from itertools import count
-from pathlib import Path
 from typing import Any, TypeVar
 
-import uvicorn
 import uvloop
-from fastapi import FastAPI
 
 from palestra.client.protocol import LONGEST_PAUSE_SECONDS
 from palestra.cluster.parts import build_parts
@@ -31,9 +25,11 @@ from palestra.cluster.tasks import load_tasks, read_files
 from palestra.config import JobConfig
 from palestra.envs import ConcurrentEnvironment
 from palestra.envs.catalog import catalog_entry
-from palestra.errors import ConfigError, EngineFailure, PalestraError
+from palestra.errors import EngineFailure, PalestraError, StoreError
 from palestra.faults import fault_point
 from palestra.gateway import DataPlane, KeyRing, create_app
+from palestra.gateway.http_server import listen, served, url_of
+from palestra.gateway.key_files import API_KEY, SecretFile, write_private
 from palestra.learner import Learner, RunFolder
 from palestra.ledger import RunStore
 from palestra.rollout import Play, RolloutSyncLock, Runner, RunnerPool
@@ -48,7 +44,6 @@ log = logging.getLogger("palestra")
 T = TypeVar("T")
 MOST_AT_ONCE = 256  # episodes, unless the job says otherwise
 LINGER_SECONDS = 10.0  # how long workers may take to hear that the job is over
-BACKLOG = 4096
 RETURN_SECONDS = LONGEST_PAUSE_SECONDS + 0.5  # after a restart, all workers of before have tried again by then
 Report = Callable[[str, dict[str, Any]], None]
 
@@ -103,7 +98,7 @@ class LocalJob:
 
     async def _play_and_work(self) -> None:
         """The learner's loop, beside it the runners, if there are any, and the engine; whoever fails ends all."""
-        parts: list[Coroutine[Any, Any, None]] = [self._work.run(), self._engine_failed()]
+        parts: list[Coroutine[Any, Any, None]] = [self._work.run(), self._engine_failed(), self._store_lost()]
         if self._pool is not None:
             parts.append(self._pool.run())
         tasks = [asyncio.ensure_future(part) for part in parts]
@@ -120,9 +115,16 @@ class LocalJob:
         """Without it every call would fail, and the job would wait for episodes for ever."""
         raise EngineFailure(await self._engine.failure())
 
+    async def _store_lost(self) -> None:
+        """Fail the job whose file was deleted: what it is told would be lost."""
+        raise await self.plane.store.lost()
+
     async def _failed(self, error: PalestraError) -> None:
         try:
             await self.plane.store.add_event("failed", {"reason": str(error)})  # first: who follows hears the reason
+        except StoreError as unrecorded:  # a full disk, perhaps, or the very reason why it failed
+            if str(unrecorded) != str(error):
+                log.error("why the job failed could not be recorded: %s", unrecorded)
         finally:
             if not self.progress.over:
                 self.progress.move(JobState.FAILED, str(error))
@@ -139,12 +141,21 @@ class LocalJob:
 
 @asynccontextmanager
 async def local_job(
-    config: JobConfig, report: Report, play: Play | None = None, scored: Sequence[Task] | None = None
+    config: JobConfig,
+    report: Report,
+    play: Play | None = None,
+    *,
+    weights: str | None = None,
+    scored: Sequence[Task] | None = None,
 ) -> AsyncIterator[LocalJob]:
     """Open a job and serve its data plane; nothing is trained until `run` is called, and nothing in an inference job.
 
-    `play` is what this process plays itself; None: what `config.environment` names, or nothing. `scored`: the model
-    is only scored, once on each of these tasks.
+    Args:
+        config: the job.
+        report: is given every event of the job, with its data.
+        play: what this process plays itself; None: what `config.environment` names, or nothing.
+        weights: a folder that the model is loaded from, in the place of what the policy's `model` names.
+        scored: tasks on each of which the model is only scored, once. None: the job is what its configuration says.
 
     Raises:
         ConfigError: the port is in use, the folder belongs to a running job, or the configuration can't be met.
@@ -158,7 +169,9 @@ async def local_job(
         folder = RunFolder(config.folder)
         listener = stack.enter_context(listen(config.server.host, config.server.port))
         trained = config if scored is None else config.model_copy(update={"kind": "inference"})  # else: no trainer
-        parts = await in_thread(lambda: build_parts(trained))  # not in a pool's: see there
+        parts = await in_thread(lambda: build_parts(trained, weights))  # not in a pool's: see there
+        if parts.max_context is not None:
+            config = config.with_max_context(parts.max_context)
         if resumed:
             await parts.engine.pause()  # until the learner has given it the weights that the run had come to
         store = stack.enter_context(RunStore(folder.store, config.rollout, config.store))
@@ -173,6 +186,7 @@ async def local_job(
                 engine=parts.engine,
                 stop_ids=frozenset(parts.renderer.get_stop_token_ids()),
                 decode=parts.decode,
+                grammars=parts.grammars,
             )
             context = SessionContext(
                 store=store,
@@ -184,9 +198,10 @@ async def local_job(
                     whitespace=config.rollout.stripped_whitespace == "keep",
                 ),
             )
+            stack.callback(context.pool.close)
             progress = JobProgress(job=config.name, steps=config.steps, run_dir=str(folder.path))
-            keys = KeyRing(_secret(folder.path), config.name, os.environ.get("PALESTRA_API_KEY"))
-            _write_private(folder.path / "api_key", keys.job_key + "\n")
+            keys = KeyRing(SecretFile(folder.path).current, config.name, os.environ.get("PALESTRA_API_KEY"))
+            write_private(folder.path / API_KEY, keys.job_key)
             plane = DataPlane(
                 config=config,
                 store=store,
@@ -203,11 +218,12 @@ async def local_job(
                 work = Serving(config, store, folder, progress, report, context.counts)
             else:
                 work = Learner(config, store, parts.trainer, parts.engine, folder, progress, report, lock)
-            async with served(create_app(plane), listener, plane.stop), _watched(store, progress):
+            async with served(create_app(plane), listener, plane.stop, plane.connections), _watched(store, progress):
                 start.succeeded = True
                 yield LocalJob(work, plane, parts.engine, url_of(listener), folder, resumed, pool)
         finally:
             await parts.engine.close()
+            parts.grammars.close()
             if parts.trainer is not None:
                 await parts.trainer.close()
 
@@ -239,109 +255,6 @@ def _runners(
         progress=progress.rollouts,
     )
     return pool, lock
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens.
-
-    Raises:
-        ConfigError: the address is in use, or none of this machine's.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen(BACKLOG)  # at once: until one listens, two servers can have the same address
-        except OSError:
-            listener.close()
-            raise
-    except OSError as error:
-        raise ConfigError(
-            f"{host}:{port} can't be listened on ({error.strerror or error}); set server.port, or 0 for any free port"
-        ) from error
-    return listener
-
-
-def url_of(listener: socket.socket) -> str:
-    """Where it listens."""
-    host, port = listener.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
-
-
-def _secret(folder: Path) -> bytes:
-    """What the run's keys are derived from; made once, readable by its owner only."""
-    path = folder / "secret"
-    if not path.exists():
-        _write_private(path, secrets.token_hex(32) + "\n")
-    return bytes.fromhex(path.read_text().strip())
-
-
-def _write_private(path: Path, text: str) -> None:
-    """Write a file whole or not at all, with mode 600."""
-    temporary = path.with_name(f".{path.name}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
-@asynccontextmanager
-async def served(app: FastAPI, listener: socket.socket, stop: Callable[[], None] = lambda: None) -> AsyncIterator[None]:
-    """Serve an application; `stop` is called before its connections are closed."""
-    settings = uvicorn.Config(
-        app,
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        proxy_headers=False,
-        server_header=False,
-        backlog=BACKLOG,
-        timeout_keep_alive=75,
-        timeout_graceful_shutdown=2,
-    )
-    server = _Server(settings)
-    task = asyncio.create_task(server.serve(sockets=[listener]))
-    try:
-        while not (server.started or task.done()):  # uvicorn has no event for it
-            await asyncio.wait((task,), timeout=0.01)
-        yield
-    finally:
-        stop()
-        server.exit()
-        await task
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: the job's owner decides what SIGINT means.
-
-    It looks at the clock once a second, not ten times: where a hundred jobs wait on one machine that is a part of it.
-    """
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self._exit = asyncio.Event()
-
-    def exit(self) -> None:
-        """Close connections and return from `serve`."""
-        self.should_exit = True
-        self._exit.set()
-
-    async def main_loop(self) -> None:
-        """Until `exit`."""
-        ticks = count(0, 10)  # it counts tenths of a second, and makes the header `date` anew at each tenth of them
-        while not await self.on_tick(next(ticks)):
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(1.0):
-                    await self._exit.wait()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leave signals alone."""
-        yield
 
 
 @asynccontextmanager

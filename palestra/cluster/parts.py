@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from palestra.chat import ByteTokenizer, ChatMLRenderer, Renderer, select_renderer
-from palestra.config import JobConfig
+from palestra.config import DEFAULT_CONTEXT, JobConfig
 from palestra.errors import ConfigError
+from palestra.grammars.pool import Grammars
 from palestra.schemas.protocols import Engine, Trainer
 
 
@@ -20,16 +21,22 @@ class Parts:
     trainer: Trainer | None  # None: the model is served, and not trained
     renderer: Renderer
     decode: Callable[[Sequence[int]], str]
+    grammars: Grammars  # of sessions and of the engine
+    max_context: int | None = None  # tokens; None: as it is configured
 
 
-def build_parts(config: JobConfig) -> Parts:
+def build_parts(config: JobConfig, weights: str | None = None) -> Parts:
     """Load the model to sample from, in bf16; and where it is trained a second time, in float32.
+
+    Args:
+        config: the job.
+        weights: a folder, in the place of what the policy's `model` names.
 
     Raises:
         ModelError: missing weights, or an unsupported architecture.
         ConfigError: max_context is more than the model has.
     """
-    return _scripted(config) if config.engine.kind == "scripted" else _embedded(config)
+    return _scripted(config) if config.engine.kind == "scripted" else _embedded(config, weights)
 
 
 def _scripted(config: JobConfig) -> Parts:
@@ -44,53 +51,59 @@ def _scripted(config: JobConfig) -> Parts:
         trainer=RecordingTrainer(config.checkpoint.keep) if config.kind == "training" else None,
         renderer=ChatMLRenderer(tokenizer),
         decode=tokenizer.decode,
+        grammars=Grammars(),
     )
 
 
-def _embedded(config: JobConfig) -> Parts:
+def _embedded(config: JobConfig, weights: str | None) -> Parts:
     import torch
 
     from palestra.inference.embedded import EmbeddedEngine, token_budget
     from palestra.models.causal_lm import load_causal_lm, load_tokenizer
     from palestra.models.devices import device_of
-    from palestra.models.grammar import Grammars
+    from palestra.models.grammar import vocabulary_of
     from palestra.models.memory import keep_heap
 
     keep_heap()
     if config.deterministic:
         torch.use_deterministic_algorithms(True)
     policy = config.policy
-    tokenizer = load_tokenizer(policy.model)
+    model = weights or policy.model
+    tokenizer = load_tokenizer(model)
     renderer = select_renderer(tokenizer, keep_reasoning=config.rollout.dropped_reasoning == "keep")
     sampler = load_causal_lm(
-        policy.model, getattr(torch, config.engine.dtype), device_of(config.engine.device, "engine.device")
+        model, getattr(torch, config.engine.dtype), device_of(config.engine.device, "engine.device")
     )
     longest = getattr(sampler.config, "max_position_embeddings", policy.max_context)
-    if policy.max_context > longest:
+    if policy.max_context > longest and policy.max_context != DEFAULT_CONTEXT:
         raise ConfigError(f"max_context is {policy.max_context} and {policy.model} has {longest} positions")
+    max_context = min(policy.max_context, longest)
     budget = token_budget(sampler, config.engine)
-    if policy.max_context > budget:
+    if max_context > budget:
         raise ConfigError(
-            f"max_context is {policy.max_context} and the keys and values of {budget} tokens fit into the engine's "
+            f"max_context is {max_context} and the keys and values of {budget} tokens fit into the engine's "
             "memory; raise engine.cache_gib, or lower max_context"
         )
+    grammars = Grammars(vocabulary_of(tokenizer, sampler.vocab_size))
     engine = EmbeddedEngine(
         sampler,
         config.policy_name,
         renderer.get_stop_token_ids(),
         config.engine,
         config.deterministic,
-        grammars=Grammars(tokenizer, sampler.vocab_size),
+        grammars=grammars,
     )
     return Parts(
         engine=engine,
-        trainer=_torch_trainer(config, tokenizer) if config.kind == "training" else None,
+        trainer=_torch_trainer(config, model, tokenizer) if config.kind == "training" else None,
         renderer=renderer,
         decode=lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False)),
+        grammars=grammars,
+        max_context=max_context,
     )
 
 
-def _torch_trainer(config: JobConfig, tokenizer: Any) -> Trainer:
+def _torch_trainer(config: JobConfig, model: str, tokenizer: Any) -> Trainer:
     import torch
 
     from palestra.models.causal_lm import load_causal_lm
@@ -99,7 +112,7 @@ def _torch_trainer(config: JobConfig, tokenizer: Any) -> Trainer:
 
     policy = config.policy
     return TorchTrainer(
-        load_causal_lm(policy.model, torch.float32, device_of(config.trainer.device, "trainer.device")),
+        load_causal_lm(model, torch.float32, device_of(config.trainer.device, "trainer.device")),
         tokenizer,
         config.policy_name,
         policy.optimizer,

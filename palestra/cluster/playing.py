@@ -8,8 +8,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from palestra.cluster.foreground import run_cancellable
 from palestra.cluster.local import local_job
-from palestra.cluster.training import run
 from palestra.config import JobConfig
 from palestra.rollout import Outcome, Play, RolloutOrchestrator, Runner
 from palestra.schemas.records import Trajectory
@@ -34,13 +34,14 @@ def play(
 
     Raises:
         PalestraError: the engine can't be started.
+        KeyboardInterrupt, SystemExit: after SIGINT, or SIGTERM (exit code 143); what was played is kept in `run_dir`.
     """
     config = config or JobConfig()
     with TemporaryDirectory(prefix="palestra-") as folder:
         server = config.server.model_copy(update={"port": 0})
         run_dir = Path(folder) if config.run_dir is None else config.run_dir
         job = config.model_copy(update={"kind": "inference", "server": server, "run_dir": run_dir})  # no trainer
-        return run(_play(what, tasks, job, concurrency))
+        return run_cancellable(_play(what, tasks, job, concurrency))
 
 
 async def _play(what: Play, tasks: Sequence[Mapping[str, Any]], config: JobConfig, concurrency: int) -> list[Played]:

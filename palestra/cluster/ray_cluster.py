@@ -12,11 +12,13 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from palestra.cluster.job_environment import job_environment
 from palestra.errors import ConfigError
 
 NAMESPACE = "palestra"
@@ -33,8 +35,14 @@ class LocalRay:
     memory_gib: float | None = None
 
 
-def connect(address: str | None, state_dir: Path, local: LocalRay) -> str:
+def connect(address: str | None, state_dir: Path, local: LocalRay, pass_env: Collection[str] = ()) -> str:
     """Join the cluster at `address`, or the local one that was started before, or start one; returns its address.
+
+    Args:
+        address: of a cluster; None: the local one.
+        state_dir: has what is known of the local one.
+        local: what a local one that is started gives to jobs.
+        pass_env: variables of the operator that its jobs have beside those of `job_environment`.
 
     Raises:
         ConfigError: there is no cluster at the address, or none can be started.
@@ -45,7 +53,7 @@ def connect(address: str | None, state_dir: Path, local: LocalRay) -> str:
     if address is None:
         _use_own_token(state_dir)
         known = _known(state_dir)
-        started, address = known is None, known or _start(state_dir, local)
+        started, address = known is None, known or _start(state_dir, local, pass_env)
     import ray  # reads its environment when it is imported
 
     try:
@@ -94,17 +102,18 @@ def stop_local(state_dir: Path) -> None:
 
 def _use_own_token(state_dir: Path) -> None:
     """The local cluster takes nobody who can't read this file; a cluster that is joined has a token of its own."""
-    path = state_dir / "ray_token"
+    path = state_dir.resolve() / "ray_token"  # Ray has another working directory
     if not path.exists():
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as file:
             file.write(secrets.token_hex(32))
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN_PATH"] = str(path)
+    os.environ.pop("RAY_AUTH_TOKEN", None)  # of another cluster; it would go before the file
 
 
-def _start(state_dir: Path, local: LocalRay) -> str:
-    """`ray start --head` in a process group of its own."""
+def _start(state_dir: Path, local: LocalRay, pass_env: Collection[str]) -> str:
+    """`ray start --head` in a session of its own, with the variables and the folder that its jobs are to have."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -115,9 +124,17 @@ def _start(state_dir: Path, local: LocalRay) -> str:
     if local.memory_gib is not None:
         command.append(f"--memory={int(local.memory_gib * 2**30)}")
     command.append(f"--object-store-memory={128 * 2**20}")  # nothing of a job goes through it
-    log = state_dir / "ray.log"
+    log, work = state_dir / "ray.log", state_dir / "work"
+    work.mkdir(mode=0o700, exist_ok=True)  # empty: nothing is found there by a relative name
     with log.open("ab") as out:
-        head = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+        head = subprocess.Popen(
+            command,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=job_environment(os.environ, pass_env),
+            cwd=work,
+        )
     _write(state_dir, {"address": f"127.0.0.1:{port}", "pid": head.pid, "started": _started(head.pid)})
     try:
         _wait(head, port, log)

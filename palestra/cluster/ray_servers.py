@@ -5,7 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -18,12 +24,23 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from palestra.cluster import memory_watch
+from palestra.cluster.job_environment import limit_environment
 from palestra.cluster.local import collect_seldom
 from palestra.cluster.model_server import ModelServer
 from palestra.cluster.ray_cluster import NAMESPACE, disconnect
 from palestra.errors import MachineGone, PalestraError, RunInUse, ServerFailed
+from palestra.models.memory import MEMORY_VARIABLE
 from palestra.scheduler.fitting import Node
-from palestra.scheduler.launcher import Ended, Ending, Listening, ServerOrder
+from palestra.scheduler.launcher import (
+    ENDED_FILE,
+    LOG_FILE,
+    Ended,
+    Ending,
+    Listening,
+    ServerOrder,
+    ended_text,
+)
 
 log = logging.getLogger("palestra.cluster")
 ROOM_SECONDS = 60.0  # for a machine to have free what is free by our books; it may be gone meanwhile
@@ -31,6 +48,9 @@ NODE_SECONDS = 2.0  # between two looks at whether the machine that was chosen i
 START_SECONDS = 600.0  # a large model takes a while to load
 IN_USE_SECONDS = 5.0  # between two looks at whether another process still runs the job
 PING_SECONDS, PING_LIMIT_SECONDS = 5.0, 30.0  # a server that does not answer for so long is killed
+STUCK_SECONDS = 5.0  # a job that is to end, and whose event loop does nothing for so long, is killed
+WORK = "work"  # in a job's folder: the working directory of its process, in which there is nothing to be found by name
+WATCH = Path(memory_watch.__file__)
 GIB = 2**30
 PREFIX = "palestra-"  # of names in the cluster
 
@@ -38,9 +58,13 @@ PREFIX = "palestra-"  # of names in the cluster
 class RayServers:
     """Implements `Launcher`."""
 
-    def __init__(self, host: str | None = None) -> None:
-        """`host`: what data planes listen on; None: their machine's address in the cluster."""
-        self._host = host
+    def __init__(self, host: str | None = None, pass_env: Collection[str] = ()) -> None:
+        """Args:
+        host: what data planes listen on; None: their machine's address in the cluster.
+        pass_env: variables of the operator that jobs have beside those of `job_environment`.
+        """
+        self._host, self._pass_env = host, tuple(pass_env)
+        self._stuck: set[str] = set()  # jobs that were killed because they did not answer when they were to end
 
     async def nodes(self) -> list[Node]:
         """See `Launcher`."""
@@ -91,7 +115,8 @@ class RayServers:
                         memory=memory or None,
                         max_concurrency=16,
                         scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
-                    ).remote
+                    ).remote,
+                    self._pass_env,
                 )
                 listening = await _listening(actor, order, self._host)
         except BaseException as error:
@@ -128,13 +153,17 @@ class RayServers:
         if actor is None:
             return Ended(ending=Ending.LOST, reason="the model server is gone")
         waiting = asyncio.ensure_future(_result(actor))
-        pinging = asyncio.ensure_future(_until_silent(actor))
+        pinging = asyncio.ensure_future(_until_silent(actor.ping.remote, PING_SECONDS, PING_LIMIT_SECONDS))
         try:
             await asyncio.wait((waiting, pinging), return_when=asyncio.FIRST_COMPLETED)
             if not waiting.done():
                 return Ended(ending=Ending.LOST, reason=f"it did not answer for {PING_LIMIT_SECONDS:g} s")
-            return waiting.result()
+            ended = waiting.result()
+            if job_id in self._stuck and ended.ending is Ending.LOST:
+                return Ended(ending=Ending.LOST, reason=f"it did not answer for {STUCK_SECONDS:g} s and was killed")
+            return ended
         finally:
+            self._stuck.discard(job_id)
             for task in (waiting, pinging):
                 task.cancel()
             if not asyncio.current_task().cancelling():  # type: ignore[union-attr]  # else it goes on
@@ -143,11 +172,8 @@ class RayServers:
     async def stop(self, job_id: str, grace_seconds: float) -> None:
         """See `Launcher`."""
         actor = await _actor(job_id)
-        if actor is not None and grace_seconds > 0:
-            with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
-                async with asyncio.timeout(grace_seconds):
-                    await actor.stop.remote()
-                    await actor.ended.remote()
+        if actor is not None and grace_seconds > 0 and not await _stopped(actor, grace_seconds):
+            self._stuck.add(job_id)
         await self._clear(job_id)
 
     async def close(self) -> None:
@@ -164,17 +190,22 @@ class RayServers:
 
 
 class _Actor:
-    """`ModelServer` in a process of its own."""
+    """`ModelServer` in a process of its own, which has the variables, the folder and the memory of a job."""
 
-    def __init__(self) -> None:
+    def __init__(self, pass_env: Collection[str]) -> None:
+        limit_environment(os.environ, pass_env)
         collect_seldom()
         self._server = ModelServer()
 
-    async def start(self, config: dict[str, Any], folder: str, host: str | None) -> Listening:
+    async def start(self, order: ServerOrder, host: str | None) -> Listening:
         here: str = host or ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        work = order.folder / WORK
+        work.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.chdir(work)
+        _limit_memory(order)
         while True:
             try:
-                return _at(await self._server.start(config, folder, here))
+                return _at(await self._server.start(order.config, str(order.folder), here, order.weights))
             except RunInUse:  # a server of a machine that Ray has given up lives on; two must not write one run
                 await asyncio.sleep(IN_USE_SECONDS)
 
@@ -188,8 +219,32 @@ class _Actor:
     async def stop(self) -> None:
         await self._server.stop()
 
+    async def answer(self) -> None:
+        await self._server.answer()
+
     async def ping(self) -> None:
         await self._server.ping()
+
+
+def _limit_memory(order: ServerOrder) -> None:
+    """Have this process and its children ended when they use more memory than the job may; see `memory_watch`."""
+    limit, asked = order.memory_gib, order.resources.memory_gib
+    if limit is None:
+        return
+    os.environ[MEMORY_VARIABLE] = f"{limit:g}"
+    remedy = "submit it with more --memory-gib, or make it smaller (docs/operations.md)"
+    why = f"it asked for {asked:g} GiB" if asked else f"it asked for none, and its share of the node is {limit:.3g} GiB"
+    reason = f"out of memory: its processes had {memory_watch.USED} GiB, and {why}; {remedy}"
+    text = ended_text(Ended(ending=Ending.FAILED, reason=reason))
+    command = [sys.executable, "-I", "-S", str(WATCH), str(os.getpid()), str(int(limit * GIB))]
+    command += [str(order.folder / ENDED_FILE), text, str(order.folder / LOG_FILE)]
+
+    def keep_watching() -> None:
+        while True:  # a watcher that was killed, when the machine was short of memory perhaps, is started again
+            subprocess.run(command, check=False)
+            time.sleep(1.0)
+
+    threading.Thread(target=keep_watching, name="palestra-memory", daemon=True).start()
 
 
 def _at(url: str) -> Listening:
@@ -270,9 +325,9 @@ async def _listening(actor: Any, order: ServerOrder, host: str | None) -> Listen
     async def until_silent() -> None:
         with contextlib.suppress(ray.exceptions.RayError):  # `start` says the same
             await actor.ping.remote()  # when there is a process, which may take as long as it likes
-        await _until_silent(actor)
+        await _until_silent(actor.ping.remote, PING_SECONDS, PING_LIMIT_SECONDS)
 
-    starting = asyncio.ensure_future(_awaited(actor.start.remote(order.config, str(order.folder), host)))
+    starting = asyncio.ensure_future(_awaited(actor.start.remote(order, host)))
     pinging = asyncio.ensure_future(until_silent())
     try:
         await asyncio.wait((starting, pinging), return_when=asyncio.FIRST_COMPLETED)
@@ -285,29 +340,47 @@ async def _listening(actor: Any, order: ServerOrder, host: str | None) -> Listen
         pinging.cancel()
 
 
-async def _until_silent(actor: Any) -> None:
-    """Return when it has not answered for long; its death is noticed elsewhere, at once.
+async def _stopped(actor: Any, grace_seconds: float) -> bool:
+    """Ask a job to save and end, and wait until it has; False where it does not answer meanwhile, or takes too long."""
+    ending = asyncio.ensure_future(_end(actor))
+    silence = asyncio.ensure_future(_until_silent(actor.answer.remote, STUCK_SECONDS / 5, STUCK_SECONDS))
+    try:
+        await asyncio.wait((ending, silence), timeout=grace_seconds, return_when=asyncio.FIRST_COMPLETED)
+        return ending.done()
+    finally:
+        for task in (ending, silence):
+            task.cancel()
+
+
+async def _end(actor: Any) -> None:
+    with contextlib.suppress(ray.exceptions.RayError):  # it is gone
+        await actor.stop.remote()
+        await actor.ended.remote()
+
+
+async def _until_silent(ping: Callable[[], Any], every_seconds: float, limit_seconds: float) -> None:
+    """Return when a server has not answered `ping` for `limit_seconds`; its death is noticed elsewhere, at once.
 
     Silence is counted in waits, not by the clock: while this process itself stands still, it hears nobody.
     """
-    silent_seconds, ping = 0.0, None
+    silent_seconds, asked = 0.0, None
     try:
-        while silent_seconds < PING_LIMIT_SECONDS:
-            ping = ping or asyncio.ensure_future(_awaited(actor.ping.remote()))
-            await asyncio.wait({ping}, timeout=PING_SECONDS)
-            if not ping.done():
-                silent_seconds += PING_SECONDS
+        while silent_seconds < limit_seconds:
+            asked = asked or asyncio.ensure_future(_awaited(ping()))
+            await asyncio.wait({asked}, timeout=every_seconds)
+            if not asked.done():
+                silent_seconds += every_seconds
                 continue
             try:
-                ping.result()
+                asked.result()
                 silent_seconds = 0.0
             except ray.exceptions.RayError:
-                silent_seconds += PING_SECONDS
-            ping = None
-            await asyncio.sleep(PING_SECONDS)
+                silent_seconds += every_seconds
+            asked = None
+            await asyncio.sleep(every_seconds)
     finally:
-        if ping is not None:
-            ping.cancel()
+        if asked is not None:
+            asked.cancel()
 
 
 def _first_line(error: Exception) -> str:

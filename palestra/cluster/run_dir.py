@@ -13,7 +13,7 @@ from palestra.config import JobConfig
 from palestra.errors import ConfigError, RunInUse
 
 LOCK = ".lock"
-MADE_BY_A_START = (LOCK, "secret", ".secret", "api_key", ".api_key", "run.db", "run.db-wal", "run.db-shm")
+MADE_BY_A_START = (LOCK, "secret", "api_key", "run.db", "run.db-wal", "run.db-shm")
 
 
 def resolve_run_dir(config: JobConfig, resume: bool, say: Callable[[str], None] = lambda text: None) -> JobConfig:
@@ -92,7 +92,7 @@ def _locked(folder: Path) -> IO[str]:
     """The lock file of a run, locked."""
     while True:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # a run has its users' prompts
             lock: IO[str] = (folder / LOCK).open("w")
         except FileNotFoundError:  # a start that failed has just removed the folder
             continue
@@ -100,9 +100,12 @@ def _locked(folder: Path) -> IO[str]:
             raise ConfigError(f"{folder} can't be used as a run's folder: {error.strerror}") from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             lock.close()
             raise RunInUse(f"another process is running the job in {folder}") from error
+        except OSError as error:
+            lock.close()
+            raise ConfigError(f"{folder} can't be used as a run's folder: {error.strerror}") from error
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(lock.fileno()), (folder / LOCK).stat()):
                 return lock

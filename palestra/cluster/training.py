@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
-import threading
-from collections.abc import Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from palestra.client import AsyncClient, Worker
+from palestra.client.protocol import push_calls
 from palestra.client.worker import Rollout
 from palestra.cluster.console import Console
-from palestra.cluster.job_thread import JobThread, TrainResult
+from palestra.cluster.foreground import Interrupts, run
+from palestra.cluster.job_thread import OWN_WORKER, JobThread, TrainResult
 from palestra.cluster.run_dir import resolve_run_dir
 from palestra.config import JobConfig
 from palestra.errors import ConfigError
 from palestra.rollout import Play
 
 Tasks = Sequence[Mapping[str, Any]]
-T = TypeVar("T")
 
 
 def train(
@@ -54,8 +52,40 @@ def train(
 
     Raises:
         ConfigError: nothing says what is played, or both `rollout` and the configuration do.
+        InvalidRequest: a task is no JSON object.
         PalestraError: the job failed; the message says why and what to do.
+        KeyboardInterrupt: after Ctrl-C. The step that was being trained is finished, the run is saved, and `resume`
+            goes on with it. A second Ctrl-C does not wait for that.
+        SystemExit: after SIGTERM, likewise; the exit code is 143.
     """
+    result, interrupts = train_until_stopped(
+        rollout,
+        tasks,
+        config,
+        validation_tasks=validation_tasks,
+        concurrency=concurrency,
+        resume=resume,
+        quiet=quiet,
+    )
+    interrupts.raise_received(
+        f"training is {result.state} and saved; go on with resume=True (the run is in {result.run_dir})"
+    )
+    return result
+
+
+def train_until_stopped(
+    rollout: Rollout | Play | None,
+    tasks: Tasks,
+    config: JobConfig | None,
+    *,
+    validation_tasks: Tasks = (),
+    concurrency: int | None = None,
+    resume: bool = False,
+    quiet: bool = False,
+) -> tuple[TrainResult, Interrupts]:
+    """Train as `train` does, and return where the run stands, and the signal that stopped it, if one did."""
+    for _ in push_calls({"validation": validation_tasks, "train": tasks}):
+        pass  # what is wrong with a task is said before the model is loaded
     config = _checked(config or JobConfig(), rollout, tasks)
     notes: list[str] = []
     config = resolve_run_dir(config, resume, notes.append)
@@ -67,11 +97,11 @@ def train(
     play = rollout if isinstance(rollout, Play) else None
     function = None if isinstance(rollout, Play) else rollout
     server = JobThread(config, console, play)
-    with console:
+    with console, Interrupts(server.stop) as interrupts:
         run(play_until_over(server, Rollouts(function, list(tasks), list(validation_tasks), playing)))
         result = server.result()
         console.finished(result.state, result.checkpoint)
-    return result
+    return result, interrupts
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +132,8 @@ def _checked(config: JobConfig, rollout: Rollout | Play | None, tasks: Tasks) ->
 async def play_until_over(server: JobThread, user: Rollouts) -> None:
     """Push the tasks and play episodes until the job is over, or has been stopped."""
     job = await server.start()
-    loop = asyncio.get_running_loop()
-    handled = threading.current_thread() is threading.main_thread()
-    for number in (signal.SIGINT, signal.SIGTERM) if handled else ():
-        loop.add_signal_handler(number, server.stop)
     try:
-        async with AsyncClient(job.url, job.api_key, worker_id="train") as client:
+        async with AsyncClient(job.url, job.api_key, worker_id=OWN_WORKER) as client:
             if user.tasks:
                 await client.push_tasks(user.tasks, user.validation_tasks)
             if user.rollout is None:
@@ -122,16 +148,4 @@ async def play_until_over(server: JobThread, user: Rollouts) -> None:
             with contextlib.suppress(asyncio.CancelledError):
                 await playing
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM) if handled else ():
-            loop.remove_signal_handler(number)
         server.stop()
-
-
-def run(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine here, or in a thread of its own where an event loop is running (a notebook)."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(work)
-    with ThreadPoolExecutor(1, "palestra-train") as thread:
-        return thread.submit(asyncio.run, work).result()

@@ -1,6 +1,7 @@
 """What a job is: typed, checked, without torch. `JobConfig` is the root; `load_config` reads it from TOML."""
 
 from palestra.config.job import (
+    DEFAULT_CONTEXT,
     SMOLLM2,
     TINY,
     AlgorithmConfig,
@@ -22,6 +23,7 @@ from palestra.config.job import (
 from palestra.config.loading import UNSET, dump_config, load_config, parse_config
 
 __all__ = [
+    "DEFAULT_CONTEXT",
     "SMOLLM2",
     "TINY",
     "UNSET",

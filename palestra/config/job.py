@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic._internal._model_construction import ModelMetaclass  # of BaseModel; pydantic exports it nowhere else
+
+from palestra.config.explaining import explain
+from palestra.errors import ConfigError
 
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -15,10 +19,28 @@ Identifier = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 
 JobKind = Literal["training", "inference"]
 
+DEFAULT_CONTEXT = 4096
 SMOLLM2, TINY = "SmolLM2-135M-Instruct", "tiny-random"  # models that need no hub
 
 
-class Section(BaseModel):
+class _InWords(ModelMetaclass):
+    """Makes a section that is written in Python say what is wrong with it as one that is read from TOML does."""
+
+    if not TYPE_CHECKING:  # the fields are what a type checker is to look at
+
+        def __call__(cls, *args: Any, **values: Any) -> Any:
+            """Make a section.
+
+            Raises:
+                ConfigError: an unknown key, or a value out of range.
+            """
+            try:
+                return super().__call__(*args, **values)
+            except ValidationError as error:
+                raise ConfigError(f"{cls.__name__}: {explain(error, cls)}") from None
+
+
+class Section(BaseModel, metaclass=_InWords):
     """Base of all parts: unknown keys are errors, values can't be changed after the check."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -36,9 +58,14 @@ class OptimizerConfig(Section):
 
     learning_rate: float = Field(2e-5, gt=0, description="Peak learning rate.")
     schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="Learning rate after warm-up: constant, or falling to zero at the last step."
+        "constant",
+        description="Learning rate after warm-up: constant, or falling from the peak, in a line or half a cosine wave, "
+        "to a zero that it would reach one step after the last, as in transformers. The last of `n` steps after "
+        "warm-up still trains: with 1/n of the peak where it falls in a line.",
     )
-    warmup_steps: int = Field(0, ge=0, description="Steps over which the learning rate grows linearly from 0.")
+    warmup_steps: int = Field(
+        0, ge=0, description="Steps over which the learning rate grows in a line; the first has 1/warmup_steps of it."
+    )
     betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW's decay rates.")
     epsilon: float = Field(1e-8, gt=0, description="AdamW's epsilon.")
     weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay; not of norms and biases.")
@@ -54,7 +81,11 @@ class PolicyConfig(Section):
         description="`SmolLM2-135M-Instruct` (from a Python package), `tiny-random` (made on the spot), "
         "or a Hugging Face folder or name.",
     )
-    max_context: Positive = Field(4096, description="Most tokens of prompt and reply together.")
+    max_context: Positive = Field(
+        DEFAULT_CONTEXT,
+        description=f"Most tokens of prompt and reply together. {DEFAULT_CONTEXT}, the default, stands for what the "
+        "model has where that is less; any other number that is more than the model has is refused.",
+    )
     sampling: SamplingConfig = SamplingConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
 
@@ -152,6 +183,11 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> RolloutConfig:
+        if self.group_size == 1 and "min_group_size" not in self.model_fields_set:
+            raise ValueError(
+                "group_size is 1, and GRPO compares the episodes of a group with one another, so it needs at least 2; "
+                "more learn faster (8 is the default)"
+            )
         if self.min_group_size > self.group_size:
             raise ValueError("min_group_size is larger than group_size")
         if self.lease_seconds > self.max_lease_seconds:
@@ -334,6 +370,11 @@ class JobConfig(Section):
     def policy(self) -> PolicyConfig:
         """The one policy."""
         return self.policies[self.policy_name]
+
+    def with_max_context(self, max_context: int) -> JobConfig:
+        """Return the job with this many tokens of context for its policy."""
+        policy = self.policy.model_copy(update={"max_context": max_context})
+        return self.model_copy(update={"policies": {self.policy_name: policy}})
 
     def digest(self) -> str:
         """Hash of all that decides what is trained; a run can't be resumed with another one.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, Final, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from palestra.config.explaining import explain
 from palestra.config.job import JobConfig
 from palestra.errors import ConfigError
 
@@ -61,7 +61,7 @@ def parse_config(
     try:
         return JobConfig.model_validate(merged)
     except ValidationError as error:
-        raise ConfigError(f"{source}: {_explain(error)}") from error
+        raise ConfigError(f"{source}: {explain(error, JobConfig)}") from error
 
 
 def dump_config(config: JobConfig) -> str:
@@ -96,19 +96,6 @@ def _literal(value: Any) -> str:
     return repr(value)
 
 
-def _explain(error: ValidationError) -> str:
-    first = error.errors()[0]
-    place = tuple(first["loc"])
-    dotted = ".".join(map(str, place))
-    if first["type"] == "extra_forbidden":
-        known = _known_keys(place[:-1])
-        near = difflib.get_close_matches(str(place[-1]), known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"known keys here: {', '.join(known)}"
-        return f"unknown key {dotted!r}; {hint}"
-    message = first["msg"].removeprefix("Value error, ")
-    return f"{dotted}: {message}" if dotted else message
-
-
 def _is_known(path: tuple[str, ...]) -> bool:
     """Whether a dotted key can be set; what is inside a table of free keys always can."""
     annotation: Any = JobConfig
@@ -122,17 +109,3 @@ def _is_known(path: tuple[str, ...]) -> bool:
         else:
             return False
     return True
-
-
-def _known_keys(path: tuple[int | str, ...]) -> list[str]:
-    """The fields of the section at `path`, walking through `dict[str, Section]`."""
-    model: type[BaseModel] = JobConfig
-    steps = iter(path)
-    for step in steps:
-        annotation = model.model_fields[str(step)].annotation
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            model = annotation
-        else:
-            model = next(a for a in get_args(annotation) if isinstance(a, type) and issubclass(a, BaseModel))
-            next(steps, None)
-    return list(model.model_fields)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from palestra.errors import EnvironmentMistake
+from palestra.errors import EnvironmentMistake, NotScored
 
 RewardFunction = Callable[[Mapping[str, Any], str], float]
 
@@ -39,11 +39,14 @@ def finite_reward(function: Callable[..., Any], value: Any) -> float:
     """What a reward function returned.
 
     Raises:
+        NotScored: it is None.
         EnvironmentMistake: it is no number, or not a finite one.
     """
+    if value is None:
+        raise NotScored(f"{function.__name__} returned None")
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError):
         raise EnvironmentMistake(f"{function.__name__} returned {value!r}, which is no reward") from None
     if not math.isfinite(number):
         raise EnvironmentMistake(f"{function.__name__} returned {number}, and a reward is finite")

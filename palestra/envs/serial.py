@@ -7,7 +7,7 @@ from typing import Any
 
 from palestra.envs.concurrent import ConcurrentEnvironment
 from palestra.envs.environment import Environment
-from palestra.errors import EnvironmentMistake
+from palestra.errors import EnvironmentMistake, NotScored
 from palestra.schemas.clock import Clock
 from palestra.schemas.messages import ChatMessage, text_message
 from palestra.schemas.observations import Observation
@@ -84,6 +84,7 @@ def checked_step(found: Any) -> tuple[str | tuple[ChatMessage, ...], float, bool
     """What `step` returned.
 
     Raises:
+        NotScored: the reward is None.
         EnvironmentMistake: it is not (observation, reward, terminated, truncated, info), or one is of the wrong type.
     """
     if not (isinstance(found, tuple) and len(found) == 5):
@@ -94,9 +95,11 @@ def checked_step(found: Any) -> tuple[str | tuple[ChatMessage, ...], float, bool
     messages = isinstance(seen, tuple) and all(isinstance(message, ChatMessage) for message in seen)
     if not isinstance(seen, str) and not messages:
         raise EnvironmentMistake(f"an observation is text, or a tuple of messages, not {_shown(seen)}")
+    if reward is None:
+        raise NotScored("step returned None for its reward")
     try:
         number = float(reward)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError):
         raise EnvironmentMistake(f"a reward is a number, not {_shown(reward)}") from None
     if number != number or number in (float("inf"), float("-inf")):
         raise EnvironmentMistake(f"a reward is a finite number, not {number}")

@@ -6,9 +6,9 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import orjson
 from starlette.requests import Request
@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from palestra.errors import PalestraError
+from palestra.gateway.bodies import disconnected, until_disconnect
 from palestra.gateway.callers import OpenSession
 from palestra.gateway.errors import body_of
 from palestra.gateway.plane import DataPlane
@@ -23,10 +24,10 @@ from palestra.schemas.records import Chat
 from palestra.session import CallStart, EpisodeSession, Listener, ModelCall, ReplyPiece
 from palestra.session.sampling import overruled
 
-T = TypeVar("T")
 Top = Sequence[Sequence[tuple[int, float]]]  # for each token (token, logprob) of the most probable
 
 log = logging.getLogger("palestra.gateway")
+MANY_TOKENS = 4096  # the most, logprobs of others at their places included, whose answer is built on the event loop
 STALLED_SECONDS = 60.0  # a client that takes nothing of a stream for so long is gone
 
 
@@ -92,36 +93,28 @@ async def answer(
         return _Stream(plane, session_of, calls, writer)
     with plane.sessions.admitted():
         async with session_of() as session:
-            return await _answer_whole(request, session, calls, whole)
+            return await _answer_whole(request, plane, session, calls, whole)
 
 
 async def _answer_whole(
-    request: Request, session: EpisodeSession, calls: Sequence[ModelCall], whole: Callable[[Played], Mapping[str, Any]]
+    request: Request,
+    plane: DataPlane,
+    session: EpisodeSession,
+    calls: Sequence[ModelCall],
+    whole: Callable[[Played], Mapping[str, Any]],
 ) -> Response:
     collector = _TopLogprobs() if any(call.top_logprobs for call in calls) else None
     chats = await until_disconnect(request, _play(session, calls, collector))
     top = [()] * len(chats) if collector is None else [collector.top[n] for n in range(len(chats))]
-    return _Whole(session, chats, whole(Played(chats=chats, top=top)), _overruled(calls, chats))
+    played = Played(chats=chats, top=top)
+    tokens = sum(len(chat.completion_ids) for chat in chats)
+    long = tokens * (1 + max(call.top_logprobs for call in calls)) > MANY_TOKENS
+    body = await plane.pool.run(_body, whole, played) if long else _body(whole, played)
+    return _Whole(session, chats, body, _overruled(calls, chats))
 
 
-async def until_disconnect(request: Request, work: Awaitable[T]) -> T:
-    """Await `work`; cancel it if the client goes away."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(request.receive))
-    try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            task.cancel()
-        return await task
-    finally:
-        gone.cancel()
-        if not task.done():
-            task.cancel()
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+def _body(whole: Callable[[Played], Mapping[str, Any]], played: Played) -> bytes:
+    return orjson.dumps(whole(played))
 
 
 async def _play(session: EpisodeSession, calls: Sequence[ModelCall], listener: Listener | None) -> tuple[Chat, ...]:
@@ -184,10 +177,8 @@ def _overruled(calls: Sequence[ModelCall], chats: Sequence[Chat]) -> dict[str, s
 class _Whole(Response):
     """Tells the session when the last byte has left."""
 
-    def __init__(
-        self, session: EpisodeSession, chats: Sequence[Chat], body: Mapping[str, Any], headers: dict[str, str]
-    ) -> None:
-        super().__init__(orjson.dumps(body), 200, headers, "application/json")
+    def __init__(self, session: EpisodeSession, chats: Sequence[Chat], body: bytes, headers: dict[str, str]) -> None:
+        super().__init__(body, 200, headers, "application/json")
         self._session, self._chats = session, chats
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -217,7 +208,7 @@ class _Stream(Response):
     async def _play(self, session: EpisodeSession, scope: Scope, receive: Receive, send: Send) -> None:
         work = asyncio.ensure_future(_play(session, self._calls, self))
         work.add_done_callback(lambda _: self._writer.ready.set())
-        gone = asyncio.ensure_future(_disconnected(receive))
+        gone = asyncio.ensure_future(disconnected(receive))
         gone.add_done_callback(lambda _: work.cancel())
         try:
             await self._send(scope, send, work, gone)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import orjson
 from fastapi import FastAPI
+from starlette.requests import Request
 
 from palestra.gateway.chat_api import add_chat_routes
 from palestra.gateway.completions_api import add_completions_route
 from palestra.gateway.episode_api import add_episode_routes
 from palestra.gateway.equipment import application
+from palestra.gateway.keys import bearer
 from palestra.gateway.messages_api import add_messages_route
 from palestra.gateway.openapi import describe
 from palestra.gateway.plane import DataPlane
@@ -20,11 +22,13 @@ __all__ = ["DataPlane", "create_app"]
 
 def create_app(plane: DataPlane) -> FastAPI:
     """All routes of one job's data plane."""
-    app = application(
-        "Palestra data plane",
-        "Claim episodes, call the model, hand in rewards.",
-        plane.config.server.max_body_bytes,
-    )
+    most = plane.config.server.max_body_bytes
+
+    async def authenticate(request: Request) -> int:
+        plane.keys.check(bearer(request))
+        return most
+
+    app = application("Palestra data plane", "Claim episodes, call the model, hand in rewards.", authenticate, most)
     add_chat_routes(app, plane)
     add_completions_route(app, plane)
     add_responses_route(app, plane)

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from palestra.gateway.answering import EventWriter, Played
-from palestra.gateway.logprobs import Decode, chat_logprobs
+from palestra.gateway.logprobs import TokenBytes, chat_logprobs
 from palestra.schemas.messages import ChatMessage
 from palestra.schemas.records import Chat
 from palestra.session import CallStart, ReplyPiece
 
 
-def completion(played: Played, decode: Decode | None, return_ids: bool) -> dict[str, Any]:
-    """The whole; with logprobs where `decode`, from ids to text, is given."""
+def completion(played: Played, bytes_of: TokenBytes | None, return_ids: bool) -> dict[str, Any]:
+    """The whole; with logprobs where `bytes_of` is given."""
     first, choices = played.chats[0], []
     for number, (chat, top) in enumerate(zip(played.chats, played.top, strict=True)):
         choice: dict[str, Any] = {
@@ -23,8 +23,8 @@ def completion(played: Played, decode: Decode | None, return_ids: bool) -> dict[
             "logprobs": None,
         }
         ids = chat.completion_ids.tolist()
-        if decode is not None:
-            choice["logprobs"] = chat_logprobs(ids, chat.logprobs.tolist(), top, decode)
+        if bytes_of is not None:
+            choice["logprobs"] = chat_logprobs(ids, chat.logprobs.tolist(), top, bytes_of)
         choices.append(choice | ({"token_ids": ids} if return_ids else {}))
     return {
         "id": completion_id(first.episode_id, first.fence, first.index),
@@ -78,10 +78,10 @@ def _finish_reason(chat: Chat) -> str:
 class ChatStream(EventWriter):
     """`chat.completion.chunk` events, and `[DONE]`."""
 
-    def __init__(self, model: str, created: float, decode: Decode | None, return_ids: bool, usage: bool) -> None:
-        """With logprobs where `decode` is given; with the exact ids; with a last chunk for the usage."""
+    def __init__(self, model: str, created: float, bytes_of: TokenBytes | None, return_ids: bool, usage: bool) -> None:
+        """With logprobs where `bytes_of` is given; with the exact ids; with a last chunk for the usage."""
         super().__init__()
-        self._decode, self._ids, self._usage = decode, return_ids, usage
+        self._bytes_of, self._ids, self._usage = bytes_of, return_ids, usage
         self._head: dict[str, Any] = {"id": "", "object": "chat.completion.chunk", "created": int(created)}
         self._head |= {"model": model, "system_fingerprint": None}
         self._prompt: list[int] | None = None  # to be told with the next chunk
@@ -99,8 +99,8 @@ class ChatStream(EventWriter):
         """See `Listener`."""
         delta = self._delta(choice, piece)
         more: dict[str, Any] = {"logprobs": None}
-        if self._decode is not None and piece.ids:
-            more["logprobs"] = chat_logprobs(piece.ids, piece.logprobs, piece.top, self._decode)
+        if self._bytes_of is not None and piece.ids:
+            more["logprobs"] = chat_logprobs(piece.ids, piece.logprobs, piece.top, self._bytes_of)
         if self._ids:
             more["token_ids"] = list(piece.ids)
         if delta or more["logprobs"] is not None or more.get("token_ids"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI
@@ -11,6 +12,7 @@ from starlette.responses import Response
 
 from palestra.errors import InvalidRequest
 from palestra.gateway.answering import answer
+from palestra.gateway.bodies import parse_aside, read_body
 from palestra.gateway.callers import caller_of
 from palestra.gateway.chat_answers import ChatStream, completion
 from palestra.gateway.fields import (
@@ -22,7 +24,6 @@ from palestra.gateway.fields import (
     Schema,
     ToolSpec,
     call_fields,
-    read_body,
     refuse_others,
 )
 from palestra.gateway.keys import bearer
@@ -143,9 +144,9 @@ def add_chat_routes(app: FastAPI, plane: DataPlane) -> None:
         `<think>`. A stop string is looked for in the reply as the model wrote it, tags included.
         """
         session_of = caller_of(plane, request)
-        call, wanted = parse_chat(await request.body(), request)
-        decode = plane.sessions.context.runtime(call.policy).decode
-        shown = decode if wanted.logprobs else None
+        call, wanted = await parse_aside(partial(parse_chat, request), request, plane.pool)
+        bytes_of = plane.sessions.context.runtime(call.policy).token_bytes
+        shown = bytes_of if wanted.logprobs else None
         ids = bool(wanted.return_token_ids)
         writer = None
         if wanted.stream:
@@ -161,7 +162,7 @@ def add_chat_routes(app: FastAPI, plane: DataPlane) -> None:
         return ModelList(data=[ModelInfo(id=name, created=created) for name in plane.sessions.context.policies])
 
 
-def parse_chat(body: bytes, request: Request) -> tuple[ModelCall, ChatRequest]:
+def parse_chat(request: Request, body: bytes) -> tuple[ModelCall, ChatRequest]:
     """Check a request body.
 
     Raises:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import FastAPI
@@ -13,16 +14,16 @@ from starlette.responses import Response
 
 from palestra.errors import InvalidRequest
 from palestra.gateway.answering import EventWriter, Played, answer
+from palestra.gateway.bodies import parse_aside, read_body
 from palestra.gateway.callers import caller_of
 from palestra.gateway.chat_answers import completion_id, fingerprint, usage_of
 from palestra.gateway.fields import (
     MAX_CHOICES,
     SamplingFields,
     call_fields,
-    read_body,
     refuse_others,
 )
-from palestra.gateway.logprobs import Decode, completion_logprobs
+from palestra.gateway.logprobs import TokenBytes, TokenTexts
 from palestra.gateway.openapi import request_schema
 from palestra.gateway.plane import DataPlane
 from palestra.schemas.records import Chat
@@ -74,9 +75,9 @@ def add_completions_route(app: FastAPI, plane: DataPlane) -> None:
         `max_tokens` is 16 if it is not given, as with OpenAI. Reasoning and tool calls are text here.
         """
         session_of = caller_of(plane, request)
-        calls, wanted = parse_completion(await request.body(), request)
-        decode = plane.sessions.context.runtime(wanted.model).decode
-        shown = None if wanted.logprobs is None else decode
+        calls, wanted = await parse_aside(partial(parse_completion, request), request, plane.pool)
+        bytes_of = plane.sessions.context.runtime(wanted.model).token_bytes
+        shown = None if wanted.logprobs is None else bytes_of
         ids, n = bool(wanted.return_token_ids), wanted.n or 1
         writer = None
         if wanted.stream:
@@ -87,7 +88,7 @@ def add_completions_route(app: FastAPI, plane: DataPlane) -> None:
         )
 
 
-def parse_completion(body: bytes, request: Request) -> tuple[list[ModelCall], CompletionRequest]:
+def parse_completion(request: Request, body: bytes) -> tuple[list[ModelCall], CompletionRequest]:
     """Check a request body; a call for each prompt.
 
     Raises:
@@ -113,12 +114,12 @@ def parse_completion(body: bytes, request: Request) -> tuple[list[ModelCall], Co
     return [first, *others], wanted
 
 
-def text_completion(played: Played, decode: Decode | None, return_ids: bool, n: int) -> dict[str, Any]:
-    """OpenAI's `text_completion`; with logprobs where `decode` is given; `n` choices a prompt."""
+def text_completion(played: Played, bytes_of: TokenBytes | None, return_ids: bool, n: int) -> dict[str, Any]:
+    """OpenAI's `text_completion`; with logprobs where `bytes_of` is given; `n` choices a prompt."""
     first, choices = played.chats[0], []
     for number, (chat, top) in enumerate(zip(played.chats, played.top, strict=True)):
         ids = chat.completion_ids.tolist()
-        logprobs = None if decode is None else completion_logprobs(ids, chat.logprobs.tolist(), top, decode)
+        logprobs = None if bytes_of is None else TokenTexts(bytes_of).logprobs(ids, chat.logprobs.tolist(), top)
         choice = {
             "index": number,
             "text": chat.reply.text,
@@ -142,30 +143,30 @@ def text_completion(played: Played, decode: Decode | None, return_ids: bool, n: 
 class CompletionStream(EventWriter):
     """The same in chunks, and `[DONE]`."""
 
-    def __init__(self, model: str, created: float, decode: Decode | None, return_ids: bool, usage: int | None) -> None:
+    def __init__(
+        self, model: str, created: float, bytes_of: TokenBytes | None, return_ids: bool, usage: int | None
+    ) -> None:
         """`usage`: with a last chunk for the usage of so many choices a prompt."""
         super().__init__()
-        self._decode, self._ids, self._usage = decode, return_ids, usage
+        self._bytes_of, self._ids, self._usage = bytes_of, return_ids, usage
         self._head: dict[str, Any] = {"id": "", "object": "text_completion", "created": int(created), "model": model}
         self._prompts: dict[int, list[int]] = {}  # of choices of which nothing was told yet
-        self._offsets: dict[int, int] = {}
+        self._texts: dict[int, TokenTexts] = {}
 
     def started(self, choice: int, start: CallStart) -> None:
         """See `Listener`."""
         if not self._head["id"]:
             self._head["id"] = completion_id(start.episode_id, start.fence, start.index, "cmpl")
-        self._offsets[choice] = 0
+        if self._bytes_of is not None:
+            self._texts[choice] = TokenTexts(self._bytes_of)
         if self._ids:
             self._prompts[choice] = start.prompt_ids.tolist()
 
     def sampled(self, choice: int, piece: ReplyPiece) -> None:
         """See `Listener`."""
         entry: dict[str, Any] = {"text": piece.delta.content, "logprobs": None}
-        if self._decode is not None and piece.ids:
-            offset = self._offsets[choice]
-            found = completion_logprobs(piece.ids, piece.logprobs, piece.top, self._decode, offset)
-            self._offsets[choice] += sum(map(len, found["tokens"]))
-            entry["logprobs"] = found
+        if choice in self._texts and piece.ids:
+            entry["logprobs"] = self._texts[choice].logprobs(piece.ids, piece.logprobs, piece.top)
         if self._ids:
             entry["token_ids"] = list(piece.ids)
         if piece.delta.content or entry["logprobs"] is not None or entry.get("token_ids"):

@@ -8,9 +8,10 @@ from fastapi import APIRouter, Depends, FastAPI
 from starlette.requests import Request
 
 from palestra.errors import InvalidRequest, ServerStopping
-from palestra.gateway.answering import until_disconnect
+from palestra.gateway.bodies import parse_aside, read_body, read_request, until_disconnect
 from palestra.gateway.callers import refuse_episodes
 from palestra.gateway.fields import SOLE_AGENT
+from palestra.gateway.openapi import request_schema
 from palestra.gateway.plane import DataPlane
 from palestra.schemas.records import Claim, Task
 from palestra.schemas.wire import (
@@ -34,28 +35,30 @@ def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
     store, keys = plane.store, plane.keys
     routes = APIRouter(tags=["episodes"], dependencies=[Depends(partial(refuse_episodes, plane))])
 
-    @routes.post("/tasks")
-    async def push_tasks(body: PushTasks, request: Request) -> TasksPushed:
+    @routes.post("/tasks", openapi_extra=request_schema(PushTasks))
+    async def push_tasks(request: Request) -> TasksPushed:
         """Add tasks, in chunks that may be sent again; `final` starts the job."""
         keys.require_job(request)
-        tasks = [Task(task_id=task_id_of(task), data=task.data) for task in body.tasks]
+        body, tasks = await parse_aside(_pushed, request, plane.pool)
         total = await store.push_tasks(body.split, tasks, body.chunk_id)
         if body.final:
             await store.seal_tasks()
             store.settled.ring()  # the learner waits for it
         return TasksPushed(split=body.split, total=total)
 
-    @routes.post("/register_episode")
-    async def register_episode(body: RegisterEpisode, request: Request) -> EpisodeRegistered:
+    @routes.post("/register_episode", openapi_extra=request_schema(RegisterEpisode))
+    async def register_episode(request: Request) -> EpisodeRegistered:
         """An episode outside the schedule: recorded, never trained on, claimed by its id."""
         keys.require_job(request)
+        body = await read_request(RegisterEpisode, request, plane.pool)
         task = Task(task_id=task_id_of(body.task), data=body.task.data)
         return EpisodeRegistered(episode_id=await store.register_adhoc(task, body.request_id))
 
-    @routes.post("/claim_episode")
-    async def claim_episode(body: ClaimEpisode, request: Request) -> ClaimAnswer:
+    @routes.post("/claim_episode", openapi_extra=request_schema(ClaimEpisode))
+    async def claim_episode(request: Request) -> ClaimAnswer:
         """Take the next episode, or wait up to `wait_seconds` for one."""
         keys.require_job(request)
+        body = await read_request(ClaimEpisode, request, plane.pool)
         plane.attendance.asks(body.worker_id, body.request_id)
         try:
             claim = await until_disconnect(request, _claim(plane, body))
@@ -68,16 +71,18 @@ def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
             plane.attendance.told(body.worker_id, body.request_id)
         return ClaimAnswer(status="finished" if plane.progress.over else "waiting", job_state=_state(plane))
 
-    @routes.post("/heartbeat_episode")
-    async def heartbeat_episode(body: HeartbeatEpisode, request: Request) -> EpisodeAnswer:
+    @routes.post("/heartbeat_episode", openapi_extra=request_schema(HeartbeatEpisode))
+    async def heartbeat_episode(request: Request) -> EpisodeAnswer:
         """Renew the lease; any other call of the episode does, too."""
+        body = await read_request(HeartbeatEpisode, request, plane.pool)
         key = await keys.require_this_episode(request, body.episode_id, store)
         await store.renew(key.episode_id, key.fence)
         return EpisodeAnswer(episode_id=key.episode_id, state="claimed")
 
-    @routes.post("/end_episode")
-    async def end_episode(body: EndEpisode, request: Request) -> EpisodeAnswer:
+    @routes.post("/end_episode", openapi_extra=request_schema(EndEpisode))
+    async def end_episode(request: Request) -> EpisodeAnswer:
         """Hand in the reward. Answered when it is on disk; the same body again is answered the same."""
+        body = await read_request(EndEpisode, request, plane.pool)
         key = await keys.require_this_episode(request, body.episode_id, store)
         if (body.reward is None) == (body.rewards is None):
             raise InvalidRequest("give either reward or rewards", "reward")
@@ -86,15 +91,21 @@ def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
         await store.end(key.episode_id, key.fence, rewards, body.step_rewards, body.metadata)
         return EpisodeAnswer(episode_id=key.episode_id, state="completed")
 
-    @routes.post("/abort_episode")
-    async def abort_episode(body: AbortEpisode, request: Request) -> EpisodeAnswer:
+    @routes.post("/abort_episode", openapi_extra=request_schema(AbortEpisode))
+    async def abort_episode(request: Request) -> EpisodeAnswer:
         """The attempt failed for a reason that is not the policy's: no reward, nothing trained."""
+        body = await read_request(AbortEpisode, request, plane.pool)
         key = await keys.require_this_episode(request, body.episode_id, store)
         plane.attendance.hands_in(key.episode_id, key.fence)
         await store.abort(key.episode_id, key.fence, body.reason or "given back by its worker", body.discard)
         return EpisodeAnswer(episode_id=key.episode_id, state=(await store.episode(key.episode_id)).state)
 
     app.include_router(routes)
+
+
+def _pushed(body: bytes) -> tuple[PushTasks, list[Task]]:
+    pushed = read_body(PushTasks, body)
+    return pushed, [Task(task_id=task_id_of(task), data=task.data) for task in pushed.tasks]
 
 
 async def _claim(plane: DataPlane, body: ClaimEpisode) -> Claim | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from starlette.requests import Request
@@ -20,16 +21,36 @@ class EpisodeKey:
     fence: int
 
 
-class KeyRing:
-    """Makes and checks the keys of one job from the server's secret."""
+def job_key(secret: bytes, job: str) -> str:
+    """Return the key of a job that is derived from its run's secret."""
+    return "pj-" + _sign(secret, job, "job")
 
-    def __init__(self, secret: bytes, job: str, job_key: str | None = None) -> None:
-        self._secret, self._job = secret, job
-        self.job_key = job_key or "pj-" + self._sign("job")
+
+class KeyRing:
+    """Makes and checks the keys of one job from its run's secret."""
+
+    def __init__(self, secret: Callable[[], bytes], job: str, given: str | None = None) -> None:
+        """Args:
+        secret: returns the secret of the moment; another one voids all keys that were made from the one of before.
+        job: its name.
+        given: a job key in the place of the one that is derived.
+        """
+        self._secret, self._job, self._given = secret, job, given
+        self._derived = (b"", "")  # a secret, and the job's key that is made from it
+
+    @property
+    def job_key(self) -> str:
+        """The job's key."""
+        if self._given is not None:
+            return self._given
+        secret = self._secret()
+        if self._derived[0] != secret:
+            self._derived = secret, job_key(secret, self._job)
+        return self._derived[1]
 
     def episode_key(self, episode_id: str, fence: int) -> str:
         """HMAC(secret, job, episode, fence), with episode and fence in clear in front of it."""
-        return f"pe-{episode_id}.{fence}.{self._sign('episode', episode_id, str(fence))}"
+        return f"pe-{episode_id}.{fence}.{_sign(self._secret(), self._job, 'episode', episode_id, str(fence))}"
 
     def check(self, key: str | None) -> EpisodeKey | None:
         """None: it is the job's key; otherwise the episode that it opens.
@@ -46,7 +67,7 @@ class KeyRing:
         known = key.startswith("pe-") and fence.isascii() and fence.isdigit() and len(fence) < 10
         if known and hmac.compare_digest(key.encode(), self.episode_key(episode_id, int(fence)).encode()):
             return EpisodeKey(episode_id, int(fence))
-        raise Unauthorized("unknown key; it may be of another job, or the run was made anew")
+        raise Unauthorized("unknown key; it may be of another job, or the run has other keys by now")
 
     def require_job(self, request: Request) -> None:
         """The request must carry the job's key.
@@ -81,9 +102,10 @@ class KeyRing:
             raise Forbidden(f"this key is not the key of episode {episode_id}")
         return key
 
-    def _sign(self, *parts: str) -> str:
-        message = "\0".join((self._job, *parts)).encode()
-        return hmac.new(self._secret, message, hashlib.sha256).hexdigest()[:40]
+
+def _sign(secret: bytes, job: str, *parts: str) -> str:
+    message = "\0".join((job, *parts)).encode()
+    return hmac.new(secret, message, hashlib.sha256).hexdigest()[:40]
 
 
 def bearer(request: Request) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI
@@ -12,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from palestra.gateway.answering import answer
+from palestra.gateway.bodies import parse_aside, read_body, until_disconnect
 from palestra.gateway.callers import caller_of
 from palestra.gateway.fields import (
     Count,
@@ -22,7 +24,6 @@ from palestra.gateway.fields import (
     StopStrings,
     Temperature,
     call_fields,
-    read_body,
     refuse_others,
 )
 from palestra.gateway.messages_answers import MessageStream, message_of
@@ -121,8 +122,8 @@ class ToolChoice(BaseModel):
     disable_parallel_tool_use: Flag | None = None
 
 
-class MessagesRequest(BaseModel):
-    """The fields of Anthropic's request that this server acts on."""
+class CountRequest(BaseModel):
+    """What a prompt is made of."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -130,14 +131,7 @@ class MessagesRequest(BaseModel):
     messages: Annotated[tuple[Turn, ...], Field(min_length=1, max_length=10_000)] = Field(
         description="The conversation so far: text, tool_use, tool_result and thinking blocks."
     )
-    max_tokens: Count = Field(description="Most tokens to sample; the job's own limit applies as well.")
     system: TextBlocks | None = Field(None, description="A system message in front.")
-    temperature: Temperature | None = Field(None, description="Used on ad-hoc episodes only.")
-    top_p: Probability | None = Field(None, description="Below 1 not in training episodes.")
-    top_k: Annotated[int, Field(ge=0, strict=True)] | None = Field(
-        None, description="Above 0 not in training episodes."
-    )
-    stop_sequences: StopStrings | None = Field(None, description="Texts that end the reply.")
     tools: Annotated[tuple[Tool, ...], Field(max_length=1000)] | None = Field(
         None, description="What the model may call."
     )
@@ -145,6 +139,18 @@ class MessagesRequest(BaseModel):
         None,
         description="`any` or `tool`: the reply is constrained to calls. `disable_parallel_tool_use`: at most one.",
     )
+
+
+class MessagesRequest(CountRequest):
+    """The fields of Anthropic's request that this server acts on."""
+
+    max_tokens: Count = Field(description="Most tokens to sample; the job's own limit applies as well.")
+    temperature: Temperature | None = Field(None, description="Used on ad-hoc episodes only.")
+    top_p: Probability | None = Field(None, description="Below 1 not in training episodes.")
+    top_k: Annotated[int, Field(ge=0, strict=True)] | None = Field(
+        None, description="Above 0 not in training episodes."
+    )
+    stop_sequences: StopStrings | None = Field(None, description="Texts that end the reply.")
     stream: Flag | None = Field(None, description="Server-sent events, from the first text on.")
 
 
@@ -158,12 +164,33 @@ def add_messages_route(app: FastAPI, plane: DataPlane) -> None:
         Errors have Anthropic's shape. Streamed, tool_use blocks come after the text, when the reply is complete.
         """
         session_of = caller_of(plane, request)
-        call, streamed = parse_messages(await request.body(), request)
+        call, streamed = await parse_aside(partial(parse_messages, request), request, plane.pool)
         writer = MessageStream(call.policy) if streamed else None
         return await answer(request, plane, session_of, [call], lambda played: message_of(played.chats[0]), writer)
 
+    @app.post("/v1/messages/count_tokens", tags=["model"], openapi_extra=request_schema(CountRequest))
+    async def count_tokens(request: Request) -> dict[str, int]:
+        """Count the tokens of the prompt that these messages would have now. Nothing is sampled or recorded."""
+        session_of = caller_of(plane, request)
+        call = await parse_aside(partial(parse_count, request), request, plane.pool)
+        with plane.sessions.admitted():
+            async with session_of() as session:
+                return {"input_tokens": await until_disconnect(request, session.count_tokens(call))}
 
-def parse_messages(body: bytes, request: Request) -> tuple[ModelCall, bool]:
+
+def parse_count(request: Request, body: bytes) -> ModelCall:
+    """Check a request to count tokens. See `parse_messages` for errors."""
+    wanted = read_body(CountRequest, body)
+    refuse_others(wanted, (*_IGNORED, "tool_choice", "thinking"), {})
+    return ModelCall(
+        policy=wanted.model,
+        messages=chat_messages(wanted),
+        tools=tuple(map(_tool, wanted.tools or ())),
+        **call_fields(body, request),
+    )
+
+
+def parse_messages(request: Request, body: bytes) -> tuple[ModelCall, bool]:
     """Check a request body; also whether the answer is streamed.
 
     Raises:
@@ -191,7 +218,7 @@ def parse_messages(body: bytes, request: Request) -> tuple[ModelCall, bool]:
     return call, bool(wanted.stream)
 
 
-def chat_messages(wanted: MessagesRequest) -> tuple[ChatMessage, ...]:
+def chat_messages(wanted: CountRequest) -> tuple[ChatMessage, ...]:
     """Turns of blocks to messages."""
     out = Transcript()
     if wanted.system:

@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 from palestra.config import JobConfig
 from palestra.errors import ServerStopping
 from palestra.gateway.attendance import Attendance
+from palestra.gateway.connections import Connections
 from palestra.gateway.keys import KeyRing
 from palestra.ledger import RunStore
 from palestra.schemas.progress import JobProgress
 from palestra.session import Sessions
+from palestra.threads import WorkPool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,10 +28,16 @@ class DataPlane:
     started_at: float  # Unix seconds
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     attendance: Attendance = field(init=False)
+    connections: Connections = field(default_factory=Connections)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "attendance", Attendance(self.store.clock))
         self.store.on_lease_over.append(self.attendance.lease_over)
+
+    @property
+    def pool(self) -> WorkPool:
+        """Threads for what would hold up the event loop."""
+        return self.sessions.context.pool
 
     def stop(self) -> None:
         """The server goes away: whoever waits for it is told so at once, and may come back."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI
@@ -12,6 +13,7 @@ from starlette.responses import Response
 
 from palestra.errors import InvalidRequest
 from palestra.gateway.answering import answer
+from palestra.gateway.bodies import parse_aside, read_body
 from palestra.gateway.callers import caller_of
 from palestra.gateway.fields import (
     Count,
@@ -21,7 +23,6 @@ from palestra.gateway.fields import (
     Schema,
     Temperature,
     call_fields,
-    read_body,
     refuse_others,
 )
 from palestra.gateway.openapi import request_schema
@@ -204,14 +205,14 @@ def add_responses_route(app: FastAPI, plane: DataPlane) -> None:
         Streamed, function calls come after the text, when the reply is complete.
         """
         session_of = caller_of(plane, request)
-        call, echo = parse_response_request(await request.body(), request)
+        call, echo = await parse_aside(partial(parse_response_request, request), request, plane.pool)
         writer = ResponseStream(echo, plane.store.clock.now()) if echo.stream else None
         return await answer(
             request, plane, session_of, [call], lambda played: response_of(played.chats[0], echo), writer
         )
 
 
-def parse_response_request(body: bytes, request: Request) -> tuple[ModelCall, Echo]:
+def parse_response_request(request: Request, body: bytes) -> tuple[ModelCall, Echo]:
     """Check a request body; also what the answer repeats of it.
 
     Raises:
@@ -236,7 +237,7 @@ def parse_response_request(body: bytes, request: Request) -> tuple[ModelCall, Ec
         response_schema=_schema(wanted.text),
         **call_fields(body, request),
     )
-    sent = wanted.model_dump(mode="json", by_alias=True, exclude_none=True)
+    sent = wanted.model_dump(mode="json", by_alias=True, exclude_none=True, exclude={"input"})
     return call, Echo(call=call, sent=sent, stream=bool(wanted.stream))
 
 

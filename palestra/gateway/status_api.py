@@ -18,7 +18,7 @@ from palestra.errors import InvalidRequest
 from palestra.gateway.plane import DataPlane
 from palestra.ledger.leases import Holder
 from palestra.schemas.protocols import Counts
-from palestra.schemas.wire import EpisodeHolder, JobStatus
+from palestra.schemas.wire import EpisodeHolder, HealthWarningBody, JobStatus
 
 POLL_SECONDS = 0.5
 KEEPALIVE_SECONDS = 15.0
@@ -54,6 +54,7 @@ def add_status_routes(app: FastAPI, plane: DataPlane) -> None:
             rollouts={"playing": progress.rollouts.playing, **progress.rollouts.terminations},
             recent_reward=plane.store.recent_reward,
             staleness=progress.staleness,
+            warnings=[HealthWarningBody(code=w.code, step=w.step, text=w.text) for w in progress.warnings],
             last_metrics=progress.last_metrics,
             seconds_left=progress.seconds_left,
             run_dir=progress.run_dir,
@@ -132,6 +133,9 @@ class _Collector(Collector):
         )
         for what, number in plane.sessions.context.counts.items():
             happened.add_metric([what], number)
+        events = CounterMetricFamily("palestra_connection_events", "What happened to connections.", labels=["what"])
+        for what, number in plane.connections.counts.items():
+            events.add_metric([what], number)
         latest = GaugeMetricFamily("palestra_metric", "The newest row of metrics.jsonl.", labels=["name"])
         for name, value in plane.progress.last_metrics.items():
             latest.add_metric([name], value)
@@ -139,7 +143,9 @@ class _Collector(Collector):
             episodes,
             seconds,
             happened,
+            events,
             latest,
+            GaugeMetricFamily("palestra_connections", "Connections that are open.", value=len(plane.connections)),
             GaugeMetricFamily("palestra_step", "Steps that are done.", value=plane.progress.step),
             GaugeMetricFamily(
                 "palestra_tokens_per_second",

@@ -8,7 +8,7 @@ whole and alone, whatever was computed before, and products have at least `MIN_R
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from palestra.config import EngineConfig
-from palestra.errors import EngineFailure
+from palestra.errors import EngineFailure, GrammarRefused, PalestraError
 from palestra.faults import fault_point
+from palestra.grammars.process import Matcher
 from palestra.inference.adapters import Adapters
 from palestra.inference.draw import uniform
 from palestra.inference.kv_cache import DecodeAttend, KVCache, PromptAttend, Row, capacity_for
@@ -25,7 +26,7 @@ from palestra.inference.prefix_cache import PrefixCache
 from palestra.inference.request import DONE, Request
 from palestra.inference.sampling import Drawn, RowSampling, sample
 from palestra.models.causal_lm import CausalLM
-from palestra.models.grammar import unpack_bits
+from palestra.models.grammar import mask_bits, unpack_bits
 from palestra.schemas.records import Ids, PolicyVersion, SampledTokens
 
 MIN_ROWS = 4  # products of fewer rows take another way through the processor, and round differently
@@ -42,8 +43,20 @@ class Batch:
         config: EngineConfig,
         deterministic: bool,
         budget: int,
+        advance: Callable[[Sequence[Matcher]], list[PalestraError | None]] | None = None,
     ) -> None:
-        """`budget`: tokens whose keys and values may be in memory, prefix cache included."""
+        """Make an empty batch.
+
+        Args:
+            model: the base model.
+            adapters: of the policies that are not the model itself.
+            stop_ids: tokens that end a reply.
+            config: the engine's settings.
+            deterministic: whether results may not depend on what is beside them.
+            budget: tokens whose keys and values may be in memory, prefix cache included.
+            advance: makes the next masks of matchers, with an error for each that can't go on. None: there are none.
+        """
+        self._advance = advance
         self._model, self.adapters, self._config, self.budget = model, adapters, config, budget
         self._stops = frozenset(stop_ids)
         self._deterministic, self._min_rows = deterministic, MIN_ROWS if deterministic else 1
@@ -263,6 +276,9 @@ class Batch:
         if not self._running:
             return
         fault_point("during_generation")
+        self._constrain()
+        if not self._running:
+            return
         for row in list(self._running):
             self._cache.make_room(row)
         buckets = self._cache.in_order()
@@ -275,6 +291,16 @@ class Batch:
             assert request.row is not None
             request.row.length += 1
             self._take(request, drawn, number)
+
+    def _constrain(self) -> None:
+        """Find which tokens may come next where replies have to match a grammar; end those that can't go on."""
+        requests = [r for r in self._running.values() if r.matcher is not None]
+        if self._advance is None or not requests:
+            return
+        errors = self._advance([r.matcher for r in requests if r.matcher is not None])
+        for request, error in zip(requests, errors, strict=True):
+            if error is not None:
+                self._fail(request, error)
 
     def _forward(self, ids: Tensor, positions: Tensor, attend: Any, policies: Sequence[str]) -> Tensor:
         """Hidden states [N, hidden], of a few more rows where there are too few to round as many do."""
@@ -300,7 +326,7 @@ class Batch:
             uniform=uniform(request.sampling.seed, len(request.reply)),
             banned=request.banned(self._stops),
             counts=request.counts,
-            allowed=None if matcher is None else unpack_bits(matcher.bits(), self._model.vocab_size),
+            allowed=None if matcher is None else unpack_bits(mask_bits(matcher.mask), self._model.vocab_size),
         )
 
     def _take(self, request: Request, drawn: Drawn, number: int) -> None:
@@ -311,11 +337,7 @@ class Batch:
         if request.sampling.presence_penalty or request.sampling.frequency_penalty:
             request.counts[token] += 1
         if request.matcher is not None:
-            try:
-                request.matcher.accept(token)
-            except ValueError as error:
-                self._fail(request, error)
-                return
+            request.matcher.accept(token)
         piece = SampledTokens(
             ids=(token,),
             logprobs=(drawn.logprobs[number],),
@@ -375,7 +397,10 @@ class Batch:
         return KVCache(m.layers, m.key_heads, m.head_dim, self._dtype, self._device)
 
 
-def _failure(error: Exception) -> EngineFailure:
+def _failure(error: Exception) -> PalestraError:
+    """Return what the caller is told: a grammar over its bound is the request's fault, all else the engine's."""
+    if isinstance(error, GrammarRefused):
+        return error
     return EngineFailure(f"{type(error).__name__}: {error}")
 
 

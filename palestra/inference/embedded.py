@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from types import MappingProxyType
@@ -16,12 +15,13 @@ from torch import Tensor
 
 from palestra.config import EngineConfig
 from palestra.errors import EngineFailure, InvalidRequest, ModelError
+from palestra.grammars.pool import Grammars
 from palestra.inference.adapters import Adapter, Adapters
 from palestra.inference.batch import MIN_ROWS, Batch
 from palestra.inference.inbox import Inbox
 from palestra.inference.request import DONE, Request
 from palestra.models.causal_lm import CausalLM, set_threads
-from palestra.models.grammar import Grammars
+from palestra.models.memory import memory_bytes
 from palestra.schemas.records import Ids, PolicyVersion, SampledTokens, Sampling
 
 log = logging.getLogger("palestra.engine")
@@ -53,7 +53,8 @@ class EmbeddedEngine:
         applied = Adapters(model)
         for name, adapter in self._adapters.items():
             applied.set(name, adapter)
-        self._batch = Batch(model, applied, stop_ids, config, deterministic, token_budget(model, config))
+        advance = None if grammars is None else grammars.advance
+        self._batch = Batch(model, applied, stop_ids, config, deterministic, token_budget(model, config), advance)
         self._versions = dict.fromkeys((policy, *adapters), version)
         for name in self._versions:
             self._batch.set_version(name, version)
@@ -72,6 +73,7 @@ class EmbeddedEngine:
 
         Raises:
             InvalidRequest: an id that the model does not have, or a grammar that can't be used.
+            GrammarRefused: the grammar is over a bound, perhaps at a token of the reply.
         """
         self._require(policy)
         self._check_ids(prompt_ids, sampling)
@@ -81,15 +83,17 @@ class EmbeddedEngine:
         if sampling.grammar:
             if self._grammars is None:
                 raise InvalidRequest("this engine has no grammars", "response_format")
-            request.matcher = await asyncio.to_thread(self._grammars.matcher, sampling.grammar)
-        self._inbox.put(lambda: self._batch.add(request))
+            request.matcher = await self._grammars.matcher(sampling.grammar)
         try:
+            self._inbox.put(lambda: self._batch.add(request))
             while (item := await pieces.get()) is not DONE:
                 if isinstance(item, BaseException):
                     raise item
                 yield item
         finally:
             request.cancelled = True
+            if self._grammars is not None and request.matcher is not None:
+                self._grammars.release(request.matcher)
 
     async def update_weights(self, policy: str, version: PolicyVersion, weights: Iterable[tuple[str, Tensor]]) -> None:
         """See `Engine`.
@@ -248,12 +252,12 @@ class EmbeddedEngine:
 
 
 def token_budget(model: CausalLM, config: EngineConfig) -> int:
-    """Tokens whose keys and values fit into `cache_gib`, or into a quarter of the memory that there is."""
+    """Tokens whose keys and values fit into `cache_gib`, or into a quarter of the memory that this process may use."""
     each = model.layers * 2 * model.key_heads * model.head_dim * model.compute_dtype.itemsize
     if config.cache_gib is not None:
         size = config.cache_gib * 2**30
     elif model.device.type == "cuda":
         size = torch.cuda.mem_get_info(model.device)[0] / 2
     else:
-        size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 4
+        size = memory_bytes() / 4
     return int(size // each)

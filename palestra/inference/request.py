@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from palestra.grammars.process import Matcher
 from palestra.inference.kv_cache import Row
-from palestra.models.grammar import Matcher
 from palestra.schemas.records import Ids, PolicyVersion, Sampling
 
 DONE = object()  # delivered after the last token

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -32,6 +32,23 @@ class Batch:
     samples: list[TrainSample]
     staleness: dict[int, int]  # trained tokens by age: n of the policy before the step - n of the token
     metrics: dict[str, float]
+
+    def without(self, episodes: Collection[str], version: PolicyVersion) -> Batch:
+        """Return the batch without the rows of some episodes, which can't be trained.
+
+        Their tokens stay in the divisor of the loss, and their rewards in the advantages of their groups: to the other
+        rows it makes no difference.
+
+        Args:
+            episodes: their ids.
+            version: the policy before the step.
+        """
+        samples = [sample for sample in self.samples if sample.episode_id not in episodes]
+        staleness = _staleness(samples, version)
+        counted = {"train/episodes_untrainable": float(len(episodes))}
+        return Batch(
+            samples=samples, staleness=staleness, metrics=self.metrics | counted | _staleness_metrics(staleness)
+        )
 
 
 def make_batch(
@@ -68,14 +85,11 @@ def make_batch(
         if not any(any(advantages.values()) for advantages in credit.advantages):
             left_out["groups_zero_variance"] += 1
             continue
-        left_out["episodes_without_tokens"] += sum(not weight for _, weight in members)
         for (rollout, weight), advantages in zip(members, credit.advantages, strict=True):
             samples += _samples(rollout, advantages, weight)
     metrics = {f"train/{name}": float(left_out[name]) for name in LEFT_OUT}
-    ages = [version.n - sample.versions[sample.loss_mask, 1] for sample in samples]
-    found, tokens = np.unique(np.concatenate([np.zeros(0, np.int32), *ages]), return_counts=True)
-    staleness = dict(zip(map(int, found), map(int, tokens), strict=True))
-    return Batch(samples=samples, staleness=staleness, metrics=metrics | _rollout_metrics(trajectories, staleness))
+    metrics |= _rollout_metrics(trajectories)
+    return Batch(samples=samples, staleness={}, metrics=metrics).without((), version)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,6 +110,7 @@ def _rollout(trajectory: Trajectory, algorithm: AlgorithmConfig, left_out: Count
         left_out["calls_abandoned"] += len(abandoned)
         left_out["tokens_abandoned"] += sum(len(chat.completion_ids) for chat in abandoned)
     tokens = sum(len(chat.completion_ids) for chat in chats if chat.index in trained)
+    left_out["episodes_without_tokens"] += not tokens  # whatever its group's rewards are
     return _Rollout(trajectory=trajectory, trie=trie, trained=trained, tokens=tokens)
 
 
@@ -128,7 +143,20 @@ def _reward(trajectory: Trajectory) -> float:
     return reward
 
 
-def _rollout_metrics(trajectories: Sequence[Trajectory], staleness: Mapping[int, int]) -> dict[str, float]:
+def _staleness(samples: Sequence[TrainSample], version: PolicyVersion) -> dict[int, int]:
+    ages = [version.n - sample.versions[sample.loss_mask, 1] for sample in samples]
+    found, tokens = np.unique(np.concatenate([np.zeros(0, np.int32), *ages]), return_counts=True)
+    return dict(zip(map(int, found), map(int, tokens), strict=True))
+
+
+def _staleness_metrics(staleness: Mapping[int, int]) -> dict[str, float]:
+    return {
+        "rollout/staleness_max": float(max(staleness, default=0)),
+        "rollout/staleness_mean": sum(age * n for age, n in staleness.items()) / max(sum(staleness.values()), 1),
+    }
+
+
+def _rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     rewards = [_reward(t) for t in trajectories]
     calls = [chat for t in trajectories for chat in t.chats]
     forks = Counter(call.fork.reason for call in calls if call.fork is not None)
@@ -140,7 +168,5 @@ def _rollout_metrics(trajectories: Sequence[Trajectory], staleness: Mapping[int,
         "rollout/reused_tokens": float(sum(c.shared for c in calls)),
         "rollout/completion_tokens": float(sum(len(c.completion_ids) for c in calls)),
         "rollout/truncated_share": float(np.mean([c.finish_reason == "length" for c in calls])) if calls else 0.0,
-        "rollout/staleness_max": float(max(staleness, default=0)),
-        "rollout/staleness_mean": sum(age * n for age, n in staleness.items()) / max(sum(staleness.values()), 1),
         "rollout/drift_share": sum(forks[reason] for reason in forks if reason.is_drift) / max(len(calls), 1),
     } | {f"rollout/forks_{reason.value}": float(forks[reason]) for reason in ForkReason}

@@ -11,7 +11,9 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from palestra.algorithms.grpo import ClippedSurrogate
@@ -21,13 +23,14 @@ from palestra.errors import ConfigError
 from palestra.faults import fault_point
 from palestra.learner.batch import Batch, make_batch
 from palestra.learner.evaluation import evaluate
+from palestra.learner.health import RECENT, health_of
 from palestra.learner.reporting import RunFolder
 from palestra.learner.schedule import TaskOrder, learning_rate
 from palestra.ledger import WAKE_SECONDS, RunStore
 from palestra.rollout import GroupQueueManager, RolloutSyncLock
 from palestra.schemas.progress import Collecting, JobProgress
 from palestra.schemas.protocols import Engine, StepReport, Trainer
-from palestra.schemas.records import BatchManifest, Task, TrainSample
+from palestra.schemas.records import BatchManifest, PolicyVersion, Task, TrainSample
 from palestra.schemas.states import JobState
 
 log = logging.getLogger("palestra.learner")
@@ -59,6 +62,7 @@ class Learner:
         self._save_seconds = 0.0  # of checkpoints that were finished since the last row
         self._wall_before = 0.0
         self._started = time.monotonic()
+        self._recent: deque[Mapping[str, float]] = deque(maxlen=RECENT)  # rows of training steps
         self._stopping = asyncio.Event()
         self._train_tasks: list[Task] = []
         self._validation_tasks: list[Task] = []
@@ -88,9 +92,10 @@ class Learner:
         self._progress.move(JobState.RUNNING)
         await self._event("running", {"step": self._progress.step, "version": self._progress.version})
         await self._unless_stopped(self._wait_for_tasks())
-        if unfinished is not None:
-            await self._finish_step(unfinished)
-        while self._progress.step < self._config.steps and not self._stopping.is_set():
+        finished = unfinished is None
+        if unfinished is not None and not self._stopping.is_set():  # else its validation tasks may not be known yet
+            finished = await self._finish_step(unfinished)
+        while finished and self._progress.step < self._config.steps and not self._stopping.is_set():
             started = time.monotonic()
             step = self._progress.step + 1
             manifest, gathered = await self._unless_stopped(self._manifest(step)) or (None, {})
@@ -98,16 +103,16 @@ class Learner:
                 break
             row = gathered | await self._train(manifest)
             row |= {"step": float(step), "time/step_seconds": time.monotonic() - started}
-            await self._store.put_metrics(step, row)  # before a checkpoint makes the step final
+            await self._store.put_unfinished_metrics(row)  # before a checkpoint makes the step final
             self._progress.step = step
             await self._open_engine()
             await self._save_if_due(step)
-            await self._finish_step(row)
+            finished = await self._finish_step(row)
             self._progress.step_seconds.append(time.monotonic() - started)
         if self._stopping.is_set():
             fault_point("during_stop")
         await self._save_now()
-        if self._progress.step >= self._config.steps:
+        if finished and self._progress.step >= self._config.steps:
             await self._event("completed", {"step": self._progress.step})  # first: who follows hears of it
             self._progress.move(JobState.COMPLETED)
         self._store.available.ring()
@@ -148,11 +153,13 @@ class Learner:
             await self._store.set_meta("incarnation", str(incarnation))
             self._trainer.begin_incarnation(incarnation)
         await self._publish("restore")
-        rows = {int(row["step"]): row for row in await self._store.metrics() if row["step"] <= self._progress.step}
-        finished = [row for row in rows.values() if "wall_seconds" in row]
-        self._folder.write_metrics(finished)
-        last = rows.get(self._progress.step, {"step": 0.0} if self._progress.step == 0 else None)
-        return None if last in finished else last
+        unfinished = await self._store.restore_metrics(self._progress.step)
+        rows = await self._store.metrics()
+        self._folder.write_metrics(rows)
+        self._recent.extend(row for row in rows if "train/episodes" in row)
+        if self._progress.step == 0 and not rows:
+            return {"step": 0.0}  # of the evaluation before the first step
+        return unfinished
 
     async def _wait_for_tasks(self) -> None:
         """Tasks come from files, or are pushed by a client until it says that there are no more."""
@@ -216,9 +223,10 @@ class Learner:
             version,
             config.rollout.step_order,
         )
+        batch = await self._without_untrainable(step, batch, version)
         self._progress.staleness = batch.staleness
         started = time.monotonic()
-        row = batch.metrics | {"train/rows": 0.0, "train/trained_tokens": 0.0}
+        row = batch.metrics | {"train/rows": 0.0, "train/trained_tokens": 0.0, "train/updates_skipped": 0.0}
         if batch.samples:
             row |= await self._update(step, batch)
         row["time/train_seconds"] = time.monotonic() - started
@@ -227,6 +235,16 @@ class Learner:
         row["time/publish_seconds"] = time.monotonic() - started
         row["version"] = float(self._trainer.version(self._policy).n)
         return row
+
+    async def _without_untrainable(self, step: int, batch: Batch, version: PolicyVersion) -> Batch:
+        """Leave out episodes that can't be trained; the manifest is fixed, so they would fail the step for ever."""
+        if not batch.samples:
+            return batch
+        problems = await self._trainer.untrainable(self._policy, batch.samples, f"step {step} check")
+        for episode_id, reason in problems.items():
+            log.warning("step %d leaves out episode %s: %s", step, episode_id, reason)
+            await self._event("episode_untrainable", {"step": step, "episode_id": episode_id, "reason": reason})
+        return batch.without(problems.keys(), version)
 
     async def _update(self, step: int, batch: Batch) -> dict[str, float]:
         rate = learning_rate(self._config.policy.optimizer, step, self._config.steps)
@@ -273,22 +291,26 @@ class Learner:
 
     # What surrounds a step
 
-    async def _finish_step(self, row: dict[str, float]) -> None:
-        """Evaluate if it is time to, and record the row. A job that is stopped meanwhile does it when it goes on."""
+    async def _finish_step(self, row: dict[str, float]) -> bool:
+        """Evaluate if it is time to, and record the row. Return False if the job was stopped before that.
+
+        The row then stays unfinished, and the job is not completed: going on makes the evaluation first.
+        """
         step = int(row["step"])
         every = self._config.evaluation.every_steps
         if every and self._validation_tasks and (step % every == 0 or step == self._config.steps):
             if self._stopping.is_set():
-                return
+                return False
             self._progress.enter(_evaluating(step), Collecting("validation", step))
             found = await self._unless_stopped(evaluate(self._store, self._validation_tasks, step))
             if found is None:
-                return
+                return False
             row |= {"version": float(self._trainer.version(self._policy).n), **found}
             await self._event("evaluated", {"step": step, **found})
         elif step == 0:
-            return
+            return True
         await self._finish_row(step, row)
+        return True
 
     async def _open_engine(self) -> None:
         """Let calls be sampled, unless a step that was fixed before a restart is still to be repeated.
@@ -331,6 +353,7 @@ class Learner:
         if row.get("time/rollout_seconds"):
             tokens = row["rollout/prompt_tokens"] + row["rollout/completion_tokens"]
             row["rollout/tokens_per_second"] = tokens / row["time/rollout_seconds"]
+        await self._look_after_health(row)
         await self._store.put_metrics(step, row)
         self._folder.append_metrics(row)
         self._progress.last_metrics = row
@@ -338,6 +361,20 @@ class Learner:
         if "validation/reward_mean" in row or step == self._config.steps:
             rows = await self._store.metrics()
             await asyncio.to_thread(self._folder.draw_curve, rows, self._config.name)
+
+    async def _look_after_health(self, row: dict[str, float]) -> None:
+        """Report each sign of a run that learns nothing when it appears."""
+        if "train/episodes" not in row:
+            return
+        self._recent.append(row)
+        config = self._config
+        found = health_of(list(self._recent), config.rollout.groups_per_step, config.steps)
+        row["train/warnings"] = float(len(found))
+        known = {warning.code for warning in self._progress.warnings}
+        self._progress.warnings = found
+        for warning in found:
+            if warning.code not in known:
+                await self._event("warning", asdict(warning))
 
     async def _event(self, kind: str, data: dict[str, Any]) -> None:
         await self._store.add_event(kind, data)

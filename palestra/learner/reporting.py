@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from palestra.config import JobConfig, dump_config
+from palestra.disk import write_whole, writing
 
 Row = Mapping[str, float]
 
@@ -16,8 +18,13 @@ class RunFolder:
     """Files that people and other programs read."""
 
     def __init__(self, path: Path) -> None:
+        """Make the folder, which only its owner can enter: a run has its users' prompts."""
         self.path = path
-        path.mkdir(parents=True, exist_ok=True)
+        with writing(path):
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if self.store.exists():  # of an older Palestra; any other folder that was there stays as it is
+                with contextlib.suppress(PermissionError):  # another user's, who decides
+                    path.chmod(0o700)
 
     @property
     def store(self) -> Path:
@@ -31,15 +38,16 @@ class RunFolder:
 
     def write_config(self, config: JobConfig) -> None:
         """The configuration in full, defaults included."""
-        _replace(self.path / "config.toml", dump_config(config).encode())
+        write_whole(self.path / "config.toml", dump_config(config).encode())
 
     def write_metrics(self, rows: Sequence[Row]) -> None:
         """All rows anew, as after a restart."""
-        _replace(self.path / "metrics.jsonl", b"".join(_line(row) for row in rows))
+        write_whole(self.path / "metrics.jsonl", b"".join(_line(row) for row in rows))
 
     def append_metrics(self, row: Row) -> None:
         """One more row."""
-        with (self.path / "metrics.jsonl").open("ab") as file:
+        path = self.path / "metrics.jsonl"
+        with writing(path), path.open("ab") as file:
             file.write(_line(row))
 
     def draw_curve(self, rows: Sequence[Row], title: str) -> None:
@@ -79,17 +87,11 @@ class RunFolder:
         axes.margins(x=0.06)
         if axes.lines:
             axes.legend(frameon=False, loc="best")
-        temporary = self.path / ".curve.png"
-        figure.savefig(temporary)
-        temporary.replace(self.path / "curve.png")
+        drawn = io.BytesIO()
+        figure.savefig(drawn)
+        write_whole(self.path / "curve.png", drawn.getvalue())
 
 
 def _line(row: Row) -> bytes:
     whole = {name: int(value) if float(value).is_integer() else value for name, value in row.items()}
     return (json.dumps(whole) + "\n").encode()
-
-
-def _replace(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_bytes(content)
-    temporary.replace(path)

@@ -28,7 +28,12 @@ class TaskOrder:
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
-    """The learning rate of step `step` (from 1) of `steps`."""
+    """Return the learning rate of step `step` (from 1) of `steps`.
+
+    After warm-up it is that of transformers' `get_linear_schedule_with_warmup` and `get_cosine_schedule_with_warmup`:
+    zero would come one step after the last, so every step trains. During warm-up it is one step further than theirs,
+    whose first step has a rate of 0 and would waste the episodes that were played for it.
+    """
     if step <= config.warmup_steps:
         return config.learning_rate * step / config.warmup_steps
     if config.schedule == "constant":

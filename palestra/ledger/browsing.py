@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-import sqlalchemy as sa
 from sqlalchemy import Connection, func, select
 
-from palestra.errors import StoreError
+from palestra.errors import PalestraError
 from palestra.ledger.chats import trajectories
 from palestra.ledger.codec import fork_of, unpack
+from palestra.ledger.damage import store_error
 from palestra.ledger.tables import chats, episodes, manifests
 from palestra.ledger.writer import open_engine
 from palestra.schemas.forks import ForkReason
@@ -51,8 +51,10 @@ def browse(path: Path) -> Iterator[Connection]:
     try:
         with engine.begin() as connection:
             yield connection
-    except sa.exc.DatabaseError as error:
-        raise StoreError(f"{path} can't be read as a run store: {error.orig}") from error
+    except PalestraError:
+        raise
+    except Exception as error:
+        raise store_error(path, error) from error
     finally:
         engine.dispose()
 

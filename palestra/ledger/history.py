@@ -15,6 +15,8 @@ from palestra.ledger.codec import to_json
 from palestra.ledger.tables import events, manifests, meta, metric_rows, task_chunks, tasks
 from palestra.schemas.records import BatchManifest, Event, PolicyVersion, Task
 
+UNFINISHED = "unfinished_metrics"  # key of the row of a step that was trained and not yet evaluated
+
 
 def push_tasks(connection: Connection, split: str, new: Sequence[Task], chunk_id: str) -> int:
     """Append tasks; returns the size of the split.
@@ -102,13 +104,42 @@ def read_manifest(connection: Connection, step: int) -> BatchManifest | None:
 
 
 def put_metrics(connection: Connection, step: int, data: Mapping[str, float]) -> None:
-    """Write a step's row, replacing one that an undone step had left."""
+    """Write the finished row of a step, in the place of what is known of it."""
     connection.execute(sa.delete(metric_rows).where(metric_rows.c.step == step))
     connection.execute(metric_rows.insert(), {"step": step, "data": to_json(dict(data))})
+    if _unfinished_step(connection) == step:
+        connection.execute(sa.delete(meta).where(meta.c.key == UNFINISHED))
+
+
+def put_unfinished_metrics(connection: Connection, data: Mapping[str, float]) -> None:
+    """Keep the row of a trained step that still waits for its evaluation; it is none of the rows until then."""
+    set_meta(connection, UNFINISHED, to_json(dict(data)))
+
+
+def restore_metrics(connection: Connection, step: int) -> dict[str, float] | None:
+    """Drop the rows of steps after `step`, which will be trained again; return that of `step` if it is unfinished.
+
+    A run of an earlier version kept an unfinished row among the others, without `wall_seconds`; such a row is taken
+    out, so that it gets the evaluation that it lacks.
+    """
+    connection.execute(sa.delete(metric_rows).where(metric_rows.c.step > step))
+    rows = {int(row["step"]): row for row in read_metrics(connection)}
+    if step in rows and "wall_seconds" not in rows[step]:
+        put_unfinished_metrics(connection, rows[step])
+        connection.execute(sa.delete(metric_rows).where(metric_rows.c.step == step))
+    if _unfinished_step(connection) != step:
+        return None
+    unfinished: dict[str, float] = orjson.loads(get_meta(connection, UNFINISHED) or "")
+    return unfinished
+
+
+def _unfinished_step(connection: Connection) -> int | None:
+    found = get_meta(connection, UNFINISHED)
+    return None if found is None else int(orjson.loads(found)["step"])
 
 
 def read_metrics(connection: Connection) -> list[dict[str, float]]:
-    """All rows, by step."""
+    """Return all finished rows, by step."""
     rows = connection.execute(select(metric_rows.c.data).order_by(metric_rows.c.step)).scalars()
     return [orjson.loads(row) for row in rows]
 

@@ -7,6 +7,8 @@ because it is in the operating system's hands; with `FULL`, the default, it also
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,8 +20,10 @@ from typing import Any, ParamSpec, Self, TypeVar
 import sqlalchemy as sa
 
 from palestra.config import RolloutConfig, StoreConfig
-from palestra.errors import Conflict, InvalidRequest, StoreError
+from palestra.disk import writing
+from palestra.errors import Conflict, InvalidRequest, PalestraError, StoreError
 from palestra.ledger import chats, episodes, groups, history
+from palestra.ledger.damage import OpenFile, store_error
 from palestra.ledger.leases import LeaseBook
 from palestra.ledger.tables import migrate
 from palestra.ledger.writer import Writer, open_engine
@@ -41,6 +45,7 @@ from palestra.schemas.states import EpisodeState, GroupState
 
 P = ParamSpec("P")
 T = TypeVar("T")
+FILE_CHECK_SECONDS = 0.5  # between two looks at whether the file is still there
 WAKE_SECONDS = 5.0  # a bell that was missed costs no more than this
 LeaseOver = Callable[[str, int], None]
 
@@ -104,16 +109,16 @@ class RunStore:
         self._full = False  # somebody claimed in vain since the last end of a lease: `max_claimed` were claimed
         self.on_lease_over: list[LeaseOver] = []
         self.recent_rewards: deque[float] = deque(maxlen=64)  # of training episodes, as they end
-        path.parent.mkdir(parents=True, exist_ok=True)
+        with writing(path):
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _make_private(path)
         self._engine = open_engine(path, store.synchronous)
-        try:
-            with self._engine.begin() as connection:
-                migrate(connection)
-                for episode in episodes.live(connection):
-                    self._grant(episode)
-        except sa.exc.DatabaseError as error:
-            raise StoreError(f"{path} is not a run store, or is damaged: {error.orig}") from error
-        self._writer = Writer(self._engine)
+        with self._in_words(), self._engine.begin() as connection:
+            migrate(connection)
+            for episode in episodes.live(connection):
+                self._grant(episode)
+        self._file = OpenFile(path)
+        self._writer = Writer(self._engine, partial(store_error, path), self._file.problem)
         self._read_engine = open_engine(path, store.synchronous, read_only=True)
         self._reader = ThreadPoolExecutor(1, "palestra-reader")
         self.policy_version = PolicyVersion(0, 0)  # what a claim is told; set by the learner
@@ -148,11 +153,38 @@ class RunStore:
 
     async def read(self, operation: Callable[[sa.Connection], T]) -> T:
         """Run a query on a connection of its own; it sees every change that was awaited before."""
-        return await asyncio.get_running_loop().run_in_executor(self._reader, self._query, operation)
+        return await self._on_reader(partial(self._query, operation))
+
+    async def _on_reader(self, work: Callable[[], T]) -> T:
+        try:
+            running = asyncio.get_running_loop().run_in_executor(self._reader, work)
+        except RuntimeError as error:  # an executor that was shut down takes nothing; requests may outlive the store
+            raise StoreError("the store is closed") from error
+        return await running
 
     def _query(self, operation: Callable[[sa.Connection], T]) -> T:
-        with self._read_engine.begin() as connection:
+        with self._in_words(), self._read_engine.begin() as connection:
             return operation(connection)
+
+    @contextmanager
+    def _in_words(self) -> Iterator[None]:
+        """Turn what SQLite raises, and what a damaged record does, into a StoreError."""
+        try:
+            yield
+        except PalestraError:
+            raise
+        except Exception as error:
+            raise store_error(self.path, error) from error
+
+    async def lost(self) -> StoreError:
+        """Wait until the file is deleted, moved or replaced, and return what to say; for ever, as a rule.
+
+        Commits notice it before they are acknowledged; this also notices it where nothing is committed.
+        """
+        while True:
+            if (problem := await self._on_reader(self._file.problem)) is not None:
+                return problem
+            await asyncio.sleep(FILE_CHECK_SECONDS)  # a file system has no event for it that every kind of it sends
 
     # Tasks
 
@@ -412,11 +444,19 @@ class RunStore:
         return await self.read(lambda c: history.read_manifest(c, step))
 
     async def put_metrics(self, step: int, data: Mapping[str, float]) -> None:
-        """Write a step's row of metrics."""
+        """Write a step's finished row of metrics."""
         await self.write(lambda c: history.put_metrics(c, step, data))
 
+    async def put_unfinished_metrics(self, data: Mapping[str, float]) -> None:
+        """Keep the row of a trained step until `put_metrics` writes it with the step's evaluation."""
+        await self.write(lambda c: history.put_unfinished_metrics(c, data))
+
+    async def restore_metrics(self, step: int) -> dict[str, float] | None:
+        """Drop the rows of steps after `step`; return that of `step` if it still waits for its evaluation."""
+        return await self.write(lambda c: history.restore_metrics(c, step))
+
     async def metrics(self) -> list[dict[str, float]]:
-        """All rows of metrics, by step."""
+        """Return all finished rows of metrics, by step."""
         return await self.read(history.read_metrics)
 
     async def add_event(self, kind: str, data: Mapping[str, Any]) -> Event:
@@ -435,3 +475,13 @@ class RunStore:
     async def set_meta(self, key: str, value: str) -> None:
         """Set a small fact of the run."""
         await self.write(lambda c: history.set_meta(c, key, value))
+
+
+def _make_private(path: Path) -> None:
+    """Make the file, or an older one, readable by its owner alone; SQLite gives `-wal` and `-shm` the same mode."""
+    descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        with contextlib.suppress(PermissionError):  # another user's, who decides
+            os.fchmod(descriptor, 0o600)
+    finally:
+        os.close(descriptor)

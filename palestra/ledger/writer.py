@@ -21,6 +21,7 @@ from palestra.faults import fault_point
 
 T = TypeVar("T")
 Explain = Callable[[Exception], Exception]
+Problem = Callable[[], StoreError | None]
 MAX_BATCH = 256
 # KiB of pages that a connection keeps. The file grows with every call and whatever was read stays until the cache is
 # full, so its size is what a long run holds; beyond it the operating system's own cache answers.
@@ -69,9 +70,17 @@ class Writer:
     whose operations are then tried one by one, so that one bad operation never takes others with it.
     """
 
-    def __init__(self, engine: sa.Engine, explain: Explain | None = None) -> None:
-        """`explain` puts an error of the database into words; None: as for a run store."""
-        self._engine, self._explain = engine, explain or _explained
+    def __init__(self, engine: sa.Engine, explain: Explain, problem: Problem = lambda: None) -> None:
+        """Start the thread.
+
+        Args:
+            engine: of the database.
+            explain: puts an error of the database into words.
+            problem: what keeps a commit from being acknowledged, if anything does; asked after each one. From then on
+                nothing is committed any more.
+        """
+        self._engine, self._explain, self._problem = engine, explain, problem
+        self._over: StoreError | None = None  # what `problem` found
         self._queue: queue.SimpleQueue[list[_Operation] | None] = queue.SimpleQueue()
         self._gathering: dict[asyncio.AbstractEventLoop, list[_Operation]] = {}  # of this turn of each event loop
         self._closed = False
@@ -127,6 +136,9 @@ class Writer:
                     return
 
     def _commit(self, connection: sa.Connection, group: list[_Operation]) -> None:
+        if self._over is not None:
+            self._refuse(group, self._over)
+            return
         try:
             self._transaction(connection, group)
         except Exception as error:  # noqa: BLE001 - handed to the callers
@@ -138,7 +150,16 @@ class Writer:
                     operation.result = operation.error = None
                     self._commit(connection, [operation])
         else:
-            _deliver(group)
+            self._over = self._problem()  # as late as it can be, so that as little as can be comes between
+            if self._over is None:
+                _deliver(group)
+            else:
+                self._refuse(group, self._over)
+
+    def _refuse(self, group: list[_Operation], error: StoreError) -> None:
+        for operation in group:
+            operation.result, operation.error = None, error
+        _deliver(group)
 
     def _transaction(self, connection: sa.Connection, group: list[_Operation]) -> None:
         with connection.begin():
@@ -174,12 +195,3 @@ def _resolve(operations: list[_Operation]) -> None:
             operation.future.set_exception(operation.error)
         else:
             operation.future.set_result(operation.result)
-
-
-def _explained(error: Exception) -> Exception:
-    """A full disk, or a damaged file, in words; a defect of ours as it is."""
-    if isinstance(error, sa.exc.OperationalError | sa.exc.DatabaseError) and not isinstance(
-        error, sa.exc.IntegrityError
-    ):
-        return StoreError(f"the run store could not be written: {error.orig}")
-    return error

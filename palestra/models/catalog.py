@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from palestra.config import SMOLLM2, TINY
-from palestra.errors import ModelError
+from palestra.errors import ModelError, ServerFailed
+from palestra.models.hub import hub_model
 
+HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]  # what is fetched of a model of the hub
 _GGUF = f"{SMOLLM2}.Q4_1.gguf"
 
 
@@ -27,7 +29,7 @@ def model_folder(name: str) -> Path | str:
     """A folder in Hugging Face's layout; or the name itself, where transformers has to find it.
 
     Raises:
-        ModelError: the weights are not there.
+        ModelError: the weights are not there, or the hub that has them can't be reached.
     """
     if name == SMOLLM2:
         return _smollm2()
@@ -40,7 +42,43 @@ def model_folder(name: str) -> Path | str:
             f"model {name!r}: no such folder; known names are {SMOLLM2!r} and {TINY!r}, "
             "anything else is a folder or a Hugging Face name such as 'org/model'"
         )
-    return name
+    return hub_model(name)
+
+
+def exact_model(name: str) -> Path:
+    """Return the folder of a model that a tenant has named, which is never looked for in a relative folder.
+
+    Args:
+        name: a built-in model, an absolute folder (of the operator's list, or a checkpoint of a job), or `org/model` of
+            the Hugging Face hub, whose files are fetched where the hub's cache has not got them.
+
+    Raises:
+        ModelError: there is no such model.
+        ServerFailed: the hub can't be reached.
+    """
+    if name in (SMOLLM2, TINY) or Path(name).is_absolute():
+        return Path(model_folder(name))
+    return _hub_folder(name)
+
+
+def _hub_folder(name: str) -> Path:
+    """Of configuration, tokenizer and safetensors; pickled weights and code are left where they are."""
+    import huggingface_hub
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=["*/*"]))
+    except LocalEntryNotFoundError as error:  # not in the cache, and the hub did not answer, or must not be asked
+        raise ServerFailed(f"model {name!r} is not in the hub's cache, and the hub can't be reached") from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise ModelError(f"model {name!r}: the Hugging Face hub has no such model, or it is not public") from error
+    except HfHubHTTPError as error:
+        raise ModelError(f"model {name!r} can't be fetched from the hub: {str(error).splitlines()[0]}") from error
 
 
 def _smollm2() -> Path:

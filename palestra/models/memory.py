@@ -1,10 +1,12 @@
-"""Keeping the heap: large temporaries of arithmetic are not given back to the system and faulted in again."""
+"""How much memory there is, and how freed memory is kept for the next large temporary of arithmetic."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 
+MEMORY_VARIABLE = "PALESTRA_MEMORY_GIB"  # set for the job of a service, which is ended when it uses more
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # malloc.h
 
 
@@ -20,3 +22,10 @@ def keep_heap() -> bool:
     except AttributeError:  # another C library
         return False
     return all(mallopt(*setting) for setting in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_ARENA_MAX, 1)))
+
+
+def memory_bytes() -> int:
+    """Return the memory that this process may use: `PALESTRA_MEMORY_GIB`, or all that the machine has."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    given = os.environ.get(MEMORY_VARIABLE)
+    return machine if given is None else min(machine, int(float(given) * 2**30))

@@ -18,8 +18,10 @@ from palestra.errors import (
     EpisodeEnded,
     EpisodeLeaseExpired,
     EpisodeOver,
+    NotScored,
     RolloutFailed,
     ServerStopping,
+    place_of,
 )
 from palestra.schemas.messages import ChatMessage, ToolChoice
 from palestra.schemas.observations import Observation
@@ -37,6 +39,7 @@ class Termination(StrEnum):
     ENVIRONMENT_FAILED = "environment_failed"
     AGENT_FAILED = "agent_failed"
     ENGINE_FAILED = "engine_failed"
+    NOT_SCORED = "not_scored"  # a reward is None: it is left out, and not played again
     CANCELLED = "cancelled"  # the job was stopped
 
 
@@ -242,14 +245,14 @@ class failing:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None or not isinstance(error, Exception):
             return
-        if isinstance(error, (EpisodeOver, ContextOverflow, RolloutFailed, *Lost)):
+        if isinstance(error, (EpisodeOver, ContextOverflow, NotScored, RolloutFailed, *Lost)):
             return
         whose = Termination.ENGINE_FAILED if isinstance(error, EngineFailure | ServerStopping) else self._termination
         raise RolloutFailed(whose, _said(error)) from error
 
 
 def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {error}{place_of(error)}"
 
 
 def _conversation(seen: tuple[ChatMessage, ...], chats: Sequence[Chat], action: ChatMessage) -> tuple[ChatMessage, ...]:

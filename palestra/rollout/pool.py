@@ -104,7 +104,8 @@ class RunnerPool:
             self.progress.terminations[outcome.result.termination.value] += 1
             self._in_a_row = 0
             return
-        name = outcome.work.episode.episode_id
+        episode = outcome.work.episode
+        name = f"{episode.episode_id} (task {episode.task.task_id})"
         if isinstance(error, Lost):
             self.progress.terminations["lease_lost"] += 1
             log.warning("%s", error)
@@ -116,7 +117,7 @@ class RunnerPool:
         log.warning("episode %s: %s: %s", name, error.termination, error, exc_info=error.__cause__)
         if self._in_a_row >= FAILURES_IN_A_ROW:
             raise RolloutFailed(
-                error.termination, f"{self._in_a_row} episodes in a row failed, the last one with {error}"
+                error.termination, f"{self._in_a_row} episodes in a row failed, the last one, {name}, with {error}"
             ) from error
 
     async def _give_back_unplayed(self) -> None:

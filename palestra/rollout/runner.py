@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from palestra.agents import Agent, ModelAgent
-from palestra.errors import RolloutFailed
+from palestra.errors import NotScored, RolloutFailed
 from palestra.rollout.collect import Collected, Lost, Termination, TrajectoryCollectEngine
 from palestra.rollout.environments import Environments, Made
 from palestra.schemas.records import Claim, Episode, Task, Trajectory
@@ -111,6 +111,9 @@ class Runner:
         except RolloutFailed as error:
             await self.give_back(episode, Termination(error.termination), str(error))
             raise
+        except NotScored as error:
+            await self.give_back(episode, Termination.NOT_SCORED, str(error), discard=True)
+            return Collected(termination=Termination.NOT_SCORED)
         await self._store.end(
             episode.episode_id,
             episode.fence,
@@ -121,14 +124,14 @@ class Runner:
         )
         return collected
 
-    async def give_back(self, episode: Episode, termination: Termination, reason: str) -> None:
-        """Let it be played again; where it was cancelled, as if it had never been claimed."""
+    async def give_back(self, episode: Episode, termination: Termination, reason: str, discard: bool = False) -> None:
+        """Let it be played again, or discard it; where it was cancelled, as if it had never been claimed."""
         try:
             await self._store.abort(
                 episode.episode_id,
                 episode.fence,
                 f"{termination.value}: {reason}",
-                discard=False,
+                discard=discard,
                 counts=termination is not Termination.CANCELLED,
             )
         except Lost:  # its lease ran out meanwhile, so it was given back already

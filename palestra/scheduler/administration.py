@@ -111,6 +111,21 @@ class Administration:
 
         return await self._store.write(work, lambda _: self._store.changed.ring())
 
+    async def private_jobs(self, by: Identity) -> bool:
+        """Whether jobs of `by`'s tenant are private unless they say otherwise."""
+        by.require(Action.SELF_READ)
+        return await self._store.read(lambda c: policy_store.are_private(c, by.tenant))
+
+    async def set_private(self, by: Identity, on: bool) -> None:
+        """Whether jobs of `by`'s tenant that are submitted from now on are private unless they say otherwise."""
+        by.require(Action.TENANT_SET_PRIVATE)
+
+        def work(connection: Connection) -> None:
+            policy_store.set_private(connection, by.tenant, on)
+            self._log(connection, by, by.tenant, Action.TENANT_SET_PRIVATE, "on" if on else "off")
+
+        await self._store.write(work)
+
     # The cluster
 
     async def drain(self, by: Identity, on: bool) -> None:

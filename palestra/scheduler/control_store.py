@@ -167,8 +167,11 @@ class ControlStore:
         kind: JobKind | None = None,
         cursor: str | None = None,
         limit: int = 50,
+        viewer: str | None = None,
     ) -> JobPage:
         """A tenant's jobs, newest first. Pages stay as they are while jobs are added.
+
+        Of other users' private jobs the user `viewer` sees none; None: somebody who sees all.
 
         Raises:
             InvalidRequest: the limit is out of range, or the cursor is not of this list.
@@ -180,7 +183,7 @@ class ControlStore:
             raise InvalidRequest("this cursor is not of this list; begin again without one", "cursor")
         if not all(can_match(value) for value in wanted.values()):
             return JobPage(jobs=(), cursor=None)
-        return await self.read(lambda c: jobs.page(c, tenant, wanted, states, cursor, limit))
+        return await self.read(lambda c: jobs.page(c, tenant, wanted, states, cursor, limit, viewer))
 
     async def change_state(
         self,

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 from palestra.schemas.jobs import SHARES, Resources
 
+LEAST_MEMORY_GIB = 4.0  # that a job may use which asked for none, on a node that has it
+
 
 class Amounts(NamedTuple):
     """Resources, counted in whole numbers."""
@@ -75,6 +77,21 @@ class Holding(NamedTuple):
     ends: float | None  # None: nobody knows; infinite: it runs until somebody stops it
     needs: Amounts
     devices: tuple[GpuShare, ...]
+
+
+def memory_limit_gib(needs: Resources, node: Node) -> float | None:
+    """Return how much memory the processes of a job may use on a node, in GiB; None: the node does not say what it has.
+
+    That is what the job asked for. One that asked for none may use the part of the node's memory that its part of the
+    node's cores or GPUs is, and `LEAST_MEMORY_GIB` where that is more: jobs that all ask for none then fit beside one
+    another.
+    """
+    if needs.memory_gib:
+        return needs.memory_gib
+    if not node.memory_gib:
+        return None
+    parts = [need / have for need, have in ((needs.cpus, node.cpus), (needs.gpus, node.gpus)) if have]
+    return min(max(max(parts, default=0.0) * node.memory_gib, LEAST_MEMORY_GIB), node.memory_gib)
 
 
 def counted(resources: Resources) -> Amounts:

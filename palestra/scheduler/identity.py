@@ -33,15 +33,23 @@ class Identity:
     scopes: frozenset[Scope]
     limits: KeyLimits
 
-    def may(self, action: Action, owner: str | None = None) -> bool:
-        """Whether the table of permissions allows it, to what belongs to `owner`; None: to nobody, or to oneself."""
+    def may(self, action: Action, owner: str | None = None, private: bool = False) -> bool:
+        """Whether the table of permissions allows it, to what belongs to `owner`; None: to nobody, or to oneself.
+
+        `private`: it is a private job.
+        """
         rule = PERMISSIONS[action]
         return (
             self.role in rule.roles
             and (rule.scope is None or rule.scope in self.scopes)
             and (not rule.operator or self.tenant == OPERATOR_TENANT)
             and (owner is None or owner == self.user or self.role in rule.others)
+            and (not private or self.sees(action, owner))
         )
+
+    def sees(self, action: Action, owner: str | None) -> bool:
+        """Whether a private job of `owner` is there at all for who wants to do `action` to it."""
+        return owner == self.user or self.role in PERMISSIONS[action].private
 
     def require(self, action: Action, owner: str | None = None) -> None:
         """The same.

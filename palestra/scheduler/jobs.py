@@ -46,6 +46,7 @@ def record_of(row: Any) -> JobRecord:
         config=orjson.loads(row.config),
         resources=Resources(cpus=row.cpus, gpus=row.gpus, memory_gib=row.memory_gib),
         attached=row.attached,
+        private=row.private,
         state=JobState(row.state),
         reason=row.reason,
         created_at=row.created_at,
@@ -85,6 +86,8 @@ def submit(
     body += [request.attached, request.restarts_limit]
     if request.from_job is not None:  # sent again, the newest checkpoint may be another
         body += [request.from_job, None if request.from_newest else request.from_step]
+    if request.private:
+        body += ["private"]
     digest = hashlib.sha256(to_json(body).encode()).hexdigest()
     same = jobs.c.job_id == job_id
     if request_key is not None:
@@ -110,6 +113,7 @@ def submit(
             "gpus": asked.gpus,
             "memory_gib": asked.memory_gib,
             "attached": request.attached,
+            "private": request.private,
             "state": JobState.QUEUED.value,
             "reason": "submitted",
             "created_at": now,
@@ -148,8 +152,11 @@ def page(
     states: Collection[str],
     before: str | None,
     limit: int,
+    viewer: str | None,
 ) -> JobPage:
     """Up to `limit` jobs of a tenant, newest first, that were submitted before the job `before`.
+
+    Of other users' private jobs the user `viewer` sees none; None: somebody who sees all.
 
     Raises:
         InvalidRequest: `before` is not a job of this tenant.
@@ -157,6 +164,8 @@ def page(
     wanted = select(jobs).where(jobs.c.tenant == tenant)
     for column, value in equal.items():
         wanted = wanted.where(jobs.c[column] == value)
+    if viewer is not None:
+        wanted = wanted.where(jobs.c.private.is_(False) | (jobs.c.user_name == viewer))
     if states:
         wanted = wanted.where(jobs.c.state.in_(sorted(states)))
     if before is not None:

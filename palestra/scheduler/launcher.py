@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import sqlite3
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
 
+from palestra.errors import PalestraError
 from palestra.scheduler.fitting import Node
 from palestra.schemas.jobs import Resources
 
 LOG_FILE = "log.txt"  # in a job's folder
 ENDED_FILE = "ended.json"  # likewise, since its server ended
+
+# A full disk or quota, a disk that fails or is gone, no memory, no descriptor, a folder that is read-only for now.
+MACHINE_ERRORS = frozenset(
+    (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EROFS)
+)
+SQLITE_MACHINE_ERRORS = frozenset(
+    (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_READONLY)
+)
 
 
 class Ending(StrEnum):
@@ -32,11 +43,35 @@ class Ended:
     reason: str = ""
 
 
+def ending_of(error: BaseException) -> Ending:
+    """Return how a job ends that an error ends: the one rule for all of them.
+
+    LOST, so it is started again as often as `restarts` allows, where another start may go better: an error that is
+    `retryable`, or one that is caused by what the machine is short of at the moment or by its disks (`MACHINE_ERRORS`).
+    FAILED for all others: the configuration, the model, a damaged store, a defect.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, PalestraError) and cause.retryable:
+            return Ending.LOST
+        if isinstance(cause, MemoryError) or (isinstance(cause, OSError) and cause.errno in MACHINE_ERRORS):
+            return Ending.LOST
+        if isinstance(cause, sqlite3.OperationalError) and cause.sqlite_errorcode & 0xFF in SQLITE_MACHINE_ERRORS:
+            return Ending.LOST
+        cause = cause.__cause__ or cause.__context__
+    return Ending.FAILED
+
+
 def write_ended(folder: Path, ended: Ended) -> None:
     """Leave in a job's folder how its server ended, for a scheduler that was not there to hear it."""
     temporary = folder / f".{ENDED_FILE}"
-    temporary.write_text(json.dumps({"ending": ended.ending.value, "reason": ended.reason}))
+    temporary.write_text(ended_text(ended))
     temporary.replace(folder / ENDED_FILE)
+
+
+def ended_text(ended: Ended) -> str:
+    """Return what `ENDED_FILE` holds for this ending."""
+    return json.dumps({"ending": ended.ending.value, "reason": ended.reason})
 
 
 def read_ended(folder: Path) -> Ended | None:
@@ -57,6 +92,8 @@ class ServerOrder:
     folder: Path  # of the job: its run, and its log
     node: str
     resources: Resources
+    weights: str | None = None  # an absolute folder, or a name of the hub; None: what the configuration's model names
+    memory_gib: float | None = None  # that its processes may use; a job that uses more is ended. None: any amount
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

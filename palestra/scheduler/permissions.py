@@ -42,6 +42,7 @@ class Action(StrEnum):
     JOB_READ = "job.read"  # its state, logs, events, metrics and artifacts
     JOB_CANCEL = "job.cancel"
     JOB_RESUBMIT = "job.resubmit"
+    JOB_ROTATE_KEY = "job.rotate_key"  # another key for its data plane; the one of before opens nothing any more
     EPISODE_PLAY = "episode.play"  # be told a job's data plane and its key
     SELF_READ = "self.read"
     KEY_MAKE = "key.make"
@@ -58,6 +59,12 @@ class Action(StrEnum):
     TENANT_LIST = "tenant.list"
     TENANT_ADD = "tenant.add"
     TENANT_CHANGE = "tenant.change"
+    TENANT_SET_PRIVATE = "tenant.set_private"  # whether jobs of one's own tenant are private unless they say otherwise
+
+
+_ALL = frozenset(Role)
+_WORKING = frozenset({Role.ADMIN, Role.MEMBER})
+_ADMIN = frozenset({Role.ADMIN})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,12 +74,9 @@ class Rule:
     scope: Scope | None  # None: any key will do
     roles: frozenset[Role]  # who may do it
     others: frozenset[Role]  # who may do it to what belongs to another user of the same tenant
+    private: frozenset[Role] = _ADMIN  # of `others`, who may do it also to a private job; the rest do not see it
     operator: bool = False  # only in the tenant that runs the cluster
 
-
-_ALL = frozenset(Role)
-_WORKING = frozenset({Role.ADMIN, Role.MEMBER})
-_ADMIN = frozenset({Role.ADMIN})
 
 PERMISSIONS: Mapping[Action, Rule] = {
     Action.JOB_SUBMIT: Rule(scope=Scope.JOBS_WRITE, roles=_WORKING, others=frozenset()),
@@ -80,6 +84,7 @@ PERMISSIONS: Mapping[Action, Rule] = {
     Action.JOB_READ: Rule(scope=Scope.JOBS_READ, roles=_ALL, others=_ALL),
     Action.JOB_CANCEL: Rule(scope=Scope.JOBS_WRITE, roles=_WORKING, others=_ADMIN),
     Action.JOB_RESUBMIT: Rule(scope=Scope.JOBS_WRITE, roles=_WORKING, others=_WORKING),
+    Action.JOB_ROTATE_KEY: Rule(scope=Scope.JOBS_WRITE, roles=_WORKING, others=_ADMIN),
     Action.EPISODE_PLAY: Rule(scope=Scope.EPISODES, roles=_WORKING, others=_WORKING),
     Action.SELF_READ: Rule(scope=None, roles=_ALL, others=frozenset()),
     Action.KEY_MAKE: Rule(scope=Scope.KEYS_WRITE, roles=_ALL, others=_ADMIN),
@@ -96,6 +101,7 @@ PERMISSIONS: Mapping[Action, Rule] = {
     Action.TENANT_LIST: Rule(scope=Scope.CLUSTER_ADMIN, roles=_ADMIN, others=_ADMIN, operator=True),
     Action.TENANT_ADD: Rule(scope=Scope.CLUSTER_ADMIN, roles=_ADMIN, others=_ADMIN, operator=True),
     Action.TENANT_CHANGE: Rule(scope=Scope.CLUSTER_ADMIN, roles=_ADMIN, others=_ADMIN, operator=True),
+    Action.TENANT_SET_PRIVATE: Rule(scope=Scope.USERS_ADMIN, roles=_ADMIN, others=_ADMIN),
 }
 
 

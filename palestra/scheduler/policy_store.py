@@ -50,6 +50,16 @@ def change_quota(connection: Connection, tenant: str, changes: Mapping[str, floa
     return quota
 
 
+def are_private(connection: Connection, tenant: str) -> bool:
+    """Whether the jobs of a tenant are private unless their submission says otherwise."""
+    return bool(connection.execute(select(tenants.c.private_jobs).where(tenants.c.name == tenant)).scalar())
+
+
+def set_private(connection: Connection, tenant: str, on: bool) -> None:
+    """Have the jobs of a tenant that are submitted from now on be private unless they say otherwise; or not."""
+    connection.execute(tenants.update().where(tenants.c.name == tenant).values(private_jobs=on))
+
+
 def is_draining(connection: Connection) -> bool:
     """Whether nothing is to start."""
     return connection.execute(select(meta.c.value).where(meta.c.key == _DRAINING)).scalar() == "yes"

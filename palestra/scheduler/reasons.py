@@ -44,7 +44,9 @@ def too_large(needs: Amounts, sizes: Sequence[Amounts]) -> str | None:
 def behind(turn: Turn, first: Turn, node_id: str | None) -> str:
     """A job would fit, but another one is first; `node_id` is the node that is kept for that one."""
     ours = turn.line is first.line
-    name = f"job {first.job_id}" if ours else "a job of another tenant"
+    name = "a job of another tenant"
+    if ours:
+        name = "a private job" if first.job.private else f"job {first.job_id}"
     if first.below_overdue == 0:
         text = f"behind {name} that has waited for too long"
     elif first.job.priority == turn.job.priority:

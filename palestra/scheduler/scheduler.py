@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from palestra.config import parse_config
 from palestra.errors import (
     ConfigError,
     Conflict,
@@ -25,10 +26,22 @@ from palestra.errors import (
 from palestra.ledger.store import Bell
 from palestra.scheduler import policy_store
 from palestra.scheduler.control_store import ControlStore
-from palestra.scheduler.fitting import GpuShare, Node, RunningJob, counted, devices_for
-from palestra.scheduler.launcher import LOG_FILE, Ended, Ending, Launcher, Listening, ServerOrder, read_ended
+from palestra.scheduler.endings import following_state, last_lines
+from palestra.scheduler.fitting import GpuShare, Node, RunningJob, counted, devices_for, memory_limit_gib
+from palestra.scheduler.launcher import (
+    ENDED_FILE,
+    LOG_FILE,
+    Ended,
+    Ending,
+    Launcher,
+    Listening,
+    ServerOrder,
+    ending_of,
+    read_ended,
+)
 from palestra.scheduler.placement import Policy, Start, place
 from palestra.scheduler.reasons import refusal, short
+from palestra.scheduler.rules import Rules
 from palestra.scheduler.sources import with_own_weights
 from palestra.scheduler.tenants import Quota
 from palestra.scheduler.turns import WaitingJob
@@ -38,7 +51,6 @@ from palestra.schemas.states import JobState
 log = logging.getLogger("palestra.scheduler")
 LOOK_SECONDS = 5.0  # machines come and go without telling; and what failed is tried again
 NOTE_SECONDS = 5.0  # when it ends, how long it may take to write down what has just happened
-TAIL_BYTES = 4000
 RUN = "run"  # a job's folder has its run, and its log
 
 
@@ -52,17 +64,19 @@ class Scheduler:
         folder: Path,
         policy: Policy,
         *,
+        rules: Rules | None = None,
         stop_seconds: float = 120.0,
         absent_seconds: float = 120.0,
     ) -> None:
         """Args:
         folder: of all jobs, each in one of its own; every machine has to see it.
         policy: its quotas, and whether it drains, are read from the store.
+        rules: of the operator, who has a list of models; None: those of an operator who says nothing.
         stop_seconds: how long a job that is cancelled may take to save.
         absent_seconds: for so long the client of an attached job may be gone.
         """
         self._store, self._launcher, self._folder = store, launcher, folder
-        self.policy = policy
+        self.policy, self._rules = policy, rules or Rules()
         self._stop_seconds, self._absent_seconds = stop_seconds, absent_seconds
         self.nodes: list[Node] = []
         self.running: dict[str, RunningJob] = {}
@@ -156,7 +170,10 @@ class Scheduler:
     # Deciding
 
     async def _place(self) -> float | None:
-        queue = {job.job_id: job for job in await self._store.queue() if job.job_id not in self._lives}
+        queued = await self._store.queue()
+        # Both at the same moment: a job that has just ended must not leave its room to others and not be in the queue.
+        queue = {job.job_id: job for job in queued if job.job_id not in self._lives}
+        running = list(self.running.values())
         for job in queue.values():
             if job.attached:
                 self._seen.setdefault(job.job_id, self._store.clock.monotonic())
@@ -167,12 +184,14 @@ class Scheduler:
                 priority=job.priority,
                 submitted_at=job.created_at,
                 needs=job.resources,
+                private=job.private,
+                expected_seconds=math.inf if job.kind == "inference" else None,
             )
             for job in queue.values()
         ]
         # After the queue: a job that was submitted under a new quota must not be started under the old one.
         self.policy = await self._store.read(lambda c: policy_store.decided(c, self.policy))
-        decision = place(waiting, self.running.values(), self.nodes, self.policy, self._store.clock.now())
+        decision = place(waiting, running, self.nodes, self.policy, self._store.clock.now())
         self.waiting = {**decision.waiting, **decision.impossible}
         for start in decision.starts:
             job = queue[start.job_id]
@@ -202,6 +221,7 @@ class Scheduler:
             node_id=start.node_id,
             devices=start.devices,
             since=self._store.clock.now(),
+            expected_end=math.inf if job.kind == "inference" else None,
             starting=starting,
         )
 
@@ -258,7 +278,7 @@ class Scheduler:
         except MachineGone as error:  # no fault of the job
             return Ended(ending=Ending.STOPPED, reason=str(error))
         except PalestraError as error:
-            return Ended(ending=Ending.LOST if error.retryable else Ending.FAILED, reason=str(error))
+            return Ended(ending=ending_of(error), reason=str(error))
         except Exception as error:
             log.exception("job %s could not be started", job.job_id)
             return Ended(ending=Ending.LOST, reason=f"{type(error).__name__}: {error}")
@@ -270,8 +290,18 @@ class Scheduler:
         if job.from_job is not None:
             source = self.folder_of(job.from_job) / RUN
             config = await asyncio.to_thread(with_own_weights, job, folder, source)
+        await asyncio.to_thread((folder / ENDED_FILE).unlink, missing_ok=True)  # of an earlier server of this job
+        node = next((node for node in self.nodes if node.node_id == node_id), None)
         return await self._launcher.start(
-            ServerOrder(job_id=job.job_id, config=config, folder=folder, node=node_id, resources=job.resources)
+            ServerOrder(
+                job_id=job.job_id,
+                config=config,
+                folder=folder,
+                node=node_id,
+                resources=job.resources,
+                weights=None if job.from_job else self._rules.weights(parse_config(config).policy.model),
+                memory_gib=None if node is None else memory_limit_gib(job.resources, node),
+            )
         )
 
     async def _watch(self, job_id: str, server: Listening) -> None:
@@ -299,11 +329,15 @@ class Scheduler:
         await asyncio.shield(note)
 
     async def _note(self, job_id: str, ended: Ended) -> None:
-        tail = await asyncio.to_thread(_tail, self.folder_of(job_id) / LOG_FILE)
+        folder = self.folder_of(job_id)
+        if ended.ending is Ending.LOST:  # a server that could say no more may have left how it ended
+            written = await asyncio.to_thread(read_ended, folder)
+            ended = ended if written is None else written
+        tail = await asyncio.to_thread(last_lines, folder / LOG_FILE)
         while True:
             try:
                 job = await self._store.job(None, job_id)
-                following, reason, left = _following(job, ended)
+                following, reason, left = following_state(job, ended)
                 await self._store.change_state(job_id, job.state, following, reason, restarts_left=left, log_tail=tail)
                 break
             except IllegalTransition:
@@ -390,32 +424,3 @@ class Scheduler:
             for device, share in other.devices if other.node_id == node_id else ():
                 free[device] -= share
         return devices_for(counted(needs).gpus, free, free) or ()
-
-
-def _following(job: JobRecord, ended: Ended) -> tuple[JobState, str, int]:
-    """The state after an ending, its reason, and how often the job may still be started again."""
-    left = job.restarts_left
-    if ended.ending is Ending.COMPLETED:
-        return JobState.COMPLETED, "its steps are done", left
-    if job.cancel_requested:
-        return JobState.CANCELLED, f"{job.reason}; {ended.reason}" if ended.reason else job.reason, left
-    if ended.ending is Ending.FAILED:
-        return JobState.FAILED, ended.reason, left
-    if ended.ending is Ending.LOST and left == 0:
-        return JobState.FAILED, f"lost {job.restarts_limit + 1} times, at last: {ended.reason}", left
-    if ended.ending is Ending.LOST:
-        goes_on = "it goes on from its last checkpoint" if job.kind == "training" else "it is started again"
-        return JobState.QUEUED, f"{ended.reason}; {goes_on}", left - 1
-    return JobState.QUEUED, ended.reason or "it was stopped, and goes on from its checkpoint", left
-
-
-def _tail(path: Path) -> str | None:
-    """The last lines of a log."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(size - TAIL_BYTES, 0))
-            text = file.read().decode(errors="replace")
-    except OSError:
-        return None
-    return text if size <= TAIL_BYTES else text.partition("\n")[2]

@@ -7,7 +7,7 @@ from sqlalchemy import Boolean, Column, Double, Index, Integer, String, Table, T
 
 from palestra.errors import StoreError
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 metadata = sa.MetaData()
 
@@ -28,6 +28,7 @@ jobs = Table(
     Column("gpus", Double, nullable=False),
     Column("memory_gib", Double, nullable=False),
     Column("attached", Boolean, nullable=False),
+    Column("private", Boolean, nullable=False, server_default=sa.false()),
     Column("state", String, nullable=False),
     Column("reason", Text, nullable=False),
     Column("created_at", Double, nullable=False),
@@ -69,6 +70,7 @@ tenants = Table(
     Column("name", String, primary_key=True),
     Column("created_at", Double, nullable=False),
     Column("quota", Text),  # a JSON object; NULL: none of its own
+    Column("private_jobs", Boolean, nullable=False, server_default=sa.false()),  # unless a submission says otherwise
 )
 
 users = Table(
@@ -118,6 +120,10 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
     (),
     ("ALTER TABLE jobs ADD COLUMN from_job VARCHAR", "ALTER TABLE jobs ADD COLUMN from_step INTEGER"),
     ("ALTER TABLE tenants ADD COLUMN quota TEXT",),
+    (
+        "ALTER TABLE jobs ADD COLUMN private BOOLEAN DEFAULT FALSE NOT NULL",
+        "ALTER TABLE tenants ADD COLUMN private_jobs BOOLEAN DEFAULT FALSE NOT NULL",
+    ),
 )
 
 

@@ -35,6 +35,7 @@ class WaitingJob:
     priority: Priority
     submitted_at: float  # stays the same when it is queued again
     needs: Resources
+    private: bool = False  # other users of its tenant are not shown its id
     expected_seconds: float | None = None  # how long it will run; None: nobody knows; infinite: until stopped
 
 

@@ -19,7 +19,13 @@ class ResourcesBody(Body):
 
     cpus: float = Field(1.0, ge=0, allow_inf_nan=False, description="Cores.")
     gpus: float = Field(0.0, ge=0, allow_inf_nan=False, description="A part of one below 1, whole ones above.")
-    memory_gib: float = Field(0.0, ge=0, allow_inf_nan=False, description="0: not counted.")
+    memory_gib: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Its processes are ended together when they use more. 0: not counted, and a share of the "
+        "node is what they may use (docs/operations.md).",
+    )
 
 
 class SubmitJob(Body):
@@ -40,6 +46,11 @@ class SubmitJob(Body):
     )
     from_step: int | None = Field(None, ge=0, le=2**31, description="Of its checkpoint. None: the newest.")
     resources: ResourcesBody = ResourcesBody()
+    private: bool | None = Field(
+        None,
+        description="Only its owner and the tenant's admins see it. None: as `from_job`, where that is private, else "
+        "what the tenant's admins have decided (`PATCH /tenant`).",
+    )
     attached: bool = Field(False, description="Cancelled when its client is not heard of for a while.")
     restarts: int = Field(3, ge=0, le=100, description="How often it is started again after its server was lost.")
 
@@ -56,6 +67,7 @@ class JobView(Body):
     reason: str = Field(description="Why it is in this state; of a job that waits, what for.")
     resources: ResourcesBody
     attached: bool
+    private: bool = Field(False, description="Only its owner and the tenant's admins see it.")
     created_at: float = Field(description="Unix seconds.")
     changed_at: float = Field(description="Unix seconds, of the newest change of state.")
     starts: int
@@ -90,6 +102,12 @@ class ServerView(Body):
     """Where a job's data plane is, and the key that opens it. URLs are opaque, and change when it is restarted."""
 
     url: str
+    api_key: str
+
+
+class JobKeyView(Body):
+    """The new key of a job's data plane."""
+
     api_key: str
 
 
@@ -184,6 +202,12 @@ class ChangeTenant(Body):
     quota: QuotaBody = Field(description="What is left out stays as it is; null takes a limit away.")
 
 
+class SetPrivate(Body):
+    """`PATCH /tenant`: one's own."""
+
+    private_jobs: bool = Field(description="Jobs submitted from now on are private unless they say otherwise.")
+
+
 class TenantView(Body):
     """A tenant, and what it may hold."""
 
@@ -257,6 +281,7 @@ class IdentityView(Body):
     user: str
     role: str
     scopes: list[str]
+    private_jobs: bool = Field(False, description="Jobs of the tenant are private unless they say otherwise.")
 
 
 class AuditView(Body):

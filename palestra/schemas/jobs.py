@@ -25,7 +25,7 @@ class Resources:
 
     cpus: float = 1.0
     gpus: float = 0.0  # a part of one below 1, whole ones above
-    memory_gib: float = 0.0  # 0: not counted
+    memory_gib: float = 0.0  # 0: not counted, and a share of the node may be used
 
     def __post_init__(self) -> None:
         """Refuse what no machine could give.
@@ -56,6 +56,7 @@ class JobRequest:
     resources: Resources
     attached: bool = False  # cancelled when its client is gone for longer than the grace time
     restarts_limit: int = 3  # how often it is started again after its server or its machine was lost
+    private: bool = False  # only its owner and the tenant's admins see it
     from_job: str | None = None  # of the same tenant, whose weights it starts from; None: the configuration's model
     from_step: int | None = None  # of the checkpoint; None without `from_job`
     from_newest: bool = False  # nobody asked for that step: it was the newest when the job was submitted
@@ -74,6 +75,7 @@ class JobRecord:
     config: dict[str, Any]  # a JobConfig as JSON
     resources: Resources
     attached: bool
+    private: bool  # only its owner and the tenant's admins see it
     state: JobState
     reason: str  # of the newest change; "" where there is nothing to say
     created_at: float  # Unix seconds

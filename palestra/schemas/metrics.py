@@ -36,6 +36,13 @@ METRICS = (
         "Completed episodes in which nothing was sampled: no row.",
     ),
     Metric(
+        "train/episodes_untrainable",
+        "episodes",
+        "Episodes whose rows are left out because what was recorded of them can't be trained; the event "
+        "`episode_untrainable` says why. Their tokens count in the divisor of the loss, their rewards in the "
+        "advantages of their groups.",
+    ),
+    Metric(
         "train/calls_without_peers",
         "calls",
         "Calls whose agent, with `credit = agent | branch`, is in one episode of its group only: advantage 0.",
@@ -79,6 +86,7 @@ METRICS = (
     Metric("train/grad_norm", "1", "Global L2 norm of the gradient before clipping."),
     Metric("train/updates_skipped", "updates", "Updates left out because their gradient was not finite."),
     Metric("train/learning_rate", "1", "Learning rate of the update."),
+    Metric("train/warnings", "warnings", "Signs that the run learns nothing, after this step; `/status` has them."),
     Metric("rollout/prompt_tokens", "tokens", "Prompt tokens of all calls of the batch."),
     Metric("rollout/reused_tokens", "tokens", "Prompt tokens that an earlier call of the episode has, too."),
     Metric("rollout/completion_tokens", "tokens", "Sampled tokens of all calls of the batch."),

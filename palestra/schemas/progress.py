@@ -34,6 +34,15 @@ class Collected:
     due: int
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HealthWarning:
+    """A sign that a run learns nothing, although its steps succeed."""
+
+    code: str  # stable, for programs: `no_calls`, `equal_rewards`, …
+    step: int  # the newest step that shows it
+    text: str  # what it means and what to do, in one line
+
+
 @dataclass(kw_only=True, slots=True)
 class JobProgress:
     """The live state of one job."""
@@ -51,6 +60,7 @@ class JobProgress:
     last_metrics: dict[str, float] = field(default_factory=dict)
     episodes: Counts | None = None  # about a second old; None until the job is watched
     staleness: dict[int, int] = field(default_factory=dict)  # trained tokens of the last step, by age in versions
+    warnings: list[HealthWarning] = field(default_factory=list)  # that hold after the last step
     rollouts: RolloutProgress = field(default_factory=RolloutProgress)
     step_seconds: list[float] = field(default_factory=list)  # the last few, evaluation included
 

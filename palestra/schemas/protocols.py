@@ -96,6 +96,14 @@ class Trainer(Protocol):
         """Add the batch's gradient. `loss` is an algorithm's pure function on tensors."""
         ...
 
+    async def untrainable(self, policy: str, batch: Sequence[TrainSample], request_id: str) -> dict[str, str]:
+        """Return why episodes can't be trained, by id: what was recorded of them does not fit together.
+
+        The answer depends on the rows alone, so that a step that is repeated leaves out the same episodes. What is
+        wrong with the trainer itself is raised, here or later.
+        """
+        ...
+
     async def logprobs(self, policy: str, batch: Sequence[TrainSample], request_id: str) -> list[Floats]:
         """[N] for each row, without a gradient: of the tokens that are trained, NaN elsewhere."""
         ...

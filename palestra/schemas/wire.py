@@ -21,6 +21,18 @@ def _storable(data: dict[str, JsonValue]) -> dict[str, JsonValue]:
 
 
 JsonObject = Annotated[dict[str, JsonValue], AfterValidator(_storable)]
+MAX_METADATA_BYTES = 65_536
+MAX_REWARDED_AGENTS = 1_000
+MAX_REWARDED_STEPS = 10_000
+
+
+def _short(data: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    size = len(orjson.dumps(data))
+    if size > MAX_METADATA_BYTES:
+        raise ValueError(f"{size} bytes of JSON are over the limit of {MAX_METADATA_BYTES}")
+    return data
+
+
 # Far beyond any useful reward, and far from where sums and squares of rewards overflow.
 MAX_REWARD = 1e9
 Reward = Annotated[float, Field(allow_inf_nan=False, strict=True, ge=-MAX_REWARD, le=MAX_REWARD)]
@@ -120,9 +132,15 @@ class EndEpisode(Body):
 
     episode_id: Name
     reward: Reward | None = Field(None, description="One reward for the episode; or `rewards`.")
-    rewards: dict[Name, Reward] | None = Field(None, description="Rewards by agent.")
-    step_rewards: tuple[Reward, ...] | None = Field(None, description="Rewards by TimeStep.")
-    metadata: JsonObject = Field(default_factory=dict)
+    rewards: Annotated[dict[Name, Reward], Field(min_length=1, max_length=MAX_REWARDED_AGENTS)] | None = Field(
+        None, description="Rewards by agent, of at least one."
+    )
+    step_rewards: Annotated[tuple[Reward, ...], Field(max_length=MAX_REWARDED_STEPS)] | None = Field(
+        None, description="Rewards by TimeStep."
+    )
+    metadata: Annotated[JsonObject, AfterValidator(_short)] = Field(
+        default_factory=dict, description=f"Kept with the episode; at most {MAX_METADATA_BYTES} bytes of JSON."
+    )
 
 
 class AbortEpisode(Body):
@@ -147,6 +165,17 @@ class EpisodeHolder(Body):
     worker_id: str
     claimed_seconds: float = Field(description="Since the claim, or since the server started, if that is shorter.")
     heard_seconds: float = Field(description="Since its last call or heartbeat; 0 while a call is in flight.")
+
+
+class HealthWarningBody(Body):
+    """A sign that the run learns nothing, although its steps succeed."""
+
+    code: str = Field(
+        description="`no_calls`, `equal_rewards`, `no_gradient`, `updates_skipped`, `entropy_collapse`, `truncated`, "
+        "`groups_dropped` or `episodes_discarded`."
+    )
+    step: int = Field(description="The newest step that shows it.")
+    text: str = Field(description="What it means and what to do.")
 
 
 class JobStatus(Body):
@@ -182,6 +211,7 @@ class JobStatus(Body):
     staleness: dict[int, int] = Field(
         description="Trained tokens of the last step, by how many versions older than the policy they were."
     )
+    warnings: list[HealthWarningBody] = Field(description="Signs that the run learns nothing, after the last step.")
     last_metrics: dict[str, float]
     seconds_left: float | None = Field(description="Estimated; None until two steps are done.")
     run_dir: str

@@ -3,47 +3,59 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from functools import lru_cache
-from typing import Any
+from typing import NamedTuple
 
 from palestra.chat import ChatMLRenderer, Renderer
-from palestra.errors import InvalidRequest, UnsupportedField
+from palestra.errors import GrammarRefused, InvalidRequest, UnsupportedField
 from palestra.session.call import ModelCall
 
 _MAX_CALLS = 8  # of one reply, where calls are required: a small model would go on until its limit
 
 
-def grammar_of(call: ModelCall, renderer: Renderer) -> str:
-    """The grammar that a call asks for; empty: none. A constrained reply has no reasoning in front of it.
+class Constraint(NamedTuple):
+    """What a reply has to match.
+
+    Attributes:
+        grammar: in a form that `llguidance` reads; it is not compiled yet. Empty: anything.
+        field: of the request, for errors.
+    """
+
+    grammar: str
+    field: str
+
+
+def constraint_of(call: ModelCall, renderer: Renderer) -> Constraint:
+    """Return what a call asks for. A constrained reply has no reasoning in front of it.
 
     Where there are tools and a `response_schema`, the reply may be calls or an answer, as `tool_choice` says.
 
     Raises:
-        InvalidRequest: a schema that is none, or an unknown tool.
+        InvalidRequest: an unknown tool, or choices beside a schema.
+        GrammarRefused: a schema that is nested too deep.
         UnsupportedField: calls can't be constrained in the format of this model.
     """
     required = call.tool_choice == "required"
     if call.response_choices:
         if required or call.callable_tools or call.response_schema is not None:
             raise InvalidRequest("choices can't be had beside tools or a schema", "choices")
-        return _checked(f"start: {' | '.join(map(json.dumps, call.response_choices))}\n", "choices")
+        return Constraint(f"start: {' | '.join(map(json.dumps, call.response_choices))}\n", "choices")
+    field = "tool_choice" if required else "response_format"
     if not required and call.response_schema is None:
-        return ""
+        return Constraint("", field)
+    try:
+        return Constraint(_grammar(call, renderer, required), field)
+    except RecursionError:
+        raise GrammarRefused(f"{field}: over the bound of a grammar: it is nested too deep", field) from None
+
+
+def _grammar(call: ModelCall, renderer: Renderer, required: bool) -> str:
     calls = _calls(call, renderer) if required or call.callable_tools else ""
     if not calls:
-        return _checked(_answer(call.response_schema), "response_format")
+        return json.dumps({"grammars": [{"json_schema": call.response_schema}]})
     if required:
-        return _checked("start: calls\n" + calls, "tool_choice")
+        return "start: calls\n" + calls
     answer = f"answer: %json {json.dumps(call.response_schema)}\n"
-    return _checked("start: calls | answer\n" + calls + answer, "response_format")
-
-
-def _answer(schema: Mapping[str, Any] | None) -> str:
-    from llguidance import LLMatcher
-
-    grammar: str = LLMatcher.grammar_from_json_schema(json.dumps(schema))
-    return grammar
+    return "start: calls | answer\n" + calls + answer
 
 
 def _calls(call: ModelCall, renderer: Renderer) -> str:
@@ -71,18 +83,3 @@ def _calls(call: ModelCall, renderer: Renderer) -> str:
         rules.append(f'call_{k}: {head} arguments_{k} "}}\\n</tool_call>"\n')
         rules.append(f"arguments_{k}: %json {json.dumps(parameters)}\n")
     return "".join(rules)
-
-
-def _checked(grammar: str, field: str) -> str:
-    problem = _problem(grammar)
-    if problem:
-        raise InvalidRequest(f"{field}: this schema can't be used: {' '.join(problem.split())[:300]}", field)
-    return grammar
-
-
-@lru_cache(maxsize=256)
-def _problem(grammar: str) -> str:
-    from llguidance import LLMatcher
-
-    problem: str = LLMatcher.validate_grammar(grammar)
-    return problem

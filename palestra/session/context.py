@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from palestra.chat import Renderer
+from palestra.chat.rendering import bytes_of_tokens
 from palestra.config import PolicyConfig
 from palestra.errors import NotFound
+from palestra.grammars.pool import Grammars
 from palestra.ledger import RunStore
 from palestra.schemas.clock import Clock
 from palestra.schemas.protocols import Engine
@@ -16,6 +18,7 @@ from palestra.schemas.records import Chat
 from palestra.session.history import EXACT, Sameness
 from palestra.session.rates import TokenRate
 from palestra.session.turn import StateTimes
+from palestra.threads import WorkPool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +30,12 @@ class PolicyRuntime:
     engine: Engine
     stop_ids: frozenset[int]
     decode: Callable[[Sequence[int]], str]  # ids to text, control tokens included
+    grammars: Grammars
+
+    @property
+    def token_bytes(self) -> Callable[[int], bytes]:
+        """The bytes of each token, control tokens included."""
+        return bytes_of_tokens(self.renderer)  # type: ignore[arg-type]  # by identity
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +47,7 @@ class SessionContext:
     seed: int
     strict_history: bool = False  # refuse a call that would lose exact tokens of an earlier one
     sameness: Sameness = EXACT  # changes of a reply after which a call goes on with its exact ids
+    pool: WorkPool = field(default_factory=WorkPool)  # for what would hold up the event loop
     counts: Counter[str] = field(default_factory=Counter)
     times: StateTimes = field(init=False)  # spent in each state, over all calls
     rate: TokenRate = field(init=False)  # of late

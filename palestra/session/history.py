@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_
 
@@ -62,8 +62,13 @@ class History:
         self._replies: dict[Hashable, list[Chat]] = {}
         self._newest: dict[str, tuple[Chat, tuple[ChatMessage, ...]]] = {}  # by policy: a call, its messages and reply
 
-    def add(self, chat: Chat) -> None:
-        """Add a call, after its parent. One without messages is in no conversation."""
+    def add(self, chat: Chat, keys: Mapping[int, Hashable] | None = None) -> None:
+        """Add a call, after its parent. One without messages is in no conversation.
+
+        Args:
+            chat: the call.
+            keys: those of its messages that are known, by the `id` of the message; see `keys`.
+        """
         if is_raw(chat):
             self._ends[chat.index] = self._start(chat.policy)
             return
@@ -74,8 +79,9 @@ class History:
                 node = node.parent
         elif chat.shared_messages:
             messages = chat.messages
+        known = keys or {}
         for message in (*messages, chat.reply):
-            key = self._key(message)
+            key = known[id(message)] if id(message) in known else self._key(message)
             child = node.children.get(key)
             if child is None:
                 child = node.children[key] = _Node(node, message)
@@ -99,16 +105,39 @@ class History:
         self._replies.clear()
         self._newest.clear()
 
-    def match(self, policy: str, messages: Sequence[ChatMessage]) -> Match:
-        """The longest call of the policy that these messages go on from, and where they leave what was said."""
+    def same(self, policy: str, messages: Sequence[ChatMessage]) -> int:
+        """Return how many leading messages are the very objects of the newest call and its reply.
+
+        So it is where an agent of this process goes on from that call; else it is 0.
+        """
+        newest, said = self._newest.get(policy, (None, ()))
+        goes_on = newest is not None and len(messages) > len(said) and all(map(is_, said, messages))
+        return len(said) if goes_on else 0
+
+    def keys(self, messages: Sequence[ChatMessage]) -> dict[int, Hashable]:
+        """Return the keys of messages by their `id`, for as long as the messages are kept; safe in any thread."""
+        found = {}
+        for message in messages:
+            key = found[id(message)] = self._key(message)
+            hash(key)  # strings keep their hash, so that it is not computed where the key is used
+        return found
+
+    def match(self, policy: str, messages: Sequence[ChatMessage], keys: Mapping[int, Hashable] | None = None) -> Match:
+        """The longest call of the policy that these messages go on from, and where they leave what was said.
+
+        Args:
+            policy: by name.
+            messages: the conversation.
+            keys: of those messages that are not the `same` as before. None: they are computed here.
+        """
         node = self._start(policy)
         replied, ends, known = None, 0, 0
-        newest, said = self._newest.get(policy, (None, ()))
-        if newest is not None and len(messages) > len(said) and all(map(is_, said, messages)):
-            node = replied = self._ends[newest.index]  # an agent of this process: the very same messages
-            ends = known = len(said)
+        if same := self.same(policy, messages):
+            node = replied = self._ends[self._newest[policy][0].index]
+            ends = known = same
+        found = self.keys(messages[known:]) if keys is None else keys
         for message in messages[known:]:
-            child = node.children.get(self._key(message))
+            child = node.children.get(found[id(message)] if id(message) in found else self._key(message))
             if child is None:
                 break
             node, known = child, known + 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -13,14 +13,15 @@ import numpy as np
 from jinja2 import TemplateError
 
 from palestra.chat import ChatMLRenderer
+from palestra.chat.long_text import TooManyTokens
 from palestra.chat.raw_text import encode_text, vocabulary_size
 from palestra.chat.streaming import whole_message
-from palestra.errors import InvalidRequest, PalestraError, UnsupportedField
+from palestra.errors import ContextOverflow, GrammarRefused, InvalidRequest, PalestraError, UnsupportedField
 from palestra.schemas.messages import ChatMessage
 from palestra.schemas.records import Chat, Episode, Ids, Sampling
 from palestra.schemas.states import TurnState
 from palestra.session.call import CallStart, Listener, ModelCall, ReplyPiece
-from palestra.session.constraints import grammar_of
+from palestra.session.constraints import Constraint, constraint_of
 from palestra.session.context import PolicyRuntime, SessionContext
 from palestra.session.prompting import LONG_TEXT, Prompt, Prompts
 from palestra.session.recorder import CallRecorder
@@ -51,6 +52,7 @@ class _Play:
     runtime: PolicyRuntime
     listener: Listener | None
     prompt: Prompt
+    constraint: Constraint
     started_at: float
     time_step: int | None  # None: of the first choice that is recorded
 
@@ -113,6 +115,7 @@ class EpisodeSession:
             NotFound: no such policy.
             UnsupportedField: the episode is for training, and the call asks for what can't be trained on.
             InvalidRequest: a schema, tool or token id that can't be used.
+            GrammarRefused: a schema that takes too much time or memory, perhaps after some tokens of the reply.
             ContextOverflow: the prompt leaves no room for a reply.
             HistoryDrift: the job is strict, and exact tokens of an earlier call would be lost.
             EpisodeLeaseExpired, EpisodeEnded: the lease ended meanwhile; nothing of the call is kept.
@@ -128,6 +131,17 @@ class EpisodeSession:
         if missing:
             known |= await self._play(call, missing, known, listener)
         return tuple(known[number] for number in range(call.choices))
+
+    async def count_tokens(self, call: ModelCall) -> int:
+        """Return how many tokens the prompt of a call would have, however many that are; nothing is sampled or kept.
+
+        Raises:
+            NotFound: no such policy.
+            InvalidRequest: the model's template can't show the messages.
+        """
+        if self._over is not None:
+            raise self._over
+        return len((await self._prompt(call, self._context.runtime(call.policy), bounded=False)).ids)
 
     def delivered(self, chat: Chat) -> None:
         """The reply has left; a retry can no longer mean this call."""
@@ -197,7 +211,9 @@ class EpisodeSession:
                 "parallel_tool_calls",
             )
         started_at = self._context.clock.now()
-        grammar = grammar_of(call, runtime.renderer)
+        constraint = constraint_of(call, runtime.renderer)
+        if constraint.grammar:
+            await runtime.grammars.check(*constraint)
         prompt = await self._prompt(call, runtime)
         step = call.time_step if not known else min(chat.time_step for chat in known.values())
         play = _Play(
@@ -205,6 +221,7 @@ class EpisodeSession:
             runtime=runtime,
             listener=listener,
             prompt=prompt,
+            constraint=constraint,
             started_at=started_at,
             time_step=step,
         )
@@ -213,7 +230,7 @@ class EpisodeSession:
             choice.prompt = digest
             choice.occurrence, choice.seed = self._free_seed(digest)
             sampling = choice.sampling = sampling_of(
-                call, runtime.config, self.episode.kind, len(prompt.ids), choice.seed, choice.number, grammar
+                call, runtime.config, self.episode.kind, len(prompt.ids), choice.seed, choice.number, constraint.grammar
             )
             choice.index = self._next_index  # after its parent's, and no other call comes between
             self._next_index += 1
@@ -224,20 +241,37 @@ class EpisodeSession:
                 listener.started(choice.number, self._start(prompt, choice.index, sampling))
         return play
 
-    async def _prompt(self, call: ModelCall, runtime: PolicyRuntime) -> Prompt:
-        if call.prompt is None:
-            strict = self._context.strict_history
-            try:
-                return await self._prompts.make(runtime, call.policy, call.messages, call.tools, strict)
-            except (ValueError, KeyError, TemplateError) as error:  # templates refuse what they have no place for
-                text = " ".join(str(error).split())[:200]
-                raise InvalidRequest(f"messages: this model's template can't show them: {text}", "messages") from error
-        if isinstance(call.prompt, str):
-            long = len(call.prompt) > LONG_TEXT
-            work = asyncio.to_thread(encode_text, runtime.renderer, call.prompt) if long else None
-            ids = encode_text(runtime.renderer, call.prompt) if work is None else await work
+    async def _prompt(self, call: ModelCall, runtime: PolicyRuntime, bounded: bool = True) -> Prompt:
+        """Make the prompt of a call.
+
+        Raises:
+            ContextOverflow: it leaves no room for a reply.
+            InvalidRequest: it has no tokens, or can't be shown.
+        """
+        most = runtime.config.max_context
+        try:
+            if call.prompt is not None:
+                return await self._raw_prompt(call.prompt, runtime, most - 1)
+            return await self._prompts.make(
+                self._context, runtime, call.policy, call.messages, call.tools, most - 1 if bounded else None
+            )
+        except TooManyTokens as error:
+            raise ContextOverflow(error.tokens, most, at_least=True) from None
+        except (ValueError, KeyError, TemplateError) as error:  # templates refuse what they have no place for
+            text = " ".join(str(error).split())[:200]
+            raise InvalidRequest(f"messages: this model's template can't show them: {text}", "messages") from error
+
+    async def _raw_prompt(self, prompt: str | tuple[int, ...], runtime: PolicyRuntime, room: int) -> Prompt:
+        if isinstance(prompt, str):
+            ids = (
+                await self._context.pool.run(encode_text, runtime.renderer, prompt, room)
+                if len(prompt) > LONG_TEXT
+                else encode_text(runtime.renderer, prompt)
+            )
+        elif len(prompt) > room:
+            raise ContextOverflow(len(prompt), room + 1)
         else:
-            ids = np.asarray(call.prompt, np.int32)
+            ids = np.asarray(prompt, np.int32)
         size = vocabulary_size(runtime.renderer)
         if len(ids) == 0 or ids.min() < 0 or ids.max() >= size:
             raise InvalidRequest(f"prompt: it has no token, or ids that are none; ids are below {size}", "prompt")
@@ -264,7 +298,10 @@ class EpisodeSession:
             reader = ReplyReader(call, runtime, sampling, call_ids)
         tell = None if listener is None else (lambda piece: listener.sampled(number, piece))
         choice.turn.move(TurnState.GENERATING)
-        completion = await sample(runtime.engine, call.policy, prompt.ids, sampling, reader, tell)
+        try:
+            completion = await sample(runtime.engine, call.policy, prompt.ids, sampling, reader, tell)
+        except GrammarRefused as error:  # at a token of the reply; the engine does not know what the field was
+            raise error.of_field(play.constraint.field) from None
         choice.turn.move(TurnState.INTERACTING)
         if reader is None:
             reply = read_whole(call, runtime, completion.ids, prompt.ids, call_ids)
@@ -277,7 +314,7 @@ class EpisodeSession:
         chat = self._chat(play, choice, completion, reply.message, stop)
         self._next_step = max(self._next_step, chat.time_step + 1)
         recording = self._recordings[chat.request_digest] = self._recorder.append_chat(chat)
-        recording.add_done_callback(partial(self._recorded, chat))  # before whoever waits for it goes on
+        recording.add_done_callback(partial(self._recorded, chat, prompt.keys))  # before whoever waits for it goes on
         await asyncio.shield(recording)
         choice.recorded = True
         if listener is not None:
@@ -316,7 +353,7 @@ class EpisodeSession:
             finished_at=self._context.clock.now(),
         )
 
-    def _recorded(self, chat: Chat, recording: asyncio.Future[None]) -> None:
+    def _recorded(self, chat: Chat, keys: Mapping[int, Hashable], recording: asyncio.Future[None]) -> None:
         """Also where the caller is gone: what was committed is what a retry gets, and nothing beside it."""
         if self._recordings.get(chat.request_digest) is recording:
             del self._recordings[chat.request_digest]
@@ -324,7 +361,7 @@ class EpisodeSession:
             return
         self._context.count(chat)
         if self._over is None:
-            self._remember(chat)
+            self._remember(chat, keys)
             self._undelivered[chat.request_digest] = chat
 
     def _acted(self) -> None:
@@ -357,8 +394,8 @@ class EpisodeSession:
         self._taken[prompt] = occurrence
         return occurrence, seed
 
-    def _remember(self, chat: Chat) -> None:
-        self._prompts.add(chat)
+    def _remember(self, chat: Chat, keys: Mapping[int, Hashable] | None = None) -> None:
+        self._prompts.add(chat, keys)
         self._next_index = max(self._next_index, chat.index + 1)
         self._next_step = max(self._next_step, chat.time_step + 1)
 

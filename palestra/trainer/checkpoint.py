@@ -6,10 +6,13 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
 
 from palestra.errors import CheckpointError
 from palestra.faults import fault_point
@@ -31,7 +34,7 @@ def write(folder: Path, step: int, fill: Callable[[Path], object], state: Mappin
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        fill(temporary)
+        _filled(temporary, fill)
         files = sorted(p for p in temporary.rglob("*") if p.is_file())
         index = {
             "step": step,
@@ -55,6 +58,16 @@ def write(folder: Path, step: int, fill: Callable[[Path], object], state: Mappin
     return final
 
 
+def _filled(folder: Path, fill: Callable[[Path], object]) -> None:
+    """Fill a folder; an error of the disk is an OSError also where safetensors, which is no Python, met it."""
+    try:
+        fill(folder)
+    except SafetensorError as error:
+        if (number := re.search(r"\(os error (\d+)\)", str(error))) is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(folder)) from error
+
+
 def newest_good(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     """The newest checkpoint whose files all have their hashes, and its state; None where there is none at all.
 
@@ -75,6 +88,21 @@ def newest_good(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     return None
 
 
+def newest_path(folder: Path) -> Path | None:
+    """Return the newest checkpoint whose files all have their hashes; None: there is none, or all are damaged."""
+    try:
+        newest = newest_good(folder)
+    except CheckpointError as error:
+        log.error("%s", error)
+        return None
+    return None if newest is None else newest[0]
+
+
+def newest_name(names: Iterable[str]) -> str | None:
+    """Return the name of the newest checkpoint among the names of a folder's entries; None: there is none."""
+    return max((name for name in names if name[:5] == "step-" and name[5:].isdecimal()), key=_number, default=None)
+
+
 def found(folder: Path) -> list[Path]:
     """Finished checkpoints, oldest first."""
     return sorted((p for p in folder.glob("step-*") if p.name[5:].isdecimal()), key=step_of)
@@ -82,7 +110,11 @@ def found(folder: Path) -> list[Path]:
 
 def step_of(path: Path) -> int:
     """The step of a finished checkpoint."""
-    return int(path.name[5:])
+    return _number(path.name)
+
+
+def _number(name: str) -> int:
+    return int(name[5:])
 
 
 def link_model(folder: Path, step: int, target: Path) -> None:

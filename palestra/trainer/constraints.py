@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from palestra.models.grammar import Grammars
-from palestra.schemas.records import TrainSample
+from palestra.errors import InvalidRequest
+from palestra.grammars.pool import Grammars
+from palestra.schemas.records import GrammarSpan, TrainSample
 
 
 def allowed_tokens(samples: Sequence[tuple[TrainSample, Any, Any]], grammars: Grammars, vocab: int) -> Tensor | None:
@@ -26,12 +27,30 @@ def allowed_tokens(samples: Sequence[tuple[TrainSample, Any, Any]], grammars: Gr
     for sample, _, _ in samples:
         trained = np.flatnonzero(sample.loss_mask)
         bits = torch.full((len(trained), width), -1, dtype=torch.int32)
-        place = {int(position): number for number, position in enumerate(trained)}
         for span in sample.grammars:
-            matcher = grammars.matcher(span.grammar)
-            for position in range(span.start, span.start + span.tokens):
-                if position in place:
-                    bits[place[position]] = matcher.bits()
-                matcher.accept(int(sample.ids[position]))
+            tokens, wanted = _walk_of(sample, span)
+            places = np.searchsorted(trained, np.array(wanted, np.int64) + span.start)
+            bits[torch.from_numpy(places)] = torch.from_numpy(grammars.walk(span.grammar, tokens, wanted))
         parts.append(bits)
     return torch.cat(parts)
+
+
+def grammar_problem(sample: TrainSample, grammars: Grammars) -> str | None:
+    """Return why a row can't be walked through its grammars; None: it can.
+
+    Raises:
+        EngineFailure: the processes for grammars do not work.
+    """
+    for span in sample.grammars:
+        tokens, wanted = _walk_of(sample, span)
+        try:
+            grammars.walk(span.grammar, tokens, wanted, keep=False)
+        except InvalidRequest as error:
+            return f"the reply at token {span.start} can't be walked through its grammar: {error}"
+    return None
+
+
+def _walk_of(sample: TrainSample, span: GrammarSpan) -> tuple[list[int], list[int]]:
+    """Return the tokens of a span, and the places in it that are trained."""
+    stop = span.start + span.tokens
+    return sample.ids[span.start : stop].tolist(), np.flatnonzero(sample.loss_mask[span.start : stop]).tolist()

@@ -16,6 +16,7 @@ from palestra.schemas.protocols import Engine, OptimReport, StepReport
 from palestra.schemas.records import Floats, PolicyVersion, TrainSample
 from palestra.trainer import checkpoint
 from palestra.trainer.serial import Serial
+from palestra.trainer.untrainable import record_problems
 
 WEIGHTS_FILE = "weights.txt"
 
@@ -75,6 +76,10 @@ class RecordingTrainer:
             )
 
         return await self._serial.once(request_id, work)
+
+    async def untrainable(self, policy: str, batch: Sequence[TrainSample], request_id: str) -> dict[str, str]:
+        """See `Trainer`. Without a model there are no grammars to walk."""
+        return record_problems(batch)
 
     async def logprobs(self, policy: str, batch: Sequence[TrainSample], request_id: str) -> list[Floats]:
         """See `Trainer`. Without a model they are what the engine said."""

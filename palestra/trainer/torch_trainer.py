@@ -17,15 +17,18 @@ from torch.utils.checkpoint import checkpoint as recompute
 from palestra.config import CheckpointConfig, OptimizerConfig, TrainerConfig
 from palestra.errors import CheckpointError
 from palestra.faults import fault_point
+from palestra.grammars.bounds import TRAINER_BOUNDS
+from palestra.grammars.pool import Grammars
 from palestra.models.causal_lm import CausalLM, set_threads
-from palestra.models.grammar import Grammars, unpack_bits
+from palestra.models.grammar import unpack_bits, vocabulary_of
 from palestra.schemas.protocols import Engine, OptimReport, StepReport
 from palestra.schemas.records import Floats, PolicyVersion, TrainSample
 from palestra.threads import in_thread
 from palestra.trainer import checkpoint
-from palestra.trainer.constraints import allowed_tokens
+from palestra.trainer.constraints import allowed_tokens, grammar_problem
 from palestra.trainer.packing import MicroBatch, TreeAttend, pack
 from palestra.trainer.serial import Serial
+from palestra.trainer.untrainable import record_problems
 
 T = TypeVar("T")
 Loss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
@@ -65,7 +68,7 @@ class TorchTrainer:
         )
         self._device = self._parameters[0][1].device
         self._micro_batch_tokens = config.micro_batch_tokens or MICRO_BATCH_TOKENS[self._device.type]
-        self._grammars = Grammars(tokenizer, model.vocab_size)
+        self._grammars = Grammars(vocabulary_of(tokenizer, model.vocab_size), TRAINER_BOUNDS)
         self._version = PolicyVersion(0, 0)
         self._changed = False  # since they were published
         self._serial = Serial()
@@ -84,6 +87,10 @@ class TorchTrainer:
     ) -> StepReport:
         """See `Trainer`."""
         return await self._serial.once(request_id, lambda: self._run(lambda: self._forward_backward(batch, loss)))
+
+    async def untrainable(self, policy: str, batch: Sequence[TrainSample], request_id: str) -> dict[str, str]:
+        """See `Trainer`."""
+        return await self._serial.once(request_id, lambda: self._run(lambda: self._untrainable(batch)))
 
     async def logprobs(self, policy: str, batch: Sequence[TrainSample], request_id: str) -> list[Floats]:
         """See `Trainer`."""
@@ -121,7 +128,7 @@ class TorchTrainer:
     async def close(self) -> None:
         """See `Trainer`."""
         async with self._working:  # what has begun is finished
-            return
+            self._grammars.close()
 
     async def _run(self, work: Callable[[], T]) -> T:
         def compute() -> T:
@@ -168,6 +175,18 @@ class TorchTrainer:
             flat_tokens=sum(len(sample.ids) for sample in batch),
             metrics=metrics,
         )
+
+    def _untrainable(self, batch: Sequence[TrainSample]) -> dict[str, str]:
+        found = record_problems(batch)
+        for sample in batch:
+            if sample.episode_id not in found:
+                outside = (sample.ids < 0) | (sample.ids >= self._model.vocab_size)
+                problem = grammar_problem(sample, self._grammars)
+                if outside.any():
+                    problem = f"token {int(sample.ids[outside][0])} is none of the model's {self._model.vocab_size}"
+                if problem is not None:
+                    found[sample.episode_id] = problem
+        return found
 
     def _logprobs_of(self, batch: Sequence[TrainSample]) -> list[Floats]:
         found: list[Floats] = []

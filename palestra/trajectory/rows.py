@@ -86,7 +86,7 @@ def _row(trie: TokenTrie, policy: str, path: Sequence[Node], trained: Sequence[t
         logprobs=np.full(length, np.nan, np.float32),
         versions=np.full((length, 2), -1, np.int32),
         temperatures=np.ones(length, np.float32),
-        grammars=_grammars(length, trained),
+        grammars=_grammars(trained),
         chats=np.full(length, -1, np.int32),
     )
     for node, (chat, start) in trained:
@@ -99,11 +99,16 @@ def _row(trie: TokenTrie, policy: str, path: Sequence[Node], trained: Sequence[t
     return row
 
 
-def _grammars(length: int, trained: Sequence[tuple[Node, Sampled]]) -> tuple[GrammarSpan, ...]:
-    chats = {s.chat.index: s.chat for _, s in trained if s.chat.sampling.grammar}
+def _grammars(trained: Sequence[tuple[Node, Sampled]]) -> tuple[GrammarSpan, ...]:
+    """Return a span for each constrained call, up to the last token of the call that the row trains.
+
+    The row may leave the reply there: an agent that sends the reply back cut or formatted in another way goes on with
+    other tokens, which need not match the grammar.
+    """
+    last = {sampled.chat.index: (sampled.chat, node.stop) for node, sampled in trained if sampled.chat.sampling.grammar}
     return tuple(
-        GrammarSpan(chat.prompt_tokens, min(chat.tokens, length) - chat.prompt_tokens, chat.sampling.grammar)
-        for chat in chats.values()
+        GrammarSpan(chat.prompt_tokens, stop - chat.prompt_tokens, chat.sampling.grammar)
+        for chat, stop in last.values()
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from palestra.errors import CheckpointError
 from palestra.inference.embedded import EmbeddedEngine
 from palestra.inference.scripted import ScriptedEngine, digits_script
 from palestra.models.causal_lm import load_causal_lm, load_tokenizer
-from palestra.schemas.records import PolicyVersion
+from palestra.schemas.records import GrammarSpan, PolicyVersion
 from palestra.trainer.recording import RecordingTrainer
 from palestra.trainer.torch_trainer import TorchTrainer
 
@@ -201,3 +202,42 @@ async def test_a_new_incarnation_is_said_by_all_later_versions(kit, tmp_path):
     other = kit.trainer()
     await other.load(tmp_path)
     assert other.version("policy") == PolicyVersion(2, 2)
+
+
+async def test_rows_that_can_not_be_trained_are_named_with_a_reason_and_change_nothing(kit):
+    trainer = kit.trainer()
+    before = kit.weights(trainer)
+    good = batch()
+    assert await trainer.untrainable("policy", good, "c1") == {}
+    odd = replace(make_sample([1, 2, 3, 4], [2, 3], logprobs=[-1.0, float("nan")], name="c"))
+    assert await trainer.untrainable("policy", [*good, odd], "c2") == {
+        "c": "the log-probability of the token at 3 is not finite"
+    }
+    assert kit.weights(trainer) == before
+    await trainer.forward_backward("policy", good, LOSS, "g")
+
+
+async def test_a_model_names_tokens_that_it_does_not_have_and_replies_that_leave_their_grammar():
+    kit = Kit("torch")
+    trainer = kit.trainer()
+    tokens = load_tokenizer("tiny-random").encode
+    inside = GrammarSpan(2, 2, 'start: "ab" | "cd"\n')
+    rows = [
+        replace(make_sample([7, 8, *tokens("ab"), 9], [2, 3], name="fits"), grammars=(inside,)),
+        replace(make_sample([7, 8, *tokens("ac"), 9], [2, 3], name="leaves"), grammars=(inside,)),
+        replace(
+            make_sample([7, 8, *tokens("cd"), 9], [2, 3], name="no grammar"),
+            grammars=(GrammarSpan(2, 2, "start: x\n"),),
+        ),
+        make_sample([7, 8, 100_000], [2], name="no token"),
+    ]
+    try:
+        found = await trainer.untrainable("policy", rows, "c")
+        assert sorted(found) == ["leaves", "no grammar", "no token"]
+        assert "satisfy the grammar" in found["leaves"]
+        assert "token 100000 is none of the model's" in found["no token"]
+        assert await trainer.untrainable("policy", rows, "again") == found
+        report = await trainer.forward_backward("policy", rows[:1], LOSS, "g")
+        assert report.trained_tokens == 2
+    finally:
+        await trainer.close()

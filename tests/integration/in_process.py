@@ -15,6 +15,7 @@ from palestra.cluster import local
 from palestra.cluster.local import LocalJob, local_job
 from palestra.cluster.parts import Parts
 from palestra.config import dump_config, parse_config
+from palestra.grammars.pool import Grammars
 from palestra.inference.scripted import ScriptedEngine
 from palestra.models.causal_lm import load_tokenizer
 from palestra.schemas.records import Task, Trajectory
@@ -38,7 +39,7 @@ def parts_of(renderer: Renderer, tokenizer: Any, reply: Reply, **engine: Any) ->
         return [token for piece in pieces for token in piece] + [renderer.get_stop_token_ids()[0]]
 
     scripted = ScriptedEngine(script, **engine)
-    return Parts(engine=scripted, trainer=RecordingTrainer(2), renderer=renderer, decode=decode)
+    return Parts(engine=scripted, trainer=RecordingTrainer(2), renderer=renderer, decode=decode, grammars=Grammars())
 
 
 @asynccontextmanager

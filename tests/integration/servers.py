@@ -85,10 +85,20 @@ class Process:
     log: Path
 
     @classmethod
-    def start(cls, command: Sequence[object], log: Path, fault: str | None = None, key: str = KEY) -> Process:
+    def start(
+        cls,
+        command: Sequence[object],
+        log: Path,
+        fault: str | None = None,
+        key: str = KEY,
+        cwd: Path | None = None,
+        settings: Mapping[str, str] | None = None,
+    ) -> Process:
+        """`settings`: more variables."""
         with log.open("wb") as out:
             words = [str(word) for word in command]
-            popen = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, env=environment(fault, key))
+            variables = environment(fault, key) | dict(settings or {})
+            popen = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, env=variables, cwd=cwd)
         return cls(popen, log)
 
     @property

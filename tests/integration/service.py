@@ -63,6 +63,8 @@ class Service:
     folder: Path
     options: tuple[str, ...] = ("--cpus", "6", "--gpus", "2")
     port: int = field(default_factory=free_port)
+    cwd: Path | None = None  # of `palestra serve`
+    settings: dict[str, str] = field(default_factory=dict)  # its variables, beside the usual
     key: str = ""
     processes: list[Process] = field(default_factory=list)
     clients: list[ControlClient] = field(default_factory=list)
@@ -70,7 +72,7 @@ class Service:
     def start(self, fault: str | None = None) -> Service:
         command = [PALESTRA, "serve", "--state-dir", self.state, "--port", self.port, *self.options]
         log = self.folder / f"serve-{len(self.processes)}.log"
-        self.processes.append(Process.start(command, log, fault))
+        self.processes.append(Process.start(command, log, fault, cwd=self.cwd, settings=self.settings))
         process = self.processes[-1]
         until(lambda: "control plane at" in process.output or process.popen.poll() is not None, "it listens", 90)
         assert "control plane at" in process.output, process.output

@@ -57,7 +57,7 @@ class ControlThread:
 @pytest.fixture
 def control_plane(tmp_path, monkeypatch) -> Iterator[ControlThread]:
     fake = types.ModuleType("palestra.cluster.ray_servers")
-    fake.RayServers = lambda host: FakeLauncher()
+    fake.RayServers = lambda *_: FakeLauncher()
     monkeypatch.setitem(sys.modules, "palestra.cluster.ray_servers", fake)
     monkeypatch.setattr(control, "connect", lambda *_: "fake")
     with ControlThread(tmp_path) as running:

@@ -193,12 +193,20 @@ def test_an_unknown_key_in_a_body_is_422_and_named(plane, episode):
 
 
 @pytest.mark.parametrize(
-    "metadata", ['{"a": NaN}', '{"a": 1e999}', '{"a": "\\ud800"}', f'{{"a": {10**30}}}', "[1]"], ids=str
+    ("metadata", "says"),
+    [
+        ('{"a": NaN}', "metadata"),
+        ('{"a": 1e999}', "metadata"),
+        ('{"a": "\\ud800"}', "JSON"),
+        (f'{{"a": {10**30}}}', "metadata"),
+        ("[1]", "metadata"),
+    ],
+    ids=str,
 )
-def test_metadata_that_cant_be_given_back_as_it_came_is_422(plane, episode, metadata):
+def test_metadata_that_cant_be_given_back_as_it_came_is_422(plane, episode, metadata, says):
     body = f'{{"episode_id": "{episode["episode_id"]}", "reward": 1.0, "metadata": {metadata}}}'.encode()
     sent = {"headers": {"content-type": "application/json"}, "content": body}
-    refused(plane.post("/end_episode", None, episode["api_key"], **sent), 422, "metadata")
+    refused(plane.post("/end_episode", None, episode["api_key"], **sent), 422, says)
 
 
 # Bodies
@@ -334,3 +342,15 @@ def assert_told_once(error: openai.APIStatusError, status: int) -> None:
     assert isinstance(error.body, dict)
     assert error.body.keys() == {"message", "type", "code", "param"}
     assert error.body["message"] in error.message
+
+
+@pytest.mark.parametrize("rewards", [{}, {"": 1.0}, {f"a{k}": 1.0 for k in range(1001)}], ids=["none", "", "1001"])
+def test_rewards_are_those_of_at_least_one_agent_and_of_no_more_than_can_be(plane, episode, rewards):
+    ended = {"episode_id": episode["episode_id"], "rewards": rewards}
+    refused(plane.post("/end_episode", ended, episode["api_key"]), 422, "rewards")
+    assert plane.end(episode).status_code == 200, "it is still open"
+
+
+@pytest.mark.parametrize("step", ["9" * 5000, "1000001", "-1", "1.0", "\u0661".encode(), ""])
+def test_a_step_that_is_none_is_422(plane, episode, step):
+    refused(plane.chat(episode, headers={"x-palestra-step": step}), 422, "TimeStep", field="x-palestra-step")

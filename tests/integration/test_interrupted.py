@@ -80,6 +80,25 @@ def test_while_evaluating_the_evaluation_is_made_up_for(tmp_path, undisturbed):
         assert job.weights() == undisturbed.weights()
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_during_the_last_evaluation_the_job_is_not_completed_and_the_evaluation_is_made_up_for(
+    tmp_path, undisturbed, number
+):
+    with Job(tmp_path, SCRIPTED | RARELY) as job:
+        server = job.start()
+        job.work("--threads", "1", "--stop-after", "claim", "--stop-in", "validation-000007")
+        until(lambda: job.worker_log("stops"), "the evaluation after the last step is half done")
+        interrupt(server, number)
+        assert saved(job)[-1] == "step-000003"
+        assert [row["step"] for row in job.metrics()] == [0, 1, 2]
+        assert [row["step"] for row in job.query("SELECT step FROM metric_rows ORDER BY step")] == [0, 1, 2]
+        assert job.query("SELECT count(*) AS n FROM events WHERE kind = 'completed'")[0]["n"] == 0
+        job.workers[-1].send(signal.SIGCONT)
+        resume(job)
+        assert_same_metrics(job, undisturbed)
+        assert job.weights() == undisturbed.weights()
+
+
 def test_before_anything_happened_nothing_is_saved_and_resume_starts(tmp_path, undisturbed):
     with Job(tmp_path, SCRIPTED | RARELY) as job:
         interrupt(job.start())

@@ -67,3 +67,30 @@ def test_a_rollout_that_always_fails_ends_the_run_with_its_error(tmp_path):
 
     with pytest.raises(ZeroDivisionError, match="no reward today"):
         palestra.train(broken, TASKS, config(tmp_path / "run"), quiet=True)
+
+
+def test_the_tiny_model_needs_no_setting_but_its_name(tmp_path):
+    """The default context is more than it has."""
+    settings = {"steps": 1, "run_dir": tmp_path / "run", "evaluation": {"every_steps": 0}}
+    small = {"rollout": {"group_size": 2, "groups_per_step": 1}, "policies": {"policy": {"model": "tiny-random"}}}
+    result = palestra.train(rollout, TASKS, JobConfig.model_validate(settings | small), quiet=True)
+    assert result.state == "completed"
+    assert "max_context = 2048" in (result.run_dir / "config.toml").read_text()
+    again = JobConfig.model_validate(settings | small | {"steps": 2})
+    assert palestra.train(rollout, TASKS, again, quiet=True, resume=True).state == "completed"
+
+
+def test_a_learning_rate_that_makes_the_entropy_collapse_is_warned_of(tmp_path, capsys):
+    policy = {"model": "tiny-random", "max_context": 256, "sampling": {"max_tokens": 8}}
+    policies = {"policy": policy | {"optimizer": {"learning_rate": 10.0}}}
+
+    async def varied(task, policy):
+        await rollout(task, policy)
+        varied.calls += 1
+        return float(varied.calls % 2)
+
+    varied.calls = 0
+    result = palestra.train(varied, TASKS, config(tmp_path / "run", policies=policies, steps=3))
+    entropies = [row["train/entropy"] for row in result.metrics if "train/entropy" in row]
+    assert entropies[1] < 0.1 * entropies[0]
+    assert "warning: the entropy of the policy fell from" in capsys.readouterr().out

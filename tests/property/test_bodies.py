@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import quote
 
 import httpx2
 import pytest
@@ -18,6 +19,8 @@ from hypothesis import strategies as st
 from palestra.chat import ByteTokenizer, ChatMLRenderer
 from palestra.config import parse_config
 from palestra.gateway import DataPlane, KeyRing, create_app
+from palestra.gateway.bodies import _outside_strings
+from palestra.grammars.pool import Grammars
 from palestra.inference.scripted import ScriptedEngine, digits_script
 from palestra.ledger import RunStore
 from palestra.schemas.progress import JobProgress
@@ -122,6 +125,9 @@ def changed(body: Any, path: tuple[Any, ...], new: Any, drop: bool) -> Any:
     return body
 
 
+Headers = list[tuple[bytes, bytes]]
+
+
 class Served:
     """The application, without a port, on an event loop of its own."""
 
@@ -129,6 +135,7 @@ class Served:
         self.loop = asyncio.new_event_loop()
         config = parse_config({"run_dir": str(folder), "engine": {"kind": "scripted"}})
         self.store = RunStore(folder / "run.db", config.rollout, config.store)
+        self.grammars = Grammars()
         tokenizer = ByteTokenizer()
         renderer = ChatMLRenderer(tokenizer)
         runtime = PolicyRuntime(
@@ -137,16 +144,18 @@ class Served:
             engine=ScriptedEngine(digits_script(5, 258)),
             stop_ids=frozenset(renderer.get_stop_token_ids()),
             decode=tokenizer.decode,
+            grammars=self.grammars,
         )
         context = SessionContext(store=self.store, policies={"policy": runtime}, seed=0)
         plane = DataPlane(
             config=config,
             store=self.store,
             sessions=Sessions(context, 8),
-            keys=KeyRing(b"secret", "job"),
+            keys=KeyRing(lambda: b"secret", "job"),
             progress=JobProgress(job="job", steps=1, run_dir=str(folder)),
             started_at=0.0,
         )
+        self.job_key = plane.keys.job_key
         self.app, self.key = create_app(plane), self.loop.run_until_complete(self._claim(plane))
 
     async def _claim(self, plane: DataPlane) -> str:
@@ -155,31 +164,35 @@ class Served:
         assert claim is not None
         return plane.keys.episode_key(name, claim.episode.fence)
 
-    async def _post(self, path: str, content: bytes) -> Any:
+    async def _ask(self, method: str, path: str, content: bytes, headers: Headers) -> Any:
         transport = httpx2.ASGITransport(self.app, raise_app_exceptions=False)
         async with httpx2.AsyncClient(transport=transport, base_url="http://test", timeout=10) as http:
-            return await http.post(path, content=content, headers={"x-api-key": self.key})
+            return await http.request(method, path, content=content, headers=headers)
+
+    def ask(self, method: str, path: str, content: bytes, headers: Headers) -> Any:
+        return self.loop.run_until_complete(asyncio.wait_for(self._ask(method, path, content, headers), 10))
 
     def post(self, path: str, content: bytes) -> Any:
-        return self.loop.run_until_complete(asyncio.wait_for(self._post(path, content), 10))
+        return self.ask("POST", path, content, [(b"x-api-key", self.key.encode())])
 
     def close(self) -> None:
         self.store.close()
         self.loop.run_until_complete(self.loop.shutdown_default_executor())
         self.loop.close()
+        self.grammars.close()
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory) -> Iterator[Any]:
     made = Served(tmp_path_factory.mktemp("bodies"))
-    yield SimpleNamespace(post=made.post)
+    yield SimpleNamespace(post=made.post, ask=made.ask, key=made.key, job_key=made.job_key)
     made.close()
 
 
 def fine(path: str, answer: Any) -> None:
     assert answer.status_code < 500, answer.text
     if answer.status_code == 200:
-        assert answer.content
+        assert answer.content or path == "/events"
         return
     body = answer.json()
     if path == "/v1/messages":
@@ -213,3 +226,100 @@ def test_bytes_of_any_kind_are_answered(served, path, content):
     answer = served.post(path, content)
     fine(path, answer)
     assert answer.status_code == 422
+
+
+NUMBERS = [
+    b"9" * 5000,
+    b"-" + b"9" * 5000,
+    b"1e5",
+    b"0x1",
+    b"nan",
+    b"\xd9\xa1",
+    b" 7 ",
+    b"",
+    b"00000000007",
+    b"1_0",
+    b"1.0",
+]
+header_values = st.one_of(
+    st.sampled_from(NUMBERS), st.binary(max_size=20), st.integers(-(2**70), 2**70).map(lambda n: b"%d" % n)
+)
+READ = (
+    "x-palestra-step",
+    "x-palestra-agent",
+    "x-stainless-retry-count",
+    "last-event-id",
+    "content-length",
+    "content-type",
+)
+EPISODES = {
+    "/heartbeat_episode": {"episode_id": "e"},
+    "/end_episode": {"episode_id": "e", "reward": 1.0},
+    "/abort_episode": {"episode_id": "e"},
+    "/claim_episode": {"request_id": "r"},
+    "/register_episode": {"request_id": "r", "task": {"data": {}}},
+    "/tasks": {"chunk_id": "c", "tasks": []},
+}
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    path=st.sampled_from([*BODIES, *EPISODES]),
+    headers=st.dictionaries(st.sampled_from(READ), header_values, min_size=1, max_size=3),
+    job=st.booleans(),
+)
+def test_headers_of_any_kind_are_answered(served, path, headers, job):
+    key = served.job_key if job else served.key
+    raw = [(name.encode(), value) for name, value in headers.items()] + [(b"x-api-key", key.encode())]
+    answer = served.ask("POST", path, json.dumps((BODIES | EPISODES)[path]).encode(), raw)
+    fine(path, answer)
+    assert answer.headers.get("x-should-retry") != "true"
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(after=header_values, last=st.none() | header_values)
+def test_numbers_of_a_query_of_any_kind_are_answered(served, after, last):
+    headers = [(b"x-api-key", served.job_key.encode())] + ([] if last is None else [(b"last-event-id", last)])
+    answer = served.ask("GET", f"/events?follow=false&after={quote(after)}", b"", headers)
+    fine("/events", answer)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data(), path=st.sampled_from(list(EPISODES)))
+def test_a_body_of_an_episode_route_in_which_anything_is_changed_is_answered(served, path, data):
+    body = EPISODES[path]
+    place = data.draw(st.sampled_from(list(places(body))))
+    body = changed(body, place, data.draw(anything), data.draw(st.booleans()) and bool(place))
+    key = served.key if "episode_id" in EPISODES[path] else served.job_key
+    answer = served.ask("POST", path, json.dumps(body).encode(), [(b"x-api-key", key.encode())])
+    fine(path, answer)
+    assert answer.headers.get("x-should-retry") != "true"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"model": "policy", "zz": [' + b"[]," * 1_300_000 + b"[]]}",
+        b'{"model": "policy", "messages": [' + b"{}," * 1_300_000 + b"{}]}",
+        b'{"model": "policy", "prompt": [' + b"1," * 1_900_000 + b"1]}",
+    ],
+    ids=["lists", "objects", "numbers"],
+)
+@pytest.mark.parametrize("path", BODIES)
+def test_bodies_of_millions_of_values_are_refused_before_they_are_built(served, path, content):
+    answer = served.post(path, content)
+    assert answer.status_code == 422
+    assert "more than" in answer.json()["error"]["message"]
+
+
+@given(st.recursive(st.none() | st.text('a"\\,[]{}:', max_size=6), lambda i: st.lists(i, max_size=4), max_leaves=12))
+def test_values_are_counted_as_json_has_them(value):
+    def containers(v: Any) -> int:
+        return 1 + sum(map(containers, v)) if isinstance(v, list) else 0
+
+    def commas(v: Any) -> int:
+        return max(len(v) - 1, 0) + sum(map(commas, v)) if isinstance(v, list) else 0
+
+    body = json.dumps(value).encode()
+    assert _outside_strings(body, b"[{", 10**6) == containers(value)
+    assert _outside_strings(body, b",", 10**6) == commas(value)

@@ -37,6 +37,8 @@ def test_the_tree_in_the_docstring_hangs_each_class_under_its_base():
 def example(kind: type[PalestraError]) -> PalestraError:
     if kind is errors.HistoryDrift:
         return kind("edited_message", 3, 4, 212)
+    if kind is errors.ControlTokenInText:
+        return kind("a message of role user", "<|im_end|>")
     if kind is errors.RolloutFailed:
         return kind("timed_out", "not over after 3 s")
     return kind(5000, 4096) if kind is errors.ContextOverflow else kind("what happened")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from fastapi import FastAPI
+from starlette.requests import Request
 
+from palestra.gateway import equipment
 from palestra.gateway.equipment import application
 from palestra.scheduler.api.access import ControlPlane
 from palestra.scheduler.api.accounts_api import add_account_routes, add_key_routes
@@ -12,14 +14,20 @@ from palestra.scheduler.api.denials import note_denials
 from palestra.scheduler.api.jobs_api import add_job_routes, add_reading_routes
 
 MAX_BODY_BYTES = 4 * 2**20
-PUBLIC = ("/healthz", "/openapi.json")  # without a key
+PUBLIC = ("/healthz", *equipment.PUBLIC)  # without a key
 
 __all__ = ["PUBLIC", "ControlPlane", "create_control_app"]
 
 
 def create_control_app(plane: ControlPlane) -> FastAPI:
     """All routes of the control plane."""
-    app = application("Palestra control plane", "Submit jobs, watch them, and say who may.", MAX_BODY_BYTES)
+
+    async def authenticate(request: Request) -> int:
+        return (await plane.who(request)).limits.body_bytes
+
+    app = application(
+        "Palestra control plane", "Submit jobs, watch them, and say who may.", authenticate, MAX_BODY_BYTES, PUBLIC
+    )
     add_job_routes(app, plane)
     add_reading_routes(app, plane)
     add_account_routes(app, plane)

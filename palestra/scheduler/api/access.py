@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from starlette.requests import Request
 
-from palestra.errors import PayloadTooLarge
+from palestra.errors import NotFound
 from palestra.gateway.keys import bearer
 from palestra.scheduler.administration import Administration
 from palestra.scheduler.control_store import ControlStore
 from palestra.scheduler.identity import Identities, Identity, local_operator
 from palestra.scheduler.limits import RequestRates
 from palestra.scheduler.permissions import Action
+from palestra.scheduler.rules import Rules
 from palestra.scheduler.scheduler import Scheduler
+from palestra.schemas.jobs import JobRecord
+
+_IDENTITY = "palestra.identity"  # where the scope of a request has its sender
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,21 +30,36 @@ class ControlPlane:
     identities: Identities
     administration: Administration
     rates: RequestRates
+    rules: Rules = field(default_factory=Rules)
     without_keys: bool = False  # everybody is the operator; only where nobody else can reach the server
 
     async def who(self, request: Request) -> Identity:
-        """Who sends a request; it counts.
+        """Return who sends a request. The request counts, once, against the limits of its key.
 
         Raises:
-            Unauthorized, TooManyRequests, PayloadTooLarge: see `Identities.authenticate` and the key's limits.
+            Unauthorized, TooManyRequests: see `Identities.authenticate` and the key's limits.
         """
+        known: Identity | None = request.scope.get(_IDENTITY)
+        if known is not None:
+            return known
         identity = local_operator() if self.without_keys else await self.identities.authenticate(bearer(request))
         if identity.key_id is not None:
             self.rates.count(identity.key_id, identity.limits)
-        length = request.headers.get("content-length", "")
-        if (int(length) if length.isdigit() else len(await request.body())) > identity.limits.body_bytes:
-            raise PayloadTooLarge(f"this key may send bodies of {identity.limits.body_bytes:,} bytes")
+        request.scope[_IDENTITY] = identity
         return identity
+
+    async def job(self, by: Identity, job_id: str, action: Action) -> JobRecord:
+        """A job to which `by` may do `action`. Routes get jobs here and nowhere else.
+
+        Raises:
+            NotFound: there is none in its tenant, or it is another user's private one: the answer is the same.
+            Forbidden: it may be seen, and not that.
+        """
+        job = await self.store.job(by.tenant, job_id)
+        if job.private and not by.sees(action, job.user):
+            raise NotFound(f"there is no job {job_id}")
+        by.require(action, job.user)
+        return job
 
     def may(self, action: Action) -> Callable[[Request], Awaitable[Identity]]:
         """A dependency of a route: whoever calls it may do `action`, to what is their own at least."""

@@ -23,6 +23,7 @@ from palestra.schemas.control_wire import (
     NewKeyView,
     QuotaBody,
     RotateKey,
+    SetPrivate,
     TenantView,
     UserView,
 )
@@ -35,7 +36,17 @@ def add_account_routes(app: FastAPI, plane: ControlPlane) -> None:
     @app.get("/me", tags=["accounts"])
     async def me(by: Annotated[Identity, Depends(plane.may(Action.SELF_READ))]) -> IdentityView:
         """Who this key is."""
-        return IdentityView(tenant=by.tenant, user=by.user, role=by.role.value, scopes=sorted(by.scopes))
+        private = await accounts.private_jobs(by)
+        return IdentityView(
+            tenant=by.tenant, user=by.user, role=by.role.value, scopes=sorted(by.scopes), private_jobs=private
+        )
+
+    @app.patch("/tenant", tags=["accounts"], status_code=204)
+    async def set_private(
+        body: SetPrivate, by: Annotated[Identity, Depends(plane.may(Action.TENANT_SET_PRIVATE))]
+    ) -> None:
+        """Whether the jobs of one's own tenant are private unless they say otherwise; those that are there stay."""
+        await accounts.set_private(by, body.private_jobs)
 
     @app.get("/tenants", tags=["accounts"])
     async def tenants(by: Annotated[Identity, Depends(plane.may(Action.TENANT_LIST))]) -> list[TenantView]:

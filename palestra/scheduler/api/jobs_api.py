@@ -1,14 +1,17 @@
 """Jobs: submit, look, cancel, read what they left."""
 
+import asyncio
 from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Header, Query
 from starlette.responses import FileResponse, StreamingResponse
 
+from palestra.config import parse_config
 from palestra.errors import InvalidRequest, NotFound
+from palestra.gateway.key_files import rotate_keys
 from palestra.scheduler.api import artifacts, streams
 from palestra.scheduler.api.access import ControlPlane
-from palestra.scheduler.api.submission import limited, request_of
+from palestra.scheduler.api.submission import allowed, request_of
 from palestra.scheduler.identity import Identity
 from palestra.scheduler.launcher import LOG_FILE
 from palestra.scheduler.permissions import Action
@@ -16,6 +19,7 @@ from palestra.scheduler.scheduler import RUN
 from palestra.schemas.control_wire import (
     ArtifactView,
     ChangeView,
+    JobKeyView,
     JobList,
     JobView,
     ResourcesBody,
@@ -62,22 +66,28 @@ def add_job_routes(app: FastAPI, plane: ControlPlane) -> None:
     ) -> JobList:
         """The tenant's jobs, newest first."""
         page = await store.jobs(
-            by.tenant, states=state or (), user=user, name=name, kind=kind, cursor=cursor, limit=limit
+            by.tenant,
+            states=state or (),
+            user=user,
+            name=name,
+            kind=kind,
+            cursor=cursor,
+            limit=limit,
+            viewer=None if by.sees(Action.JOB_LIST, None) else by.user,
         )
         return JobList(jobs=[view(job) for job in page.jobs], cursor=page.cursor)
 
     @app.get("/jobs/{job_id}", tags=["jobs"])
     async def one(job_id: str, by: Annotated[Identity, Depends(plane.may(Action.JOB_READ))]) -> JobView:
         """One job."""
-        job = await store.job(by.tenant, job_id)
+        job = await plane.job(by, job_id, Action.JOB_READ)
         scheduler.seen(job_id)
         return view(job)
 
     @app.delete("/jobs/{job_id}", tags=["jobs"])
     async def cancel(job_id: str, by: Annotated[Identity, Depends(plane.may(Action.JOB_CANCEL))]) -> JobView:
         """Cancel a job; it saves what it has trained. One that is over stays as it is."""
-        job = await store.job(by.tenant, job_id)
-        by.require(Action.JOB_CANCEL, job.user)
+        await plane.job(by, job_id, Action.JOB_CANCEL)
         job = await scheduler.cancel(by.tenant, job_id, f"cancelled by {by.user}")
         await store.append_audit(by.tenant, by.user, by.key_id, Action.JOB_CANCEL.value, job_id, "ok")
         return view(job)
@@ -89,15 +99,15 @@ def add_job_routes(app: FastAPI, plane: ControlPlane) -> None:
         idempotency_key: Annotated[str | None, Header(max_length=200)] = None,
     ) -> JobView:
         """A new job that is like this one; it begins from the start."""
-        job = await store.job(by.tenant, job_id)
-        by.require(Action.JOB_RESUBMIT, job.user)
+        job = await plane.job(by, job_id, Action.JOB_RESUBMIT)
         request = JobRequest(
             name=job.name,
             kind=job.kind,
             priority=job.priority,
-            config=limited(job.config, by),
+            config=allowed(job.config, by, plane.rules),
             resources=job.resources,
             attached=job.attached,
+            private=job.private,
             restarts_limit=job.restarts_limit,
             from_job=job.from_job,
             from_step=job.from_step,
@@ -106,11 +116,21 @@ def add_job_routes(app: FastAPI, plane: ControlPlane) -> None:
         await store.append_audit(by.tenant, by.user, by.key_id, Action.JOB_RESUBMIT.value, again.job_id, "ok")
         return view(again)
 
+    @app.post("/jobs/{job_id}/rotate-key", tags=["jobs"])
+    async def rotate_key(job_id: str, by: Annotated[Identity, Depends(plane.may(Action.JOB_ROTATE_KEY))]) -> JobKeyView:
+        """Another key for its data plane. Those of before, of the job and of its episodes, open nothing any more."""
+        job = await plane.job(by, job_id, Action.JOB_ROTATE_KEY)
+        run = scheduler.folder_of(job_id) / RUN
+        key = await asyncio.to_thread(rotate_keys, run, parse_config(job.config).name)
+        await store.append_audit(by.tenant, by.user, by.key_id, Action.JOB_ROTATE_KEY.value, job_id, "ok")
+        return JobKeyView(api_key=key)
+
     @app.get("/jobs/{job_id}/changes", tags=["jobs"])
     async def changes(
         job_id: str, by: Annotated[Identity, Depends(plane.may(Action.JOB_READ))], after: int = 0
     ) -> list[ChangeView]:
         """Every change of state, with its time and reason."""
+        await plane.job(by, job_id, Action.JOB_READ)
         found = await store.changes(by.tenant, job_id, after)
         return [
             ChangeView(
@@ -126,12 +146,12 @@ def add_job_routes(app: FastAPI, plane: ControlPlane) -> None:
 
 def add_reading_routes(app: FastAPI, plane: ControlPlane) -> None:
     """What a job says and leaves."""
-    store, scheduler = plane.store, plane.scheduler
+    scheduler = plane.scheduler
 
     @app.get("/jobs/{job_id}/server", tags=["jobs"])
     async def server(job_id: str, by: Annotated[Identity, Depends(plane.may(Action.EPISODE_PLAY))]) -> ServerView:
         """Where its data plane is, and the key that opens it; 404 while it does not run."""
-        job = await store.job(by.tenant, job_id)
+        job = await plane.job(by, job_id, Action.EPISODE_PLAY)
         scheduler.seen(job_id)
         if job.url is None:
             reason = scheduler.waiting.get(job_id) or job.reason
@@ -147,7 +167,7 @@ def add_reading_routes(app: FastAPI, plane: ControlPlane) -> None:
         follow: bool = False,
     ) -> StreamingResponse:
         """Its log as text from the byte `offset` on; with `follow` until the job is over."""
-        await store.job(by.tenant, job_id)
+        await plane.job(by, job_id, Action.JOB_READ)
         path = scheduler.folder_of(job_id) / LOG_FILE
         return StreamingResponse(
             streams.log(plane, by, job_id, path, offset, follow), 200, AS_IT_COMES, "text/plain; charset=utf-8"
@@ -164,7 +184,7 @@ def add_reading_routes(app: FastAPI, plane: ControlPlane) -> None:
 
         After a lost connection the header `Last-Event-ID` goes on behind the last one that arrived.
         """
-        await store.job(by.tenant, job_id)
+        await plane.job(by, job_id, Action.JOB_READ)
         place = streams.Place.of(last_event_id)
         run = scheduler.folder_of(job_id) / RUN
         return StreamingResponse(
@@ -174,7 +194,7 @@ def add_reading_routes(app: FastAPI, plane: ControlPlane) -> None:
     @app.get("/jobs/{job_id}/artifacts", tags=["jobs"])
     async def listing(job_id: str, by: Annotated[Identity, Depends(plane.may(Action.JOB_READ))]) -> list[ArtifactView]:
         """The files of its run: checkpoints, metrics, curve, configuration."""
-        await store.job(by.tenant, job_id)
+        await plane.job(by, job_id, Action.JOB_READ)
         return await artifacts.listed(scheduler.folder_of(job_id) / RUN)
 
     @app.get("/jobs/{job_id}/artifacts/{path:path}", tags=["jobs"])
@@ -182,7 +202,7 @@ def add_reading_routes(app: FastAPI, plane: ControlPlane) -> None:
         job_id: str, path: str, by: Annotated[Identity, Depends(plane.may(Action.JOB_READ))]
     ) -> FileResponse:
         """One file."""
-        await store.job(by.tenant, job_id)
+        await plane.job(by, job_id, Action.JOB_READ)
         return FileResponse(await artifacts.checked(scheduler.folder_of(job_id) / RUN, path))
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple, Self
 
 import orjson
 
-from palestra.errors import InvalidRequest, StoreError
+from palestra.errors import Forbidden, InvalidRequest, NotFound, StoreError
 from palestra.ledger.browsing import browse
 from palestra.ledger.history import read_events
 from palestra.scheduler.api.access import ControlPlane
@@ -55,7 +55,7 @@ async def events(
 ) -> AsyncIterator[bytes]:
     """Server-sent events, while the key opens the job."""
     quiet = 0.0
-    while await _may_read(plane, by):
+    while await _may_read(plane, by, job_id):
         job = await plane.store.job(by.tenant, job_id)  # looked at first, so that nothing of the end is missed
         plane.scheduler.seen(job_id)
         changes = await plane.store.changes(by.tenant, job_id, place.change)
@@ -84,23 +84,29 @@ async def log(
     plane: ControlPlane, by: Identity, job_id: str, path: Path, offset: int, follow: bool
 ) -> AsyncIterator[bytes]:
     """A log from a byte on, while the key opens the job."""
-    while await _may_read(plane, by):
+    while await _may_read(plane, by, job_id):
         job = await plane.store.job(by.tenant, job_id)
         plane.scheduler.seen(job_id)
         while chunk := await asyncio.to_thread(_read, path, offset):
             offset += len(chunk)
             yield chunk
-            if not await _may_read(plane, by):
+            if not await _may_read(plane, by, job_id):
                 return
         if not follow or job.is_over:
             return
         await asyncio.sleep(POLL_SECONDS)
 
 
-async def _may_read(plane: ControlPlane, by: Identity) -> bool:
-    """Whether the key is still good: it may have been revoked since the stream was opened."""
+async def _may_read(plane: ControlPlane, by: Identity, job_id: str) -> bool:
+    """Whether the key still opens the job: it may have been revoked, or its user's role changed, since the start."""
     now = await plane.identities.renewed(by)
-    return now is not None and now.may(Action.JOB_READ)
+    if now is None:
+        return False
+    try:
+        await plane.job(now, job_id, Action.JOB_READ)
+    except (Forbidden, NotFound):
+        return False
+    return True
 
 
 def _event(place: Place, kind: str, data: object) -> bytes:

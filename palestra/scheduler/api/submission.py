@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from typing import Any
 
-from palestra.config import SMOLLM2, TINY, JobConfig, parse_config
+from palestra.config import JobConfig, parse_config
 from palestra.errors import ConfigError, InvalidRequest
 from palestra.scheduler.api.access import ControlPlane
 from palestra.scheduler.identity import Identity
 from palestra.scheduler.permissions import Action
+from palestra.scheduler.rules import Rules
 from palestra.scheduler.scheduler import RUN
 from palestra.scheduler.sources import step_meant
 from palestra.schemas.control_wire import SubmitJob
 from palestra.schemas.jobs import JobRecord, JobRequest, Resources
-
-HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
 
 
 async def request_of(plane: ControlPlane, body: SubmitJob, by: Identity) -> JobRequest:
@@ -31,15 +29,14 @@ async def request_of(plane: ControlPlane, body: SubmitJob, by: Identity) -> JobR
         raise InvalidRequest("from_step is a checkpoint of from_job, which is missing", "from_step")
     source, step = None, None
     if body.from_job is not None:
-        by.require(Action.JOB_READ)
-        source = await plane.store.job(by.tenant, body.from_job)
+        source = await plane.job(by, body.from_job, Action.JOB_READ)
         run = plane.scheduler.folder_of(source.job_id) / RUN
         step = await asyncio.to_thread(step_meant, run, source.job_id, body.from_step)
     given = _config(body, source)
-    config = _checked(given)
+    config = _checked(given, plane.rules)
     if source is not None:
         given = _with_model_of(source, given, config)
-    given = limited(given, by)
+    given = allowed(given, by, plane.rules)
     return JobRequest(
         name=body.name or ("job" if source is None else source.name),
         kind=config.kind,
@@ -47,6 +44,7 @@ async def request_of(plane: ControlPlane, body: SubmitJob, by: Identity) -> JobR
         config=given,
         resources=Resources(cpus=body.resources.cpus, gpus=body.resources.gpus, memory_gib=body.resources.memory_gib),
         attached=body.attached,
+        private=await _private(plane, body, by, source),
         restarts_limit=body.restarts,
         from_job=body.from_job,
         from_step=step,
@@ -54,13 +52,24 @@ async def request_of(plane: ControlPlane, body: SubmitJob, by: Identity) -> JobR
     )
 
 
-def limited(given: dict[str, Any], by: Identity) -> dict[str, Any]:
-    """A configuration with no more episodes claimed at the same time than the key allows."""
+def allowed(given: dict[str, Any], by: Identity, rules: Rules) -> dict[str, Any]:
+    """A configuration that the operator allows, with no more episodes claimed at the same time than the key allows.
+
+    Raises:
+        ConfigError: it is over a cap of the operator's.
+    """
     config = parse_config(given)
+    rules.check(config)
     most = min(by.limits.episodes_in_flight, config.rollout.max_claimed or by.limits.episodes_in_flight)
     if config.kind != "training" or config.rollout.max_claimed == most:
         return given
     return given | {"rollout": given.get("rollout", {}) | {"max_claimed": most}}
+
+
+async def _private(plane: ControlPlane, body: SubmitJob, by: Identity, source: JobRecord | None) -> bool:
+    if body.private is not None:
+        return body.private
+    return (source is not None and source.private) or await plane.administration.private_jobs(by)
 
 
 def _config(body: SubmitJob, source: JobRecord | None) -> dict[str, Any]:
@@ -78,19 +87,17 @@ def _config(body: SubmitJob, source: JobRecord | None) -> dict[str, Any]:
     return {key: value for key, value in source.config.items() if key not in left_out} | {"kind": kind}
 
 
-def _checked(given: dict[str, Any]) -> JobConfig:
+def _checked(given: dict[str, Any], rules: Rules) -> JobConfig:
     for section, keys in (("tasks", ("train", "validation")), ("run_dir", ())):
         value = given.get(section)
         if value is not None and (not keys or (isinstance(value, dict) and any(value.get(key) for key in keys))):
             raise InvalidRequest(f"config.{section} names files, which the server does not read", f"config.{section}")
     config = parse_config(given)
     for name, policy in config.policies.items():
-        if policy.model not in (SMOLLM2, TINY) and HUB_NAME.fullmatch(policy.model) is None:
-            raise InvalidRequest(
-                f"the model of {name!r} is {policy.model!r}; the server takes {SMOLLM2!r}, {TINY!r} or a Hugging Face "
-                "name such as 'org/model', and no folder; a checkpoint of a job is named with from_job",
-                f"config.policies.{name}.model",
-            )
+        try:
+            rules.weights(policy.model)
+        except ConfigError as error:
+            raise InvalidRequest(str(error), f"config.policies.{name}.model") from error
     return config
 
 

@@ -14,7 +14,7 @@ from unit.scheduler.launching import FakeLauncher
 
 async def test_a_scheduler_that_can_not_go_on_ends_the_server_with_the_reason(tmp_path, monkeypatch):
     fake = types.ModuleType("palestra.cluster.ray_servers")
-    fake.RayServers = lambda host: FakeLauncher()
+    fake.RayServers = lambda *_: FakeLauncher()
     monkeypatch.setitem(sys.modules, "palestra.cluster.ray_servers", fake)
     monkeypatch.setattr(control, "connect", lambda *_: "fake")
     place, rounds = Scheduler._place, []

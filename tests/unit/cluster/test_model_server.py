@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+import asyncio
+import errno
+import sqlite3
+import threading
+
 import pytest
 
 from palestra.cluster import model_server
 from palestra.cluster.model_server import ModelServer
-from palestra.errors import PalestraError
-from palestra.scheduler.launcher import ENDED_FILE, LOG_FILE, Ended, Ending, read_ended, write_ended
+from palestra.errors import EngineFailure, PalestraError, ServerFailed, StoreError
+from palestra.scheduler.launcher import ENDED_FILE, LOG_FILE, Ended, Ending, ending_of, read_ended, write_ended
 
 GAMES = {
     "steps": 1,
@@ -64,3 +69,70 @@ async def test_a_model_is_served_until_it_is_stopped_and_that_is_no_completion(s
 def test_what_is_no_ending_is_none(tmp_path, text):
     (tmp_path / ENDED_FILE).write_text(text)
     assert read_ended(tmp_path) is None
+
+
+async def test_a_job_whose_event_loop_is_blocked_does_not_answer_when_it_is_to_stop(server, tmp_path):
+    await server.start({"kind": "inference", "engine": {"kind": "scripted"}}, str(tmp_path), "127.0.0.1")
+    blocked, go = threading.Event(), threading.Event()
+    server._thread._loop.call_soon_threadsafe(lambda: (blocked.set(), go.wait(60)))
+    assert await asyncio.to_thread(blocked.wait, 60)
+    stopping = asyncio.ensure_future(server.stop())
+    done, _ = await asyncio.wait({stopping}, timeout=0.5)
+    assert not done
+    go.set()
+    await stopping
+    assert (await server.ended()).ending is Ending.STOPPED
+    await server.answer()  # also when it is over
+
+
+async def test_a_model_that_is_no_folder_is_not_looked_for_in_one(server, tmp_path, monkeypatch):
+    (tmp_path / "models" / "private").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    config = {"kind": "inference", "policies": {"policy": {"model": "models/private"}}}
+    with pytest.raises(ServerFailed, match="not in the hub's cache"):
+        await server.start(config, str(tmp_path / "job"), "127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("error", "ending"),
+    [
+        (PalestraError("wrong"), Ending.FAILED),
+        (EngineFailure("gone"), Ending.LOST),
+        (OSError(errno.ENOSPC, "full"), Ending.LOST),
+        (OSError(errno.EMFILE, "files"), Ending.LOST),
+        (PermissionError(errno.EACCES, "no"), Ending.FAILED),
+        (MemoryError(), Ending.LOST),
+        (ValueError("a defect"), Ending.FAILED),
+    ],
+)
+def test_one_rule_says_what_becomes_of_a_job_that_an_error_ends(error, ending):
+    assert ending_of(error) is ending
+    outer = StoreError("in words")
+    outer.__cause__ = error
+    assert ending_of(outer) is ending
+
+
+def test_a_full_disk_of_sqlite_loses_a_job_and_a_damaged_file_fails_it(tmp_path):
+    connection = sqlite3.connect(tmp_path / "a.db")
+    connection.execute("PRAGMA max_page_count = 3")
+    with pytest.raises(sqlite3.OperationalError) as full:
+        connection.execute(
+            "CREATE TABLE t AS WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x+1 FROM n) "
+            "SELECT x FROM n LIMIT 100000"
+        )
+    connection.close()
+    (tmp_path / "b.db").write_bytes(b"no database" * 1000)
+    damaged = sqlite3.connect(tmp_path / "b.db")
+    with pytest.raises(sqlite3.DatabaseError) as broken:
+        damaged.execute("SELECT * FROM t")
+    damaged.close()
+    assert (ending_of(full.value), ending_of(broken.value)) == (Ending.LOST, Ending.FAILED)
+
+
+async def test_a_disk_that_is_full_at_the_start_loses_the_job(server, tmp_path, monkeypatch):
+    async def full(self):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(model_server.JobThread, "start", full)
+    with pytest.raises(ServerFailed, match="No space left"):
+        await server.start(GAMES, str(tmp_path), "127.0.0.1")

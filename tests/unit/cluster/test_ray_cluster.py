@@ -41,7 +41,7 @@ def test_a_cluster_that_takes_too_long_to_start_is_ended_and_forgotten(tmp_path,
     while (left := of_session(head["pid"])) and time.monotonic() < until:
         time.sleep(0.1)
     assert left == []
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["ray.log", "ray_token"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ray.log", "ray_token", "work"]
 
 
 def _never_started(read):

@@ -7,6 +7,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from palestra.config import JobConfig, PolicyConfig, RolloutConfig
+from palestra.errors import ConfigError
 
 BASE: dict[str, Any] = {
     "policies": {"policy": {}},
@@ -195,13 +196,13 @@ def test_values_out_of_range_are_refused(leaf, value):
 
 
 def test_a_group_can_not_need_more_than_it_has():
-    with pytest.raises(ValidationError, match="min_group_size is larger than group_size"):
+    with pytest.raises(ConfigError, match="min_group_size is larger than group_size"):
         RolloutConfig(group_size=2, min_group_size=3)
     assert RolloutConfig(group_size=3, min_group_size=3).min_group_size == 3
 
 
 def test_a_lease_can_not_be_longer_than_the_longest():
-    with pytest.raises(ValidationError, match="lease_seconds is larger"):
+    with pytest.raises(ConfigError, match="lease_seconds is larger"):
         RolloutConfig(lease_seconds=11, max_lease_seconds=10)
 
 
@@ -227,7 +228,7 @@ def test_a_configuration_can_not_be_changed():
 
 
 def test_what_is_played_ahead_can_not_be_reproduced():
-    with pytest.raises(ValidationError, match="max_staleness = 0"):
+    with pytest.raises(ConfigError, match="max_staleness = 0"):
         JobConfig(deterministic=True, rollout=RolloutConfig(max_staleness=1))
     assert JobConfig(rollout=RolloutConfig(max_staleness=1)).digest() != JobConfig().digest()
 
@@ -236,3 +237,26 @@ def test_an_inference_job_may_have_what_it_does_not_use():
     JobConfig.model_validate({"kind": "inference", "steps": 3, "evaluation": {"every_steps": 1}, "trainer": {}})
     for section, key in (("environment", "name"), ("tasks", "train"), ("tasks", "validation")):
         JobConfig.model_validate({"kind": "inference", section: {key: "gomoku"}})
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "said"),
+    [
+        (JobConfig, {"step": 3}, "JobConfig: unknown key 'step'; did you mean 'steps'?"),
+        (JobConfig, {"steps": -3}, "JobConfig: steps: Input should be greater than or equal to 1; it is -3"),
+        (JobConfig, {"rollout": {"group_sise": 3}}, "unknown key 'rollout.group_sise'; did you mean 'group_size'?"),
+        (RolloutConfig, {"group_size": "eight"}, "RolloutConfig: group_size: Input should be a valid integer"),
+        (RolloutConfig, {"group_size": "eight"}, "; it is 'eight'"),
+        (RolloutConfig, {"group_size": 1}, "group_size is 1, and GRPO compares the episodes of a group"),
+        (JobConfig, {"rollout": {"group_size": 1}}, "rollout: group_size is 1, and GRPO compares"),
+    ],
+)
+def test_a_mistake_in_python_is_said_in_the_words_of_a_mistake_in_toml(section, values, said):
+    with pytest.raises(ConfigError) as caught:
+        section(**values)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_group_of_one_is_possible_where_it_is_meant():
+    assert RolloutConfig(group_size=1, min_group_size=1).group_size == 1

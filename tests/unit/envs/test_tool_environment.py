@@ -7,7 +7,7 @@ import json
 import pytest
 
 from palestra.envs import TaskEnvironment, ToolEnvironment, reward_function
-from palestra.errors import EnvironmentMistake
+from palestra.errors import EnvironmentMistake, NotScored
 from palestra.rollout import Play, Runner
 from palestra.session import Sessions
 from palestra.tools import Calculator
@@ -92,7 +92,14 @@ def test_reward_functions_of_trl_are_taken_as_they_are():
     assert environment.step("22")[1:4] == (5.0, True, False)
 
 
-@pytest.mark.parametrize("value", [None, "much", float("nan"), [1.0]])
+def test_none_is_no_reward_and_no_mistake():
+    with pytest.raises(NotScored):
+        reward_function(lambda task, answer: None)({}, "")
+    with pytest.raises(NotScored):
+        reward_function(lambda completions: [None])({}, "")
+
+
+@pytest.mark.parametrize("value", ["much", float("nan"), [1.0]])
 def test_what_is_no_reward_is_an_error_and_not_zero(value):
     with pytest.raises(EnvironmentMistake):
         reward_function(lambda task, answer: value)({}, "")

@@ -6,6 +6,7 @@ import pytest
 from starlette.requests import Request
 
 from palestra.chat import ByteTokenizer
+from palestra.chat.token_bytes import token_bytes
 from palestra.errors import InvalidRequest, UnsupportedField
 from palestra.gateway.answering import Played
 from palestra.gateway.chat_answers import completion
@@ -23,7 +24,7 @@ def request_of(path="/v1/chat/completions", headers=None) -> Request:
 
 def parse(headers=None, **fields):
     body = json.dumps({"model": "m", "messages": MESSAGES} | fields).encode()
-    return parse_chat(body, request_of(headers=headers))[0]
+    return parse_chat(request_of(headers=headers), body)[0]
 
 
 def test_what_is_acted_on_is_read():
@@ -121,7 +122,7 @@ def test_a_wrong_value_is_named(fields, place):
 )
 def test_what_is_no_json_is_an_invalid_request(body):
     with pytest.raises(InvalidRequest, match="not valid JSON"):
-        parse_chat(body, request_of())
+        parse_chat(request_of(), body)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +141,7 @@ def test_what_is_not_text_is_refused_and_never_dropped(message):
 def test_a_completion_has_openais_shape_with_a_logprob_a_token():
     chat = make_chat(prompt=(1, 2, 3), completion=(104, 105, 258), logprobs=[-0.5, -1.0, -2.0], reply="hi")
     played = Played(chats=(chat,), top=[()])
-    body = completion(played, ByteTokenizer().decode, return_ids=True)
+    body = completion(played, token_bytes(ByteTokenizer()), return_ids=True)
     (choice,) = body["choices"]
     assert (choice["message"]["content"], choice["finish_reason"]) == ("hi", "stop")
     assert [(t["token"], t["logprob"]) for t in choice["logprobs"]["content"]] == [
@@ -190,5 +191,5 @@ def test_a_response_format_is_a_schema(sent, schema):
 
 def test_equal_bodies_of_different_routes_are_different_requests():
     body = json.dumps({"model": "m", "messages": MESSAGES}).encode()
-    digests = {parse_chat(body, request_of(path))[0].digest for path in ("/v1/chat/completions", "/v1/messages")}
+    digests = {parse_chat(request_of(path), body)[0].digest for path in ("/v1/chat/completions", "/v1/messages")}
     assert len(digests) == 2

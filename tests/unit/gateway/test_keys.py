@@ -8,7 +8,7 @@ from palestra.gateway.keys import EpisodeKey, KeyRing, bearer
 from unit.building import TASK, open_store
 
 SECRET = b"\x01" * 32
-RING = KeyRing(SECRET, "job")
+RING = KeyRing(lambda: SECRET, "job")
 
 
 def request(**headers: str) -> Request:
@@ -25,7 +25,7 @@ def test_an_episode_key_opens_its_episode_under_its_fence():
 
 
 def test_the_same_claim_always_has_the_same_key():
-    assert RING.episode_key("e", 1) == KeyRing(SECRET, "job").episode_key("e", 1)
+    assert RING.episode_key("e", 1) == KeyRing(lambda: SECRET, "job").episode_key("e", 1)
 
 
 def test_the_key_is_the_hmac_of_secret_job_episode_and_fence():
@@ -41,7 +41,7 @@ def test_the_job_key_opens_the_job_and_no_episode():
 
 
 def test_a_job_key_may_be_given():
-    ring = KeyRing(SECRET, "job", "my-own-key")
+    ring = KeyRing(lambda: SECRET, "job", "my-own-key")
     assert ring.check("my-own-key") is None
     with pytest.raises(Unauthorized):
         ring.check(RING.job_key)
@@ -59,15 +59,15 @@ def test_keys_of_another_job_secret_episode_or_fence_are_unauthorized():
     good = RING.episode_key("e", 1)
     signature = good.rpartition(".")[2]
     forged = [
-        KeyRing(SECRET, "other").episode_key("e", 1),
-        KeyRing(b"\x02" * 32, "job").episode_key("e", 1),
+        KeyRing(lambda: SECRET, "other").episode_key("e", 1),
+        KeyRing(lambda: b"\x02" * 32, "job").episode_key("e", 1),
         f"pe-f.1.{signature}",
         f"pe-e.2.{signature}",
         f"pe-e.01.{signature}",
         f"pe-e.1.{signature[:-1]}",
         good + "0",
         good.upper(),
-        KeyRing(SECRET, "other").job_key,
+        KeyRing(lambda: SECRET, "other").job_key,
     ]
     for key in forged:
         with pytest.raises(Unauthorized):

@@ -14,7 +14,7 @@ from unit.gateway.test_chat_api import request_of
 
 def parse(**fields):
     body = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]} | fields
-    return parse_messages(json.dumps(body).encode(), request_of("/v1/messages"))[0]
+    return parse_messages(request_of("/v1/messages"), json.dumps(body).encode())[0]
 
 
 def test_blocks_are_messages():

@@ -13,7 +13,7 @@ from unit.gateway.test_chat_api import request_of
 
 def parse(**fields):
     body = json.dumps({"model": "m", "input": "hi"} | fields).encode()
-    return parse_response_request(body, request_of("/v1/responses"))
+    return parse_response_request(request_of("/v1/responses"), body)
 
 
 def test_text_and_instructions_are_a_conversation():

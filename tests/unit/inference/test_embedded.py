@@ -303,15 +303,17 @@ async def test_a_reply_with_a_grammar_matches_it_whatever_the_seed(tiny):
 
     from llguidance import LLMatcher
 
+    from palestra.grammars.pool import Grammars
     from palestra.models.causal_lm import load_tokenizer
-    from palestra.models.grammar import Grammars
+    from palestra.models.grammar import vocabulary_of
 
     tokenizer = load_tokenizer("tiny-random")
     schema = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "y"]}}}
     schema |= {"required": ["a", "b"], "additionalProperties": False}
     grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
     settings = EngineConfig(threads=1, dtype="float32", max_batch=16)
-    engine = EmbeddedEngine(tiny, "policy", (258,), settings, grammars=Grammars(tokenizer, tiny.vocab_size))
+    grammars = Grammars(vocabulary_of(tokenizer, tiny.vocab_size))
+    engine = EmbeddedEngine(tiny, "policy", (258,), settings, grammars=grammars)
     try:
         how = [Sampling(temperature=1.0, max_tokens=200, seed=s, grammar=grammar) for s in range(8)]
         found = await asyncio.gather(*(reply(engine, prompt(6), h) for h in how))
@@ -319,6 +321,7 @@ async def test_a_reply_with_a_grammar_matches_it_whatever_the_seed(tiny):
             await reply(engine, prompt(6), replace(how[0], grammar="{nonsense"))
     finally:
         await engine.close()
+        grammars.close()
     for ids, logprobs, _ in found:
         assert ids[-1] == 258
         value = json.loads(tokenizer.decode(ids[:-1]))

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from palestra.errors import EngineFailure, InvalidRequest, ModelError
-from palestra.schemas.records import PolicyVersion
+from palestra.config import EngineConfig
+from palestra.errors import EngineFailure, GrammarRefused, InvalidRequest, ModelError
+from palestra.grammars.bounds import BOUNDS
+from palestra.grammars.pool import Grammars
+from palestra.inference.embedded import EmbeddedEngine
+from palestra.models.causal_lm import load_tokenizer
+from palestra.models.grammar import vocabulary_of
+from palestra.schemas.records import PolicyVersion, Sampling
 from unit.inference.calling import DRAWN, FOREVER, GREEDY, all_of, full_forward, prompt, reply, serving
 
 
@@ -160,3 +167,31 @@ async def test_a_prompt_with_ids_that_do_not_exist_is_refused_before_it_meets_ot
             await reply(engine, np.array(ids, np.int32), DRAWN)
         with pytest.raises(InvalidRequest, match="logit_bias"):
             await reply(engine, prompt(3), replace(DRAWN, logit_bias=((300, 1.0),)))
+
+
+async def test_a_reply_that_comes_to_a_bound_of_its_grammar_fails_alone_and_by_the_requests_fault(tiny):
+    growing = json.dumps({"grammars": [{"json_schema": {"type": "string", "pattern": "^x*.*a.{200}$"}}]})
+    word = json.dumps({"grammars": [{"json_schema": {"enum": ["a word that takes a while"] * 2}}]})
+    tokenizer = load_tokenizer("tiny-random")
+    grammars = Grammars(vocabulary_of(tokenizer, tiny.vocab_size), replace(BOUNDS, lexer_states=400))
+    settings = EngineConfig(threads=1, dtype="float32", max_batch=8)
+    engine = EmbeddedEngine(tiny, "policy", (258,), settings, grammars=grammars)
+    how = Sampling(temperature=1.0, max_tokens=300, seed=1)
+    try:
+        bad = [
+            asyncio.ensure_future(reply(engine, prompt(5, s), replace(how, grammar=growing, seed=s))) for s in (1, 2)
+        ]
+        good = [asyncio.ensure_future(reply(engine, prompt(5, s), replace(how, grammar=word))) for s in (1, 2)]
+        free = asyncio.ensure_future(reply(engine, prompt(5), replace(how, max_tokens=40)))
+        for error in await asyncio.gather(*bad, return_exceptions=True):
+            assert isinstance(error, GrammarRefused), error
+            assert (error.http_status, error.retryable) == (400, False)
+            assert "too many states" in str(error)
+        for ids, _, _ in await asyncio.gather(*good):
+            assert tokenizer.decode(ids[:-1]) == '"a word that takes a while"'
+        assert len((await free)[0]) > 0
+        assert engine._batch._reserved == 0
+        assert all(process.users == 0 for process in grammars._alive.values())
+    finally:
+        await engine.close()
+        grammars.close()

@@ -10,6 +10,7 @@ from typing import Any
 
 from palestra.chat import ByteTokenizer, ChatMLRenderer
 from palestra.config import JobConfig
+from palestra.grammars.pool import Grammars
 from palestra.inference.scripted import ScriptedEngine, digits_script
 from palestra.learner import Learner, RunFolder
 from palestra.ledger import RunStore
@@ -54,12 +55,24 @@ class Crash(Exception):
 class ScriptedJob:
     """One life of the process of a job."""
 
-    def __init__(self, folder: Path, settings: JobConfig, *, crash_at: int | None = None, draw: bool = False) -> None:
-        """`crash_at`: the number of the commit before which the process dies; nothing is written from there on."""
+    def __init__(
+        self,
+        folder: Path,
+        settings: JobConfig,
+        *,
+        crash_at: int | None = None,
+        stop_at: int | None = None,
+        draw: bool = False,
+    ) -> None:
+        """`crash_at`: the number of the commit before which the process dies; nothing is written from there on.
+
+        `stop_at`: the number of the commit at which the job is asked to stop.
+        """
         self.config, self.clock = settings, FakeClock()
         self.folder = (RunFolder if draw else WithoutCurve)(folder)
         self.store = RunStore(self.folder.store, settings.rollout, settings.store, self.clock)
         self.commits = 0
+        self._stop_at = stop_at
         self._crash_at, self._really_submit = crash_at, self.store._writer.submit
         self.store._writer.submit = self._submit  # type: ignore[method-assign]
         self.engine = ScriptedEngine(digits_script(settings.engine.scripted_tokens, 258))
@@ -78,6 +91,7 @@ class ScriptedJob:
             engine=self.engine,
             stop_ids=frozenset(renderer.get_stop_token_ids()),
             decode=tokenizer.decode,
+            grammars=Grammars(),
         )
         context = SessionContext(
             store=self.store,
@@ -103,6 +117,8 @@ class ScriptedJob:
         if self._crash_at is not None and self.commits >= self._crash_at:
             self.dead.set()
             raise Crash
+        if self.commits == self._stop_at:
+            self.learner.stop()
         return self._really_submit(operation, tag)
 
     async def run(self) -> str:

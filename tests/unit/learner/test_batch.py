@@ -232,3 +232,19 @@ def test_every_metric_is_defined_and_everything_that_is_left_out_is_among_them()
 def test_tokens_that_were_reused_are_those_that_a_call_shares_with_an_earlier_one():
     metrics = batch_of(trajectory(0, 0, 0.0, 2, 3), trajectory(0, 1, 1.0, 1)).metrics
     assert (metrics["rollout/prompt_tokens"], metrics["rollout/reused_tokens"]) == (2 + 6 + 2, 4)
+
+
+def test_without_an_episode_the_other_rows_stay_as_they_were():
+    """Its tokens are in the divisor of the loss and its reward in the advantages, as if it moved nothing."""
+    whole = batch_of(
+        trajectory(0, 0, 0.0, 2), trajectory(0, 1, 1.0, 3), trajectory(1, 0, 5.0, 4), trajectory(1, 1, 1.0, 1)
+    )
+    left = whole.without({"train-000000-01"}, VERSION)
+    assert names(left) == ["train-000000-00", "train-000001-00", "train-000001-01"]
+    kept = [s for s in whole.samples if s.episode_id != "train-000000-01"]
+    assert all(one is other for one, other in zip(left.samples, kept, strict=True))
+    assert (whole.metrics["train/episodes_untrainable"], left.metrics["train/episodes_untrainable"]) == (0, 1)
+    assert (whole.staleness, left.staleness) == ({1: 10}, {1: 7})
+    changed = {name for name, value in left.metrics.items() if value != whole.metrics[name]}
+    assert changed == {"train/episodes_untrainable"}
+    assert left.without({name: "" for name in names(left)}, VERSION).samples == []

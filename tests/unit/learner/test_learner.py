@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 from dataclasses import replace
@@ -8,11 +9,12 @@ from dataclasses import replace
 import pytest
 
 from palestra.errors import ConfigError, StoreError
+from palestra.inference.scripted import ScriptedEngine, digits_script
 from palestra.schemas.metrics import METRIC_NAMES
 from palestra.schemas.records import PolicyVersion
 from palestra.schemas.states import JobState
 from unit.building import open_store
-from unit.learner.scripted_job import ScriptedJob, config
+from unit.learner.scripted_job import Crash, ScriptedJob, config
 
 
 class TrainerBroken(Exception):
@@ -230,3 +232,42 @@ async def test_a_row_is_there_for_every_step_wherever_the_evaluation_was_interru
     assert [row["step"] for row in found] == [0, 1, 2, 3]
     assert all("train/reward_mean" in row for row in found[1:])
     assert "validation/reward_mean" in found[2]
+
+
+class OddEngine(ScriptedEngine):
+    """Says of some tokens that their log-probability is not a number."""
+
+    async def generate(self, policy, prompt_ids, sampling):
+        odd = b"say 1" in bytes(i for i in prompt_ids.tolist() if i < 256)
+        async for piece in super().generate(policy, prompt_ids, sampling):
+            yield replace(piece, logprobs=(math.nan,) * len(piece.ids)) if odd else piece
+
+
+async def test_episodes_that_can_not_be_trained_are_left_out_counted_and_named_the_same_every_time(tmp_path):
+    def job_in(folder, **how) -> ScriptedJob:
+        job = ScriptedJob(folder, config(), **how)
+        job.engine = OddEngine(digits_script(6, 258))
+        job.learner._engine = job.engine
+        runtime = job.sessions.context.policies["policy"]
+        object.__setattr__(runtime, "engine", job.engine)
+        return job
+
+    job = job_in(tmp_path / "whole")
+    weights = await job.run()
+    said = [data for kind, data in job.events if kind == "episode_untrainable"]
+    counted = {row["step"]: row["train/episodes_untrainable"] for row in rows(tmp_path / "whole") if row["step"]}
+    assert len(said) == sum(counted.values()) > 0
+    assert all("log-probability" in data["reason"] for data in said)
+    with open_store(tmp_path / "whole") as store:
+        for data in said:
+            assert data["episode_id"] in (await store.manifest(data["step"])).episode_ids
+            assert (await store.episode(data["episode_id"])).task.data == {"text": "say 1"}
+    crashes = 0
+    for number in (25, 40, 60):
+        with contextlib.suppress(Crash):
+            await job_in(tmp_path / "again", crash_at=number).run()
+            continue
+        crashes += 1
+    assert crashes
+    assert await job_in(tmp_path / "again").run() == weights
+    assert rows(tmp_path / "again")[-1]["train/episodes_untrainable"] == counted[3]

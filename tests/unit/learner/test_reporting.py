@@ -65,7 +65,7 @@ def test_a_curve_is_drawn_of_whatever_there_is(folder, rows):
 @pytest.mark.parametrize("validation", [0.80, 0.81, 0.78, 0.2])
 def test_the_numbers_at_the_ends_of_the_curves_can_be_read(folder, monkeypatch, validation):
     drawn = []
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path: (drawn.append(figure), path.touch()))
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, _: drawn.append(figure))
     rows = [{"step": 0.0, "train/reward_mean": 0.0, "validation/reward_mean": 0.2}]
     folder.draw_curve([*rows, {"step": 1.0, "train/reward_mean": 0.8, "validation/reward_mean": validation}], "job")
     drawn[0].canvas.draw()

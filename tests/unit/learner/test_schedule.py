@@ -62,6 +62,29 @@ def test_cosine_is_half_a_wave():
     assert rates == pytest.approx([1.0 + math.cos(math.pi * i / 8) for i in range(8)])
 
 
+@pytest.mark.parametrize(("steps", "warmup"), [(10, 2), (4, 0), (30, 5), (7, 6)])
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_after_warm_up_the_rate_is_that_of_transformers(schedule, steps, warmup):
+    import torch
+    from transformers import get_scheduler
+
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=2.0)
+    theirs = get_scheduler(schedule, optimizer, warmup, steps)
+    for step in range(1, steps + 1):
+        if step > warmup:
+            found = rate(step, steps=steps, schedule=schedule, warmup_steps=warmup)
+            assert found == pytest.approx(theirs.get_last_lr()[0], rel=1e-12)
+            assert found > 0
+        optimizer.step()
+        theirs.step()
+    assert theirs.get_last_lr()[0] == pytest.approx(0.0, abs=1e-15)  # of the step that there is not
+    assert rate(1, steps=steps, schedule=schedule, warmup_steps=warmup) > 0
+
+
+def test_the_last_of_ten_steps_after_two_of_warm_up_has_an_eighth_of_the_peak():
+    assert rate(10, schedule="linear", warmup_steps=2) == 2.0 * 0.125
+
+
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
 def test_a_warm_up_as_long_as_the_run_has_no_rate_of_nothing(schedule):
     assert [rate(s, steps=4, schedule=schedule, warmup_steps=4) for s in range(1, 5)] == [0.5, 1.0, 1.5, 2.0]

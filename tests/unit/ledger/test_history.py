@@ -115,6 +115,32 @@ async def test_a_row_of_metrics_replaces_that_of_an_undone_step(store):
     assert await store.metrics() == [{"step": 1.0}, {"step": 2.0, "x": 0.1}]
 
 
+async def test_an_unfinished_row_is_none_of_the_rows_until_it_is_finished(store):
+    await store.put_metrics(1, {"step": 1.0, "wall_seconds": 1.0})
+    await store.put_unfinished_metrics({"step": 2.0, "x": 0.1})
+    assert [row["step"] for row in await store.metrics()] == [1.0]
+    assert await store.restore_metrics(1) is None
+    assert await store.restore_metrics(2) == {"step": 2.0, "x": 0.1}
+    await store.put_metrics(2, {"step": 2.0, "x": 0.1, "wall_seconds": 2.0})
+    assert await store.restore_metrics(2) is None
+    assert [row["step"] for row in await store.metrics()] == [1.0, 2.0]
+
+
+async def test_rows_of_steps_that_will_be_trained_again_are_dropped(store):
+    for step in (0, 1, 2, 3):
+        await store.put_metrics(step, {"step": step, "wall_seconds": 1.0})
+    assert await store.restore_metrics(1) is None
+    assert [row["step"] for row in await store.metrics()] == [0, 1]
+
+
+async def test_an_unfinished_row_that_an_earlier_version_left_among_the_others_is_taken_out(store):
+    await store.put_metrics(0, {"step": 0.0, "wall_seconds": 1.0})
+    await store.put_metrics(1, {"step": 1.0, "x": 0.5})
+    for _ in range(2):
+        assert await store.restore_metrics(1) == {"step": 1.0, "x": 0.5}
+        assert [row["step"] for row in await store.metrics()] == [0.0]
+
+
 async def test_events_are_replayed_from_any_of_them(store, clock):
     made = []
     for number in range(5):

@@ -263,3 +263,11 @@ async def test_after_closing_nothing_is_written(tmp_path):
     store.close()
     with pytest.raises(StoreError, match="closed"):
         await store.register_group("train", 0, 1, TASK, 1)
+
+
+async def test_after_closing_nothing_is_read_either(tmp_path):
+    """A request may outlive the store; what it gets is an answer, and no traceback of an executor."""
+    store = open_store(tmp_path)
+    store.close()
+    with pytest.raises(StoreError, match="closed"):
+        await store.counts()

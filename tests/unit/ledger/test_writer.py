@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from functools import partial
 
 import pytest
 import sqlalchemy as sa
 
 from palestra.errors import Conflict, StoreError
+from palestra.ledger.damage import store_error
 from palestra.ledger.writer import MAX_BATCH, Writer, open_engine
 
 
@@ -20,8 +22,8 @@ def engine(tmp_path):
 
 
 @pytest.fixture
-def writer(engine):
-    writer = Writer(engine)
+def writer(engine, tmp_path):
+    writer = Writer(engine, partial(store_error, tmp_path / "t.db"))
     yield writer
     writer.close()
 
@@ -169,7 +171,7 @@ async def test_a_caller_that_is_cancelled_does_not_take_its_operation_back(write
 
 
 async def test_closing_finishes_what_was_submitted_and_refuses_the_rest(engine, tmp_path):
-    writer = Writer(engine)
+    writer = Writer(engine, lambda error: error)
     tasks = [asyncio.ensure_future(writer.submit(insert(x))) for x in range(20)]
     await asyncio.sleep(0)
     await asyncio.to_thread(writer.close)

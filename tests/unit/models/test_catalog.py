@@ -7,9 +7,8 @@ from palestra.models import catalog
 from palestra.models.catalog import cache_folder, model_folder
 
 
-def test_a_folder_and_a_hugging_face_name_are_taken_as_they_are(tmp_path):
+def test_a_folder_is_taken_as_it_is(tmp_path):
     assert model_folder(str(tmp_path)) == tmp_path
-    assert model_folder("org/model") == "org/model"
 
 
 @pytest.mark.parametrize("name", ["nonsense", "./not/there", "/not/there", "~/not/there", "a/b/c"])

@@ -12,6 +12,7 @@ async def bench(tmp_path):
     bench.script = lambda prompt, sampling: [*b"go", STOP]
     await bench.store.register_group("train", 0, 1, TASK, 1)
     yield bench
+    bench.grammars.close()
     bench.store.close()
 
 

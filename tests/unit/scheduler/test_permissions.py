@@ -15,6 +15,7 @@ MEANT = {
     Action.JOB_READ: ("AMV", "AMV"),
     Action.JOB_CANCEL: ("AM", "A"),
     Action.JOB_RESUBMIT: ("AM", "AM"),
+    Action.JOB_ROTATE_KEY: ("AM", "A"),
     Action.EPISODE_PLAY: ("AM", "AM"),
     Action.SELF_READ: ("AMV", ""),
     Action.KEY_MAKE: ("AMV", "A"),
@@ -31,6 +32,7 @@ MEANT = {
     Action.TENANT_LIST: ("A", "A"),
     Action.TENANT_ADD: ("A", "A"),
     Action.TENANT_CHANGE: ("A", "A"),
+    Action.TENANT_SET_PRIVATE: ("A", "A"),
 }
 OPERATOR = {Action.CLUSTER_DRAIN, Action.TENANT_LIST, Action.TENANT_ADD, Action.TENANT_CHANGE}
 
@@ -48,6 +50,8 @@ def test_every_cell_of_the_matrix(action, role, operator):
     assert who.may(action) == (there and letter in own)
     assert who.may(action, "ann") == (there and letter in own)
     assert who.may(action, "bob") == (there and letter in own and letter in others)
+    assert who.may(action, "ann", private=True) == (there and letter in own)
+    assert who.may(action, "bob", private=True) == (there and letter in own and letter in others and letter == "A")
 
 
 @pytest.mark.parametrize(("action", "role"), list(product(Action, Role)))

@@ -8,6 +8,9 @@ import httpx2
 import pytest
 from fastapi.routing import APIRoute
 
+from palestra.errors import Unauthorized
+from palestra.gateway import KeyRing
+from palestra.gateway.key_files import SecretFile, write_private
 from palestra.scheduler.api import PUBLIC, create_control_app
 from palestra.scheduler.permissions import PERMISSIONS, Role
 from unit.scheduler.building import submit
@@ -16,6 +19,7 @@ BODIES = {
     ("POST", "/jobs"): {"config": {}},
     ("POST", "/tenants"): {"name": "new"},
     ("PATCH", "/tenants/{name}"): {"quota": {"gpus": 2}},
+    ("PATCH", "/tenant"): {"private_jobs": False},
     ("POST", "/users"): {"name": "new"},
     ("PATCH", "/users/{name}"): {"role": "viewer"},
     ("POST", "/keys"): {},
@@ -103,6 +107,113 @@ async def test_a_job_of_another_tenant_is_exactly_as_one_that_does_not_exist(pla
                 assert answer.status_code == 404, (method, route.path)
                 texts.append(answer.text.replace(job_id, ""))
             assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("private", [False, True])
+@pytest.mark.parametrize("role", list(Role))
+async def test_what_a_colleague_may_do_with_a_job_on_every_route(plane, role, private):
+    """The matrix: each route that names a job, by its owner, a colleague of each role, and a stranger."""
+    admin = (await plane.administration.first_start()).secret
+    async with client(plane) as http:
+        by_admin = {"authorization": f"Bearer {admin}"}
+        keys = {}
+        for name, its_role in (("ann", "member"), ("bob", role.value)):
+            made = await http.post("/users", json={"name": name, "role": its_role}, headers=by_admin)
+            keys[name] = {"authorization": f"Bearer {made.json()['secret']}"}
+        made = await http.post("/tenants", json={"name": "other"}, headers=by_admin)
+        keys["stranger"] = {"authorization": f"Bearer {made.json()['secret']}"}
+        for method, route in routes(create_control_app(plane)):
+            if "{job_id}" not in route.path:
+                continue
+            rule = PERMISSIONS[action_of(route)]
+            answers = {}
+            for name, headers in keys.items():
+                job = await submit(plane.store, "default", "ann", private=private)
+                path = filled(route.path, job.job_id) + ("?follow=false" if route.path.endswith("/events") else "")
+                answer = await http.request(method, path, json=BODIES.get((method, route.path)), headers=headers)
+                answers[name] = answer.status_code, answer.text.replace(job.job_id, "")
+                none = await http.request(method, path.replace(job.job_id, "job-0"), headers=headers)
+                hidden = none.status_code, none.text.replace("job-0", "")
+                if name == "stranger" or (name == "bob" and private and role is not Role.ADMIN):
+                    assert answers[name] == hidden, (method, route.path, name)
+            assert answers["ann"][0] in (200, 201) or answers["ann"][1] != hidden[1], (method, route.path)
+            if not private or role is Role.ADMIN:
+                assert (answers["bob"][0] == 403) == (role not in rule.roles & rule.others), (method, route.path)
+
+
+async def test_a_private_job_is_in_no_list_of_a_colleague_and_no_source_of_theirs(plane):
+    admin = (await plane.administration.first_start()).secret
+    async with client(plane) as http:
+        by_admin = {"authorization": f"Bearer {admin}"}
+        keys = {}
+        for name in ("ann", "bob"):
+            made = await http.post("/users", json={"name": name, "role": "member"}, headers=by_admin)
+            keys[name] = {"authorization": f"Bearer {made.json()['secret']}"}
+        open_ = (await http.post("/jobs", json={"config": {}}, headers=keys["ann"])).json()
+        private = (await http.post("/jobs", json={"config": {}, "private": True}, headers=keys["ann"])).json()
+        assert (open_["private"], private["private"]) == (False, True)
+        seen = {}
+        for name, headers in (("admin", by_admin), *keys.items()):
+            for query in ("", "?user=ann", "?limit=1"):
+                jobs = (await http.get(f"/jobs{query}", headers=headers)).json()["jobs"]
+                seen[name, query] = [job["job_id"] for job in jobs]
+        both, newest = [private["job_id"], open_["job_id"]], [private["job_id"]]
+        assert seen["admin", ""] == seen["ann", ""] == seen["ann", "?user=ann"] == both
+        assert seen["ann", "?limit=1"] == newest
+        assert seen["bob", ""] == seen["bob", "?user=ann"] == seen["bob", "?limit=1"] == [open_["job_id"]]
+        answer = await http.post("/jobs", json={"from_job": private["job_id"]}, headers=keys["bob"])
+        assert (answer.status_code, "there is no job" in answer.text) == (404, True)
+
+
+async def test_a_tenants_admin_decides_what_jobs_are_that_say_nothing(plane):
+    admin = (await plane.administration.first_start()).secret
+    async with client(plane) as http:
+        headers = {"authorization": f"Bearer {admin}"}
+        before = (await http.post("/jobs", json={"config": {}}, headers=headers)).json()
+        assert (await http.patch("/tenant", json={"private_jobs": True}, headers=headers)).status_code == 204
+        assert (await http.get("/me", headers=headers)).json()["private_jobs"]
+        after = (await http.post("/jobs", json={"config": {}}, headers=headers)).json()
+        said = (await http.post("/jobs", json={"config": {}, "private": False}, headers=headers)).json()
+        again = (await http.post(f"/jobs/{after['job_id']}/resubmit", headers=headers)).json()
+        assert [job["private"] for job in (before, after, said, again)] == [False, True, False, True]
+        audit = (await http.get("/audit", headers=headers)).json()
+        assert ("tenant.set_private", "on") in [(line["what"], line["target"]) for line in audit]
+
+
+async def test_a_log_that_is_followed_ends_when_its_reader_may_not_see_the_job_any_more(plane):
+    admin = (await plane.administration.first_start()).secret
+    async with client(plane) as http:
+        by_admin = {"authorization": f"Bearer {admin}"}
+        made = await http.post("/users", json={"name": "bob", "role": "admin"}, headers=by_admin)
+        job = await submit(plane.store, "default", "ann", private=True)
+        mine = {"authorization": f"Bearer {made.json()['secret']}"}
+        async with asyncio.timeout(30):
+            following = asyncio.ensure_future(http.get(f"/jobs/{job.job_id}/logs?follow=true", headers=mine))
+            await asyncio.sleep(0.1)
+            assert not following.done()
+            await http.patch("/users/bob", json={"role": "member"}, headers=by_admin)
+            assert (await following).status_code == 200
+
+
+async def test_a_job_gets_another_key_and_that_of_before_is_void(plane):
+    admin = (await plane.administration.first_start()).secret
+    async with client(plane) as http:
+        headers = {"authorization": f"Bearer {admin}"}
+        job = (await http.post("/jobs", json={"config": {"name": "sums"}}, headers=headers)).json()["job_id"]
+        answer = await http.post(f"/jobs/{job}/rotate-key", headers=headers)
+        assert (answer.status_code, "no key yet" in answer.text) == (404, True)
+        run = plane.scheduler.folder_of(job) / "run"
+        run.mkdir(parents=True)
+        ring = KeyRing(SecretFile(run).current, "sums")
+        write_private(run / "api_key", ring.job_key)
+        old, episode = ring.job_key, ring.episode_key("e", 1)
+        new = (await http.post(f"/jobs/{job}/rotate-key", headers=headers)).json()["api_key"]
+        assert ring.check(new) is None
+        assert (run / "api_key").read_text().strip() == new
+        for void in (old, episode):
+            with pytest.raises(Unauthorized):
+                ring.check(void)
+        assert KeyRing(SecretFile(run).current, "sums").job_key == new  # after a restart, too
 
 
 async def test_a_key_that_sends_too_much_is_told_when_to_come_again(plane):

@@ -10,7 +10,7 @@ import pytest
 from palestra.errors import ConfigError, ServerFailed
 from palestra.scheduler import accounts, policy_store
 from palestra.scheduler.fitting import GpuShare, Node
-from palestra.scheduler.launcher import LOG_FILE, Ending
+from palestra.scheduler.launcher import LOG_FILE, Ended, Ending, write_ended
 from palestra.schemas.jobs import SHARES, Resources
 from palestra.schemas.states import JobState
 from palestra.trainer import checkpoint
@@ -288,3 +288,61 @@ async def test_cancelling_a_start_once_more_does_not_disturb_what_clears_up(stor
             await scheduler.cancel("a", job.job_id, "enough")
         await until(in_state(store, job.job_id, JobState.CANCELLED))
         assert clears.is_set()
+
+
+async def test_no_node_is_kept_for_the_end_of_a_model_that_is_served(store, tmp_path):
+    """Served jobs are endless: the large job waits for the node of the training, the small one starts at once."""
+    launcher = FakeLauncher(*(Node(node_id=name, cpus=4.0, gpus=0, memory_gib=4.0) for name in "ab"))
+    async with scheduling(store, tmp_path, launcher):
+        served = await submit(store, kind="inference", resources=Resources(cpus=3.0))
+        await until(in_state(store, served.job_id, JobState.RUNNING))
+        trains = await submit(store, resources=Resources(cpus=4.0))
+        await until(in_state(store, trains.job_id, JobState.RUNNING))
+        large = await submit(store, resources=Resources(cpus=4.0))
+        small = await submit(store, resources=Resources(cpus=1.0))
+        await until(in_state(store, small.job_id, JobState.RUNNING))
+        assert (await store.job(None, small.job_id)).node == (await store.job(None, served.job_id)).node
+        assert (await store.job(None, large.job_id)).state is JobState.QUEUED
+
+
+async def test_what_a_dying_server_left_of_its_end_counts_and_that_of_an_earlier_one_does_not(store, tmp_path):
+    launcher = FakeLauncher()
+    async with scheduling(store, tmp_path, launcher) as scheduler:
+        job = await submit(store)
+        folder = scheduler.folder_of(job.job_id)
+        await until(in_state(store, job.job_id, JobState.RUNNING))
+        folder.mkdir(parents=True, exist_ok=True)
+        write_ended(folder, Ended(ending=Ending.LOST, reason="of the first server"))
+        launcher.end(job.job_id, Ending.LOST, "its process is gone")
+        await until(starts(store, job.job_id, 2))
+        launcher.end(job.job_id, Ending.LOST, "its process is gone")
+        await until(starts(store, job.job_id, 3))
+        write_ended(folder, Ended(ending=Ending.FAILED, reason="out of memory"))
+        launcher.end(job.job_id, Ending.LOST, "its process is gone")
+        await until(in_state(store, job.job_id, JobState.FAILED))
+        reasons = [change.reason for change in await store.changes(None, job.job_id)]
+        assert [reason.partition(";")[0] for reason in reasons if "server" in reason or "gone" in reason] == [
+            "of the first server",
+            "its process is gone",
+        ]
+        assert reasons[-1] == "out of memory"
+
+
+@pytest.mark.parametrize(
+    ("asked", "limit"),
+    [({"memory_gib": 3.0}, 3.0), ({"cpus": 2.0}, 8.0), ({"cpus": 0.5}, 4.0), ({"cpus": 1.0, "gpus": 1.0}, 8.0)],
+)
+async def test_a_job_may_use_what_it_asked_for_or_its_share_of_the_node(store, tmp_path, asked, limit):
+    launcher = FakeLauncher(Node(node_id="n", cpus=4.0, gpus=2, memory_gib=16.0))
+    async with scheduling(store, tmp_path, launcher):
+        job = await submit(store, resources=Resources(**asked))
+        await until(in_state(store, job.job_id, JobState.RUNNING))
+        assert launcher.servers[job.job_id].order.memory_gib == limit
+
+
+def starts(store, job_id: str, number: int):
+    async def ready() -> bool:
+        job = await store.job(None, job_id)
+        return job.starts == number and job.state is JobState.RUNNING
+
+    return ready

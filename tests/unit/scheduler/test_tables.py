@@ -87,6 +87,8 @@ async def test_jobs_of_the_first_version_are_read_on(url, clock):
         "ALTER TABLE jobs DROP COLUMN from_job",
         "ALTER TABLE jobs DROP COLUMN from_step",
         "ALTER TABLE tenants DROP COLUMN quota",
+        "ALTER TABLE jobs DROP COLUMN private",
+        "ALTER TABLE tenants DROP COLUMN private_jobs",
         "UPDATE meta SET value = '1'",
     ):
         look(url, lambda c, statement=statement: c.execute(sa.text(statement)))
@@ -99,13 +101,35 @@ async def test_jobs_of_the_first_version_are_read_on(url, clock):
 async def test_tenants_of_the_second_version_have_no_quota_and_can_be_given_one(url, clock):
     with ControlStore(url, clock) as store:
         await store.write(lambda c: accounts.add_tenant(c, "blue", 0.0))
-    for statement in ("ALTER TABLE tenants DROP COLUMN quota", "UPDATE meta SET value = '2'"):
+    for statement in (
+        "ALTER TABLE tenants DROP COLUMN quota",
+        "ALTER TABLE jobs DROP COLUMN private",
+        "ALTER TABLE tenants DROP COLUMN private_jobs",
+        "UPDATE meta SET value = '2'",
+    ):
         look(url, lambda c, statement=statement: c.execute(sa.text(statement)))
     with ControlStore(url, clock) as store:
         assert await store.read(policy_store.quotas_of_all) == {"blue": None}
         await store.write(lambda c: policy_store.change_quota(c, "blue", {"gpus": 1.5}))
     with ControlStore(url, clock) as store:
         assert await store.read(policy_store.quotas_of_all) == {"blue": Quota(gpus=1.5)}
+
+
+async def test_jobs_of_the_third_version_are_not_private_and_later_ones_may_be(url, clock):
+    with ControlStore(url, clock) as store:
+        await store.write(lambda c: accounts.add_tenant(c, "a", 0.0))
+        job = await submit(store)
+    for statement in (
+        "ALTER TABLE jobs DROP COLUMN private",
+        "ALTER TABLE tenants DROP COLUMN private_jobs",
+        "UPDATE meta SET value = '3'",
+    ):
+        look(url, lambda c, statement=statement: c.execute(sa.text(statement)))
+    with ControlStore(url, clock) as store:
+        assert await store.job("a", job.job_id) == job
+        assert not job.private
+        assert (await submit(store, private=True)).private
+        assert not await store.read(lambda c: policy_store.are_private(c, "a"))
 
 
 def test_a_migration_that_fails_leaves_the_store_as_it_was(url, monkeypatch):

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import math
 
 import pytest
@@ -20,8 +19,8 @@ NO_REWARD = ["NaN", "Infinity", "-Infinity", "1e999", "1.1e9", "-1e300", "true",
 
 
 def end(field: str, value: str) -> EndEpisode:
-    """As the gateway does it: JSON to Python, then the check."""
-    return EndEpisode.model_validate(json.loads(f'{{"episode_id": "e", "{field}": {value}}}'))
+    """As the gateway does it."""
+    return EndEpisode.model_validate_json(f'{{"episode_id": "e", "{field}": {value}}}')
 
 
 @pytest.mark.parametrize("value", NO_REWARD)
@@ -89,3 +88,18 @@ def test_a_task_without_an_id_gets_one_from_its_data_alone():
     assert task_id_of(one) != task_id_of(two)
     assert task_id_of(TaskBody(id="mine", data={"q": 1})) == "mine"
     assert task_id_of(one) == "t719700ac0e9b489"  # tasks in stores that exist keep their names
+
+
+@pytest.mark.parametrize(
+    ("field", "most", "more"),
+    [
+        ("rewards", {f"a{k}": 1.0 for k in range(1000)}, {f"a{k}": 1.0 for k in range(1001)}),
+        ("step_rewards", [0.5] * 10_000, [0.5] * 10_001),
+        ("metadata", {"a": "x" * (65_536 - 8)}, {"a": "x" * (65_536 - 7)}),
+    ],
+    ids=["rewards", "step_rewards", "metadata"],
+)
+def test_what_an_end_carries_is_bounded(field, most, more):
+    assert getattr(EndEpisode.model_validate({"episode_id": "e", field: most}), field) is not None
+    with pytest.raises(ValidationError, match=field):
+        EndEpisode.model_validate({"episode_id": "e", field: more})

@@ -10,6 +10,7 @@ import pytest
 
 from palestra.chat import ByteTokenizer, ChatMLRenderer
 from palestra.config import PolicyConfig
+from palestra.grammars.pool import Grammars
 from palestra.inference.scripted import ScriptedEngine, digits_script
 from palestra.schemas.messages import text_message
 from palestra.schemas.states import TurnState
@@ -29,6 +30,7 @@ class Bench:
         self.engine = ScriptedEngine(lambda ids, sampling: self.script(ids, sampling))
         self.script = digits_script(12, STOP)
         self.policy = PolicyConfig.model_validate({"max_context": 4096, "sampling": {"max_tokens": 50}} | policy)
+        self.grammars = Grammars()
         self.context = self.new_context()
 
     def new_context(self) -> SessionContext:
@@ -40,6 +42,7 @@ class Bench:
             engine=self.engine,
             stop_ids=frozenset(renderer.get_stop_token_ids()),
             decode=tokenizer.decode,
+            grammars=self.grammars,
         )
         return SessionContext(store=self.store, policies={"policy": runtime}, seed=11)
 
@@ -82,6 +85,7 @@ def clock():
 def bench(tmp_path, clock):
     made = Bench(tmp_path, clock)
     yield made
+    made.grammars.close()
     made.store.close()
 
 

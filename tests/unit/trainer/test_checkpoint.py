@@ -228,3 +228,17 @@ def test_a_checkpoint_that_is_not_whole_is_no_model(tmp_path, how):
     with pytest.raises(CheckpointError, match=r"step 1 is (gone|damaged)"):
         checkpoint.link_model(tmp_path / "c", 1, tmp_path / "own")
     assert not (tmp_path / "own").exists()
+
+
+@pytest.mark.parametrize("order", [(999_999, 1_000_000), (1_000_000, 999_999)])
+def test_the_newest_is_the_one_of_the_largest_step_and_not_of_the_last_name(tmp_path, order):
+    for step in order:
+        checkpoint.write(tmp_path, step, lambda path: (path / "w").write_text("w"), {"step": step}, keep=9)
+    assert checkpoint.newest_path(tmp_path) == tmp_path / "step-1000000"
+    names = ["step-999999", "step-1000000", "step-x", ".writing-2000000", "stepping"]
+    assert checkpoint.newest_name(names) == "step-1000000"
+    assert checkpoint.newest_name(names[2:]) is None
+    (tmp_path / "step-1000000" / "w").write_text("damaged")
+    assert checkpoint.newest_path(tmp_path) == tmp_path / "step-999999"
+    (tmp_path / "step-999999" / "w").write_text("damaged")
+    assert checkpoint.newest_path(tmp_path) is None

@@ -12,9 +12,10 @@ from llguidance import LLMatcher
 
 from palestra.algorithms.grpo import ClippedSurrogate
 from palestra.config import EngineConfig
+from palestra.grammars.pool import Grammars
 from palestra.inference.embedded import EmbeddedEngine
 from palestra.models.causal_lm import load_causal_lm, load_tokenizer
-from palestra.models.grammar import Grammars
+from palestra.models.grammar import vocabulary_of
 from palestra.schemas.records import GrammarSpan, Sampling
 from unit.building import make_chat, make_sample, rows_of
 from unit.trainer.test_torch_trainer import training
@@ -27,12 +28,14 @@ async def sampled(prompt: np.ndarray, temperature: float, seed: int):
     """A reply that matches the grammar, with the logprobs that it was sampled with."""
     model, tokenizer = load_causal_lm("tiny-random", torch.float32), load_tokenizer("tiny-random")
     settings = EngineConfig(threads=1, dtype="float32", max_batch=4)
-    engine = EmbeddedEngine(model, "policy", (258,), settings, grammars=Grammars(tokenizer, model.vocab_size))
+    grammars = Grammars(vocabulary_of(tokenizer, model.vocab_size))
+    engine = EmbeddedEngine(model, "policy", (258,), settings, grammars=grammars)
     how = Sampling(temperature=temperature, max_tokens=60, seed=seed, grammar=GRAMMAR)
     try:
         pieces = [piece async for piece in engine.generate("policy", prompt, how)]
     finally:
         await engine.close()
+        grammars.close()
     return how, [piece.ids[0] for piece in pieces], [piece.logprobs[0] for piece in pieces]
 
 

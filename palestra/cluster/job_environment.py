@@ -1,0 +1,73 @@
+"""The variables that a job's process has: a named list of the operator's, so that no secret of theirs is among them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping, MutableMapping
+
+NAMES = frozenset(
+    (
+        "PATH",
+        "HOME",
+        "USER",
+        "LOGNAME",
+        "SHELL",
+        "LANG",
+        "LANGUAGE",
+        "TZ",
+        "TMPDIR",
+        "XDG_CACHE_HOME",
+        "PALESTRA_CACHE",
+        "LD_LIBRARY_PATH",
+        "VIRTUAL_ENV",
+        "PYTHONPATH",
+        "PYTHONHOME",
+        "PYTHONUNBUFFERED",
+        "HF_HOME",
+        "HF_HUB_CACHE",
+        "HF_HUB_OFFLINE",
+        "HF_ENDPOINT",
+        "TRANSFORMERS_OFFLINE",
+        "SSL_CERT_FILE",
+        "SSL_CERT_DIR",
+        "REQUESTS_CA_BUNDLE",
+    )
+)
+PREFIXES = ("LC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "MALLOC_", "CUDA_", "NVIDIA_", "NCCL_", "RAY_")
+# Folders, which a job's process, with a working directory of its own, would look for in another place.
+_FOLDERS = ("PYTHONPATH", "XDG_CACHE_HOME", "PALESTRA_CACHE", "HF_HOME", "HF_HUB_CACHE")
+
+
+def job_environment(environment: Mapping[str, str], more: Collection[str] = ()) -> dict[str, str]:
+    """Return the variables of `environment` that a job's process may have, relative folders made absolute.
+
+    Args:
+        environment: the operator's variables, by name.
+        more: names that the operator passes on beside `NAMES` and `PREFIXES`.
+    """
+    found = {name: value for name, value in environment.items() if _passes(name, more)}
+    for name in _FOLDERS:
+        if name in found:
+            parts = found[name].split(os.pathsep)
+            found[name] = os.pathsep.join(
+                part if part.startswith("~") else os.path.abspath(part) for part in parts if part
+            )
+    if "HF_TOKEN" not in found:  # nor the token in the operator's home: it opens models that tenants have no right to
+        found["HF_HUB_DISABLE_IMPLICIT_TOKEN"] = "1"
+    return found
+
+
+def limit_environment(environment: MutableMapping[str, str], more: Collection[str] = ()) -> None:
+    """Leave in `environment` only what `job_environment` returns.
+
+    For the processes of a cluster that somebody else started; the kernel still shows (`/proc/PID/environ`) what they
+    were started with.
+    """
+    kept = job_environment(environment, more)
+    for name in [name for name in environment if name not in kept]:
+        del environment[name]
+    environment.update(kept)
+
+
+def _passes(name: str, more: Collection[str]) -> bool:
+    return name in NAMES or name in more or name.startswith(PREFIXES)

@@ -1,0 +1,183 @@
+"""The process from which grammar processes are forked, and what these do.
+
+It holds the tokenizer, prepared once, and nothing else: no thread, no torch. For each grammar it forks a process that
+compiles it, walks it, and may be ended by the kernel at any moment without harm to another grammar. It ends when its
+control socket does, however the server ended; the grammar processes end with it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import random
+import resource
+import signal
+import socket
+import sys
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from palestra.grammars.frames import receive_frame, receive_json, send_frame, send_json
+
+_PR_SET_PDEATHSIG = 1
+_PAGE = resource.getpagesize()
+_PROBES, _PROBE_TOKENS = 3, 12  # walks of a new grammar, and tokens of each
+_libc = ctypes.CDLL(None)
+
+
+def main(control: socket.socket) -> None:
+    """Fork a process for each request with a socket; end one, and say how it ended, for each other request."""
+    vocabulary = receive_json(control)
+    tokenizer = _tokenizer(vocabulary)
+    send_json(control, {"ready": True})
+    while True:
+        try:
+            data, descriptors, _, _ = socket.recv_fds(control, 4096, 1)
+        except ConnectionResetError:
+            return
+        if not data:
+            return
+        request = json.loads(data)
+        if descriptors:
+            with socket.socket(fileno=descriptors[0]) as own:
+                pid = os.fork()
+                if pid == 0:
+                    control.close()
+                    _grammar_process(own, tokenizer, request)
+            send_json(control, {"pid": pid})
+        else:
+            os.kill(request["end"], signal.SIGKILL)  # changes nothing where it has ended
+            _, status = os.waitpid(request["end"], 0)
+            send_json(control, {"status": os.waitstatus_to_exitcode(status)})
+
+
+def _tokenizer(vocabulary: dict[str, Any] | None) -> LLTokenizer:
+    if vocabulary is None:
+        return LLTokenizer("byte")
+    return LLTokenizer(vocabulary["tokenizer"], n_vocab=vocabulary["size"], eos_token=vocabulary["eos"])
+
+
+def _grammar_process(own: socket.socket, tokenizer: LLTokenizer, bounds: dict[str, Any]) -> None:
+    """Serve one grammar until its socket is closed; does not return."""
+    code = 2  # a panic of llguidance, say
+    try:
+        _confine(bounds["memory_mib"] << 20)
+        _Grammar(own, tokenizer, bounds).serve()
+        code = 0
+    except (EOFError, ConnectionError):
+        code = 0
+    except MemoryError:
+        code = 1
+    finally:
+        os._exit(code)
+
+
+def _confine(memory: int) -> None:
+    """End with the parent; write nothing to its terminal; take no more than `memory` bytes beyond what is there."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    with open(os.devnull, "wb") as nowhere:  # of llguidance's warnings and of Rust's backtraces
+        os.dup2(nowhere.fileno(), 2)
+    with open("/proc/self/statm") as statm:
+        present = int(statm.read().split()[0]) * _PAGE
+    resource.setrlimit(resource.RLIMIT_AS, (present + memory, present + memory))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+
+
+class _Grammar:
+    """One compiled grammar and the matchers of the replies that follow it."""
+
+    def __init__(self, own: socket.socket, tokenizer: LLTokenizer, bounds: dict[str, Any]) -> None:
+        self._own, self._tokenizer, self._bounds = own, tokenizer, bounds
+        self._matchers: dict[int, LLMatcher] = {}
+
+    def serve(self) -> None:
+        """Compile the grammar of the first frame; then walk."""
+        grammar = receive_frame(self._own).decode()
+        self._allow(self._bounds["compile_cpu_seconds"])
+        start, first, problem = self._compile(grammar)
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        send_json(self._own, {"problem": problem})
+        if problem:
+            return
+        send_frame(self._own, first)
+        while True:
+            request = receive_json(self._own)
+            for matcher in request["drop"]:
+                self._matchers.pop(matcher, None)
+            problems: list[str | None] = []
+            masks: list[bytes] = []
+            for name, tokens, wanted in request["walk"]:
+                if name not in self._matchers:
+                    self._matchers[name] = start.deep_copy()
+                try:
+                    masks += self._walk(self._matchers[name], tokens, wanted)
+                    problems.append(None)
+                except ValueError as error:
+                    problems.append(str(error))
+            signal.setitimer(signal.ITIMER_PROF, 0.0)
+            send_json(self._own, {"problems": problems})
+            send_frame(self._own, b"".join(masks) if request["masks"] else b"")
+
+    def _allow(self, seconds: float) -> None:
+        """After so much processor time the kernel ends this process."""
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+
+    def _compile(self, grammar: str) -> tuple[LLMatcher, bytes, str]:
+        """Return the grammar's beginning, the mask there, and why the grammar can't be used, or nothing."""
+        limits = LLParserLimits(max_lexer_states=self._bounds["lexer_states"], verbose_errors=False)
+        start = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
+        if start.is_error():
+            return start, b"", start.get_error()
+        first: bytes = b""
+        for seed in range(_PROBES):
+            matcher = start.deep_copy()
+            draw = random.Random(seed)
+            tokens: list[int] = []
+            try:
+                while len(tokens) < _PROBE_TOKENS:
+                    (mask,) = self._walk(matcher, tokens[-1:], [len(tokens[-1:])], renew=False)
+                    first = first or mask
+                    tokens.append(_choose(mask, draw))
+                    if matcher.is_stopped() or tokens[-1] == self._tokenizer.eos_token:
+                        break
+            except ValueError as error:
+                return start, b"", str(error)
+        return start, first, ""
+
+    def _walk(self, matcher: LLMatcher, tokens: list[int], wanted: list[int], renew: bool = True) -> list[bytes]:
+        """Accept tokens, and return the mask before each place of `wanted`; `len(tokens)` is the one after the last.
+
+        Raises:
+            ValueError: a token does not fit, or a limit was reached.
+        """
+        masks, places = [], set(wanted)
+        for place in range(len(tokens) + 1):
+            if renew:
+                self._allow(self._bounds["step_cpu_seconds"])
+            if place in places:
+                masks.append(matcher.compute_bitmask())
+                if matcher.is_error():
+                    raise ValueError(f"at a token of the reply: {matcher.get_error()}")
+            if place < len(tokens) and not matcher.consume_token(tokens[place]):
+                raise ValueError(f"token {tokens[place]} does not fit the grammar: {matcher.get_error()}")
+        return masks
+
+
+def _choose(mask: bytes, draw: random.Random) -> int:
+    """Return a token that the mask allows."""
+    bits = int.from_bytes(mask, "little")
+    if not bits:
+        raise ValueError("no token fits it")
+    start = draw.randrange(len(mask) * 8)
+    rest = bits >> start
+    if not rest:
+        rest, start = bits, 0
+    return start + (rest & -rest).bit_length() - 1
+
+
+if __name__ == "__main__":
+    with socket.socket(fileno=int(sys.argv[1])) as inherited:
+        main(inherited)

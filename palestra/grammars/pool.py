@@ -1,0 +1,346 @@
+"""Grammars by their content: each compiled once, in a process of its own, and kept while there is room."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from itertools import count
+
+import numpy as np
+from numpy.typing import NDArray
+
+from palestra.errors import EngineFailure, GrammarRefused, InvalidRequest, PalestraError, TooManyRequests
+from palestra.grammars.bounds import BOUNDS, Bounds
+from palestra.grammars.process import GrammarProcess, GrammarServer, Matcher, Refusal, Vocabulary, refusal
+
+MOST_PROCESSES = 32  # of grammars that are in use or kept
+MOST_COMPILING = 2  # at the same time
+MOST_WAITING = 256  # to be compiled; more are refused with 429
+MOST_KNOWN = 1024  # contents of which it is remembered whether they can be used
+# Time is not the grammar's alone: another machine, or this one when it has less to do, might be inside the bound. So a
+# refusal for time ends, and until then the same content costs nothing.
+FORGET_SECONDS = 60.0
+_CHUNK = 64  # tokens of one request of the trainer's: their masks are all in memory
+
+
+class _Compilation:
+    """A grammar that is being compiled, or waits for it."""
+
+    def __init__(self) -> None:
+        self.done: Future[None] = Future()
+        self.waiting = 0
+        self.process: GrammarProcess | None = None
+        self.given_up = threading.Event()
+
+
+class Grammars:
+    """Matchers for one tokenizer. No process is started before the first grammar."""
+
+    def __init__(self, vocabulary: Vocabulary | None = None, bounds: Bounds = BOUNDS) -> None:
+        """`vocabulary` None: every byte is a token, which is enough to check grammars."""
+        self._vocabulary, self._bounds = vocabulary, bounds
+        self._lock = threading.Lock()
+        self._starting = threading.Lock()
+        self._server: GrammarServer | None = None
+        self._threads: ThreadPoolExecutor | None = None
+        self._closed = False
+        # By digest of the content; of the first and the last the one used last comes last.
+        self._alive: OrderedDict[bytes, GrammarProcess] = OrderedDict()
+        self._compiling: dict[bytes, _Compilation] = {}
+        self._known: OrderedDict[bytes, tuple[Refusal | None, float]] = OrderedDict()  # None: usable; until when
+        self._queue: deque[Future[None]] = deque()  # of those who wait for a process that nobody uses
+        self._numbers = count()
+
+    # What sessions, engines and trainers ask.
+
+    async def check(self, grammar: str, field: str) -> None:
+        """Compile a grammar, unless its content is known. Where nobody waits for it any more, compiling ends.
+
+        Args:
+            grammar: in a form that `llguidance` reads.
+            field: of the request, for the error.
+
+        Raises:
+            InvalidRequest: it can't be read.
+            GrammarRefused: it is over a bound.
+            TooManyRequests: too many others wait to be compiled.
+        """
+        key = _key(grammar)
+        try:
+            if not self._is_known(key):
+                await self._compiled(key, grammar)
+        except InvalidRequest as error:
+            raise Refusal.of(error).error(field) from None
+
+    async def matcher(self, grammar: str) -> Matcher:
+        """Return a matcher at the beginning of a reply; `release` it. Waits while all processes are in use.
+
+        Raises:
+            InvalidRequest, GrammarRefused, TooManyRequests: see `check`.
+        """
+        key = _key(grammar)
+        try:
+            while not isinstance(found := self._take(key), Matcher):
+                if found is None:
+                    await self._compiled(key, grammar)
+                else:
+                    await asyncio.wrap_future(found)
+        except GrammarRefused:
+            raise
+        except InvalidRequest as error:
+            raise InvalidRequest(f"the grammar can't be used: {error}", "response_format") from None
+        return found
+
+    def release(self, matcher: Matcher) -> None:
+        """The reply is over; its matcher is forgotten."""
+        with self._lock:
+            if matcher.closed:
+                return
+            matcher.closed = True
+            matcher.process.users -= 1
+            matcher.process.drop(matcher.number)
+            while self._queue:
+                if not (waiting := self._queue.popleft()).done():
+                    waiting.set_result(None)
+                    break
+
+    def advance(self, matchers: Sequence[Matcher]) -> list[PalestraError | None]:
+        """Accept the pending tokens of matchers and renew their masks; return an error for each that can't go on.
+
+        Blocks: the processes of different grammars work at the same time.
+        """
+        by_process: dict[GrammarProcess, list[int]] = {}
+        for place, matcher in enumerate(matchers):
+            if matcher.pending and not matcher.closed:
+                by_process.setdefault(matcher.process, []).append(place)
+        errors: list[PalestraError | None] = [None] * len(matchers)
+        for process, places in by_process.items():
+            process.lock.acquire()
+            process.ask([(m.number, m.pending, [len(m.pending)]) for m in (matchers[place] for place in places)])
+        for process, places in by_process.items():
+            try:
+                problems, masks = process.answer()
+            except PalestraError as error:
+                self._ended(process, error)
+                for place in places:
+                    errors[place] = error
+                continue
+            finally:
+                process.lock.release()
+            width, start = len(process.first_mask), 0
+            for place, problem in zip(places, problems, strict=True):
+                if problem is not None:
+                    errors[place] = GrammarRefused(str(refusal(problem)))
+                    continue
+                matchers[place].mask, matchers[place].pending = masks[start : start + width], []
+                start += width
+        return errors
+
+    def walk(self, grammar: str, tokens: Sequence[int], wanted: Sequence[int], keep: bool = True) -> NDArray[np.int32]:
+        """Return the masks with which tokens of a reply could have been sampled. Blocks.
+
+        Args:
+            grammar: what the reply had to match.
+            tokens: the reply from its beginning.
+            wanted: places in `tokens`, growing.
+            keep: whether the masks are returned; if not, they are only made.
+
+        Returns:
+            [len(wanted), ceil(V / 32)] int32, or [0, ceil(V / 32)].
+
+        Raises:
+            InvalidRequest: the tokens do not fit the grammar.
+            GrammarRefused: a bound was reached.
+            EngineFailure: the process was ended from outside.
+        """
+        matcher = self._blocking_matcher(grammar)
+        parts = []
+        try:
+            with matcher.process.lock:
+                for start in range(0, len(tokens), _CHUNK):
+                    piece = [int(token) for token in tokens[start : start + _CHUNK]]
+                    places = [int(place) - start for place in wanted if start <= place < start + len(piece)]
+                    matcher.process.ask([(matcher.number, piece, places)], masks=keep)
+                    (problem,), masks = matcher.process.answer()
+                    if problem is not None:
+                        raise refusal(problem)
+                    parts.append(np.frombuffer(masks, "<i4"))
+        finally:
+            self.release(matcher)
+        width = len(matcher.mask) // 4
+        return np.concatenate([np.zeros(0, np.int32), *parts]).reshape(-1, width)
+
+    def close(self) -> None:
+        """End all processes. Whoever waits for one gets an EngineFailure."""
+        with self._lock:
+            self._closed = True
+            processes = [*self._alive.values(), *(c.process for c in self._compiling.values() if c.process is not None)]
+            self._alive.clear()
+            waiting = [*self._queue]
+        for process in processes:
+            process.kill()
+        for one in waiting:
+            if not one.done():
+                one.set_result(None)
+        with self._starting:
+            if self._server is not None:
+                self._server.close()
+            if self._threads is not None:
+                self._threads.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def pids(self) -> list[int]:
+        """Ids of the processes that run, that from which the others are forked first."""
+        with self._lock:
+            own = [] if self._server is None else [self._server.pid]
+            return own + [process.pid for process in self._alive.values()]
+
+    # Compiling.
+
+    def _is_known(self, key: bytes) -> bool:
+        """Whether a grammar can be used, as far as is known.
+
+        Raises:
+            InvalidRequest: it is known that it can't.
+        """
+        with self._lock:
+            refused, until = self._known.get(key, (None, 0.0))
+            if until < time.monotonic():
+                self._known.pop(key, None)
+                return False
+            self._known.move_to_end(key)
+        if refused is not None:
+            raise (
+                GrammarRefused(refused.text, lasting=refused.lasting) if refused.bound else InvalidRequest(refused.text)
+            )
+        return True
+
+    def _learn(self, key: bytes, error: InvalidRequest | None) -> None:
+        """Remember whether a content can be used; with the lock held."""
+        refused = None if error is None else Refusal.of(error)
+        lasting = refused is None or refused.lasting
+        self._known[key] = (refused, float("inf") if lasting else time.monotonic() + FORGET_SECONDS)
+        self._known.move_to_end(key)
+        if len(self._known) > MOST_KNOWN:
+            self._known.popitem(last=False)
+
+    def _ended(self, process: GrammarProcess, error: PalestraError) -> None:
+        """A process ended while a reply was sampled. Where its grammar is to blame, it is refused from now on."""
+        with self._lock:
+            for key in [key for key, alive in self._alive.items() if alive is process]:
+                del self._alive[key]
+                if isinstance(error, GrammarRefused):
+                    self._learn(key, error)
+
+    def _take(self, key: bytes) -> Matcher | Future[None] | None:
+        """Return a matcher where the grammar's process runs; else what to wait for, or None if it may be compiled."""
+        self._is_known(key)
+        with self._lock:
+            process = self._alive.get(key)
+            if process is not None and process.usable:
+                self._alive.move_to_end(key)
+                process.users += 1
+                return Matcher(process, next(self._numbers))
+            if sum(p.users > 0 for p in self._alive.values()) < MOST_PROCESSES:
+                return None
+            waiting: Future[None] = Future()
+            self._queue.append(waiting)
+            return waiting
+
+    def _blocking_matcher(self, grammar: str) -> Matcher:
+        key = _key(grammar)
+        while not isinstance(found := self._take(key), Matcher):
+            (self._join(key, grammar).done if found is None else found).result()
+        return found
+
+    async def _compiled(self, key: bytes, grammar: str) -> None:
+        compilation = self._join(key, grammar)
+        done = asyncio.wrap_future(compilation.done)
+        try:
+            await asyncio.shield(done)
+        finally:
+            done.add_done_callback(lambda d: d.cancelled() or d.exception())  # raised above, or nobody waits
+            self._leave(key, compilation)
+
+    def _join(self, key: bytes, grammar: str) -> _Compilation:
+        """Wait with others for a grammar that is being compiled, or have it begin."""
+        with self._lock:
+            if self._closed:
+                raise EngineFailure("the engine was stopped")
+            compilation = self._compiling.get(key)
+            if compilation is None:
+                if len(self._compiling) >= MOST_COMPILING + MOST_WAITING:
+                    raise TooManyRequests(f"{MOST_WAITING} other grammars wait to be compiled")
+                compilation = self._compiling[key] = _Compilation()
+                if self._threads is None:
+                    self._threads = ThreadPoolExecutor(MOST_COMPILING, "palestra-grammar")
+                self._threads.submit(self._compile, key, grammar, compilation)
+            compilation.waiting += 1
+            return compilation
+
+    def _leave(self, key: bytes, compilation: _Compilation) -> None:
+        with self._lock:
+            compilation.waiting -= 1
+            if compilation.waiting or compilation.done.done():
+                return
+            compilation.given_up.set()
+            if self._compiling.get(key) is compilation:
+                del self._compiling[key]
+            process = compilation.process
+        if process is not None:
+            process.kill()
+
+    def _compile(self, key: bytes, grammar: str, compilation: _Compilation) -> None:
+        """In a thread: from the content to a process, or to a refusal."""
+        error: BaseException | None = None
+        try:
+            if compilation.given_up.is_set():
+                raise CancelledError
+            process = compilation.process = self._running_server().fork(self._bounds)
+            if compilation.given_up.is_set():
+                process.kill()
+            process.compile(grammar)
+        except BaseException as caught:  # noqa: BLE001 - raised at whoever waits
+            error = caught
+        with self._lock:
+            if self._compiling.get(key) is compilation:
+                del self._compiling[key]
+            if error is None or isinstance(error, InvalidRequest):
+                self._learn(key, error)
+            unused = [] if error is not None or compilation.process is None else self._keep(key, compilation.process)
+        for process in unused:
+            process.kill()
+        if error is None:
+            compilation.done.set_result(None)
+        else:
+            compilation.done.set_exception(error)
+
+    def _keep(self, key: bytes, process: GrammarProcess) -> list[GrammarProcess]:
+        """Keep a process, with the lock held; return those that have to go."""
+        if self._closed:
+            return [process]
+        gone = [self._alive.pop(key)] if key in self._alive else []
+        self._alive[key] = process
+        idle = [other for other, p in self._alive.items() if not p.users]
+        return gone + [self._alive.pop(other) for other in idle[: max(0, len(self._alive) - MOST_PROCESSES)]]
+
+    def _running_server(self) -> GrammarServer:
+        with self._starting:
+            if self._closed:
+                raise EngineFailure("the engine was stopped")
+            if self._server is not None and not self._server.alive:
+                self._server.close()
+                self._server = None
+            if self._server is None:
+                self._server = GrammarServer(self._vocabulary)
+            return self._server
+
+
+def _key(grammar: str) -> bytes:
+    """16 bytes that stand for a content, which may be long."""
+    return hashlib.blake2b(grammar.encode(), digest_size=16).digest()

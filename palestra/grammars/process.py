@@ -1,0 +1,260 @@
+"""The parent's side of the grammar processes: where they are forked, what they are asked, and why they ended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+from palestra.errors import EngineFailure, GrammarRefused, InvalidRequest, PalestraError
+from palestra.grammars.bounds import Bounds
+from palestra.grammars.frames import receive_frame, receive_json, send_frame, send_json
+
+_START_SECONDS = 120.0  # a tokenizer of a few hundred thousand tokens, on a machine that is busy
+_KEPT = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "HOME", "LANG")  # no key of ours is among them
+_LIMITS = ("fuel", "too many", "too large", "too complex", "unable to determine", "max is")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Vocabulary:
+    """The tokens that masks are about.
+
+    Attributes:
+        tokenizer: a fast tokenizer, as the JSON of its `tokenizer.json`.
+        size: how many tokens the model has; there may be more than the tokenizer has.
+        eos: the token that ends a reply.
+    """
+
+    tokenizer: str
+    size: int
+    eos: int | None
+
+
+class GrammarServer:
+    """The process from which grammar processes are forked. It ends when this one does, or closes it."""
+
+    def __init__(self, vocabulary: Vocabulary | None) -> None:
+        """Start the process and wait until it has the tokenizer. `vocabulary` None: every byte is a token.
+
+        Raises:
+            EngineFailure: the process did not start.
+        """
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._lock = threading.Lock()
+        with theirs:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-P", "-m", "palestra.grammars.child", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,  # Ctrl-C at a terminal is for the server, which then ends this one
+                env={name: os.environ[name] for name in _KEPT if name in os.environ} | {"OMP_NUM_THREADS": "1"},
+            )
+        self._finalizer = weakref.finalize(self, _end_server, self._control, self._popen)
+        try:
+            self._control.settimeout(_START_SECONDS)
+            send_json(self._control, None if vocabulary is None else asdict(vocabulary))
+            receive_json(self._control)
+        except (EOFError, OSError) as error:
+            self.close()
+            raise EngineFailure("the process for grammars did not start; see the server's log") from error
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._popen.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs."""
+        return self._popen.poll() is None
+
+    def fork(self, bounds: Bounds) -> GrammarProcess:
+        """Return a new process for one grammar.
+
+        Raises:
+            EngineFailure: this process has ended.
+        """
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            with theirs, self._lock:
+                socket.send_fds(self._control, [json.dumps(asdict(bounds)).encode()], [theirs.fileno()])
+                pid = int(receive_json(self._control)["pid"])
+        except (EOFError, OSError) as error:
+            ours.close()
+            raise EngineFailure("the process for grammars has ended; send the call again") from error
+        return GrammarProcess(self, pid, ours, bounds)
+
+    def end(self, pid: int) -> int | None:
+        """Kill a grammar's process; return how it had ended by itself before, or -SIGKILL. None: it is not known."""
+        try:
+            with self._lock:
+                self._control.sendall(json.dumps({"end": pid}).encode())
+                return int(receive_json(self._control)["status"])
+        except (EOFError, OSError):
+            return None
+
+    def close(self) -> None:
+        """End the process, and with it all that it forked."""
+        self._finalizer()
+
+
+def _end_server(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
+    control.close()
+    process.kill()
+    process.wait()
+
+
+class Matcher:
+    """Where one reply stands in its grammar. Masks are made by `Grammars.advance`, for many replies at a time."""
+
+    def __init__(self, process: GrammarProcess, number: int) -> None:
+        self.process, self.number = process, number
+        self.mask = process.first_mask  # [ceil(V / 32)] little-endian int32 as bytes, a bit for each token
+        self.pending: list[int] = []  # accepted since the mask was made
+        self.closed = False
+
+    def accept(self, token: int) -> None:
+        """Go on with a token that the mask allows."""
+        self.pending.append(token)
+
+
+class GrammarProcess:
+    """One grammar in its process. Only one thread at a time asks it something."""
+
+    def __init__(self, server: GrammarServer, pid: int, channel: socket.socket, bounds: Bounds) -> None:
+        self._server, self.pid, self._channel, self._bounds = server, pid, channel, bounds
+        weakref.finalize(self, channel.close)
+        self.first_mask = b""
+        self.users = 0  # matchers that are open
+        self.lock = threading.Lock()  # of the channel
+        self._drop: deque[int] = deque()
+        self._ended = threading.Lock()  # taken after `lock`, or without it
+        self._killed = False  # by us, for no fault of the grammar's
+        self.over: PalestraError | None = None  # why the process ended; None: it runs
+
+    @property
+    def usable(self) -> bool:
+        """Whether the process is there as far as is known."""
+        return self.over is None and self._server.alive
+
+    def compile(self, grammar: str) -> None:
+        """Compile the grammar; the first thing that is asked.
+
+        Raises:
+            InvalidRequest: `llguidance` can't read it.
+            GrammarRefused: it is over a bound.
+            EngineFailure: the process was ended from outside.
+        """
+        with self.lock:
+            self._channel.settimeout(self._bounds.compile_wall_seconds)
+            try:
+                send_frame(self._channel, grammar.encode())
+                problem = receive_json(self._channel)["problem"]
+                if not problem:
+                    self.first_mask = bytes(receive_frame(self._channel))
+                    self._channel.settimeout(self._bounds.step_wall_seconds)
+                    return
+            except (EOFError, OSError) as error:
+                raise self._cause(error, "compiling it", self._bounds.compile_cpu_seconds) from None
+        self.kill()
+        raise refusal(problem)
+
+    def drop(self, number: int) -> None:
+        """Forget a matcher, with the next request."""
+        self._drop.append(number)
+
+    def ask(self, walks: Sequence[tuple[int, Sequence[int], Sequence[int]]], masks: bool = True) -> None:
+        """Send for each (matcher, tokens to accept, places whose masks are wanted); `answer` has what comes of it."""
+        drop = [self._drop.popleft() for _ in range(len(self._drop))]
+        with contextlib.suppress(OSError):  # `answer` says why
+            send_json(self._channel, {"walk": walks, "drop": drop, "masks": masks})
+
+    def answer(self) -> tuple[list[str | None], bytes]:
+        """Return a problem or None for each walk, and the masks of those without one, one after another.
+
+        Raises:
+            GrammarRefused: the process was over a bound and has ended.
+            EngineFailure: the process was ended from outside.
+        """
+        try:
+            problems = receive_json(self._channel)["problems"]
+            return problems, bytes(receive_frame(self._channel))
+        except (EOFError, OSError, ValueError) as error:
+            raise self._cause(error, "a token of the reply", self._bounds.step_cpu_seconds) from None
+
+    def kill(self) -> None:
+        """End the process, at any time and from any thread."""
+        self._killed = True
+        with contextlib.suppress(OSError):
+            self._channel.shutdown(socket.SHUT_RDWR)  # the thread that waits for an answer stops waiting
+        with self._ended:
+            if self.over is None:
+                self.over = EngineFailure("this grammar's process was ended; send the call again")
+                self._server.end(self.pid)
+        with self.lock:
+            self._channel.close()
+
+    def _cause(self, error: Exception, what: str, cpu_seconds: float) -> PalestraError:
+        """Return why the process gave no answer, and end it where it still runs; with `lock` held."""
+        with self._ended:
+            if self.over is None:
+                status = self._server.end(self.pid)
+                self.over = self._reason(error, status, what, cpu_seconds)
+            self._channel.close()
+            return self.over
+
+    def _reason(self, error: Exception, status: int | None, what: str, cpu_seconds: float) -> PalestraError:
+        bounds = self._bounds
+        if self._killed or status is None:
+            return EngineFailure("this grammar's process was ended; send the call again")
+        if isinstance(error, TimeoutError):
+            waited = bounds.compile_wall_seconds if what == "compiling it" else bounds.step_wall_seconds
+            return GrammarRefused(f"{what} takes longer than {waited:g} s", lasting=False)
+        if status == -signal.SIGPROF:
+            return GrammarRefused(f"{what} takes more than {cpu_seconds:g} s of processor time", lasting=False)
+        if status in (1, -signal.SIGABRT):
+            return GrammarRefused(f"{what} takes more than {bounds.memory_mib} MiB of memory")
+        if status == -signal.SIGKILL:
+            return EngineFailure("this grammar's process was killed from outside; send the call again")
+        return GrammarRefused(f"{what} ends its process (status {status}); it may be nested too deep")
+
+
+def refusal(problem: str) -> InvalidRequest:
+    """Return the error for what `llguidance` says of a grammar: over a limit, or not understood."""
+    text = " ".join(problem.replace("<non-verbose/>", "").split())
+    text = text.rsplit("rror: ", 1)[-1].split("; consider")[0]  # without what its author would do about it
+    if "unable to determine" in text.lower():  # what follows is the whole regular expression
+        return GrammarRefused("its patterns can't be intersected within the limit of llguidance")
+    if any(word in text.lower() for word in _LIMITS):
+        return GrammarRefused(text[:300])
+    return InvalidRequest(text[:300])
+
+
+class Refusal(NamedTuple):
+    """Why a grammar can't be used, to be raised for each request that asks for it."""
+
+    text: str
+    bound: bool  # it is over a bound; else it is not understood
+    lasting: bool
+
+    @classmethod
+    def of(cls, error: InvalidRequest) -> Refusal:
+        """Return the refusal that an error of `GrammarProcess` or `refusal` stands for."""
+        bound = isinstance(error, GrammarRefused)
+        return cls(str(error), bound, not isinstance(error, GrammarRefused) or error.lasting)
+
+    def error(self, field: str) -> InvalidRequest:
+        """Return the error for a request that asks for the grammar in `field`."""
+        if self.bound:
+            return GrammarRefused(self.text, lasting=self.lasting).of_field(field)
+        return InvalidRequest(f"{field}: this schema can't be used: {self.text}", field)

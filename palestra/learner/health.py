@@ -1,0 +1,143 @@
+"""Signs that a run learns nothing, although every step of it succeeds. From the rows of its metrics alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from palestra.schemas.progress import HealthWarning
+
+Row = Mapping[str, float]
+
+# Steps that have to agree before something is said that may happen by chance in one of them: groups of equal rewards
+# are common while a task is nearly always missed, or nearly always solved. A shorter run is judged by all its steps.
+RECENT = 3
+# Of the entropy that the step before had. An update that stays within the clip range changes a probability by a fifth,
+# so a tenth in one step is no learning: the update was far too large.
+ENTROPY_SHARE = 0.1
+# Nats. Where the entropy was small already (a model that is sure of what is right), a tenth of it is noise.
+ENTROPY_FALL = 0.1
+# Of the calls. A run that learns well may have nine of ten replies cut (the demo does, whose answers stand at the
+# beginning), so only a limit that lets no reply be finished counts.
+TRUNCATED_SHARE = 1.0
+
+
+def health_of(rows: Sequence[Row], groups_per_step: int, steps: int) -> list[HealthWarning]:
+    """Return what is wrong with a run now, by code; none for one that learns.
+
+    Args:
+        rows: of the newest training steps, oldest first; `RECENT` are enough.
+        groups_per_step: of the job; as many groups are in each step.
+        steps: of the job.
+    """
+    if not rows:
+        return []
+    enough = min(RECENT, steps)
+    recent = rows[-enough:] if len(rows) >= enough else []
+    checks = (
+        _no_calls(rows[-1]),
+        _equal_rewards(recent, groups_per_step),
+        _no_gradient(rows[-1], groups_per_step),
+        _updates_skipped(rows[-1]),
+        _entropy_collapse(rows),
+        _truncated(recent),
+        _dropped(rows[-1], groups_per_step),
+        _discarded(rows[-1]),
+    )
+    step = int(rows[-1]["step"])
+    return [HealthWarning(code=found[0], step=step, text=found[1]) for found in checks if found is not None]
+
+
+Found = tuple[str, str] | None  # code, text
+
+
+def _no_calls(row: Row) -> Found:
+    without, episodes = row["train/episodes_without_tokens"], row["train/episodes"]
+    if not episodes or 2 * without < episodes:
+        return None
+    return (
+        "no_calls",
+        f"{without:.0f} of {episodes:.0f} episodes of step {row['step']:.0f} never called the model, so nothing is "
+        "trained on them; send the calls to policy.base_url with policy.api_key, or return None for what is not to be "
+        "scored",
+    )
+
+
+def _equal_rewards(recent: Sequence[Row], groups_per_step: int) -> Found:
+    if not recent or any(row["train/groups_zero_variance"] < groups_per_step for row in recent):
+        return None
+    if all(row["train/episodes_without_tokens"] == row["train/episodes"] for row in recent):
+        return None  # the rewards are not what is wrong
+    row = recent[-1]
+    return (
+        "equal_rewards",
+        f"in each of the last {len(recent)} steps all groups had equal rewards (mean {row['train/reward_mean']:.3g}), "
+        "so there was nothing to compare and no weight changed; choose tasks that the model solves sometimes, give "
+        "partial rewards, or raise rollout.group_size",
+    )
+
+
+def _no_gradient(row: Row, groups_per_step: int) -> Found:
+    if row["train/groups_zero_variance"] >= groups_per_step or row["train/updates_skipped"]:
+        return None
+    if row["train/trained_tokens"] and row.get("train/grad_norm", 0.0) > 0:
+        return None
+    return (
+        "no_gradient",
+        f"rewards of step {row['step']:.0f} differ, and its gradient is 0 ({row['train/trained_tokens']:.0f} tokens "
+        "were trained); see train/calls_without_peers, train/calls_abandoned and train/clip_fraction for the reason",
+    )
+
+
+def _updates_skipped(row: Row) -> Found:
+    if not row["train/updates_skipped"]:
+        return None
+    return (
+        "updates_skipped",
+        f"{row['train/updates_skipped']:.0f} update(s) of step {row['step']:.0f} were left out because their gradient "
+        "was not finite; lower learning_rate, or set trainer.dtype = 'float32'",
+    )
+
+
+def _entropy_collapse(rows: Sequence[Row]) -> Found:
+    known = [(row["step"], row["train/entropy"]) for row in rows if "train/entropy" in row]
+    if len(known) < 2:
+        return None
+    (_, before), (step, now) = known[-2:]
+    if step != rows[-1]["step"] or now > ENTROPY_SHARE * before or before - now < ENTROPY_FALL:
+        return None
+    return (
+        "entropy_collapse",
+        f"the entropy of the policy fell from {before:.2g} to {now:.2g} nats in one step, so it says nearly the same "
+        "whatever it is asked; go on from an earlier checkpoint with a lower learning_rate",
+    )
+
+
+def _truncated(recent: Sequence[Row]) -> Found:
+    if not recent or any(row["rollout/truncated_share"] < TRUNCATED_SHARE for row in recent):
+        return None
+    return (
+        "truncated",
+        f"in each of the last {len(recent)} steps every reply was cut at max_tokens, so rewards judge unfinished "
+        "replies; raise policies.*.sampling.max_tokens, or the limit that the calls ask for",
+    )
+
+
+def _dropped(row: Row, groups_per_step: int) -> Found:
+    if row["train/groups_dropped"] < groups_per_step:
+        return None
+    return (
+        "groups_dropped",
+        f"{row['train/groups_dropped']:.0f} groups were dropped to fill the {groups_per_step} of step "
+        f"{row['step']:.0f}, because too many of their episodes failed or were not scored; `palestra episodes` has the "
+        "reasons",
+    )
+
+
+def _discarded(row: Row) -> Found:
+    if row["train/episodes_discarded"] < max(row["train/episodes"], 1):
+        return None
+    return (
+        "episodes_discarded",
+        f"{row['train/episodes_discarded']:.0f} episodes of step {row['step']:.0f} failed for good or were not scored, "
+        f"and {row['train/episodes']:.0f} are trained; `palestra episodes` has the reasons",
+    )

@@ -1,0 +1,171 @@
+"""Every command, with a server, a store and files that hold terminal escapes: none of them reaches the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from palestra.cli.main import main, parser
+from palestra.config import dump_config, parse_config
+from palestra.schemas.records import Task
+from unit.building import open_store
+from unit.ledger.playing import claim, end
+
+HOSTILE = "\x1b]0;pwned\x07\x1b[2J\x9b31m\u202eevil\x7f\x08"
+JOB = "job-0123456789abcdef"
+FORBIDDEN = [bytes([code]) for code in range(32) if code not in b"\n\t"] + [b"\x7f", "\x9b".encode(), "\u202e".encode()]
+VIEW = {
+    "job_id": JOB,
+    "name": HOSTILE,
+    "user": HOSTILE,
+    "kind": HOSTILE,
+    "priority": HOSTILE,
+    "state": "completed",
+    "reason": HOSTILE,
+    "resources": {},
+    "attached": False,
+    "created_at": 0.0,
+    "changed_at": 0.0,
+    "starts": 1,
+    "restarts_left": 1,
+    "node": HOSTILE,
+    "cancel_requested": False,
+    "config": {},
+    "log_tail": HOSTILE,
+}
+KEY = {
+    "key_id": HOSTILE,
+    "label": HOSTILE,
+    "scopes": [HOSTILE],
+    "revoked_at": None,
+    "expires_at": None,
+    "secret": HOSTILE,
+}
+EVENTS = [
+    ("state", {"state": HOSTILE, "reason": HOSTILE}),
+    ("serving", {"model": HOSTILE}),
+    ("served", {"calls": HOSTILE}),
+    ("saved", {"step": HOSTILE}),
+]
+STREAM = "".join(f"id: 1.{n}\nevent: {kind}\ndata: {json.dumps(data)}\n\n" for n, (kind, data) in enumerate(EVENTS))
+ANSWERS: dict[str, object] = {
+    "/jobs": {"jobs": [VIEW], "cursor": None},
+    f"/jobs/{JOB}": VIEW,
+    f"/jobs/{JOB}/rotate-key": {"api_key": HOSTILE},
+    f"/jobs/{JOB}/artifacts": [{"path": f"../{HOSTILE}", "bytes": 1, "modified_at": 0.0}],
+    "/users": [{"name": HOSTILE, "role": HOSTILE, "removed_at": None}],
+    "/keys": [KEY],
+    "/tenants": [{"name": HOSTILE, "quota": {HOSTILE: 1.0}}],
+}
+
+
+class Hostile(BaseHTTPRequestHandler):
+    """Answers as the control plane, with escapes in every text; to the key `refused` with an error."""
+
+    def answer(self) -> None:
+        self.rfile.read(int(self.headers.get("content-length", 0)))
+        path, _, _ = self.path.partition("?")
+        kind, status = "application/json", 200
+        if "refused" in self.headers.get("authorization", ""):
+            status, body = 400, json.dumps({"error": {"message": HOSTILE, "code": HOSTILE, "type": HOSTILE}})
+        elif path.endswith("/events"):
+            kind, body = "text/event-stream", STREAM
+        elif path.endswith("/logs"):
+            kind, body = "text/plain", HOSTILE + "\n"
+        elif self.command == "POST" and (path in ("/jobs", "/users", "/keys", "/tenants") or "/keys/" in path):
+            body = json.dumps(VIEW if path == "/jobs" else KEY)
+        elif self.command == "PATCH":
+            body = json.dumps(ANSWERS["/tenants"][0])
+        else:
+            body = json.dumps(ANSWERS.get(path, VIEW))
+        self.send_response(status)
+        self.send_header("content-type", kind)
+        self.send_header("content-length", str(len(body.encode())))
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    do_GET = do_POST = do_DELETE = do_PATCH = answer
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hostile) as http:
+        thread = threading.Thread(target=http.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{http.server_address[1]}"
+        http.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+async def folder(tmp_path):
+    """Of a run in whose store a worker has left escapes, and of files that have some."""
+    config = parse_config({"name": "hostile", "engine": {"kind": "scripted"}, "run_dir": str(tmp_path / "run")})
+    with open_store(tmp_path / "run") as store:
+        task = Task(task_id=HOSTILE, data={"question": HOSTILE})
+        for index, request in enumerate(("first", "second")):
+            await store.register_group("train", index, 1, task, 2)
+            episode = await claim(store, request)
+            if request == "first":
+                await end(store, episode, metadata={HOSTILE: HOSTILE})
+            else:
+                await store.abort(episode.episode_id, episode.fence, HOSTILE, True)
+    (tmp_path / "run" / "config.toml").write_text(dump_config(config))
+    (tmp_path / "job.toml").write_text("steps = 1\n")
+    (tmp_path / "hostile.toml").write_text(f"{json.dumps(HOSTILE)} = 1\n")
+    return tmp_path
+
+
+CASES: dict[str, list[list[str]]] = {
+    "demo": [],  # nothing of others is in it; its console is that of `run`
+    "run": [["hostile.toml"]],
+    "train": [["hostile.toml", f"{HOSTILE}.py:f"], ["hostile.toml"]],
+    "worker": [["os:getcwd", "--job", JOB, "--control", "refused"]],
+    "environments": [[HOSTILE]],
+    "episodes": [["run"], ["run", "train-000000-00"], [HOSTILE], ["run", HOSTILE]],
+    "export": [[JOB, "out"], [HOSTILE, "out"]],
+    "rotate-key": [[JOB], [HOSTILE]],
+    "serve": [["--rules", "hostile.toml"]],
+    "submit": [["job.toml"], ["job.toml", "--watch"], ["hostile.toml"]],
+    "jobs": [[]],
+    "logs": [[JOB]],
+    "cancel": [[JOB]],
+    "watch": [[JOB]],
+    "users": [[], ["add", HOSTILE], ["role", HOSTILE, "viewer"]],
+    "keys": [[], ["make"], ["rotate", HOSTILE]],
+    "tenants": [[], ["add", HOSTILE], ["quota", HOSTILE, "--jobs", "1"]],
+}
+WITH_CONTROL = {"export", "rotate-key", "submit", "jobs", "logs", "cancel", "watch", "users", "keys", "tenants"}
+
+
+def test_every_command_is_among_them():
+    (commands,) = [action for action in parser()._actions if hasattr(action, "choices") and action.choices]
+    assert set(commands.choices) == set(CASES)
+
+
+@pytest.mark.parametrize("key", ["known", "refused"])
+@pytest.mark.parametrize("command", CASES)
+def test_no_command_writes_an_escape_of_others(server, folder, monkeypatch, capfdbinary, command, key):
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("sys.excepthook", None)  # a command sets its own
+    monkeypatch.setenv("PALESTRA_KEY", key)
+    monkeypatch.setenv("PALESTRA_URL", server)
+    written = b""
+    for words in CASES[command]:
+        given = [server if word == "refused" else word for word in words]
+        with contextlib.suppress(SystemExit):
+            main([command, *given])
+        out, error = capfdbinary.readouterr()
+        written += out + error
+        for byte in FORBIDDEN:
+            assert byte not in out + error, (words, out, error)
+        refused = command in WITH_CONTROL and key == "refused" and HOSTILE not in words and "hostile.toml" not in words
+        assert not refused or b"pwned" in error
+    assert written or not CASES[command]

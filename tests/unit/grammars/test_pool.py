@@ -1,0 +1,297 @@
+"""Grammars in processes of their own: what is shared, what is bounded, and what ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from palestra.errors import EngineFailure, GrammarRefused, InvalidRequest, TooManyRequests
+from palestra.grammars import pool
+from palestra.grammars.bounds import BOUNDS
+from palestra.grammars.pool import Grammars
+from palestra.grammars.process import GrammarServer
+
+WORDS = 'start: "ab" | "cd"\n'
+ROOMY = replace(BOUNDS, memory_mib=4096)
+
+
+def of_schema(schema: object) -> str:
+    return json.dumps({"grammars": [{"json_schema": schema}]})
+
+
+ALL_OF = of_schema({"allOf": [{"type": "string", "pattern": f".*a{{{i}}}.*"} for i in range(300)]})
+SLOW = of_schema({"type": "integer", "multipleOf": 999983})
+GROWING = of_schema({"type": "string", "pattern": ".*a.{200}"})  # every text of it leads to another state
+
+
+@pytest.fixture
+def make():
+    made: list[Grammars] = []
+
+    def grammars(bounds=BOUNDS) -> Grammars:
+        made.append(Grammars(bounds=bounds))
+        return made[-1]
+
+    yield grammars
+    for one in made:
+        one.close()
+
+
+def allowed(mask: bytes) -> set[int]:
+    return set(np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")).tolist())
+
+
+def runs(pid: int) -> bool:
+    """Whether a process is there and is no zombie."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    return False
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def test_matchers_of_one_grammar_do_not_know_of_each_other(make):
+    grammars = make()
+    one, other = await grammars.matcher(WORDS), await grammars.matcher(WORDS)
+    assert allowed(one.mask) == allowed(other.mask) == {ord("a"), ord("c")}
+    one.accept(ord("a"))
+    assert grammars.advance([one, other]) == [None, None]
+    assert (allowed(one.mask), allowed(other.mask)) == ({ord("b")}, {ord("a"), ord("c")})
+    one.accept(ord("x"))
+    other.accept(ord("c"))
+    error, fine = grammars.advance([one, other])
+    assert isinstance(error, GrammarRefused)
+    assert fine is None
+    assert allowed(other.mask) == {ord("d")}
+
+
+async def test_masks_are_those_of_llguidance_in_one_process(make):
+    from llguidance import LLMatcher, LLTokenizer
+
+    grammar = of_schema({"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]})
+    matcher = await make().matcher(grammar)
+    plain = LLMatcher(LLTokenizer("byte"), grammar)
+    text = b'{"a":"y"}'
+    masks = [plain.compute_bitmask()]
+    for byte in text:
+        assert plain.consume_token(byte)
+        masks.append(plain.compute_bitmask())
+    found = [matcher.mask]
+    grammars = make()
+    again = await grammars.matcher(grammar)
+    for byte in text:
+        again.accept(byte)
+        assert grammars.advance([again]) == [None]
+        found.append(again.mask)
+    assert found == masks
+    walked = grammars.walk(grammar, list(text), [0, 3, 8])
+    assert [row.tobytes() for row in walked] == [masks[0], masks[3], masks[8]]
+
+
+async def test_no_process_is_started_before_the_first_grammar_and_none_is_left(make):
+    grammars = make()
+    assert grammars.pids == []
+    await grammars.check(WORDS, "choices")
+    server, *processes = grammars.pids
+    assert len(processes) == 1
+    assert all(map(runs, (server, *processes)))
+    grammars.close()
+    await until(lambda: not any(map(runs, (server, *processes))))
+    with pytest.raises(EngineFailure):
+        await grammars.check(ALL_OF, "response_format")
+
+
+@pytest.mark.parametrize(("grammar", "bound"), [(ALL_OF, "MiB of memory"), (SLOW, "s of processor time|MiB of memory")])
+async def test_a_bomb_is_refused_by_its_bound_and_its_field_and_again_without_a_process(make, grammar, bound):
+    grammars = make()
+    with pytest.raises(GrammarRefused, match=f"^response_format: over the bound.* more than .* ({bound})") as first:
+        await grammars.check(grammar, "response_format")
+    assert (first.value.http_status, first.value.retryable, first.value.field) == (400, False, "response_format")
+    before = grammars._server
+    grammars._server.close()  # a second compilation would need it
+    with pytest.raises(GrammarRefused, match=r"^tool_choice: over the bound"):
+        await grammars.check(grammar, "tool_choice")
+    assert grammars._server is before
+    assert len(grammars.pids) == 1
+
+
+async def test_a_refusal_for_time_is_not_for_ever(make, monkeypatch):
+    grammars = make(replace(ROOMY, compile_cpu_seconds=0.05))
+    with pytest.raises(GrammarRefused, match=r"more than 0\.05 s of processor time"):
+        await grammars.check(SLOW, "response_format")
+    grammars._bounds = replace(ROOMY, compile_cpu_seconds=200.0, compile_wall_seconds=0.2)
+    with pytest.raises(GrammarRefused, match="processor time"):  # remembered
+        await grammars.check(SLOW, "response_format")
+    monkeypatch.setattr(pool, "FORGET_SECONDS", 0.0)
+    grammars._known.clear()
+    with pytest.raises(GrammarRefused, match=r"longer than 0\.2 s"):
+        await grammars.check(SLOW, "response_format")
+    grammars._bounds = replace(ROOMY, compile_cpu_seconds=0.05)
+    with pytest.raises(GrammarRefused, match="processor time"):  # tried again
+        await grammars.check(SLOW, "response_format")
+
+
+async def test_compiling_ends_when_the_last_of_those_who_wait_goes_away(make):
+    grammars = make(replace(ROOMY, compile_cpu_seconds=300.0, compile_wall_seconds=300.0))
+    one, other = (asyncio.ensure_future(grammars.check(SLOW, "response_format")) for _ in range(2))
+    await until(lambda: any(c.process is not None for c in grammars._compiling.values()))
+    (compilation,) = grammars._compiling.values()
+    pid = compilation.process.pid
+    one.cancel()
+    await asyncio.wait([one])
+    assert runs(pid)
+    assert not other.done()
+    other.cancel()
+    await asyncio.wait([other])
+    await until(lambda: not runs(pid))
+    assert grammars._compiling == {}
+    await grammars.check(WORDS, "choices")  # the threads are free again
+
+
+async def test_too_many_at_the_same_time_are_refused_and_may_come_again(make, monkeypatch):
+    monkeypatch.setattr(pool, "MOST_WAITING", 1)
+    grammars = make(replace(ROOMY, compile_cpu_seconds=300.0, compile_wall_seconds=300.0))
+    slow = [of_schema({"type": "integer", "multipleOf": 999983 + k}) for k in range(0, 40, 10)]
+    tasks = [asyncio.ensure_future(grammars.check(one, "response_format")) for one in slow[:3]]
+    await until(lambda: len(grammars._compiling) == 3)
+    with pytest.raises(TooManyRequests, match="wait to be compiled") as caught:
+        await grammars.check(slow[3], "response_format")
+    assert caught.value.retryable
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_a_reply_over_a_bound_ends_alone(make):
+    grammars = make(replace(BOUNDS, lexer_states=60))
+    bad, good = await grammars.matcher(GROWING), await grammars.matcher(WORDS)
+    bad.accept(ord('"'))
+    assert grammars.advance([bad, good]) == [None, None]
+    error = None
+    for _ in range(100):
+        bad.accept(ord("a"))
+        (error, fine) = grammars.advance([bad, good])
+        assert fine is None
+        if error is not None:
+            break
+    assert isinstance(error, GrammarRefused)
+    assert "too many states" in str(error)
+    good.accept(ord("a"))
+    assert grammars.advance([good]) == [None]
+    assert allowed(good.mask) == {ord("b")}
+
+
+async def test_a_step_over_a_bound_ends_the_process_its_replies_and_is_refused_afterwards(make):
+    grammars = make(replace(BOUNDS, step_wall_seconds=0.2))
+    one, other = await grammars.matcher(WORDS), await grammars.matcher(WORDS)
+    good = await grammars.matcher(GROWING)
+    os.kill(one.process.pid, signal.SIGSTOP)
+    for matcher, token in ((one, "a"), (other, "c"), (good, '"')):
+        matcher.accept(ord(token))
+    first, second, fine = grammars.advance([one, other, good])
+    assert isinstance(first, GrammarRefused)
+    assert isinstance(second, GrammarRefused)
+    assert str(first) == "a token of the reply takes longer than 0.2 s"
+    assert fine is None
+    assert not runs(one.process.pid)
+    with pytest.raises(GrammarRefused, match="takes longer"):
+        await grammars.matcher(WORDS)
+
+
+async def test_a_process_that_is_killed_from_outside_is_no_fault_of_the_grammar(make):
+    grammars = make()
+    matcher = await grammars.matcher(WORDS)
+    os.kill(matcher.process.pid, signal.SIGKILL)
+    matcher.accept(ord("a"))
+    (error,) = grammars.advance([matcher])
+    assert isinstance(error, EngineFailure)
+    assert (await grammars.matcher(WORDS)).mask == matcher.mask
+    os.kill(grammars.pids[0], signal.SIGKILL)  # the one from which they are forked; the others end with it
+    await until(lambda: not runs(grammars.pids[0]))
+    await grammars.check(of_schema({"type": "boolean"}), "response_format")
+    matcher = await grammars.matcher(WORDS)
+    matcher.accept(ord("a"))
+    assert grammars.advance([matcher]) == [None]
+    assert allowed(matcher.mask) == {ord("b")}
+
+
+async def test_no_more_processes_are_kept_than_a_fixed_number_and_who_needs_one_waits(make, monkeypatch):
+    monkeypatch.setattr(pool, "MOST_PROCESSES", 2)
+    grammars = make()
+    texts = [f'start: "{letter}"\n' for letter in "abc"]
+    for text in texts:
+        await grammars.check(text, "choices")
+    assert len(grammars.pids) == 1 + 2
+    first, second = [await grammars.matcher(text) for text in texts[:2]]
+    third = asyncio.ensure_future(grammars.matcher(texts[2]))
+    await asyncio.sleep(0.1)
+    assert not third.done()
+    await grammars.check('start: "d"\n', "choices")  # it is compiled, and can't be kept
+    assert len(grammars.pids) == 1 + 2
+    grammars.release(first)
+    assert allowed((await third).mask) == {ord("c")}
+    assert first.process.over is not None
+    assert second.process.over is None
+
+
+async def test_what_can_not_be_compiled_is_refused_as_what_it_is(make):
+    grammars = make()
+    for _ in range(2):
+        with pytest.raises(InvalidRequest, match=r"^choices: this schema can't be used") as caught:
+            await grammars.check("start: nothing\n", "choices")
+        assert not isinstance(caught.value, GrammarRefused)
+        with pytest.raises(InvalidRequest, match="grammar can't be used"):
+            await grammars.matcher("start: nothing\n")
+
+
+def test_nothing_is_left_when_the_server_is_killed_while_a_bomb_is_compiled():
+    script = (
+        "import asyncio, json, sys\n"
+        "from dataclasses import replace\n"
+        "from palestra.grammars.bounds import BOUNDS\n"
+        "from palestra.grammars.pool import Grammars\n"
+        "async def main():\n"
+        "    long = replace(BOUNDS, memory_mib=8192, compile_cpu_seconds=300.0, compile_wall_seconds=300.0)\n"
+        "    g = Grammars(bounds=long)\n"
+        "    asyncio.ensure_future(g.check(sys.argv[1], 'f'))\n"
+        "    while not any(c.process for c in g._compiling.values()):\n"
+        "        await asyncio.sleep(0.01)\n"
+        "    print(json.dumps(g.pids + [c.process.pid for c in g._compiling.values()]), flush=True)\n"
+        "    await asyncio.sleep(300)\n"
+        "asyncio.run(main())\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script, SLOW], stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        pids = json.loads(server.stdout.readline())
+        assert len(pids) == 2
+        assert all(map(runs, pids))
+        server.kill()
+    deadline = time.monotonic() + 60
+    while any(map(runs, pids)):
+        assert time.monotonic() < deadline, "a grammar process outlived the server"
+        time.sleep(0.01)
+
+
+def test_the_processes_load_no_torch_and_get_no_key(monkeypatch):
+    monkeypatch.setenv("PALESTRA_API_KEY", "secret-key")
+    server = GrammarServer(None)
+    try:
+        assert b"secret-key" not in Path(f"/proc/{server.pid}/environ").read_bytes()
+        assert "torch" not in Path(f"/proc/{server.pid}/maps").read_text()
+    finally:
+        server.close()

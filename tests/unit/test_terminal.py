@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import io
+import logging
+
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.table import Table
+
+from palestra.terminal import LogFormatter, TerminalConsole, one_line, printable, say
+
+HOSTILE = "\x1b]0;pwned\x07\x1b[2J\x9b31m\u202eevil\x7f\r\x08\ud800\x00"
+FORBIDDEN = {
+    *map(chr, range(32)),
+    *map(chr, range(0x7F, 0xA0)),
+    *"\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069",
+}
+
+
+@given(st.text(st.characters(), max_size=50))
+def test_no_control_character_but_newline_and_tab_is_left_and_all_else_stays(text):
+    shown = printable(text)
+    assert not (FORBIDDEN - {"\n", "\t"}) & set(shown)
+    shown.encode()
+    assert printable(shown) == shown
+    assert "\n" not in one_line(text)
+    if not (FORBIDDEN - {"\n", "\t"}) & set(text) and text.isascii():
+        assert shown == text
+
+
+def test_what_was_there_is_seen():
+    assert printable("\x1b[2J\tone\r\ntwo\x7f\x9b") == "␛[2J\tone\ntwo␡\ufffd"
+    assert one_line("a\n palestra: all is well\x1b") == "a palestra: all is well␛"
+
+
+def test_a_line_a_log_and_a_console_show_what_they_would_obey():
+    out = io.StringIO()
+    say(HOSTILE, file=out)
+    record = logging.LogRecord("palestra", logging.ERROR, "", 0, "said %s", (HOSTILE,), None)
+    out.write(LogFormatter("%(message)s").format(record))
+    console = TerminalConsole(file=out, force_terminal=False)
+    console.print(HOSTILE, markup=False)
+    table = Table("name")
+    table.add_row(HOSTILE)
+    console.print(table)
+    assert not (FORBIDDEN - {"\n"}) & set(out.getvalue())
+    assert out.getvalue().count("pwned") == 4
+
+
+def test_styles_of_our_own_work():
+    out = io.StringIO()
+    TerminalConsole(file=out, force_terminal=True, color_system="standard").print("[bold]x[/]")
+    assert out.getvalue() == "\x1b[1mx\x1b[0m\n"
