@@ -119,6 +119,8 @@ async def folder(tmp_path):
                 await store.abort(episode.episode_id, episode.fence, HOSTILE, True)
     (tmp_path / "run" / "config.toml").write_text(dump_config(config))
     (tmp_path / "job.toml").write_text("steps = 1\n")
+    (tmp_path / "tasks.jsonl").write_text(json.dumps({"id": HOSTILE, "question": HOSTILE}) + "\n")
+    (tmp_path / "agent.py").write_text(f"def rollout(task, policy):\n    raise ValueError({HOSTILE!r})\n")
     (tmp_path / "hostile.toml").write_text(f"{json.dumps(HOSTILE)} = 1\n")
     return tmp_path
 
@@ -128,8 +130,19 @@ CASES: dict[str, list[list[str]]] = {
     "run": [["hostile.toml"]],
     "train": [["hostile.toml", f"{HOSTILE}.py:f"], ["hostile.toml"]],
     "worker": [["os:getcwd", "--job", JOB, "--control", "refused"]],
+    "eval": [
+        ["tiny-random", "tasks.jsonl", "--rollout", "agent.py:rollout", "--set", "engine.kind=scripted"],
+        [HOSTILE, "tasks.jsonl", "--rollout", f"{HOSTILE}.py:f"],
+    ],
     "environments": [[HOSTILE]],
-    "episodes": [["run"], ["run", "train-000000-00"], [HOSTILE], ["run", HOSTILE]],
+    "episodes": [
+        ["run"],
+        ["run", "train-000000-00"],
+        ["run", "train-000000-00", "--text"],
+        ["run", "train-000000-00", "--unfold"],
+        [HOSTILE],
+        ["run", HOSTILE],
+    ],
     "export": [[JOB, "out"], [HOSTILE, "out"]],
     "rotate-key": [[JOB], [HOSTILE]],
     "serve": [["--rules", "hostile.toml"]],
