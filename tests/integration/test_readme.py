@@ -1,4 +1,4 @@
-"""Every Python snippet of README.md and docs/environments.md runs as it stands, against a job with a tiny model."""
+"""Every Python snippet of README.md runs as it stands, against a job with a tiny model."""
 
 from __future__ import annotations
 
