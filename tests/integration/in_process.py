@@ -50,7 +50,7 @@ async def serving(folder: Path, parts: Parts | None = None, **settings: Any) -> 
     (folder / "config.toml").write_text(dump_config(config))
     with pytest.MonkeyPatch.context() as patch:
         if parts is not None:
-            patch.setattr(local, "build_parts", lambda _: parts)
+            patch.setattr(local, "build_parts", lambda *_: parts)
         async with local_job(config, lambda kind, data: None) as job:
             yield job
 

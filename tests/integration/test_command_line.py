@@ -199,7 +199,7 @@ def test_a_start_that_fails_leaves_what_was_in_the_folder_before(job_file):
 
 def test_a_missing_tasks_file_is_found_before_the_model_is_loaded(job_file, monkeypatch):
     (job_file.parent / "tasks.jsonl").unlink()
-    monkeypatch.setattr(local, "build_parts", lambda config: pytest.fail("the model is loaded"))
+    monkeypatch.setattr(local, "build_parts", lambda *_: pytest.fail("the model is loaded"))
     refused(palestra("run", job_file), "tasks.jsonl", "No such file")
 
 
