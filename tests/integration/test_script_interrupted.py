@@ -63,7 +63,7 @@ def test_playing_ends_and_gives_back_what_was_being_played(tmp_path, where, name
 def test_a_signal_while_the_model_is_loaded_ends_the_script_without_waiting(tmp_path, number):
     code = (
         "import os, sys, threading, palestra.cluster.local as local\n"
-        "def slow(config):\n"
+        "def slow(*_):\n"
         f"    os.kill(os.getpid(), {int(number)})\n"
         "    threading.Event().wait()\n"
         "local.build_parts = slow\n"
