@@ -243,7 +243,10 @@ async def episode(folder: Path, script: Sequence[tuple[int, str, str]], crashes:
                 same_trie(session._prompts.trie, before.trie)
                 for after in script:  # whatever is asked next
                     messages = asked(done, *after)
-                    prompts = [await p.make(runtime, "policy", messages, (), False) for p in (before, session._prompts)]
+                    prompts = [
+                        await p.make(bench.context, runtime, "policy", messages, (), None)
+                        for p in (before, session._prompts)
+                    ]
                     one, other = (replace(p, ids=p.ids.tobytes(), parent=p.parent and p.parent.index) for p in prompts)
                     assert one == other
                 done = list(recorded)
