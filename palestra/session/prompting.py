@@ -36,7 +36,7 @@ class Prompt:
     shared_messages: int
     new_messages: tuple[ChatMessage, ...]
     fork: Fork | None
-    keys: Mapping[int, Hashable] = field(default_factory=dict)  # see `History.add`
+    keys: Mapping[int, Hashable] = field(default_factory=dict, compare=False)  # see `History.add`
 
     @property
     def tail(self) -> Ids:
