@@ -23,7 +23,11 @@ def explain(error: ValidationError, root: type[BaseModel]) -> str:
     if first["type"] == "extra_forbidden":
         known = _known_keys(root, place[:-1])
         near = difflib.get_close_matches(str(place[-1]), known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"known keys here: {', '.join(known)}"
+        below = [] if near else _keys_named(str(place[-1]), root)
+        if near or below:
+            hint = f"did you mean {(near + below)[0]!r}?"
+        else:
+            hint = f"known keys here: {', '.join(known)}"
         return f"unknown key {dotted!r}; {hint}"
     message = first["msg"].removeprefix("Value error, ") + _given(first["type"], first["input"])
     return f"{dotted}: {message}" if dotted else message
@@ -49,3 +53,16 @@ def _known_keys(root: type[BaseModel], path: tuple[int | str, ...]) -> list[str]
             model = next(a for a in get_args(annotation) if isinstance(a, type) and issubclass(a, BaseModel))
             next(steps, None)
     return list(model.model_fields)
+
+
+def _keys_named(name: str, root: type[BaseModel], above: str = "") -> list[str]:
+    """Return the dotted keys of `root` whose last part is `name`, with NAME for the keys of a `dict[str, Section]`."""
+    found = []
+    for key, field in root.model_fields.items():
+        if key == name and above:
+            found.append(above + key)
+        for part in (field.annotation, *get_args(field.annotation)):
+            if isinstance(part, type) and issubclass(part, BaseModel):
+                step = "" if part is field.annotation else "NAME."
+                found += _keys_named(name, part, f"{above}{key}.{step}")
+    return found

@@ -243,6 +243,10 @@ def test_an_inference_job_may_have_what_it_does_not_use():
     ("section", "values", "said"),
     [
         (JobConfig, {"step": 3}, "JobConfig: unknown key 'step'; did you mean 'steps'?"),
+        (JobConfig, {"model": "tiny-random"}, "unknown key 'model'; did you mean 'policies.NAME.model'?"),
+        (JobConfig, {"group_size": 4}, "unknown key 'group_size'; did you mean 'rollout.group_size'?"),
+        (JobConfig, {"learning_rate": 1}, "'learning_rate'; did you mean 'policies.NAME.optimizer.learning_rate'?"),
+        (JobConfig, {"wandb": 1}, "unknown key 'wandb'; known keys here: name, kind"),
         (JobConfig, {"steps": -3}, "JobConfig: steps: Input should be greater than or equal to 1; it is -3"),
         (JobConfig, {"rollout": {"group_sise": 3}}, "unknown key 'rollout.group_sise'; did you mean 'group_size'?"),
         (RolloutConfig, {"group_size": "eight"}, "RolloutConfig: group_size: Input should be a valid integer"),
