@@ -42,8 +42,9 @@ class Situation:
 
     @property
     def moved(self) -> tuple[object, ...]:
-        """What changes when the job makes progress."""
-        return (self.phase, self.step, self.collected, self.calls)
+        """What changes when the job makes progress, or when the wait for workers begins or ends."""
+        # A worker that comes after a long wait is not to be shown as one that has made no progress for all that time.
+        return (self.phase, self.step, self.collected, self.calls, self.waits_for_workers)
 
 
 def situation_of(job: LocalJob) -> Situation:

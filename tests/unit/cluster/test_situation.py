@@ -119,3 +119,10 @@ async def test_a_pipe_gets_plain_lines_that_say_that_workers_are_missing(tmp_pat
     assert "evaluating before training: 0 of 2 episodes, waiting for workers: none has asked" in out.getvalue()
     assert all(character.isprintable() or character == "\n" for character in out.getvalue())
     assert out.getvalue().count("waiting for workers") == 1
+
+
+def test_a_worker_that_comes_after_a_long_wait_has_its_own_time():
+    alone = looked(claimed=0, busy_workers=0, known_workers=0)
+    assert alone.waits_for_workers
+    assert looked().moved != alone.moved
+    assert looked(claimed=3).moved == looked(claimed=4).moved
