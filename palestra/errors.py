@@ -291,6 +291,8 @@ def place_of(error: BaseException) -> str:
     Code of Palestra, of Python itself and of installed packages is none of a user's; empty where there is no other.
     """
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith(("<", *_NOT_THE_USERS)):
+        # Packages may also lie outside of this interpreter's own folder (PYTHONPATH, a .pth file, the system's).
+        installed = {"site-packages", "dist-packages"} & set(Path(frame.filename).parts)
+        if not installed and not frame.filename.startswith(("<", *_NOT_THE_USERS)):
             return f" ({Path(frame.filename).name}:{frame.lineno}, in {frame.name})"
     return ""

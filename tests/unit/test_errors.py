@@ -75,3 +75,16 @@ def test_a_context_overflow_says_both_numbers():
 def test_an_invalid_request_names_its_field():
     assert errors.InvalidRequest("no", "reward").field == "reward"
     assert errors.InvalidRequest("no").field is None
+
+
+def test_the_place_of_an_error_is_in_no_installed_package_wherever_it_is_installed(tmp_path):
+    package = tmp_path / "elsewhere" / "site-packages" / "sdk.py"
+    package.parent.mkdir(parents=True)
+    package.write_text("def request(): raise ValueError\n")
+    sdk: dict = {}
+    exec(compile(package.read_text(), str(package), "exec"), sdk)  # noqa: S102 - as an import from there would
+
+    try:
+        sdk["request"]()
+    except ValueError as error:
+        assert errors.place_of(error).startswith(" (test_errors.py:")
