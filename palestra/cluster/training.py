@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from palestra.client import AsyncClient, Worker
@@ -16,6 +17,7 @@ from palestra.cluster.foreground import Interrupts, run
 from palestra.cluster.job_thread import OWN_WORKER, JobThread, TrainResult
 from palestra.cluster.run_dir import resolve_run_dir
 from palestra.config import JobConfig
+from palestra.envs import ConcurrentEnvironment, Environment
 from palestra.errors import ConfigError
 from palestra.rollout import Play
 
@@ -51,7 +53,8 @@ def train(
         quiet: print nothing.
 
     Raises:
-        ConfigError: nothing says what is played, or both `rollout` and the configuration do.
+        ConfigError: nothing says what is played, both `rollout` and the configuration do, or an argument is of another
+            kind than what it is for.
         InvalidRequest: a task is no JSON object.
         PalestraError: the job failed; the message says why and what to do.
         KeyboardInterrupt: after Ctrl-C. The step that was being trained is finished, the run is saved, and `resume`
@@ -84,6 +87,7 @@ def train_until_stopped(
     quiet: bool = False,
 ) -> tuple[TrainResult, Interrupts]:
     """Train as `train` does, and return where the run stands, and the signal that stopped it, if one did."""
+    _check_kinds(config, rollout, {"tasks": tasks, "validation_tasks": validation_tasks})
     for _ in push_calls({"validation": validation_tasks, "train": tasks}):
         pass  # what is wrong with a task is said before the model is loaded
     config = _checked(config or JobConfig(), rollout, tasks)
@@ -112,6 +116,27 @@ class Rollouts:
     tasks: Tasks
     validation_tasks: Tasks
     concurrency: int
+
+
+def _check_kinds(config: object, rollout: object, tasks: Mapping[str, object]) -> None:
+    """Refuse arguments that are mistaken for others, before anything is loaded.
+
+    Raises:
+        ConfigError: what is wrong, and what to write in its place.
+    """
+    if config is not None and not isinstance(config, JobConfig):
+        raise ConfigError(f"the configuration is a {type(config).__name__}; write palestra.JobConfig(steps=30, …)")
+    for name, given in tasks.items():
+        if isinstance(given, str | Path):
+            key = "tasks.train" if name == "tasks" else "tasks.validation"
+            raise ConfigError(f"`{name}` is a list of JSON objects, not {str(given)!r:.80}; a file is named in {key}")
+        if isinstance(given, Mapping):
+            raise ConfigError(f"`{name}` is a list of JSON objects, not one object; write [{{…}}]")
+    if isinstance(rollout, Environment | ConcurrentEnvironment) or (
+        isinstance(rollout, type) and issubclass(rollout, Environment | ConcurrentEnvironment)
+    ):
+        name = rollout.__name__ if isinstance(rollout, type) else type(rollout).__name__
+        raise ConfigError(f"{name} is an environment, not a rollout function; give palestra.Play(environment={name})")
 
 
 def _checked(config: JobConfig, rollout: Rollout | Play | None, tasks: Tasks) -> JobConfig:
