@@ -24,10 +24,7 @@ def explain(error: ValidationError, root: type[BaseModel]) -> str:
         known = _known_keys(root, place[:-1])
         near = difflib.get_close_matches(str(place[-1]), known, n=1, cutoff=0.5)
         below = [] if near else _keys_named(str(place[-1]), root)
-        if near or below:
-            hint = f"did you mean {(near + below)[0]!r}?"
-        else:
-            hint = f"known keys here: {', '.join(known)}"
+        hint = f"did you mean {(near + below)[0]!r}?" if near or below else f"known keys here: {', '.join(known)}"
         return f"unknown key {dotted!r}; {hint}"
     message = first["msg"].removeprefix("Value error, ") + _given(first["type"], first["input"])
     return f"{dotted}: {message}" if dotted else message

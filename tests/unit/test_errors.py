@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import re
 
@@ -80,11 +81,13 @@ def test_an_invalid_request_names_its_field():
 def test_the_place_of_an_error_is_in_no_installed_package_wherever_it_is_installed(tmp_path):
     package = tmp_path / "elsewhere" / "site-packages" / "sdk.py"
     package.parent.mkdir(parents=True)
-    package.write_text("def request(): raise ValueError\n")
-    sdk: dict = {}
-    exec(compile(package.read_text(), str(package), "exec"), sdk)  # noqa: S102 - as an import from there would
+    package.write_text("def request(): raise ValueError('refused')\n")
+    spec = importlib.util.spec_from_file_location("sdk", package)
+    assert spec is not None
+    assert spec.loader is not None
+    sdk = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sdk)
 
-    try:
-        sdk["request"]()
-    except ValueError as error:
-        assert errors.place_of(error).startswith(" (test_errors.py:")
+    with pytest.raises(ValueError, match="refused") as caught:
+        sdk.request()
+    assert errors.place_of(caught.value).startswith(" (test_errors.py:")
