@@ -25,13 +25,15 @@ class ChatMLConfig(BaseRendererConfig):  # type: ignore[misc]
     """How a model's template differs from plain ChatML."""
 
     model_config = ConfigDict(frozen=True)
-    _internal_fields: ClassVar[frozenset[str]] = frozenset({"default_system", "developer"})
+    _internal_fields: ClassVar[frozenset[str]] = frozenset({"default_system", "developer", "reasons"})
 
     name: Literal["chatml"] = "chatml"
     default_system: str | None = None
     """Text of the system message that the template adds where a conversation starts without one."""
     developer: Literal["developer", "system"] = "developer"
     """The role under which a developer's message stands."""
+    reasons: bool = False
+    """Whether the model's template has a place for reasoning. The renderer writes and reads reasoning in any case."""
 
 
 class ChatMLRenderer:
@@ -43,6 +45,7 @@ class ChatMLRenderer:
     def __init__(self, tokenizer: Any, config: ChatMLConfig | None = None) -> None:
         """`tokenizer` has `encode`, `decode` and `convert_tokens_to_ids`, as transformers' tokenizers do."""
         self.config = config or ChatMLConfig()
+        self.reasons = self.config.reasons
         self._tokenizer = tokenizer
         self._start = tokenizer.convert_tokens_to_ids("<|im_start|>")
         self._end = tokenizer.convert_tokens_to_ids("<|im_end|>")

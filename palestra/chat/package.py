@@ -6,7 +6,10 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+from jinja2 import TemplateError
+
 from palestra.chat.control_text import ControlText, control_tokens
+from palestra.chat.probes import PLAIN, Probe, shows_reasoning
 from palestra.errors import ControlTokenInText, InvalidRequest
 
 # Its library (harmony) encodes each text without control tokens, and with a vocabulary of its own: marks would stay.
@@ -24,6 +27,7 @@ class PackageRenderer:
         self._tokenizer = tokenizer
         self._inner = inner
         self.config = inner.config
+        self.reasons = self._opens_reasoning() or shows_reasoning(self._shown)
 
     def render_ids(
         self,
@@ -65,6 +69,19 @@ class PackageRenderer:
     def get_stop_token_ids(self) -> list[int]:
         """Return the tokens that end a reply."""
         return list(self._inner.get_stop_token_ids())
+
+    def _opens_reasoning(self) -> bool:
+        """Return whether the prompt ends where the model has to begin to think."""
+        ids = self._shown(PLAIN[0])
+        return ids is not None and str(self._tokenizer.decode(ids[-16:])).rstrip().endswith("<think>")
+
+    def _shown(self, probe: Probe) -> list[int] | None:
+        """Return the ids of a conversation; None where the renderer refuses it."""
+        messages, tools = list(probe.messages), list(probe.tools) or None
+        try:
+            return list(self._inner.render_ids(messages, tools=tools, add_generation_prompt=True))
+        except (TemplateError, KeyError, TypeError, ValueError):
+            return None
 
     def _guarded(self, messages: Sequence[Any], tools: Sequence[Any] | None) -> tuple[Any, Any, Any]:
         """Return the renderer that has to be used, and the messages and tools to give to it."""

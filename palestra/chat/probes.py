@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,3 +71,16 @@ REASONING = (
     Probe([{"role": "user", "content": "1 + 1?"}, _THOUGHT, {"role": "user", "content": "Sure?"}]),
     Probe([_ASK, {**_CALL, "reasoning_content": "I'll look."}, _RESULT], TOOLS),
 )
+
+
+def shows_reasoning(show: Callable[[Probe], object]) -> bool:
+    """Return whether the reasoning of a reply is shown to the model when the conversation goes on.
+
+    Args:
+        show: a conversation to its text, or to its ids.
+    """
+
+    def without(message: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in message.items() if key != "reasoning_content"}
+
+    return any(show(p) != show(Probe([without(m) for m in p.messages], p.tools)) for p in REASONING)

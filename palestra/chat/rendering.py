@@ -22,7 +22,9 @@ Tools = Sequence[Mapping[str, Any]]  # OpenAI's: {"type": "function", "function"
 
 
 class Renderer(Protocol):
-    """The part of the `renderers` protocol that is used here."""
+    """The part of the `renderers` protocol that is used here, and what is known of the model."""
+
+    reasons: bool  # whether the model was made to reason before it answers, as far as its template says
 
     def render_ids(
         self,

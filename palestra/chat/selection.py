@@ -8,7 +8,7 @@ from typing import Any
 
 from palestra.chat.chatml import ChatMLConfig, ChatMLRenderer
 from palestra.chat.package import PackageRenderer
-from palestra.chat.probes import PLAIN, REASONING, TOOLS, WITH_TOOLS, Probe
+from palestra.chat.probes import PLAIN, REASONING, TOOLS, WITH_TOOLS, Probe, shows_reasoning
 from palestra.chat.rendering import Renderer
 
 
@@ -56,7 +56,7 @@ def _probes(tokenizer: Any) -> list[Probe]:
     """The conversations that the template has a place for."""
     tools = _has_place_for_tools(tokenizer)
     probes = [*PLAIN, *(WITH_TOOLS if tools else ())]
-    if _has_place_for_reasoning(tokenizer):
+    if shows_reasoning(lambda probe: _text(tokenizer, probe)):
         probes += [probe for probe in REASONING if tools or not probe.tools]
     return probes
 
@@ -84,6 +84,7 @@ def _config(tokenizer: Any) -> ChatMLConfig:
     return ChatMLConfig(
         default_system=system,
         developer="developer" if "<|im_start|>developer\nHi.<|im_end|>" in developed else "system",
+        reasons=shows_reasoning(lambda probe: _text(tokenizer, probe)),
     )
 
 
@@ -100,16 +101,6 @@ def _has_place_for_tools(tokenizer: Any) -> bool:
         return True
     shown = _text(tokenizer, Probe([asked, result]))
     return shown is not None and "<|im_start|>tool\nsunny<|im_end|>" not in shown
-
-
-def _has_place_for_reasoning(tokenizer: Any) -> bool:
-    def without(message: dict[str, Any]) -> dict[str, Any]:
-        return {key: value for key, value in message.items() if key != "reasoning_content"}
-
-    return any(
-        _text(tokenizer, probe) != _text(tokenizer, Probe([without(m) for m in probe.messages], probe.tools))
-        for probe in REASONING
-    )
 
 
 def _text(tokenizer: Any, probe: Probe) -> str | None:

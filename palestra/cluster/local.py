@@ -193,6 +193,7 @@ async def local_job(
                 policies={config.policy_name: runtime},
                 seed=config.seed,
                 strict_history=config.rollout.strict_history,
+                ignore_untrainable=config.rollout.untrainable_sampling == "ignore",
                 sameness=Sameness(
                     reasoning=config.rollout.dropped_reasoning == "keep",
                     whitespace=config.rollout.stripped_whitespace == "keep",

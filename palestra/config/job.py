@@ -181,6 +181,13 @@ class RolloutConfig(Section):
         "nothing, the exact tokens stay.",
     )
 
+    untrainable_sampling: Literal["refuse", "ignore"] = Field(
+        "refuse",
+        description="Sampling fields that a training episode can't have, because the trainer could not compute the "
+        "probabilities: `top_p` below 1, `top_k`, `min_tokens`, penalties, `logit_bias`. `refuse`: with 400; `ignore`: "
+        "sampled as if they were not there, as `x-palestra-sampling` then says; for frameworks that always send them.",
+    )
+
     @model_validator(mode="after")
     def _sizes_fit(self) -> RolloutConfig:
         if self.group_size == 1 and "min_group_size" not in self.model_fields_set:
@@ -394,6 +401,8 @@ class JobConfig(Section):
             "max_per_worker",
             "max_claimed",
             "weight_sync",
+            # It changes no token: what one setting refuses, the other samples as if it had not been asked for.
+            "untrainable_sampling",
         }
         left_out["environment"] = {"train_tasks", "validation_tasks", "max_concurrency", "timeout_seconds"}
         if self.policy.optimizer.schedule == "constant":

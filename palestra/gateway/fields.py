@@ -111,7 +111,9 @@ class SamplingFields(BaseModel):
         None, description="Used on ad-hoc episodes only; elsewhere the job's, as `x-palestra-sampling` then says."
     )
     seed: Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)] | None = Field(None, description="Likewise.")
-    top_p: Probability | None = Field(None, description="Below 1 not in training episodes.")
+    top_p: Probability | None = Field(
+        None, description="Below 1 refused or ignored in training episodes (`rollout.untrainable_sampling`)."
+    )
     top_k: Annotated[int, Field(ge=-1, strict=True)] | None = Field(
         None, description="Above 0 not in training episodes."
     )

@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 from starlette.responses import Response
 
+from palestra.errors import InvalidRequest, UnsupportedField
 from palestra.gateway.answering import answer
 from palestra.gateway.bodies import parse_aside, read_body, until_disconnect
 from palestra.gateway.callers import caller_of
@@ -33,7 +34,6 @@ from palestra.gateway.transcript import Transcript
 from palestra.schemas.messages import ChatMessage, Text
 from palestra.session import ModelCall
 
-_HARMLESS: dict[str, tuple[Any, ...]] = {"thinking": ({"type": "disabled"},)}
 _IGNORED = ("metadata", "service_tier", "cache_control", "inference_geo")
 _BLOCKS = ("text", "tool_use", "tool_result", "thinking")
 
@@ -122,6 +122,33 @@ class ToolChoice(BaseModel):
     disable_parallel_tool_use: Flag | None = None
 
 
+class ThinkingDisabled(BaseModel):
+    """No wish: what the model does of itself stands."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    type: Literal["disabled"]
+
+
+class ThinkingAdaptive(BaseModel):
+    """The model decides how much it thinks."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    type: Literal["adaptive"]
+    display: Literal["summarized"] | None = None  # thinking is returned, all of it; "omitted" is not done
+
+
+class ThinkingEnabled(ThinkingAdaptive):
+    """The same, with a wish for how much."""
+
+    type: Literal["enabled"]  # type: ignore[assignment]  # of another kind of the same field
+    budget_tokens: Count
+
+
+Thinking = Annotated[ThinkingDisabled | ThinkingAdaptive | ThinkingEnabled, Field(discriminator="type")]
+
+
 class CountRequest(BaseModel):
     """What a prompt is made of."""
 
@@ -139,6 +166,11 @@ class CountRequest(BaseModel):
         None,
         description="`any` or `tool`: the reply is constrained to calls. `disable_parallel_tool_use`: at most one.",
     )
+    thinking: Thinking | None = Field(
+        None,
+        description="`enabled` and `adaptive` where the model reasons, else 400. `budget_tokens` is less than "
+        "`max_tokens` and bounds nothing: thinking and answer share `max_tokens`.",
+    )
 
 
 class MessagesRequest(CountRequest):
@@ -146,7 +178,9 @@ class MessagesRequest(CountRequest):
 
     max_tokens: Count = Field(description="Most tokens to sample; the job's own limit applies as well.")
     temperature: Temperature | None = Field(None, description="Used on ad-hoc episodes only.")
-    top_p: Probability | None = Field(None, description="Below 1 not in training episodes.")
+    top_p: Probability | None = Field(
+        None, description="Below 1 refused or ignored in training episodes (`rollout.untrainable_sampling`)."
+    )
     top_k: Annotated[int, Field(ge=0, strict=True)] | None = Field(
         None, description="Above 0 not in training episodes."
     )
@@ -164,47 +198,73 @@ def add_messages_route(app: FastAPI, plane: DataPlane) -> None:
         Errors have Anthropic's shape. Streamed, tool_use blocks come after the text, when the reply is complete.
         """
         session_of = caller_of(plane, request)
-        call, streamed = await parse_aside(partial(parse_messages, request), request, plane.pool)
-        writer = MessageStream(call.policy) if streamed else None
+        call, wanted = await parse_aside(partial(parse_messages, request), request, plane.pool)
+        check_thinking(wanted, plane)
+        writer = MessageStream(call.policy) if wanted.stream else None
         return await answer(request, plane, session_of, [call], lambda played: message_of(played.chats[0]), writer)
 
     @app.post("/v1/messages/count_tokens", tags=["model"], openapi_extra=request_schema(CountRequest))
     async def count_tokens(request: Request) -> dict[str, int]:
         """Count the tokens of the prompt that these messages would have now. Nothing is sampled or recorded."""
         session_of = caller_of(plane, request)
-        call = await parse_aside(partial(parse_count, request), request, plane.pool)
+        call, wanted = await parse_aside(partial(parse_count, request), request, plane.pool)
+        check_thinking(wanted, plane)
         with plane.sessions.admitted():
             async with session_of() as session:
                 return {"input_tokens": await until_disconnect(request, session.count_tokens(call))}
 
 
-def parse_count(request: Request, body: bytes) -> ModelCall:
+def check_thinking(wanted: CountRequest, plane: DataPlane) -> None:
+    """Refuse a wish for thinking where the model does not reason.
+
+    Raises:
+        NotFound: no such policy.
+        UnsupportedField: the model does not reason.
+    """
+    if wanted.thinking is None or wanted.thinking.type == "disabled":
+        return
+    if not plane.sessions.context.runtime(wanted.model).renderer.reasons:
+        raise UnsupportedField(
+            f"thinking.type = '{wanted.thinking.type}': this model does not reason; leave thinking out", "thinking"
+        )
+
+
+def parse_count(request: Request, body: bytes) -> tuple[ModelCall, CountRequest]:
     """Check a request to count tokens. See `parse_messages` for errors."""
     wanted = read_body(CountRequest, body)
-    refuse_others(wanted, (*_IGNORED, "tool_choice", "thinking"), {})
-    return ModelCall(
+    refuse_others(wanted, _IGNORED, {})
+    call = ModelCall(
         policy=wanted.model,
         messages=chat_messages(wanted),
         tools=tuple(map(_tool, wanted.tools or ())),
         **call_fields(body, request),
     )
+    return call, wanted
 
 
-def parse_messages(request: Request, body: bytes) -> tuple[ModelCall, bool]:
-    """Check a request body; also whether the answer is streamed.
+def parse_messages(request: Request, body: bytes) -> tuple[ModelCall, MessagesRequest]:
+    """Check a request body.
 
     Raises:
-        InvalidRequest: not JSON, or a value of the wrong type.
+        InvalidRequest: not JSON, a value of the wrong type, or a budget for thinking that leaves none for the answer.
         UnsupportedField: something this server does not do.
     """
     wanted = read_body(MessagesRequest, body)
-    refuse_others(wanted, _IGNORED, _HARMLESS)
+    refuse_others(wanted, _IGNORED, {})
+    budget = wanted.thinking.budget_tokens if isinstance(wanted.thinking, ThinkingEnabled) else None
+    if budget is not None and budget >= wanted.max_tokens:
+        raise InvalidRequest(
+            f"thinking.budget_tokens = {budget} has to be less than max_tokens = {wanted.max_tokens}: the answer "
+            "needs tokens, too",
+            "thinking.budget_tokens",
+        )
     choice = wanted.tool_choice or ToolChoice(type="auto")
     kinds: dict[str, Literal["auto", "none", "required"]] = {"auto": "auto", "none": "none"}
     call = ModelCall(
         policy=wanted.model,
         messages=chat_messages(wanted),
         max_tokens=wanted.max_tokens,
+        thinking_budget=budget,
         temperature=wanted.temperature,
         top_p=1.0 if wanted.top_p is None else wanted.top_p,
         top_k=wanted.top_k or 0,
@@ -215,7 +275,7 @@ def parse_messages(request: Request, body: bytes) -> tuple[ModelCall, bool]:
         parallel_tool_calls=not choice.disable_parallel_tool_use,
         **call_fields(body, request),
     )
-    return call, bool(wanted.stream)
+    return call, wanted
 
 
 def chat_messages(wanted: CountRequest) -> tuple[ChatMessage, ...]:

@@ -183,7 +183,9 @@ class ResponsesRequest(BaseModel):
     instructions: Text | None = Field(None, description="A system message in front.")
     max_output_tokens: Count | None = Field(None, description="Most tokens to sample; the job's own limit applies.")
     temperature: Temperature | None = Field(None, description="Used on ad-hoc episodes only.")
-    top_p: Probability | None = Field(None, description="Below 1 not in training episodes.")
+    top_p: Probability | None = Field(
+        None, description="Below 1 refused or ignored in training episodes (`rollout.untrainable_sampling`)."
+    )
     tools: Annotated[tuple[FunctionTool, ...], Field(max_length=1000)] | None = Field(
         None, description="What the model may call."
     )

@@ -20,6 +20,7 @@ class ModelCall:
     choices: int = 1  # how many samples; each is a Chat of its own
     max_tokens: int | None = None  # None: as many as the job allows
     min_tokens: int = 0
+    thinking_budget: int | None = None  # tokens that the caller would have the reasoning take at most
     temperature: float | None = None  # used where the job does not fix it
     seed: int | None = None  # likewise
     top_p: float = 1.0

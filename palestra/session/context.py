@@ -46,6 +46,7 @@ class SessionContext:
     policies: Mapping[str, PolicyRuntime]
     seed: int
     strict_history: bool = False  # refuse a call that would lose exact tokens of an earlier one
+    ignore_untrainable: bool = False  # leave out sampling fields that training can't have, instead of refusing them
     sameness: Sameness = EXACT  # changes of a reply after which a call goes on with its exact ids
     pool: WorkPool = field(default_factory=WorkPool)  # for what would hold up the event loop
     counts: Counter[str] = field(default_factory=Counter)

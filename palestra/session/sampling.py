@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from palestra.config import PolicyConfig
 from palestra.errors import ContextOverflow, UnsupportedField
 from palestra.schemas.records import EpisodeKind, Sampling
@@ -10,28 +13,40 @@ from palestra.session.call import ModelCall
 _SEEDS = 2**63
 
 
-def refuse_untrainable(call: ModelCall) -> None:
-    """What can't be had in a training episode.
+# What changes the distribution that tokens are drawn from, and the values with which it does not.
+_RESHAPING: dict[str, Any] = {
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_tokens": 0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "logit_bias": (),
+}
+
+
+def trainable(call: ModelCall, ignore: bool) -> ModelCall:
+    """Return a call as it can be sampled in a training episode.
+
+    Args:
+        call: what the agent asks for.
+        ignore: leave out what can't be trained on, instead of refusing it.
 
     Raises:
         UnsupportedField: the trainer could not compute the probabilities that the call would be sampled with.
     """
-    reshaping = {
-        "top_p": call.top_p < 1.0,
-        "top_k": call.top_k > 0,
-        "min_tokens": call.min_tokens > 0,
-        "presence_penalty": call.presence_penalty != 0.0,
-        "frequency_penalty": call.frequency_penalty != 0.0,
-        "logit_bias": bool(call.logit_bias),
-    }
-    for field, asked in reshaping.items():
-        if asked:
-            raise UnsupportedField(
-                f"{field} is not possible in a training episode: it changes the distribution that tokens are drawn "
-                "from, and the trainer, which takes the model's own, would compute other probabilities than those "
-                "sampled with; validation and ad-hoc episodes allow it",
-                field,
-            )
+    asked = [field for field, neutral in _RESHAPING.items() if getattr(call, field) != neutral]
+    if not asked:
+        return call
+    if not ignore:
+        field = asked[0]
+        raise UnsupportedField(
+            f"{field} is not possible in a training episode: it changes the distribution that tokens are drawn "
+            "from, and the trainer, which takes the model's own, would compute other probabilities than those "
+            f"sampled with; validation and ad-hoc episodes allow it. Leave {field} out, or set "
+            'rollout.untrainable_sampling = "ignore" in the job to have it ignored',
+            field,
+        )
+    return replace(call, **{field: _RESHAPING[field] for field in asked})
 
 
 def sampling_of(
@@ -78,4 +93,9 @@ def overruled(call: ModelCall, used: Sampling, choice: int = 0) -> str | None:
         notes.append(f"max_tokens={used.max_tokens}")
     if call.seed is not None and (call.seed + choice) % _SEEDS != used.seed:
         notes.append("seed=job")
+    for field, neutral in _RESHAPING.items():
+        if getattr(call, field) != neutral and getattr(used, field) == neutral:
+            notes.append(f"{field}={neutral:g}" if neutral != () else f"{field}=none")
+    if call.thinking_budget is not None and call.thinking_budget < used.max_tokens:
+        notes.append(f"budget_tokens={used.max_tokens}")
     return ", ".join(notes) or None

@@ -26,7 +26,7 @@ from palestra.session.context import PolicyRuntime, SessionContext
 from palestra.session.prompting import LONG_TEXT, Prompt, Prompts
 from palestra.session.recorder import CallRecorder
 from palestra.session.reply import Completion, ReplyReader, read_whole, sample
-from palestra.session.sampling import overruled, refuse_untrainable, sampling_of
+from palestra.session.sampling import overruled, sampling_of, trainable
 from palestra.session.turn import Turn
 
 
@@ -203,8 +203,9 @@ class EpisodeSession:
         listener: Listener | None,
     ) -> _Play:
         """Make the prompt, and give each choice its index and its seed."""
+        asked = call
         if self.episode.kind == "train":
-            refuse_untrainable(call)
+            call = trainable(asked, self._context.ignore_untrainable)
         if call.callable_tools and not call.parallel_tool_calls and not isinstance(runtime.renderer, ChatMLRenderer):
             raise UnsupportedField(
                 "parallel_tool_calls = false is not supported in this model's format of tool calls",
@@ -235,7 +236,7 @@ class EpisodeSession:
             choice.index = self._next_index  # after its parent's, and no other call comes between
             self._next_index += 1
             self._seeds.add(choice.seed)
-            if overruled(call, sampling, choice.number) is not None:
+            if overruled(asked, sampling, choice.number) is not None:
                 self._context.counts["sampling_overruled"] += 1
             if listener is not None:
                 listener.started(choice.number, self._start(prompt, choice.index, sampling))

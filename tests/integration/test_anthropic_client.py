@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import anthropic
 import httpx2
 import openai
 import pytest
+from in_process import episode_of, parts_of, serving
 from servers import KEY, SCRIPTED, Job, Plane
 
 from palestra import Client
+from palestra.chat import ByteTokenizer, ChatMLConfig, ChatMLRenderer
 from palestra.client.episode import Episode
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 
 
+# Enough episodes that each test has one, though none is ever ended; a step that no evaluation precedes.
+SETTINGS: dict[str, Any] = SCRIPTED | {
+    "rollout": {"group_size": 8, "groups_per_step": 8},
+    "evaluation": {"every_steps": 0},
+}
+
+
 @pytest.fixture(scope="module")
 def job(tmp_path_factory) -> Iterator[Job]:
-    with Job(tmp_path_factory.mktemp("anthropic"), SCRIPTED | {"steps": 100}) as job:
+    with Job(tmp_path_factory.mktemp("anthropic"), SETTINGS) as job:
         job.start()
         yield job
 
@@ -75,3 +86,95 @@ def test_a_wrong_base_url_is_answered_with_the_right_one(job, episode):
         assert (answer.status_code, "did you mean /claim_episode?" in answer.text) == (404, True)
     answer = httpx2.post(f"{job.url}/nothing", headers={"authorization": f"Bearer {KEY}"})
     assert (answer.status_code, "did you mean" in answer.text) == (404, False)
+
+
+# Thinking
+
+THINKING: tuple[Any, ...] = ({"type": "enabled", "budget_tokens": 1024}, {"type": "adaptive"})
+
+
+@pytest.mark.parametrize("thinking", THINKING, ids=lambda t: t["type"])
+def test_a_model_that_does_not_reason_refuses_to_think_in_words(episode, thinking):
+    with anthropic.Anthropic(base_url=episode.anthropic_url, api_key=episode.api_key) as ai:
+        ask: Any = {"model": episode.model, "messages": MESSAGES}
+        for create in (ai.messages.create, ai.messages.stream):
+            with (
+                pytest.raises(anthropic.BadRequestError, match="this model does not reason; leave thinking out"),
+                create(**ask, max_tokens=2000, thinking=thinking),
+            ):
+                pass
+        with pytest.raises(anthropic.BadRequestError, match="this model does not reason"):
+            ai.messages.count_tokens(**ask, thinking=thinking)
+        assert ai.messages.create(**ask, max_tokens=2000, thinking={"type": "disabled"}).usage.output_tokens
+        assert ai.messages.count_tokens(**ask, thinking={"type": "disabled"}).input_tokens
+
+
+async def test_a_model_that_reasons_thinks_with_the_tokens_of_its_answer(tmp_path: Path):
+    tokenizer = ByteTokenizer()
+    renderer = ChatMLRenderer(tokenizer, ChatMLConfig(reasons=True))
+    parts = parts_of(renderer, tokenizer, lambda prompt, seed: "<think>\nhm\n</think>\n\nyes")
+    settings = {"policies": {"policy": {"sampling": {"max_tokens": 64}}}}
+    async with (
+        serving(tmp_path, parts, **settings) as job,
+        episode_of(job) as (of_openai, _),
+        anthropic.AsyncAnthropic(base_url=job.url, api_key=of_openai.api_key, max_retries=0) as ai,
+    ):
+        ask: Any = {"model": "policy", "messages": MESSAGES}
+        for thinking in (*THINKING, {"type": "disabled"}):
+            reply = await ai.messages.create(**ask, max_tokens=2000, thinking=thinking)
+            assert [block.type for block in reply.content] == ["thinking", "text"]
+            assert (await ai.messages.count_tokens(**ask, thinking=thinking)).input_tokens
+        small: Any = {"type": "enabled", "budget_tokens": 8}
+        raw = await ai.messages.with_raw_response.create(**ask, max_tokens=64, thinking=small)
+        assert raw.headers["x-palestra-sampling"] == "budget_tokens=64"
+        wrong: tuple[Any, ...] = (
+            {"type": "enabled", "budget_tokens": 2000},
+            {"type": "enabled"},
+            {"type": "adaptive", "display": "omitted"},
+            {"type": "often"},
+        )
+        for thinking in wrong:
+            with pytest.raises(anthropic.APIStatusError, match="thinking") as caught:
+                await ai.messages.create(**ask, max_tokens=2000, thinking=thinking)
+            assert caught.value.status_code in (400, 422)
+
+
+# What a framework always sends
+
+
+@pytest.fixture(scope="module")
+def lenient(tmp_path_factory) -> Iterator[Job]:
+    rollout = SETTINGS["rollout"] | {"untrainable_sampling": "ignore"}
+    with Job(tmp_path_factory.mktemp("lenient"), SETTINGS | {"rollout": rollout}) as job:
+        job.start()
+        yield job
+
+
+def test_sampling_that_training_cant_have_is_refused_with_the_setting_that_ignores_it(episode):
+    with anthropic.Anthropic(base_url=episode.anthropic_url, api_key=episode.api_key) as ai:
+        for more in ({"top_p": 0.9}, {"top_k": 5}):
+            with pytest.raises(anthropic.BadRequestError, match=r"rollout.untrainable_sampling"):
+                ai.messages.create(model=episode.model, messages=MESSAGES, max_tokens=20, extra_body=more)
+
+
+def test_a_job_can_ignore_sampling_that_training_cant_have_and_says_so(lenient):
+    with Client(lenient.url, KEY) as client, Plane(lenient.url) as plane:
+        episode = client.begin_episode()
+        assert episode is not None
+        with anthropic.Anthropic(base_url=episode.anthropic_url, api_key=episode.api_key) as ai:
+            raw = ai.messages.with_raw_response.create(
+                model=episode.model, messages=MESSAGES, max_tokens=20, extra_body={"top_p": 0.9, "top_k": 5}
+            )
+            assert raw.headers["x-palestra-sampling"] == "top_p=1, top_k=0"
+        with openai.OpenAI(base_url=episode.base_url, api_key=episode.api_key) as ai:
+            ask: Any = {"model": episode.model, "messages": MESSAGES, "max_tokens": 20}
+            more: Any = {"presence_penalty": 0.5, "frequency_penalty": 0.5, "logit_bias": {"7": -1}}
+            said = ai.chat.completions.with_raw_response.create(**ask, **more, extra_body={"min_tokens": 3})
+            fields = "min_tokens=0, presence_penalty=0, frequency_penalty=0, logit_bias=none"
+            assert said.headers["x-palestra-sampling"] == fields
+            streamed = ai.chat.completions.with_raw_response.create(**ask, top_p=0.5, stream=True)
+            assert streamed.headers["x-palestra-sampling"] == "top_p=1"
+            assert list(streamed.parse())
+            response = ai.responses.with_raw_response.create(model=episode.model, input="hello", top_p=0.5)
+            assert response.headers["x-palestra-sampling"] == "top_p=1"
+        assert plane.status()["calls"]["sampling_overruled"] == 4

@@ -99,6 +99,18 @@ def qwen3_like():
     return tokenizer
 
 
+def test_a_model_reasons_where_its_template_has_a_place_for_that(tiny_renderer):
+    thought = "{{ '<think>\n' + m.reasoning_content + '\n</think>\n\n' if m.reasoning_content else '' }}"
+    kept = PLAIN.replace(TURN, TURN.replace(" + m['content']", " }}" + thought + "{{ m['content']"))
+    assert select_renderer(tiny(kept)).reasons
+    assert select_renderer(qwen3_like()).reasons
+    for template in (PLAIN, QWEN_LIKE, PLAIN.replace("m['content']", "m['content'] | trim")):
+        assert not select_renderer(tiny(template)).reasons
+    opening = PLAIN.replace("assistant\n' }}", "assistant\n<think>\n' }}")
+    assert select_renderer(tiny(opening)).reasons
+    assert not tiny_renderer.reasons
+
+
 def test_a_model_without_a_name_gets_the_renderer_of_the_package_that_writes_what_its_template_writes():
     tokenizer = qwen3_like()
     renderer = select_renderer(tokenizer)

@@ -43,6 +43,7 @@ OTHER: dict[str, Any] = {
     "rollout.strict_history": True,
     "rollout.dropped_reasoning": "keep",
     "rollout.stripped_whitespace": "keep",
+    "rollout.untrainable_sampling": "ignore",
     "rollout.max_open_buckets": 3,
     "rollout.max_per_worker": 3,
     "rollout.max_claimed": 3,
@@ -109,6 +110,7 @@ NOT_TRAINED |= {
         "max_per_worker",
         "max_claimed",
         "weight_sync",
+        "untrainable_sampling",
     )
 }
 NOT_TRAINED |= {

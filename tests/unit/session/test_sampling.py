@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from palestra.errors import InvalidRequest, UnsupportedField
@@ -31,6 +33,26 @@ async def test_what_reshapes_the_distribution_is_refused_in_training_and_named(b
     assert caught.value.field == field
     assert await bench.recorded(session) == ()
     assert bench.engine.calls == 0
+
+
+@pytest.mark.parametrize("field", RESHAPING)
+async def test_where_the_job_says_so_it_is_left_out_in_training_which_is_said_and_counted(bench, field):
+    bench.context = replace(bench.context, ignore_untrainable=True)
+    session = await bench.session()
+    plain = await session.chat(call("b"))
+    wish = call("a", **RESHAPING[field])
+    chat = await session.chat(wish)
+    assert replace(chat.sampling, seed=0) == replace(plain.sampling, seed=0)
+    assert overruled(wish, chat.sampling).startswith(f"{field}=")
+    assert bench.context.counts["sampling_overruled"] == 1
+    other = await (await bench.session("adhoc", field)).chat(wish)
+    assert overruled(wish, other.sampling) is None
+
+
+async def test_the_refusal_names_the_setting(bench):
+    session = await bench.session()
+    with pytest.raises(UnsupportedField, match=r'rollout\.untrainable_sampling = "ignore"'):
+        await session.chat(call("a", top_p=0.9))
 
 
 @pytest.mark.parametrize("kind", ["validation", "adhoc"])
