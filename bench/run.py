@@ -2,7 +2,8 @@
 
 python bench/run.py                        everything (about half an hour)
 python bench/run.py --only data-plane      one part, or several with commas (step,micro-batches,engine,
-                                           logprob-gap,merging,rollouts,placement,service,data-plane,episodes)
+                                           logprob-gap,merging,rollouts,placement,service,data-plane,long-requests,
+                                           episodes)
 python bench/run.py --quick                the same with fewer and shorter runs, for looking at a change
 """
 
@@ -19,6 +20,7 @@ import data_plane
 import engine
 import episodes
 import logprob_gap
+import long_requests
 import merging
 import micro_batches
 import placement
@@ -42,6 +44,7 @@ PARTS: dict[str, Callable[[Part, argparse.Namespace], None]] = {
     "placement": lambda part, arguments: placement.run(part, arguments.quick),
     "service": lambda part, arguments: service.run(part, arguments.quick),
     "data-plane": lambda part, arguments: data_plane.run(part, QUICK if arguments.quick else FULL),
+    "long-requests": lambda part, arguments: long_requests.run(part, arguments.quick),
     "episodes": lambda part, arguments: episodes.run(part, QUICK if arguments.quick else FULL),
 }
 

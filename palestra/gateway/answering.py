@@ -104,7 +104,7 @@ async def _answer_whole(
     whole: Callable[[Played], Mapping[str, Any]],
 ) -> Response:
     collector = _TopLogprobs() if any(call.top_logprobs for call in calls) else None
-    chats = await until_disconnect(request, _play(session, calls, collector))
+    chats = await until_disconnect(request, play(session, calls, collector))
     top = [()] * len(chats) if collector is None else [collector.top[n] for n in range(len(chats))]
     played = Played(chats=chats, top=top)
     tokens = sum(len(chat.completion_ids) for chat in chats)
@@ -117,17 +117,26 @@ def _body(whole: Callable[[Played], Mapping[str, Any]], played: Played) -> bytes
     return orjson.dumps(whole(played))
 
 
-async def _play(session: EpisodeSession, calls: Sequence[ModelCall], listener: Listener | None) -> tuple[Chat, ...]:
-    """All choices of all calls, at once and in order; if one call fails, the others are cancelled."""
+async def play(session: EpisodeSession, calls: Sequence[ModelCall], listener: Listener | None) -> tuple[Chat, ...]:
+    """Play all choices of all calls at the same time; return them in order. If a call fails, cancel the others.
+
+    Other requests are served between the starts of two calls, and no call is started after one has failed.
+    """
     if len(calls) == 1:
         return await session.chats(calls[0], listener)
     first = 0
     tasks: list[asyncio.Task[tuple[Chat, ...]]] = []
-    for call in calls:
-        numbered = None if listener is None else _Numbered(listener, first)
-        tasks.append(asyncio.ensure_future(session.chats(call, numbered)))
-        first += call.choices
+    failed = asyncio.Event()
     try:
+        for call in calls:
+            numbered = None if listener is None else _Numbered(listener, first)
+            task = asyncio.ensure_future(session.chats(call, numbered))
+            task.add_done_callback(lambda done: failed.set() if done.cancelled() or done.exception() else None)
+            tasks.append(task)
+            first += call.choices
+            await asyncio.sleep(0)
+            if failed.is_set():
+                break
         return tuple(chat for chats in await asyncio.gather(*tasks) for chat in chats)
     except BaseException:
         for task in tasks:
@@ -206,7 +215,7 @@ class _Stream(Response):
                 await self._play(session, scope, receive, send)
 
     async def _play(self, session: EpisodeSession, scope: Scope, receive: Receive, send: Send) -> None:
-        work = asyncio.ensure_future(_play(session, self._calls, self))
+        work = asyncio.ensure_future(play(session, self._calls, self))
         work.add_done_callback(lambda _: self._writer.ready.set())
         gone = asyncio.ensure_future(disconnected(receive))
         gone.add_done_callback(lambda _: work.cancel())
