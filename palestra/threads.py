@@ -87,6 +87,10 @@ class WorkPool:
         except asyncio.CancelledError:
             abandoned.set()
             raise
+        finally:
+            # The future holds what was raised, which holds this frame, and with it the request: such a circle would
+            # stay in memory until the garbage collector runs.
+            del future
 
     def close(self) -> None:
         """End the threads when what they are doing is done; work that has not begun is dropped."""

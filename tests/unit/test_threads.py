@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import gc
 import threading
 import time
+import weakref
 
 import pytest
 
-from palestra.threads import in_thread
+from palestra.threads import WorkPool, in_thread
 
 
 async def test_a_result_and_an_error_come_to_whoever_waits():
@@ -52,3 +54,29 @@ async def test_any_number_of_works_that_hang_hold_up_no_other():
     assert time.monotonic() - started < 5
     hang.set()
     assert await asyncio.gather(*hanging) == [True] * 50
+
+
+async def test_what_failed_in_a_thread_is_forgotten_with_its_error():
+    """A circle of error and frames would keep a request of megabytes until the garbage collector runs."""
+
+    class Body:
+        pass
+
+    def fail(body: Body) -> None:
+        raise ValueError("no")
+
+    async def attempt() -> weakref.ref[Body]:
+        body = Body()
+        with pytest.raises(ValueError, match="no"):
+            await pool.run(fail, body)
+        return weakref.ref(body)
+
+    pool = WorkPool(1)
+    gc.disable()
+    try:
+        kept = await attempt()
+        await pool.run(int)  # the thread has let go of the work before
+        assert kept() is None
+    finally:
+        gc.enable()
+        pool.close()
