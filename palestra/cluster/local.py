@@ -8,7 +8,6 @@ import gc
 import logging
 import os
 import signal
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
@@ -308,19 +307,9 @@ def collect_seldom() -> None:
     gc.set_threshold(50_000, 20, 10)  # recorded calls are many small objects, and hardly any of them is in a cycle
 
 
-def yield_soon() -> None:
-    """Have the threads of a process that does nothing but run a job hand the interpreter's lock over soon.
-
-    A request is a few steps of the event loop, and before each of them the loop waits for the lock. With Python's 5 ms
-    it would be answered after tens of milliseconds wherever the requests of others are read or rendered in threads.
-    """
-    sys.setswitchinterval(0.0005)  # seconds
-
-
 async def serve(config: JobConfig, report: Report, ready: Callable[[LocalJob], None]) -> JobProgress:
     """Run a job in the foreground until its steps are done, or SIGINT or SIGTERM. `ready` is told when it listens."""
     collect_seldom()
-    yield_soon()
     async with local_job(config, report) as job:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):

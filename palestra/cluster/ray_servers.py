@@ -26,7 +26,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from palestra.cluster import memory_watch
 from palestra.cluster.job_environment import limit_environment
-from palestra.cluster.local import collect_seldom, yield_soon
+from palestra.cluster.local import collect_seldom
 from palestra.cluster.model_server import ModelServer
 from palestra.cluster.ray_cluster import NAMESPACE, disconnect
 from palestra.errors import MachineGone, PalestraError, RunInUse, ServerFailed
@@ -195,7 +195,6 @@ class _Actor:
     def __init__(self, pass_env: Collection[str]) -> None:
         limit_environment(os.environ, pass_env)
         collect_seldom()
-        yield_soon()
         self._server = ModelServer()
 
     async def start(self, order: ServerOrder, host: str | None) -> Listening:
