@@ -11,6 +11,7 @@ import os
 import resource
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Protocol
 
 from palestra.schemas.clock import Clock, SystemClock
@@ -32,10 +33,17 @@ class ConnectionLimits:
     header_fields: int = 200
     header_seconds: float = 20.0  # from the first byte of a request, or from the connection, to the end of its headers
     idle_seconds: float = 75.0  # between two requests
+    stalled_seconds: float = 60.0  # while answers wait, and the client takes nothing of them
+    pipelined: int = 16  # requests that may wait behind the one that is being answered
 
 
 class Connection(Protocol):
     """What `Connections` needs of a connection."""
+
+    @property
+    def known(self) -> bool:
+        """Whether a request of it had a good key."""
+        ...
 
     @property
     def flushed(self) -> bool:
@@ -56,7 +64,9 @@ class Connections:
 
     A connection is *waiting* where no request of it is being answered: it is idle, or has sent a part of a request's
     headers. Waiting connections are closed where there are too many, those first over which no good key has come, and
-    of these the one that has waited longest. A connection over which a request is being answered is never closed.
+    of these the one that has waited longest. A connection over which a request is being answered is not closed, unless
+    it is *stalled*: its answers fill the buffers, because its client does not take them. One without a good key is then
+    closed to make room, and any after a minute.
     """
 
     def __init__(self, limits: ConnectionLimits | None = None, clock: Clock | None = None) -> None:
@@ -68,6 +78,7 @@ class Connections:
         self._known: OrderedDict[Connection, None] = OrderedDict()  # waiting, with one
         self._due: OrderedDict[Connection, float] = OrderedDict()  # since when headers, or the rest of a body, are due
         self._idle: OrderedDict[Connection, float] = OrderedDict()  # since when nothing has been sent
+        self._stalled: OrderedDict[Connection, float] = OrderedDict()  # since when the client has taken too little
         self._logged_at = -LOG_SECONDS
         self._logged: Counter[str] = Counter()
 
@@ -87,9 +98,12 @@ class Connections:
         """Close a waiting connection where there are as many as there may be. False: all of them are in use."""
         if len(self._open) < self.limits.connections:
             return True
-        for waiting in (self._strangers, self._known):
-            connection = next((connection for connection in waiting if connection.flushed), None)
-            if connection is not None:
+        for candidates in (
+            (connection for connection in self._strangers if connection.flushed),
+            (connection for connection in chain(self._stalled, self._strangers) if not connection.known),
+            (connection for connection in self._known if connection.flushed),
+        ):
+            if (connection := next(candidates, None)) is not None:
                 self.counts["closed_for_others"] += 1
                 self.closed(connection)
                 connection.close_idle()
@@ -127,9 +141,19 @@ class Connections:
         (self._known if known else self._strangers)[connection] = None
         (self._idle if complete else self._due)[connection] = self._clock.monotonic()
 
+    def stalled(self, connection: Connection) -> None:
+        """Answers wait in the connection's buffer, and no more is written to it."""
+        if connection in self._open:
+            self._stalled[connection] = self._clock.monotonic()
+
+    def resumed(self, connection: Connection) -> None:
+        """The client has taken what was waiting, or most of it."""
+        self._stalled.pop(connection, None)
+
     def closed(self, connection: Connection) -> None:
         """The connection is gone."""
         self._open.discard(connection)
+        self._stalled.pop(connection, None)
         self.answering(connection)
 
     def sweep(self) -> None:
@@ -138,6 +162,7 @@ class Connections:
         for since, seconds, name in (
             (self._due, self.limits.header_seconds, "headers_late"),
             (self._idle, self.limits.idle_seconds, "idle_too_long"),
+            (self._stalled, self.limits.stalled_seconds, "answer_not_taken"),
         ):
             while since and next(iter(since.values())) <= now - seconds:
                 connection = next(iter(since))

@@ -39,7 +39,11 @@ log.addFilter(_Seldom())
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """Refuses heads of requests that are too large with 431, and those that do not end in time with 408."""
+    """Refuses heads of requests that are too large with 431, and those that do not end in time with 408.
+
+    A client that sends many requests before it takes their answers is cut off: each of them is held in memory, and
+    uvicorn reads more of them whenever one is answered.
+    """
 
     def __init__(
         self,
@@ -81,6 +85,16 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._unparsed > self._limits.header_bytes and not self.transport.is_closing():
             self._refuse_head()
 
+    def pause_writing(self) -> None:
+        """See asyncio."""
+        super().pause_writing()
+        self._all.stalled(self)
+
+    def resume_writing(self) -> None:
+        """See asyncio."""
+        super().resume_writing()
+        self._all.resumed(self)
+
     # The parser's callbacks
 
     def on_message_begin(self) -> None:
@@ -110,6 +124,10 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         if not self._head_fits:
             self._refuse_head()
+            return
+        if len(self.pipeline) >= self._limits.pipelined:
+            self._all.counts["pipelined_too_many"] += 1
+            self.close_idle()
             return
         self._all.answering(self)
         super().on_headers_complete()

@@ -101,6 +101,33 @@ def test_giant_headers_are_not_kept(job):
         assert 'palestra_connection_events_total{what="headers_too_large"} 8.0' in plane.get("/metrics").text
 
 
+@pytest.mark.parametrize("path", ["/v1/models", "/openapi.json"])
+def test_requests_whose_answers_are_not_taken_are_not_kept(job, path):
+    requests = f"GET {path} HTTP/1.1\r\nhost: x\r\n\r\n".encode() * 20_000
+    with Plane(job.url) as plane:
+        plane.status()
+        before = memory(job.servers[-1])
+        with contextlib.ExitStack() as stack:
+            for _ in range(20):
+                one = stack.enter_context(connect(job.port))
+                one.settimeout(0.3)
+                with contextlib.suppress(OSError):  # cut off, or not read any more
+                    one.sendall(requests)
+            assert plane.status()["state"] == "running"
+            assert memory(job.servers[-1]) - before < 24 * 2**20
+        assert 'events_total{what="pipelined_too_many"}' in plane.get("/metrics").text
+
+
+def test_a_few_requests_may_be_sent_before_their_answers_are_taken(job):
+    with connect(job.port) as one:
+        one.sendall(b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n" * 16)
+        got = b""
+        while got.count(b"HTTP/1.1 401") < 16:
+            more = one.recv(65_536)
+            assert more, got
+            got += more
+
+
 def test_bodies_without_a_key_are_not_kept(job):
     body = b'{"chunk_id": "c", "tasks": [' + b'{"data": {}},' * 300_000 + b'{"data": {}}]}'
     with Plane(job.url) as plane:

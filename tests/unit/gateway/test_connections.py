@@ -10,7 +10,7 @@ from unit.building import FakeClock
 
 class FakeConnection:
     def __init__(self, connections: Connections) -> None:
-        self.flushed, self.over = True, False
+        self.flushed, self.known, self.over = True, False, False
         self._connections = connections
 
     def close_idle(self) -> None:
@@ -44,7 +44,8 @@ def test_there_are_never_more_than_there_may_be_and_none_in_use_is_closed(moves)
             connections.answering(one)
             busy.add(one)
         elif move == "answer" and one in busy:
-            connections.answered(one, known=bool(which % 2), complete=which % 3 > 0)
+            one.known = one.known or bool(which % 2)
+            connections.answered(one, known=one.known, complete=which % 3 > 0)
             busy.discard(one)
         elif move == "lose":
             connections.closed(one)
@@ -66,6 +67,46 @@ def test_what_a_client_has_not_taken_yet_is_not_cut_off():
         connections.opened(one)
     assert connections.make_room()
     assert (slow.over, idle.over) == (False, True)
+
+
+def test_a_client_that_takes_no_answer_makes_room_if_it_has_no_key_and_is_closed_in_any_case():
+    clock = FakeClock()
+    connections = Connections(ConnectionLimits(connections=2), clock)
+    worker, stranger = FakeConnection(connections), FakeConnection(connections)
+    worker.known = True
+    for one in (worker, stranger):
+        connections.opened(one)
+        connections.answering(one)
+        one.flushed = False
+        connections.stalled(one)
+    assert connections.make_room()
+    assert (worker.over, stranger.over) == (False, True)
+    other = FakeConnection(connections)
+    connections.opened(other)
+    connections.answering(other)
+    assert not connections.make_room()
+    connections.resumed(worker)
+    clock.advance(100)
+    connections.sweep()
+    assert not worker.over
+    connections.stalled(worker)
+    clock.advance(59)
+    connections.sweep()
+    assert not worker.over
+    clock.advance(1)
+    connections.sweep()
+    assert worker.over
+    assert connections.counts["answer_not_taken"] == 1
+    assert len(connections) == 1
+
+
+def test_an_answer_that_is_left_behind_makes_room_where_nothing_else_can():
+    connections = Connections(ConnectionLimits(connections=1), FakeClock())
+    slow = FakeConnection(connections)
+    connections.opened(slow)
+    slow.flushed = False
+    assert connections.make_room()
+    assert slow.over
 
 
 def test_what_happens_often_is_said_once_a_minute(caplog):
