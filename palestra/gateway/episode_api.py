@@ -61,7 +61,7 @@ def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
         body = await read_request(ClaimEpisode, request, plane.pool)
         plane.attendance.asks(body.worker_id, body.request_id)
         try:
-            claim = await until_disconnect(request, _claim(plane, body))
+            claim = await until_disconnect(request, _claim(plane, body, request))
         finally:
             plane.attendance.leaves(body.worker_id, body.request_id)
         if claim is not None:
@@ -108,20 +108,28 @@ def _pushed(body: bytes) -> tuple[PushTasks, list[Task]]:
     return pushed, [Task(task_id=task_id_of(task), data=task.data) for task in pushed.tasks]
 
 
-async def _claim(plane: DataPlane, body: ClaimEpisode) -> Claim | None:
-    """Long poll: None when the time is over, or the job is."""
+async def _claim(plane: DataPlane, body: ClaimEpisode, request: Request) -> Claim | None:
+    """Long poll: None when the time is over, or the job is.
+
+    Raises:
+        Unauthorized: the job got another key meanwhile. The episode's key would be made from the new secret.
+    """
     clock = plane.store.clock
     until = clock.monotonic() + min(body.wait_seconds, plane.config.server.max_wait_seconds)
     while True:
+        plane.keys.require_job(request)
         if plane.progress.over and body.episode_id is None:
             return None
         if plane.stopping.is_set():
             raise ServerStopping("the server is going down; it may come back")
         seen = plane.store.available.rings
         claim = await plane.store.claim(body.worker_id, body.request_id, body.allow_discard_timeout, body.episode_id)
-        left = until - clock.monotonic()
-        if claim is not None or left <= 0:
+        if claim is not None:
+            plane.keys.require_job(request)
             return claim
+        left = until - clock.monotonic()
+        if left <= 0:
+            return None
         await plane.store.available.wait(left, seen)
 
 

@@ -78,6 +78,10 @@ class KeyRing:
         if self.check(bearer(request)) is not None:
             raise Forbidden("this is an episode's key; this route takes the job's key")
 
+    def opens_job(self, request: Request) -> bool:
+        """Return whether the request carries the job's key of this moment."""
+        return hmac.compare_digest((bearer(request) or "").encode(), self.job_key.encode())
+
     def require_episode(self, request: Request) -> EpisodeKey:
         """The request must carry an episode's key.
 

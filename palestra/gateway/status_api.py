@@ -67,7 +67,7 @@ def add_status_routes(app: FastAPI, plane: DataPlane) -> None:
         last = request.headers.get("last-event-id", str(after))
         if not (last.isascii() and last.isdigit() and len(last) < 19):
             raise InvalidRequest(f"Last-Event-ID is {last!r}; it is the number of an event", "last-event-id")
-        return StreamingResponse(_event_stream(plane, int(last), follow), media_type="text/event-stream")
+        return StreamingResponse(_event_stream(plane, request, int(last), follow), media_type="text/event-stream")
 
     @app.get("/metrics", tags=["status"])
     async def metrics(request: Request) -> Response:
@@ -91,9 +91,10 @@ def _episodes(counts: Counts) -> dict[str, int]:
     return {name: getattr(counts, name) for name in Counts.__slots__}
 
 
-async def _event_stream(plane: DataPlane, last: int, follow: bool) -> AsyncIterator[bytes]:
+async def _event_stream(plane: DataPlane, request: Request, last: int, follow: bool) -> AsyncIterator[bytes]:
+    """Events as they happen, until the job is over, or has another key than the request."""
     quiet = 0.0
-    while True:
+    while plane.keys.opens_job(request):
         over = plane.progress.over or plane.stopping.is_set()  # looked at first, so that no last event is missed
         found = await plane.store.events(last)
         for event in found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import re
 import stat
 import subprocess
@@ -94,3 +95,30 @@ def test_an_empty_secret_is_refused_in_one_line(folder):
     assert server.wait() == 2
     assert server.output.splitlines()[-1].startswith(f"palestra: {run / 'secret'} holds 0 characters")
     assert "Traceback" not in server.output
+
+
+def test_who_waits_with_the_old_key_gets_nothing_after_it_was_changed(folder):
+    run = folder / "runs" / "mine"
+    server = start(folder)
+    try:
+        base = url(server)
+        old = {"authorization": f"Bearer {(run / 'api_key').read_text().strip()}"}
+        claim = {"worker_id": "w", "request_id": "c", "wait_seconds": 60.0}
+        task = {"task": {"data": {"question": "1 + 1"}}, "request_id": "r"}
+        with (
+            concurrent.futures.ThreadPoolExecutor(1) as threads,
+            httpx2.stream("GET", f"{base}/events", headers=old, timeout=60) as events,
+        ):
+            waiting = threads.submit(httpx2.post, f"{base}/claim_episode", json=claim, headers=old, timeout=60)
+            until(lambda: httpx2.get(f"{base}/status", headers=old).json()["workers"] == 1, "it waits")
+            rotated = subprocess.run([PALESTRA, "rotate-key", run], capture_output=True, text=True, check=False)
+            assert rotated.returncode == 0, rotated.stderr
+            new = {"authorization": f"Bearer {(run / 'api_key').read_text().strip()}"}
+            assert httpx2.post(f"{base}/register_episode", json=task, headers=new).status_code == 200
+            pushed = {"chunk_id": "1", "tasks": [{"data": {"question": "2 + 2"}}], "final": True}
+            assert httpx2.post(f"{base}/tasks", json=pushed, headers=new).status_code == 200
+            assert waiting.result().status_code == 401, waiting.result().text
+            for _ in events.iter_raw():  # ends by itself
+                pass
+    finally:
+        server.kill()
