@@ -182,7 +182,7 @@ class RunStore:
         Commits notice it before they are acknowledged; this also notices it where nothing is committed.
         """
         while True:
-            if (problem := await self._on_reader(self._file.problem)) is not None:
+            if (problem := self._writer.over or await self._on_reader(self._file.problem)) is not None:
                 return problem
             await asyncio.sleep(FILE_CHECK_SECONDS)  # a file system has no event for it that every kind of it sends
 

@@ -88,6 +88,11 @@ class Writer:
         self._thread = threading.Thread(target=self._loop, name="palestra-writer", daemon=True)
         self._thread.start()
 
+    @property
+    def over(self) -> StoreError | None:
+        """Why nothing is committed any more, also where what `problem` found has passed since; None: all is well."""
+        return self._over
+
     def submit(self, run: Callable[[sa.Connection], T], tag: str | None = None) -> asyncio.Future[T]:
         """Run an operation; the future has its result when it is on disk.
 

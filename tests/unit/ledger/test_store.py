@@ -258,6 +258,20 @@ def test_a_database_of_something_else_is_a_store_error_and_left_alone(tmp_path):
     other.close()
 
 
+async def test_a_file_that_was_away_for_a_commit_is_lost_also_when_it_is_back(tmp_path):
+    path = tmp_path / "run.db"
+    store = open_store(tmp_path)
+    path.rename(tmp_path / "away.db")
+    with pytest.raises(StoreError, match="moved"):
+        await store.seal_tasks()
+    (tmp_path / "away.db").rename(path)
+    with pytest.raises(StoreError, match="moved"):
+        await store.seal_tasks()
+    async with asyncio.timeout(10):
+        assert "moved" in str(await store.lost())
+    store.close()
+
+
 async def test_after_closing_nothing_is_written(tmp_path):
     store = open_store(tmp_path)
     store.close()
