@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Self
+from urllib.parse import quote
 
 import httpx2
 from pydantic import TypeAdapter
@@ -190,6 +191,8 @@ class Job:
 
     def __init__(self, control: ControlClient, job_id: str) -> None:
         self._control, self.job_id = control, job_id
+        # A job's id may be anything that somebody has pasted: `../keys/ID` must not become another path.
+        self._path = f"/jobs/{quote(job_id, safe='')}"
 
     def view(self) -> JobView:
         """How it is now."""
@@ -197,7 +200,7 @@ class Job:
 
     def changes(self) -> list[ChangeView]:
         """Every change of its state."""
-        found: list[ChangeView] = self._control.request("GET", f"/jobs/{self.job_id}/changes", list[ChangeView])
+        found: list[ChangeView] = self._control.request("GET", f"{self._path}/changes", list[ChangeView])
         return found
 
     def cancel(self) -> JobView:
@@ -205,7 +208,7 @@ class Job:
         return self._view("DELETE")
 
     def _view(self, method: str) -> JobView:
-        view: JobView = self._control.request(method, f"/jobs/{self.job_id}", JobView)
+        view: JobView = self._control.request(method, self._path, JobView)
         return view
 
     def wait(self) -> JobView:
@@ -220,7 +223,7 @@ class Job:
         while True:
             headers = {"last-event-id": last} if last else {}
             try:
-                with self._control.stream(f"/jobs/{self.job_id}/events", headers=headers) as answer:
+                with self._control.stream(f"{self._path}/events", headers=headers) as answer:
                     self._control.check(answer)
                     for event in _events(answer.iter_lines()):
                         last = event.event_id
@@ -238,7 +241,7 @@ class Job:
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a piece may end within a character
         while True:
             try:
-                with self._control.stream(f"/jobs/{self.job_id}/logs", params=params) as answer:
+                with self._control.stream(f"{self._path}/logs", params=params) as answer:
                     self._control.check(answer)
                     for chunk in answer.iter_bytes():
                         params["offset"] += len(chunk)
@@ -256,7 +259,7 @@ class Job:
         Raises:
             NotFound: it does not run now.
         """
-        found: ServerView = self._control.request("GET", f"/jobs/{self.job_id}/server", ServerView)
+        found: ServerView = self._control.request("GET", f"{self._path}/server", ServerView)
         return found
 
     def rotate_key(self) -> str:
@@ -266,7 +269,7 @@ class Job:
             Forbidden: it is another user's.
             NotFound: it has no key yet.
         """
-        return JobKeyView.model_validate(self._control.request("POST", f"/jobs/{self.job_id}/rotate-key")).api_key
+        return JobKeyView.model_validate(self._control.request("POST", f"{self._path}/rotate-key")).api_key
 
     def wait_for_server(self) -> ServerView:
         """The same, when it runs.
@@ -300,7 +303,7 @@ class Job:
 
     def artifacts(self) -> list[ArtifactView]:
         """The files of its run."""
-        found: list[ArtifactView] = self._control.request("GET", f"/jobs/{self.job_id}/artifacts", list[ArtifactView])
+        found: list[ArtifactView] = self._control.request("GET", f"{self._path}/artifacts", list[ArtifactView])
         return found
 
     def download(self, path: str, to: Path) -> None:
@@ -323,7 +326,7 @@ class Job:
         most, until = 0, time.monotonic() + self._control.retry_seconds
         while True:
             try:
-                with self._control.stream(f"/jobs/{self.job_id}/artifacts/{path}", headers=part.headers) as answer:
+                with self._control.stream(f"{self._path}/artifacts/{quote(path)}", headers=part.headers) as answer:
                     self._control.check(answer)
                     part.take(answer)
                     return

@@ -41,6 +41,24 @@ def answering(monkeypatch, answer, retry_seconds: float = 0.2) -> ControlClient:
     return client
 
 
+@pytest.mark.parametrize("job_id", ["../keys/key-1", "../tenants/physics?x=", "job-1#", "\x1b]0;x\x07", "日"])
+def test_whatever_is_given_as_a_job_stays_below_jobs(monkeypatch, job_id):
+    asked = []
+
+    def answer(request):
+        asked.append(request.url.raw_path)
+        return httpx2.Response(404, json={"error": {"message": "there is no such job", "code": "not_found"}})
+
+    with answering(monkeypatch, answer) as client:
+        job = client.job(job_id)
+        for ask in (job.view, job.cancel, job.server, job.rotate_key, lambda: list(job.logs())):
+            with pytest.raises(NotFound, match="no such job"):
+                ask()
+    assert len(asked) == 5
+    assert all(path.startswith(b"/jobs/") and b".." not in path.split(b"/") for path in asked)
+    assert {path.count(b"/") for path in asked} <= {2, 3}
+
+
 def test_a_log_may_be_cut_within_a_character_also_where_the_connection_is_lost(monkeypatch):
     text = "über 学习\n".encode()
     asked = []
