@@ -29,7 +29,7 @@ class ConnectionLimits:
     """What one connection may send, and how long it may take."""
 
     connections: int = MOST_CONNECTIONS
-    header_bytes: int = 65_536  # of a request's line and headers together
+    header_bytes: int = 16_384  # of a request's line and headers together
     header_fields: int = 200
     header_seconds: float = 20.0  # from the first byte of a request, or from the connection, to the end of its headers
     idle_seconds: float = 75.0  # between two requests
