@@ -323,6 +323,9 @@ class ServerConfig(Section):
     max_wait_seconds: Seconds = Field(60.0, description="The longest that a claim may wait for an episode.")
 
 
+_ADDED_TO_ROLLOUT = {"stripped_whitespace": "fork"}  # later than the first runs that are to be resumed; see `digest`
+
+
 class JobConfig(Section):
     """One run: a model is trained, or only served."""
 
@@ -405,6 +408,10 @@ class JobConfig(Section):
             "untrainable_sampling",
         }
         left_out["environment"] = {"train_tasks", "validation_tasks", "max_concurrency", "timeout_seconds"}
+        # A key that an earlier version did not have does not tell its runs from those of this one, unless it is used.
+        left_out["rollout"] |= {
+            key for key, unused in _ADDED_TO_ROLLOUT.items() if getattr(self.rollout, key) == unused
+        }
         if self.policy.optimizer.schedule == "constant":
             left_out["steps"] = True
         return hashlib.sha256(self.model_dump_json(exclude=left_out).encode()).hexdigest()

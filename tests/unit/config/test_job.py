@@ -266,3 +266,9 @@ def test_a_mistake_in_python_is_said_in_the_words_of_a_mistake_in_toml(section, 
 
 def test_a_group_of_one_is_possible_where_it_is_meant():
     assert RolloutConfig(group_size=1, min_group_size=1).group_size == 1
+
+
+def test_a_run_of_an_earlier_version_has_the_same_digest_where_keys_added_since_are_not_used():
+    first = "7a55f678be7f88dd608dcae840626420cd2c9b930633f7db548ebc9d4dd39b35"  # of JobConfig(), in stores of that time
+    assert JobConfig().digest() == first
+    assert JobConfig(rollout=RolloutConfig(stripped_whitespace="keep")).digest() != first
