@@ -29,6 +29,8 @@ from palestra.session.reply import Completion, ReplyReader, read_whole, sample
 from palestra.session.sampling import overruled, sampling_of, trainable
 from palestra.session.turn import Turn
 
+GRAMMARS_AT_ONCE = 2  # of one episode, that are being compiled or wait for it
+
 
 @dataclass(kw_only=True, slots=True)
 class _Choice:
@@ -72,6 +74,8 @@ class EpisodeSession:
         self._context = context
         self._recorder = context.store if recorder is None else recorder
         self._prompts = Prompts(context.sameness)
+        # The queue of grammars to be compiled is one for all: an episode that asks for hundreds must not fill it.
+        self._checks = asyncio.Semaphore(GRAMMARS_AT_ONCE)
         self._undelivered: dict[str, Chat] = {}  # by request digest
         self._recordings: dict[str, asyncio.Future[None]] = {}  # that are being written, by request digest
         self._seeds: set[int] = set()  # of the calls that are recorded or in flight
@@ -214,7 +218,8 @@ class EpisodeSession:
         started_at = self._context.clock.now()
         constraint = constraint_of(call, runtime.renderer)
         if constraint.grammar:
-            await runtime.grammars.check(*constraint)
+            async with self._checks:
+                await runtime.grammars.check(*constraint)
         prompt = await self._prompt(call, runtime)
         step = call.time_step if not known else min(chat.time_step for chat in known.values())
         play = _Play(

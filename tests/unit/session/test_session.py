@@ -15,7 +15,7 @@ from palestra.session import EpisodeSession, ModelCall
 from palestra.session.prompting import LONG_TEXT
 from palestra.session.session import call_seed
 from unit.building import ids, rows_of
-from unit.session.conftest import STOP, Bench, call, in_flight, says
+from unit.session.conftest import STOP, Bench, call, in_flight, says, until
 
 RENDERER = ChatMLRenderer(ByteTokenizer())
 
@@ -271,3 +271,24 @@ async def test_between_calls_it_is_the_agents_move_until_the_episode_ends(bench)
     bench.clock.ticks += 100
     assert times.seconds[TurnState.INTERACTING] == 7.0
     assert [times.inside(state) for state in TurnState] == [0, 0, 0, 0]
+
+
+async def test_an_episode_that_asks_for_many_grammars_leaves_the_others_their_turn(bench, monkeypatch):
+    mine, other = await bench.session(request="one"), await bench.session(request="two")
+    checking, release = [], asyncio.Event()
+
+    async def check(grammar: str, field: str) -> None:
+        checking.append(grammar)
+        await release.wait()
+
+    monkeypatch.setattr(bench.grammars, "check", check)
+    asked = [
+        asyncio.ensure_future(mine.chat(call(f"question {n}", response_schema={"const": n}, digest=str(n))))
+        for n in range(20)
+    ]
+    await until(lambda: len(checking) == 2)
+    asked.append(asyncio.ensure_future(other.chat(call("hello", response_schema={"type": "boolean"}))))
+    await until(lambda: len(checking) == 3)
+    assert "boolean" in checking[-1]
+    release.set()
+    assert len(await asyncio.gather(*asked)) == 21
