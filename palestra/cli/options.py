@@ -6,6 +6,7 @@ import argparse
 import importlib
 import importlib.util
 import json
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any
 
 from palestra.config import UNSET, JobConfig, load_config
 from palestra.errors import ConfigError, NotFound
+
+TIME_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}  # in seconds
 
 
 def command(
@@ -46,6 +49,22 @@ def add_control(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--control", metavar="URL", help="of the control plane; without it, PALESTRA_URL. The key is in PALESTRA_KEY"
     )
+
+
+def time_span(text: str) -> float:
+    """Return the seconds of a time span such as `45s`, `90m`, `1.5h` or, in seconds, `300`.
+
+    Raises:
+        ArgumentTypeError: the text is no time span, or one that is not above 0.
+    """
+    number, unit = (text[:-1], text[-1]) if text[-1:] in TIME_UNITS else (text, "s")
+    try:
+        seconds = float(number) * TIME_UNITS[unit]
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a time such as 45s, 90m, 1.5h, or a number of seconds")
+    return seconds
 
 
 def overrides(settings: Sequence[str]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from palestra.cli.options import add_control, add_set, command, overrides
+from palestra.cli.options import add_control, add_set, command, overrides, time_span
 from palestra.client.control import ControlClient
 from palestra.config import load_config
 from palestra.errors import ConfigError
@@ -41,6 +41,13 @@ def add(commands: Any) -> None:
         default=0.0,
         help="memory; a job that uses more is ended. 0: its share of the machine",
     )
+    parser.add_argument(
+        "--time-limit",
+        metavar="TIME",
+        type=time_span,
+        help="how long it may run: 90m, 1.5h or 300 (seconds); then it saves and is cancelled. A job with a limit may "
+        "start before larger ones that wait",
+    )
     parser.add_argument("--priority", choices=("low", "normal", "high"), default="normal")
     parser.add_argument(
         "--private",
@@ -71,6 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
             priority=arguments.priority,
             private=arguments.private,
             attached=arguments.attached,
+            time_limit_seconds=arguments.time_limit,
         )
         say(job.job_id)
         if tasks["train"]:

@@ -97,6 +97,7 @@ class ControlClient:
         private: bool | None = None,
         attached: bool = False,
         restarts: int = 3,
+        time_limit_seconds: float | None = None,
     ) -> Job:
         """Submit a job: one that trains a model, or one that serves it.
 
@@ -114,6 +115,8 @@ class ControlClient:
             private: only you and the tenant's admins see it. None: what the tenant's admins have decided.
             attached: cancel it when nobody has asked for it for a while.
             restarts: how often it is started again after its server was lost.
+            time_limit_seconds: how long it may run, over all of its starts; then it saves and is cancelled. A job that
+                ends in time may start before larger ones that wait for room. None: any time.
 
         Raises:
             InvalidRequest, ConfigError: it can't be run; the message says what is wrong.
@@ -130,6 +133,7 @@ class ControlClient:
             "private": private,
             "attached": attached,
             "restarts": restarts,
+            "time_limit_seconds": time_limit_seconds,
         }
         view = self.request("POST", "/jobs", JobView, json=body, headers={"idempotency-key": uuid.uuid4().hex})
         return Job(self, view.job_id)

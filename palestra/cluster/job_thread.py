@@ -78,6 +78,11 @@ class JobThread:
             self._loop.call_soon_threadsafe(self._job.stop)
         return True
 
+    @property
+    def seconds_left(self) -> float | None:
+        """The learner's estimate of the seconds until its last step is done; None: there is none."""
+        return None if self._job is None else self._job.progress.seconds_left
+
     async def answer(self) -> None:
         """Return when the job's event loop has done what it was asked before, or has ended."""
         answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -97,8 +97,9 @@ class ModelServer:
         if self._thread is not None:
             await self._thread.answer()
 
-    async def ping(self) -> None:
-        """Answer."""
+    async def ping(self) -> float | None:
+        """Return the job's own estimate of the seconds that it has left; None: there is none."""
+        return None if self._thread is None else self._thread.seconds_left
 
     def _ended(self, ending: Ending, reason: str) -> Ended:
         ended = Ended(ending=ending, reason=reason)

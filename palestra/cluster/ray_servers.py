@@ -147,13 +147,13 @@ class RayServers:
         names = {*actors, *(group["name"] for group in groups.values() if group["state"] != "REMOVED")}
         return sorted(name.removeprefix(PREFIX) for name in names if name.startswith(PREFIX))
 
-    async def ended(self, job_id: str) -> Ended:
+    async def ended(self, job_id: str, heard: Callable[[float | None], None]) -> Ended:
         """See `Launcher`."""
         actor = await _actor(job_id)
         if actor is None:
             return Ended(ending=Ending.LOST, reason="the model server is gone")
         waiting = asyncio.ensure_future(_result(actor))
-        pinging = asyncio.ensure_future(_until_silent(actor.ping.remote, PING_SECONDS, PING_LIMIT_SECONDS))
+        pinging = asyncio.ensure_future(_until_silent(actor.ping.remote, PING_SECONDS, PING_LIMIT_SECONDS, heard))
         try:
             await asyncio.wait((waiting, pinging), return_when=asyncio.FIRST_COMPLETED)
             if not waiting.done():
@@ -222,8 +222,8 @@ class _Actor:
     async def answer(self) -> None:
         await self._server.answer()
 
-    async def ping(self) -> None:
-        await self._server.ping()
+    async def ping(self) -> float | None:
+        return await self._server.ping()
 
 
 def _limit_memory(order: ServerOrder) -> None:
@@ -358,8 +358,15 @@ async def _end(actor: Any) -> None:
         await actor.ended.remote()
 
 
-async def _until_silent(ping: Callable[[], Any], every_seconds: float, limit_seconds: float) -> None:
+async def _until_silent(
+    ping: Callable[[], Any],
+    every_seconds: float,
+    limit_seconds: float,
+    heard: Callable[[Any], None] = lambda _: None,
+) -> None:
     """Return when a server has not answered `ping` for `limit_seconds`; its death is noticed elsewhere, at once.
+
+    `heard` is called with every answer.
 
     Silence is counted in waits, not by the clock: while this process itself stands still, it hears nobody.
     """
@@ -372,10 +379,12 @@ async def _until_silent(ping: Callable[[], Any], every_seconds: float, limit_sec
                 silent_seconds += every_seconds
                 continue
             try:
-                asked.result()
-                silent_seconds = 0.0
+                answer = asked.result()
             except ray.exceptions.RayError:
                 silent_seconds += every_seconds
+            else:
+                silent_seconds = 0.0
+                heard(answer)
             asked = None
             await asyncio.sleep(every_seconds)
     finally:

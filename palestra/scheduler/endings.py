@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from palestra.scheduler.deadlines import limit_is_over
 from palestra.scheduler.launcher import Ended, Ending
 from palestra.schemas.jobs import JobRecord
 from palestra.schemas.states import JobState
@@ -12,8 +13,11 @@ from palestra.schemas.states import JobState
 TAIL_BYTES = 4000
 
 
-def following_state(job: JobRecord, ended: Ended) -> tuple[JobState, str, int]:
-    """The state after an ending, its reason, and how often the job may still be started again."""
+def following_state(job: JobRecord, ended: Ended, now: float) -> tuple[JobState, str, int]:
+    """The state after an ending, its reason, and how often the job may still be started again.
+
+    `now` (Unix seconds) is the time of the ending, by which the job's time limit may be over.
+    """
     left = job.restarts_left
     if ended.ending is Ending.COMPLETED:
         return JobState.COMPLETED, "its steps are done", left
@@ -21,6 +25,9 @@ def following_state(job: JobRecord, ended: Ended) -> tuple[JobState, str, int]:
         return JobState.CANCELLED, f"{job.reason}; {ended.reason}" if ended.reason else job.reason, left
     if ended.ending is Ending.FAILED:
         return JobState.FAILED, ended.reason, left
+    if job.time_left(now) == 0.0:  # another start would have no time
+        reason = limit_is_over(job)
+        return JobState.CANCELLED, f"{reason}; {ended.reason}" if ended.reason else reason, left
     if ended.ending is Ending.LOST and left == 0:
         return JobState.FAILED, f"lost {job.restarts_limit + 1} times, at last: {ended.reason}", left
     if ended.ending is Ending.LOST:

@@ -11,6 +11,7 @@ from palestra.schemas.jobs import JOB_KINDS, PRIORITIES, JobRequest
 
 MOST_CONFIG_BYTES = 256 * 1024
 MOST_RESTARTS = 100
+MOST_SECONDS = 1e10
 
 
 def check_request(request: JobRequest) -> None:
@@ -27,6 +28,8 @@ def check_request(request: JobRequest) -> None:
         raise InvalidRequest(f"priority has to be one of {', '.join(PRIORITIES)}", "priority")
     if not 0 <= request.restarts_limit <= MOST_RESTARTS:
         raise InvalidRequest(f"restarts_limit has to be from 0 to {MOST_RESTARTS}", "restarts_limit")
+    if request.time_limit_seconds is not None and not 0 < request.time_limit_seconds < MOST_SECONDS:
+        raise InvalidRequest(f"time_limit_seconds has to be above 0 and below {MOST_SECONDS:g}", "time_limit_seconds")
     try:
         text = to_json(request.config)
         same = orjson.loads(text) == request.config  # orjson writes NaN as null

@@ -61,6 +61,8 @@ def record_of(row: Any) -> JobRecord:
         log_tail=row.log_tail,
         from_job=row.from_job,
         from_step=row.from_step,
+        time_limit_seconds=row.time_limit_seconds,
+        ran_seconds=row.ran_seconds,
     )
 
 
@@ -88,6 +90,8 @@ def submit(
         body += [request.from_job, None if request.from_newest else request.from_step]
     if request.private:
         body += ["private"]
+    if request.time_limit_seconds is not None:
+        body += ["time_limit_seconds", request.time_limit_seconds]
     digest = hashlib.sha256(to_json(body).encode()).hexdigest()
     same = jobs.c.job_id == job_id
     if request_key is not None:
@@ -126,6 +130,7 @@ def submit(
             "request_digest": digest,
             "from_job": request.from_job,
             "from_step": request.from_step,
+            "time_limit_seconds": request.time_limit_seconds,
         },
     )
     changes.add(connection, tenant, job_id, job_id, None, JobState.QUEUED, "submitted", now)
@@ -217,6 +222,8 @@ def change_state(
         values["url"] = None
     if following is JobState.STARTING:
         values["starts"] = jobs.c.starts + 1
+    if job.state is JobState.RUNNING:
+        values["ran_seconds"] = job.ran_seconds + max(now - job.changed_at, 0.0)
     reason = clean(reason, MAX_REASON)
     values |= {"state": following.value, "reason": reason, "changed_at": now}
     if job.cancel_requested and following in LIVE_STATES:  # why it will end says more

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import sqlite3
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -131,8 +132,14 @@ class Launcher(Protocol):
         """The jobs of which there is anything, a server or what it holds, whoever started it."""
         ...
 
-    async def ended(self, job_id: str) -> Ended:
-        """Return when the server has ended, however it did; nothing of it is left then."""
+    async def ended(self, job_id: str, heard: Callable[[float | None], None]) -> Ended:
+        """Return when the server has ended, however it did; nothing of it is left then.
+
+        Args:
+            job_id: of the job that the server runs.
+            heard: called each time the server answers, with the job's own estimate of the seconds that it has left
+                (`JobProgress.seconds_left`). The estimate is None while there is none.
+        """
         ...
 
     async def stop(self, job_id: str, grace_seconds: float) -> None:

@@ -26,6 +26,7 @@ from palestra.errors import (
 from palestra.ledger.store import Bell
 from palestra.scheduler import policy_store
 from palestra.scheduler.control_store import ControlStore
+from palestra.scheduler.deadlines import Deadlines
 from palestra.scheduler.endings import following_state, last_lines
 from palestra.scheduler.fitting import GpuShare, Node, RunningJob, counted, devices_for, memory_limit_gib
 from palestra.scheduler.launcher import (
@@ -77,7 +78,8 @@ class Scheduler:
         """
         self._store, self._launcher, self._folder = store, launcher, folder
         self.policy, self._rules = policy, rules or Rules()
-        self._stop_seconds, self._absent_seconds = stop_seconds, absent_seconds
+        self._stop_seconds = stop_seconds
+        self._deadlines = Deadlines(store.clock, absent_seconds)
         self.nodes: list[Node] = []
         self.running: dict[str, RunningJob] = {}
         self.waiting: Mapping[str, str] = {}  # why each job that waits does
@@ -86,7 +88,6 @@ class Scheduler:
         self._cancelled: set[str] = set()  # of the lives
         self._stops: dict[str, asyncio.Task[None]] = {}
         self._notes: set[asyncio.Task[None]] = set()  # of endings, being written down
-        self._seen: dict[str, float] = {}  # when an attached job's client was last heard of, monotonic
         self._changed = Bell()
         self._closing = False
         self.ready = asyncio.Event()  # set when it knows the machines, and what runs on them
@@ -130,7 +131,9 @@ class Scheduler:
         if not self.ready.is_set():
             await self._clear_forgotten()
         again_at = await self._place()
-        await self._cancel_absent()
+        for job_id, reason in self._deadlines.passed().items():
+            await self.cancel(None, job_id, reason)
+            self._deadlines.remove(job_id)
         return again_at
 
     # What the API asks for
@@ -149,8 +152,7 @@ class Scheduler:
 
     def seen(self, job_id: str) -> None:
         """A job's client is there."""
-        if job_id in self._seen:
-            self._seen[job_id] = self._store.clock.monotonic()
+        self._deadlines.seen(job_id)
 
     async def cancel(self, tenant: str | None, job_id: str, reason: str) -> JobRecord:
         """End a job; what it has trained is saved first.
@@ -160,7 +162,7 @@ class Scheduler:
         """
         job = await self._store.request_cancel(tenant, job_id, reason)
         if job.is_over:
-            self._seen.pop(job_id, None)
+            self._deadlines.remove(job_id)
         else:
             if job_id in self._lives:
                 self._cancelled.add(job_id)
@@ -174,9 +176,9 @@ class Scheduler:
         # Both at the same moment: a job that has just ended must not leave its room to others and not be in the queue.
         queue = {job.job_id: job for job in queued if job.job_id not in self._lives}
         running = list(self.running.values())
+        now = self._store.clock.now()
         for job in queue.values():
-            if job.attached:
-                self._seen.setdefault(job.job_id, self._store.clock.monotonic())
+            self._deadlines.watch(job)
         waiting = [
             WaitingJob(
                 job_id=job.job_id,
@@ -185,7 +187,7 @@ class Scheduler:
                 submitted_at=job.created_at,
                 needs=job.resources,
                 private=job.private,
-                expected_seconds=math.inf if job.kind == "inference" else None,
+                expected_seconds=job.expected_seconds(now),
             )
             for job in queue.values()
         ]
@@ -213,6 +215,7 @@ class Scheduler:
             await asyncio.gather(*waits, return_exceptions=True)
 
     def _hold(self, job: JobRecord, start: Start, *, starting: bool) -> None:
+        now = self._store.clock.now()
         self.running[job.job_id] = RunningJob(
             job_id=job.job_id,
             tenant=job.tenant,
@@ -220,8 +223,8 @@ class Scheduler:
             needs=job.resources,
             node_id=start.node_id,
             devices=start.devices,
-            since=self._store.clock.now(),
-            expected_end=math.inf if job.kind == "inference" else None,
+            since=now,
+            expected_end=_end(job, now),
             starting=starting,
         )
 
@@ -311,7 +314,9 @@ class Scheduler:
             job = await self._store.change_state(
                 job_id, JobState.STARTING, JobState.RUNNING, "it listens", url=server.url
             )
-        running = replace(self.running[job_id], starting=False)
+        self._deadlines.watch(job)
+        expected_end = _end(job, self._store.clock.now())
+        running = replace(self.running[job_id], starting=False, expected_end=expected_end)
         node = next((node for node in self.nodes if node.node_id == running.node_id), None)
         given = server.devices if running.needs.gpus else ()
         if given and node is not None and max(given) < node.gpus:  # else the cluster counts them in another way
@@ -319,7 +324,17 @@ class Scheduler:
             running = replace(running, devices=tuple(GpuShare(device, share) for device in given))
         self.running[job_id] = running
         self._changed.ring()
-        await self._over(job_id, await self._launcher.ended(job_id))
+        await self._over(
+            job_id, await self._launcher.ended(job_id, lambda left: self._heard(job_id, expected_end, left))
+        )
+
+    def _heard(self, job_id: str, latest: float | None, seconds_left: float | None) -> None:
+        """Expect the end of a running job when its learner does, if that is before `latest`."""
+        running = self.running.get(job_id)
+        if running is not None and seconds_left is not None and 0 <= seconds_left < math.inf:
+            estimate = self._store.clock.now() + seconds_left
+            expected_end = estimate if latest is None else min(latest, estimate)
+            self.running[job_id] = replace(running, expected_end=expected_end)
 
     async def _over(self, job_id: str, ended: Ended) -> None:
         """Take note of how a model server ended; also when this scheduler ends meanwhile."""
@@ -337,7 +352,7 @@ class Scheduler:
         while True:
             try:
                 job = await self._store.job(None, job_id)
-                following, reason, left = following_state(job, ended)
+                following, reason, left = following_state(job, ended, self._store.clock.now())
                 await self._store.change_state(job_id, job.state, following, reason, restarts_left=left, log_tail=tail)
                 break
             except IllegalTransition:
@@ -347,8 +362,9 @@ class Scheduler:
             except StoreUnreachable as error:  # a server that is gone can't be asked again
                 log.error("the end of job %s could not be written down, tried again: %s", job_id, error)
                 await asyncio.sleep(LOOK_SECONDS)
+        self._deadlines.stop_limit(job_id)
         if following is not JobState.QUEUED:
-            self._seen.pop(job_id, None)
+            self._deadlines.remove(job_id)
 
     def _end(self, job_id: str) -> None:
         """Stop the server of a live job, or its start; asked for again, it changes nothing."""
@@ -365,13 +381,6 @@ class Scheduler:
         if not done.cancelled() and (error := done.exception()) is not None:
             log.error("job %s could not be stopped: %s: %s", job_id, type(error).__name__, error, exc_info=error)
 
-    async def _cancel_absent(self) -> None:
-        now = self._store.clock.monotonic()
-        for job_id, seen in list(self._seen.items()):
-            if now - seen > self._absent_seconds:
-                await self.cancel(None, job_id, f"its client was gone for {self._absent_seconds:g} s")
-                self._seen.pop(job_id, None)
-
     # What nobody watches
 
     async def _adopt(self) -> None:
@@ -379,8 +388,7 @@ class Scheduler:
         for job in await self._store.live():
             if job.job_id in self._lives:
                 continue
-            if job.attached:
-                self._seen.setdefault(job.job_id, self._store.clock.monotonic())
+            self._deadlines.watch(job)
             node_id = job.node or ""
             devices = self._devices(node_id, job.resources)
             start = Start(job_id=job.job_id, node_id=node_id, devices=devices)
@@ -424,3 +432,9 @@ class Scheduler:
             for device, share in other.devices if other.node_id == node_id else ():
                 free[device] -= share
         return devices_for(counted(needs).gpus, free, free) or ()
+
+
+def _end(job: JobRecord, now: float) -> float | None:
+    """Return when a job that runs or starts at `now` will have ended (Unix seconds), for `RunningJob.expected_end`."""
+    seconds = job.expected_seconds(now)
+    return None if seconds is None else now + seconds

@@ -7,7 +7,7 @@ from sqlalchemy import Boolean, Column, Double, Index, Integer, String, Table, T
 
 from palestra.errors import StoreError
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 metadata = sa.MetaData()
 
@@ -45,6 +45,8 @@ jobs = Table(
     Column("request_digest", String, nullable=False),
     Column("from_job", String),  # NULL: it starts from the model of its configuration
     Column("from_step", Integer),  # of the checkpoint; NULL without `from_job`
+    Column("time_limit_seconds", Double),  # NULL: any time
+    Column("ran_seconds", Double, nullable=False, server_default=sa.text("0")),  # RUNNING, until `changed_at`
     UniqueConstraint("tenant", "request_key"),
     Index("jobs_of_tenant", "tenant", "number"),
     Index("jobs_by_state", "state", "number"),
@@ -123,6 +125,10 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
     (
         "ALTER TABLE jobs ADD COLUMN private BOOLEAN DEFAULT FALSE NOT NULL",
         "ALTER TABLE tenants ADD COLUMN private_jobs BOOLEAN DEFAULT FALSE NOT NULL",
+    ),
+    (
+        "ALTER TABLE jobs ADD COLUMN time_limit_seconds DOUBLE PRECISION",
+        "ALTER TABLE jobs ADD COLUMN ran_seconds DOUBLE PRECISION DEFAULT 0 NOT NULL",
     ),
 )
 

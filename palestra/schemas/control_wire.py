@@ -53,6 +53,11 @@ class SubmitJob(Body):
     )
     attached: bool = Field(False, description="Cancelled when its client is not heard of for a while.")
     restarts: int = Field(3, ge=0, le=100, description="How often it is started again after its server was lost.")
+    time_limit_seconds: Seconds | None = Field(
+        None,
+        description="How long it may run, over all of its starts; then it saves and is cancelled. A job that ends in "
+        "time may start before larger ones that wait for room. None: any time.",
+    )
 
 
 class JobView(Body):
@@ -72,6 +77,9 @@ class JobView(Body):
     changed_at: float = Field(description="Unix seconds, of the newest change of state.")
     starts: int
     restarts_left: int
+    time_limit_seconds: float | None = Field(
+        None, description="How long it may run, over all of its starts; None: any time."
+    )
     node: str | None
     cancel_requested: bool
     config: JsonObject

@@ -57,6 +57,7 @@ class JobRequest:
     attached: bool = False  # cancelled when its client is gone for longer than the grace time
     restarts_limit: int = 3  # how often it is started again after its server or its machine was lost
     private: bool = False  # only its owner and the tenant's admins see it
+    time_limit_seconds: float | None = None  # how long it may be RUNNING, over all of its starts; None: any time
     from_job: str | None = None  # of the same tenant, whose weights it starts from; None: the configuration's model
     from_step: int | None = None  # of the checkpoint; None without `from_job`
     from_newest: bool = False  # nobody asked for that step: it was the newest when the job was submitted
@@ -83,6 +84,8 @@ class JobRecord:
     starts: int  # how often it became STARTING
     restarts_limit: int
     restarts_left: int
+    time_limit_seconds: float | None  # how long it may be RUNNING, over all of its starts; None: any time
+    ran_seconds: float  # how long it was RUNNING until `changed_at`, over all of its starts
     url: str | None  # of its data plane; None while there is none
     run_dir: str | None  # None before the first start
     node: str | None  # where it runs or ran last; None before the first start
@@ -95,6 +98,23 @@ class JobRecord:
     def is_over(self) -> bool:
         """Whether nothing more will happen."""
         return self.state not in OPEN_STATES
+
+    def time_left(self, now: float) -> float | None:
+        """Return the seconds that are left of the time limit at `now` (Unix seconds), at least 0; None: no limit."""
+        if self.time_limit_seconds is None:
+            return None
+        since_changed = max(now - self.changed_at, 0.0) if self.state is JobState.RUNNING else 0.0
+        return max(self.time_limit_seconds - self.ran_seconds - since_changed, 0.0)
+
+    def expected_seconds(self, now: float) -> float | None:
+        """Return how long the job will be RUNNING from `now` (Unix seconds) on, at most.
+
+        None: unknown. Infinite: until it is cancelled.
+        """
+        left = self.time_left(now)
+        if left is None and self.kind == "inference":
+            return math.inf
+        return left
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -96,3 +96,11 @@ def duration(seconds: float) -> str:
     if seconds < 100:
         return f"{max(seconds, 0):.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+def exact_duration(seconds: float) -> str:
+    """Return a time span in words without rounding it, such as `45 s`, `1 h 30 min` or `0.5 s`."""
+    minutes, rest = divmod(seconds, 60)
+    hours, minutes = divmod(int(minutes), 60)
+    parts = [f"{number} {unit}" for number, unit in ((hours, "h"), (minutes, "min")) if number]
+    return " ".join([*parts, f"{rest:g} s"] if rest or not parts else parts)

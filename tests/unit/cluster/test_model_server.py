@@ -65,6 +65,17 @@ async def test_a_model_is_served_until_it_is_stopped_and_that_is_no_completion(s
     assert "served 0 calls" in log
 
 
+async def test_a_server_answers_with_the_estimate_of_its_learner(server, tmp_path):
+    assert await server.ping() is None
+    steps = 1000
+    await server.start(GAMES | {"steps": steps}, str(tmp_path), "127.0.0.1")
+    while (estimate := await server.ping()) is None:
+        await asyncio.sleep(0.01)
+    assert 0 < estimate == pytest.approx(server._thread._job.progress.seconds_left, rel=0.5)
+    await server.stop()
+    await server.ended()
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"ending": "unheard of", "reason": ""}'])
 def test_what_is_no_ending_is_none(tmp_path, text):
     (tmp_path / ENDED_FILE).write_text(text)

@@ -49,3 +49,17 @@ async def test_what_is_being_made_when_a_start_is_broken_off_is_cleared_up_after
     with pytest.raises(asyncio.CancelledError):
         await starting
     assert happened == ["made", "cleared"]
+
+
+async def test_every_answer_to_a_ping_is_heard_until_the_server_is_silent():
+    answers, heard = [12.5, ray_servers.ray.exceptions.RayError("away"), None, 7.0], []
+
+    async def ping() -> float | None:
+        if not answers:
+            await asyncio.Event().wait()
+        if isinstance(answer := answers.pop(0), Exception):
+            raise answer
+        return answer
+
+    await ray_servers._until_silent(ping, 0.01, 0.03, heard.append)
+    assert heard == [12.5, None, 7.0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from palestra.scheduler.fitting import Node
@@ -17,6 +18,7 @@ class Server:
     listening: asyncio.Event = field(default_factory=asyncio.Event)
     over: asyncio.Future = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     stopped_with: float | None = None
+    heard: Callable[[float | None], None] | None = None
 
 
 class FakeLauncher:
@@ -53,7 +55,8 @@ class FakeLauncher:
     async def known(self) -> list[str]:
         return list(self.servers)
 
-    async def ended(self, job_id: str) -> Ended:
+    async def ended(self, job_id: str, heard: Callable[[float | None], None]) -> Ended:
+        self.servers[job_id].heard = heard
         found = await asyncio.shield(self.servers[job_id].over)
         self.servers.pop(job_id, None)
         return found
@@ -67,6 +70,11 @@ class FakeLauncher:
 
     def _listening(self, job_id: str) -> Listening:
         return Listening(url=f"http://n1/{job_id}", devices=self.given.get(job_id, ()))
+
+    def answer(self, job_id: str, seconds_left: float | None) -> None:
+        heard = self.servers[job_id].heard
+        assert heard is not None, "nobody listens"
+        heard(seconds_left)
 
     def end(self, job_id: str, ending: Ending, reason: str = "") -> None:
         self.servers[job_id].over.set_result(Ended(ending=ending, reason=reason))

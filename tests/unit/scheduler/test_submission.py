@@ -57,6 +57,27 @@ async def test_a_job_trains_unless_it_says_otherwise(http):
     assert (await made(http, config={}))["kind"] == "training"
 
 
+async def test_a_time_limit_is_kept_shown_and_resubmitted(http):
+    assert (await made(http, config={}))["time_limit_seconds"] is None
+    job = await made(http, config={}, time_limit_seconds=5400)
+    assert job["time_limit_seconds"] == 5400.0
+    again = await http.post(f"/jobs/{job['job_id']}/resubmit")
+    assert (again.status_code, again.json()["time_limit_seconds"]) == (201, 5400.0)
+
+
+@pytest.mark.parametrize("limit", [0, -1, 1e10, "90m", [], {}, "NaN", "Infinity"])
+async def test_what_is_no_time_limit_is_refused_by_name(http, limit):
+    assert "time_limit_seconds" in await refused(http, 422, config={}, time_limit_seconds=limit)
+
+
+async def test_another_time_limit_is_another_request(http):
+    headers = {"idempotency-key": "once"}
+    bodies = ({"config": {}}, {"config": {}, "time_limit_seconds": 60}, {"config": {}, "time_limit_seconds": 60.5})
+    answers = [await http.post("/jobs", json=body, headers=headers) for body in (*bodies, bodies[0])]
+    assert [answer.status_code for answer in answers] == [201, 409, 409, 201]
+    assert answers[0].json()["job_id"] == answers[3].json()["job_id"]
+
+
 async def test_two_kinds_are_refused_by_name(http):
     assert "kind" in await refused(http, 400, kind="inference", config={"kind": "training"})
     assert "kind" in await refused(http, 400, kind="training", config={"kind": "inference"})

@@ -9,8 +9,9 @@ from palestra.scheduler.control_store import ControlStore
 from palestra.scheduler.database import open_database
 from palestra.scheduler.tables import MIGRATIONS, SCHEMA_VERSION
 from palestra.scheduler.tenants import Quota
+from palestra.schemas.states import JobState
 from unit.building import open_store
-from unit.scheduler.building import change_numbers, submit
+from unit.scheduler.building import change_numbers, running, submit
 
 
 def look(url, work):
@@ -24,6 +25,26 @@ def look(url, work):
 
 def version(url):
     return look(url, lambda c: c.execute(sa.text("SELECT value FROM meta")).scalar_one())
+
+
+# By version: the columns that the next one adds.
+ADDED = {
+    1: ("jobs.from_job", "jobs.from_step"),
+    2: ("tenants.quota",),
+    3: ("jobs.private", "tenants.private_jobs"),
+    4: ("jobs.time_limit_seconds", "jobs.ran_seconds"),
+}
+
+
+def go_back(url, to: int) -> None:
+    """Make a store of this version into one of version `to`."""
+    for added in (ADDED[number] for number in range(to, SCHEMA_VERSION)):
+        for table, column in (name.split(".") for name in added):
+            look(
+                url,
+                lambda c, table=table, column=column: c.execute(sa.text(f"ALTER TABLE {table} DROP COLUMN {column}")),
+            )
+    look(url, lambda c: c.execute(sa.text(f"UPDATE meta SET value = '{to}'")))
 
 
 def test_there_is_one_migration_a_version():
@@ -83,15 +104,7 @@ def test_an_older_store_goes_through_every_migration_after_its_own(url, monkeypa
 async def test_jobs_of_the_first_version_are_read_on(url, clock):
     with ControlStore(url, clock) as store:
         job = await submit(store)
-    for statement in (
-        "ALTER TABLE jobs DROP COLUMN from_job",
-        "ALTER TABLE jobs DROP COLUMN from_step",
-        "ALTER TABLE tenants DROP COLUMN quota",
-        "ALTER TABLE jobs DROP COLUMN private",
-        "ALTER TABLE tenants DROP COLUMN private_jobs",
-        "UPDATE meta SET value = '1'",
-    ):
-        look(url, lambda c, statement=statement: c.execute(sa.text(statement)))
+    go_back(url, 1)
     with ControlStore(url, clock) as store:
         assert await store.job("a", job.job_id) == job
         later = await submit(store, from_job=job.job_id, from_step=3)
@@ -101,13 +114,7 @@ async def test_jobs_of_the_first_version_are_read_on(url, clock):
 async def test_tenants_of_the_second_version_have_no_quota_and_can_be_given_one(url, clock):
     with ControlStore(url, clock) as store:
         await store.write(lambda c: accounts.add_tenant(c, "blue", 0.0))
-    for statement in (
-        "ALTER TABLE tenants DROP COLUMN quota",
-        "ALTER TABLE jobs DROP COLUMN private",
-        "ALTER TABLE tenants DROP COLUMN private_jobs",
-        "UPDATE meta SET value = '2'",
-    ):
-        look(url, lambda c, statement=statement: c.execute(sa.text(statement)))
+    go_back(url, 2)
     with ControlStore(url, clock) as store:
         assert await store.read(policy_store.quotas_of_all) == {"blue": None}
         await store.write(lambda c: policy_store.change_quota(c, "blue", {"gpus": 1.5}))
@@ -119,17 +126,27 @@ async def test_jobs_of_the_third_version_are_not_private_and_later_ones_may_be(u
     with ControlStore(url, clock) as store:
         await store.write(lambda c: accounts.add_tenant(c, "a", 0.0))
         job = await submit(store)
-    for statement in (
-        "ALTER TABLE jobs DROP COLUMN private",
-        "ALTER TABLE tenants DROP COLUMN private_jobs",
-        "UPDATE meta SET value = '3'",
-    ):
-        look(url, lambda c, statement=statement: c.execute(sa.text(statement)))
+    go_back(url, 3)
     with ControlStore(url, clock) as store:
         assert await store.job("a", job.job_id) == job
         assert not job.private
         assert (await submit(store, private=True)).private
         assert not await store.read(lambda c: policy_store.are_private(c, "a"))
+
+
+async def test_jobs_of_the_fourth_version_have_no_time_limit_and_later_ones_may_have_one(url, clock):
+    with ControlStore(url, clock) as store:
+        job = await running(store)
+    go_back(url, 4)
+    clock.advance(60)
+    with ControlStore(url, clock) as store:
+        found = await store.job("a", job.job_id)
+        assert found == job
+        assert (found.time_limit_seconds, found.ran_seconds) == (None, 0.0)
+        lost = await store.change_state(job.job_id, JobState.RUNNING, JobState.QUEUED, "its machine is gone")
+        assert lost.ran_seconds == 60.0
+        assert (await submit(store, time_limit_seconds=5400.0)).time_left(clock.now()) == 5400.0
+    assert version(url) == str(SCHEMA_VERSION)
 
 
 def test_a_migration_that_fails_leaves_the_store_as_it_was(url, monkeypatch):

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from palestra.errors import IllegalTransition
-from palestra.schemas.progress import JobProgress
+from palestra.schemas.progress import JobProgress, exact_duration
 from palestra.schemas.states import JobState
 
 
@@ -39,3 +39,11 @@ def test_the_time_left_is_the_mean_of_the_last_ten_steps_times_what_is_left():
     assert job.seconds_left == 12.0
     job.step = 10
     assert job.seconds_left == 0.0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.5, "0.5 s"), (45, "45 s"), (90.5, "1 min 30.5 s"), (5400, "1 h 30 min"), (86_400, "24 h"), (0, "0 s")],
+)
+def test_an_exact_duration_is_not_rounded(seconds, words):
+    assert exact_duration(seconds) == words

@@ -1,0 +1,63 @@
+"""Which jobs the scheduler cancels by itself: their time limit is over, or the client of an attached one is gone.
+
+Deadlines are monotonic, so a clock that is set while a scheduler runs ends no job. A new scheduler takes what is left
+of a time limit from the control store, where the times of changes are Unix seconds.
+"""
+
+from __future__ import annotations
+
+from palestra.schemas.clock import Clock
+from palestra.schemas.jobs import JobRecord
+from palestra.schemas.progress import exact_duration
+from palestra.schemas.states import JobState
+
+
+class Deadlines:
+    """The deadlines of all jobs that are not over."""
+
+    def __init__(self, clock: Clock, absent_seconds: float) -> None:
+        """Args:
+        clock: of the control store.
+        absent_seconds: for so long the client of an attached job may be gone.
+        """
+        self._clock, self._absent_seconds = clock, absent_seconds
+        self._seen: dict[str, float] = {}  # when an attached job's client was last heard of, monotonic
+        self._limits: dict[str, tuple[float, str]] = {}  # the end of a running job's time limit, monotonic, in words
+
+    def watch(self, job: JobRecord) -> None:
+        """Begin to watch a job, if it is not watched: its client, and its time limit while it is RUNNING."""
+        if job.attached:
+            self._seen.setdefault(job.job_id, self._clock.monotonic())
+        left = job.time_left(self._clock.now()) if job.state is JobState.RUNNING else None
+        if left is not None:
+            self._limits.setdefault(job.job_id, (self._clock.monotonic() + left, limit_is_over(job)))
+
+    def seen(self, job_id: str) -> None:
+        """Note that a job's client is there."""
+        if job_id in self._seen:
+            self._seen[job_id] = self._clock.monotonic()
+
+    def stop_limit(self, job_id: str) -> None:
+        """Stop counting a job's time: its server has ended."""
+        self._limits.pop(job_id, None)
+
+    def remove(self, job_id: str) -> None:
+        """Forget a job that is over."""
+        self._seen.pop(job_id, None)
+        self._limits.pop(job_id, None)
+
+    def passed(self) -> dict[str, str]:
+        """Return the jobs that have to be cancelled now, each with the reason."""
+        now = self._clock.monotonic()
+        gone = f"its client was gone for {self._absent_seconds:g} s"
+        absent = {job_id: gone for job_id, seen in self._seen.items() if now - seen > self._absent_seconds}
+        return absent | {job_id: reason for job_id, (end, reason) in self._limits.items() if now >= end}
+
+
+def limit_is_over(job: JobRecord) -> str:
+    """Return why a job ends whose time limit is over, and what its user can do next."""
+    assert job.time_limit_seconds is not None
+    over = f"its time limit of {exact_duration(job.time_limit_seconds)} is over"
+    if job.kind == "inference":
+        return f"{over}; to serve the model again, submit the job again"
+    return f"{over}; to train further from its newest checkpoint, submit with --from-job {job.job_id} --kind training"
