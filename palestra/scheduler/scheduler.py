@@ -224,7 +224,7 @@ class Scheduler:
             node_id=start.node_id,
             devices=start.devices,
             since=now,
-            expected_end=_end(job, now),
+            expected_end=_expected_end(job, now),
             starting=starting,
         )
 
@@ -315,7 +315,7 @@ class Scheduler:
                 job_id, JobState.STARTING, JobState.RUNNING, "it listens", url=server.url
             )
         self._deadlines.watch(job)
-        expected_end = _end(job, self._store.clock.now())
+        expected_end = _expected_end(job, self._store.clock.now())
         running = replace(self.running[job_id], starting=False, expected_end=expected_end)
         node = next((node for node in self.nodes if node.node_id == running.node_id), None)
         given = server.devices if running.needs.gpus else ()
@@ -362,8 +362,9 @@ class Scheduler:
             except StoreUnreachable as error:  # a server that is gone can't be asked again
                 log.error("the end of job %s could not be written down, tried again: %s", job_id, error)
                 await asyncio.sleep(LOOK_SECONDS)
-        self._deadlines.stop_limit(job_id)
-        if following is not JobState.QUEUED:
+        if following is JobState.QUEUED:
+            self._deadlines.stop_limit(job_id)
+        else:
             self._deadlines.remove(job_id)
 
     def _end(self, job_id: str) -> None:
@@ -434,7 +435,7 @@ class Scheduler:
         return devices_for(counted(needs).gpus, free, free) or ()
 
 
-def _end(job: JobRecord, now: float) -> float | None:
+def _expected_end(job: JobRecord, now: float) -> float | None:
     """Return when a job that runs or starts at `now` will have ended (Unix seconds), for `RunningJob.expected_end`."""
     seconds = job.expected_seconds(now)
     return None if seconds is None else now + seconds

@@ -148,6 +148,25 @@ def test_a_second_job_waits_for_room_with_the_reason_and_starts_when_there_is(se
     assert first.wait().state == "cancelled"
 
 
+def test_a_job_with_a_limit_starts_in_the_gap_that_a_learner_foresees_and_saves_when_its_time_is_over(service):
+    control = service.client()
+    long = control.submit(LONG, cpus=4.0)
+    until(lambda: running(long), "the first one runs")
+    large = control.submit(GAMES, cpus=6.0, priority="high")
+    until(lambda: "kept for it" in large.view().reason, "the large one waits")
+    short = control.submit(LONG, cpus=2.0, time_limit_seconds=8.0)
+    until(lambda: running(short), "the estimate of the first one is heard")
+    assert large.view().state == "queued"
+    over = short.wait()
+    assert over.state == "cancelled"
+    assert over.reason.startswith("its time limit of 8 s is over; to train further")
+    assert any(artifact.path.startswith("checkpoints/") for artifact in short.artifacts())
+    assert large.view().state == "queued"
+    for job in (long, large):
+        job.cancel()
+    assert {job.wait().state for job in (long, large)} == {"cancelled"}
+
+
 def test_cancelling_saves_and_frees_everything(service):
     job = service.client().submit(LONG, gpus=1.0)
     until(lambda: running(job), "it runs")
