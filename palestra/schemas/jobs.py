@@ -17,6 +17,7 @@ PRIORITIES: tuple[Priority, ...] = get_args(Priority)  # from the last to be pla
 OPEN_STATES = frozenset({JobState.QUEUED, JobState.STARTING, JobState.RUNNING})
 LIVE_STATES = frozenset({JobState.STARTING, JobState.RUNNING})  # those that hold resources
 SHARES = 10_000  # of a device or a core: the finest that can be asked for is one of these
+MOST = 1e9  # of cores, GPUs or GiB: far beyond any cluster, and exact when it is counted in shares
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,11 +32,13 @@ class Resources:
         """Refuse what no machine could give.
 
         Raises:
-            InvalidRequest: a number is negative, infinite, too fine, or the GPUs are neither a part nor whole.
+            InvalidRequest: a number is negative, over `MOST`, too fine, or the GPUs are neither a part nor whole.
         """
         for name, amount in (("cpus", self.cpus), ("gpus", self.gpus), ("memory_gib", self.memory_gib)):
-            if not (math.isfinite(amount) and amount >= 0):
-                raise InvalidRequest(f"{name} is {amount}; it has to be a number from 0 on", f"resources.{name}")
+            if not 0 <= amount <= MOST:  # also refuses NaN
+                raise InvalidRequest(
+                    f"{name} is {amount}; it has to be a number from 0 to {MOST:g}", f"resources.{name}"
+                )
         for name, amount in (("cpus", self.cpus), ("gpus", self.gpus)):
             if abs(amount * SHARES - round(amount * SHARES)) > 1e-6 * max(1.0, amount):
                 raise InvalidRequest(f"{name} is {amount}; give at most four decimals", f"resources.{name}")
