@@ -109,8 +109,9 @@ class ControlClient:
             from_step: of that job's checkpoint. None: the newest.
             name: for people; None: the configuration's, or that of `from_job`.
             cpus: cores that it holds while it runs.
-            gpus: likewise; a part of one below 1, whole ones above.
-            memory_gib: likewise; a job that uses more is ended. 0: a share of its machine (docs/operations.md).
+            gpus: GPUs that it holds while it runs: a part of one below 1, whole ones above.
+            memory_gib: memory that it holds while it runs, in GiB; a job that uses more is ended. 0: a share of its
+                machine (docs/operations.md).
             priority: `low`, `normal` or `high`.
             private: only you and the tenant's admins see it. None: what the tenant's admins have decided.
             attached: cancel it when nobody has asked for it for a while.
@@ -276,7 +277,7 @@ class Job:
         return JobKeyView.model_validate(self._control.request("POST", f"{self._path}/rotate-key")).api_key
 
     def wait_for_server(self) -> ServerView:
-        """The same, when it runs.
+        """Wait until the job runs, and return where its data plane is and the key that opens it.
 
         Raises:
             JobOver: it is over.

@@ -59,7 +59,7 @@ def train(
         PalestraError: the job failed; the message says why and what to do.
         KeyboardInterrupt: after Ctrl-C. The step that was being trained is finished, the run is saved, and `resume`
             goes on with it. A second Ctrl-C does not wait for that.
-        SystemExit: after SIGTERM, likewise; the exit code is 143.
+        SystemExit: after SIGTERM, with exit code 143; the run is saved in the same way.
     """
     result, interrupts = train_until_stopped(
         rollout,
