@@ -200,7 +200,7 @@ async def test_errors_have_anthropics_shape_and_classes(tmp_path):
                 await client.messages.create(**(asks("text", max_tokens=3) | {"model": "gpt-4o"}))
             image: Any = {"type": "image", "source": {"type": "url", "url": "x"}}
             bad = [{"role": "user", "content": [image]}]
-            for more in ({"messages": bad}, {"thinking": {"type": "enabled", "budget_tokens": 2000}}):
+            for more in ({"messages": bad}, {"extra_body": {"container": "a"}}):
                 with pytest.raises(anthropic.BadRequestError) as refused:
                     await client.messages.create(**(asks("text", max_tokens=3) | more))
                 assert refused.value.body["type"] == "error"

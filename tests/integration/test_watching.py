@@ -104,7 +104,7 @@ def test_who_follows_a_job_hears_of_its_end_and_then_the_stream_ends(tmp_path):
             job.work()
             kinds = [event["event"] for event in event_blocks(stream.iter_lines())]
         job.finish()
-    assert [kind for kind in kinds if kind != "saved"] == [
+    assert [kind for kind in kinds if kind not in ("saved", "warning")] == [
         "running", "evaluated", "step", "evaluated", "step", "completed"
     ]  # fmt: skip
 
@@ -154,6 +154,7 @@ def test_the_description_of_the_api_has_every_route(plane):
         ("POST", "/v1/chat/completions"),
         ("POST", "/v1/completions"),
         ("POST", "/v1/messages"),
+        ("POST", "/v1/messages/count_tokens"),
         ("POST", "/v1/responses"),
         ("GET", "/v1/models"),
         ("POST", "/tasks"),
@@ -291,7 +292,8 @@ async def test_the_asynchronous_worker_plays_a_whole_job_and_an_exception_is_no_
         assert counts["failed"] == (counts["played"] + counts["failed"]) // 4
         reasons = job.query("SELECT reason, attempts FROM episodes WHERE attempts > 1")
         assert sum(row["attempts"] - 1 for row in reasons) == counts["failed"]
-        assert {row["reason"] for row in reasons} == {"RuntimeError: the environment broke"}
+        (reason,) = {row["reason"] for row in reasons}
+        assert reason.startswith("RuntimeError: the environment broke (test_watching.py:")
 
 
 def break_off(client: Client, episodes: list[str]) -> None:

@@ -145,6 +145,9 @@ class Slow:
     def apply_chat_template(self, messages: Any, **_: Any) -> list[int]:
         return [len(message["content"]) for message in messages]
 
+    def decode(self, ids: Any) -> str:
+        return "x" * len(ids)
+
 
 def test_where_it_cannot_be_told_apart_the_text_is_refused_and_named():
     from renderers import DefaultRendererConfig, create_renderer
