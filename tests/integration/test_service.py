@@ -371,7 +371,7 @@ def test_a_model_is_submitted_to_be_served_by_command(service, tmp_path):
     for words, said in (
         (("submit",), "name a configuration"),
         (("submit", "--from-job", "job-0000000000000000"), "no job"),
-        (("submit", config, "--kind", "inference", "--set", "environment.name=gomoku"), "environment.name is set"),
+        (("submit", config, "--kind", "inference", "--set", "engine.knd=scripted"), "did you mean 'kind'?"),
     ):
         wrong = service.command(*words)
         assert wrong.returncode == 2, (words, wrong.stdout)
