@@ -104,8 +104,9 @@ def test_who_follows_a_job_hears_of_its_end_and_then_the_stream_ends(tmp_path):
             job.work()
             kinds = [event["event"] for event in event_blocks(stream.iter_lines())]
         job.finish()
-    assert [kind for kind in kinds if kind not in ("saved", "warning")] == [
-        "running", "evaluated", "step", "evaluated", "step", "completed"
+    # The warning says that the gradient is 0, which is so with the trainer that only records.
+    assert [kind for kind in kinds if kind != "saved"] == [
+        "running", "evaluated", "step", "evaluated", "warning", "step", "completed"
     ]  # fmt: skip
 
 
