@@ -19,6 +19,11 @@ def writing(path: Path) -> Iterator[None]:
     """
     try:
         yield
+    except FileNotFoundError as error:
+        raise StoreError(
+            f"{path} could not be written, because its folder was deleted, moved or replaced; put it back from a copy "
+            "and go on with --resume, or start a new run"
+        ) from error
     except OSError as error:
         raise StoreError(
             f"{path} could not be written: {error.strerror or error}; what was acknowledged before is kept, so mend "

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from palestra.scheduler.fitting import Node
 from palestra.scheduler.launcher import Ended, Ending, Listening, ServerOrder
+from unit.scheduler.scheduling import until
 
 
 @dataclass
@@ -71,10 +72,16 @@ class FakeLauncher:
     def _listening(self, job_id: str) -> Listening:
         return Listening(url=f"http://n1/{job_id}", devices=self.given.get(job_id, ()))
 
-    def answer(self, job_id: str, seconds_left: float | None) -> None:
-        heard = self.servers[job_id].heard
-        assert heard is not None, "nobody listens"
-        heard(seconds_left)
+    async def answer(self, job_id: str, seconds_left: float | None) -> None:
+        """Report the time left, as soon as the scheduler listens: a job is RUNNING a moment before that."""
+        server = self.servers[job_id]
+
+        async def listens() -> bool:
+            return server.heard is not None
+
+        await until(listens)
+        assert server.heard is not None
+        server.heard(seconds_left)
 
     def end(self, job_id: str, ending: Ending, reason: str = "") -> None:
         self.servers[job_id].over.set_result(Ended(ending=ending, reason=reason))

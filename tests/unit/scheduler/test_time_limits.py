@@ -99,10 +99,10 @@ async def test_the_learners_estimate_is_the_expected_end_of_a_job_without_a_limi
         assert scheduler.running[first.job_id].expected_end is None
         await waits(store, scheduler, resources=WHOLE)
         short = await waits(store, scheduler, resources=PART, time_limit_seconds=500.0)
-        launcher.answer(first.job_id, None)
+        await launcher.answer(first.job_id, None)
         await a_round_later(store, scheduler)
         assert await state(store, short) is JobState.QUEUED
-        launcher.answer(first.job_id, 1000.0)
+        await launcher.answer(first.job_id, 1000.0)
         store.changed.ring()
         await until(in_state(store, short.job_id, JobState.RUNNING))
 
@@ -112,15 +112,15 @@ async def test_an_estimate_counts_where_it_is_earlier_than_the_limit_and_is_a_nu
         job = await runs(store, time_limit_seconds=1000.0)
         now = store.clock.now()
 
-        def expected_after(seconds_left) -> float:
-            launcher.answer(job.job_id, seconds_left)
+        async def expected_after(seconds_left) -> float:
+            await launcher.answer(job.job_id, seconds_left)
             return scheduler.running[job.job_id].expected_end - now
 
-        assert expected_after(2000.0) == 1000.0
-        assert expected_after(300.0) == 300.0
-        assert expected_after(400.0) == 400.0  # the newest counts
+        assert await expected_after(2000.0) == 1000.0
+        assert await expected_after(300.0) == 300.0
+        assert await expected_after(400.0) == 400.0  # the newest counts
         for wrong in (math.nan, math.inf, -math.inf, -1.0, None):
-            assert expected_after(wrong) == 400.0
+            assert await expected_after(wrong) == 400.0
 
 
 async def test_a_job_that_always_says_it_is_nearly_done_starves_nobody(store, tmp_path, launcher):
@@ -128,12 +128,12 @@ async def test_a_job_that_always_says_it_is_nearly_done_starves_nobody(store, tm
     async with scheduling(store, tmp_path, launcher) as scheduler:
         liar = await runs(store, resources=PART)
         large = await waits(store, scheduler, resources=WHOLE, tenant="b")
-        launcher.answer(liar.job_id, 600.0)
+        await launcher.answer(liar.job_id, 600.0)
         early = await runs(store, resources=PART, tenant="c", time_limit_seconds=60.0)
         launcher.end(early.job_id, Ending.COMPLETED)
         await until(in_state(store, early.job_id, JobState.COMPLETED))
         store.clock.advance(3 * scheduler.policy.aging_seconds)
-        launcher.answer(liar.job_id, 600.0)
+        await launcher.answer(liar.job_id, 600.0)
         late = await submit(store, resources=PART, tenant="c", time_limit_seconds=60.0)
         await until(lambda: is_true(late.job_id in scheduler.waiting))
         await a_round_later(store, scheduler)
