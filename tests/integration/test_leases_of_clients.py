@@ -167,7 +167,7 @@ def test_who_holds_what_since_when_is_told(tmp_path):
         job.start()
         with Client(job.url, KEY, worker_id="sleeper") as client, Plane(job.url) as plane:
             first, second = begun(client), begun(client)
-            until(lambda: plane.status()["held_by"][0]["heard_seconds"] > 0.5, "some time has passed")
+            until(lambda: all(h["heard_seconds"] > 0.5 for h in plane.status()["held_by"]), "some time has passed")
             client.heartbeat(first)
             status = plane.status()
             holders = status["held_by"]

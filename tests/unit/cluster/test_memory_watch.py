@@ -22,7 +22,7 @@ BLOCKED = "import sys; print(1, flush=True); b'x' * (60 << 20); kept = [0] * (50
 FORKED = (
     "import os, time; kept = b'x' * ({} << 20)\n"
     "for _ in range(3):\n    if os.fork() == 0: break\n"
-    "print(1, flush=True); time.sleep(120)"
+    "os.write(1, b'1\\n'); time.sleep(120)"  # each of the four writes its line whole
 )
 CHILD = (
     "import subprocess, sys, time; child = subprocess.Popen([sys.executable, '-c', sys.argv[1]]); "
