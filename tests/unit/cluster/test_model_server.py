@@ -147,3 +147,8 @@ async def test_a_disk_that_is_full_at_the_start_loses_the_job(server, tmp_path, 
     monkeypatch.setattr(model_server.JobThread, "start", full)
     with pytest.raises(ServerFailed, match="No space left"):
         await server.start(GAMES, str(tmp_path), "127.0.0.1")
+    memory = sqlite3.connect(":memory:")
+    with pytest.raises(sqlite3.OperationalError) as garbled:  # Python's own error has no code
+        memory.execute("SELECT CAST(x'ff' AS TEXT)").fetchall()
+    memory.close()
+    assert ending_of(garbled.value) is Ending.FAILED
