@@ -110,7 +110,7 @@ def add_job_routes(app: FastAPI, plane: ControlPlane) -> None:
             attached=job.attached,
             private=job.private,
             restarts_limit=job.restarts_limit,
-            time_limit_seconds=job.time_limit_seconds,
+            time_limit_seconds=plane.rules.time_limit(job.time_limit_seconds),
             from_job=job.from_job,
             from_step=job.from_step,
         )
