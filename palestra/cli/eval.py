@@ -49,6 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
     from palestra.rollout import Play
 
     config = _config(arguments)
+    if arguments.concurrency < 1:
+        raise ConfigError("--concurrency is at least 1")
     if arguments.run_dir is not None and (arguments.run_dir / "run.db").exists():
         raise ConfigError(f"{arguments.run_dir} has a run already; choose another --run-dir")
     what: Any = None

@@ -109,7 +109,8 @@ class Console:
     def _step_line(self, row: dict[str, float]) -> str:
         width = len(str(self._config.steps))
         text = f"step {int(row['step']):>{width}}/{self._config.steps}   reward {row['train/reward_mean']:5.2f}"
-        text += f"   {row.get('rollout/tokens_per_second', 0.0):6.0f} tok/s   {row['time/step_seconds']:5.1f} s"
+        rate = row.get("rollout/tokens_per_second")
+        text += f"   {'-' if rate is None else f'{rate:.0f}':>6} tok/s   {row['time/step_seconds']:5.1f} s"
         if "validation/reward_mean" in row:
             text += f"   [bold]{_validation(row)}[/]"
         return text

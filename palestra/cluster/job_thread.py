@@ -136,7 +136,8 @@ class JobThread:
                 state=job.progress.state.value,
                 run_dir=job.folder.path,
                 metrics=await job.plane.store.metrics(),
-                checkpoint=newest_path(job.folder.checkpoints),
+                # In a thread: whoever stops the job asks whether its event loop answers, and hashes may take long.
+                checkpoint=await asyncio.to_thread(newest_path, job.folder.checkpoints),
             )
 
 

@@ -64,7 +64,7 @@ class RayServers:
         pass_env: variables of the operator that jobs have beside those of `job_environment`.
         """
         self._host, self._pass_env = host, tuple(pass_env)
-        self._stuck: set[str] = set()  # jobs that were killed because they did not answer when they were to end
+        self._killed: dict[str, str] = {}  # jobs that did not end when they were to, with what they did instead
 
     async def nodes(self) -> list[Node]:
         """See `Launcher`."""
@@ -159,11 +159,11 @@ class RayServers:
             if not waiting.done():
                 return Ended(ending=Ending.LOST, reason=f"it did not answer for {PING_LIMIT_SECONDS:g} s")
             ended = waiting.result()
-            if job_id in self._stuck and ended.ending is Ending.LOST:
-                return Ended(ending=Ending.LOST, reason=f"it did not answer for {STUCK_SECONDS:g} s and was killed")
+            if job_id in self._killed and ended.ending is Ending.LOST:
+                return Ended(ending=Ending.LOST, reason=f"{self._killed[job_id]} and was killed")
             return ended
         finally:
-            self._stuck.discard(job_id)
+            self._killed.pop(job_id, None)
             for task in (waiting, pinging):
                 task.cancel()
             if not asyncio.current_task().cancelling():  # type: ignore[union-attr]  # else it goes on
@@ -172,8 +172,8 @@ class RayServers:
     async def stop(self, job_id: str, grace_seconds: float) -> None:
         """See `Launcher`."""
         actor = await _actor(job_id)
-        if actor is not None and grace_seconds > 0 and not await _stopped(actor, grace_seconds):
-            self._stuck.add(job_id)
+        if actor is not None and grace_seconds > 0 and (problem := await _stopped(actor, grace_seconds)):
+            self._killed[job_id] = problem
         await self._clear(job_id)
 
     async def close(self) -> None:
@@ -340,13 +340,19 @@ async def _listening(actor: Any, order: ServerOrder, host: str | None) -> Listen
         pinging.cancel()
 
 
-async def _stopped(actor: Any, grace_seconds: float) -> bool:
-    """Ask a job to save and end, and wait until it has; False where it does not answer meanwhile, or takes too long."""
+async def _stopped(actor: Any, grace_seconds: float) -> str | None:
+    """Ask a job to save and end, and wait until it has; return why it is not waited for any longer, or None."""
     ending = asyncio.ensure_future(_end(actor))
     silence = asyncio.ensure_future(_until_silent(actor.answer.remote, STUCK_SECONDS / 5, STUCK_SECONDS))
     try:
         await asyncio.wait((ending, silence), timeout=grace_seconds, return_when=asyncio.FIRST_COMPLETED)
-        return ending.done()
+        if ending.done():
+            return None
+        return (
+            f"it did not answer for {STUCK_SECONDS:g} s"
+            if silence.done()
+            else f"it took over {grace_seconds:g} s to end"
+        )
     finally:
         for task in (ending, silence):
             task.cancel()

@@ -13,7 +13,8 @@ from palestra.config import JobConfig
 from palestra.errors import ConfigError, RunInUse
 
 LOCK = ".lock"
-MADE_BY_A_START = (LOCK, "secret", "api_key", "run.db", "run.db-wal", "run.db-shm")
+ATTEMPTS = 100  # to lock a folder that other starts remove when they fail
+MADE_BY_A_START = ("secret", "api_key", "run.db", "run.db-wal", "run.db-shm")
 
 
 def resolve_run_dir(config: JobConfig, resume: bool, say: Callable[[str], None] = lambda text: None) -> JobConfig:
@@ -50,20 +51,26 @@ class Start:
     """A run that is being started."""
 
     def __init__(self, folder: Path) -> None:
+        """Look at the folder before anything is made in it."""
         self._folder = folder
-        self._is_new = not (folder / "run.db").exists()
-        self._there = {name for name in MADE_BY_A_START if (folder / name).exists()}
         missing = (parent for parent in (folder, *folder.parents) if not parent.exists())
         self._new_folders = list(missing)  # the deepest first
+        self._made: tuple[str, ...] = () if (folder / LOCK).exists() else (LOCK,)
+        self._is_new = False
         self.succeeded = False
+
+    def locked(self) -> None:
+        """Look at the files: no other process makes a run here from now on."""
+        self._is_new = not (self._folder / "run.db").exists()
+        # The lock comes last: who gets another one while a run is being removed would begin with what is left of it.
+        self._made = (*(name for name in MADE_BY_A_START if not (self._folder / name).exists()), *self._made)
 
     def undo(self) -> None:
         """Remove what the start has made, if there was no run before and it did not succeed."""
         if self.succeeded or not self._is_new:
             return
-        for name in MADE_BY_A_START:
-            if name not in self._there:
-                (self._folder / name).unlink(missing_ok=True)
+        for name in self._made:
+            (self._folder / name).unlink(missing_ok=True)
         for folder in self._new_folders:
             try:
                 folder.rmdir()
@@ -82,6 +89,7 @@ def starting_in(folder: Path) -> Iterator[Start]:
     start = Start(folder)
     lock = _locked(folder)
     try:
+        start.locked()
         yield start
     finally:
         start.undo()
@@ -89,12 +97,17 @@ def starting_in(folder: Path) -> Iterator[Start]:
 
 
 def _locked(folder: Path) -> IO[str]:
-    """The lock file of a run, locked."""
-    while True:
+    """Return the lock file of a run, locked.
+
+    Raises:
+        RunInUse: another process has locked it.
+        ConfigError: it can't be made or locked.
+    """
+    for _ in range(ATTEMPTS):
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # a run has its users' prompts
             lock: IO[str] = (folder / LOCK).open("w")
-        except FileNotFoundError:  # a start that failed has just removed the folder
+        except FileNotFoundError:  # a start that failed has just removed the folder, or the working folder is gone
             continue
         except OSError as error:
             raise ConfigError(f"{folder} can't be used as a run's folder: {error.strerror}") from error
@@ -110,3 +123,6 @@ def _locked(folder: Path) -> IO[str]:
             if os.path.samestat(os.fstat(lock.fileno()), (folder / LOCK).stat()):
                 return lock
         lock.close()  # a start that failed has removed this file; there may be another one by now
+    raise ConfigError(
+        f"{folder} can't be used as a run's folder: it, or the folder that it is in, is deleted each time"
+    )

@@ -88,6 +88,7 @@ def train_until_stopped(
 ) -> tuple[TrainResult, Interrupts]:
     """Train as `train` does, and return where the run stands, and the signal that stopped it, if one did."""
     _check_kinds(config, rollout, {"tasks": tasks, "validation_tasks": validation_tasks})
+    tasks, validation_tasks = list(tasks), list(validation_tasks)  # a generator gives its tasks only once
     for _ in push_calls({"validation": validation_tasks, "train": tasks}):
         pass  # what is wrong with a task is said before the model is loaded
     config = _checked(config or JobConfig(), rollout, tasks)
@@ -102,7 +103,7 @@ def train_until_stopped(
     function = None if isinstance(rollout, Play) else rollout
     server = JobThread(config, console, play)
     with console, Interrupts(server.stop) as interrupts:
-        run(play_until_over(server, Rollouts(function, list(tasks), list(validation_tasks), playing)))
+        run(play_until_over(server, Rollouts(function, tasks, validation_tasks, playing)))
         result = server.result()
         console.finished(result.state, result.checkpoint)
     return result, interrupts

@@ -191,7 +191,7 @@ class Grammars:
             if self._server is not None:
                 self._server.close()
             if self._threads is not None:
-                self._threads.shutdown(wait=False, cancel_futures=True)
+                self._threads.shutdown(wait=False)  # what has not begun finds that all is closed, and says so
 
     @property
     def pids(self) -> list[int]:

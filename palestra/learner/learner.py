@@ -61,6 +61,7 @@ class Learner:
         self._saved = 0  # step of the newest checkpoint
         self._save_seconds = 0.0  # of checkpoints that were finished since the last row
         self._wall_before = 0.0
+        self._resumed_step = 0  # the first that this process gathers, of a run that another one began; 0: none
         self._started = time.monotonic()
         self._recent: deque[Mapping[str, float]] = deque(maxlen=RECENT)  # rows of training steps
         self._stopping = asyncio.Event()
@@ -148,6 +149,8 @@ class Learner:
         if state is not None:
             self._progress.step = self._saved = int(state["step"])
             self._wall_before = float(state["wall_seconds"])
+        if known is not None:
+            self._resumed_step = self._progress.step + 1
         if known is not None and not self._config.deterministic:
             incarnation = int(await self._store.meta("incarnation") or 0) + 1
             await self._store.set_meta("incarnation", str(incarnation))
@@ -350,7 +353,8 @@ class Learner:
         """Record a step's metrics, and show them."""
         row["wall_seconds"] = self._wall()
         row["time/checkpoint_seconds"], self._save_seconds = self._save_seconds, 0.0
-        if row.get("time/rollout_seconds"):
+        # Episodes of a step that a restart cut in two were played before, and the time says nothing of them.
+        if row.get("time/rollout_seconds") and step != self._resumed_step:
             tokens = row["rollout/prompt_tokens"] + row["rollout/completion_tokens"]
             row["rollout/tokens_per_second"] = tokens / row["time/rollout_seconds"]
         await self._look_after_health(row)

@@ -125,6 +125,17 @@ def discarded(connection: Connection, kind: EpisodeKind) -> int:
     return int(connection.execute(_COUNT, {"kind": kind, "state": EpisodeState.DISCARDED.value}).scalar_one())
 
 
+def discard_reasons(connection: Connection, kind: EpisodeKind, step: int) -> list[str]:
+    """Return why each discarded episode of a step was discarded, dropped groups included."""
+    wanted = (
+        select(episodes.c.reason)
+        .join(groups, (groups.c.kind == episodes.c.kind) & (groups.c.group_index == episodes.c.group_index))
+        .where(episodes.c.kind == kind, groups.c.step == step, episodes.c.state == EpisodeState.DISCARDED.value)
+        .order_by(episodes.c.group_index, episodes.c.sample_index)
+    )
+    return [reason or "" for reason in connection.execute(wanted).scalars()]
+
+
 def open_groups(connection: Connection, kind: EpisodeKind) -> int:
     """Groups of which an episode may still be completed."""
     states = [state.value for state in OPEN_STATES]

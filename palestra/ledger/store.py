@@ -380,6 +380,10 @@ class RunStore:
         """(settled episodes, all episodes) of the groups of a step that were not dropped."""
         return await self.read(lambda c: groups.settled_of_step(c, kind, step))
 
+    async def discard_reasons(self, kind: EpisodeKind, step: int) -> list[str]:
+        """Return why each discarded episode of a step was discarded, dropped groups included."""
+        return await self.read(lambda c: groups.discard_reasons(c, kind, step))
+
     async def discarded(self, kind: EpisodeKind) -> int:
         """How many episodes of this kind were discarded."""
         return await self.read(lambda c: groups.discarded(c, kind))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -101,9 +102,10 @@ class GroupQueueManager:
             dropped = sum(bucket.record.state is GroupState.DROPPED for bucket in buckets)
             if dropped > 2 * self._config.groups_per_step:
                 lost = self.group_size - self._config.min_group_size
+                why = _most_common(await self._store.discard_reasons("train", step))
                 raise EngineFailure(
-                    f"{dropped} groups of step {step} lost more than {lost} of their episodes; see `palestra episodes` "
-                    "for the reasons"
+                    f"{dropped} groups of step {step} lost more than {lost} of their episodes{why}; see "
+                    "`palestra episodes` for the reasons"
                 )
             ready = [bucket for bucket in buckets if bucket.record.state is GroupState.READY]
             if len(ready) == self._config.groups_per_step:
@@ -157,3 +159,17 @@ class GroupQueueManager:
     async def _stale(self, episode_ids: Sequence[str], oldest: int) -> set[str]:
         """Those with a token that was sampled before version `oldest`."""
         return {name for name, n in (await self._store.oldest_tokens(episode_ids)).items() if n < oldest}
+
+
+def _most_common(reasons: Sequence[str]) -> str:
+    """Return what ended most of the discarded episodes, as a part of a sentence; empty where there are none.
+
+    A reason begins with its kind, such as `not_scored: ...` or the name of an exception.
+    """
+    if not reasons:
+        return ""
+    kinds = Counter(reason.partition(":")[0] for reason in reasons)
+    kind, number = kinds.most_common(1)[0]
+    example = " ".join(next(reason for reason in reasons if reason.partition(":")[0] == kind).split())
+    how = f"were not scored: {example.partition(': ')[2]}" if kind == "not_scored" else f"failed: {example}"
+    return f"; {number} of {len(reasons)} discarded episodes {how:.200}"

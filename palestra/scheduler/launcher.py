@@ -57,7 +57,9 @@ def ending_of(error: BaseException) -> Ending:
             return Ending.LOST
         if isinstance(cause, MemoryError) or (isinstance(cause, OSError) and cause.errno in MACHINE_ERRORS):
             return Ending.LOST
-        if isinstance(cause, sqlite3.OperationalError) and cause.sqlite_errorcode & 0xFF in SQLITE_MACHINE_ERRORS:
+        # Python's own error, about text that is no UTF-8, has no code: the file is damaged.
+        code = getattr(cause, "sqlite_errorcode", None)
+        if isinstance(cause, sqlite3.OperationalError) and code is not None and code & 0xFF in SQLITE_MACHINE_ERRORS:
             return Ending.LOST
         cause = cause.__cause__ or cause.__context__
     return Ending.FAILED

@@ -32,7 +32,7 @@ from palestra.scheduler.fitting import (
     devices_for,
     reserve,
 )
-from palestra.scheduler.reasons import Shortage, behind, sizes_of, too_large
+from palestra.scheduler.reasons import Shortage, behind, name_of, sizes_of, too_large
 from palestra.scheduler.tenants import Account, Claim, Quota
 from palestra.scheduler.turns import Line, Turn, WaitingJob, in_order
 
@@ -141,7 +141,7 @@ class _Call:
         self._waiting[job.job_id] = self._behind(turn, needs) if reason is None else reason
         self._turns.append(turn)
         if account.claim is None and self._reachable(needs) and account.will_allow(needs):
-            account.claim = Claim(job.job_id, (*needs, 1))
+            account.claim = Claim(name_of(job), (*needs, 1))
 
     def decision(self) -> Decision:
         """What was decided."""
@@ -168,7 +168,7 @@ class _Call:
             return obstacle
         if claim := account.disturbs(needs):
             self._held = True
-            return f"behind job {claim.job_id}: the quota of tenant {account.tenant} is kept for it"
+            return f"behind {claim.name}: the quota of tenant {account.tenant} is kept for it"
         if self._best_fit(needs) is None:
             self._short.append((turn.job_id, needs))
             self._keep_node(turn, needs)

@@ -8,7 +8,7 @@ from itertools import islice
 
 from palestra.scheduler.fitting import Amounts, Node, NodeRoom, counted
 from palestra.scheduler.tenants import CPUS, GPUS, MEMORY, UNITS, Account, Quota, told, told_needs, told_one
-from palestra.scheduler.turns import Turn
+from palestra.scheduler.turns import Turn, WaitingJob
 from palestra.schemas.jobs import SHARES, Resources
 
 SHOWN = 3  # nodes that are named
@@ -41,12 +41,14 @@ def too_large(needs: Amounts, sizes: Sequence[Amounts]) -> str | None:
     return f"needs {told_needs(needs)} on one node; the nearest has {told_needs(nearest)}"
 
 
+def name_of(job: WaitingJob) -> str:
+    """Return what other users of a job's tenant are told of it."""
+    return "a private job" if job.private else f"job {job.job_id}"
+
+
 def behind(turn: Turn, first: Turn, node_id: str | None) -> str:
     """A job would fit, but another one is first; `node_id` is the node that is kept for that one."""
-    ours = turn.line is first.line
-    name = "a job of another tenant"
-    if ours:
-        name = "a private job" if first.job.private else f"job {first.job_id}"
+    name = name_of(first.job) if turn.line is first.line else "a job of another tenant"
     if first.below_overdue == 0:
         text = f"behind {name} that has waited for too long"
     elif first.job.priority == turn.job.priority:

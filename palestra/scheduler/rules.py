@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -18,6 +19,7 @@ from palestra.errors import ConfigError
 DAY, WEEK = 86_400, 604_800  # seconds
 HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
 OPEN_EPISODES = "rollout.group_size x groups_per_step x (1 + max_staleness)"
+TIME_LIMIT = "time_limit_seconds"  # of a job, beside its configuration; no cap unless the operator sets one
 _SETTINGS = "environment.settings.*"
 
 CAPS: Mapping[str, float] = {
@@ -105,6 +107,25 @@ class Rules:
                     "ask its operator for more"
                 )
 
+    def time_limit(self, asked: float | None) -> float | None:
+        """Return the time limit of a job: what was asked for, and the operator's cap where nothing was.
+
+        Args:
+            asked: seconds; None: any time.
+
+        Raises:
+            ConfigError: it is over the cap.
+        """
+        most = self.caps.get(TIME_LIMIT, math.inf)
+        if asked is None:
+            return None if most == math.inf else most
+        if asked > most:
+            raise ConfigError(
+                f"{TIME_LIMIT} is {_told(asked)}, and this service allows at most {_told(most)}; lower it, or ask its "
+                "operator for more"
+            )
+        return asked
+
     def weights(self, model: str) -> str | None:
         """Return where a model of the operator's list is: a folder, or a name of the hub. None: it is where it says.
 
@@ -143,7 +164,7 @@ def load_rules(path: Path) -> Rules:
         raise ConfigError(f"{path}: hub_models is true or false, [models] and [caps] are tables")
     caps = dict(CAPS)
     for key, value in _flat(given, ""):
-        _require_known(path, key, tuple(CAPS))
+        _require_known(path, key, (*CAPS, TIME_LIMIT))
         caps[key] = _cap(path, key, value)
     return Rules(caps=caps, models={name: _place(path, name, place) for name, place in models.items()}, hub_models=hub)
 

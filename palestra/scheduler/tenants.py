@@ -40,7 +40,7 @@ class Quota:
 class Claim(NamedTuple):
     """The first job of a tenant that could not start; its part of the quota is kept for it."""
 
-    job_id: str
+    name: str  # what other users of the tenant are told of it
     needs: tuple[int, ...]  # in the order of KINDS
 
 

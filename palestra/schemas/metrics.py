@@ -91,7 +91,12 @@ METRICS = (
     Metric("rollout/reused_tokens", "tokens", "Prompt tokens that an earlier call of the episode has, too."),
     Metric("rollout/completion_tokens", "tokens", "Sampled tokens of all calls of the batch."),
     Metric("rollout/truncated_share", "ratio", "Share of calls that ended at max_tokens."),
-    Metric("rollout/tokens_per_second", "tokens/s", "Prompt and completion tokens / time/rollout_seconds."),
+    Metric(
+        "rollout/tokens_per_second",
+        "tokens/s",
+        "Prompt and completion tokens / time/rollout_seconds. "
+        "Left out of the first step after a restart, which others may have played in part.",
+    ),
     Metric(
         "rollout/staleness_max",
         "versions",

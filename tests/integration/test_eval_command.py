@@ -35,6 +35,13 @@ def tasks(folder, *texts: str) -> str:
     return "tasks.jsonl"
 
 
+@pytest.mark.parametrize("number", ["0", "-1"])
+def test_that_nothing_is_played_at_the_same_time_is_refused(folder, number):
+    names = tasks(folder, "question")
+    options = ("--rollout", "agent.py:rollout", f"--concurrency={number}", *SCRIPTED)
+    refused(palestra("eval", "tiny-random", names, *options), "--concurrency")
+
+
 def test_every_task_is_scored_once_and_greedily(folder):
     names = tasks(folder, *[f"question {n}" for n in range(7)])
     kept = folder / "kept"

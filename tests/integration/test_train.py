@@ -48,6 +48,13 @@ def test_trains_saves_and_reports(tmp_path):
     assert (tmp_path / "run" / "curve.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_tasks_that_can_be_read_only_once_are_not_lost_to_the_check(tmp_path):
+    settings = config(tmp_path / "run", steps=1, engine={"kind": "scripted"})
+    tasks, held = (task for task in TASKS), (task for task in TASKS[:2])
+    result = palestra.train(lambda task, policy: 1.0, tasks, settings, validation_tasks=held, quiet=True)
+    assert (result.state, result.metrics[-1]["validation/total"]) == ("completed", 2)
+
+
 def test_the_checkpoint_loads_in_transformers_and_differs_from_the_start(tmp_path):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

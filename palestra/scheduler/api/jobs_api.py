@@ -35,6 +35,7 @@ AS_IT_COMES = {"cache-control": "no-store", "x-accel-buffering": "no"}  # no pro
 def add_job_routes(app: FastAPI, plane: ControlPlane) -> None:
     """Submit, look, cancel."""
     store, scheduler = plane.store, plane.scheduler
+    rotating = asyncio.Lock()  # secret and key are two files; those of two changes at once would not fit together
 
     def view(job: JobRecord) -> JobView:
         waits = scheduler.waiting.get(job.job_id) if job.state is JobState.QUEUED else None
@@ -109,7 +110,7 @@ def add_job_routes(app: FastAPI, plane: ControlPlane) -> None:
             attached=job.attached,
             private=job.private,
             restarts_limit=job.restarts_limit,
-            time_limit_seconds=job.time_limit_seconds,
+            time_limit_seconds=plane.rules.time_limit(job.time_limit_seconds),
             from_job=job.from_job,
             from_step=job.from_step,
         )
@@ -122,7 +123,8 @@ def add_job_routes(app: FastAPI, plane: ControlPlane) -> None:
         """Another key for its data plane. Those of before, of the job and of its episodes, open nothing any more."""
         job = await plane.job(by, job_id, Action.JOB_ROTATE_KEY)
         run = scheduler.folder_of(job_id) / RUN
-        key = await asyncio.to_thread(rotate_keys, run, parse_config(job.config).name)
+        async with rotating:
+            key = await asyncio.to_thread(rotate_keys, run, parse_config(job.config).name)
         await store.append_audit(by.tenant, by.user, by.key_id, Action.JOB_ROTATE_KEY.value, job_id, "ok")
         return JobKeyView(api_key=key)
 

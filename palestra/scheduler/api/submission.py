@@ -46,7 +46,7 @@ async def request_of(plane: ControlPlane, body: SubmitJob, by: Identity) -> JobR
         attached=body.attached,
         private=await _private(plane, body, by, source),
         restarts_limit=body.restarts,
-        time_limit_seconds=body.time_limit_seconds,
+        time_limit_seconds=plane.rules.time_limit(body.time_limit_seconds),
         from_job=body.from_job,
         from_step=step,
         from_newest=body.from_step is None and source is not None,

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
+from palestra.cluster import run_dir
 from palestra.cluster.local import local_job
 from palestra.cluster.run_dir import resolve_run_dir
 from palestra.cluster.tasks import read_tasks
@@ -46,6 +48,50 @@ def test_a_folder_that_was_named_is_never_used_twice_by_mistake(tmp_path):
     assert resolve_run_dir(config, True).folder == tmp_path / "r"
     with pytest.raises(ConfigError, match="add --resume"):
         resolve_run_dir(config, False)
+
+
+def test_a_start_that_fails_removes_no_run_that_another_process_made_before_it_got_the_lock(tmp_path, monkeypatch):
+    folder, lock = tmp_path / "runs" / "x", run_dir._locked
+
+    def late(folder):
+        run_in(folder)
+        return lock(folder)
+
+    monkeypatch.setattr(run_dir, "_locked", late)
+    with pytest.raises(ZeroDivisionError), run_dir.starting_in(folder):
+        raise ZeroDivisionError
+    assert (folder / "run.db").exists()
+
+
+def test_a_start_that_fails_leaves_no_folder_behind(tmp_path):
+    with run_dir.starting_in(tmp_path / "runs" / "x"):
+        (tmp_path / "runs" / "x" / "run.db").touch()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_start_that_fails_keeps_others_out_until_it_has_removed_all_that_it_made(tmp_path, monkeypatch):
+    removed, unlink = [], Path.unlink
+
+    def watched(path, missing_ok=False):
+        removed.append(path.name)
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", watched)
+    with run_dir.starting_in(tmp_path / "runs" / "x"):
+        (tmp_path / "runs" / "x" / "run.db").touch()
+    assert "run.db" in removed
+    assert removed[-1] == ".lock"
+
+
+def test_a_folder_below_one_that_was_deleted_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with (
+        pytest.raises(ConfigError, match=r"^runs/x can't be used as a run's folder"),
+        run_dir.starting_in(Path("runs/x")),
+    ):
+        pass
 
 
 def test_tasks_are_read_one_a_line(tmp_path):

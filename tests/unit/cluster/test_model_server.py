@@ -7,10 +7,11 @@ import threading
 
 import pytest
 
-from palestra.cluster import model_server
+from palestra.cluster import job_thread, model_server
 from palestra.cluster.model_server import ModelServer
 from palestra.errors import EngineFailure, PalestraError, ServerFailed, StoreError
 from palestra.scheduler.launcher import ENDED_FILE, LOG_FILE, Ended, Ending, ending_of, read_ended, write_ended
+from palestra.trainer.checkpoint import newest_path
 
 GAMES = {
     "steps": 1,
@@ -104,6 +105,27 @@ async def test_a_model_that_is_no_folder_is_not_looked_for_in_one(server, tmp_pa
         await server.start(config, str(tmp_path / "job"), "127.0.0.1")
 
 
+async def test_a_job_answers_while_the_hashes_of_its_checkpoint_are_looked_at(server, tmp_path, monkeypatch):
+    """A scheduler that stops it would else take it for stuck, and kill it."""
+    looking, go = threading.Event(), threading.Event()
+
+    def slow(folder):
+        looking.set()
+        assert go.wait(60)
+        return newest_path(folder)
+
+    monkeypatch.setattr(job_thread, "newest_path", slow)
+    await server.start(GAMES, str(tmp_path), "127.0.0.1")
+    ending = asyncio.ensure_future(server.ended())
+    assert await asyncio.to_thread(looking.wait, 60)
+    try:
+        async with asyncio.timeout(10):
+            await server.answer()
+    finally:
+        go.set()
+    assert (await ending).ending is Ending.COMPLETED
+
+
 @pytest.mark.parametrize(
     ("error", "ending"),
     [
@@ -138,6 +160,11 @@ def test_a_full_disk_of_sqlite_loses_a_job_and_a_damaged_file_fails_it(tmp_path)
         damaged.execute("SELECT * FROM t")
     damaged.close()
     assert (ending_of(full.value), ending_of(broken.value)) == (Ending.LOST, Ending.FAILED)
+    memory = sqlite3.connect(":memory:")
+    with pytest.raises(sqlite3.OperationalError) as garbled:  # Python's own error has no code
+        memory.execute("SELECT CAST(x'ff' AS TEXT)").fetchall()
+    memory.close()
+    assert ending_of(garbled.value) is Ending.FAILED
 
 
 async def test_a_disk_that_is_full_at_the_start_loses_the_job(server, tmp_path, monkeypatch):

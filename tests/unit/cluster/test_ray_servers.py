@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -63,3 +64,26 @@ async def test_every_answer_to_a_ping_is_heard_until_the_server_is_silent():
 
     await ray_servers._until_silent(ping, 0.01, 0.03, heard.append)
     assert heard == [12.5, None, 7.0]
+
+
+@pytest.mark.parametrize(
+    ("answers", "grace", "ended", "said"),
+    [
+        (True, 60.0, True, None),
+        (True, 0.05, False, "it took over 0.05 s to end"),
+        (False, 60.0, False, "it did not answer for 0.05 s"),
+    ],
+)
+async def test_why_a_job_that_is_to_end_is_not_waited_for_any_longer(monkeypatch, answers, grace, ended, said):
+    class Method:
+        def __init__(self, returns: bool) -> None:
+            self.returns = returns
+
+        async def remote(self) -> None:
+            if not self.returns:
+                await asyncio.Event().wait()
+
+    actor = SimpleNamespace(stop=Method(answers), ended=Method(ended), answer=Method(answers))
+    monkeypatch.setattr(ray_servers, "STUCK_SECONDS", 0.05)
+    async with asyncio.timeout(30):
+        assert await ray_servers._stopped(actor, grace) == said

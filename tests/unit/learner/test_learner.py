@@ -109,6 +109,16 @@ async def test_a_job_that_is_stopped_saves_and_goes_on_to_the_same_end(tmp_path)
     assert second.progress.version == "0.3"
 
 
+async def test_the_rate_of_a_step_that_a_restart_may_have_cut_in_two_is_left_out(tmp_path):
+    """Its episodes may have been played before: the time that this process waited for them says nothing of them."""
+    first = ScriptedJob(tmp_path, config())
+    first.on_event = lambda kind, data: first.learner.stop() if (kind, data.get("step")) == ("step", 1.0) else None
+    await first.run()
+    await ScriptedJob(tmp_path, config()).run()
+    found = ["rollout/tokens_per_second" in row for row in rows(tmp_path)]
+    assert found == [False, True, False, True]
+
+
 @pytest.mark.parametrize("problem", [None, "the disk is full"])
 async def test_an_error_while_a_checkpoint_is_written_waits_for_it_and_tells_if_that_failed_too(
     tmp_path, caplog, problem

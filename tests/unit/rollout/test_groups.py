@@ -87,6 +87,26 @@ async def test_where_group_after_group_fails_the_job_says_so_and_does_not_go_on_
     assert await store.next_group_index("train") in (5, 6)
 
 
+@pytest.mark.parametrize(
+    ("reasons", "said"),
+    [
+        (["not_scored: step returned None for its reward"], "6 of 6 discarded episodes were not scored: step returned"),
+        (["KeyError: 'a' (agent.py:3, in rollout)", "KeyError: 'b'", "not_scored: None"], "4 of 6 discarded episodes"),
+        (["given back by its worker"], "6 of 6 discarded episodes failed: given back by its worker"),
+    ],
+)
+async def test_the_reason_that_most_of_the_lost_episodes_have_is_named(store, reasons, said):
+    limited = CONFIG.model_copy(update={"groups_per_step": 1, "max_open_buckets": 1, "group_size": 2})
+    gathering = asyncio.ensure_future(GroupQueueManager(store, limited, ORDER.task).gather(1, 1, 0))
+    for number in range(6):  # three groups of two
+        while (claim := await store.claim("w", f"c{number}", None)) is None:
+            await asyncio.sleep(0)
+        reason = reasons[number % len(reasons)]
+        await store.abort(claim.episode.episode_id, claim.episode.fence, reason, discard=True)
+    with pytest.raises(EngineFailure, match=said):
+        await asyncio.wait_for(gathering, 10)
+
+
 async def test_what_was_handed_in_before_a_restart_is_used(store):
     players = Players(store)
     first = asyncio.ensure_future(gather(store, 1))

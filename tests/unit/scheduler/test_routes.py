@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 
 import httpx2
 import pytest
@@ -11,7 +13,7 @@ from fastapi.routing import APIRoute
 from palestra.errors import Unauthorized
 from palestra.gateway import KeyRing
 from palestra.gateway.key_files import SecretFile, write_private
-from palestra.scheduler.api import PUBLIC, create_control_app
+from palestra.scheduler.api import PUBLIC, create_control_app, jobs_api
 from palestra.scheduler.permissions import PERMISSIONS, Role
 from unit.scheduler.building import submit
 
@@ -214,6 +216,27 @@ async def test_a_job_gets_another_key_and_that_of_before_is_void(plane):
             with pytest.raises(Unauthorized):
                 ring.check(void)
         assert KeyRing(SecretFile(run).current, "sums").job_key == new  # after a restart, too
+
+
+async def test_the_keys_of_a_job_are_changed_one_after_another(plane, monkeypatch):
+    """Secret and key are two files: those of two changes at the same time might not fit together."""
+    admin = (await plane.administration.first_start()).secret
+    busy, overlapped = threading.Lock(), []
+
+    def slow(run, name):
+        overlapped.append(not busy.acquire(blocking=False))
+        time.sleep(0.05)
+        if not overlapped[-1]:
+            busy.release()
+        return "pj-new"
+
+    monkeypatch.setattr(jobs_api, "rotate_keys", slow)
+    async with client(plane) as http:
+        headers = {"authorization": f"Bearer {admin}"}
+        job = (await http.post("/jobs", json={"config": {}}, headers=headers)).json()["job_id"]
+        answers = [http.post(f"/jobs/{job}/rotate-key", headers=headers) for _ in range(3)]
+        assert [answer.status_code for answer in await asyncio.gather(*answers)] == [200] * 3
+    assert overlapped == [False] * 3
 
 
 async def test_a_key_that_sends_too_much_is_told_when_to_come_again(plane):

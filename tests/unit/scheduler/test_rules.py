@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from palestra.config import parse_config
 from palestra.errors import ConfigError
-from palestra.scheduler.rules import CAPS, EXEMPT, OPEN_EPISODES, Rules, load_rules, numeric_keys
+from palestra.scheduler.rules import CAPS, EXEMPT, OPEN_EPISODES, TIME_LIMIT, Rules, load_rules, numeric_keys
 from palestra.schemas.states import JobState
 from unit.scheduler.launching import FakeLauncher
 from unit.scheduler.scheduling import in_state, scheduling, submit, until
@@ -65,6 +67,30 @@ async def test_a_job_that_was_taken_before_a_cap_was_lowered_is_not_taken_again(
     answer = await http.post(f"/jobs/{job}/resubmit")
     assert answer.status_code == 400
     assert "steps is 50" in answer.json()["error"]["message"]
+
+
+async def test_no_job_runs_for_longer_than_the_operator_allows(http, plane):
+    body = {"config": {}, "time_limit_seconds": 7200}
+    free = (await http.post("/jobs", json=body)).json()
+    assert free["time_limit_seconds"] == 7200
+    assert (await http.post("/jobs", json={"config": {}})).json()["time_limit_seconds"] is None
+    object.__setattr__(plane, "rules", Rules(caps={**CAPS, TIME_LIMIT: 3600}))
+    for answer in (await http.post("/jobs", json=body), await http.post(f"/jobs/{free['job_id']}/resubmit")):
+        assert answer.status_code == 400, answer.text
+        assert "time_limit_seconds is 7,200, and this service allows at most 3,600" in answer.json()["error"]["message"]
+    for asked, given in ((60, 60), (3600, 3600), (None, 3600)):
+        job = (await http.post("/jobs", json=body | {"time_limit_seconds": asked})).json()
+        assert job["time_limit_seconds"] == given
+        again = (await http.post(f"/jobs/{job['job_id']}/resubmit")).json()
+        assert again["time_limit_seconds"] == given
+
+
+@pytest.mark.parametrize(("value", "most"), [("3600", 3600), ("'none'", math.inf)])
+def test_the_longest_time_limit_is_a_cap_of_the_rules(tmp_path, value, most):
+    (tmp_path / "rules.toml").write_text(f"[caps]\ntime_limit_seconds = {value}\n")
+    rules = load_rules(tmp_path / "rules.toml")
+    assert rules.caps == {**CAPS, TIME_LIMIT: most}
+    assert rules.time_limit(None) == (None if most == math.inf else most)
 
 
 def test_an_operator_changes_caps_and_names_models(tmp_path):
