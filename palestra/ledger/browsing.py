@@ -12,12 +12,12 @@ from typing import Any
 import orjson
 from sqlalchemy import Connection, func, select
 
+from palestra.database.sqlite import open_engine
 from palestra.errors import PalestraError
-from palestra.ledger.chats import trajectories
+from palestra.ledger.calls import read_trajectory
 from palestra.ledger.codec import fork_of, unpack
 from palestra.ledger.damage import store_error
 from palestra.ledger.tables import chats, episodes, manifests
-from palestra.ledger.writer import open_engine
 from palestra.schemas.forks import ForkReason
 from palestra.schemas.records import Trajectory
 
@@ -90,7 +90,7 @@ def read_episode(connection: Connection, episode_id: str) -> EpisodeView:
     Raises:
         NotFound: no such episode.
     """
-    found = trajectories(connection, [episode_id])[0]
+    found = read_trajectory(connection, episode_id)
     step = connection.execute(
         select(manifests.c.step).where(manifests.c.episode_ids.contains(f'"{episode_id}"'))
     ).scalar()
