@@ -26,11 +26,11 @@ from palestra.chat import ByteTokenizer, ChatMLRenderer
 from palestra.config import PolicyConfig, RolloutConfig, StoreConfig
 from palestra.envs import ConcurrentEnvironment
 from palestra.inference.scripted import ScriptedEngine
-from palestra.ledger import RunStore
+from palestra.ledger import open_run_store
 from palestra.rollout import Collected, Play, RolloutOrchestrator, Runner
 from palestra.schemas.messages import ChatMessage, text_message
 from palestra.schemas.observations import Observation
-from palestra.schemas.records import Claim, Task, Trajectory
+from palestra.schemas.records import Episode, Task, Trajectory
 from palestra.session import PolicyRuntime, SessionContext, Sessions
 from palestra.trajectory import TokenTrie, rows_of
 
@@ -73,7 +73,7 @@ def sessions_on_disk(synchronous: str, slots: int) -> Iterator[Sessions]:
     )
     with (
         tempfile.TemporaryDirectory(prefix="bench-", dir=ROOT / "runs") as folder,
-        RunStore(
+        open_run_store(
             Path(folder) / "run.db",
             RolloutConfig(lease_seconds=600.0),
             StoreConfig.model_validate({"synchronous": synchronous}),
@@ -87,22 +87,22 @@ async def register(sessions: Sessions, work: Workload) -> None:
     """An episode for each row of the table; not timed."""
     for number, sleeps in enumerate(work.sleeps()):
         task = Task(task_id=f"t{number}", data={"sleeps": sleeps})
-        await sessions.context.store.register_group("train", number, 1, task, 1)
+        await sessions.context.store.groups.register("train", number, 1, task, 1)
 
 
 async def play(sessions: Sessions, work: Workload) -> int:
     """Play all; returns how many trajectories became the rows that they should."""
     store, runner = sessions.context.store, Runner(sessions, Play(environment=Sleeping))
 
-    async def claims() -> AsyncIterator[Claim]:
+    async def claims() -> AsyncIterator[Episode]:
         """As many at once as there are slots, at first; later a few."""
         count = work.slots
-        while found := await store.claim_many("bench", uuid.uuid4().hex, count):
+        while found := await store.episodes.claim_many("bench", uuid.uuid4().hex, count):
             for claim in found:
                 yield claim
             count = BATCH
 
-    orchestrator: RolloutOrchestrator[Claim, Collected] = RolloutOrchestrator(
+    orchestrator: RolloutOrchestrator[Episode, Collected] = RolloutOrchestrator(
         runner.play_claim, max_concurrency=work.slots
     )
     playing = asyncio.create_task(orchestrator.run_producers_from_stream(claims()))
@@ -111,8 +111,8 @@ async def play(sessions: Sessions, work: Workload) -> int:
         for outcome in outcomes:
             if outcome.error is not None:
                 raise outcome.error
-        names = [outcome.work.episode.episode_id for outcome in outcomes]
-        right += sum(map(merged, await store.trajectories(names)))
+        names = [outcome.work.episode_id for outcome in outcomes]
+        right += sum(map(merged, await store.calls.trajectories(names)))
     await playing
     return right
 

@@ -33,7 +33,7 @@ from palestra.client import Worker
 from palestra.client.control import OVER, ControlClient, Job
 from palestra.cluster.ray_cluster import stop_local
 from palestra.config.job import RolloutConfig, StoreConfig
-from palestra.ledger.store import RunStore
+from palestra.ledger import RunStore, open_run_store
 from palestra.ledger.tables import episodes
 from palestra.schemas.records import Task
 from palestra.schemas.states import EpisodeState
@@ -247,7 +247,7 @@ def claims_among(stored: int) -> dict[str, Any]:
     (ROOT / "runs").mkdir(exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="bench-", dir=ROOT / "runs"))
     try:
-        with RunStore(folder / "run.db", RolloutConfig(), StoreConfig()) as store:
+        with open_run_store(folder / "run.db", RolloutConfig(), StoreConfig()) as store:
             return asyncio.run(_claims(store, stored))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -257,17 +257,17 @@ async def _claims(store: RunStore, stored: int) -> dict[str, Any]:
     size = min(GROUP, stored)
     for number in range(stored // size):
         task = Task(task_id=f"t{number}", data={"question": f"What is {number} + {number}?"})
-        await store.register_group("train", number, number // 8 + 1, task, size)
+        await store.groups.register("train", number, number // 8 + 1, task, size)
     last_groups = stored // size - min(OPEN, stored) // size
     over = sa.update(episodes).where(episodes.c.group_index < last_groups).values(state=EpisodeState.COMPLETED.value)
-    await store.write(lambda c: c.execute(over).rowcount)
+    await store.db.write(lambda c: c.execute(over).rowcount)
     for number in range(50):  # warm
-        await store.claim("worker", f"warm-{number}", None)
+        await store.episodes.claim("worker", f"warm-{number}", None)
     seconds = []
     cpu = time.process_time()
     for number in range(CLAIMS):
         begin = time.perf_counter()
-        claimed = await store.claim("worker", f"claim-{number}", None)
+        claimed = await store.episodes.claim("worker", f"claim-{number}", None)
         seconds.append(time.perf_counter() - begin)
         if claimed is None:
             raise BenchError("there was nothing left to claim")

@@ -166,8 +166,8 @@ class Console:
             ]
         )
         parts += [f"calls {job.plane.sessions.in_flight:,} in flight", f"{context.rate.per_second:,.0f} tok/s"]
-        if store.recent_reward is not None:
-            parts.append(f"reward {store.recent_reward:.2f} (last {len(store.recent_rewards)})")
+        if store.episodes.recent_reward is not None:
+            parts.append(f"reward {store.episodes.recent_reward:.2f} (last {len(store.episodes.recent_rewards)})")
         found = context.times.seconds
         seconds = {state: found.get(state, 0.0) for state in SHOWN_STATES}
         whole = sum(seconds.values())

@@ -135,7 +135,7 @@ class JobThread:
             self._result = TrainResult(
                 state=job.progress.state.value,
                 run_dir=job.folder.path,
-                metrics=await job.plane.store.metrics(),
+                metrics=await job.plane.store.log.metrics(),
                 # In a thread: whoever stops the job asks whether its event loop answers, and hashes may take long.
                 checkpoint=await asyncio.to_thread(newest_path, job.folder.checkpoints),
             )
@@ -143,10 +143,10 @@ class JobThread:
 
 async def _give_back_of_before(job: LocalJob) -> None:
     """Give back what the process before this one was playing with a rollout function: it need not wait for a lease."""
-    store = job.plane.store
-    for episode in await store.claimed_by(OWN_WORKER):
+    episodes = job.plane.store.episodes
+    for episode in await episodes.claimed_by(OWN_WORKER):
         reason = "cancelled: the job was started anew"
-        await store.abort(episode.episode_id, episode.fence, reason, discard=False, counts=False)
+        await episodes.abort(episode.episode_id, episode.fence, reason, discard=False, counts=False)
 
 
 def _from_other_thread(target: asyncio.Future[Any] | asyncio.Event) -> Callable[[Any], None]:

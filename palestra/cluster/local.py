@@ -31,7 +31,7 @@ from palestra.gateway import DataPlane, KeyRing, create_app
 from palestra.gateway.http_server import listen, served, url_of
 from palestra.gateway.key_files import API_KEY, SecretFile, write_private
 from palestra.learner import Learner, RunFolder
-from palestra.ledger import RunStore
+from palestra.ledger import RunStore, open_run_store
 from palestra.rollout import Play, RolloutSyncLock, Runner, RunnerPool
 from palestra.schemas.progress import Collected, Collecting, JobProgress
 from palestra.schemas.protocols import Engine
@@ -117,18 +117,20 @@ class LocalJob:
 
     async def _store_lost(self) -> None:
         """Fail the job whose file was deleted: what it is told would be lost."""
-        raise await self.plane.store.lost()
+        raise await self.plane.store.db.lost()
 
     async def _failed(self, error: PalestraError) -> None:
         try:
-            await self.plane.store.add_event("failed", {"reason": str(error)})  # first: who follows hears the reason
+            await self.plane.store.log.add_event(
+                "failed", {"reason": str(error)}
+            )  # first: who follows hears the reason
         except StoreError as unrecorded:  # a full disk, perhaps, or the very reason why it failed
             if str(unrecorded) != str(error):
                 log.error("why the job failed could not be recorded: %s", unrecorded)
         finally:
             if not self.progress.over:
                 self.progress.move(JobState.FAILED, str(error))
-            self.plane.store.available.ring()
+            self.plane.store.episodes.available.notify()
 
     async def linger(self) -> None:
         """Let workers that are still there hear that the job is over, for a while."""
@@ -174,11 +176,10 @@ async def local_job(
             config = config.with_max_context(parts.max_context)
         if resumed:
             await parts.engine.pause()  # until the learner has given it the weights that the run had come to
-        store = stack.enter_context(RunStore(folder.store, config.rollout, config.store))
-        store.policy_name = config.policy_name
+        store = stack.enter_context(open_run_store(folder.store, config.rollout, config.store))
         try:
             if scored is None:
-                await load_tasks(store, config, tasks)
+                await load_tasks(store.tasks, config, tasks)
             fault_point("during_start")
             runtime = PolicyRuntime(
                 config=config.policy,
@@ -216,7 +217,7 @@ async def local_job(
             if scored is not None:
                 work = Scoring(config, store, parts.engine, folder, progress, scored)
             elif parts.trainer is None:
-                work = Serving(config, store, folder, progress, report, context.counts)
+                work = Serving(config, store.log, folder, progress, report, context.counts)
             else:
                 work = Learner(config, store, parts.trainer, parts.engine, folder, progress, report, lock)
             async with served(create_app(plane), listener, plane.stop, plane.connections), _watched(store, progress):
@@ -268,9 +269,9 @@ async def _watched(store: RunStore, progress: JobProgress) -> AsyncIterator[None
         while True:
             await asyncio.sleep(0.5)
             try:
-                await store.expire_leases()
-                if counted != (store.commits, progress.collecting):
-                    counted = (store.commits, progress.collecting)
+                await store.episodes.expire_leases()
+                if counted != (store.db.commits, progress.collecting):
+                    counted = (store.db.commits, progress.collecting)
                     await _count(store, progress)
                 said = ""
             except Exception as error:  # noqa: BLE001 - a full disk, perhaps; when there is room, leases run out again
@@ -288,9 +289,9 @@ async def _watched(store: RunStore, progress: JobProgress) -> AsyncIterator[None
 
 async def _count(store: RunStore, progress: JobProgress) -> None:
     """Bring the numbers of episodes up to date."""
-    progress.episodes = await store.counts()
+    progress.episodes = await store.episodes.counts()
     if (wanted := progress.collecting) is not None:
-        found = Collected(*await store.settled_of_step(wanted.kind, wanted.step))
+        found = Collected(*await store.groups.settled_of_step(wanted.kind, wanted.step))
         if progress.collecting == wanted:  # the same phase as before the query
             progress.collected = found
 

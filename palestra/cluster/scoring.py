@@ -41,7 +41,7 @@ class Scoring:
         await self._engine.resume()
         self._progress.move(JobState.RUNNING)
         self._progress.enter("evaluating", Collecting("validation", 0))
-        scoring = asyncio.ensure_future(evaluate(self._store, self._tasks, 0))
+        scoring = asyncio.ensure_future(evaluate(self._store.groups, self._tasks, 0))
         stopping = asyncio.ensure_future(self._stopping.wait())
         try:
             await asyncio.wait((scoring, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -51,4 +51,4 @@ class Scoring:
         finally:
             scoring.cancel()
             stopping.cancel()
-            self._store.available.ring()
+            self._store.episodes.available.notify()

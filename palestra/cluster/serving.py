@@ -9,7 +9,7 @@ from typing import Any
 from palestra.config import JobConfig
 from palestra.errors import ConfigError
 from palestra.learner import RunFolder
-from palestra.ledger import RunStore
+from palestra.ledger import RunLog
 from palestra.schemas.progress import JobProgress
 from palestra.schemas.states import JobState
 
@@ -23,14 +23,14 @@ class Serving:
     def __init__(
         self,
         config: JobConfig,
-        store: RunStore,
+        run_log: RunLog,
         folder: RunFolder,
         progress: JobProgress,
         report: Report,
         counts: Mapping[str, int],
     ) -> None:
         """`report` is told of every event, as it is recorded; `counts` are those of `SessionContext`."""
-        self._config, self._store, self._folder, self._progress, self._report = config, store, folder, progress, report
+        self._config, self._log, self._folder, self._progress, self._report = config, run_log, folder, progress, report
         self._counts = counts
         self._stopping = asyncio.Event()
 
@@ -44,7 +44,7 @@ class Serving:
         Raises:
             ConfigError: the folder has a run that trains.
         """
-        if await self._store.meta("config_digest") is not None:
+        if await self._log.fact("config_digest") is not None:
             raise ConfigError(
                 f"the run in {self._folder.path} trains a model; to serve it, name its checkpoint in "
                 "policies.*.model, and choose another run_dir"
@@ -59,5 +59,5 @@ class Serving:
         self._progress.move(JobState.COMPLETED)
 
     async def _event(self, kind: str, data: dict[str, Any]) -> None:
-        await self._store.add_event(kind, data)
+        await self._log.add_event(kind, data)
         self._report(kind, data)

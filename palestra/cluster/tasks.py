@@ -12,7 +12,7 @@ from palestra.config import JobConfig
 from palestra.envs.catalog import catalog_entry
 from palestra.envs.splits import Split
 from palestra.errors import ConfigError
-from palestra.ledger import RunStore
+from palestra.ledger import Tasks
 from palestra.schemas.records import Task
 from palestra.schemas.wire import TaskBody, task_id_of
 
@@ -20,26 +20,29 @@ Files = dict[Split, tuple[Path, list[Task]]]  # by split: the file, and its task
 ENVELOPE = 1000  # bytes of a body around a single task, its name included
 
 
-async def load_tasks(store: RunStore, config: JobConfig, read: Files | None = None) -> None:
+async def load_tasks(known: Tasks, config: JobConfig, read: Files | None = None) -> None:
     """Store the tasks of files, or those that the environment makes, if the job names any.
 
-    `read` is what `read_files` found, where that was called before.
+    Args:
+        known: the tasks of the job's store.
+        config: of the job.
+        read: what `read_files` found; None: the files are read now.
     """
-    if config.kind == "inference" or await store.tasks_sealed():
+    if config.kind == "inference" or await known.sealed():
         return
     environment = config.environment
     if config.tasks.train is not None:
         for split, (path, tasks) in (read or read_files(config)).items():
-            await store.push_tasks(split, tasks, f"file {path.name}")
+            await known.push(split, tasks, f"file {path.name}")
     elif environment.name is not None:
         generate = catalog_entry(environment.name).generate
         counts: dict[Split, int] = {"validation": environment.validation_tasks, "train": environment.train_tasks}
         for split, count in counts.items():
             made = generate(split, count, config.seed) if count else []
-            await store.push_tasks(split, [task_of(data) for data in made], environment.name)
+            await known.push(split, [task_of(data) for data in made], environment.name)
     else:
         return
-    await store.seal_tasks()
+    await known.seal()
 
 
 def read_files(config: JobConfig) -> Files:

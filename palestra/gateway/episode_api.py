@@ -13,7 +13,7 @@ from palestra.gateway.callers import refuse_episodes
 from palestra.gateway.fields import SOLE_AGENT
 from palestra.gateway.openapi import request_schema
 from palestra.gateway.plane import DataPlane
-from palestra.schemas.records import Claim, Task
+from palestra.schemas.records import Episode, Task
 from palestra.schemas.wire import (
     AbortEpisode,
     ClaimAnswer,
@@ -32,7 +32,7 @@ from palestra.schemas.wire import (
 
 def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
     """The routes that workers call; a job that serves a model refuses them all."""
-    store, keys = plane.store, plane.keys
+    episodes, tasks_of_job, keys = plane.store.episodes, plane.store.tasks, plane.keys
     routes = APIRouter(tags=["episodes"], dependencies=[Depends(partial(refuse_episodes, plane))])
 
     @routes.post("/tasks", openapi_extra=request_schema(PushTasks))
@@ -40,10 +40,9 @@ def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
         """Add tasks, in chunks that may be sent again; `final` starts the job."""
         keys.require_job(request)
         body, tasks = await parse_aside(_pushed, request, plane.pool)
-        total = await store.push_tasks(body.split, tasks, body.chunk_id)
+        total = await tasks_of_job.push(body.split, tasks, body.chunk_id)
         if body.final:
-            await store.seal_tasks()
-            store.settled.ring()  # the learner waits for it
+            await tasks_of_job.seal()
         return TasksPushed(split=body.split, total=total)
 
     @routes.post("/register_episode", openapi_extra=request_schema(RegisterEpisode))
@@ -52,7 +51,7 @@ def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
         keys.require_job(request)
         body = await read_request(RegisterEpisode, request, plane.pool)
         task = Task(task_id=task_id_of(body.task), data=body.task.data)
-        return EpisodeRegistered(episode_id=await store.register_adhoc(task, body.request_id))
+        return EpisodeRegistered(episode_id=await episodes.register_adhoc(task, body.request_id))
 
     @routes.post("/claim_episode", openapi_extra=request_schema(ClaimEpisode))
     async def claim_episode(request: Request) -> ClaimAnswer:
@@ -61,12 +60,12 @@ def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
         body = await read_request(ClaimEpisode, request, plane.pool)
         plane.attendance.asks(body.worker_id, body.request_id)
         try:
-            claim = await until_disconnect(request, _claim(plane, body, request))
+            episode = await until_disconnect(request, _claim(plane, body, request))
         finally:
             plane.attendance.leaves(body.worker_id, body.request_id)
-        if claim is not None:
-            plane.attendance.plays(body.worker_id, claim.episode.episode_id, claim.episode.fence)
-            return ClaimAnswer(status="claimed", episode=_claimed(plane, claim, request), job_state=_state(plane))
+        if episode is not None:
+            plane.attendance.plays(body.worker_id, episode.episode_id, episode.fence)
+            return ClaimAnswer(status="claimed", episode=_claimed(plane, episode, request), job_state=_state(plane))
         if plane.progress.over:
             plane.attendance.told(body.worker_id, body.request_id)
         return ClaimAnswer(status="finished" if plane.progress.over else "waiting", job_state=_state(plane))
@@ -75,30 +74,30 @@ def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
     async def heartbeat_episode(request: Request) -> EpisodeAnswer:
         """Renew the lease; any other call of the episode does, too."""
         body = await read_request(HeartbeatEpisode, request, plane.pool)
-        key = await keys.require_this_episode(request, body.episode_id, store)
-        await store.renew(key.episode_id, key.fence)
+        key = await keys.require_this_episode(request, body.episode_id, episodes)
+        await episodes.renew(key.episode_id, key.fence)
         return EpisodeAnswer(episode_id=key.episode_id, state="claimed")
 
     @routes.post("/end_episode", openapi_extra=request_schema(EndEpisode))
     async def end_episode(request: Request) -> EpisodeAnswer:
         """Hand in the reward. Answered when it is on disk; the same body again is answered the same."""
         body = await read_request(EndEpisode, request, plane.pool)
-        key = await keys.require_this_episode(request, body.episode_id, store)
+        key = await keys.require_this_episode(request, body.episode_id, episodes)
         if (body.reward is None) == (body.rewards is None):
             raise InvalidRequest("give either reward or rewards", "reward")
         rewards = body.rewards if body.rewards is not None else {SOLE_AGENT: float(body.reward or 0.0)}
         plane.attendance.hands_in(key.episode_id, key.fence)
-        await store.end(key.episode_id, key.fence, rewards, body.step_rewards, body.metadata)
+        await episodes.end(key.episode_id, key.fence, rewards, body.step_rewards, body.metadata)
         return EpisodeAnswer(episode_id=key.episode_id, state="completed")
 
     @routes.post("/abort_episode", openapi_extra=request_schema(AbortEpisode))
     async def abort_episode(request: Request) -> EpisodeAnswer:
         """The attempt failed for a reason that is not the policy's: no reward, nothing trained."""
         body = await read_request(AbortEpisode, request, plane.pool)
-        key = await keys.require_this_episode(request, body.episode_id, store)
+        key = await keys.require_this_episode(request, body.episode_id, episodes)
         plane.attendance.hands_in(key.episode_id, key.fence)
-        await store.abort(key.episode_id, key.fence, body.reason or "given back by its worker", body.discard)
-        return EpisodeAnswer(episode_id=key.episode_id, state=(await store.episode(key.episode_id)).state)
+        await episodes.abort(key.episode_id, key.fence, body.reason or "given back by its worker", body.discard)
+        return EpisodeAnswer(episode_id=key.episode_id, state=(await episodes.get(key.episode_id)).state)
 
     app.include_router(routes)
 
@@ -108,13 +107,13 @@ def _pushed(body: bytes) -> tuple[PushTasks, list[Task]]:
     return pushed, [Task(task_id=task_id_of(task), data=task.data) for task in pushed.tasks]
 
 
-async def _claim(plane: DataPlane, body: ClaimEpisode, request: Request) -> Claim | None:
+async def _claim(plane: DataPlane, body: ClaimEpisode, request: Request) -> Episode | None:
     """Long poll: None when the time is over, or the job is.
 
     Raises:
         Unauthorized: the job got another key meanwhile. The episode's key would be made from the new secret.
     """
-    clock = plane.store.clock
+    clock, episodes = plane.store.clock, plane.store.episodes
     until = clock.monotonic() + min(body.wait_seconds, plane.config.server.max_wait_seconds)
     while True:
         plane.keys.require_job(request)
@@ -122,19 +121,21 @@ async def _claim(plane: DataPlane, body: ClaimEpisode, request: Request) -> Clai
             return None
         if plane.stopping.is_set():
             raise ServerStopping("the server is going down; it may come back")
-        seen = plane.store.available.rings
-        claim = await plane.store.claim(body.worker_id, body.request_id, body.allow_discard_timeout, body.episode_id)
-        if claim is not None:
+        seen = episodes.available.count
+        episode = await episodes.claim(body.worker_id, body.request_id, body.allow_discard_timeout, body.episode_id)
+        if episode is not None:
             plane.keys.require_job(request)
-            return claim
+            return episode
         left = until - clock.monotonic()
         if left <= 0:
             return None
-        await plane.store.available.wait(left, seen)
+        await episodes.available.wait(left, seen)
 
 
-def _claimed(plane: DataPlane, claim: Claim, request: Request) -> ClaimedEpisode:
-    episode = claim.episode
+def _claimed(plane: DataPlane, episode: Episode, request: Request) -> ClaimedEpisode:
+    """Return what a worker needs to play an episode, with the version that the engine samples from now."""
+    policy = plane.config.policy_name
+    version = plane.sessions.context.runtime(policy).engine.version(policy)
     return ClaimedEpisode(
         episode_id=episode.episode_id,
         kind=episode.kind,
@@ -142,8 +143,8 @@ def _claimed(plane: DataPlane, claim: Claim, request: Request) -> ClaimedEpisode
         task=episode.task.data,
         base_url=f"{request.base_url}v1",
         api_key=plane.keys.episode_key(episode.episode_id, episode.fence),
-        model=claim.policy,
-        version=str(claim.version),
+        model=policy,
+        version=str(version),
         lease_seconds=episode.lease_seconds,
     )
 

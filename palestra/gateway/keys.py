@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from starlette.requests import Request
 
 from palestra.errors import Forbidden, Unauthorized
-from palestra.ledger import RunStore
+from palestra.ledger import Episodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class KeyRing:
             raise Forbidden("this is the job's key; this route takes the key of the episode (claim one)")
         return key
 
-    async def require_this_episode(self, request: Request, episode_id: str, store: RunStore) -> EpisodeKey:
+    async def require_this_episode(self, request: Request, episode_id: str, episodes: Episodes) -> EpisodeKey:
         """The request must carry the key of `episode_id`.
 
         Raises:
@@ -102,7 +102,7 @@ class KeyRing:
         """
         key = self.check(bearer(request))
         if key is None or key.episode_id != episode_id:
-            await store.episode(episode_id)
+            await episodes.get(episode_id)
             raise Forbidden(f"this key is not the key of episode {episode_id}")
         return key
 

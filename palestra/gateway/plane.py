@@ -32,7 +32,7 @@ class DataPlane:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "attendance", Attendance(self.store.clock))
-        self.store.on_lease_over.append(self.attendance.lease_over)
+        self.store.episodes.on_lease_over.append(self.attendance.lease_over)
 
     @property
     def pool(self) -> WorkPool:
@@ -43,4 +43,4 @@ class DataPlane:
         """The server goes away: whoever waits for it is told so at once, and may come back."""
         self.stopping.set()
         self.sessions.stop(ServerStopping("the server is going down; it may come back"))
-        self.store.available.ring()
+        self.store.episodes.available.notify()

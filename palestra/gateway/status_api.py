@@ -32,7 +32,7 @@ def add_status_routes(app: FastAPI, plane: DataPlane) -> None:
     async def status(request: Request) -> JobStatus:
         """Where the job stands."""
         plane.keys.require_job(request)
-        progress, counts = plane.progress, await plane.store.counts()
+        progress, counts = plane.progress, await plane.store.episodes.counts()
         return JobStatus(
             job=progress.job,
             kind=plane.config.kind,
@@ -52,7 +52,7 @@ def add_status_routes(app: FastAPI, plane: DataPlane) -> None:
             tokens_per_second=plane.sessions.context.rate.per_second,
             turn_seconds={state.value: spent for state, spent in plane.sessions.context.times.seconds.items()},
             rollouts={"playing": progress.rollouts.playing, **progress.rollouts.terminations},
-            recent_reward=plane.store.recent_reward,
+            recent_reward=plane.store.episodes.recent_reward,
             staleness=progress.staleness,
             warnings=[HealthWarningBody(code=w.code, step=w.step, text=w.text) for w in progress.warnings],
             last_metrics=progress.last_metrics,
@@ -74,7 +74,7 @@ def add_status_routes(app: FastAPI, plane: DataPlane) -> None:
         """The same in Prometheus' text format."""
         plane.keys.require_job(request)
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Collector(plane, await plane.store.counts()))
+        registry.register(_Collector(plane, await plane.store.episodes.counts()))
         return Response(generate_latest(registry), media_type="text/plain; version=0.0.4")
 
 
@@ -96,7 +96,7 @@ async def _event_stream(plane: DataPlane, request: Request, last: int, follow: b
     quiet = 0.0
     while plane.keys.opens_job(request):
         over = plane.progress.over or plane.stopping.is_set()  # looked at first, so that no last event is missed
-        found = await plane.store.events(last)
+        found = await plane.store.log.events(last)
         for event in found:
             last = event.event_id
             data = orjson.dumps({"at": event.at, "kind": event.kind, **event.data}).decode()

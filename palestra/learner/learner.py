@@ -26,7 +26,7 @@ from palestra.learner.evaluation import evaluate
 from palestra.learner.health import RECENT, health_of
 from palestra.learner.reporting import RunFolder
 from palestra.learner.schedule import TaskOrder, learning_rate
-from palestra.ledger import WAKE_SECONDS, RunStore
+from palestra.ledger import RunStore
 from palestra.rollout import GroupQueueManager, RolloutSyncLock
 from palestra.schemas.progress import Collecting, JobProgress
 from palestra.schemas.protocols import Engine, StepReport, Trainer
@@ -104,7 +104,7 @@ class Learner:
                 break
             row = gathered | await self._train(manifest)
             row |= {"step": float(step), "time/step_seconds": time.monotonic() - started}
-            await self._store.put_unfinished_metrics(row)  # before a checkpoint makes the step final
+            await self._store.log.put_unfinished_metrics(row)  # before a checkpoint makes the step final
             self._progress.step = step
             await self._open_engine()
             await self._save_if_due(step)
@@ -116,7 +116,7 @@ class Learner:
         if finished and self._progress.step >= self._config.steps:
             await self._event("completed", {"step": self._progress.step})  # first: who follows hears of it
             self._progress.move(JobState.COMPLETED)
-        self._store.available.ring()
+        self._store.episodes.available.notify()
 
     async def _unless_stopped(self, work: Any) -> Any:
         """The result of `work`, or None if the job is stopped first; `work` is cancelled then."""
@@ -136,14 +136,14 @@ class Learner:
         Returns the row of the step that was done last, if it still waits for its evaluation; a run begins with one.
         """
         digest = self._config.digest()
-        known = await self._store.meta("config_digest")
+        known = await self._store.log.fact("config_digest")
         if known is not None and known != digest:
             raise ConfigError(
                 f"the run in {self._folder.path} was started with another configuration of what is trained; "
                 "use its config.toml, or another run_dir"
             )
         if known is None:
-            await self._store.set_meta("config_digest", digest)
+            await self._store.log.set_fact("config_digest", digest)
         self._folder.write_config(self._config)
         state = await self._trainer.load(self._folder.checkpoints)
         if state is not None:
@@ -152,12 +152,12 @@ class Learner:
         if known is not None:
             self._resumed_step = self._progress.step + 1
         if known is not None and not self._config.deterministic:
-            incarnation = int(await self._store.meta("incarnation") or 0) + 1
-            await self._store.set_meta("incarnation", str(incarnation))
+            incarnation = int(await self._store.log.fact("incarnation") or 0) + 1
+            await self._store.log.set_fact("incarnation", str(incarnation))
             self._trainer.begin_incarnation(incarnation)
         await self._publish("restore")
-        unfinished = await self._store.restore_metrics(self._progress.step)
-        rows = await self._store.metrics()
+        unfinished = await self._store.log.restore_metrics(self._progress.step)
+        rows = await self._store.log.metrics()
         self._folder.write_metrics(rows)
         self._recent.extend(row for row in rows if "train/episodes" in row)
         if self._progress.step == 0 and not rows:
@@ -167,12 +167,9 @@ class Learner:
     async def _wait_for_tasks(self) -> None:
         """Tasks come from files, or are pushed by a client until it says that there are no more."""
         self._progress.enter("waiting for tasks")
-        seen = self._store.settled.rings
-        while not await self._store.tasks_sealed():
-            await self._store.settled.wait(WAKE_SECONDS, seen)
-            seen = self._store.settled.rings
-        self._train_tasks = await self._store.tasks("train")
-        self._validation_tasks = (await self._store.tasks("validation"))[: self._config.evaluation.max_tasks]
+        await self._store.tasks.wait_sealed()
+        self._train_tasks = await self._store.tasks.of_split("train")
+        self._validation_tasks = (await self._store.tasks.of_split("validation"))[: self._config.evaluation.max_tasks]
         if not self._train_tasks:
             raise ConfigError("the job has no training tasks")
         self._order = TaskOrder(self._train_tasks, self._config.seed)
@@ -181,7 +178,7 @@ class Learner:
 
     async def _manifest(self, step: int) -> tuple[BatchManifest, dict[str, float]]:
         """What the step trains on: fixed before a restart, or gathered now."""
-        manifest = await self._store.manifest(step)
+        manifest = await self._store.log.manifest(step)
         if manifest is not None:
             self._progress.enter(f"repeating step {step} from its manifest")
             return manifest, {
@@ -204,7 +201,7 @@ class Learner:
             seed=self._config.seed,
             config_digest=self._config.digest(),
         )
-        await self._store.commit_manifest(manifest)
+        await self._store.log.commit_manifest(manifest)
         return manifest, {
             "time/rollout_seconds": time.monotonic() - started,
             "train/groups_dropped": float(gathered.dropped),
@@ -216,7 +213,7 @@ class Learner:
         """Gradient, update, publication."""
         self._progress.enter(f"training step {manifest.step}")
         config, step = self._config, manifest.step
-        trajectories = await self._store.trajectories(manifest.episode_ids)
+        trajectories = await self._store.calls.trajectories(manifest.episode_ids)
         version = self._trainer.version(self._policy)
         batch = await asyncio.to_thread(
             make_batch,
@@ -289,7 +286,6 @@ class Learner:
     async def _publish(self, name: str) -> None:
         async with self._sync.acquire_weight_sync() if self._sync is not None else contextlib.nullcontext():
             version = await self._trainer.publish(self._policy, self._engine, f"publish {name}")
-        self._store.policy_version = version
         self._progress.version = str(version)
 
     # What surrounds a step
@@ -305,7 +301,7 @@ class Learner:
             if self._stopping.is_set():
                 return False
             self._progress.enter(_evaluating(step), Collecting("validation", step))
-            found = await self._unless_stopped(evaluate(self._store, self._validation_tasks, step))
+            found = await self._unless_stopped(evaluate(self._store.groups, self._validation_tasks, step))
             if found is None:
                 return False
             row |= {"version": float(self._trainer.version(self._policy).n), **found}
@@ -320,7 +316,7 @@ class Learner:
 
         Until then the engine has older weights than those that the open episodes are played with; their calls wait.
         """
-        if await self._store.manifest(self._progress.step + 1) is None:
+        if await self._store.log.manifest(self._progress.step + 1) is None:
             await self._engine.resume()
 
     async def _save_if_due(self, step: int) -> None:
@@ -358,12 +354,12 @@ class Learner:
             tokens = row["rollout/prompt_tokens"] + row["rollout/completion_tokens"]
             row["rollout/tokens_per_second"] = tokens / row["time/rollout_seconds"]
         await self._look_after_health(row)
-        await self._store.put_metrics(step, row)
+        await self._store.log.put_metrics(step, row)
         self._folder.append_metrics(row)
         self._progress.last_metrics = row
         await self._event("step", row)
         if "validation/reward_mean" in row or step == self._config.steps:
-            rows = await self._store.metrics()
+            rows = await self._store.log.metrics()
             await asyncio.to_thread(self._folder.draw_curve, rows, self._config.name)
 
     async def _look_after_health(self, row: dict[str, float]) -> None:
@@ -381,7 +377,7 @@ class Learner:
                 await self._event("warning", asdict(warning))
 
     async def _event(self, kind: str, data: dict[str, Any]) -> None:
-        await self._store.add_event(kind, data)
+        await self._store.log.add_event(kind, data)
         self._report(kind, data)
 
     def _wall(self) -> float:

@@ -1,9 +1,9 @@
-"""Looking into a run store from another process, without writing."""
+"""Looks into a run store from another process, without writing."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,19 +12,19 @@ from typing import Any
 import orjson
 from sqlalchemy import Connection, func, select
 
+from palestra.database.sqlite import MOST_VALUES, open_engine
 from palestra.errors import PalestraError
-from palestra.ledger.chats import trajectories
-from palestra.ledger.codec import fork_of, unpack
+from palestra.ledger.calls import read_trajectory
+from palestra.ledger.codec import fork_of
 from palestra.ledger.damage import store_error
 from palestra.ledger.tables import chats, episodes, manifests
-from palestra.ledger.writer import open_engine
 from palestra.schemas.forks import ForkReason
 from palestra.schemas.records import Trajectory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpisodeSummary:
-    """One line of a list."""
+    """What a list of episodes says of one of them."""
 
     episode_id: str
     task_id: str
@@ -42,7 +42,7 @@ class EpisodeSummary:
 
 @contextmanager
 def browse(path: Path) -> Iterator[Connection]:
-    """A read-only connection; a job that is writing meanwhile is not disturbed.
+    """Open a read-only connection to a run store; a job that is writing to it meanwhile is not disturbed.
 
     Raises:
         StoreError: the file is not a run store.
@@ -60,7 +60,14 @@ def browse(path: Path) -> Iterator[Connection]:
 
 
 def list_episodes(connection: Connection, kind: str | None, state: str | None, limit: int) -> list[EpisodeSummary]:
-    """The newest `limit` episodes, in canonical order, of one kind and state if given."""
+    """Return the episodes that were claimed last, in canonical order.
+
+    Args:
+        connection: of `browse`.
+        kind: of the episodes; None: any.
+        state: of the episodes; None: any.
+        limit: the most episodes to return.
+    """
     wanted = select(episodes)
     if kind is not None:
         wanted = wanted.where(episodes.c.kind == kind)
@@ -72,7 +79,8 @@ def list_episodes(connection: Connection, kind: str | None, state: str | None, l
         episodes.c.sample_index.desc(),
     ).limit(limit)
     rows = sorted(connection.execute(newest), key=lambda r: (r.kind, r.group_index, r.sample_index))
-    return [_summary(connection, row) for row in rows]
+    calls = _calls_of(connection, [row.episode_id for row in rows])
+    return [_summary(row, calls.get(row.episode_id, [])) for row in rows]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,12 +93,12 @@ class EpisodeView:
 
 
 def read_episode(connection: Connection, episode_id: str) -> EpisodeView:
-    """An episode with its calls and what became of it.
+    """Return an episode with its calls, the step that trained on it, and the rewards of its group.
 
     Raises:
         NotFound: no such episode.
     """
-    found = trajectories(connection, [episode_id])[0]
+    found = read_trajectory(connection, episode_id)
     step = connection.execute(
         select(manifests.c.step).where(manifests.c.episode_ids.contains(f'"{episode_id}"'))
     ).scalar()
@@ -103,11 +111,23 @@ def read_episode(connection: Connection, episode_id: str) -> EpisodeView:
     return EpisodeView(trajectory=found, step=step, group_rewards=rewards)
 
 
-def _summary(connection: Connection, row: Any) -> EpisodeSummary:
-    calls = connection.execute(
-        select(chats.c.completion, chats.c.fork).where(chats.c.episode_id == row.episode_id, chats.c.fence == row.fence)
-    ).all()
-    lengths = [len(unpack(call.completion, "i4")) for call in calls]
+def _calls_of(connection: Connection, episode_ids: Sequence[str]) -> dict[str, list[Any]]:
+    """Return (versions, fork) of each call of the episodes' last leases, by episode."""
+    found: dict[str, list[Any]] = {}
+    for start in range(0, len(episode_ids), MOST_VALUES):
+        wanted = (
+            select(chats.c.episode_id, chats.c.versions, chats.c.fork)
+            .join(episodes, (episodes.c.episode_id == chats.c.episode_id) & (episodes.c.fence == chats.c.fence))
+            .where(chats.c.episode_id.in_(episode_ids[start : start + MOST_VALUES]))
+            .order_by(chats.c.episode_id, chats.c.idx)
+        )
+        for call in connection.execute(wanted):
+            found.setdefault(call.episode_id, []).append(call)
+    return found
+
+
+def _summary(row: Any, calls: Sequence[Any]) -> EpisodeSummary:
+    lengths = [sum(count for _, _, count in orjson.loads(call.versions)) for call in calls]  # without unpacking tokens
     forks = Counter(fork_of(call.fork).reason for call in calls if call.fork is not None)
     return EpisodeSummary(
         episode_id=row.episode_id,

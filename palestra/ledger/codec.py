@@ -11,6 +11,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from palestra.database import to_json
 from palestra.schemas.forks import Fork, ForkReason
 from palestra.schemas.messages import ChatMessage
 from palestra.schemas.records import (
@@ -30,32 +31,42 @@ _BLOCK = struct.Struct("<3sHH")
 
 
 def pack(array: NDArray[Any], kind: str) -> bytes:
-    """Little-endian int32 (`i4`) or float32 (`f4`) as a zlib stream; short ones are in it as they are."""
+    """Return an array as a zlib stream of little-endian numbers. Arrays of up to `SHORT` bytes are not compressed.
+
+    Args:
+        array: [n] token ids or logprobs.
+        kind: `i4` for int32, `f4` for float32.
+    """
     data = np.ascontiguousarray(array, dtype=f"<{kind}").tobytes()
     return zlib.compress(data, level=1) if len(data) > SHORT else _stored(data)
 
 
 def _stored(data: bytes) -> bytes:
-    """A zlib stream of one block that is not compressed (RFC 1950 and 1951).
+    """Return a zlib stream of one block that is not compressed (RFC 1950 and 1951).
 
-    Written by hand: for a short reply the library takes ten times as long, and each of its calls hands the interpreter
-    to another thread and back, which under load costs more than that.
+    The stream is a zlib stream, and not the bytes as they are, so that `unpack` needs no second format and its
+    checksum notices a damaged file.
     """
+    # Made by hand: for a short reply zlib.compress takes ten times as long, and each of its calls hands the
+    # interpreter to another thread and back, which under load costs more than that.
     return _BLOCK.pack(b"\x78\x01\x01", len(data), len(data) ^ 0xFFFF) + data + zlib.adler32(data).to_bytes(4, "big")
 
 
 def unpack(blob: bytes, kind: str) -> NDArray[Any]:
-    """The array that `pack` was given, bit by bit."""
+    """Return the array that `pack` was given, bit by bit.
+
+    Args:
+        blob: what `pack` returned.
+        kind: `i4` or `f4`, as `pack` was given.
+
+    Raises:
+        zlib.error: the stream is damaged.
+    """
     return np.frombuffer(zlib.decompress(blob), dtype=f"<{kind}")
 
 
-def to_json(value: Any) -> str:
-    """Compact JSON. NaN and infinities are refused where the value comes in, not here."""
-    return orjson.dumps(value).decode()
-
-
 def episode_of(row: Any) -> Episode:
-    """A row of `episodes`."""
+    """Return the episode of a row of `episodes`."""
     return Episode(
         episode_id=row.episode_id,
         kind=row.kind,
@@ -75,7 +86,7 @@ def episode_of(row: Any) -> Episode:
 
 
 def chat_row(chat: Chat) -> dict[str, Any]:
-    """A row of `chats`: only what the parent does not have already."""
+    """Return the row of `chats` for a call: only what its parent does not have already."""
     tools = () if chat.parent is None else chat.parent.tools
     return {
         "episode_id": chat.episode_id,
@@ -109,7 +120,12 @@ def chat_row(chat: Chat) -> dict[str, Any]:
 
 
 def chat_of(row: Any, earlier: dict[int, Chat]) -> Chat:
-    """A row of `chats`; its parent must be in `earlier` (by index)."""
+    """Return the call of a row of `chats`.
+
+    Args:
+        row: of `chats`.
+        earlier: the earlier calls of the same lease by their index, among them the call's parent.
+    """
     parent = None if row.parent is None else earlier[row.parent]
     inherited = () if parent is None else parent.tools
     return Chat(
@@ -147,7 +163,7 @@ def _message_text(message: ChatMessage) -> str:
 
 
 def _more_text(sampling: Sampling) -> str | None:
-    """What differs from the defaults, beside the columns of their own."""
+    """Return the parameters without columns of their own that differ from their defaults, as JSON; None: none do."""
     more = {
         field.name: getattr(sampling, field.name)
         for field in fields(Sampling)
@@ -170,6 +186,6 @@ def _fork_text(fork: Fork) -> str:
 
 
 def fork_of(text: str) -> Fork:
-    """What `chats.fork` says."""
+    """Return the fork that a text of the column `chats.fork` stands for."""
     reason, call, message, position = orjson.loads(text)
     return Fork(reason=ForkReason(reason), call=call, message=message, position=position)

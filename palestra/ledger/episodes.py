@@ -1,285 +1,313 @@
-"""The lifecycle of episodes, as operations on a connection. The writer runs one at a time, so each sees the truth."""
+"""The episodes of a job: registered, claimed under a lease, and ended once."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import cache
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-import sqlalchemy as sa
-from sqlalchemy import Connection, bindparam, func, select
+from sqlalchemy import Connection, func, select
 
-from palestra.errors import ClaimOver, Conflict, EpisodeEnded, EpisodeLeaseExpired, InvalidRequest, NotFound
-from palestra.ledger.codec import episode_of, to_json
-from palestra.ledger.statements import Prepared
-from palestra.ledger.tables import chats, episodes
+from palestra.config import RolloutConfig
+from palestra.database import Database, Notifier, shielded, to_json
+from palestra.errors import Conflict, InvalidRequest
+from palestra.ledger import lifecycle
+from palestra.ledger.leases import LeaseBook
+from palestra.ledger.run_log import insert_event
+from palestra.ledger.tables import episodes
+from palestra.schemas.clock import Clock
 from palestra.schemas.protocols import Counts
-from palestra.schemas.records import Episode, EpisodeKind, StepTimes, Task
-from palestra.schemas.states import EpisodeState, check_transition
+from palestra.schemas.records import Episode, StepTimes, Task
+from palestra.schemas.states import EpisodeState
 
-_BY_ID = Prepared(select(episodes).where(episodes.c.episode_id == bindparam("episode_id")))
-_BY_REQUEST = Prepared(select(episodes).where(episodes.c.claim_request_id == bindparam("request_id")))
-_NEXT = Prepared(
-    select(episodes)
-    .where(episodes.c.state == EpisodeState.REGISTERED.value, episodes.c.kind == bindparam("kind"))
-    .order_by(episodes.c.group_index, episodes.c.sample_index)
-    .limit(1)
-)
-_OTHERS = episodes.alias()
-_NEXT_SHARED = Prepared(  # the same, of a group of which the worker holds fewer than so many
-    select(episodes)
-    .where(
-        episodes.c.state == EpisodeState.REGISTERED.value,
-        episodes.c.kind == bindparam("kind"),
-        select(func.count())
-        .where(
-            _OTHERS.c.kind == episodes.c.kind,
-            _OTHERS.c.group_index == episodes.c.group_index,
-            _OTHERS.c.state == EpisodeState.CLAIMED.value,
-            _OTHERS.c.worker_id == bindparam("worker_id"),
-        )
-        .scalar_subquery()
-        < bindparam("most"),
-    )
-    .order_by(episodes.c.group_index, episodes.c.sample_index)
-    .limit(1)
-)
-_CLAIMED = Prepared(select(func.count()).where(episodes.c.state == EpisodeState.CLAIMED.value))
-_LAST_STEP = Prepared(
-    select(func.max(chats.c.time_step)).where(
-        chats.c.episode_id == bindparam("episode_id"), chats.c.fence == bindparam("fence")
-    )
-)
-CLAIM_ORDER: tuple[EpisodeKind, ...] = ("validation", "train")  # ad-hoc episodes are claimed by id only
+LeaseOver = Callable[[str, int], None]
 
 
-def episode_name(kind: EpisodeKind, group_index: int, sample_index: int) -> str:
-    """The id of a scheduled episode: the same in every run of a job."""
-    return f"{kind}-{group_index:06d}-{sample_index:02d}"
+class Episodes:
+    """Hands out the registered episodes of a job, one worker for each, and takes their rewards.
 
+    A method that changes something returns when the change is on disk. The leases in memory follow what was committed,
+    even if the caller is cancelled meanwhile.
 
-def kind_of(episode_id: str) -> str:
-    """The kind that an id tells."""
-    return episode_id.partition("-")[0]
-
-
-def register_adhoc(connection: Connection, task: Task, request_id: str) -> str:
-    """An episode outside the schedule; the same `request_id` gives the same one."""
-    episode_id = "adhoc-" + hashlib.sha256(request_id.encode()).hexdigest()[:16]
-    if _BY_ID.row(connection, {"episode_id": episode_id}) is None:
-        number = connection.execute(
-            select(func.coalesce(func.max(episodes.c.group_index), -1) + 1).where(episodes.c.kind == "adhoc")
-        ).scalar_one()
-        connection.execute(
-            episodes.insert(),
-            {
-                "episode_id": episode_id,
-                "kind": "adhoc",
-                "group_index": number,
-                "sample_index": 0,
-                "task_id": task.task_id,
-                "task_data": to_json(task.data),
-                "state": EpisodeState.REGISTERED.value,
-            },
-        )
-    return episode_id
-
-
-def read(connection: Connection, episode_id: str) -> Episode:
-    """One episode.
-
-    Raises:
-        NotFound: no such episode.
+    Attributes:
+        leases: of the episodes that are claimed now.
+        available: notified when an episode can be claimed.
+        settled: notified when an episode was completed or discarded.
+        on_lease_over: called with (episode id, fence) when an episode was ended or given back.
+        recent_rewards: of the training episodes that were completed last, oldest first.
     """
-    return _episode(_BY_ID.row(connection, {"episode_id": episode_id}), episode_id)
 
+    def __init__(self, db: Database, leases: LeaseBook, rollout: RolloutConfig, clock: Clock) -> None:
+        """Give every episode that is claimed a full period of its lease: a restart begins them all again.
 
-def _episode(row: Any, episode_id: str) -> Episode:
-    if row is None:
-        raise NotFound(f"there is no episode {episode_id!r}")
-    return episode_of(row)
+        Args:
+            db: the run's database, with the tables of `tables.SCHEMA`.
+            leases: an empty book.
+            rollout: the limits of claims, leases and attempts.
+            clock: of the times that are recorded.
+        """
+        self._db, self.leases, self._rollout, self._clock = db, leases, rollout, clock
+        self.available, self.settled = Notifier(), Notifier()
+        self.on_lease_over: list[LeaseOver] = []
+        self.recent_rewards: deque[float] = deque(maxlen=64)
+        self._being_claimed = 0  # claims that have no lease yet
+        self._limit_reached = False  # since the last end of a lease, a claim found `max_claimed` episodes claimed
+        for episode in db.query(lifecycle.live):
+            self._grant(episode)
 
+    @property
+    def recent_reward(self) -> float | None:
+        """The mean of `recent_rewards`; None before the first."""
+        return sum(self.recent_rewards) / len(self.recent_rewards) if self.recent_rewards else None
 
-def claim(
-    connection: Connection,
-    worker_id: str,
-    request_id: str,
-    lease_seconds: float,
-    episode_id: str | None,
-    now: float,
-    most: int | None = None,
-    most_claimed: int | None = None,
-) -> Episode | None:
-    """The next registered episode in canonical order, or the one named; a known `request_id` gets its claim again.
+    async def register_adhoc(self, task: Task, request_id: str) -> str:
+        """Register an episode outside the schedule, which is claimed by its id and never trained on; return its id.
 
-    `most`: so many of one group the worker may hold at the same time; `most_claimed`: so many of all groups all
-    workers together, and where they do it is as if there were none. None: any number.
+        Args:
+            task: what is played.
+            request_id: a repeated request with the same id gets the same episode.
+        """
+        episode_id = "adhoc-" + hashlib.sha256(request_id.encode()).hexdigest()[:16]
 
-    Raises:
-        ClaimOver: the claim of this `request_id` is over.
-        IllegalTransition: the episode named is not registered.
-    """
-    known = _BY_REQUEST.row(connection, {"request_id": request_id})
-    if known is not None:
-        if known.state != EpisodeState.CLAIMED:
-            raise ClaimOver(
-                f"the claim {request_id!r} is over: episode {known.episode_id} is {known.state}; claim anew"
+        def register(connection: Connection) -> None:
+            if connection.execute(select(episodes.c.kind).where(episodes.c.episode_id == episode_id)).first():
+                return
+            number = select(func.coalesce(func.max(episodes.c.group_index), -1) + 1).where(episodes.c.kind == "adhoc")
+            connection.execute(
+                episodes.insert(),
+                {
+                    "episode_id": episode_id,
+                    "kind": "adhoc",
+                    "group_index": connection.execute(number).scalar_one(),
+                    "sample_index": 0,
+                    "task_id": task.task_id,
+                    "task_data": to_json(task.data),
+                    "state": EpisodeState.REGISTERED.value,
+                },
             )
-        return episode_of(known)
-    found = read(connection, episode_id) if episode_id is not None else _next(connection, worker_id, most)
-    if found is None:
-        return None
-    check_transition(f"episode {found.episode_id}", found.state, EpisodeState.CLAIMED)
-    if most_claimed is not None and number_claimed(connection) >= most_claimed:
-        return None
-    claimed = replace(
-        found,
-        state=EpisodeState.CLAIMED,
-        fence=found.fence + 1,
-        attempts=found.attempts + 1,
-        worker_id=worker_id,
-        lease_seconds=lease_seconds,
-    )
-    changed = {
-        "fence": claimed.fence,
-        "attempts": claimed.attempts,
-        "worker_id": worker_id,
-        "claim_request_id": request_id,
-        "lease_seconds": lease_seconds,
-        "claimed_at": now,
-    }
-    _change(connection, found, EpisodeState.CLAIMED, changed)
-    return claimed
 
+        await self._db.write(register)
+        return episode_id
 
-def held(connection: Connection, episode_id: str, fence: int) -> Episode:
-    """The episode, if it is claimed under this fence.
+    @shielded
+    async def claim(
+        self, worker_id: str, request_id: str, lease_seconds: float | None, episode_id: str | None = None
+    ) -> Episode | None:
+        """Hand out the next registered episode, or the one that is named.
 
-    Raises:
-        EpisodeLeaseExpired, EpisodeEnded: it is not, or no longer.
-    """
-    return _held(read(connection, episode_id), fence)
+        Args:
+            worker_id: of the worker that will play it.
+            request_id: a repeated claim with the same id gets the same episode.
+            lease_seconds: the period of the lease; None: the job's.
+            episode_id: of an episode to claim; None: the next one.
 
+        Returns:
+            The claimed episode; None where none can be claimed now. `available` is notified when there is one.
 
-def _held(episode: Episode, fence: int) -> Episode:
-    episode_id = episode.episode_id
-    if episode.fence != fence or episode.state is EpisodeState.REGISTERED:
-        raise EpisodeLeaseExpired(
-            f"episode {episode_id} is no longer yours (claim {fence} of {episode.fence}): its lease ran out or it was "
-            "given back; claim again"
+        Raises:
+            InvalidRequest: the lease is longer than the job allows.
+            ClaimOver: the claim of this `request_id` is over.
+            NotFound, IllegalTransition: the episode that is named does not exist, or is not registered.
+        """
+        seconds = self._rollout.lease_seconds if lease_seconds is None else lease_seconds
+        if seconds > self._rollout.max_lease_seconds:
+            raise InvalidRequest(
+                f"allow_discard_timeout is {seconds:g} s and this job allows {self._rollout.max_lease_seconds:g} s",
+                "allow_discard_timeout",
+            )
+        now, most = self._clock.now(), self._rollout.max_per_worker
+        with self._claiming(1) as limit:
+            found = await self._db.write(
+                lambda c: self._claim(c, worker_id, request_id, seconds, episode_id, now, most, limit), "claim_commit"
+            )
+            if found is not None:
+                self._grant(found)
+        return found
+
+    @shielded
+    async def claim_many(self, worker_id: str, request_id: str, count: int) -> list[Episode]:
+        """Hand out up to `count` registered episodes in canonical order, in one transaction, with the job's lease.
+
+        Args:
+            worker_id: of the worker that will play them.
+            request_id: of this claim; each episode's claim gets an id of its own that begins with it.
+            count: the most episodes to claim.
+        """
+        seconds, now = self._rollout.lease_seconds, self._clock.now()
+
+        def claim(connection: Connection) -> list[Episode]:
+            found: list[Episode] = []
+            for number in range(count):
+                name = f"{request_id}-{number}"
+                episode = self._claim(connection, worker_id, name, seconds, None, now, None, limit)
+                if episode is None:
+                    break
+                found.append(episode)
+            return found
+
+        with self._claiming(count) as limit:
+            claimed = await self._db.write(claim, "claim_commit")
+            for episode in claimed:
+                self._grant(episode)
+        return claimed
+
+    async def claimed_by(self, worker_id: str) -> list[Episode]:
+        """Return the episodes that a worker holds."""
+        return [episode for episode in await self._db.read(lifecycle.live) if episode.worker_id == worker_id]
+
+    @shielded
+    async def end(
+        self,
+        episode_id: str,
+        fence: int,
+        rewards: Mapping[str, float],
+        step_rewards: Sequence[float] | None,
+        metadata: Mapping[str, Any],
+        step_times: Sequence[StepTimes] | None = None,
+    ) -> bool:
+        """Complete an episode, in one transaction.
+
+        Args:
+            episode_id: of the episode.
+            fence: of the lease under which it was played.
+            rewards: by agent.
+            step_rewards: one for each TimeStep; None: the reward is for the whole episode.
+            metadata: what the worker says of the episode, for people.
+            step_times: one for each TimeStep; None: not known.
+
+        Returns:
+            True if the episode was completed now; False if it was before, with the same body.
+
+        Raises:
+            Conflict: the episode was completed before with another body.
+            EpisodeLeaseExpired, EpisodeEnded, NotFound: the episode is not held under this fence.
+            InvalidRequest: there are fewer step rewards than TimeSteps with calls.
+        """
+        now = self._clock.now()
+        first = await self._db.write(
+            lambda c: lifecycle.complete(c, episode_id, fence, rewards, step_rewards, step_times, metadata, now),
+            "end_commit",
         )
-    if episode.state is not EpisodeState.CLAIMED:
-        raise EpisodeEnded(f"episode {episode_id} is {episode.state}; nothing can be added to it")
-    return episode
+        if first:
+            if lifecycle.kind_of(episode_id) == "train":
+                self.recent_rewards.append(float(sum(rewards.values())))
+            self._lease_over(episode_id, fence)
+            self.settled.notify()
+        return first
 
+    @shielded
+    async def abort(self, episode_id: str, fence: int, reason: str, discard: bool, counts: bool = True) -> None:
+        """Give an episode back, or discard it; what was sampled under this lease is not trained on.
 
-def end(
-    connection: Connection,
-    episode_id: str,
-    fence: int,
-    rewards: Mapping[str, float],
-    step_rewards: Sequence[float] | None,
-    step_times: Sequence[StepTimes] | None,
-    extra: Mapping[str, Any],
-    now: float,
-) -> bool:
-    """Complete an episode. True: now; False: it was, with the same body."""
-    body: dict[str, str | None] = {
-        "rewards": to_json(dict(rewards)),
-        "step_rewards": None if step_rewards is None else to_json(list(step_rewards)),
-        "metadata": to_json(dict(extra)),
-    }
-    digest = hashlib.sha256(to_json(sorted(body.items())).encode()).hexdigest()
-    body["step_times"] = None if step_times is None else to_json([list(times) for times in step_times])
-    row = _BY_ID.row(connection, {"episode_id": episode_id})
-    if row is not None and row.fence == fence and row.state == EpisodeState.COMPLETED:
-        if row.end_digest == digest:
-            return False
-        raise Conflict(f"episode {episode_id} was ended before with another body; the first one stands")
-    episode = _held(_episode(row, episode_id), fence)
-    if step_rewards is not None:
-        _one_for_each_step(connection, episode, len(step_rewards))
-    _change(connection, episode, EpisodeState.COMPLETED, {**body, "end_digest": digest, "ended_at": now})
-    return True
+        Args:
+            episode_id: of the episode.
+            fence: of the lease under which it was played.
+            reason: why, for people.
+            discard: whether it is not to be played again. It is discarded, too, when its attempts are used up.
+            counts: whether the attempt is one of the job's `max_attempts`; not where the server caused its end.
 
-
-def _one_for_each_step(connection: Connection, episode: Episode, rewards: int) -> None:
-    """More are fine: the environment may go on without a call."""
-    last = _LAST_STEP.row(connection, {"episode_id": episode.episode_id, "fence": episode.fence})[0]
-    if last is not None and rewards <= last:
-        raise InvalidRequest(
-            f"step_rewards has {rewards} rewards, and the calls of episode {episode.episode_id} belong to TimeSteps 0 "
-            f"to {last}; give one for each, or send `x-palestra-step` with the calls to say which they belong to",
-            "step_rewards",
+        Raises:
+            EpisodeLeaseExpired, EpisodeEnded, NotFound: the episode is not held under this fence.
+        """
+        limit, now = self._rollout.max_attempts, self._clock.now()
+        following = await self._db.write(
+            lambda c: lifecycle.give_back(c, episode_id, fence, reason, discard, limit, now, counts)
         )
+        self._given_back(episode_id, fence, following)
 
+    async def expire_leases(self) -> int:
+        """Give back every episode whose lease ran out, each with the event `lease_expired`; return how many."""
+        expired = 0
+        for episode_id, fence in self.leases.expired():
+            try:
+                await self._expire(episode_id, fence)
+            except Conflict:  # its worker ended the episode meanwhile
+                self.leases.drop(episode_id, fence)
+                continue
+            expired += 1
+        return expired
 
-def give_back(
-    connection: Connection,
-    episode_id: str,
-    fence: int,
-    reason: str,
-    discard: bool,
-    max_attempts: int,
-    now: float,
-    counts: bool = True,
-) -> Episode:
-    """CLAIMED → REGISTERED; or → DISCARDED, if asked for or when its attempts are used up.
+    @shielded
+    async def _expire(self, episode_id: str, fence: int) -> None:
+        limit, now = self._rollout.max_attempts, self._clock.now()
 
-    Where the attempt does not count, it is as if it had never been made.
-    """
-    episode = held(connection, episode_id, fence)
-    attempts = episode.attempts if counts else episode.attempts - 1
-    final = discard or attempts >= max_attempts
-    following = EpisodeState.DISCARDED if final else EpisodeState.REGISTERED
-    changed = {"reason": reason, "ended_at": now if final else None, "attempts": attempts}
-    _change(connection, episode, following, changed)
-    return read(connection, episode_id)
+        def give_back(connection: Connection) -> EpisodeState:
+            following = lifecycle.give_back(connection, episode_id, fence, "lease expired", False, limit, now)
+            insert_event(connection, "lease_expired", {"episode_id": episode_id, "fence": fence}, now)
+            return following
 
+        self._given_back(episode_id, fence, await self._db.write(give_back))
 
-def number_claimed(connection: Connection) -> int:
-    """How many episodes are claimed."""
-    return int(_CLAIMED.row(connection, {})[0])
+    async def renew(self, episode_id: str, fence: int) -> None:
+        """Start the period of a lease again, as every call of its worker does.
 
+        Raises:
+            EpisodeLeaseExpired, EpisodeEnded, NotFound: the worker does not hold the episode.
+        """
+        if not self.leases.renew(episode_id, fence):
+            await self._db.read(lambda c: lifecycle.held(c, episode_id, fence))
 
-def live(connection: Connection) -> list[Episode]:
-    """All claimed episodes."""
-    rows = connection.execute(select(episodes).where(episodes.c.state == EpisodeState.CLAIMED.value))
-    return [episode_of(row) for row in rows]
+    async def get(self, episode_id: str) -> Episode:
+        """Return one episode.
 
+        Raises:
+            NotFound: no such episode.
+        """
+        return await self._db.read(lambda c: lifecycle.read(c, episode_id))
 
-def counts(connection: Connection) -> Counts:
-    """Episodes in each state."""
-    rows = connection.execute(select(episodes.c.state, func.count()).group_by(episodes.c.state))
-    found: dict[str, int] = {state: number for state, number in rows}
-    return Counts(**{state.value: found.get(state.value, 0) for state in EpisodeState})
+    async def counts(self) -> Counts:
+        """Return how many episodes are in each state."""
 
+        def query(connection: Connection) -> Counts:
+            rows = connection.execute(select(episodes.c.state, func.count()).group_by(episodes.c.state))
+            found: dict[str, int] = {state: number for state, number in rows}
+            return Counts(**{state.value: found.get(state.value, 0) for state in EpisodeState})
 
-def _next(connection: Connection, worker_id: str, most: int | None) -> Episode | None:
-    for kind in CLAIM_ORDER:
-        if most is None:
-            row = _NEXT.row(connection, {"kind": kind})
+        return await self._db.read(query)
+
+    @contextmanager
+    def _claiming(self, count: int) -> Iterator[int | None]:
+        """Track claims in progress. Yields `max_claimed` only if it might be exceeded, so most claims count nothing."""
+        limit = self._rollout.max_claimed
+        self._being_claimed += count
+        try:
+            yield limit if limit is not None and len(self.leases) + self._being_claimed > limit else None
+        finally:
+            self._being_claimed -= count
+
+    def _claim(
+        self,
+        connection: Connection,
+        worker_id: str,
+        request_id: str,
+        seconds: float,
+        episode_id: str | None,
+        now: float,
+        most: int | None,
+        limit: int | None,
+    ) -> Episode | None:
+        """Claim an episode on the writing thread; note if `limit`, the job's `max_claimed`, was in the way."""
+        found = lifecycle.claim(connection, worker_id, request_id, seconds, episode_id, now, most, limit)
+        if found is None and limit is not None and lifecycle.number_claimed(connection) >= limit:
+            self._limit_reached = True  # the next end of a lease wakes the claims that wait
+        return found
+
+    def _grant(self, episode: Episode) -> None:
+        self.leases.grant(episode.episode_id, episode.fence, episode.lease_seconds, episode.worker_id or "")
+
+    def _given_back(self, episode_id: str, fence: int, following: EpisodeState) -> None:
+        self._lease_over(episode_id, fence)
+        if following is EpisodeState.REGISTERED:
+            self.available.notify(1)
         else:
-            row = _NEXT_SHARED.row(connection, {"kind": kind, "worker_id": worker_id, "most": most})
-        if row is not None:
-            return episode_of(row)
-    return None
+            self.settled.notify()
 
-
-def _change(connection: Connection, episode: Episode, following: EpisodeState, values: Mapping[str, Any]) -> None:
-    """The only place where an episode's state is written."""
-    check_transition(f"episode {episode.episode_id}", episode.state, following)
-    known = {"b_id": episode.episode_id, "b_fence": episode.fence, "b_state": following.value}
-    _changing(tuple(values)).change(connection, known | {f"v_{name}": value for name, value in values.items()})
-
-
-@cache
-def _changing(columns: tuple[str, ...]) -> Prepared:
-    """The statement that gives an episode a state, and new values to these columns."""
-    return Prepared(
-        sa.update(episodes)
-        .where(episodes.c.episode_id == bindparam("b_id"), episodes.c.fence == bindparam("b_fence"))
-        .values(state=bindparam("b_state"), **{name: bindparam(f"v_{name}") for name in columns})
-    )
+    def _lease_over(self, episode_id: str, fence: int) -> None:
+        if self._limit_reached or self._rollout.max_per_worker is not None:
+            self._limit_reached = False
+            self.available.notify()  # a limit that kept claims waiting may allow one now
+        self.leases.drop(episode_id, fence)
+        for callback in self.on_lease_over:
+            callback(episode_id, fence)

@@ -1,12 +1,13 @@
-"""The groups of a run, as operations on a connection: registered whole, and settled when their episodes are."""
+"""The groups of a job: registered whole, and settled when their episodes are."""
 
 from __future__ import annotations
 
 import sqlalchemy as sa
 from sqlalchemy import Connection, bindparam, func, select
 
-from palestra.ledger.codec import episode_of, to_json
-from palestra.ledger.episodes import episode_name
+from palestra.database import WAKE_SECONDS, Database, Notifier, shielded, to_json
+from palestra.ledger.codec import episode_of
+from palestra.ledger.lifecycle import episode_name
 from palestra.ledger.tables import episodes, groups
 from palestra.schemas.protocols import GroupRecord
 from palestra.schemas.records import Episode, EpisodeKind, Task
@@ -39,43 +40,156 @@ _SETTLED_OF_STEP = (
 _COUNT = select(func.count()).where(episodes.c.state == bindparam("state"), episodes.c.kind == bindparam("kind"))
 
 
-def register_group(
-    connection: Connection, kind: EpisodeKind, group_index: int, step: int, task: Task, size: int
-) -> int:
-    """Returns how many episodes were added: `size`, or 0 when the group is known."""
-    if connection.execute(
-        select(groups.c.size).where(groups.c.kind == kind, groups.c.group_index == group_index)
-    ).first():
-        return 0
-    connection.execute(
-        groups.insert(),
-        {
-            "kind": kind,
-            "group_index": group_index,
-            "step": step,
-            "task_id": task.task_id,
-            "size": size,
-            "state": GroupState.OPEN.value,
-        },
-    )
-    _add_episodes(connection, kind, group_index, task.task_id, to_json(task.data), range(size))
-    return size
+class Groups:
+    """Registers groups of episodes, and waits for them. The learner decides about them (`rollout/groups.py`).
+
+    A method that changes something returns when the change is on disk.
+
+    Attributes:
+        available: notified when episodes can be claimed.
+        settled: notified when an episode was completed or discarded.
+    """
+
+    def __init__(self, db: Database, available: Notifier, settled: Notifier) -> None:
+        self._db, self.available, self.settled = db, available, settled
+
+    @shielded
+    async def register(self, kind: EpisodeKind, group_index: int, step: int, task: Task, size: int) -> None:
+        """Register a group and its episodes; a group that is known is left as it is.
+
+        Args:
+            kind: of the episodes.
+            group_index: position of the group in the canonical order of its kind.
+            step: train: the step that trains on it; validation: the number of steps after which it is scored.
+            task: what each of its episodes plays.
+            size: number of its episodes.
+        """
+
+        def register(connection: Connection) -> int:
+            """Return how many episodes were added."""
+            where = (groups.c.kind == kind, groups.c.group_index == group_index)
+            if connection.execute(select(groups.c.size).where(*where)).first():
+                return 0
+            connection.execute(
+                groups.insert(),
+                {
+                    "kind": kind,
+                    "group_index": group_index,
+                    "step": step,
+                    "task_id": task.task_id,
+                    "size": size,
+                    "state": GroupState.OPEN.value,
+                },
+            )
+            _add_episodes(connection, kind, group_index, task.task_id, to_json(task.data), range(size))
+            return size
+
+        self.available.notify(await self._db.write(register))
+
+    @shielded
+    async def register_again(self, kind: EpisodeKind, group_index: int, count: int) -> None:
+        """Add `count` episodes to a group, in the place of some that can't be used."""
+
+        def add(connection: Connection) -> None:
+            last = connection.execute(
+                select(episodes)
+                .where(episodes.c.kind == kind, episodes.c.group_index == group_index)
+                .order_by(episodes.c.sample_index.desc())
+                .limit(1)
+            ).one()
+            following = range(last.sample_index + 1, last.sample_index + 1 + count)
+            _add_episodes(connection, kind, group_index, last.task_id, last.task_data, following)
+
+        await self._db.write(add)
+        self.available.notify(count)
+
+    async def of_step(self, kind: EpisodeKind, step: int) -> list[tuple[GroupRecord, list[Episode]]]:
+        """Return a step's groups in canonical order, each with its episodes."""
+        return await self._db.read(lambda connection: _of_step(connection, kind, step))
+
+    async def settled_of_step(self, kind: EpisodeKind, step: int) -> tuple[int, int]:
+        """Return (settled episodes, all episodes) of the groups of a step that were not dropped."""
+
+        def query(connection: Connection) -> tuple[int, int]:
+            done, due = connection.execute(_SETTLED_OF_STEP, {"kind": kind, "step": step}).one()
+            return int(done), int(due)
+
+        return await self._db.read(query)
+
+    async def discarded(self, kind: EpisodeKind) -> int:
+        """Return how many episodes of this kind were discarded."""
+        return await self._db.read(lambda connection: _discarded(connection, kind))
+
+    async def discard_reasons(self, kind: EpisodeKind, step: int) -> list[str]:
+        """Return why each discarded episode of a step was discarded, dropped groups included."""
+        wanted = (
+            select(episodes.c.reason)
+            .join(groups, (groups.c.kind == episodes.c.kind) & (groups.c.group_index == episodes.c.group_index))
+            .where(episodes.c.kind == kind, groups.c.step == step, episodes.c.state == EpisodeState.DISCARDED.value)
+            .order_by(episodes.c.group_index, episodes.c.sample_index)
+        )
+
+        def query(connection: Connection) -> list[str]:
+            return [reason or "" for reason in connection.execute(wanted).scalars()]
+
+        return await self._db.read(query)
+
+    async def number_open(self, kind: EpisodeKind) -> int:
+        """Return the number of groups of which an episode may still be completed."""
+        states = [state.value for state in OPEN_STATES]
+        wanted = select(func.count(sa.distinct(episodes.c.group_index))).where(
+            episodes.c.state.in_(states), episodes.c.kind == kind
+        )
+        return await self._db.read(lambda connection: int(connection.execute(wanted).scalar_one()))
+
+    async def wait_settled(self, kind: EpisodeKind, step: int, discarded: int) -> None:
+        """Return when no episode of a step is open, or an episode of its kind was discarded.
+
+        Args:
+            kind: of the step's episodes.
+            step: whose groups are looked at.
+            discarded: how many episodes of this kind were discarded when the caller looked; another number ends the
+                wait, because a group may have to be replaced.
+        """
+
+        def query(connection: Connection) -> tuple[bool, int]:
+            is_open = any(
+                connection.execute(_OPEN_OF_STEP, {"kind": kind, "step": step, "state": state.value}).first()
+                for state in OPEN_STATES
+            )
+            return is_open, _discarded(connection, kind)
+
+        while True:
+            seen = self.settled.count
+            is_open, now = await self._db.read(query)
+            if not is_open or now != discarded:
+                return
+            await self.settled.wait(WAKE_SECONDS, seen)
+
+    async def settle(self, kind: EpisodeKind, group_index: int, following: GroupState) -> None:
+        """Move a group from OPEN to READY or DROPPED; a group that is there already stays.
+
+        Raises:
+            IllegalTransition: the group was settled in the other way.
+        """
+
+        def change(connection: Connection) -> None:
+            where = (groups.c.kind == kind, groups.c.group_index == group_index)
+            current = GroupState(connection.execute(select(groups.c.state).where(*where)).scalar_one())
+            if current is following:
+                return
+            check_transition(f"group {kind} {group_index}", current, following)
+            connection.execute(sa.update(groups).where(*where).values(state=following.value))
+
+        await self._db.write(change)
+
+    async def next_index(self, kind: EpisodeKind) -> int:
+        """Return one more than the largest group index of this kind."""
+        wanted = select(func.coalesce(func.max(groups.c.group_index), -1) + 1).where(groups.c.kind == kind)
+        return await self._db.read(lambda connection: int(connection.execute(wanted).scalar_one()))
 
 
-def register_again(connection: Connection, kind: EpisodeKind, group_index: int, count: int) -> None:
-    """Add episodes to a group, in the place of some that can't be used."""
-    last = connection.execute(
-        select(episodes)
-        .where(episodes.c.kind == kind, episodes.c.group_index == group_index)
-        .order_by(episodes.c.sample_index.desc())
-        .limit(1)
-    ).one()
-    following = range(last.sample_index + 1, last.sample_index + 1 + count)
-    _add_episodes(connection, kind, group_index, last.task_id, last.task_data, following)
-
-
-def of_step(connection: Connection, kind: EpisodeKind, step: int) -> list[tuple[GroupRecord, list[Episode]]]:
-    """A step's groups in canonical order, each with its episodes."""
+def _of_step(connection: Connection, kind: EpisodeKind, step: int) -> list[tuple[GroupRecord, list[Episode]]]:
     records = [
         GroupRecord(
             kind=row.kind,
@@ -105,63 +219,8 @@ def of_step(connection: Connection, kind: EpisodeKind, step: int) -> list[tuple[
     return [(record, members[record.group_index]) for record in records]
 
 
-def progress(connection: Connection, kind: EpisodeKind, step: int) -> tuple[bool, int]:
-    """(whether an episode of this step may still be completed, how many of its kind were discarded)."""
-    is_open = any(
-        connection.execute(_OPEN_OF_STEP, {"kind": kind, "step": step, "state": state.value}).first()
-        for state in OPEN_STATES
-    )
-    return is_open, discarded(connection, kind)
-
-
-def settled_of_step(connection: Connection, kind: EpisodeKind, step: int) -> tuple[int, int]:
-    """(settled episodes, all episodes) of the groups of a step that were not dropped."""
-    done, due = connection.execute(_SETTLED_OF_STEP, {"kind": kind, "step": step}).one()
-    return int(done), int(due)
-
-
-def discarded(connection: Connection, kind: EpisodeKind) -> int:
-    """How many episodes of this kind were discarded."""
+def _discarded(connection: Connection, kind: EpisodeKind) -> int:
     return int(connection.execute(_COUNT, {"kind": kind, "state": EpisodeState.DISCARDED.value}).scalar_one())
-
-
-def discard_reasons(connection: Connection, kind: EpisodeKind, step: int) -> list[str]:
-    """Return why each discarded episode of a step was discarded, dropped groups included."""
-    wanted = (
-        select(episodes.c.reason)
-        .join(groups, (groups.c.kind == episodes.c.kind) & (groups.c.group_index == episodes.c.group_index))
-        .where(episodes.c.kind == kind, groups.c.step == step, episodes.c.state == EpisodeState.DISCARDED.value)
-        .order_by(episodes.c.group_index, episodes.c.sample_index)
-    )
-    return [reason or "" for reason in connection.execute(wanted).scalars()]
-
-
-def open_groups(connection: Connection, kind: EpisodeKind) -> int:
-    """Groups of which an episode may still be completed."""
-    states = [state.value for state in OPEN_STATES]
-    wanted = select(func.count(sa.distinct(episodes.c.group_index))).where(
-        episodes.c.state.in_(states), episodes.c.kind == kind
-    )
-    return int(connection.execute(wanted).scalar_one())
-
-
-def settle_group(connection: Connection, kind: EpisodeKind, group_index: int, following: GroupState) -> None:
-    """OPEN → READY or DROPPED; the same again is a no-op."""
-    where = (groups.c.kind == kind, groups.c.group_index == group_index)
-    current = GroupState(connection.execute(select(groups.c.state).where(*where)).scalar_one())
-    if current is following:
-        return
-    check_transition(f"group {kind} {group_index}", current, following)
-    connection.execute(sa.update(groups).where(*where).values(state=following.value))
-
-
-def next_group_index(connection: Connection, kind: EpisodeKind) -> int:
-    """One more than the largest in use."""
-    return int(
-        connection.execute(
-            select(func.coalesce(func.max(groups.c.group_index), -1) + 1).where(groups.c.kind == kind)
-        ).scalar_one()
-    )
 
 
 def _add_episodes(

@@ -44,7 +44,14 @@ class LeaseBook:
         return len(self._leases)
 
     def grant(self, episode_id: str, fence: int, seconds: float, worker_id: str = "") -> None:
-        """Start a lease, or start it anew."""
+        """Start a lease; where it is known already, start its period again.
+
+        Args:
+            episode_id: of the claimed episode.
+            fence: of the claim.
+            seconds: the period of the lease.
+            worker_id: of the worker that claimed it.
+        """
         now = self._clock.monotonic()
         known = self._leases.get(episode_id)
         if known is not None and known.fence == fence:
@@ -53,7 +60,7 @@ class LeaseBook:
             self._leases[episode_id] = Lease(fence, seconds, now + seconds, now + self._max, worker_id, now)
 
     def renew(self, episode_id: str, fence: int) -> bool:
-        """Start the period anew; False if this is not the current lease."""
+        """Start the period of a lease again; return False if it is not the episode's present lease."""
         lease = self._leases.get(episode_id)
         if lease is None or lease.fence != fence:
             return False
@@ -75,7 +82,7 @@ class LeaseBook:
             lease.expires_at = self._clock.monotonic() + lease.seconds
 
     def holders(self, limit: int) -> list[Holder]:
-        """Return who holds what: the `limit` episodes of which nothing was heard for the longest time.
+        """Return who holds which episode: the `limit` episodes of which nothing was heard for the longest time.
 
         Other threads than the one that changes the leases may call this.
         """
@@ -92,13 +99,13 @@ class LeaseBook:
         return nsmallest(limit, found, key=lambda holder: (-holder.heard_seconds, holder.episode_id))
 
     def drop(self, episode_id: str, fence: int) -> None:
-        """The episode is over or given back."""
+        """Forget a lease, because its episode was ended or given back."""
         lease = self._leases.get(episode_id)
         if lease is not None and lease.fence == fence:
             del self._leases[episode_id]
 
     def expired(self) -> list[tuple[str, int]]:
-        """(episode id, fence) of every lease whose time is over."""
+        """Return (episode id, fence) of every lease whose time is over."""
         now = self._clock.monotonic()
         return [
             (episode_id, lease.fence)

@@ -1,4 +1,4 @@
-"""Statements of the hot path, compiled once and given to the driver: SQLAlchemy takes longer to it than SQLite."""
+"""Hot-path statements, compiled once and executed on the raw driver: SQLAlchemy's overhead exceeds SQLite's work."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _namedtuple = cast(Any, namedtuple)  # the columns are not known to a type check
 
 
 class Prepared:
-    """A statement whose values need no conversion for SQLite: text, numbers, bytes and None."""
+    """A compiled statement whose values need no conversion for SQLite: text, numbers, bytes and None."""
 
     def __init__(self, statement: sa.Select[Any] | sa.Insert | sa.Update) -> None:
-        """Its `bindparam`s are what it is given by name."""
+        """Compile a statement. Its `bindparam`s are given by name when it is executed."""
         compiled = statement.compile(dialect=_DIALECT)
         self._sql, self._names = str(compiled), tuple(compiled.positiontup or ())
         self._fixed = {name: value for name, value in compiled.params.items() if value is not None}
@@ -27,15 +27,15 @@ class Prepared:
         self._row: Callable[[tuple[Any, ...]], Any] = _namedtuple("Row", columns, rename=True)._make
 
     def change(self, connection: sa.Connection, values: Mapping[str, Any]) -> int:
-        """Insert or update; returns how many rows it touched."""
+        """Insert or update, and return how many rows were touched."""
         return self._execute(connection, values, lambda cursor: cursor.rowcount)
 
     def rows(self, connection: sa.Connection, values: Mapping[str, Any]) -> list[Any]:
-        """What a select finds; columns are attributes, as in SQLAlchemy's rows."""
+        """Return what a select finds; columns are attributes, as in SQLAlchemy's rows."""
         return [self._row(found) for found in self._execute(connection, values, sqlite3.Cursor.fetchall)]
 
     def row(self, connection: sa.Connection, values: Mapping[str, Any]) -> Any:
-        """The first row that a select finds, or None."""
+        """Return the first row that a select finds, or None."""
         found = self._execute(connection, values, sqlite3.Cursor.fetchone)
         return None if found is None else self._row(found)
 
@@ -44,6 +44,6 @@ class Prepared:
         driver = cast(sqlite3.Connection, connection.connection.driver_connection)
         try:
             return take(driver.execute(self._sql, [known[name] for name in self._names]))
-        except sqlite3.Error as error:  # as SQLAlchemy raises it, so that nobody has to know both kinds
+        except sqlite3.Error as error:  # raised as SQLAlchemy's, so that callers handle one kind
             kind: type[sa.exc.DBAPIError] = getattr(sa.exc, type(error).__name__, sa.exc.DatabaseError)
             raise kind(self._sql, None, error) from error

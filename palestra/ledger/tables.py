@@ -5,9 +5,7 @@ from __future__ import annotations
 import sqlalchemy as sa
 from sqlalchemy import Column, Float, Index, Integer, LargeBinary, String, Table, Text
 
-from palestra.errors import StoreError
-
-SCHEMA_VERSION = 3
+from palestra.database import Schema
 
 metadata = sa.MetaData()
 
@@ -60,7 +58,7 @@ episodes = Table(
     Column("claim_request_id", String, unique=True),
     Column("rewards", Text),
     Column("step_rewards", Text),
-    Column("step_times", Text),  # [[observed, acted or null], …]; NULL: nobody said
+    Column("step_times", Text),  # [[observed, acted or null], …]; NULL: not known
     Column("metadata", Text, nullable=False, default="{}"),
     Column("end_digest", String),
     Column("reason", Text),
@@ -81,7 +79,7 @@ chats = Table(
     Column("policy", String, nullable=False),
     Column("parent", Integer),
     Column("shared", Integer, nullable=False),  # leading prompt ids taken from the parent, not stored again
-    Column("shared_messages", Integer, nullable=False),  # leading messages taken from the parent, likewise
+    Column("shared_messages", Integer, nullable=False),  # leading messages taken from the parent, not stored again
     Column("messages", Text, nullable=False),  # the other messages, JSON
     Column("tools", Text),  # JSON; NULL: the parent's, or none
     Column("media", Text),  # [[start, tokens, digest], …] in the tail; NULL: none
@@ -127,7 +125,6 @@ events = Table(
     Column("data", Text, nullable=False),
 )
 
-# One entry a version: the statements that lead from version i to i + 1. Version 0 is an empty file.
 MIGRATIONS: tuple[tuple[str, ...], ...] = (
     (),
     (
@@ -141,22 +138,18 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
 )
 
 
-def migrate(connection: sa.Connection) -> None:
-    """Create the tables, or bring an older file to `SCHEMA_VERSION`, in the caller's transaction.
+def _read_version(connection: sa.Connection) -> int:
+    return int(connection.exec_driver_sql("PRAGMA user_version").scalar_one())
 
-    Raises:
-        StoreError: the file was written by a newer version of Palestra.
-    """
-    found = connection.exec_driver_sql("PRAGMA user_version").scalar_one()
-    if found > SCHEMA_VERSION:
-        raise StoreError(
-            f"this run store has version {found} and this Palestra reads up to {SCHEMA_VERSION}; upgrade Palestra"
-        )
-    if found == 0:
-        metadata.create_all(connection)
-    else:
-        for version in range(found, SCHEMA_VERSION):
-            for statement in MIGRATIONS[version]:
-                connection.exec_driver_sql(statement)
-    if found != SCHEMA_VERSION:
-        connection.exec_driver_sql(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
+def _write_version(connection: sa.Connection, version: int) -> None:
+    connection.exec_driver_sql(f"PRAGMA user_version = {version}")
+
+
+SCHEMA = Schema(
+    store="run store",
+    metadata=metadata,
+    migrations=MIGRATIONS,
+    read_version=_read_version,
+    write_version=_write_version,
+)

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from palestra.config import RolloutConfig
+from palestra.database import WAKE_SECONDS
 from palestra.errors import EngineFailure
-from palestra.ledger import WAKE_SECONDS, RunStore
+from palestra.ledger import RunStore
 from palestra.schemas.protocols import GroupRecord
 from palestra.schemas.records import Episode, Task
 from palestra.schemas.states import EpisodeState, GroupState
@@ -73,7 +74,7 @@ class GroupQueueManager:
 
     async def buckets(self, step: int) -> list[Bucket]:
         """A step's groups in canonical order."""
-        found = await self._store.groups_of_step("train", step)
+        found = await self._store.groups.of_step("train", step)
         return [Bucket(record=record, episodes=tuple(episodes)) for record, episodes in found]
 
     async def gather(self, step: int, last_step: int, version: int) -> Gathered:
@@ -93,16 +94,16 @@ class GroupQueueManager:
         """
         oldest = version - self._config.max_staleness
         while True:
-            seen = self._store.settled.rings
+            seen = self._store.groups.settled.count
             waiting = await self._register(step, last_step)
-            discarded = await self._store.discarded("train")
+            discarded = await self._store.groups.discarded("train")
             for bucket in await self.buckets(step):
                 await self._settle(bucket, oldest)
             buckets = await self.buckets(step)
             dropped = sum(bucket.record.state is GroupState.DROPPED for bucket in buckets)
             if dropped > 2 * self._config.groups_per_step:
                 lost = self.group_size - self._config.min_group_size
-                why = _most_common(await self._store.discard_reasons("train", step))
+                why = _most_common(await self._store.groups.discard_reasons("train", step))
                 raise EngineFailure(
                     f"{dropped} groups of step {step} lost more than {lost} of their episodes{why}; see "
                     "`palestra episodes` for the reasons"
@@ -119,22 +120,22 @@ class GroupQueueManager:
                 )
             if any(bucket.is_open for bucket in buckets):
                 if waiting:  # a group that is done makes room for another
-                    await self._store.settled.wait(WAKE_SECONDS, seen)
+                    await self._store.groups.settled.wait(WAKE_SECONDS, seen)
                 else:
-                    await self._store.wait_settled("train", step, discarded)
+                    await self._store.groups.wait_settled("train", step, discarded)
 
     async def _register(self, step: int, last_step: int) -> bool:
         """Register what is due; returns whether something waits for room."""
         room = None
         if self.max_open_buckets is not None:
-            room = self.max_open_buckets - await self._store.open_groups("train")
+            room = self.max_open_buckets - await self._store.groups.number_open("train")
         for due in range(step, last_step + 1):
             alive = sum(bucket.record.state is not GroupState.DROPPED for bucket in await self.buckets(due))
             for _ in range(self._config.groups_per_step - alive):
                 if room is not None and room <= 0:
                     return True
-                index = await self._store.next_group_index("train")
-                await self._store.register_group("train", index, due, self._task_of(index), self.group_size)
+                index = await self._store.groups.next_index("train")
+                await self._store.groups.register("train", index, due, self._task_of(index), self.group_size)
                 room = None if room is None else room - 1
         return False
 
@@ -147,18 +148,18 @@ class GroupQueueManager:
         fresh = len(bucket.completed) - len(stale)
         again = self.group_size - fresh - bucket.discarded
         if stale and again > 0:
-            await self._store.register_again("train", record.group_index, again)
+            await self._store.groups.register_again("train", record.group_index, again)
             for name in sorted(stale)[-again:]:
-                await self._store.add_event("episode_stale", {"episode_id": name, "step": record.step})
+                await self._store.log.add_event("episode_stale", {"episode_id": name, "step": record.step})
             return
         following = GroupState.READY if fresh >= self._config.min_group_size else GroupState.DROPPED
-        await self._store.settle_group("train", record.group_index, following)
+        await self._store.groups.settle("train", record.group_index, following)
         if following is GroupState.DROPPED:
-            await self._store.add_event("group_dropped", {"group_index": record.group_index, "step": record.step})
+            await self._store.log.add_event("group_dropped", {"group_index": record.group_index, "step": record.step})
 
     async def _stale(self, episode_ids: Sequence[str], oldest: int) -> set[str]:
         """Those with a token that was sampled before version `oldest`."""
-        return {name for name, n in (await self._store.oldest_tokens(episode_ids)).items() if n < oldest}
+        return {name for name, n in (await self._store.calls.oldest_tokens(episode_ids)).items() if n < oldest}
 
 
 def _most_common(reasons: Sequence[str]) -> str:

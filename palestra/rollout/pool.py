@@ -7,14 +7,14 @@ import logging
 import uuid
 from collections.abc import AsyncIterator
 
+from palestra.database import WAKE_SECONDS
 from palestra.errors import RolloutFailed
-from palestra.ledger import WAKE_SECONDS
 from palestra.rollout.collect import Collected, Lost, Termination
 from palestra.rollout.orchestrator import Outcome, RolloutOrchestrator
 from palestra.rollout.runner import Runner
 from palestra.rollout.sync_lock import RolloutSyncLock
 from palestra.schemas.progress import RolloutProgress
-from palestra.schemas.records import Claim
+from palestra.schemas.records import Episode
 from palestra.session import Sessions
 
 log = logging.getLogger("palestra.rollout")
@@ -37,7 +37,7 @@ class RunnerPool:
         self._store, self._runner, self._lock = sessions.context.store, runner, lock
         self.progress = progress or RolloutProgress()
         self._max_concurrency = max_concurrency
-        self._unplayed: dict[str, Claim] = {}  # claimed, and about to be played
+        self._unplayed: dict[str, Episode] = {}  # claimed, and about to be played
         self._claiming = asyncio.Lock()
         self._free = asyncio.Event()
         self._in_a_row = 0  # failures without a success between them
@@ -48,7 +48,7 @@ class RunnerPool:
         Raises:
             RolloutFailed: nothing but failures came, many times in a row.
         """
-        for episode in await self._store.claimed_by(self._runner.worker_id):
+        for episode in await self._store.episodes.claimed_by(self._runner.worker_id):
             await self._runner.give_back(episode, Termination.CANCELLED, "the server was started anew")
         orchestrator = RolloutOrchestrator(self._play, max_concurrency=self._max_concurrency)
         async with self._runner:
@@ -63,48 +63,50 @@ class RunnerPool:
                 await asyncio.gather(producing, return_exceptions=True)
                 await asyncio.shield(self._give_back_unplayed())
 
-    async def _claims(self) -> AsyncIterator[Claim]:
+    async def _claims(self) -> AsyncIterator[Episode]:
         """Every episode, when there is a place for it; as many at once as there are places."""
         while True:
-            seen = self._store.available.rings
+            seen = self._store.episodes.available.count
             self._free.clear()
             free = self._max_concurrency - self.progress.playing - len(self._unplayed)
-            claims = await asyncio.shield(self._claim(free))
-            for claim in claims:
-                yield claim
+            claimed = await asyncio.shield(self._claim(free))
+            for episode in claimed:
+                yield episode
             if not free:
                 await self._free.wait()
-            elif len(claims) < free:
-                await self._store.available.wait(WAKE_SECONDS, seen)
+            elif len(claimed) < free:
+                await self._store.episodes.available.wait(WAKE_SECONDS, seen)
 
-    async def _claim(self, free: int) -> list[Claim]:
+    async def _claim(self, free: int) -> list[Episode]:
         """Where it is cancelled it goes on, so that what it claims is known, and given back."""
         async with self._claiming:
-            claims = await self._store.claim_many(self._runner.worker_id, uuid.uuid4().hex, free) if free else []
-            self._unplayed |= {claim.episode.episode_id: claim for claim in claims}
-            return claims
+            claimed = (
+                await self._store.episodes.claim_many(self._runner.worker_id, uuid.uuid4().hex, free) if free else []
+            )
+            self._unplayed |= {episode.episode_id: episode for episode in claimed}
+            return claimed
 
-    async def _play(self, claim: Claim) -> Collected:
-        del self._unplayed[claim.episode.episode_id]
+    async def _play(self, episode: Episode) -> Collected:
+        del self._unplayed[episode.episode_id]
         self.progress.playing += 1
         try:
             if self._lock is None:
-                return await self._runner.play_claim(claim)
-            with self._store.hold(claim.episode.episode_id, claim.episode.fence):
+                return await self._runner.play_claim(episode)
+            with self._store.leases.hold(episode.episode_id, episode.fence):
                 async with self._lock.acquire_rollout():
-                    return await self._runner.play_claim(claim)
+                    return await self._runner.play_claim(episode)
         finally:
             self.progress.playing -= 1
             self._free.set()
 
-    def _count(self, outcome: Outcome[Claim, Collected]) -> None:
+    def _count(self, outcome: Outcome[Episode, Collected]) -> None:
         error = outcome.error
         if error is None:
             assert outcome.result is not None
             self.progress.terminations[outcome.result.termination.value] += 1
             self._in_a_row = 0
             return
-        episode = outcome.work.episode
+        episode = outcome.work
         name = f"{episode.episode_id} (task {episode.task.task_id})"
         if isinstance(error, Lost):
             self.progress.terminations["lease_lost"] += 1
@@ -122,6 +124,6 @@ class RunnerPool:
 
     async def _give_back_unplayed(self) -> None:
         async with self._claiming:
-            for claim in self._unplayed.values():
-                await self._runner.give_back(claim.episode, Termination.CANCELLED, "the job was stopped")
+            for episode in self._unplayed.values():
+                await self._runner.give_back(episode, Termination.CANCELLED, "the job was stopped")
             self._unplayed.clear()

@@ -13,7 +13,7 @@ from palestra.agents import Agent, ModelAgent
 from palestra.errors import NotScored, RolloutFailed
 from palestra.rollout.collect import Collected, Lost, Termination, TrajectoryCollectEngine
 from palestra.rollout.environments import Environments, Made
-from palestra.schemas.records import Claim, Episode, Task, Trajectory
+from palestra.schemas.records import Episode, Task, Trajectory
 from palestra.session import Sessions
 
 log = logging.getLogger("palestra.rollout")
@@ -68,24 +68,26 @@ class Runner:
         store, name = self._store, None
         if reset_kwargs is not None:
             request = uuid.uuid4().hex
-            name = await store.register_adhoc(Task(task_id=f"t{request[:15]}", data=dict(reset_kwargs)), request)
-        claim = await self._claim(name)
-        if claim is None:
+            name = await store.episodes.register_adhoc(
+                Task(task_id=f"t{request[:15]}", data=dict(reset_kwargs)), request
+            )
+        episode = await self._claim(name)
+        if episode is None:
             return None
-        await self.play_claim(claim)
-        return (await store.trajectories([claim.episode.episode_id]))[0]
+        await self.play_claim(episode)
+        return (await store.calls.trajectories([episode.episode_id]))[0]
 
-    async def _claim(self, name: str | None) -> Claim | None:
+    async def _claim(self, name: str | None) -> Episode | None:
         """Where it is cancelled, what was claimed meanwhile is given back."""
-        claiming = asyncio.ensure_future(self._store.claim(self.worker_id, uuid.uuid4().hex, None, name))
+        claiming = asyncio.ensure_future(self._store.episodes.claim(self.worker_id, uuid.uuid4().hex, None, name))
         try:
             return await asyncio.shield(claiming)
         except asyncio.CancelledError:
-            if (claim := await claiming) is not None:
-                await self.give_back(claim.episode, Termination.CANCELLED, "the job was stopped")
+            if (episode := await claiming) is not None:
+                await self.give_back(episode, Termination.CANCELLED, "the job was stopped")
             raise
 
-    async def play_claim(self, claim: Claim) -> Collected:
+    async def play_claim(self, episode: Episode) -> Collected:
         """Play a claimed episode to its end, and hand in its reward.
 
         Where something fails, or the time is over, the episode is given back: that is never a reward of 0. So it is
@@ -95,11 +97,12 @@ class Runner:
             RolloutFailed: the environment, an agent or the engine failed, or the time was over.
             EpisodeLeaseExpired, EpisodeEnded: the lease was lost.
         """
-        episode = claim.episode
         try:
-            with self._store.hold(episode.episode_id, episode.fence):  # no call comes while the environment works
+            with self._store.leases.hold(
+                episode.episode_id, episode.fence
+            ):  # no call comes while the environment works
                 async with asyncio.timeout(self._timeout_seconds) as limit:
-                    collected = await self._collect(claim)
+                    collected = await self._collect(episode)
         except asyncio.CancelledError:
             await asyncio.shield(self.give_back(episode, Termination.CANCELLED, "the job was stopped"))
             raise
@@ -114,7 +117,7 @@ class Runner:
         except NotScored as error:
             await self.give_back(episode, Termination.NOT_SCORED, str(error), discard=True)
             return Collected(termination=Termination.NOT_SCORED)
-        await self._store.end(
+        await self._store.episodes.end(
             episode.episode_id,
             episode.fence,
             dict(collected.rewards) or {"agent": 0.0},
@@ -127,7 +130,7 @@ class Runner:
     async def give_back(self, episode: Episode, termination: Termination, reason: str, discard: bool = False) -> None:
         """Let it be played again, or discard it; where it was cancelled, as if it had never been claimed."""
         try:
-            await self._store.abort(
+            await self._store.episodes.abort(
                 episode.episode_id,
                 episode.fence,
                 f"{termination.value}: {reason}",
@@ -137,14 +140,14 @@ class Runner:
         except Lost:  # its lease ran out meanwhile, so it was given back already
             log.info("episode %s was given back before: %s", episode.episode_id, reason)
 
-    async def _collect(self, claim: Claim) -> Collected:
+    async def _collect(self, episode: Episode) -> Collected:
         async with self._environments.one() as environment:
             engine = TrajectoryCollectEngine(
                 environment=environment,
                 agents=self._agents,
                 sessions=self._sessions,
-                session=await self._sessions.begin(claim.episode),
-                policy=claim.policy,
+                session=await self._sessions.begin(episode),
+                policy=self._sessions.context.policy_name,
                 temperature=self._temperature,
             )
-            return await engine.collect(claim.episode.task.data)
+            return await engine.collect(episode.task.data)

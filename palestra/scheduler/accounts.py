@@ -8,8 +8,8 @@ from typing import Any
 import orjson
 from sqlalchemy import Connection, func, select
 
+from palestra.database import to_json
 from palestra.errors import Conflict, NotFound
-from palestra.ledger.codec import to_json
 from palestra.scheduler.keys import KeyRecord
 from palestra.scheduler.limits import KeyLimits
 from palestra.scheduler.permissions import Role, Scope

@@ -109,7 +109,7 @@ class Administration:
             self._log(connection, by, by.tenant, Action.TENANT_CHANGE, f"quota of {tenant}: {quota.told}")
             return quota
 
-        return await self._store.write(work, lambda _: self._store.changed.ring())
+        return await self._store.write(work, lambda _: self._store.changed.notify())
 
     async def private_jobs(self, by: Identity) -> bool:
         """Whether jobs of `by`'s tenant are private unless they say otherwise."""
@@ -136,7 +136,7 @@ class Administration:
             policy_store.set_draining(connection, on)
             self._log(connection, by, by.tenant, Action.CLUSTER_DRAIN, "on" if on else "off")
 
-        await self._store.write(work, lambda _: self._store.changed.ring())
+        await self._store.write(work, lambda _: self._store.changed.notify())
 
     # Users
 

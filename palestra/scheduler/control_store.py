@@ -1,29 +1,25 @@
 """The control store as the scheduler and its API see it: asynchronous, every change on disk when it returns.
 
-One process has it at a time (see `database`), and in it one thread writes, with group commit. A database that goes away
-for a moment is waited for. SQLite runs with `synchronous=FULL` and PostgreSQL with `synchronous_commit=on`: what was
-answered survives the loss of power.
+One process has the store at a time (see `backends`), and in that process one thread writes, with group commit. A
+database that goes away for a moment is waited for. SQLite runs with `synchronous=FULL` and PostgreSQL with
+`synchronous_commit=on`: what was answered survives the loss of power.
 """
 
 from __future__ import annotations
 
-import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection
 from typing import Self, TypeVar, Unpack
 
 import sqlalchemy as sa
 
-from palestra.errors import InvalidRequest, NotFound, StoreUnreachable
-from palestra.ledger.store import Bell
-from palestra.ledger.writer import Writer
-from palestra.scheduler import audit, jobs
+from palestra.database import Database, Notifier, shielded
+from palestra.errors import InvalidRequest, NotFound
+from palestra.scheduler import audit, jobs, tables
 from palestra.scheduler.audit import AuditEntry
-from palestra.scheduler.database import open_database
+from palestra.scheduler.backends import open_backend
 from palestra.scheduler.job_requests import check_request
 from palestra.scheduler.stored_text import can_match, check_identifier, check_name
-from palestra.scheduler.tables import migrate
 from palestra.schemas.clock import Clock, SystemClock
 from palestra.schemas.jobs import (
     LIVE_STATES,
@@ -39,7 +35,6 @@ from palestra.schemas.states import JobState
 T = TypeVar("T")
 MOST_ROWS = 500  # of one page
 LARGEST_NUMBER = 2**31 - 1  # of a change, or of a line of the audit log
-LONGEST_REPLY_SECONDS = 10.0  # for which a database that does not answer is tried again
 
 
 class ControlStore:
@@ -50,25 +45,12 @@ class ControlStore:
 
     def __init__(self, url: str, clock: Clock | None = None) -> None:
         self.clock: Clock = clock or SystemClock()
-        self.changed = Bell()  # rings when a job was submitted, moved, or is to be cancelled
-        self._database = open_database(url)
-        try:
-            with self._database.engine.begin() as connection:
-                migrate(connection)
-            self._writer = Writer(self._database.engine, self._database.explain)
-        except sa.exc.DBAPIError as error:
-            self._database.close()
-            raise self._database.explain(error) from None
-        except BaseException:
-            self._database.close()
-            raise
-        self._readers = ThreadPoolExecutor(self._database.readers, "palestra-control-reader")
+        self.changed = Notifier()  # a job was submitted, moved, or is to be cancelled
+        self._db = Database(open_backend(url), tables.SCHEMA)
 
     def close(self) -> None:
         """Finish what was submitted, and let another process have the store."""
-        self._writer.close()
-        self._readers.shutdown()
-        self._database.close()
+        self._db.close()
 
     def __enter__(self) -> Self:
         return self
@@ -76,41 +58,30 @@ class ControlStore:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @shielded
     async def write(
         self,
         operation: Callable[[sa.Connection], T],
         then: Callable[[T], None] | None = None,
         tag: str | None = None,
     ) -> T:
-        """Run an operation on the writer's connection, then, on the event loop, what follows from its commit.
+        """Run an operation on the writing thread, and then, on the event loop, what follows from its commit.
 
-        A caller that goes away keeps neither from being done. The operation may be run again where the database did not
-        say whether it was committed.
+        Both are done even if the caller is cancelled.
+
+        Args:
+            operation: may be run a second time where the database did not say whether it had committed.
+            then: is called with the operation's result when it is on disk. None: nothing follows.
+            tag: names the fault points before and after the commit.
         """
-
-        async def whole() -> T:
-            result = await _persist(lambda: self._writer.submit(operation, tag))
-            if then is not None:
-                then(result)
-            return result
-
-        return await asyncio.shield(whole())
+        result = await self._db.write(operation, tag)
+        if then is not None:
+            then(result)
+        return result
 
     async def read(self, operation: Callable[[sa.Connection], T]) -> T:
         """Run a query on a connection of its own; it sees every change that was awaited before."""
-        loop = asyncio.get_running_loop()
-
-        async def once() -> T:
-            return await loop.run_in_executor(self._readers, self._query, operation)
-
-        return await _persist(once)
-
-    def _query(self, operation: Callable[[sa.Connection], T]) -> T:
-        try:
-            with self._database.read_engine.begin() as connection:
-                return operation(connection)
-        except sa.exc.DBAPIError as error:
-            raise self._database.explain(error) from None
+        return await self._db.read(operation)
 
     # Jobs
 
@@ -144,7 +115,7 @@ class ControlStore:
         job_id, now = f"job-{secrets.token_hex(8)}", self.clock.now()
         return await self.write(
             lambda c: jobs.submit(c, tenant, user, request, job_id, request_key, most_open, now),
-            self._ring,
+            self._notify,
             "job_commit",
         )
 
@@ -207,7 +178,7 @@ class ControlStore:
         change_id = secrets.token_hex(16)
         return await self.write(
             lambda c: jobs.change_state(c, job_id, change_id, states, following, reason, fields, now),
-            self._ring,
+            self._notify,
             "job_commit",
         )
 
@@ -220,7 +191,7 @@ class ControlStore:
         _check_job_id(job_id)
         change_id, now = secrets.token_hex(16), self.clock.now()
         return await self.write(
-            lambda c: jobs.request_cancel(c, tenant, job_id, change_id, reason, now), self._ring, "job_commit"
+            lambda c: jobs.request_cancel(c, tenant, job_id, change_id, reason, now), self._notify, "job_commit"
         )
 
     async def queue(self) -> list[JobRecord]:
@@ -259,22 +230,8 @@ class ControlStore:
         _check_limit(limit)
         return await self.read(lambda c: audit.page(c, tenant, None if before is None else _number(before), limit))
 
-    def _ring(self, job: JobRecord) -> None:
-        self.changed.ring()
-
-
-async def _persist(attempt: Callable[[], Awaitable[T]]) -> T:
-    """Try again while the database does not answer."""
-    loop = asyncio.get_running_loop()
-    until, pause = loop.time() + LONGEST_REPLY_SECONDS, 0.05
-    while True:
-        try:
-            return await attempt()
-        except StoreUnreachable:
-            if loop.time() + pause > until:
-                raise
-        await asyncio.sleep(pause)
-        pause = min(pause * 2, 1.0)
+    def _notify(self, job: JobRecord) -> None:
+        self.changed.notify()
 
 
 def _states(expected: JobState | Collection[JobState]) -> frozenset[JobState]:

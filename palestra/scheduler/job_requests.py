@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import orjson
 
+from palestra.database import to_json
 from palestra.errors import InvalidRequest, PayloadTooLarge
-from palestra.ledger.codec import to_json
 from palestra.scheduler.stored_text import check_name, has_secret
 from palestra.schemas.jobs import JOB_KINDS, PRIORITIES, JobRequest
 

@@ -13,8 +13,8 @@ from typing import Any
 import orjson
 from sqlalchemy import Connection, func, select
 
+from palestra.database import to_json
 from palestra.errors import Conflict, InvalidRequest, NotFound, TooManyRequests
-from palestra.ledger.codec import to_json
 from palestra.scheduler import changes
 from palestra.scheduler.stored_text import clean
 from palestra.scheduler.tables import jobs

@@ -8,8 +8,8 @@ from dataclasses import asdict, replace
 import orjson
 from sqlalchemy import Connection, select
 
+from palestra.database import to_json
 from palestra.errors import NotFound
-from palestra.ledger.codec import to_json
 from palestra.scheduler.placement import Policy
 from palestra.scheduler.tables import meta, tenants
 from palestra.scheduler.tenants import Quota

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from palestra.config import parse_config
+from palestra.database import Notifier
 from palestra.errors import (
     ConfigError,
     Conflict,
@@ -23,7 +24,6 @@ from palestra.errors import (
     PalestraError,
     StoreUnreachable,
 )
-from palestra.ledger.store import Bell
 from palestra.scheduler import policy_store
 from palestra.scheduler.control_store import ControlStore
 from palestra.scheduler.deadlines import Deadlines
@@ -88,7 +88,7 @@ class Scheduler:
         self._cancelled: set[str] = set()  # of the lives
         self._stops: dict[str, asyncio.Task[None]] = {}
         self._notes: set[asyncio.Task[None]] = set()  # of endings, being written down
-        self._changed = Bell()
+        self._changed = Notifier()
         self._closing = False
         self.ready = asyncio.Event()  # set when it knows the machines, and what runs on them
 
@@ -101,7 +101,7 @@ class Scheduler:
         """
         try:
             while True:
-                seen, submitted = self._changed.rings, self._store.changed.rings
+                seen, submitted = self._changed.count, self._store.changed.count
                 seconds = LOOK_SECONDS
                 try:
                     again_at = await self._round()
@@ -242,7 +242,7 @@ class Scheduler:
         if not done.cancelled() and (error := done.exception()) is not None:  # the next round adopts the job
             log.error("job %s: %s: %s", job_id, type(error).__name__, error, exc_info=error)
         else:
-            self._changed.ring()
+            self._changed.notify()
 
     async def _start(self, job: JobRecord, start: Start) -> None:
         """From QUEUED to its end."""
@@ -323,7 +323,7 @@ class Scheduler:
             share = counted(running.needs).gpus // len(given)
             running = replace(running, devices=tuple(GpuShare(device, share) for device in given))
         self.running[job_id] = running
-        self._changed.ring()
+        self._changed.notify()
         await self._over(
             job_id, await self._launcher.ended(job_id, lambda left: self._heard(job_id, expected_end, left))
         )

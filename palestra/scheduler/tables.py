@@ -5,9 +5,10 @@ from __future__ import annotations
 import sqlalchemy as sa
 from sqlalchemy import Boolean, Column, Double, Index, Integer, String, Table, Text, UniqueConstraint
 
+from palestra.database import Schema
 from palestra.errors import StoreError
 
-SCHEMA_VERSION = 5
+VERSION_KEY = "control_schema_version"  # of the row of `meta` that has the version
 
 metadata = sa.MetaData()
 
@@ -117,7 +118,6 @@ audit = Table(
     Column("outcome", Text, nullable=False),
 )
 
-# One entry a version: the statements that lead from version i to i + 1. Version 0 is an empty database.
 MIGRATIONS: tuple[tuple[str, ...], ...] = (
     (),
     ("ALTER TABLE jobs ADD COLUMN from_job VARCHAR", "ALTER TABLE jobs ADD COLUMN from_step INTEGER"),
@@ -133,32 +133,32 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
 )
 
 
-def migrate(connection: sa.Connection) -> None:
-    """Create the tables, or bring an older store to `SCHEMA_VERSION`, in the caller's transaction.
+def _read_version(connection: sa.Connection) -> int:
+    """Return the version of a control store; 0 where the database has none of its tables.
 
     Raises:
-        StoreError: the store was written by a newer version of Palestra, or the database holds something else.
+        StoreError: the database holds tables of another program.
     """
     names = set(sa.inspect(connection).get_table_names())
     if "meta" in names:
-        text = connection.execute(sa.select(meta.c.value).where(meta.c.key == "control_schema_version")).scalar()
+        text = connection.execute(sa.select(meta.c.value).where(meta.c.key == VERSION_KEY)).scalar()
         found = int(text) if text is not None else None
     else:
         found = 0 if names.isdisjoint(metadata.tables) else None
     if found is None:
         raise StoreError("this database holds tables of another program; give the control store one of its own")
-    if found > SCHEMA_VERSION:
-        raise StoreError(
-            f"this control store has version {found} and this Palestra reads up to {SCHEMA_VERSION}; upgrade Palestra"
-        )
-    if found == 0:
-        metadata.create_all(connection)
-        connection.execute(meta.insert(), {"key": "control_schema_version", "value": str(SCHEMA_VERSION)})
-        return
-    for version in range(found, SCHEMA_VERSION):
-        for statement in MIGRATIONS[version]:
-            connection.exec_driver_sql(statement)
-    if found != SCHEMA_VERSION:
-        connection.execute(
-            meta.update().where(meta.c.key == "control_schema_version").values(value=str(SCHEMA_VERSION))
-        )
+    return found
+
+
+def _write_version(connection: sa.Connection, version: int) -> None:
+    connection.execute(meta.delete().where(meta.c.key == VERSION_KEY))
+    connection.execute(meta.insert(), {"key": VERSION_KEY, "value": str(version)})
+
+
+SCHEMA = Schema(
+    store="control store",
+    metadata=metadata,
+    migrations=MIGRATIONS,
+    read_version=_read_version,
+    write_version=_write_version,
+)

@@ -1,29 +1,20 @@
-"""What the rooms ask of one another: Engine, Trainer, EpisodeStore."""
+"""What the rooms ask of one another: Engine, Trainer, and what the store tells of groups and counts."""
 
 from __future__ import annotations
 
-from asyncio import Future
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from palestra.schemas.records import (
-    BatchManifest,
-    Chat,
-    Claim,
-    Episode,
     EpisodeKind,
-    Event,
     Floats,
     Ids,
     PolicyVersion,
     SampledTokens,
     Sampling,
-    StepTimes,
-    Task,
     TrainSample,
-    Trajectory,
 )
 from palestra.schemas.states import GroupState
 
@@ -157,83 +148,3 @@ class Counts:
     claimed: int
     completed: int
     discarded: int
-
-
-class EpisodeStore(Protocol):
-    """The run store: one lifecycle, one grouping, one exactly-once rule for all workers.
-
-    A method that changes something returns when the change is committed.
-    """
-
-    async def push_tasks(self, split: str, tasks: Sequence[Task], chunk_id: str) -> int:
-        """Add tasks; the same chunk again is a no-op. Returns how many tasks the split has now."""
-        ...
-
-    async def seal_tasks(self) -> None:
-        """No more tasks will come."""
-        ...
-
-    async def register_group(self, kind: EpisodeKind, group_index: int, step: int, task: Task, size: int) -> None:
-        """Register a group's episodes; the same group again is a no-op."""
-        ...
-
-    async def claim(
-        self, worker_id: str, request_id: str, lease_seconds: float | None, episode_id: str | None = None
-    ) -> Claim | None:
-        """Hand out the next registered episode, or the one named. None: there is none now."""
-        ...
-
-    async def end(
-        self,
-        episode_id: str,
-        fence: int,
-        rewards: Mapping[str, float],
-        step_rewards: Sequence[float] | None,
-        metadata: Mapping[str, Any],
-        step_times: Sequence[StepTimes] | None = None,
-    ) -> bool:
-        """Complete an episode. True: now; False: it was, with the same body.
-
-        Raises:
-            Conflict: fenced off, discarded, or ended before with another body.
-        """
-        ...
-
-    async def abort(self, episode_id: str, fence: int, reason: str, discard: bool, counts: bool = True) -> None:
-        """Give an episode back (or discard it); what it sampled is not trained on.
-
-        `counts`: whether the attempt is one of the `max_attempts`; not where it was the server's fault.
-        """
-        ...
-
-    def append_chat(self, chat: Chat) -> Future[None]:
-        """Record a call; the future is done when it is on disk, also where nobody waits for it any more.
-
-        Raises:
-            EpisodeLeaseExpired, EpisodeEnded: the lease under which it was made is over.
-        """
-        ...
-
-    async def chats(self, episode_id: str, fence: int) -> tuple[Chat, ...]:
-        """The calls recorded under one lease."""
-        ...
-
-    async def episode(self, episode_id: str) -> Episode:
-        """One episode.
-
-        Raises:
-            NotFound: no such episode.
-        """
-        ...
-
-    async def trajectories(self, episode_ids: Sequence[str]) -> list[Trajectory]:
-        """Completed episodes with their calls, in the order asked for."""
-        ...
-
-    async def commit_manifest(self, manifest: BatchManifest) -> None:
-        """Fix what a step trains on."""
-        ...
-
-    async def add_event(self, kind: str, data: Mapping[str, Any]) -> Event:
-        """Record that something happened."""
-        ...

@@ -72,15 +72,6 @@ class Episode:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Claim:
-    """An episode that now belongs to one worker, until its lease runs out."""
-
-    episode: Episode
-    policy: str
-    version: PolicyVersion  # what it is sampled from when it starts
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
     """How one call is sampled."""
 

@@ -58,6 +58,12 @@ class SessionContext:
         object.__setattr__(self, "rate", TokenRate(self.store.clock))
 
     @property
+    def policy_name(self) -> str:
+        """The name of the policy that the job's episodes are played with."""
+        (name,) = self.policies
+        return name
+
+    @property
     def clock(self) -> Clock:
         """The store's clock."""
         return self.store.clock

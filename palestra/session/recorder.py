@@ -1,39 +1,30 @@
-"""Where a session leaves its calls: the run store, or nowhere."""
+"""Where a session leaves its calls: the run store's `Calls`, or nowhere."""
 
 from __future__ import annotations
 
 import asyncio
-from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 from palestra.schemas.records import Chat
 
 
 class CallRecorder(Protocol):
-    """What a session asks of the store."""
+    """Records the calls of a session."""
 
-    def hold(self, episode_id: str, fence: int) -> AbstractContextManager[None]:
-        """The server is at work for this lease, which can't run out meanwhile."""
-        ...
+    def append(self, chat: Chat) -> asyncio.Future[None]:
+        """Record a call; the future is done when the call is on disk, even if its caller is gone by then.
 
-    def append_chat(self, chat: Chat) -> asyncio.Future[None]:
-        """Record a call; the future is done when it is on disk, also where nobody waits for it any more.
-
-        Raises:
+        Raises (the future):
             EpisodeLeaseExpired, EpisodeEnded: the lease under which it was made is over.
         """
         ...
 
 
 class NoRecorder:
-    """Implements `CallRecorder` for calls outside any episode: there is no lease, and nothing is kept."""
+    """Implements `CallRecorder` for calls outside any episode: nothing is kept."""
 
-    def hold(self, episode_id: str, fence: int) -> AbstractContextManager[None]:
-        """See `CallRecorder`."""
-        return nullcontext()
-
-    def append_chat(self, chat: Chat) -> asyncio.Future[None]:
-        """See `CallRecorder`."""
+    def append(self, chat: Chat) -> asyncio.Future[None]:
+        """Return a future that is done."""
         done = asyncio.get_running_loop().create_future()
         done.set_result(None)
         return done

@@ -69,10 +69,10 @@ class EpisodeSession:
         recorded: Sequence[Chat],
         recorder: CallRecorder | None = None,
     ) -> None:
-        """`recorder`: where its calls are left. None: in the context's store."""
+        """`recorder`: where its calls are recorded. None: in the context's store."""
         self.episode = episode
         self._context = context
-        self._recorder = context.store if recorder is None else recorder
+        self._recorder = context.store.calls if recorder is None else recorder
         self._prompts = Prompts(context.sameness)
         # The queue of grammars to be compiled is one for all: an episode that asks for hundreds must not fill it.
         self._checks = asyncio.Semaphore(GRAMMARS_AT_ONCE)
@@ -180,7 +180,7 @@ class EpisodeSession:
         self._in_flight.add(task)
         self._turns.update(choice.turn for choice in choices)
         try:
-            with self._recorder.hold(self.episode.episode_id, self.episode.fence):
+            with self._context.store.leases.hold(self.episode.episode_id, self.episode.fence):
                 play = await self._begin(call, runtime, choices, known, listener)
                 chats = await _all_at_once([self._sample(play, choice) for choice in choices])
                 return dict(zip(numbers, chats, strict=True))
@@ -319,7 +319,7 @@ class EpisodeSession:
         stop = None if reader is None else reader.stop
         chat = self._chat(play, choice, completion, reply.message, stop)
         self._next_step = max(self._next_step, chat.time_step + 1)
-        recording = self._recordings[chat.request_digest] = self._recorder.append_chat(chat)
+        recording = self._recordings[chat.request_digest] = self._recorder.append(chat)
         recording.add_done_callback(partial(self._recorded, chat, prompt.keys))  # before whoever waits for it goes on
         await asyncio.shield(recording)
         choice.recorded = True

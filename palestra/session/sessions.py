@@ -21,7 +21,7 @@ class Sessions:
         self._limit = max_waiting_calls
         self._open: dict[tuple[str, int], EpisodeSession] = {}
         self._stopped: PalestraError | None = None
-        context.store.on_lease_over.append(self._lease_over)
+        context.store.episodes.on_lease_over.append(self._lease_over)
 
     async def open(self, episode_id: str, fence: int) -> EpisodeSession:
         """The session of a lease, rebuilt from the store where it is not in memory; renews the lease.
@@ -30,12 +30,12 @@ class Sessions:
             EpisodeLeaseExpired, EpisodeEnded, NotFound: the lease is not, or no longer, the episode's.
         """
         store = self.context.store
-        await store.renew(episode_id, fence)
+        await store.episodes.renew(episode_id, fence)
         session = self._open.get((episode_id, fence))
         if session is None:
-            episode, recorded = await store.lease(episode_id, fence)
+            episode, recorded = await store.calls.of_lease(episode_id, fence)
             if not store.leases.renew(episode_id, fence):  # it ended meanwhile
-                await store.renew(episode_id, fence)  # raises what is the matter
+                await store.episodes.renew(episode_id, fence)  # raises the reason
             session = self._open.setdefault((episode_id, fence), EpisodeSession(self.context, episode, recorded))
         return session
 
@@ -57,7 +57,7 @@ class Sessions:
         Raises:
             EpisodeLeaseExpired, EpisodeEnded, NotFound: the lease is not the episode's any more.
         """
-        await self.context.store.renew(episode.episode_id, episode.fence)
+        await self.context.store.episodes.renew(episode.episode_id, episode.fence)
         lease = episode.episode_id, episode.fence
         session = self._open.get(lease)
         if session is None:

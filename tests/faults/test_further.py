@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
+from disks import full, small_disk
 from outcome import assert_same_metrics
 from servers import Job as Folder
 from service import GAMES, LONG, lives, until
@@ -88,32 +85,6 @@ def test_a_server_that_finds_damaged_checkpoints_uses_the_one_before_or_says_so(
         assert_nothing_is_held(world, job)
 
 
-@contextlib.contextmanager
-def disk(folder: Path, size: str) -> Iterator[Path]:
-    """A file system of its own at `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "palestra-test", str(folder)]
-    if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("needs the right to mount a file system")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
-@contextlib.contextmanager
-def full(folder: Path) -> Iterator[None]:
-    """Meanwhile nothing more fits into the file system."""
-    filler = folder / "filler"
-    with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
-        while True:
-            file.write(bytes(4096))
-    try:
-        yield
-    finally:
-        filler.unlink()
-
-
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory) -> Iterator[Folder]:
     with Folder(tmp_path_factory.mktemp("undisturbed"), GAMES, tasks=(), validation=()) as job:
@@ -132,7 +103,7 @@ def undisturbed(tmp_path_factory) -> Iterator[Folder]:
     ],
 )
 def test_a_job_whose_disk_is_full_says_so_and_goes_on_when_there_is_room(tmp_path, undisturbed, mounted, fault):
-    with disk(tmp_path / mounted, "4m") as folder, Folder(tmp_path, GAMES, tasks=(), validation=()) as job:
+    with small_disk(tmp_path / mounted, "4m") as folder, Folder(tmp_path, GAMES, tasks=(), validation=()) as job:
         server = job.start(fault=f"{fault}:STOP")
         process = psutil.Process(server.popen.pid)
         until(lambda: process.status() == psutil.STATUS_STOPPED, "it stops at its point")
@@ -154,7 +125,7 @@ def test_a_job_of_the_service_whose_checkpoints_find_no_room_fails_with_the_reas
     world.keep_only(at_start)
     job = world.service.client().submit(GAMES, cpus=world.machine(at_start).cpus)
     server = world.held(job)
-    with disk(world.checkpoints(job), "4k"):
+    with small_disk(world.checkpoints(job), "4k"):
         server.resume()
         view = job.wait()
         assert (view.state, view.starts) == ("failed", 1), view

@@ -59,17 +59,17 @@ async def serving(folder: Path, parts: Parts | None = None, **settings: Any) -> 
 async def episode_of(job: LocalJob) -> AsyncIterator[tuple[openai.AsyncOpenAI, str]]:
     """A client for a claimed ad-hoc episode, and the episode's id."""
     store = job.plane.store
-    episode_id = await store.register_adhoc(Task(task_id="t", data={}), f"r{id(object())}")
-    claim = await store.claim("w", f"c-{episode_id}", None, episode_id)
+    episode_id = await store.episodes.register_adhoc(Task(task_id="t", data={}), f"r{id(object())}")
+    claim = await store.episodes.claim("w", f"c-{episode_id}", None, episode_id)
     assert claim is not None
-    key = job.plane.keys.episode_key(episode_id, claim.episode.fence)
+    key = job.plane.keys.episode_key(episode_id, claim.fence)
     async with openai.AsyncOpenAI(base_url=f"{job.url}/v1", api_key=key, max_retries=0) as client:
         yield client, episode_id
-        await store.end(episode_id, claim.episode.fence, {"agent": 1.0}, None, {})
+        await store.episodes.end(episode_id, claim.fence, {"agent": 1.0}, None, {})
 
 
 async def trajectory_of(job: LocalJob, episode_id: str) -> Trajectory:
-    (trajectory,) = await job.plane.store.trajectories([episode_id])
+    (trajectory,) = await job.plane.store.calls.trajectories([episode_id])
     return trajectory
 
 

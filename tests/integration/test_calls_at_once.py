@@ -12,7 +12,7 @@ from servers import HERE, SCRIPTED, Job, Plane, Process, until
 from unit.building import rows_of
 
 from palestra.ledger.browsing import browse
-from palestra.ledger.chats import trajectories
+from palestra.ledger.calls import read_trajectory
 from palestra.schemas.records import Chat
 from palestra.trajectory import TokenTrie
 
@@ -26,7 +26,7 @@ SETTINGS = SCRIPTED | {
 
 def calls_of(job: Job) -> tuple[Chat, ...]:
     with browse(job.run_dir / "run.db") as connection:
-        return trajectories(connection, [EPISODE])[0].chats
+        return read_trajectory(connection, EPISODE).chats
 
 
 def what_was_made(chats: tuple[Chat, ...]) -> tuple[Any, Any]:

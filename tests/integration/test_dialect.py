@@ -59,7 +59,7 @@ def asks(text: str, **more: Any) -> dict[str, Any]:
 
 
 async def recorded(job: LocalJob, episode_id: str) -> tuple[Chat, ...]:
-    return await job.plane.store.chats(episode_id, 1)
+    return (await job.plane.store.calls.of_lease(episode_id, 1))[1]
 
 
 async def until(condition: Any) -> None:
@@ -305,12 +305,12 @@ async def test_a_failure_before_the_first_text_has_its_status_and_one_after_it_e
             await ai.chat.completions.create(**asks("x" * 9000), stream=True)
         stream = await ai.chat.completions.create(**asks("y" * 300), stream=True)
         await anext(aiter(stream))
-        await job.plane.store.abort(episode_id, 1, "", discard=False)
+        await job.plane.store.episodes.abort(episode_id, 1, "", discard=False)
         with pytest.raises(openai.APIError, match="lease ran out"):
             async for _ in stream:
                 pass
         await until(lambda: engine.running == 0)
-        job.plane.store.end = _nothing  # the lease is over: nothing to end
+        job.plane.store.episodes.end = _nothing  # the lease is over: nothing to end
 
 
 async def _nothing(*_: Any) -> None:

@@ -63,7 +63,7 @@ async def test_token_ids_that_a_model_gave_are_what_it_goes_on_from(tmp_path):
         entry: Any = first.choices[0]
         ids = [*entry.prompt_token_ids, *entry.token_ids]
         await ai.completions.create(model="policy", prompt=ids, max_tokens=3, logit_bias={"97": 100})
-        chats = await job.plane.store.chats(episode_id, 1)
+        chats = (await job.plane.store.calls.of_lease(episode_id, 1))[1]
     assert len(entry.token_ids) == 9
     assert chats[1].completion_ids.tolist() == [97] * 3
     assert chats[1].extends is chats[0]

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 import signal
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 import safetensors.torch
 import torch
+from disks import read_only, small_disk
 from outcome import assert_complete, assert_same_metrics
 from servers import HERE, PALESTRA, SCRIPTED, Job, environment, until
 
@@ -45,26 +44,6 @@ def one_line(code: int, output: str) -> str:
     last = output.splitlines()[-1]
     assert last.startswith("palestra: ")
     return last
-
-
-@contextlib.contextmanager
-def mounted(folder: Path, *options: str) -> Iterator[Path]:
-    """A file system at `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    command = ["mount", *options, str(folder)]
-    if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("needs the right to mount a file system")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
-@contextlib.contextmanager
-def read_only(folder: Path) -> Iterator[None]:
-    with mounted(folder, "--bind", str(folder)):
-        subprocess.run(["mount", "-o", "remount,ro,bind", str(folder)], check=True)
-        yield
 
 
 def copy_of(job: Job, folder: Path) -> Job:
@@ -102,7 +81,7 @@ def test_a_disk_that_is_full_when_a_real_model_is_saved(tmp_path):
         safetensors.torch.save_file({"weights": torch.zeros(10**6)}, folder / "model.safetensors")
 
     with (
-        mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=1m", "palestra-test") as folder,
+        small_disk(tmp_path / "small", "1m") as folder,
         pytest.raises(CheckpointError, match=r"step 1 could not be written .*No space left on device") as caught,
     ):
         checkpoint.write(folder, 1, fill, {}, 2)

@@ -16,7 +16,7 @@ import torch
 from servers import TINY, Job
 from transformers import AutoModelForCausalLM
 
-from palestra.ledger.chats import trajectories
+from palestra.ledger.calls import read_trajectory
 from palestra.models.catalog import model_folder
 
 LIMIT = 1.05
@@ -88,7 +88,7 @@ def test_stale_replies_are_weighed_as_a_whole(tmp_path, mode):
             before = model_folder("tiny-random") if step == 1 else job.checkpoints()[step - 2]
             model = AutoModelForCausalLM.from_pretrained(before, dtype=torch.float32).eval()
             with store.connect() as connection:
-                wanted, metrics = naive_step(model, trajectories(connection, ids), mode)
+                wanted, metrics = naive_step(model, [read_trajectory(connection, name) for name in ids], mode)
             moments = safetensors.torch.load_file(job.checkpoints()[step - 1] / "optimizer-0.safetensors")
             found = {name: moments[f"exp_avg.{name}"] for name in wanted}
             error = sum(float((found[name] - g).norm() ** 2) for name, g in wanted.items()) ** 0.5

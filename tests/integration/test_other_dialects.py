@@ -121,11 +121,11 @@ async def test_a_response_that_fails_while_it_is_streamed_raises(tmp_path):
     async with speaking(tmp_path, piece_delay_seconds=0.01) as (job, _, _, _), episode_of(job) as (other, other_id):
         stream = await other.responses.create(model="policy", input="y" * 300, stream=True)
         await anext(aiter(stream))
-        await job.plane.store.abort(other_id, 1, "", discard=True)
+        await job.plane.store.episodes.abort(other_id, 1, "", discard=True)
         with pytest.raises(openai.APIError, match="lease ran out"):
             async for _ in stream:
                 pass
-        job.plane.store.end = _nothing
+        job.plane.store.episodes.end = _nothing
 
 
 async def _nothing(*_: Any) -> None:
@@ -219,10 +219,10 @@ async def test_a_message_that_fails_while_it_is_streamed_raises_and_a_client_tha
         async with episode_of(job) as (other, other_id), anthropic_of(other) as client:
             async with client.messages.stream(**asks("y" * 300, max_tokens=500)) as stream:
                 await anext(aiter(stream))
-                await job.plane.store.abort(other_id, 1, "", discard=True)
+                await job.plane.store.episodes.abort(other_id, 1, "", discard=True)
                 with pytest.raises(anthropic.APIStatusError, match="lease ran out"):
                     await stream.until_done()
-            job.plane.store.end = _nothing
+            job.plane.store.episodes.end = _nothing
 
 
 async def test_the_three_dialects_speak_of_one_conversation(tmp_path):

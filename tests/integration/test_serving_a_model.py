@@ -42,7 +42,7 @@ async def served(
     settings: dict[str, Any] = {"kind": "inference", "policies": {"policy": {"max_context": 8192}}}
     async with serving(folder, parts, **settings, server={"port": 0} | (server or {})) as job:
         running = asyncio.ensure_future(job.run())
-        while not await job.plane.store.events(0):  # `serving`, and nothing more until it is stopped
+        while not await job.plane.store.log.events(0):  # `serving`, and nothing more until it is stopped
             await asyncio.sleep(0.005)
         async with openai.AsyncOpenAI(base_url=f"{job.url}/v1", api_key=job.api_key, max_retries=0) as ai:
             yield job, parts.engine, ai
@@ -57,7 +57,7 @@ async def rows(job: LocalJob) -> dict[str, int]:
         names = connection.execute(text("SELECT name FROM sqlite_master WHERE type = 'table'")).scalars().all()
         return {name: connection.execute(text(f"SELECT count(*) FROM {name}")).scalar_one() for name in names}
 
-    return await job.plane.store.read(count)
+    return await job.plane.store.db.read(count)
 
 
 async def test_all_dialects_are_answered_with_the_jobs_key_and_nothing_is_recorded(tmp_path):

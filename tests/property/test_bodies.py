@@ -22,7 +22,7 @@ from palestra.gateway import DataPlane, KeyRing, create_app
 from palestra.gateway.bodies import _outside_strings
 from palestra.grammars.pool import Grammars
 from palestra.inference.scripted import ScriptedEngine, digits_script
-from palestra.ledger import RunStore
+from palestra.ledger import open_run_store
 from palestra.schemas.progress import JobProgress
 from palestra.schemas.records import Task
 from palestra.session import PolicyRuntime, SessionContext, Sessions
@@ -134,7 +134,7 @@ class Served:
     def __init__(self, folder: Path) -> None:
         self.loop = asyncio.new_event_loop()
         config = parse_config({"run_dir": str(folder), "engine": {"kind": "scripted"}})
-        self.store = RunStore(folder / "run.db", config.rollout, config.store)
+        self.store = open_run_store(folder / "run.db", config.rollout, config.store)
         self.grammars = Grammars()
         tokenizer = ByteTokenizer()
         renderer = ChatMLRenderer(tokenizer)
@@ -159,10 +159,10 @@ class Served:
         self.app, self.key = create_app(plane), self.loop.run_until_complete(self._claim(plane))
 
     async def _claim(self, plane: DataPlane) -> str:
-        name = await self.store.register_adhoc(Task(task_id="t", data={}), "r")
-        claim = await self.store.claim("w", "c", 3600, name)
+        name = await self.store.episodes.register_adhoc(Task(task_id="t", data={}), "r")
+        claim = await self.store.episodes.claim("w", "c", 3600, name)
         assert claim is not None
-        return plane.keys.episode_key(name, claim.episode.fence)
+        return plane.keys.episode_key(name, claim.fence)
 
     async def _ask(self, method: str, path: str, content: bytes, headers: Headers) -> Any:
         transport = httpx2.ASGITransport(self.app, raise_app_exceptions=False)

@@ -92,13 +92,13 @@ def same(a: Chat, b: Chat) -> None:
 def test_any_tree_of_calls_comes_back_bit_by_bit_even_after_a_restart(chats):
     async def store_and_read(folder: Path) -> None:
         with open_store(folder) as store:
-            await store.register_group("train", 0, 1, TASK, 1)
-            await store.claim("w", "r", None)
+            await store.groups.register("train", 0, 1, TASK, 1)
+            await store.episodes.claim("w", "r", None)
             for chat in chats:
-                await store.append_chat(chat)
-            first = await store.chats(EPISODE, 1)
+                await store.calls.append(chat)
+            first = (await store.calls.of_lease(EPISODE, 1))[1]
         with open_store(folder) as store:
-            for found in (first, await store.chats(EPISODE, 1)):
+            for found in (first, (await store.calls.of_lease(EPISODE, 1))[1]):
                 assert len(found) == len(chats)
                 for one, other in zip(chats, found, strict=True):
                     same(one, other)

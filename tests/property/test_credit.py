@@ -18,7 +18,7 @@ from palestra.algorithms.credit import Credits, Unit, agent_reward, episode_cred
 from palestra.algorithms.grpo import group_advantages, unit_advantages
 from palestra.config import AlgorithmConfig
 from palestra.learner.batch import make_batch
-from palestra.ledger.chats import time_steps
+from palestra.ledger.calls import time_steps
 from palestra.schemas.records import Chat, PolicyVersion, TrainSample, Trajectory
 from property.calls import Drawn, episodes, orders, record
 

@@ -17,7 +17,7 @@ from unit.building import make_chat, make_episode
 
 from palestra.config import AlgorithmConfig
 from palestra.learner.batch import make_batch
-from palestra.ledger.chats import time_steps
+from palestra.ledger.calls import time_steps
 from palestra.schemas.records import PolicyVersion, StepTimes, Trajectory
 
 NAMES = ("a", "a/b", "a/b/c", "a/d", "e", "e/f", "e/g")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from unit.learner.scripted_job import ScriptedJob, config
 
 from palestra.errors import NotFound, StoreError
-from palestra.ledger import RunStore
+from palestra.ledger import open_run_store
 from palestra.ledger.browsing import browse, list_episodes, read_episode
 
 
@@ -55,19 +55,19 @@ class OneLine:
 
 
 async def read_all(path: Path) -> None:
-    with OneLine(), RunStore(path, config().rollout, config().store) as store:
-        await store.tasks_sealed()
-        await store.tasks("train")
-        await store.metrics()
-        await store.counts()
-        await store.events(0)
+    with OneLine(), open_run_store(path, config().rollout, config().store) as store:
+        await store.tasks.sealed()
+        await store.tasks.of_split("train")
+        await store.log.metrics()
+        await store.episodes.counts()
+        await store.log.events(0)
         for step in (1, 2, 3):
-            await store.groups_of_step("train", step)
-            manifest = await store.manifest(step)
+            await store.groups.of_step("train", step)
+            manifest = await store.log.manifest(step)
             if manifest is not None:
-                await store.trajectories(manifest.episode_ids)
-        await store.restore_metrics(2)
-        await store.add_event("x", {})
+                await store.calls.trajectories(manifest.episode_ids)
+        await store.log.restore_metrics(2)
+        await store.log.add_event("x", {})
 
 
 def browse_all(path: Path) -> None:
@@ -99,7 +99,7 @@ def test_what_is_no_store_is_refused(tmp_path, content):
     path = tmp_path / "run.db"
     path.write_bytes(content)
     with pytest.raises(StoreError, match=r"run\.db"):
-        RunStore(path, config().rollout, config().store)
+        open_run_store(path, config().rollout, config().store)
     with pytest.raises(StoreError, match=r"run\.db"), browse(path) as connection:
         list_episodes(connection, None, None, 10)
 
@@ -108,4 +108,4 @@ def test_half_a_store_is_refused(tmp_path):
     path = tmp_path / "run.db"
     path.write_bytes(cut(played(), 0.5))
     with pytest.raises(StoreError, match="damaged"):
-        RunStore(path, config().rollout, config().store)
+        open_run_store(path, config().rollout, config().store)

@@ -62,7 +62,7 @@ class EpisodeLifecycle(RuleBasedStateMachine):
             max_attempts=ATTEMPTS,
             max_episode_seconds=LONGEST,
         )
-        self.store.on_lease_over.append(lambda e, f: self.over.append((e, f)))
+        self.store.episodes.on_lease_over.append(lambda e, f: self.over.append((e, f)))
 
     def teardown(self) -> None:
         self.store.close()
@@ -104,7 +104,7 @@ class EpisodeLifecycle(RuleBasedStateMachine):
     @rule(size=st.integers(1, 3))
     def register(self, size: int) -> None:
         for _ in range(2):  # the second is a no-op
-            self.run(self.store.register_group("train", self.groups, 1, TASK, size))
+            self.run(self.store.groups.register("train", self.groups, 1, TASK, size))
         for sample in range(size):
             self.episodes[f"train-{self.groups:06d}-{sample:02d}"] = Model(order=len(self.episodes))
         self.groups += 1
@@ -114,7 +114,7 @@ class EpisodeLifecycle(RuleBasedStateMachine):
         self.requests += 1
         request = f"r{self.requests}"
         free = [name for name, m in self.episodes.items() if m.state == "registered"]
-        found = self.run(self.store.claim("w", request, None))
+        found = self.run(self.store.episodes.claim("w", request, None))
         if not free:
             assert found is None
             return
@@ -123,7 +123,7 @@ class EpisodeLifecycle(RuleBasedStateMachine):
         model.state, model.fence, model.attempts = "claimed", model.fence + 1, model.attempts + 1
         model.request, model.deadline = request, self.clock.ticks + LONGEST
         self.touch(model)
-        assert (found.episode.episode_id, found.episode.fence, found.episode.attempts) == (
+        assert (found.episode_id, found.fence, found.attempts) == (
             first,
             model.fence,
             model.attempts,
@@ -142,10 +142,10 @@ class EpisodeLifecycle(RuleBasedStateMachine):
         name = known[request]
         model = self.episodes[name]
         if model.state != "claimed":
-            self.refused(self.store.claim("w", request, None), Conflict)
+            self.refused(self.store.episodes.claim("w", request, None), Conflict)
             return
-        found = self.run(self.store.claim("w", request, None))
-        assert (found.episode.episode_id, found.episode.fence) == (name, model.fence)
+        found = self.run(self.store.episodes.claim("w", request, None))
+        assert (found.episode_id, found.fence) == (name, model.fence)
         self.touch(model)
 
     @rule(data=st.data())
@@ -154,13 +154,13 @@ class EpisodeLifecycle(RuleBasedStateMachine):
         model = self.episodes[name]
         if model.state != "registered":
             self.requests += 1
-            self.refused(self.store.claim("w", f"r{self.requests}", None, name), IllegalTransition)
+            self.refused(self.store.episodes.claim("w", f"r{self.requests}", None, name), IllegalTransition)
 
     @rule(data=st.data(), reward=rewards)
     def end(self, data, reward: float) -> None:
         name, fence = self.anyone(data)
         model = self.episodes[name]
-        work = self.store.end(name, fence, {"agent": reward}, None, {})
+        work = self.store.episodes.end(name, fence, {"agent": reward}, None, {})
         if self.holds(name, fence):
             assert self.run(work) is True
             model.state, model.reward = "completed", reward
@@ -176,7 +176,7 @@ class EpisodeLifecycle(RuleBasedStateMachine):
     @rule(data=st.data(), discard=st.booleans())
     def abort(self, data, discard: bool) -> None:
         name, fence = self.anyone(data)
-        work = self.store.abort(name, fence, "why", discard)
+        work = self.store.episodes.abort(name, fence, "why", discard)
         if self.holds(name, fence):
             self.run(work)
             self.episodes[name].give_back(discard)
@@ -192,16 +192,16 @@ class EpisodeLifecycle(RuleBasedStateMachine):
         index = model.chats.get(fence, 0)
         chat = make_chat(episode_id=name, fence=fence, index=index)
         if self.holds(name, fence):
-            self.run(self.store.renew(name, fence))
+            self.run(self.store.episodes.renew(name, fence))
             self.run(self.append(chat))
             model.chats[fence] = index + 1
             self.touch(model)
         else:
-            self.refused(self.store.renew(name, fence), *self.kinds(name, fence))
+            self.refused(self.store.episodes.renew(name, fence), *self.kinds(name, fence))
             self.refused(self.append(chat), *self.kinds(name, fence))
 
     async def append(self, chat) -> None:
-        await self.store.append_chat(chat)
+        await self.store.calls.append(chat)
 
     @rule(seconds=st.sampled_from([1.0, 30.0, 59.0, 60.0, 150.0]))
     def time_passes(self, seconds: float) -> None:
@@ -211,7 +211,7 @@ class EpisodeLifecycle(RuleBasedStateMachine):
             for name, m in self.episodes.items()
             if m.state == "claimed" and self.clock.ticks >= min(m.expires, m.deadline)
         }
-        assert self.run(self.store.expire_leases()) == len(late)
+        assert self.run(self.store.episodes.expire_leases()) == len(late)
         assert sorted(self.over) == sorted(late.items())
         self.over.clear()
         for name in late:
@@ -220,7 +220,7 @@ class EpisodeLifecycle(RuleBasedStateMachine):
     @rule(years=st.sampled_from([-40, 40]))
     def the_calendar_jumps(self, years: int) -> None:
         self.clock.wall += years * 365 * 86400.0
-        assert self.run(self.store.expire_leases()) == 0
+        assert self.run(self.store.episodes.expire_leases()) == 0
 
     @rule()
     def restart(self) -> None:
@@ -235,21 +235,21 @@ class EpisodeLifecycle(RuleBasedStateMachine):
     @invariant()
     def every_episode_is_what_it_should_be(self) -> None:
         for name, model in self.episodes.items():
-            found = self.run(self.store.episode(name))
+            found = self.run(self.store.episodes.get(name))
             assert (found.state.value, found.fence, found.attempts) == (model.state, model.fence, model.attempts)
             assert found.reward == (model.reward if model.state == "completed" else None)
             assert model.attempts <= ATTEMPTS
 
     @invariant()
     def only_the_calls_of_the_last_lease_are_in_the_trajectory(self) -> None:
-        for trajectory in self.run(self.store.trajectories(sorted(self.episodes))):
+        for trajectory in self.run(self.store.calls.trajectories(sorted(self.episodes))):
             model = self.episodes[trajectory.episode.episode_id]
             assert len(trajectory.chats) == model.chats.get(model.fence, 0)
             assert all(chat.fence == model.fence for chat in trajectory.chats)
 
     @invariant()
     def the_counts_add_up(self) -> None:
-        counts = self.run(self.store.counts())
+        counts = self.run(self.store.episodes.counts())
         for state in ("registered", "claimed", "completed", "discarded"):
             assert getattr(counts, state) == sum(m.state == state for m in self.episodes.values())
         assert len(self.store.leases) == counts.claimed

@@ -295,7 +295,7 @@ def cost(turns: int) -> dict[str, int]:
             trie = session._prompts.trie
             assert len(trie) == chats[-1].tokens
             columns = [c for c in chats_table.c if c.name not in ("episode_id", "request_digest")]
-            rows = await bench.store.read(lambda connection: connection.execute(chats_table.select()).all())
+            rows = await bench.store.db.read(lambda connection: connection.execute(chats_table.select()).all())
             return {
                 "tokens": chats[-1].tokens,
                 "trie": held([node.edges for node in trie.nodes()]),

@@ -11,7 +11,7 @@ import numpy as np
 
 from palestra import trajectory
 from palestra.config import RolloutConfig, StoreConfig
-from palestra.ledger import RunStore
+from palestra.ledger import RunStore, open_run_store
 from palestra.schemas.messages import ChatMessage, text_message
 from palestra.schemas.records import (
     Chat,
@@ -51,7 +51,7 @@ class FakeClock:
 def open_store(folder: Path, clock: FakeClock | None = None, **rollout: Any) -> RunStore:
     """A run store in `folder`; NORMAL, because no test pulls the plug."""
     settings = RolloutConfig.model_validate({"lease_seconds": 60.0, "max_lease_seconds": 600.0} | rollout)
-    return RunStore(folder / "run.db", settings, StoreConfig(synchronous="NORMAL"), clock)
+    return open_run_store(folder / "run.db", settings, StoreConfig(synchronous="NORMAL"), clock)
 
 
 def ids(*values: int) -> np.ndarray:

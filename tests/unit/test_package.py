@@ -33,7 +33,9 @@ def test_importing_the_light_rooms_loads_neither_torch_nor_ray_nor_transformers(
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("room", ["palestra.ledger", "palestra.gateway", "palestra.session", "palestra.chat"])
+@pytest.mark.parametrize(
+    "room", ["palestra.database", "palestra.ledger", "palestra.gateway", "palestra.session", "palestra.chat"]
+)
 def test_the_server_without_a_model_loads_no_torch(room):
     code = f"import sys, {room}; print([m for m in {HEAVY!r} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

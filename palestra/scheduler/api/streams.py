@@ -12,7 +12,7 @@ import orjson
 
 from palestra.errors import Forbidden, InvalidRequest, NotFound, StoreError
 from palestra.ledger.browsing import browse
-from palestra.ledger.history import read_events
+from palestra.ledger.run_log import read_events
 from palestra.scheduler.api.access import ControlPlane
 from palestra.scheduler.identity import Identity
 from palestra.scheduler.permissions import Action

@@ -128,7 +128,7 @@ async def test_in_an_episode_the_calls_of_a_time_step_are_one_conversation(tmp_p
     call = json.dumps({"name": "calculator", "arguments": {"expression": "2 * 3"}})
     replies = iter([f"<tool_call>\n{call}\n</tool_call>", "6"])
     bench.script = lambda prompt, sampling: [*next(replies).encode(), STOP]
-    await bench.store.register_group("train", 0, 1, Task(task_id="t", data={"prompt": "2 * 3?"}), 1)
+    await bench.store.groups.register("train", 0, 1, Task(task_id="t", data={"prompt": "2 * 3?"}), 1)
     play = Play(
         environment=lambda: TaskEnvironment(lambda task, answer: float(answer == "6")),
         agents={"": ToolAgent([Calculator()])},
@@ -158,7 +158,7 @@ async def test_the_next_turn_goes_on_from_the_tools_that_were_run_in_the_one_bef
     call = json.dumps({"name": "calculator", "arguments": {"expression": "2 * 3"}})
     replies = iter([f"<tool_call>\n{call}\n</tool_call>", "6"] * 2)
     bench.script = lambda prompt, sampling: [*next(replies).encode(), STOP]
-    await bench.store.register_group("train", 0, 1, Task(task_id="t", data={}), 1)
+    await bench.store.groups.register("train", 0, 1, Task(task_id="t", data={}), 1)
     play = Play(environment=Twice, agents={"": ToolAgent([Calculator()])})
     trajectory = await Runner(Sessions(bench.context, 10), play).play_episode()
     bench.store.close()

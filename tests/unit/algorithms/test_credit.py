@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from palestra.algorithms.credit import Unit, agent_reward, episode_credits, group_credit
-from palestra.ledger.chats import time_steps
+from palestra.ledger.calls import time_steps
 from palestra.schemas.records import Trajectory
 from unit.building import make_chat, make_episode
 

@@ -111,12 +111,12 @@ async def folder(tmp_path):
     with open_store(tmp_path / "run") as store:
         task = Task(task_id=HOSTILE, data={"question": HOSTILE})
         for index, request in enumerate(("first", "second")):
-            await store.register_group("train", index, 1, task, 2)
+            await store.groups.register("train", index, 1, task, 2)
             episode = await claim(store, request)
             if request == "first":
                 await end(store, episode, metadata={HOSTILE: HOSTILE})
             else:
-                await store.abort(episode.episode_id, episode.fence, HOSTILE, True)
+                await store.episodes.abort(episode.episode_id, episode.fence, HOSTILE, True)
     (tmp_path / "run" / "config.toml").write_text(dump_config(config))
     (tmp_path / "job.toml").write_text("steps = 1\n")
     (tmp_path / "tasks.jsonl").write_text(json.dumps({"id": HOSTILE, "question": HOSTILE}) + "\n")

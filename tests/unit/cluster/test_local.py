@@ -11,7 +11,7 @@ from palestra.cluster.run_dir import resolve_run_dir
 from palestra.cluster.tasks import read_tasks
 from palestra.config import JobConfig
 from palestra.errors import ConfigError, StoreError
-from palestra.ledger import RunStore
+from palestra.ledger import Episodes
 from palestra.schemas.states import EpisodeState
 from unit.building import TASK
 
@@ -133,19 +133,19 @@ async def test_leases_run_out_again_when_the_store_answers_again(tmp_path, monke
     config = JobConfig.model_validate(
         {"run_dir": tmp_path, "server": {"port": 0}, "engine": {"kind": "scripted"}, "rollout": {"lease_seconds": 0.2}}
     )
-    failures, expire = ["the disk is full", "the disk is full", "no such table"], RunStore.expire_leases
+    failures, expire = ["the disk is full", "the disk is full", "no such table"], Episodes.expire_leases
 
     async def broken(self):
         if failures:
             raise StoreError(failures.pop(0))
         return await expire(self)
 
-    monkeypatch.setattr(RunStore, "expire_leases", broken)
+    monkeypatch.setattr(Episodes, "expire_leases", broken)
     async with local_job(config, lambda kind, data: None) as job, asyncio.timeout(60):
         store = job.plane.store
-        await store.register_group("train", 0, 1, TASK, 1)
-        claim = await store.claim("worker", "r", None)
-        while (await store.episode(claim.episode.episode_id)).state is EpisodeState.CLAIMED:
+        await store.groups.register("train", 0, 1, TASK, 1)
+        claim = await store.episodes.claim("worker", "r", None)
+        while (await store.episodes.get(claim.episode_id)).state is EpisodeState.CLAIMED:
             await asyncio.sleep(0.05)
     assert failures == []
     told = [record.getMessage() for record in caplog.records if record.name == "palestra"]

@@ -40,7 +40,7 @@ async def test_a_tree_of_agents_is_recorded_token_by_token_and_credited_by_branc
     bench = Bench(tmp_path, FakeClock(), sampling={"max_tokens": 300})
     decode = bench.context.policies["policy"].decode
     bench.script = lambda prompt, sampling: [*reply(decode(prompt.tolist())).encode(), STOP]
-    await bench.store.register_group("train", 0, 1, TASK, 1)
+    await bench.store.groups.register("train", 0, 1, TASK, 1)
     play = Play(environment=lambda: SplitSum(results=results, solver_calculator=True, solver_reward=0.25))
     trajectory = await Runner(Sessions(bench.context, 10), play).play_episode()
     bench.store.close()
@@ -84,7 +84,7 @@ async def test_the_same_episode_with_agents_that_are_cut_off_ends(tmp_path):
         return [*said.encode(), STOP]
 
     bench.script = hasty
-    await bench.store.register_group("train", 0, 1, TASK, 1)
+    await bench.store.groups.register("train", 0, 1, TASK, 1)
     play = Play(environment=lambda: SplitSum(results="each", solver_calculator=True))
     trajectory = await Runner(Sessions(bench.context, 10), play).play_episode()
     bench.store.close()
@@ -100,7 +100,7 @@ async def test_solvers_without_a_reward_of_their_own_answer_for_that_of_the_agen
     bench = Bench(tmp_path, FakeClock(), sampling={"max_tokens": 300})
     decode = bench.context.policies["policy"].decode
     bench.script = lambda prompt, sampling: [*reply(decode(prompt.tolist())).encode(), STOP]
-    await bench.store.register_group("train", 0, 1, TASK, 1)
+    await bench.store.groups.register("train", 0, 1, TASK, 1)
     play = Play(environment=lambda: SplitSum(solver_calculator=True))
     trajectory = await Runner(Sessions(bench.context, 10), play).play_episode()
     bench.store.close()

@@ -30,7 +30,7 @@ async def played(tmp_path, replies, **settings):
     left = iter(replies)
     bench.script = lambda prompt, sampling: [*next(left).encode(), STOP]
     task = type(TASK)(task_id="t", data={"prompt": "17 * 23?", "answer": "391"})
-    await bench.store.register_group("train", 0, 1, task, 1)
+    await bench.store.groups.register("train", 0, 1, task, 1)
 
     def make():
         return ToolEnvironment([Calculator()], exact, system="Use the calculator.", **settings)

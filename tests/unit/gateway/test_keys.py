@@ -96,15 +96,15 @@ def test_a_route_of_the_job_forbids_an_episodes_key_and_the_other_way_round():
 
 async def test_a_key_opens_no_other_episode(tmp_path):
     with open_store(tmp_path) as store:
-        await store.register_group("train", 0, 1, TASK, 2)
+        await store.groups.register("train", 0, 1, TASK, 2)
         mine, other = "train-000000-00", "train-000000-01"
         key = carrying(RING.episode_key(mine, 1))
-        assert await RING.require_this_episode(key, mine, store) == EpisodeKey(mine, 1)
+        assert await RING.require_this_episode(key, mine, store.episodes) == EpisodeKey(mine, 1)
         with pytest.raises(Forbidden):
-            await RING.require_this_episode(key, other, store)
+            await RING.require_this_episode(key, other, store.episodes)
         with pytest.raises(Forbidden):
-            await RING.require_this_episode(carrying(RING.job_key), mine, store)
+            await RING.require_this_episode(carrying(RING.job_key), mine, store.episodes)
         with pytest.raises(NotFound):
-            await RING.require_this_episode(key, "train-000009-00", store)
+            await RING.require_this_episode(key, "train-000009-00", store.episodes)
         with pytest.raises(Unauthorized):
-            await RING.require_this_episode(carrying("pe-x.1.y"), mine, store)
+            await RING.require_this_episode(carrying("pe-x.1.y"), mine, store.episodes)

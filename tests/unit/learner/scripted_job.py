@@ -13,7 +13,7 @@ from palestra.config import JobConfig
 from palestra.grammars.pool import Grammars
 from palestra.inference.scripted import ScriptedEngine, digits_script
 from palestra.learner import Learner, RunFolder
-from palestra.ledger import RunStore
+from palestra.ledger import open_run_store
 from palestra.schemas.messages import text_message
 from palestra.schemas.progress import JobProgress
 from palestra.schemas.records import Task
@@ -70,11 +70,11 @@ class ScriptedJob:
         """
         self.config, self.clock = settings, FakeClock()
         self.folder = (RunFolder if draw else WithoutCurve)(folder)
-        self.store = RunStore(self.folder.store, settings.rollout, settings.store, self.clock)
+        self.store = open_run_store(self.folder.store, settings.rollout, settings.store, self.clock)
         self.commits = 0
         self._stop_at = stop_at
-        self._crash_at, self._really_submit = crash_at, self.store._writer.submit
-        self.store._writer.submit = self._submit  # type: ignore[method-assign]
+        self._crash_at, self._really_submit = crash_at, self.store.db.submit
+        self.store.db.submit = self._submit  # type: ignore[method-assign]
         self.engine = ScriptedEngine(digits_script(settings.engine.scripted_tokens, 258))
         self.trainer = RecordingTrainer(settings.checkpoint.keep)
         self.progress = JobProgress(job=settings.name, steps=settings.steps, run_dir=str(folder))
@@ -131,9 +131,9 @@ class ScriptedJob:
         await self.engine.pause()  # as a job's process does, until the learner has restored the weights
         try:
             await self._leases_of_the_dead_run_out()
-            await self.store.push_tasks("train", TASKS, "train")
-            await self.store.push_tasks("validation", HELD_OUT, "validation")
-            await self.store.seal_tasks()
+            await self.store.tasks.push("train", TASKS, "train")
+            await self.store.tasks.push("validation", HELD_OUT, "validation")
+            await self.store.tasks.seal()
             async with asyncio.TaskGroup() as group:
                 workers = [group.create_task(self._play(f"w{i}-{id(self)}")) for i in range(3)]
                 await asyncio.wait_for(self.learner.run(), 60)
@@ -150,21 +150,20 @@ class ScriptedJob:
 
     async def _leases_of_the_dead_run_out(self) -> None:
         self.clock.advance(60)
-        await self.store.expire_leases()
+        await self.store.episodes.expire_leases()
 
     async def _play(self, worker: str) -> None:
         for number in itertools.count():
-            claim = None
-            while claim is None:
-                seen = self.store.available.rings
-                claim = await self.store.claim(worker, f"{worker}-{number}", None)
-                if claim is None:
-                    await self.store.available.wait(0.05, seen)
-            episode = claim.episode
+            episode = None
+            while episode is None:
+                seen = self.store.episodes.available.count
+                episode = await self.store.episodes.claim(worker, f"{worker}-{number}", None)
+                if episode is None:
+                    await self.store.episodes.available.wait(0.05, seen)
             session = await self.sessions.open(episode.episode_id, episode.fence)
             messages = (text_message("user", episode.task.data["text"]),)
-            first = await session.chat(ModelCall(policy=claim.policy, messages=messages))
+            first = await session.chat(ModelCall(policy=self.config.policy_name, messages=messages))
             messages = (*messages, first.reply, text_message("user", "again"))
-            second = await session.chat(ModelCall(policy=claim.policy, messages=messages))
+            second = await session.chat(ModelCall(policy=self.config.policy_name, messages=messages))
             reward = float((len(first.completion_ids) + int("0" + second.reply.text)) % 3)
-            await self.store.end(episode.episode_id, episode.fence, {"agent": reward}, None, {})
+            await self.store.episodes.end(episode.episode_id, episode.fence, {"agent": reward}, None, {})

@@ -14,52 +14,55 @@ async def play(store, count: int, *, discard=()) -> list[str]:
     """Claim and score so many episodes with the number of their task; returns which."""
     played = []
     while len(played) < count:
-        claim = await store.claim("w", f"r{len(played)}-{asyncio.get_running_loop().time()}", None)
-        if claim is None:
+        episode = await store.episodes.claim("w", f"r{len(played)}-{asyncio.get_running_loop().time()}", None)
+        if episode is None:
             await asyncio.sleep(0)
             continue
-        episode = claim.episode
         played.append(episode.episode_id)
         if episode.task.data["i"] in discard:
-            await store.abort(episode.episode_id, episode.fence, "", discard=True)
+            await store.episodes.abort(episode.episode_id, episode.fence, "", discard=True)
         else:
-            await store.end(episode.episode_id, episode.fence, {"agent": float(episode.task.data["i"])}, None, {})
+            await store.episodes.end(
+                episode.episode_id, episode.fence, {"agent": float(episode.task.data["i"])}, None, {}
+            )
     return played
 
 
 async def test_every_task_is_scored_once(store):
-    found, played = await asyncio.wait_for(asyncio.gather(evaluate(store, TASKS, 5), play(store, 4)), 10)
+    found, played = await asyncio.wait_for(asyncio.gather(evaluate(store.groups, TASKS, 5), play(store, 4)), 10)
     assert found["validation/reward_mean"] == 1.5
     assert (found["validation/scored"], found["validation/total"]) == (4, 4)
     assert played == [f"validation-{i:06d}-00" for i in range(4)]
 
 
 async def test_what_could_not_be_scored_is_no_zero_but_said(store):
-    found, _ = await asyncio.wait_for(asyncio.gather(evaluate(store, TASKS, 0), play(store, 4, discard=(0, 3))), 10)
+    found, _ = await asyncio.wait_for(
+        asyncio.gather(evaluate(store.groups, TASKS, 0), play(store, 4, discard=(0, 3))), 10
+    )
     assert found["validation/reward_mean"] == 1.5
     assert (found["validation/scored"], found["validation/total"]) == (2, 4)
 
 
 async def test_where_nothing_could_be_scored_there_is_no_mean(store):
     found, _ = await asyncio.wait_for(
-        asyncio.gather(evaluate(store, TASKS, 0), play(store, 4, discard=(0, 1, 2, 3))), 10
+        asyncio.gather(evaluate(store.groups, TASKS, 0), play(store, 4, discard=(0, 1, 2, 3))), 10
     )
     assert "validation/reward_mean" not in found
     assert found["validation/scored"] == 0
 
 
 async def test_what_was_scored_before_a_restart_is_not_played_again(store):
-    first = asyncio.ensure_future(evaluate(store, TASKS, 5))
+    first = asyncio.ensure_future(evaluate(store.groups, TASKS, 5))
     early = await play(store, 2)
     first.cancel()
-    found, late = await asyncio.wait_for(asyncio.gather(evaluate(store, TASKS, 5), play(store, 2)), 10)
+    found, late = await asyncio.wait_for(asyncio.gather(evaluate(store.groups, TASKS, 5), play(store, 2)), 10)
     assert found["validation/reward_mean"] == 1.5
     assert not set(early) & set(late)
-    assert await store.next_group_index("validation") == 4
+    assert await store.groups.next_index("validation") == 4
 
 
 async def test_the_next_evaluation_has_episodes_of_its_own(store):
     for step in (0, 5):
-        await asyncio.wait_for(asyncio.gather(evaluate(store, TASKS, step), play(store, 4)), 10)
-    assert await store.next_group_index("validation") == 8
-    assert (await evaluate(store, TASKS, 5))["validation/reward_mean"] == pytest.approx(1.5)
+        await asyncio.wait_for(asyncio.gather(evaluate(store.groups, TASKS, step), play(store, 4)), 10)
+    assert await store.groups.next_index("validation") == 8
+    assert (await evaluate(store.groups, TASKS, 5))["validation/reward_mean"] == pytest.approx(1.5)

@@ -53,9 +53,9 @@ async def test_every_accepted_episode_is_in_exactly_one_manifest(tmp_path):
     job = ScriptedJob(tmp_path, config())
     await job.run()
     with open_store(tmp_path) as store:
-        manifests = [await store.manifest(step) for step in (1, 2, 3)]
+        manifests = [await store.log.manifest(step) for step in (1, 2, 3)]
         trained = [e for m in manifests for e in m.episode_ids]
-        groups = [g for step in (1, 2, 3) for g in await store.groups_of_step("train", step)]
+        groups = [g for step in (1, 2, 3) for g in await store.groups.of_step("train", step)]
     completed = [e.episode_id for _, members in groups for e in members if e.reward is not None]
     assert trained == completed == sorted(set(trained))
     assert [m.version for m in manifests] == [PolicyVersion(0, n) for n in range(3)]
@@ -81,8 +81,8 @@ async def test_episodes_are_played_ahead_and_are_never_staler_than_allowed(tmp_p
     assert max(stale) > 0
     assert all(step <= min(done + staleness, 6) for done, step in furthest)
     with open_store(tmp_path) as store:
-        trained = [e for step in range(1, 7) for e in (await store.manifest(step)).episode_ids]
-        groups = [g for step in range(1, 7) for g in await store.groups_of_step("train", step)]
+        trained = [e for step in range(1, 7) for e in (await store.log.manifest(step)).episode_ids]
+        groups = [g for step in range(1, 7) for g in await store.groups.of_step("train", step)]
     completed = {e.episode_id for _, members in groups for e in members if e.reward is not None}
     assert len(trained) == len(set(trained)) == len(completed) == 6 * 4
 
@@ -179,7 +179,7 @@ async def test_a_run_can_not_go_on_with_another_configuration_of_what_is_trained
 
 async def test_a_job_without_training_tasks_says_so(tmp_path):
     job = ScriptedJob(tmp_path, config())
-    await job.store.seal_tasks()
+    await job.store.tasks.seal()
     with pytest.raises(ConfigError, match="no training tasks"):
         await job.learner.run()
     job.store.close()
@@ -270,8 +270,8 @@ async def test_episodes_that_can_not_be_trained_are_left_out_counted_and_named_t
     assert all("log-probability" in data["reason"] for data in said)
     with open_store(tmp_path / "whole") as store:
         for data in said:
-            assert data["episode_id"] in (await store.manifest(data["step"])).episode_ids
-            assert (await store.episode(data["episode_id"])).task.data == {"text": "say 1"}
+            assert data["episode_id"] in (await store.log.manifest(data["step"])).episode_ids
+            assert (await store.episodes.get(data["episode_id"])).task.data == {"text": "say 1"}
     crashes = 0
     for number in (25, 40, 60):
         with contextlib.suppress(Crash):

@@ -12,18 +12,18 @@ from unit.building import TASK, make_chat
 
 async def played(store, clock) -> None:
     """Training: one ended with 2 calls, one ended with none, one discarded, one registered; validation: one claimed."""
-    await store.register_group("train", 0, 1, TASK, 4)
+    await store.groups.register("train", 0, 1, TASK, 4)
     for request in "abc":
         clock.advance(1)
-        await store.claim("w", request, None)
-    await store.append_chat(make_chat(completion=(1, 2, 3)))
-    await store.append_chat(make_chat(index=1, completion=(4,)))
-    await store.end("train-000000-00", 1, {"x": 1.0, "y": 0.5}, None, {"answer": "2"})
-    await store.end("train-000000-01", 1, {"agent": -1.0}, None, {})
-    await store.abort("train-000000-02", 1, "no network", discard=True)
-    await store.register_group("validation", 0, 0, TASK, 1)
-    await store.claim("w", "d", None)
-    await store.commit_manifest(
+        await store.episodes.claim("w", request, None)
+    await store.calls.append(make_chat(completion=(1, 2, 3)))
+    await store.calls.append(make_chat(index=1, completion=(4,)))
+    await store.episodes.end("train-000000-00", 1, {"x": 1.0, "y": 0.5}, None, {"answer": "2"})
+    await store.episodes.end("train-000000-01", 1, {"agent": -1.0}, None, {})
+    await store.episodes.abort("train-000000-02", 1, "no network", discard=True)
+    await store.groups.register("validation", 0, 0, TASK, 1)
+    await store.episodes.claim("w", "d", None)
+    await store.log.commit_manifest(
         BatchManifest(
             step=3,
             version=PolicyVersion(0, 2),
@@ -74,7 +74,7 @@ async def test_looking_writes_nothing_and_does_not_keep_others_from_writing(stor
     await played(store, clock)
     with browse(tmp_path / "run.db") as connection:
         before = len(list_episodes(connection, None, None, 99))
-        await store.register_group("train", 1, 1, TASK, 2)
+        await store.groups.register("train", 1, 1, TASK, 2)
         assert len(list_episodes(connection, None, None, 99)) == before
     with (
         pytest.raises(StoreError, match="readonly"),

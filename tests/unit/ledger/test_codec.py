@@ -3,7 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from palestra.ledger.codec import chat_of, chat_row, pack, to_json, unpack
+from palestra.database import to_json
+from palestra.ledger.codec import chat_of, chat_row, pack, unpack
 from palestra.schemas.messages import ChatMessage, text_message
 from unit.building import make_chat
 

@@ -4,9 +4,9 @@ import pytest
 import sqlalchemy as sa
 from sqlalchemy import bindparam, select
 
+from palestra.database.sqlite import open_engine
 from palestra.ledger.statements import Prepared
 from palestra.ledger.tables import meta
-from palestra.ledger.writer import open_engine
 
 INSERT = Prepared(meta.insert())
 ONE = Prepared(select(meta).where(meta.c.key == bindparam("key")))

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import sqlite3
+from dataclasses import replace
 
 import pytest
 
+from palestra.database.sqlite import open_engine
 from palestra.errors import StoreError
 from palestra.ledger import tables
-from palestra.ledger.tables import MIGRATIONS, SCHEMA_VERSION, migrate
-from palestra.ledger.writer import open_engine
+from palestra.ledger.tables import SCHEMA
 from unit.building import open_store
 
 
@@ -33,7 +34,7 @@ def schema(path) -> set[str]:
 
 def test_a_new_file_gets_all_tables_and_the_version(tmp_path):
     open_store(tmp_path).close()
-    assert version_of(tmp_path / "run.db") == SCHEMA_VERSION
+    assert version_of(tmp_path / "run.db") == SCHEMA.version
     assert len([s for s in schema(tmp_path / "run.db") if s.strip().startswith("CREATE TABLE")]) == len(
         tables.metadata.tables
     )
@@ -48,29 +49,20 @@ def test_opening_again_changes_nothing(tmp_path):
 
 def test_a_file_of_a_newer_palestra_is_refused_and_left_alone(tmp_path):
     open_store(tmp_path).close()
-    set_version(tmp_path / "run.db", SCHEMA_VERSION + 1)
-    with pytest.raises(StoreError, match=rf"version {SCHEMA_VERSION + 1}.*upgrade"):
+    set_version(tmp_path / "run.db", SCHEMA.version + 1)
+    with pytest.raises(StoreError, match=rf"version {SCHEMA.version + 1}.*upgrade"):
         open_store(tmp_path)
-    assert version_of(tmp_path / "run.db") == SCHEMA_VERSION + 1
-
-
-def test_there_is_one_migration_a_version():
-    assert len(MIGRATIONS) == SCHEMA_VERSION
+    assert version_of(tmp_path / "run.db") == SCHEMA.version + 1
 
 
 def test_an_older_file_goes_through_every_migration_after_its_own(monkeypatch, tmp_path):
     open_store(tmp_path).close()
-    known = tables.SCHEMA_VERSION
-    monkeypatch.setattr(tables, "SCHEMA_VERSION", known + 2)
-    monkeypatch.setattr(
-        tables,
-        "MIGRATIONS",
-        (
-            *tables.MIGRATIONS,
-            ("ALTER TABLE meta ADD COLUMN two TEXT",),
-            ("ALTER TABLE meta ADD COLUMN three TEXT", "DELETE FROM meta"),
-        ),
+    known = SCHEMA.version
+    more = (
+        ("ALTER TABLE meta ADD COLUMN two TEXT",),
+        ("ALTER TABLE meta ADD COLUMN three TEXT", "DELETE FROM meta"),
     )
+    monkeypatch.setattr(tables, "SCHEMA", replace(SCHEMA, migrations=(*SCHEMA.migrations, *more)))
     open_store(tmp_path).close()
     assert version_of(tmp_path / "run.db") == known + 2
     assert any("three TEXT" in s for s in schema(tmp_path / "run.db"))
@@ -80,11 +72,9 @@ def test_an_older_file_goes_through_every_migration_after_its_own(monkeypatch, t
 def test_a_migration_that_fails_leaves_the_file_as_it_was(monkeypatch, tmp_path):
     open_store(tmp_path).close()
     before = schema(tmp_path / "run.db")
-    known = tables.SCHEMA_VERSION
-    monkeypatch.setattr(tables, "SCHEMA_VERSION", known + 1)
-    monkeypatch.setattr(
-        tables, "MIGRATIONS", (*tables.MIGRATIONS, ("ALTER TABLE meta ADD COLUMN two TEXT", "NONSENSE"))
-    )
+    known = SCHEMA.version
+    failing = ("ALTER TABLE meta ADD COLUMN two TEXT", "NONSENSE")
+    monkeypatch.setattr(tables, "SCHEMA", replace(SCHEMA, migrations=(*SCHEMA.migrations, failing)))
     with pytest.raises(StoreError):
         open_store(tmp_path)
     assert schema(tmp_path / "run.db") == before
@@ -94,7 +84,7 @@ def test_a_migration_that_fails_leaves_the_file_as_it_was(monkeypatch, tmp_path)
 def test_the_caller_decides_about_the_transaction(tmp_path):
     engine = open_engine(tmp_path / "x.db", "NORMAL")
     with engine.connect() as connection, connection.begin() as transaction:
-        migrate(connection)
+        SCHEMA.migrate(connection)
         transaction.rollback()
     engine.dispose()
     assert version_of(tmp_path / "x.db") == 0

@@ -10,7 +10,7 @@ from unit.session.conftest import STOP, Bench
 async def bench(tmp_path):
     bench = Bench(tmp_path, FakeClock())
     bench.script = lambda prompt, sampling: [*b"go", STOP]
-    await bench.store.register_group("train", 0, 1, TASK, 1)
+    await bench.store.groups.register("train", 0, 1, TASK, 1)
     yield bench
     bench.grammars.close()
     bench.store.close()

@@ -99,7 +99,7 @@ async def test_an_agent_that_fails_ends_the_episode_and_nothing_of_it_runs_on(be
     assert failed.value.termination == Termination.AGENT_FAILED
     assert isinstance(failed.value.__cause__, ValueError)
     assert all(task.done() for task in hanging)
-    assert (await bench.store.episode("train-000000-00")).state is EpisodeState.REGISTERED
+    assert (await bench.store.episodes.get("train-000000-00")).state is EpisodeState.REGISTERED
 
 
 async def test_a_conversation_that_fills_the_context_ends_with_the_reward_so_far(tmp_path):

@@ -127,7 +127,7 @@ class Kit:
 
     def __init__(self, folder, environment: Callable, agents=None, timeout_seconds=30) -> None:
         self.bench = Bench(folder, FakeClock(), sampling={"max_tokens": 200})
-        self.bench.store._rollout = CONFIG.model_copy(update={"lease_seconds": 60.0})
+        self.bench.store.episodes._rollout = CONFIG.model_copy(update={"lease_seconds": 60.0})
         self.bench.script = lambda prompt, sampling: [*b"go", STOP]
         self.store = self.bench.store
         sessions = Sessions(self.bench.context, 100)
@@ -140,13 +140,13 @@ class Kit:
         playing = asyncio.ensure_future(self.pool.run())
         gathering = asyncio.ensure_future(self.groups.gather(step, step, 0))
         await asyncio.wait((playing, gathering), return_when=asyncio.FIRST_COMPLETED, timeout=20)
-        assert gathering.done(), (playing, await self.store.counts())
+        assert gathering.done(), (playing, await self.store.episodes.counts())
         playing.cancel()
         await asyncio.gather(playing, return_exceptions=True)
         return await gathering
 
     async def episodes(self):
-        found = await self.store.groups_of_step("train", 1)
+        found = await self.store.groups.of_step("train", 1)
         return {e.episode_id: e for _, members in found for e in members}
 
 
@@ -215,7 +215,7 @@ async def test_a_tool_that_hangs_is_something_that_the_model_reads(tmp_path):
     kit.bench.script = script
     found = await kit.gathered()
     assert (found.dropped, len(found.episode_ids)) == (0, 9)
-    trajectory = (await kit.store.trajectories(found.episode_ids[:1]))[0]
+    trajectory = (await kit.store.calls.trajectories(found.episode_ids[:1]))[0]
     assert "wait took longer than 0.02 s" in trajectory.chats[-1].messages[-1].text
     assert trajectory.episode.reward == 2.0
     kit.store.close()
@@ -252,7 +252,7 @@ async def test_a_job_that_is_stopped_mid_flight_leaves_every_episode_to_be_playe
     await asyncio.gather(playing, gathering, return_exceptions=True)
     await asyncio.sleep(0)
     assert asyncio.all_tasks() - before == set()
-    counts = await kit.store.counts()
+    counts = await kit.store.episodes.counts()
     assert (counts.claimed, counts.discarded) == (0, 0)
     assert counts.registered + counts.completed == 9
     assert {e.attempts for e in (await kit.episodes()).values() if e.state is EpisodeState.REGISTERED} <= {0}
@@ -264,18 +264,18 @@ async def test_a_job_that_is_stopped_mid_flight_leaves_every_episode_to_be_playe
 async def test_a_consumer_that_stops_reading_holds_up_the_producers_and_loses_nothing(tmp_path):
     kit = Kit(tmp_path, Good)
     for group in range(10):
-        await kit.store.register_group("train", group, 1, Task(task_id="t", data={"number": 1, "faulty": False}), 3)
-    claims = await kit.store.claim_many("w", "all", 30)
+        await kit.store.groups.register("train", group, 1, Task(task_id="t", data={"number": 1, "faulty": False}), 3)
+    claims = await kit.store.episodes.claim_many("w", "all", 30)
     orchestrator = RolloutOrchestrator(kit.pool._runner.play_claim, max_concurrency=4, max_waiting_results=4)
     producing = asyncio.ensure_future(orchestrator.run_producers_from_stream(claims))
     reading = orchestrator.yield_batches(2)
     first = await anext(reading)
     await asyncio.sleep(0.2)  # nobody reads
-    assert (await kit.store.counts()).completed <= 2 + 4 + 4
+    assert (await kit.store.episodes.counts()).completed <= 2 + 4 + 4
     rest = [outcome async for batch in reading for outcome in batch]
     await producing
-    names = [outcome.work.episode.episode_id for outcome in (*first, *rest)]
-    assert sorted(names) == sorted(claim.episode.episode_id for claim in claims)
+    names = [outcome.work.episode_id for outcome in (*first, *rest)]
+    assert sorted(names) == sorted(claim.episode_id for claim in claims)
     assert all(outcome.error is None for outcome in (*first, *rest))
     kit.store.close()
 

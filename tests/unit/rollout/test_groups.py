@@ -29,18 +29,18 @@ class Players:
     async def play(self) -> None:
         number = 0
         while True:
-            seen = self.store.available.rings
+            seen = self.store.episodes.available.count
             number += 1
-            claim = await self.store.claim("w", f"{id(self)}-{number}", None)
+            claim = await self.store.episodes.claim("w", f"{id(self)}-{number}", None)
             if claim is None:
-                await self.store.available.wait(5, seen)
+                await self.store.episodes.available.wait(5, seen)
                 continue
-            name = claim.episode.episode_id
+            name = claim.episode_id
             self.played.append(name)
             if self.fails(name):
-                await self.store.abort(name, claim.episode.fence, "broken", discard=True)
+                await self.store.episodes.abort(name, claim.fence, "broken", discard=True)
             else:
-                await self.store.end(name, claim.episode.fence, {"agent": 1.0}, None, {})
+                await self.store.episodes.end(name, claim.fence, {"agent": 1.0}, None, {})
 
 
 async def gathered(store, fails=lambda _: False, step: int = 1):
@@ -62,7 +62,7 @@ async def test_a_step_is_made_of_full_groups_in_canonical_order(store):
 
 async def test_groups_get_their_tasks_in_order(store):
     await gathered(store)
-    groups = await store.groups_of_step("train", 1)
+    groups = await store.groups.of_step("train", 1)
     assert [record.task_id for record, _ in groups] == [ORDER.task(0).task_id, ORDER.task(1).task_id]
 
 
@@ -77,14 +77,14 @@ async def test_a_group_that_lost_too_many_is_replaced_and_counted(store):
     assert {name[:12] for name in found.episode_ids} == {"train-000001", "train-000002"}
     assert (found.dropped, found.discarded) == (1, 0)
     assert "train-000000-02" in players.played
-    assert [e.data for e in await store.events(0) if e.kind == "group_dropped"] == [{"group_index": 0, "step": 1}]
+    assert [e.data for e in await store.log.events(0) if e.kind == "group_dropped"] == [{"group_index": 0, "step": 1}]
 
 
 async def test_where_group_after_group_fails_the_job_says_so_and_does_not_go_on_for_ever(store):
     with pytest.raises(EngineFailure, match=r"step 1 lost more than 1"):
         await gathered(store, lambda _: True)
     # More than twice the two groups of a step were lost: five, or six where the last two are seen at the same time.
-    assert await store.next_group_index("train") in (5, 6)
+    assert await store.groups.next_index("train") in (5, 6)
 
 
 @pytest.mark.parametrize(
@@ -99,10 +99,10 @@ async def test_the_reason_that_most_of_the_lost_episodes_have_is_named(store, re
     limited = CONFIG.model_copy(update={"groups_per_step": 1, "max_open_buckets": 1, "group_size": 2})
     gathering = asyncio.ensure_future(GroupQueueManager(store, limited, ORDER.task).gather(1, 1, 0))
     for number in range(6):  # three groups of two
-        while (claim := await store.claim("w", f"c{number}", None)) is None:
+        while (claim := await store.episodes.claim("w", f"c{number}", None)) is None:
             await asyncio.sleep(0)
         reason = reasons[number % len(reasons)]
-        await store.abort(claim.episode.episode_id, claim.episode.fence, reason, discard=True)
+        await store.episodes.abort(claim.episode_id, claim.fence, reason, discard=True)
     with pytest.raises(EngineFailure, match=said):
         await asyncio.wait_for(gathering, 10)
 
@@ -110,41 +110,41 @@ async def test_the_reason_that_most_of_the_lost_episodes_have_is_named(store, re
 async def test_what_was_handed_in_before_a_restart_is_used(store):
     players = Players(store)
     first = asyncio.ensure_future(gather(store, 1))
-    while await store.next_group_index("train") < 2:
+    while await store.groups.next_index("train") < 2:
         await asyncio.sleep(0)
-    claim = await store.claim("w", "early", None)
-    await store.end(claim.episode.episode_id, 1, {"agent": 0.5}, None, {})
+    claim = await store.episodes.claim("w", "early", None)
+    await store.episodes.end(claim.episode_id, 1, {"agent": 0.5}, None, {})
     first.cancel()
     found, players = await gathered(store)
     assert len(found.episode_ids) == 6
-    assert claim.episode.episode_id not in players.played
-    assert await store.next_group_index("train") == 2
+    assert claim.episode_id not in players.played
+    assert await store.groups.next_index("train") == 2
 
 
 async def test_groups_of_later_steps_are_registered_and_do_not_hold_up_this_one(store):
     ahead = CONFIG.model_copy(update={"max_staleness": 2})
     gathering = asyncio.ensure_future(GroupQueueManager(store, ahead, ORDER.task).gather(1, 3, 0))
-    while await store.next_group_index("train") < 6:
+    while await store.groups.next_index("train") < 6:
         await asyncio.sleep(0)
     for number in range(6):  # those of step 1, and of no other
-        claim = await store.claim("w", f"c{number}", None)
-        await store.end(claim.episode.episode_id, 1, {"agent": 1.0}, None, {})
+        claim = await store.episodes.claim("w", f"c{number}", None)
+        await store.episodes.end(claim.episode_id, 1, {"agent": 1.0}, None, {})
     found = await asyncio.wait_for(gathering, 1)
     assert len(found.episode_ids) == 6
-    assert (await store.counts()).registered == 12
+    assert (await store.episodes.counts()).registered == 12
 
 
 async def test_no_more_groups_are_open_at_once_than_the_job_allows(store):
     limited = CONFIG.model_copy(update={"max_open_buckets": 1, "groups_per_step": 3})
     manager = GroupQueueManager(store, limited, ORDER.task)
     most, players = [], Players(store)
-    register = store.register_group
+    register = store.groups.register
 
     async def watched(*arguments):
         await register(*arguments)
-        most.append(await store.open_groups("train"))
+        most.append(await store.groups.number_open("train"))
 
-    store.register_group = watched
+    store.groups.register = watched
     playing = asyncio.ensure_future(players.play())
     found = await asyncio.wait_for(manager.gather(1, 1, 0), 10)
     playing.cancel()
@@ -162,17 +162,17 @@ async def test_an_episode_with_too_old_a_token_is_left_out_and_registered_anew(s
         async def play(self):
             number = 0
             while True:
-                seen = self.store.available.rings
+                seen = self.store.episodes.available.count
                 number += 1
-                claim = await self.store.claim("w", f"s{number}", None)
+                claim = await self.store.episodes.claim("w", f"s{number}", None)
                 if claim is None:
-                    await self.store.available.wait(5, seen)
+                    await self.store.episodes.available.wait(5, seen)
                     continue
-                name = claim.episode.episode_id
+                name = claim.episode_id
                 for index, n in enumerate((3, versions.get(name, 3))):
                     spans = (VersionSpan(PolicyVersion(0, 3), 1), VersionSpan(PolicyVersion(0, n), 1))
-                    await self.store.append_chat(make_chat(name, index=index, versions=spans))
-                await self.store.end(name, 1, {"agent": 1.0}, None, {})
+                    await self.store.calls.append(make_chat(name, index=index, versions=spans))
+                await self.store.episodes.end(name, 1, {"agent": 1.0}, None, {})
 
     paced = CONFIG.model_copy(update={"max_staleness": 1})
     playing = asyncio.ensure_future(Sampling(store).play())
@@ -185,6 +185,6 @@ async def test_an_episode_with_too_old_a_token_is_left_out_and_registered_anew(s
         "train-000000-03",
         *(f"train-000001-0{s}" for s in range(3)),
     )
-    events = [e.data for e in await store.events(0) if e.kind == "episode_stale"]
+    events = [e.data for e in await store.log.events(0) if e.kind == "episode_stale"]
     assert events == [{"episode_id": "train-000000-01", "step": 1}]
     assert await asyncio.wait_for(gather(store, 1, 3, paced), 10) == found  # after a restart: the same, nothing new

@@ -54,9 +54,9 @@ async def test_everything_that_comes_is_played_by_no_more_than_allowed(bench):
     made = pool(bench, Counted)
     playing = asyncio.ensure_future(made.run())
     for group in range(1, 6):
-        await bench.store.register_group("train", group, 1, TASK, 7)
+        await bench.store.groups.register("train", group, 1, TASK, 7)
         await asyncio.sleep(0.005)
-    await bench.store.register_group("validation", 0, 1, TASK, 2)
+    await bench.store.groups.register("validation", 0, 1, TASK, 2)
     await until(lambda: done(bench, 1 + 35 + 2))
     assert Counted.most <= 4
     await until(lambda: counted(made, {"done": 38}))
@@ -69,22 +69,22 @@ async def counted(made: RunnerPool, terminations: dict[str, int]) -> bool:
 
 
 async def done(bench, number: int) -> bool:
-    return (await bench.store.counts()).completed == number
+    return (await bench.store.episodes.counts()).completed == number
 
 
 async def test_what_is_played_when_it_is_stopped_is_given_back_at_once(bench):
-    await bench.store.register_group("train", 1, 1, TASK, 10)
+    await bench.store.groups.register("train", 1, 1, TASK, 10)
     await bench.engine.pause()
     made = pool(bench)
     playing = asyncio.ensure_future(made.run())
     await until(lambda: claimed(bench, 4))
     await stopped(playing)
-    counts = await bench.store.counts()
+    counts = await bench.store.episodes.counts()
     assert (counts.claimed, counts.registered) == (0, 11)
 
 
 async def claimed(bench, number: int) -> bool:
-    return (await bench.store.counts()).claimed == number
+    return (await bench.store.episodes.counts()).claimed == number
 
 
 async def test_an_environment_that_only_fails_ends_the_job_with_the_reason(bench):
@@ -93,10 +93,10 @@ async def test_an_environment_that_only_fails_ends_the_job_with_the_reason(bench
             raise ConnectionError("no network")
 
     for group in range(1, 9):
-        await bench.store.register_group("train", group, 1, TASK, 8)
+        await bench.store.groups.register("train", group, 1, TASK, 8)
     with pytest.raises(RolloutFailed, match=r"20 episodes in a row failed.*no network"):
         await asyncio.wait_for(pool(bench, Broken).run(), 10)
-    assert (await bench.store.counts()).claimed == 0
+    assert (await bench.store.episodes.counts()).claimed == 0
 
 
 async def test_one_that_fails_now_and_then_is_played_again(bench):
@@ -110,7 +110,7 @@ async def test_one_that_fails_now_and_then_is_played_again(bench):
             return super().step(action)
 
     made = pool(bench, Flaky, max_concurrency=1)
-    await bench.store.register_group("train", 1, 1, TASK, 3)
+    await bench.store.groups.register("train", 1, 1, TASK, 3)
     playing = asyncio.ensure_future(made.run())
     await until(lambda: counted(made, {"done": 4, "environment_failed": 4}))
     await stopped(playing)
@@ -143,7 +143,7 @@ async def test_weights_that_are_to_change_between_episodes_wait_for_those_that_a
     assert order == []
     await bench.engine.resume()
     await until(lambda: done(bench, 1))
-    await bench.store.register_group("train", 1, 1, TASK, 2)
+    await bench.store.groups.register("train", 1, 1, TASK, 2)
     await asyncio.sleep(0.05)
     assert order == ["step", "published"]
     release.set()

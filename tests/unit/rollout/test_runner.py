@@ -85,7 +85,7 @@ async def test_an_environment_that_fails_is_no_reward_of_zero(bench):
     with pytest.raises(RolloutFailed, match="ConnectionError: no network") as failed:
         await runner(bench, Broken).play_episode()
     assert failed.value.termination == "environment_failed"
-    episode = await bench.store.episode("train-000000-00")
+    episode = await bench.store.episodes.get("train-000000-00")
     assert (episode.state, episode.reward) == (EpisodeState.REGISTERED, None)
     assert (await runner(bench).play_episode()).episode.attempts == 2
 
@@ -99,7 +99,7 @@ async def test_a_lease_that_is_lost_is_not_given_back_a_second_time(bench):
 
     with pytest.raises(EpisodeLeaseExpired):
         await runner(bench, Lost).play_episode()
-    assert (await bench.store.episode("train-000000-00")).state is EpisodeState.CLAIMED
+    assert (await bench.store.episodes.get("train-000000-00")).state is EpisodeState.CLAIMED
 
 
 async def test_a_world_that_is_cut_off_ends_the_episode_too(bench):
@@ -110,7 +110,7 @@ async def test_a_world_that_is_cut_off_ends_the_episode_too(bench):
 
 
 async def given_back(bench, reason: str) -> bool:
-    episode = await bench.store.episode("train-000000-00")
+    episode = await bench.store.episodes.get("train-000000-00")
     with sqlite3.connect(bench.folder / "run.db") as db:
         said = db.execute("SELECT reason FROM episodes").fetchone()[0]
     return episode.state is EpisodeState.REGISTERED and episode.reward is None and said.startswith(reason)
@@ -174,7 +174,7 @@ async def test_a_time_out_of_the_environment_itself_is_its_failure(bench):
 async def test_a_runner_that_is_cancelled_gives_its_episode_back(bench):
     await bench.engine.pause()
     playing = asyncio.ensure_future(runner(bench).play_episode())
-    while not (await bench.store.counts()).claimed:
+    while not (await bench.store.episodes.counts()).claimed:
         await asyncio.sleep(0.001)
     playing.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -194,7 +194,7 @@ async def test_a_slow_environment_does_not_lose_its_lease(bench):
 
     playing = asyncio.ensure_future(runner(bench, Slow).play_episode())
     while not playing.done():
-        await bench.store.expire_leases()
+        await bench.store.episodes.expire_leases()
         await asyncio.sleep(0)
     assert (await playing).episode.state is EpisodeState.COMPLETED
 
@@ -210,7 +210,7 @@ async def test_times_and_what_was_seen_last_are_recorded(bench):
 
 
 async def test_environments_that_may_be_used_again_are_kept_and_closed_at_the_end(bench):
-    await bench.store.register_group("train", 1, 1, TASK, 2)
+    await bench.store.groups.register("train", 1, 1, TASK, 2)
     log = []
 
     class Reusable(Countdown):

@@ -141,13 +141,13 @@ async def test_a_move_that_the_lifecycle_does_not_have_changes_nothing(store):
 async def test_a_move_that_is_committed_but_not_answered_can_be_repeated(store, monkeypatch):
     """The operation runs twice, as where a database dies after the commit and before it says so."""
     job = await submit(store)
-    write = store._writer.submit
+    write = store._db.submit
 
     async def twice(operation, tag=None):
         await write(operation, tag)
         return await write(operation, tag)
 
-    monkeypatch.setattr(store._writer, "submit", twice)
+    monkeypatch.setattr(store._db, "submit", twice)
     started = await store.change_state(job.job_id, JobState.QUEUED, JobState.STARTING, "")
     assert (started.state, started.starts) == (JobState.STARTING, 1)
     await submit(store)
@@ -308,13 +308,12 @@ async def test_any_number_may_be_asked_after(store, number):
     assert await store.audit("a", before=number) == []
 
 
-async def test_the_bell_rings_for_what_concerns_the_queue(store):
+async def test_what_concerns_the_queue_is_notified(store):
     job = await submit(store)
-    rings = store.changed.rings
-    assert rings == 1
+    assert store.changed.count == 1
     await store.change_state(job.job_id, JobState.QUEUED, JobState.STARTING, "")
     await store.request_cancel("a", job.job_id, "")
-    assert store.changed.rings == 3
+    assert store.changed.count == 3
 
 
 async def test_a_caller_that_goes_away_does_not_undo_what_it_asked_for(store):

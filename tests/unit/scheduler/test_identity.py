@@ -137,20 +137,20 @@ async def test_a_revocation_whose_caller_goes_away_is_carried_out(administration
     key = await administration.make_key(admin)
     await identities.authenticate(key.secret)  # remembered
     await identities.settle()
-    submit, committed, goes_on = store._writer.submit, asyncio.Event(), asyncio.Event()
+    submit, committed, goes_on = store._db.submit, asyncio.Event(), asyncio.Event()
 
     async def slow(*args):
         await submit(*args)
         committed.set()
         await goes_on.wait()
 
-    store._writer.submit = slow
+    store._db.submit = slow
     caller = asyncio.create_task(administration.revoke_key(admin, key.record.key_id))
     await committed.wait()
     caller.cancel()
     await asyncio.gather(caller, return_exceptions=True)
     assert caller.cancelled()
-    store._writer.submit = submit
+    store._db.submit = submit
     goes_on.set()
     await asyncio.sleep(0.01)
     assert await refused(identities, key.secret) == UNKNOWN

@@ -194,11 +194,11 @@ async def test_an_attached_job_is_cancelled_when_its_client_is_gone_for_long(sto
         clock.advance(59)
         scheduler.seen(attached.job_id)
         clock.advance(59)
-        store.changed.ring()  # so that it looks
+        store.changed.notify()  # so that it looks
         await asyncio.sleep(0.05)
         assert (await store.job("a", attached.job_id)).state is JobState.RUNNING
         clock.advance(2)
-        store.changed.ring()
+        store.changed.notify()
         await until(in_state(store, attached.job_id, JobState.CANCELLED))
         assert (await store.job("a", detached.job_id)).state is JobState.RUNNING
     assert launcher.servers.keys() == {detached.job_id}
@@ -212,7 +212,7 @@ async def test_a_machine_that_comes_later_wakes_what_waits_for_it(store, tmp_pat
         await until(lambda: is_true(job.job_id in scheduler.waiting))
         assert "GPU" in scheduler.waiting[job.job_id]
         launcher.machines.append(Node(node_id="large", cpus=8.0, gpus=4, memory_gib=64.0))
-        store.changed.ring()
+        store.changed.notify()
         await until(in_state(store, job.job_id, JobState.RUNNING))
         assert launcher.servers[job.job_id].order.node == "large"
 

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import sqlalchemy as sa
 
 from palestra.errors import StoreError
 from palestra.scheduler import accounts, policy_store, tables
+from palestra.scheduler.backends import open_backend
 from palestra.scheduler.control_store import ControlStore
-from palestra.scheduler.database import open_database
-from palestra.scheduler.tables import MIGRATIONS, SCHEMA_VERSION
+from palestra.scheduler.tables import SCHEMA
 from palestra.scheduler.tenants import Quota
 from palestra.schemas.states import JobState
 from unit.building import open_store
@@ -15,7 +17,7 @@ from unit.scheduler.building import change_numbers, running, submit
 
 
 def look(url, work):
-    opened = open_database(url)
+    opened = open_backend(url)
     try:
         with opened.engine.begin() as connection:
             return work(connection)
@@ -38,17 +40,13 @@ ADDED = {
 
 def go_back(url, to: int) -> None:
     """Make a store of this version into one of version `to`."""
-    for added in (ADDED[number] for number in range(to, SCHEMA_VERSION)):
+    for added in (ADDED[number] for number in range(to, SCHEMA.version)):
         for table, column in (name.split(".") for name in added):
             look(
                 url,
                 lambda c, table=table, column=column: c.execute(sa.text(f"ALTER TABLE {table} DROP COLUMN {column}")),
             )
     look(url, lambda c: c.execute(sa.text(f"UPDATE meta SET value = '{to}'")))
-
-
-def test_there_is_one_migration_a_version():
-    assert len(MIGRATIONS) == SCHEMA_VERSION
 
 
 async def test_what_was_stored_is_there_after_opening_again(url, clock):
@@ -90,14 +88,13 @@ def test_a_store_of_a_newer_palestra_is_refused_and_left_alone(url):
 
 def test_an_older_store_goes_through_every_migration_after_its_own(url, monkeypatch):
     ControlStore(url).close()
-    monkeypatch.setattr(tables, "SCHEMA_VERSION", SCHEMA_VERSION + 2)
     more = (
         ("ALTER TABLE users ADD COLUMN two TEXT",),
         ("ALTER TABLE users ADD COLUMN three TEXT", "DELETE FROM users"),
     )
-    monkeypatch.setattr(tables, "MIGRATIONS", (*MIGRATIONS, *more))
+    monkeypatch.setattr(tables, "SCHEMA", replace(SCHEMA, migrations=(*SCHEMA.migrations, *more)))
     ControlStore(url).close()
-    assert version(url) == str(SCHEMA_VERSION + 2)
+    assert version(url) == str(SCHEMA.version + 2)
     ControlStore(url).close()  # not a second time
 
 
@@ -146,17 +143,17 @@ async def test_jobs_of_the_fourth_version_have_no_time_limit_and_later_ones_may_
         lost = await store.change_state(job.job_id, JobState.RUNNING, JobState.QUEUED, "its machine is gone")
         assert lost.ran_seconds == 60.0
         assert (await submit(store, time_limit_seconds=5400.0)).time_left(clock.now()) == 5400.0
-    assert version(url) == str(SCHEMA_VERSION)
+    assert version(url) == str(SCHEMA.version)
 
 
 def test_a_migration_that_fails_leaves_the_store_as_it_was(url, monkeypatch):
     ControlStore(url).close()
-    monkeypatch.setattr(tables, "SCHEMA_VERSION", SCHEMA_VERSION + 1)
-    monkeypatch.setattr(tables, "MIGRATIONS", (*MIGRATIONS, ("ALTER TABLE users ADD COLUMN two TEXT", "NONSENSE")))
+    failing = ("ALTER TABLE users ADD COLUMN two TEXT", "NONSENSE")
+    monkeypatch.setattr(tables, "SCHEMA", replace(SCHEMA, migrations=(*SCHEMA.migrations, failing)))
     with pytest.raises((StoreError, sa.exc.ProgrammingError)):
         ControlStore(url)
     monkeypatch.undo()
-    assert version(url) == str(SCHEMA_VERSION)
+    assert version(url) == str(SCHEMA.version)
     assert "two" not in look(url, lambda c: [column["name"] for column in sa.inspect(c).get_columns("users")])
     ControlStore(url).close()
 

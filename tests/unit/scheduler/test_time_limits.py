@@ -52,7 +52,7 @@ async def a_round_later(store, scheduler) -> None:
         return result
 
     scheduler._round = counted
-    store.changed.ring()
+    store.changed.notify()
     await until(lambda: is_true(bool(clock_reads)))
     scheduler._round = real
 
@@ -103,7 +103,7 @@ async def test_the_learners_estimate_is_the_expected_end_of_a_job_without_a_limi
         await a_round_later(store, scheduler)
         assert await state(store, short) is JobState.QUEUED
         await launcher.answer(first.job_id, 1000.0)
-        store.changed.ring()
+        store.changed.notify()
         await until(in_state(store, short.job_id, JobState.RUNNING))
 
 
@@ -181,7 +181,7 @@ async def test_time_counts_only_while_a_job_runs_and_over_all_of_its_starts(stor
         await later(store, scheduler, 10_000)  # QUEUED
         launcher.quick = True
         await store.write(lambda c: policy_store.set_draining(c, False))
-        store.changed.ring()
+        store.changed.notify()
         await until(in_state(store, job.job_id, JobState.RUNNING))
         assert scheduler.running[job.job_id].expected_end == store.clock.now() + 2400
         await later(store, scheduler, 2399)
@@ -229,7 +229,7 @@ async def test_a_scheduler_that_dies_while_a_job_saves_at_its_limit_leaves_it_to
     async with scheduling(store, tmp_path, launcher):
         job = await runs(store, time_limit_seconds=5400.0)
         store.clock.advance(5400)
-        store.changed.ring()
+        store.changed.notify()
         await saves.wait()
     monkeypatch.setattr(launcher, "stop", real)
     async with scheduling(store, tmp_path, launcher):

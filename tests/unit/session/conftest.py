@@ -49,14 +49,14 @@ class Bench:
     async def session(self, kind: str = "train", request: str = "r") -> EpisodeSession:
         """A session of a newly claimed episode."""
         if kind == "adhoc":
-            name = await self.store.register_adhoc(TASK, request)
-            claim = await self.store.claim("w", request, None, name)
+            name = await self.store.episodes.register_adhoc(TASK, request)
+            claim = await self.store.episodes.claim("w", request, None, name)
         else:
-            await self.store.register_group(kind, 0, 1, TASK, 8)
-            claim = await self.store.claim("w", request, None)
-        session = EpisodeSession(self.context, claim.episode, ())
-        self.store.on_lease_over.append(
-            lambda e, f: session.terminate(LookupError("over")) if e == claim.episode.episode_id else None
+            await self.store.groups.register(kind, 0, 1, TASK, 8)
+            claim = await self.store.episodes.claim("w", request, None)
+        session = EpisodeSession(self.context, claim, ())
+        self.store.episodes.on_lease_over.append(
+            lambda e, f: session.terminate(LookupError("over")) if e == claim.episode_id else None
         )
         return session
 
@@ -66,7 +66,7 @@ class Bench:
         return EpisodeSession(self.new_context(), session.episode, recorded)
 
     async def recorded(self, session: EpisodeSession):
-        return await self.store.chats(session.episode.episode_id, session.episode.fence)
+        return (await self.store.calls.of_lease(session.episode.episode_id, session.episode.fence))[1]
 
 
 def call(*texts: str, **kw) -> ModelCall:
@@ -108,7 +108,7 @@ async def busy_writer(store):
         reached.set()
         assert go.wait(60)
 
-    blocking = asyncio.ensure_future(store.write(busy))
+    blocking = asyncio.ensure_future(store.db.write(busy))
     assert await asyncio.to_thread(reached.wait, 60)
     try:
         yield

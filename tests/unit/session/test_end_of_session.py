@@ -66,10 +66,10 @@ async def test_terminating_cancels_the_calls_in_flight_which_are_not_recorded(be
 
 async def test_a_lease_that_is_lost_during_a_call_refuses_its_record(bench):
     session = await bench.session()
-    bench.store.on_lease_over.clear()
+    bench.store.episodes.on_lease_over.clear()
     await bench.engine.pause()
     (task,) = await in_flight(session, call("a"))
-    await bench.store.abort(session.episode.episode_id, 1, "", discard=False)
+    await bench.store.episodes.abort(session.episode.episode_id, 1, "", discard=False)
     await bench.engine.resume()
     with pytest.raises(EpisodeLeaseExpired):
         await task
@@ -81,10 +81,10 @@ async def test_a_lease_does_not_run_out_while_the_engine_is_slow(bench, clock):
     await bench.engine.pause()
     (task,) = await in_flight(session, call("a"))
     clock.advance(1000)
-    assert await bench.store.expire_leases() == 0
+    assert await bench.store.episodes.expire_leases() == 0
     await bench.engine.resume()
     await task
     clock.advance(59)
-    assert await bench.store.expire_leases() == 0
+    assert await bench.store.episodes.expire_leases() == 0
     clock.advance(1)
-    assert await bench.store.expire_leases() == 1
+    assert await bench.store.episodes.expire_leases() == 1

@@ -23,7 +23,7 @@ async def rows(bench) -> dict[str, int]:
         names = connection.execute(text("SELECT name FROM sqlite_master WHERE type = 'table'")).scalars().all()
         return {name: connection.execute(text(f"SELECT count(*) FROM {name}")).scalar_one() for name in names}
 
-    return await bench.store.read(count)
+    return await bench.store.db.read(count)
 
 
 async def test_a_call_is_answered_and_counted_and_nothing_of_it_is_kept(sessions, bench):

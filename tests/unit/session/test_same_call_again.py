@@ -128,7 +128,7 @@ async def test_a_call_that_was_committed_while_its_caller_went_away_is_what_a_re
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-    await bench.store.write(lambda c: None)
+    await bench.store.db.write(lambda c: None)
     await asyncio.sleep(0.01)
     again = await session.chat(call("a", retry=True))
     recorded = await bench.recorded(session)

@@ -15,8 +15,8 @@ EPISODE = "train-000000-00"
 
 @pytest.fixture
 async def sessions(bench):
-    await bench.store.register_group("train", 0, 1, TASK, 2)
-    await bench.store.claim("w", "r", None)
+    await bench.store.groups.register("train", 0, 1, TASK, 2)
+    await bench.store.episodes.claim("w", "r", None)
     return Sessions(bench.context, max_waiting_calls=2)
 
 
@@ -30,7 +30,7 @@ async def test_opening_renews_the_lease(sessions, bench, clock):
     for _ in range(4):
         clock.advance(50)
         await sessions.open(EPISODE, 1)
-        assert await bench.store.expire_leases() == 0
+        assert await bench.store.episodes.expire_leases() == 0
 
 
 async def test_only_the_holder_of_the_lease_may_open(sessions, bench):
@@ -40,7 +40,7 @@ async def test_only_the_holder_of_the_lease_may_open(sessions, bench):
         await sessions.open(EPISODE, 2)
     with pytest.raises(EpisodeLeaseExpired):
         await sessions.open("train-000000-01", 0)
-    await bench.store.end(EPISODE, 1, {"agent": 1.0}, None, {})
+    await bench.store.episodes.end(EPISODE, 1, {"agent": 1.0}, None, {})
     with pytest.raises(EpisodeEnded):
         await sessions.open(EPISODE, 1)
 
@@ -62,23 +62,23 @@ async def test_when_the_lease_is_over_the_session_is_and_its_calls_are(sessions,
     while session.state is not TurnState.GENERATING:
         await asyncio.sleep(0)
     if how == "end":
-        await bench.store.end(EPISODE, 1, {"agent": 1.0}, None, {})
+        await bench.store.episodes.end(EPISODE, 1, {"agent": 1.0}, None, {})
     elif how == "expire":
         clock.advance(4000)  # longer than an attempt may take in all
-        assert await bench.store.expire_leases() == 1
+        assert await bench.store.episodes.expire_leases() == 1
     else:
-        await bench.store.abort(EPISODE, 1, "", discard=how == "discard")
+        await bench.store.episodes.abort(EPISODE, 1, "", discard=how == "discard")
     with pytest.raises(EpisodeLeaseExpired, match=EPISODE):
         await asyncio.wait_for(task, 5)
     assert session.state is TurnState.TERMINATED
-    assert await bench.store.chats(EPISODE, 1) == ()
+    assert (await bench.store.calls.of_lease(EPISODE, 1))[1] == ()
 
 
 async def test_the_next_lease_has_a_session_of_its_own_without_the_former_calls(sessions, bench):
     first = await sessions.open(EPISODE, 1)
     chat = await first.chat(call("a"))
-    await bench.store.abort(EPISODE, 1, "", discard=False)
-    await bench.store.claim("w", "s", None)
+    await bench.store.episodes.abort(EPISODE, 1, "", discard=False)
+    await bench.store.episodes.claim("w", "s", None)
     second = await sessions.open(EPISODE, 2)
     again = await second.chat(call("a"))
     assert (again.index, again.parent, again.fence) == (0, None, 2)
@@ -108,23 +108,23 @@ async def test_stopping_ends_the_calls_in_flight_and_takes_no_more(sessions, ben
         await asyncio.wait_for(task, 5)
     with pytest.raises(ServerStopping), sessions.admitted():
         pass
-    assert await bench.store.chats(EPISODE, 1) == ()
+    assert (await bench.store.calls.of_lease(EPISODE, 1))[1] == ()
 
 
 @pytest.mark.parametrize("how", ["end", "give back"])
 async def test_a_lease_that_ends_while_its_session_is_opened_has_none(sessions, bench, how):
     """Otherwise the session would stay for ever, and its calls would be sampled for nothing."""
-    real = bench.store.lease
+    real = bench.store.calls.of_lease
 
     async def lease(episode_id, fence):
         found = await real(episode_id, fence)
         if how == "end":
-            await bench.store.end(EPISODE, 1, {"agent": 1.0}, None, {})
+            await bench.store.episodes.end(EPISODE, 1, {"agent": 1.0}, None, {})
         else:
-            await bench.store.abort(EPISODE, 1, "", discard=False)
+            await bench.store.episodes.abort(EPISODE, 1, "", discard=False)
         return found
 
-    bench.store.lease = lease
+    bench.store.calls.of_lease = lease
     with pytest.raises(EpisodeEnded if how == "end" else EpisodeLeaseExpired):
         await sessions.open(EPISODE, 1)
     assert sessions._open == {}

@@ -1,4 +1,4 @@
-"""The database of the control store, by URL, and the right to write it, which one process has at a time.
+"""The control store's database, chosen by URL, and the right to write it, which one process has at a time.
 
 SQLite: a lock on a file beside the database, which the operating system frees when the process dies. PostgreSQL: an
 advisory lock of the session that writes. Whatever ends that session ends the lock and the transaction with it, and a
@@ -13,14 +13,14 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
 
+from palestra.database import Backend
+from palestra.database.sqlite import open_engine
 from palestra.errors import ConfigError, PalestraError, StoreError, StoreUnreachable
-from palestra.ledger.writer import Explain, open_engine
 
 LOCK_SECONDS = 3.0  # how long a scheduler that has just been killed may take to lose its lock
 LOCK_NUMBER = 0x70616C6573747261  # of the advisory lock: "palestra"
@@ -38,25 +38,13 @@ POSTGRES_OPTIONS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Database:
-    """What the control store works on."""
+def open_backend(url: str) -> Backend:
+    """Return connections to the database of a URL, and take the lock of a SQLite file.
 
-    engine: sa.Engine  # for the one writing connection; it has the lock
-    read_engine: sa.Engine
-    readers: int  # connections that may read at the same time
-    explain: Explain
-    release: Callable[[], None]  # gives the lock back
+    The lock of a PostgreSQL database is taken when the writing connection is made.
 
-    def close(self) -> None:
-        """Close all connections; others may write now."""
-        self.read_engine.dispose()
-        self.engine.dispose()
-        self.release()
-
-
-def open_database(url: str) -> Database:
-    """`sqlite:///relative`, `sqlite:////absolute` or `postgresql://user:password@host/database`.
+    Args:
+        url: `sqlite:///relative`, `sqlite:////absolute` or `postgresql://user:password@host/database`.
 
     Raises:
         ConfigError: the URL can't be used.
@@ -76,7 +64,7 @@ def open_database(url: str) -> Database:
 
 
 def in_words(error: Exception) -> Exception:
-    """What the database said, without the statement and its values; a defect of ours as it is."""
+    """Return a database's error with its message alone, without the statement and its values; a defect as it is."""
     if not isinstance(error, sa.exc.DBAPIError) or isinstance(error, sa.exc.IntegrityError | sa.exc.ProgrammingError):
         return error
     said = " ".join(str(error.orig).split())
@@ -86,7 +74,7 @@ def in_words(error: Exception) -> Exception:
     return StoreError(f"the control store could not be used: {said}")
 
 
-def _open_sqlite(path: Path) -> Database:
+def _open_sqlite(path: Path) -> Backend:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))  # SQLite gives its other files the same mode
@@ -98,7 +86,7 @@ def _open_sqlite(path: Path) -> Database:
     except BaseException:
         release()
         raise
-    return Database(engine=engine, read_engine=reader, readers=1, explain=in_words, release=release)
+    return Backend(engine=engine, read_engine=reader, readers=1, explain=in_words, release=release)
 
 
 def _lock_file(path: Path) -> Callable[[], None]:
@@ -119,7 +107,7 @@ def _lock_file(path: Path) -> Callable[[], None]:
     return lambda: os.close(descriptor)
 
 
-def _open_postgres(url: sa.URL) -> Database:
+def _open_postgres(url: sa.URL) -> Backend:
     options = POSTGRES_OPTIONS | {"application_name": f"{APPLICATION}, {_this_process()}"[:63]}
     try:
         engine = sa.create_engine(url, connect_args=options, pool_size=1, max_overflow=0, hide_parameters=True)
@@ -140,7 +128,7 @@ def _open_postgres(url: sa.URL) -> Database:
     def _lock(connection: Any, _record: Any) -> None:
         _lock_session(connection)
 
-    return Database(engine=engine, read_engine=reader, readers=POSTGRES_READERS, explain=in_words, release=lambda: None)
+    return Backend(engine=engine, read_engine=reader, readers=POSTGRES_READERS, explain=in_words)
 
 
 def _lock_session(connection: Any) -> None:

@@ -10,8 +10,9 @@ import sys
 
 import pytest
 
+from palestra.database import database
 from palestra.errors import ConfigError, StoreError, StoreUnreachable
-from palestra.scheduler import control_store, database
+from palestra.scheduler import backends
 from palestra.scheduler.control_store import ControlStore
 from palestra.schemas.states import JobState
 from unit.scheduler.building import change_numbers, pg_ctl, submit
@@ -27,7 +28,7 @@ time.sleep(60)
 
 @pytest.fixture
 def quick_lock(monkeypatch):
-    monkeypatch.setattr(database, "LOCK_SECONDS", 0.2)
+    monkeypatch.setattr(backends, "LOCK_SECONDS", 0.2)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +52,7 @@ def test_a_url_that_can_not_be_used_is_refused_without_repeating_it(url):
 
 
 def test_a_password_stands_in_no_error(monkeypatch):
-    monkeypatch.setattr(control_store, "LONGEST_REPLY_SECONDS", 0.1)
+    monkeypatch.setattr(database, "LONGEST_REPLY_SECONDS", 0.1)
     with pytest.raises(StoreUnreachable) as caught:
         ControlStore("postgresql://u:hunter2@127.0.0.1:1/d")
     assert "hunter2" not in repr(caught.value)
@@ -100,11 +101,11 @@ def test_a_file_that_is_no_database_is_refused_and_left_alone(tmp_path):
 
 
 def test_commits_are_on_disk(tmp_path, postgres_url):
-    with ControlStore(f"sqlite:///{tmp_path / 'c.db'}") as store, store._database.engine.connect() as connection:
+    with ControlStore(f"sqlite:///{tmp_path / 'c.db'}") as store, store._db._backend.engine.connect() as connection:
         raw = connection.connection.driver_connection
         assert raw.execute("PRAGMA synchronous").fetchone() == (2,)  # FULL
         assert raw.execute("PRAGMA journal_mode").fetchone() == ("wal",)
-    opened = database.open_database(postgres_url)
+    opened = backends.open_backend(postgres_url)
     with opened.engine.connect() as connection:
         assert connection.exec_driver_sql("SHOW synchronous_commit").scalar() == "on"
     opened.close()
@@ -155,14 +156,14 @@ async def test_a_session_that_is_cut_off_is_replaced_and_nothing_is_lost_or_doub
 
 
 async def test_who_lost_its_session_to_another_scheduler_writes_no_more(postgres_url, quick_lock, monkeypatch):
-    monkeypatch.setattr(control_store, "LONGEST_REPLY_SECONDS", 0.5)
+    monkeypatch.setattr(database, "LONGEST_REPLY_SECONDS", 0.5)
     with ControlStore(postgres_url) as former:
         await submit(former)
         cut_sessions(postgres_url)
-        monkeypatch.setattr(database, "_this_process", lambda: "process 1 on another machine")
+        monkeypatch.setattr(backends, "_this_process", lambda: "process 1 on another machine")
         with ControlStore(postgres_url) as present:
             monkeypatch.undo()
-            monkeypatch.setattr(database, "LOCK_SECONDS", 0.2)
+            monkeypatch.setattr(backends, "LOCK_SECONDS", 0.2)
             with pytest.raises(StoreError, match="process 1 on another machine"):
                 await submit(former)
             await submit(present)
@@ -173,8 +174,8 @@ async def test_who_lost_its_session_to_another_scheduler_writes_no_more(postgres
 async def test_a_session_of_its_own_that_is_not_yet_gone_is_waited_for(postgres_url, quick_lock):
     import psycopg
 
-    with psycopg.connect(postgres_url, application_name=f"palestra scheduler, {database._this_process()}") as ghost:
-        assert ghost.execute("SELECT pg_try_advisory_lock(%s)", (database.LOCK_NUMBER,)).fetchone() == (True,)
+    with psycopg.connect(postgres_url, application_name=f"palestra scheduler, {backends._this_process()}") as ghost:
+        assert ghost.execute("SELECT pg_try_advisory_lock(%s)", (backends.LOCK_NUMBER,)).fetchone() == (True,)
         with pytest.raises(StoreUnreachable, match="cut off"):
             ControlStore(postgres_url)
     ControlStore(postgres_url).close()

@@ -7,25 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import queue
-import sqlite3
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
+from palestra.database.backend import Explain, Problem, no_problem
 from palestra.errors import PalestraError, StoreError
 from palestra.faults import fault_point
 
 T = TypeVar("T")
-Explain = Callable[[Exception], Exception]
-Problem = Callable[[], StoreError | None]
 MAX_BATCH = 256
-# KiB of pages that a connection keeps. The file grows with every call and whatever was read stays until the cache is
-# full, so its size is what a long run holds; beyond it the operating system's own cache answers.
-WRITER_CACHE, READER_CACHE = 4096, 2048
 
 
 @dataclass(slots=True)
@@ -38,31 +32,6 @@ class _Operation:
     error: BaseException | None = field(default=None)
 
 
-def open_engine(path: Path, synchronous: str, read_only: bool = False) -> sa.Engine:
-    """A SQLAlchemy engine on a SQLite file in WAL mode, whose transactions begin with BEGIN IMMEDIATE."""
-    target = path.absolute().as_uri() + ("?mode=ro" if read_only else "?mode=rwc")  # any character may be in a path
-    engine = sa.create_engine(
-        "sqlite+pysqlite://",
-        creator=lambda: sqlite3.connect(target, uri=True, check_same_thread=False),
-        poolclass=sa.pool.StaticPool,
-    )
-
-    @sa.event.listens_for(engine, "connect")
-    def _configure(connection: Any, _record: Any) -> None:
-        connection.isolation_level = None
-        if not read_only:
-            connection.execute("PRAGMA journal_mode=WAL")
-            connection.execute(f"PRAGMA synchronous={synchronous}")
-        connection.execute("PRAGMA busy_timeout=10000")
-        connection.execute(f"PRAGMA cache_size=-{READER_CACHE if read_only else WRITER_CACHE}")
-
-    @sa.event.listens_for(engine, "begin")
-    def _begin(connection: sa.Connection) -> None:
-        connection.exec_driver_sql("BEGIN" if read_only else "BEGIN IMMEDIATE")
-
-    return engine
-
-
 class Writer:
     """Runs operations in order, groups of them in one transaction.
 
@@ -70,7 +39,7 @@ class Writer:
     whose operations are then tried one by one, so that one bad operation never takes others with it.
     """
 
-    def __init__(self, engine: sa.Engine, explain: Explain, problem: Problem = lambda: None) -> None:
+    def __init__(self, engine: sa.Engine, explain: Explain, problem: Problem = no_problem) -> None:
         """Start the thread.
 
         Args:

@@ -7,9 +7,10 @@ from functools import partial
 import pytest
 import sqlalchemy as sa
 
+from palestra.database.sqlite import open_engine
+from palestra.database.writer import MAX_BATCH, Writer
 from palestra.errors import Conflict, StoreError
 from palestra.ledger.damage import store_error
-from palestra.ledger.writer import MAX_BATCH, Writer, open_engine
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
+from palestra.database import Notifier
 from palestra.errors import EpisodeLeaseExpired, StoreError
-from palestra.ledger.store import Bell
 from palestra.schemas.states import EpisodeState
 from unit.building import TASK, make_chat, open_store
 
@@ -19,111 +19,53 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def waiting(bell: Bell, seconds: float = 60.0) -> asyncio.Task[None]:
-    return asyncio.ensure_future(bell.wait(seconds, bell.rings))
-
-
-# Bell
-
-
-async def test_a_ring_wakes_all_who_wait():
-    bell = Bell()
-    tasks = [waiting(bell) for _ in range(3)]
-    await settle()
-    bell.ring()
-    await asyncio.wait_for(asyncio.gather(*tasks), 1)
-
-
-async def test_a_ring_for_one_wakes_the_first_only():
-    bell = Bell()
-    tasks = [waiting(bell) for _ in range(3)]
-    await settle()
-    bell.ring(2)
-    await settle()
-    assert [t.done() for t in tasks] == [True, True, False]
-    bell.ring(1)
-    await asyncio.wait_for(tasks[2], 1)
-
-
-async def test_a_ring_between_looking_and_waiting_is_not_missed():
-    bell = Bell()
-    seen = bell.rings
-    bell.ring(0)
-    await asyncio.wait_for(bell.wait(60, seen), 1)
-
-
-async def test_waiting_ends_when_its_time_is_over():
-    bell = Bell()
-    await asyncio.wait_for(bell.wait(0.01, bell.rings), 1)
-    task = waiting(bell)
-    await settle()
-    bell.ring(1)  # not used up by the one that has given up
-    await asyncio.wait_for(task, 1)
-
-
-async def test_the_wake_up_of_one_who_was_cancelled_goes_to_the_next():
-    bell = Bell()
-    tasks = [waiting(bell) for _ in range(2)]
-    await settle()
-    bell.ring(1)
-    tasks[0].cancel()
-    await asyncio.wait_for(tasks[1], 1)
-    assert tasks[0].cancelled()
-
-
-async def test_one_who_was_cancelled_before_the_ring_takes_nothing():
-    bell = Bell()
-    tasks = [waiting(bell) for _ in range(2)]
-    await settle()
-    tasks[0].cancel()
-    await settle()
-    bell.ring(1)
-    await asyncio.wait_for(tasks[1], 1)
+def waiting(notifier: Notifier) -> asyncio.Task[None]:
+    return asyncio.ensure_future(notifier.wait(60.0, notifier.count))
 
 
 # Who is told what
 
 
 async def test_registering_and_giving_back_ring_that_an_episode_is_available(store):
-    task = waiting(store.available)
+    task = waiting(store.episodes.available)
     await settle()
-    await store.register_group("train", 0, 1, TASK, 1)
+    await store.groups.register("train", 0, 1, TASK, 1)
     await asyncio.wait_for(task, 1)
-    claim = await store.claim("w", "r", None)
-    task = waiting(store.available)
+    claim = await store.episodes.claim("w", "r", None)
+    task = waiting(store.episodes.available)
     await settle()
-    await store.abort(EPISODE, claim.episode.fence, "", discard=False)
+    await store.episodes.abort(EPISODE, claim.fence, "", discard=False)
     await asyncio.wait_for(task, 1)
 
 
 @pytest.mark.parametrize("how", ["end", "discard"])
 async def test_ending_and_discarding_ring_that_something_is_settled(store, how):
-    await store.register_group("train", 0, 1, TASK, 1)
-    await store.claim("w", "r", None)
-    task = waiting(store.settled)
+    await store.groups.register("train", 0, 1, TASK, 1)
+    await store.episodes.claim("w", "r", None)
+    task = waiting(store.episodes.settled)
     await settle()
     if how == "end":
-        await store.end(EPISODE, 1, {"agent": 1.0}, None, {})
+        await store.episodes.end(EPISODE, 1, {"agent": 1.0}, None, {})
     else:
-        await store.abort(EPISODE, 1, "", discard=True)
+        await store.episodes.abort(EPISODE, 1, "", discard=True)
     await asyncio.wait_for(task, 1)
 
 
 @pytest.mark.parametrize("how", ["end", "give back", "discard", "expire"])
 async def test_whoever_watches_leases_is_told_once_when_one_is_over(store, clock, how):
     told: list[tuple[str, int]] = []
-    store.on_lease_over.append(lambda e, f: told.append((e, f)))
-    await store.register_group("train", 0, 1, TASK, 1)
-    await store.claim("w", "r", None)
+    store.episodes.on_lease_over.append(lambda e, f: told.append((e, f)))
+    await store.groups.register("train", 0, 1, TASK, 1)
+    await store.episodes.claim("w", "r", None)
     assert told == []
     if how == "end":
         for _ in range(2):
-            await store.end(EPISODE, 1, {"agent": 1.0}, None, {})
+            await store.episodes.end(EPISODE, 1, {"agent": 1.0}, None, {})
     elif how == "expire":
         clock.advance(60)
-        await store.expire_leases()
+        await store.episodes.expire_leases()
     else:
-        await store.abort(EPISODE, 1, "", discard=how == "discard")
+        await store.episodes.abort(EPISODE, 1, "", discard=how == "discard")
     assert told == [(EPISODE, 1)]
     assert len(store.leases) == 0
 
@@ -142,13 +84,13 @@ class Busy:
         assert self._go.wait(10)
 
     async def __aenter__(self):
-        self._task = asyncio.ensure_future(self._store.write(self._run))
+        self._task = asyncio.ensure_future(self._store.db.write(self._run))
         await asyncio.to_thread(self._reached.wait, 10)
 
     async def __aexit__(self, *_) -> None:
         self._go.set()
         await self._task
-        await self._store.write(lambda c: None)
+        await self._store.db.write(lambda c: None)
         await settle()
 
 
@@ -163,67 +105,67 @@ async def gone_in_the_middle_of(store, work) -> None:
 
 async def test_an_episode_claimed_by_a_worker_that_died_meanwhile_is_given_back_after_its_lease(store, clock):
     """The worker is killed in its long poll while its claim is being committed: nobody will ever end it."""
-    await store.register_group("train", 0, 1, TASK, 1)
-    await gone_in_the_middle_of(store, store.claim("w", "r", None))
-    assert (await store.episode(EPISODE)).state is EpisodeState.CLAIMED
+    await store.groups.register("train", 0, 1, TASK, 1)
+    await gone_in_the_middle_of(store, store.episodes.claim("w", "r", None))
+    assert (await store.episodes.get(EPISODE)).state is EpisodeState.CLAIMED
     clock.advance(60)
-    assert await store.expire_leases() == 1
-    assert (await store.claim("w", "s", None)).episode.fence == 2
+    assert await store.episodes.expire_leases() == 1
+    assert (await store.episodes.claim("w", "s", None)).fence == 2
 
 
 @pytest.mark.parametrize("how", ["end", "give back"])
 async def test_an_end_whose_caller_went_away_meanwhile_is_an_end_like_any_other(store, clock, how):
     told: list[tuple[str, int]] = []
-    store.on_lease_over.append(lambda e, f: told.append((e, f)))
-    await store.register_group("train", 0, 1, TASK, 2)
+    store.episodes.on_lease_over.append(lambda e, f: told.append((e, f)))
+    await store.groups.register("train", 0, 1, TASK, 2)
     for request in "rs":
-        await store.claim("w", request, None)
-    settled, available = waiting(store.settled), waiting(store.available)
+        await store.episodes.claim("w", request, None)
+    settled, available = waiting(store.episodes.settled), waiting(store.episodes.available)
     if how == "end":
-        await gone_in_the_middle_of(store, store.end(EPISODE, 1, {"agent": 1.0}, None, {}))
+        await gone_in_the_middle_of(store, store.episodes.end(EPISODE, 1, {"agent": 1.0}, None, {}))
         await asyncio.wait_for(settled, 1)
         available.cancel()
     else:
-        await gone_in_the_middle_of(store, store.abort(EPISODE, 1, "", discard=False))
+        await gone_in_the_middle_of(store, store.episodes.abort(EPISODE, 1, "", discard=False))
         await asyncio.wait_for(available, 1)
         settled.cancel()
     assert told == [(EPISODE, 1)]
     clock.advance(60)
-    assert await store.expire_leases() == 1  # the other one; the first is over
+    assert await store.episodes.expire_leases() == 1  # the other one; the first is over
     assert told[1:] == [("train-000000-01", 1)]
 
 
 async def test_one_lease_that_can_not_be_given_back_does_not_keep_the_others(store, clock):
     """A worker ends its episode at the moment at which the lease runs out."""
-    await store.register_group("train", 0, 1, TASK, 3)
+    await store.groups.register("train", 0, 1, TASK, 3)
     for request in "rst":
-        await store.claim("w", request, None)
+        await store.episodes.claim("w", request, None)
     clock.advance(60)
     async with Busy(store):
-        ending = asyncio.ensure_future(store.end(EPISODE, 1, {"agent": 1.0}, None, {}))
+        ending = asyncio.ensure_future(store.episodes.end(EPISODE, 1, {"agent": 1.0}, None, {}))
         await settle()
-        expiring = asyncio.ensure_future(store.expire_leases())
+        expiring = asyncio.ensure_future(store.episodes.expire_leases())
         await settle()
     assert await ending
     assert await expiring == 2
     assert len(store.leases) == 0
-    states = [(await store.episode(f"train-000000-0{i}")).state for i in range(3)]
+    states = [(await store.episodes.get(f"train-000000-0{i}")).state for i in range(3)]
     assert states == [EpisodeState.COMPLETED, EpisodeState.REGISTERED, EpisodeState.REGISTERED]
 
 
 async def test_a_call_that_arrives_after_its_lease_is_not_recorded(store):
-    await store.register_group("train", 0, 1, TASK, 1)
-    await store.claim("w", "r", None)
-    await store.append_chat(make_chat(index=0))
-    await store.abort(EPISODE, 1, "", discard=False)
+    await store.groups.register("train", 0, 1, TASK, 1)
+    await store.episodes.claim("w", "r", None)
+    await store.calls.append(make_chat(index=0))
+    await store.episodes.abort(EPISODE, 1, "", discard=False)
     with pytest.raises(EpisodeLeaseExpired):
-        await store.append_chat(make_chat(index=1))
-    await store.claim("w", "s", None)
+        await store.calls.append(make_chat(index=1))
+    await store.episodes.claim("w", "s", None)
     with pytest.raises(EpisodeLeaseExpired):
-        await store.append_chat(make_chat(index=1))
-    assert await store.chats(EPISODE, 2) == ()
-    assert len(await store.chats(EPISODE, 1)) == 1
-    (trajectory,) = await store.trajectories([EPISODE])
+        await store.calls.append(make_chat(index=1))
+    assert (await store.calls.of_lease(EPISODE, 2))[1] == ()
+    assert len((await store.calls.of_lease(EPISODE, 1))[1]) == 1
+    (trajectory,) = await store.calls.trajectories([EPISODE])
     assert trajectory.chats == ()  # what the former holder sampled is nobody's
 
 
@@ -263,12 +205,12 @@ async def test_a_file_that_was_away_for_a_commit_is_lost_also_when_it_is_back(tm
     store = open_store(tmp_path)
     path.rename(tmp_path / "away.db")
     with pytest.raises(StoreError, match="moved"):
-        await store.seal_tasks()
+        await store.tasks.seal()
     (tmp_path / "away.db").rename(path)
     with pytest.raises(StoreError, match="moved"):
-        await store.seal_tasks()
+        await store.tasks.seal()
     async with asyncio.timeout(10):
-        assert "moved" in str(await store.lost())
+        assert "moved" in str(await store.db.lost())
     store.close()
 
 
@@ -276,7 +218,7 @@ async def test_after_closing_nothing_is_written(tmp_path):
     store = open_store(tmp_path)
     store.close()
     with pytest.raises(StoreError, match="closed"):
-        await store.register_group("train", 0, 1, TASK, 1)
+        await store.groups.register("train", 0, 1, TASK, 1)
 
 
 async def test_after_closing_nothing_is_read_either(tmp_path):
@@ -284,4 +226,4 @@ async def test_after_closing_nothing_is_read_either(tmp_path):
     store = open_store(tmp_path)
     store.close()
     with pytest.raises(StoreError, match="closed"):
-        await store.counts()
+        await store.episodes.counts()

@@ -1,0 +1,173 @@
+"""One database of a process: a thread that writes, threads that read, and what both do when the database fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import orjson
+import sqlalchemy as sa
+
+from palestra.database.backend import Backend
+from palestra.database.migrations import Schema
+from palestra.database.writer import Writer
+from palestra.errors import PalestraError, StoreError, StoreUnreachable
+
+P = ParamSpec("P")
+T = TypeVar("T")
+CHECK_SECONDS = 0.5  # between two looks at whether the database is still there
+LONGEST_REPLY_SECONDS = 10.0  # for which a database that does not answer is tried again
+
+
+def shielded(method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
+    """Shield a coroutine function from the cancellation of its callers.
+
+    A method that commits a change and then updates memory (leases, notifiers) is decorated with this, so that memory
+    follows the database even if the caller is cancelled between the two.
+    """
+
+    @wraps(method)
+    async def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        return await asyncio.shield(method(*args, **kwargs))
+
+    return run
+
+
+def to_json(value: Any) -> str:
+    """Return a value as compact JSON, for a text column. NaN and infinities are refused where a value comes in."""
+    return orjson.dumps(value).decode()
+
+
+class Database:
+    """Runs operations on a database for the tasks of event loops. An operation is a function of a connection.
+
+    All writes go through one thread, one after the other, so that an operation sees what every earlier one did; what
+    has gathered is committed together (see `Writer`). Reads run beside them, on connections of their own.
+    """
+
+    def __init__(self, backend: Backend, schema: Schema) -> None:
+        """Open the database, and create its tables or bring them up to date.
+
+        Raises:
+            StoreError: the database can't be used, is of another program, or of a newer version of Palestra.
+            StoreUnreachable: the database does not answer.
+        """
+        self._backend = backend
+        try:
+            with self._explained(), backend.engine.begin() as connection:
+                schema.migrate(connection)
+            self._problem = backend.watch()
+            self._writer = Writer(backend.engine, backend.explain, self._problem)
+        except BaseException:
+            backend.close()
+            raise
+        self._readers = ThreadPoolExecutor(backend.readers, "palestra-reader")
+
+    @property
+    def commits(self) -> int:
+        """How many transactions were committed; the number grows with every change."""
+        return self._writer.commits
+
+    def close(self) -> None:
+        """Finish what was submitted, close the database, and let another process have it."""
+        self._writer.close()
+        self._readers.shutdown()
+        self._backend.close()
+
+    def submit(self, operation: Callable[[sa.Connection], T], tag: str | None = None) -> asyncio.Future[T]:
+        """Have the writing thread run an operation; the future is done when the result is on disk.
+
+        Args:
+            operation: is run once, and is committed even if the future is cancelled. A PalestraError that it raises
+                must come before its first change.
+            tag: names the fault points before and after its commit, such as `chat_commit`.
+
+        Raises:
+            StoreError: the database is closed; or, from the future, it failed.
+        """
+        return self._writer.submit(operation, tag)
+
+    async def write(self, operation: Callable[[sa.Connection], T], tag: str | None = None) -> T:
+        """Run an operation on the writing thread, and return its result when it is on disk.
+
+        A caller that is cancelled does not take the operation back. Where a database does not say whether it has
+        committed (StoreUnreachable, which SQLite never raises), the operation is run again: it has to find out
+        whether it was done.
+
+        Args:
+            operation: see `submit`.
+            tag: see `submit`.
+
+        Raises:
+            StoreError: the database is closed, or failed.
+            StoreUnreachable: the database did not answer for `LONGEST_REPLY_SECONDS`.
+            PalestraError: what the operation raises.
+        """
+        return await _persist(lambda: self.submit(operation, tag))
+
+    async def read(self, operation: Callable[[sa.Connection], T]) -> T:
+        """Run a query on a connection of its own; it sees every change that was awaited before.
+
+        Raises:
+            StoreError: the database is closed or failed, or a row is damaged.
+            StoreUnreachable: the database did not answer for `LONGEST_REPLY_SECONDS`.
+            PalestraError: what the query raises.
+        """
+        return await _persist(lambda: self._on_reader(lambda: self.query(operation)))
+
+    def query(self, operation: Callable[[sa.Connection], T]) -> T:
+        """Run a query in the calling thread: where there is no event loop yet.
+
+        Raises:
+            StoreError, StoreUnreachable, PalestraError: see `read`.
+        """
+        with self._explained(), self._backend.read_engine.begin() as connection:
+            return operation(connection)
+
+    async def lost(self) -> StoreError:
+        """Wait until the database can't be used any more, as a rule for ever, and return the reason.
+
+        Commits notice it before they are acknowledged; this also notices it where nothing is committed.
+        """
+        while True:
+            if (problem := self._writer.over or await self._on_reader(self._problem)) is not None:
+                return problem
+            await asyncio.sleep(CHECK_SECONDS)  # no event for a deleted file is sent by every kind of file system
+
+    async def _on_reader(self, work: Callable[[], T]) -> T:
+        try:
+            running = asyncio.get_running_loop().run_in_executor(self._readers, work)
+        except RuntimeError as error:  # the executor was shut down; requests may outlive the database
+            raise StoreError("the store is closed") from error
+        return await running
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Raise what the database, or the decoding of a damaged row, raises as `Backend.explain` puts it."""
+        try:
+            yield
+        except PalestraError:
+            raise
+        except Exception as error:
+            explained = self._backend.explain(error)
+            if explained is error:
+                raise
+            raise explained from explained.__cause__  # not from `error`, which shows statements and their values
+
+
+async def _persist(attempt: Callable[[], Awaitable[T]]) -> T:
+    """Make an attempt again while the database does not answer, for `LONGEST_REPLY_SECONDS` in all."""
+    loop = asyncio.get_running_loop()
+    until, pause = loop.time() + LONGEST_REPLY_SECONDS, 0.05
+    while True:
+        try:
+            return await attempt()
+        except StoreUnreachable:
+            if loop.time() + pause > until:
+                raise
+        await asyncio.sleep(pause)
+        pause = min(pause * 2, 1.0)

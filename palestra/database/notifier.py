@@ -1,0 +1,59 @@
+"""A condition variable of an event loop that can't lose a notification."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+# How long a task waits before it looks at the database again without a notification: a change that no notifier was
+# told of, such as one of an operation that failed after its commit, is late by no more than this.
+WAKE_SECONDS = 5.0
+
+
+class Notifier:
+    """Wakes tasks that wait for a change of the database.
+
+    Read `count`, then look at the database, then pass `count` to `wait`: a notification between the look and the wait
+    is not missed, because `wait` then returns immediately.
+
+    Attributes:
+        count: how many notifications there have been.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def wait(self, timeout_seconds: float, since: int) -> None:
+        """Return at the next notification, or when the time is over.
+
+        Args:
+            timeout_seconds: the longest time to wait.
+            since: the `count` that the caller read before it looked at the database. If there has been a notification
+                after it, this method returns immediately.
+        """
+        if self.count != since:
+            return
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(future)
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                await future
+        except TimeoutError:
+            return
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled():
+                self.notify(1)  # pass the wake-up on: a task that is cancelled does not act on it
+            raise
+        finally:
+            future.cancel()
+
+    def notify(self, times: int | None = None) -> None:
+        """Wake the `times` tasks that have waited longest; None: all tasks."""
+        left = len(self._waiting) if times is None else times
+        self.count += 1
+        while left > 0 and self._waiting:
+            future = self._waiting.popleft()
+            if not future.done():
+                future.set_result(None)
+                left -= 1

@@ -1,0 +1,65 @@
+"""SQLite files: how they are created, and the engines that work on them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+
+# KiB of pages that a connection keeps. A run's file grows with every call and whatever was read stays until the cache
+# is full, so its size is what a long run holds; beyond it the operating system's own cache answers.
+WRITER_CACHE, READER_CACHE = 4096, 2048
+MOST_VALUES = 500  # of one statement: SQLite allows a limited number of bound values
+
+
+def open_engine(path: Path, synchronous: str, read_only: bool = False) -> sa.Engine:
+    """Return an engine with one connection to a SQLite file in WAL mode. It connects when it is first used.
+
+    With `synchronous=NORMAL` a commit survives the death of the process (kill -9), because it is in the operating
+    system's hands; with `FULL` it also survives the loss of power.
+
+    Args:
+        path: of the file, which is created if there is none, unless `read_only`.
+        synchronous: `NORMAL` or `FULL`; a read-only connection does not use it.
+        read_only: whether the connection may not write. Its transactions begin with BEGIN, the others with BEGIN
+            IMMEDIATE, so that a write never fails because another process wrote since the transaction's first read.
+    """
+    target = path.absolute().as_uri() + ("?mode=ro" if read_only else "?mode=rwc")  # any character may be in a path
+    engine = sa.create_engine(
+        "sqlite+pysqlite://",
+        creator=lambda: sqlite3.connect(target, uri=True, check_same_thread=False),
+        poolclass=sa.pool.StaticPool,
+    )
+
+    @sa.event.listens_for(engine, "connect")
+    def _configure(connection: Any, _record: Any) -> None:
+        connection.isolation_level = None
+        if not read_only:
+            connection.execute("PRAGMA journal_mode=WAL")
+            connection.execute(f"PRAGMA synchronous={synchronous}")
+        connection.execute("PRAGMA busy_timeout=10000")
+        connection.execute(f"PRAGMA cache_size=-{READER_CACHE if read_only else WRITER_CACHE}")
+
+    @sa.event.listens_for(engine, "begin")
+    def _begin(connection: sa.Connection) -> None:
+        connection.exec_driver_sql("BEGIN" if read_only else "BEGIN IMMEDIATE")
+
+    return engine
+
+
+def make_private(path: Path) -> None:
+    """Create the file if there is none, and let only its owner read it. SQLite gives `-wal` and `-shm` the same mode.
+
+    Raises:
+        OSError: the file can't be opened.
+    """
+    descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        with contextlib.suppress(PermissionError):  # the file belongs to another user, who decides about its mode
+            os.fchmod(descriptor, 0o600)
+    finally:
+        os.close(descriptor)
