@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 from servers import Job, Plane, until
 
 SETTINGS = {
@@ -20,6 +21,7 @@ def claim(url: str, name: str, wait_seconds: float) -> dict:
         return plane.post("/claim_episode", body).json()
 
 
+@pytest.mark.slow
 def test_a_worker_that_waits_at_the_limit_gets_the_episode_that_the_end_of_another_makes_room_for(tmp_path):
     with Job(tmp_path, SETTINGS) as job, ThreadPoolExecutor(2) as threads:
         job.start()
