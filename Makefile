@@ -8,7 +8,14 @@ RUNTIME := $(VENV)/.runtime-installed
 DEV := $(VENV)/.dev-installed
 FRAMEWORKS := .venv-peers/frameworks
 
-.PHONY: help demo test test-faults lint format types contracts unit docs conformance frameworks bench clean
+# Which tests are in which tier; CONTRIBUTING.md says what each tier promises. Each test is in one tier or has a command of
+# its own; only what draws examples is in both (tests/unit/test_tiers.py checks these lines).
+OWN_COMMAND := faults or frameworks
+FIRST_TIER := not (slow or model or service or $(OWN_COMMAND))
+SECOND_TIER := (slow or more_examples) and not (model or service or $(OWN_COMMAND))
+SECOND_TIER_ALONE := (model or service) and not ($(OWN_COMMAND))
+
+.PHONY: help demo test test-rest test-all test-faults lint format types contracts unit docs conformance frameworks bench clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -16,7 +23,13 @@ help:  ## this list
 demo: $(RUNTIME)  ## train a real model on this machine, and watch it learn
 	@$(BIN)/palestra demo
 
-test: lint types contracts unit  ## format, lint, types, import contracts, tests
+test: lint types contracts unit  ## format, lint, types, import contracts, the first tier of tests: five minutes on two cores
+
+test-rest: $(DEV)  ## the second tier of tests: what takes longer, and all examples of what draws examples
+	$(BIN)/pytest -n 2 --dist worksteal --hypothesis-profile=full -m "$(SECOND_TIER)"
+	$(BIN)/pytest --hypothesis-profile=full -m "$(SECOND_TIER_ALONE)"
+
+test-all: test test-rest  ## both tiers
 
 lint: $(DEV)
 	$(BIN)/ruff format --check .
@@ -33,8 +46,7 @@ contracts: $(DEV)
 	$(BIN)/lint-imports
 
 unit: $(DEV)
-	$(BIN)/pytest -n 2 --dist worksteal -m "not model and not service and not faults"
-	$(BIN)/pytest -m "model or service"
+	$(BIN)/pytest -n 2 --dist worksteal -m "$(FIRST_TIER)"
 
 test-faults: $(DEV)  ## hurt every part of the service at every moment of a job (half an hour); writes docs/faults.md
 	$(BIN)/pytest tests/faults --junitxml=$(VENV)/faults.xml -o junit_duration_report=call; code=$$?; \

@@ -1,9 +1,28 @@
-"""Fixtures that all tests may use."""
+"""What all tests share: quiet arithmetic, no network, and the examples that hypothesis draws.
+
+With the profile `quick`, the one of `make test`, and with `full`, that of `make test-rest`, hypothesis draws the same
+examples in every run; with `--hypothesis-profile=search` it draws new ones.
+"""
 
 from __future__ import annotations
 
 import os
 
+from hypothesis import HealthCheck, settings
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # sums in one order, and no quarrel about the cores
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
+settings.register_profile(
+    "quick",
+    derandomize=True,
+    deadline=None,
+    max_examples=60,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile("full", settings.get_profile("quick"))
+settings.register_profile("search", deadline=None, max_examples=1000, database=None)
+settings.load_profile("quick")

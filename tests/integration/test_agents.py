@@ -239,6 +239,7 @@ async def test_an_agent_that_drops_reasoning_forks_at_each_reply_that_had_some(t
     assert shown.count("⑂ reasoning stripped (call") == 2
 
 
+@pytest.mark.slow
 async def test_dropped_reasoning_can_be_kept_and_the_conversation_stays_one_row(tmp_path):
     chats, _ = await played(tmp_path, forgetful, thinker, dropped_reasoning="keep")
     one_conversation(chats)
@@ -265,6 +266,7 @@ async def test_an_agent_that_strips_replies_forks_for_the_white_space_and_for_no
     assert "3 forked from their history" in shown
 
 
+@pytest.mark.slow
 async def test_stripped_white_space_can_be_kept_and_the_conversation_stays_one_row(tmp_path):
     chats, _ = await played(tmp_path, stripper, padded, stripped_whitespace="keep")
     one_conversation(chats)
@@ -345,6 +347,7 @@ async def test_subagents_at_once_are_conversations_of_their_own_and_no_drift(tmp
     assert "0 forked from their history" in shown
 
 
+@pytest.mark.slow
 async def test_a_strict_job_refuses_to_lose_tokens_and_says_where(tmp_path):
     with pytest.raises(openai.ConflictError) as caught:
         await played(tmp_path, editor, counter, strict_history=True)

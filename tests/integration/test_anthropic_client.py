@@ -157,6 +157,7 @@ def test_sampling_that_training_cant_have_is_refused_with_the_setting_that_ignor
                 ai.messages.create(model=episode.model, messages=MESSAGES, max_tokens=20, extra_body=more)
 
 
+@pytest.mark.slow
 def test_a_job_can_ignore_sampling_that_training_cant_have_and_says_so(lenient):
     with Client(lenient.url, KEY) as client, Plane(lenient.url) as plane:
         episode = client.begin_episode()

@@ -15,6 +15,7 @@ import httpx2
 import pytest
 import requests
 import schemathesis
+from drawing import drawn
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
@@ -24,7 +25,7 @@ from unit.scheduler.launching import FakeLauncher
 
 from palestra.cluster import control
 
-EXAMPLES = 12  # of each kind for each route: about 20 s in all
+EXAMPLES = drawn(1, 12)  # of each kind for each route
 TIMEOUT_SECONDS = 60.0  # of one answer; a server that hangs gives none at all
 
 
@@ -100,6 +101,7 @@ def play(url: str, key: Callable[[Case], str], known: Mapping[str, str]) -> set[
     return asked
 
 
+@pytest.mark.slow
 def test_the_control_plane_answers_whatever_is_asked(control_plane):
     url = control_plane.url
     with httpx2.Client(base_url=url, headers={"authorization": f"Bearer {control_plane.key}"}) as http:
@@ -118,6 +120,7 @@ def test_the_control_plane_answers_whatever_is_asked(control_plane):
         assert again.status_code == 201, "it takes jobs as before"
 
 
+@pytest.mark.more_examples
 def test_the_data_plane_answers_whatever_is_asked(tmp_path):
     short = {"steps": 100, "engine": {"kind": "scripted"}, "server": {"max_wait_seconds": 0.05}}
     with Job(tmp_path, short | {"evaluation": {"every_steps": 0}}) as job:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from caller_process import converse
 from servers import HERE, SCRIPTED, Job, Plane, Process, until
 from unit.building import rows_of
@@ -39,6 +40,7 @@ def what_was_made(chats: tuple[Chat, ...]) -> tuple[Any, Any]:
     return nodes, rows
 
 
+@pytest.mark.slow
 def test_threads_and_processes_at_once_and_one_after_another(tmp_path: Path):
     made = {}
     for how in ("series", "threads and processes"):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 
-from servers import Job, Plane
+import pytest
+from servers import Job, Plane, until
 
 SETTINGS = {
     "steps": 100,
@@ -21,6 +21,7 @@ def claim(url: str, name: str, wait_seconds: float) -> dict:
         return plane.post("/claim_episode", body).json()
 
 
+@pytest.mark.slow
 def test_a_worker_that_waits_at_the_limit_gets_the_episode_that_the_end_of_another_makes_room_for(tmp_path):
     with Job(tmp_path, SETTINGS) as job, ThreadPoolExecutor(2) as threads:
         job.start()
@@ -28,7 +29,7 @@ def test_a_worker_that_waits_at_the_limit_gets_the_episode_that_the_end_of_anoth
             first, second = plane.claim(), plane.claim()
             assert claim(job.url, "third", 0.0)["status"] == "waiting"
             waiting = [threads.submit(claim, job.url, f"waiting-{n}", 50.0) for n in range(2)]
-            time.sleep(0.5)  # so that both wait, most probably
+            until(lambda: plane.status()["workers"] == 3, "both wait, beside the one that plays")
             assert plane.end(first).status_code == 200
             assert plane.end(second).status_code == 200
             found = [wait.result()["episode"]["episode_id"] for wait in waiting]

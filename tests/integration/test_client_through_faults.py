@@ -9,8 +9,9 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from drawing import examples
 from faulty_proxy import FAULTS, FaultyProxy
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from servers import KEY, SCRIPTED, Job, free_port, until
 
@@ -47,7 +48,7 @@ def test_one_fault_at_every_request_of_an_episode(job, fault):
     assert completed(job)[episode.episode_id] == (1, '{"agent":0.25}')
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(1, 12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(faults=st.lists(st.sampled_from(["", "", *FAULTS]), max_size=10))
 def test_any_faults_in_any_order(job, faults):
     async def play(url: str) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from servers import KEY, Job, Plane, until
 
+pytestmark = pytest.mark.slow
 SLOW = {
     "steps": 100,
     "engine": {"kind": "scripted", "scripted_delay_seconds": 30.0},

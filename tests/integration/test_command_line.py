@@ -222,6 +222,7 @@ def test_tasks_are_checked_before_a_job_is_submitted(job_file, monkeypatch, line
     refused(palestra("submit", job_file, "--control", "http://127.0.0.1:1"), *words)
 
 
+@pytest.mark.slow
 def test_a_second_run_says_that_there_is_one_and_names_its_own_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("tasks.jsonl").write_text('{"text": "a"}\n')
@@ -238,6 +239,7 @@ def test_a_second_run_says_that_there_is_one_and_names_its_own_folder(tmp_path, 
             server.wait()
 
 
+@pytest.mark.slow
 def test_the_job_that_trained_a_model_serves_it(tmp_path):
     settings = SCRIPTED | {"environment": {"name": "arithmetic"}}
     with Job(tmp_path, settings) as job:
@@ -336,12 +338,14 @@ def copied(tmp_path, finished) -> Iterator[Job]:
         yield job
 
 
+@pytest.mark.slow
 def test_a_port_in_use(tmp_path):
     with Job(tmp_path / "first", SCRIPTED) as first, Job(tmp_path / "second", SCRIPTED, port=first.port) as second:
         first.start()
         refused(palestra("run", second.config_file), str(first.port), "in use", "server.port")
 
 
+@pytest.mark.slow
 def test_a_port_that_another_server_has_taken_but_does_not_listen_on_yet(tmp_path):
     loads = {"engine": {"kind": "embedded"}, "policies": {"policy": {"model": "tiny-random", "max_context": 256}}}
     with Job(tmp_path / "first", loads) as first, Job(tmp_path / "second", SCRIPTED, port=first.port) as second:
@@ -365,6 +369,7 @@ def test_a_run_that_is_there_without_resume_and_resume_without_a_run(tmp_path):
         assert server.wait() == 130
 
 
+@pytest.mark.slow
 def test_resuming_with_another_learning_rate(tmp_path):
     with Job(tmp_path, SCRIPTED) as job:
         server = job.start()
@@ -384,7 +389,13 @@ def run_through_resumed(job: Job) -> None:
     assert_complete(job)
 
 
-@pytest.mark.parametrize("damage", ["weights.txt", "checkpoint.json", "truncated", "missing"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "weights.txt",
+        *(pytest.param(how, marks=pytest.mark.slow) for how in ("checkpoint.json", "truncated", "missing")),
+    ],
+)
 def test_a_damaged_checkpoint_is_passed_over_and_the_run_still_ends_right(copied, finished, tmp_path, damage):
     newest = copied.checkpoints()[-1]
     if damage == "missing":
@@ -401,6 +412,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_run_still_ends_right(copied
     assert [row["step"] for row in copied.metrics()] == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_when_every_checkpoint_is_damaged_nothing_is_thrown_away(copied, finished, tmp_path):
     for path in copied.checkpoints():
         (path / "weights.txt").write_text("damaged")
@@ -418,6 +430,7 @@ def test_a_damaged_run_store(tmp_path):
         refused(palestra("run", job.config_file, "--resume"), "run.db", "damaged")
 
 
+@pytest.mark.slow
 def test_a_finished_run_can_be_read_and_goes_on_with_more_steps(copied):
     listed = palestra("episodes", copied.run_dir, "--kind", "train")
     assert listed.code == 0
@@ -433,6 +446,7 @@ def test_a_finished_run_can_be_read_and_goes_on_with_more_steps(copied):
     assert json.loads((copied.checkpoints()[-1] / "checkpoint.json").read_text())["step"] == 4
 
 
+@pytest.mark.slow
 def test_a_scripted_job_loads_no_torch(tmp_path):
     with Job(tmp_path, SCRIPTED) as job:
         server: Process = job.start()

@@ -53,6 +53,7 @@ def copy_of(job: Job, folder: Path) -> Job:
     return copied
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_at_the_row_of_metrics(tmp_path, undisturbed):
     with Job(tmp_path, PATIENT) as job:
         server = job.start()
@@ -88,6 +89,7 @@ def test_a_disk_that_is_full_when_a_real_model_is_saved(tmp_path):
     assert isinstance(caught.value.__cause__, OSError)
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_read_only(tmp_path, undisturbed):
     copied = copy_of(undisturbed, tmp_path / "job")
     with read_only(tmp_path / "job" / "run"):
@@ -112,6 +114,7 @@ def damage(path: Path, how: str) -> None:
             file.write(bytes(20_000))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["no database", "cut in half", "overwritten"])
 def test_a_store_that_is_damaged(tmp_path, undisturbed, how):
     copied = copy_of(undisturbed, tmp_path)
@@ -132,7 +135,9 @@ def completed(path: Path) -> set[str]:
         return {name for (name,) in db.execute("SELECT episode_id FROM episodes WHERE state = 'completed'")}
 
 
-@pytest.mark.parametrize("how", ["moved", "replaced", "deleted", "log deleted"])
+@pytest.mark.parametrize(
+    "how", ["replaced", *(pytest.param(how, marks=pytest.mark.slow) for how in ("moved", "deleted", "log deleted"))]
+)
 def test_a_store_that_is_gone_while_it_is_used_acknowledges_nothing_more(tmp_path, how):
     with Job(tmp_path, PATIENT | {"steps": 500, "evaluation": {"every_steps": 0}}) as job:
         server = job.start()
@@ -162,6 +167,7 @@ def test_a_store_that_is_gone_while_it_is_used_acknowledges_nothing_more(tmp_pat
         assert acknowledged(job) <= completed(kept / "run.db")
 
 
+@pytest.mark.slow
 def test_a_store_that_is_deleted_while_nobody_calls_is_noticed_too(tmp_path):
     with Job(tmp_path, SCRIPTED) as job:
         server = job.start()
@@ -169,6 +175,7 @@ def test_a_store_that_is_deleted_while_nobody_calls_is_noticed_too(tmp_path):
         assert "was deleted, moved or replaced" in one_line(server.wait(), server.output)
 
 
+@pytest.mark.slow
 def test_a_script_hears_of_a_full_disk_as_an_error_of_palestra(tmp_path):
     code = (
         "import palestra, sys\n"

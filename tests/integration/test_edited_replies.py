@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import pytest
 import safetensors.torch
 import torch
 from servers import KEY, TINY, Job
@@ -68,6 +69,7 @@ def untrainable(job: Job) -> list[dict[str, Any]]:
     return [json.loads(row["data"]) for row in rows]
 
 
+@pytest.mark.slow
 def test_replies_that_come_back_cut_and_formatted_in_another_way_are_trained(tmp_path):
     with Job(tmp_path, settings_of()) as job:
         job.start()
@@ -81,6 +83,7 @@ def test_replies_that_come_back_cut_and_formatted_in_another_way_are_trained(tmp
         assert untrainable(job) == []
 
 
+@pytest.mark.slow
 def test_an_episode_of_a_manifest_that_can_not_be_trained_is_left_out_the_same_at_every_resume(tmp_path):
     first = tmp_path / "first"
     with Job(first, settings_of()) as job:

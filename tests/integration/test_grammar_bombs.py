@@ -83,7 +83,7 @@ def others_are_answered(job: Job) -> Iterator[list[float]]:
             probing.result()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["scripted", pytest.param("served", marks=pytest.mark.slow)])
 def test_a_bomb_is_a_400_by_its_bound_and_others_do_not_notice(tmp_path, kind):
     with running(tmp_path, kind) as (job, key):
         assert children(job) == [], "no process for grammars before there is one"
@@ -115,6 +115,7 @@ def alive(process: psutil.Process) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_a_client_that_goes_away_ends_the_compilation_and_equal_ones_share_it(tmp_path):
     with running(tmp_path, "scripted") as (job, key):
         ask(job, key, {"type": "boolean"})
@@ -139,6 +140,7 @@ def test_a_client_that_goes_away_ends_the_compilation_and_equal_ones_share_it(tm
         assert "Traceback" not in job.servers[-1].output
 
 
+@pytest.mark.slow
 def test_a_schema_that_is_nested_too_deep_is_refused_and_the_next_is_answered(tmp_path):
     with running(tmp_path, "served") as (job, key):
         with pytest.raises((openai.BadRequestError, openai.UnprocessableEntityError)) as refused:
@@ -147,6 +149,7 @@ def test_a_schema_that_is_nested_too_deep_is_refused_and_the_next_is_answered(tm
         assert json.loads(ask(job, key, {"enum": ["x"]})) == "x"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_tools_have_bounds_too_and_are_named(tmp_path, stream):
     with running(tmp_path, "scripted") as (job, key), Plane(job.url) as plane:

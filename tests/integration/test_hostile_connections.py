@@ -68,6 +68,7 @@ def limited(job: Job, descriptors: int) -> Process:
     return job.servers[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("says", [b"", b"GET /v1/models HTTP/1.1\r\nhost: x\r\n"], ids=["nothing", "half a head"])
 def test_a_job_completes_under_more_idle_connections_than_it_has_descriptors(tmp_path, says):
     with Job(tmp_path, SCRIPTED) as job:

@@ -74,6 +74,7 @@ def naive_step(model, episodes, mode: str) -> tuple[dict[str, torch.Tensor], dic
     return {name: p.grad.clone() for name, p in model.named_parameters()}, metrics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sequence_truncate", "sequence_mask"])
 def test_stale_replies_are_weighed_as_a_whole(tmp_path, mode):
     settings = ASYNCHRONOUS | {"algorithm": {"importance": mode, "importance_limit": LIMIT}}

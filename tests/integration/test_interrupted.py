@@ -30,7 +30,7 @@ def saved(job: Job) -> list[str]:
     return [path.name for path in job.checkpoints()]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_while_gathering_the_step_is_dropped_and_nothing_handed_in_is_lost(tmp_path, undisturbed, number):
     settings = SCRIPTED | RARELY | {"rollout": {**SCRIPTED["rollout"], "lease_seconds": 1.0}}
     with Job(tmp_path, settings) as job:
@@ -48,6 +48,7 @@ def test_while_gathering_the_step_is_dropped_and_nothing_handed_in_is_lost(tmp_p
         assert job.weights() == undisturbed.weights()
 
 
+@pytest.mark.slow
 def test_while_training_the_step_is_finished_and_saved(tmp_path, undisturbed_tiny):
     with Job(tmp_path, TINY | RARELY) as job:
         server = job.start()
@@ -65,6 +66,7 @@ def test_while_training_the_step_is_finished_and_saved(tmp_path, undisturbed_tin
         assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
 
 
+@pytest.mark.slow
 def test_while_evaluating_the_evaluation_is_made_up_for(tmp_path, undisturbed):
     """Each validation is one row's; a row that was interrupted is not written half."""
     with Job(tmp_path, SCRIPTED | RARELY) as job:
@@ -80,6 +82,7 @@ def test_while_evaluating_the_evaluation_is_made_up_for(tmp_path, undisturbed):
         assert job.weights() == undisturbed.weights()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_during_the_last_evaluation_the_job_is_not_completed_and_the_evaluation_is_made_up_for(
     tmp_path, undisturbed, number
@@ -99,6 +102,7 @@ def test_during_the_last_evaluation_the_job_is_not_completed_and_the_evaluation_
         assert job.weights() == undisturbed.weights()
 
 
+@pytest.mark.slow
 def test_before_anything_happened_nothing_is_saved_and_resume_starts(tmp_path, undisturbed):
     with Job(tmp_path, SCRIPTED | RARELY) as job:
         interrupt(job.start())
@@ -110,6 +114,7 @@ def test_before_anything_happened_nothing_is_saved_and_resume_starts(tmp_path, u
         assert job.weights() == undisturbed.weights()
 
 
+@pytest.mark.slow
 def test_calls_in_flight_are_answered_503_and_sent_again_by_the_openai_client(tmp_path, undisturbed):
     settings = SCRIPTED | RARELY | {"engine": {**SCRIPTED["engine"], "scripted_delay_seconds": 0.25}}
     with Job(tmp_path, settings) as job, Plane(job.url) as plane:

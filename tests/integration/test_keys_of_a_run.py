@@ -12,6 +12,7 @@ import httpx2
 import pytest
 from servers import PALESTRA, Process, environment, until
 
+pytestmark = pytest.mark.slow
 JOB = """
 name = "mine"
 run_dir = "{folder}/runs/mine"

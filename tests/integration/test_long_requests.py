@@ -35,6 +35,7 @@ def job(tmp_path_factory) -> Iterator[Job]:
         yield job
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_others_are_answered_meanwhile(job, case):
     path, body = CASES[case]

@@ -57,6 +57,7 @@ def test_it_needs_no_worker(undisturbed_games):
     assert max(row["last"] for row in calls) >= 1  # over several turns
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_killed_job_plays_again_what_it_was_playing_and_ends_with_the_same_weights(
     tmp_path, undisturbed_games, fault
@@ -70,6 +71,7 @@ def test_a_killed_job_plays_again_what_it_was_playing_and_ends_with_the_same_wei
         assert job.weights() == undisturbed_games.weights()
 
 
+@pytest.mark.slow
 def test_a_job_that_is_stopped_gives_everything_back_at_once(tmp_path):
     with games(tmp_path, engine={"kind": "scripted", "scripted_tokens": 3, "scripted_delay_seconds": 0.2}) as job:
         server = job.start()
@@ -82,6 +84,7 @@ def test_a_job_that_is_stopped_gives_everything_back_at_once(tmp_path):
         assert {row["attempts"] for row in job.query("SELECT attempts FROM episodes WHERE state = 'registered'")} <= {0}
 
 
+@pytest.mark.slow
 def test_status_says_what_the_runners_do(tmp_path):
     with games(
         tmp_path, steps=40, engine={"kind": "scripted", "scripted_tokens": 3, "scripted_delay_seconds": 0.02}
@@ -96,6 +99,7 @@ def test_status_says_what_the_runners_do(tmp_path):
         assert -1.0 <= status["recent_reward"] <= 1.0
 
 
+@pytest.mark.slow
 def test_a_wrong_name_or_setting_is_refused_before_anything_begins(tmp_path):
     for number, (environment, said) in enumerate(
         (
@@ -110,6 +114,7 @@ def test_a_wrong_name_or_setting_is_refused_before_anything_begins(tmp_path):
             assert "Traceback" not in job.servers[-1].output
 
 
+@pytest.mark.slow
 def test_a_real_model_plays_and_is_trained_on_exactly_its_own_tokens(tmp_path):
     """The gap between engine and trainer would be large if a token were another, or in another place."""
     settings = TINY | {

@@ -158,6 +158,7 @@ def test_what_can_not_be_meant_is_refused(tmp_path, arguments, config, said):
         palestra.train(*arguments, config=job(tmp_path / "run", **config), quiet=True)
 
 
+@pytest.mark.slow
 def test_the_command_shows_every_environment():
     def shown(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([PALESTRA, "environments", *arguments], capture_output=True, text=True, check=False)

@@ -52,7 +52,7 @@ def test_the_snippet_with_a_client(tmp_path):
         assert list(job.manifests()) == [1, 2, 3]
 
 
-@pytest.mark.parametrize("word", ["train(rollout", "Play(environment"])
+@pytest.mark.parametrize("word", ["train(rollout", pytest.param("Play(environment", marks=pytest.mark.slow)])
 def test_the_snippets_that_train_in_one_process(tmp_path, word):
     (snippet,) = (text for text in SNIPPETS if word in text)
     assert "palestra.JobConfig(steps=30)" in snippet

@@ -24,8 +24,16 @@ def states(folder: Path) -> set[str]:
         return {state for (state,) in db.execute("SELECT DISTINCT state FROM episodes")}
 
 
-@pytest.mark.parametrize("where", ["plain", "loop"])
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        ("SIGINT", "plain"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("SIGINT", "loop"), ("SIGTERM", "plain"), ("SIGTERM", "loop"))
+        ),
+    ],
+)
 def test_training_is_saved_and_the_script_does_not_run_on(tmp_path, where, name):
     process = script(tmp_path, "train", where, name)
     assert process.wait() == CODES[name], process.output
@@ -36,6 +44,7 @@ def test_training_is_saved_and_the_script_does_not_run_on(tmp_path, where, name)
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000001"]
 
 
+@pytest.mark.slow
 def test_what_was_saved_goes_on_without_waiting_for_the_leases_of_before(tmp_path):
     assert script(tmp_path, "train", "plain", "SIGINT").wait() == CODES["SIGINT"]
     process = script(tmp_path, "train", "plain", "SIGTERM", "--resume")
@@ -43,6 +52,7 @@ def test_what_was_saved_goes_on_without_waiting_for_the_leases_of_before(tmp_pat
     assert "going on after step 1" in process.output
 
 
+@pytest.mark.slow
 def test_where_python_gives_no_signals_to_the_thread_the_main_thread_gets_them(tmp_path):
     process = script(tmp_path, "train", "thread", "SIGINT")
     assert process.wait() == CODES["SIGINT"], process.output
@@ -50,6 +60,7 @@ def test_where_python_gives_no_signals_to_the_thread_the_main_thread_gets_them(t
     assert "RAN ON" not in process.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["plain", "loop"])
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_playing_ends_and_gives_back_what_was_being_played(tmp_path, where, name):
@@ -59,6 +70,7 @@ def test_playing_ends_and_gives_back_what_was_being_played(tmp_path, where, name
     assert "claimed" not in states(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_the_model_is_loaded_ends_the_script_without_waiting(tmp_path, number):
     code = (
@@ -76,6 +88,7 @@ def test_a_signal_while_the_model_is_loaded_ends_the_script_without_waiting(tmp_
     assert "RAN ON" not in process.output
 
 
+@pytest.mark.slow
 def test_the_command_says_how_to_go_on_and_has_the_exit_code_of_a_stop(tmp_path):
     (tmp_path / "tasks.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
     (tmp_path / "job.toml").write_text(

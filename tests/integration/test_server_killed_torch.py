@@ -8,6 +8,8 @@ import torch
 from outcome import assert_complete, assert_same_metrics
 from servers import TINY, Job, run_through
 
+pytestmark = pytest.mark.slow
+
 
 def tensors(job: Job) -> dict[str, torch.Tensor]:
     return safetensors.torch.load_file(job.checkpoints()[-1] / "model.safetensors")

@@ -298,7 +298,7 @@ def test_killing_the_scheduler_leaves_jobs_running_and_a_new_one_finds_them(serv
     service.processes[-1].send(signal.SIGKILL)
     service.processes[-1].wait()
     steps = service.state / "jobs" / job.job_id / "run" / "metrics.jsonl"
-    before = steps.stat().st_size
+    before = until(lambda: steps.exists() and steps.stat().st_size, "it has trained")
     until(lambda: steps.stat().st_size > before, "it trains on without a scheduler")
     old = service.key
     service.options = (*service.options, "--new-admin-key")

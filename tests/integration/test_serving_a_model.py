@@ -195,6 +195,7 @@ async def test_the_run_of_a_job_that_trains_is_not_served(tmp_path):
 SCRIPTED = {"kind": "scripted"}
 
 
+@pytest.mark.slow
 def test_palestra_run_serves_until_it_is_stopped_and_can_go_on(tmp_path):
     settings = {"kind": "inference", "engine": SCRIPTED | {"scripted_delay_seconds": 1000.0}}
     with Job(tmp_path, settings, tasks=(), validation=()) as job, Plane(job.url) as plane:

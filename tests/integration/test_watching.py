@@ -96,6 +96,7 @@ def test_a_last_event_id_that_is_no_number_is_422(plane, last):
     assert answer.json()["error"]["param"] == "last-event-id"
 
 
+@pytest.mark.slow
 def test_who_follows_a_job_hears_of_its_end_and_then_the_stream_ends(tmp_path):
     with Job(tmp_path, SCRIPTED | {"steps": 1}) as job, Plane(job.url) as plane:
         job.start()
@@ -217,7 +218,7 @@ def test_a_waiting_claim_is_answered_when_an_episode_comes(tmp_path):
 
         waiting = threading.Thread(target=wait)
         waiting.start()
-        assert plane.post("/claim_episode", {"request_id": "r", "wait_seconds": 0.2}).json()["status"] == "waiting"
+        until(lambda: plane.status()["workers"] == 1, "the claim waits")
         pushed = time.monotonic()
         assert plane.post("/tasks", {"chunk_id": "c", "tasks": [{"data": {"text": "a"}}], "final": True}).is_success
         waiting.join(30)
@@ -248,6 +249,7 @@ def test_a_task_id_means_one_task(plane):
     assert "'a'" in other.json()["error"]["message"]
 
 
+@pytest.mark.slow
 def test_after_the_final_chunk_no_more_tasks_are_taken(tmp_path):
     with Job(tmp_path, SCRIPTED, tasks=(), validation=()) as job, Plane(job.url) as plane:
         job.start()
@@ -256,6 +258,7 @@ def test_after_the_final_chunk_no_more_tasks_are_taken(tmp_path):
         assert plane.post("/tasks", final | {"chunk_id": "g", "tasks": [{"data": {"text": "b"}}]}).status_code == 409
 
 
+@pytest.mark.slow
 def test_tasks_that_are_pushed_train_as_those_of_a_file_do(tmp_path, undisturbed):
     with Job(tmp_path, SCRIPTED, tasks=(), validation=()) as job:
         job.start()
@@ -270,6 +273,7 @@ def test_tasks_that_are_pushed_train_as_those_of_a_file_do(tmp_path, undisturbed
 # The asynchronous client
 
 
+@pytest.mark.slow
 async def test_the_asynchronous_worker_plays_a_whole_job_and_an_exception_is_no_reward(tmp_path):
     broken = itertools.count()
 
@@ -304,6 +308,7 @@ def break_off(client: Client, episodes: list[str]) -> None:
         raise ZeroDivisionError
 
 
+@pytest.mark.slow
 def test_a_with_block_ends_its_episode_or_gives_it_back(tmp_path):
     with Job(tmp_path, SCRIPTED | {"steps": 1}, validation=()) as job:
         job.start()
@@ -328,6 +333,7 @@ def test_a_with_block_ends_its_episode_or_gives_it_back(tmp_path):
 # Many workers
 
 
+@pytest.mark.slow
 def test_two_worker_processes_of_four_threads_play_each_episode_once(tmp_path, undisturbed):
     with Job(tmp_path, SCRIPTED) as job:
         job.start()
@@ -342,6 +348,7 @@ def test_two_worker_processes_of_four_threads_play_each_episode_once(tmp_path, u
         assert all(row["attempts"] == 1 for row in job.query("SELECT attempts FROM episodes"))
 
 
+@pytest.mark.slow
 def test_a_job_that_is_over_waits_until_every_loop_of_its_workers_has_heard_so(tmp_path):
     settings = SCRIPTED | {"steps": 1, "rollout": {"group_size": 2, "groups_per_step": 1}}
     with Job(tmp_path, settings, validation=()) as job, Plane(job.url) as plane:

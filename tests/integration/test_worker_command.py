@@ -8,6 +8,7 @@ import signal
 import pytest
 from servers import HERE, PALESTRA, SCRIPTED, Job, Process, until
 
+pytestmark = pytest.mark.slow
 SHORT = SCRIPTED | {"rollout": {**SCRIPTED["rollout"], "lease_seconds": 1.0}}
 
 

@@ -29,7 +29,14 @@ def play_one(job: Job) -> str:
         return episode.episode_id
 
 
-@pytest.mark.parametrize(("after", "calls"), [("claim", 0), ("chat", 1), ("play", 2)])
+@pytest.mark.parametrize(
+    ("after", "calls"),
+    [
+        pytest.param("claim", 0, marks=pytest.mark.slow),
+        ("chat", 1),
+        pytest.param("play", 2, marks=pytest.mark.slow),
+    ],
+)
 def test_what_a_killed_worker_began_is_played_by_another_and_not_trained(tmp_path, undisturbed, after, calls):
     with Job(tmp_path, SHORT_LEASE) as job:
         job.start()
@@ -49,6 +56,7 @@ def test_what_a_killed_worker_began_is_played_by_another_and_not_trained(tmp_pat
             assert max(fences) == 1 + lost.count(episode), "and what another sampled later is what counts"
 
 
+@pytest.mark.slow
 def test_a_worker_that_was_stopped_past_its_lease_gets_409_and_one_reward_counts(tmp_path, undisturbed):
     with Job(tmp_path, SHORT_LEASE) as job:
         job.start()
@@ -68,6 +76,7 @@ def test_a_worker_that_was_stopped_past_its_lease_gets_409_and_one_reward_counts
         assert job.weights() == undisturbed.weights()
 
 
+@pytest.mark.slow
 def test_an_episode_that_kills_every_worker_is_discarded_and_its_group_trains_without_it(tmp_path):
     settings = SHORT_LEASE | {
         "rollout": {"group_size": 3, "groups_per_step": 1, "min_group_size": 2, "max_attempts": 2, "lease_seconds": 1}

@@ -13,7 +13,8 @@ from urllib.parse import quote
 
 import httpx2
 import pytest
-from hypothesis import HealthCheck, given, settings
+from drawing import examples
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from palestra.chat import ByteTokenizer, ChatMLRenderer
@@ -208,7 +209,7 @@ def test_a_whole_body_is_answered(served, path):
     assert served.post(path, json.dumps(BODIES[path]).encode()).status_code == 200
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(30, 300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 @pytest.mark.parametrize("path", BODIES)
 def test_a_body_in_which_anything_is_changed_is_answered(served, path, data):
@@ -219,7 +220,7 @@ def test_a_body_in_which_anything_is_changed_is_answered(served, path, data):
     fine(path, served.post(path, json.dumps(body).encode()))
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(15, 100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(content=st.one_of(st.binary(max_size=50), st.sampled_from([b"[" * 100_000, b'{"a":' * 50_000, b"\xff" * 9])))
 @pytest.mark.parametrize("path", BODIES)
 def test_bytes_of_any_kind_are_answered(served, path, content):
@@ -262,7 +263,7 @@ EPISODES = {
 }
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(30, 300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     path=st.sampled_from([*BODIES, *EPISODES]),
     headers=st.dictionaries(st.sampled_from(READ), header_values, min_size=1, max_size=3),
@@ -276,7 +277,7 @@ def test_headers_of_any_kind_are_answered(served, path, headers, job):
     assert answer.headers.get("x-should-retry") != "true"
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(25, 200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(after=header_values, last=st.none() | header_values)
 def test_numbers_of_a_query_of_any_kind_are_answered(served, after, last):
     headers = [(b"x-api-key", served.job_key.encode())] + ([] if last is None else [(b"last-event-id", last)])
@@ -284,7 +285,7 @@ def test_numbers_of_a_query_of_any_kind_are_answered(served, after, last):
     fine("/events", answer)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(25, 200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), path=st.sampled_from(list(EPISODES)))
 def test_a_body_of_an_episode_route_in_which_anything_is_changed_is_answered(served, path, data):
     body = EPISODES[path]

@@ -9,7 +9,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-from hypothesis import given, settings
+from drawing import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from unit.building import TASK, make_chat, open_store
 
@@ -88,7 +89,7 @@ def same(a: Chat, b: Chat) -> None:
 
 
 @given(episodes())
-@settings(max_examples=30)
+@examples(6, 30)
 def test_any_tree_of_calls_comes_back_bit_by_bit_even_after_a_restart(chats):
     async def store_and_read(folder: Path) -> None:
         with open_store(folder) as store:

@@ -6,7 +6,8 @@ import json
 from typing import Any
 
 import numpy as np
-from hypothesis import given, settings
+from drawing import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from unit.building import make_chat, rows_of
 
@@ -71,7 +72,7 @@ def conversations(draw: Any) -> list[Chat]:
 
 
 @given(conversations())
-@settings(max_examples=300)
+@examples(60, 300)
 def test_a_span_is_the_beginning_of_its_reply_and_covers_what_the_row_trains_of_it(chats: list[Chat]) -> None:
     by_grammar = {chat.sampling.grammar: chat for chat in chats if chat.sampling.grammar}
     for row in rows_of(chats):

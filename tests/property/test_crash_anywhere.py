@@ -13,7 +13,8 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from hypothesis import given, settings
+from drawing import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from unit.learner.scripted_job import Crash, ScriptedJob, config
 
@@ -43,7 +44,7 @@ async def lives(folder: Path, crashes: list[int]) -> str:
     return await ScriptedJob(folder, config()).run()
 
 
-@settings(max_examples=15)
+@examples(4, 15)
 @given(st.lists(st.integers(1, 220), min_size=1, max_size=3))
 def test_whenever_the_process_dies_the_end_is_the_same(crashes):
     wanted, commits = undisturbed()

@@ -10,7 +10,8 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from drawing import examples
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from unit.building import make_chat, make_episode
 
@@ -118,7 +119,7 @@ def owner(agent: str, known) -> str | None:
     st.dictionaries(agents, rewards, min_size=1),
     st.sampled_from(["agent", "branch"]),
 )
-@settings(max_examples=200)
+@examples(40, 200)
 def test_an_agent_has_its_own_reward_or_that_of_who_started_it(names, by_agent, mode):
     chats = [make_chat(index=n, agent=name) for n, name in enumerate(names)]
     credits = episode_credits(trajectory(0, chats, by_agent), mode, 1.0)
@@ -204,7 +205,7 @@ other_single = [make_chat(prompt=(1,), completion=(2, 2, 1), logprobs=[-1, -2, -
 
 
 @given(st.data(), st.sampled_from(["rollout", "token", "constant"]))
-@settings(max_examples=100)
+@examples(25, 100)
 def test_the_terms_of_the_loss_are_the_calls_however_they_are_cut(data, aggregation):
     calls = data.draw(episodes(policies=("policy",), media=False))
     relabelled = [replace(call, agent=data.draw(agents), time_step=data.draw(st.integers(0, 3))) for call in calls]
@@ -277,7 +278,7 @@ def test_a_rollout_that_was_sampled_in_more_calls_has_the_same_terms(cut, aggreg
 
 
 @given(st.data(), st.sampled_from(["episode", "step", "agent", "branch"]), st.sampled_from(["train", "exclude"]))
-@settings(max_examples=100)
+@examples(25, 100)
 def test_every_rollout_weighs_the_same_however_much_it_called(data, credit, abandoned):
     group = [
         list(record(data.draw(episodes(most=5, policies=("p", "q")))).values())
@@ -316,7 +317,7 @@ def test_every_token_has_the_advantage_of_the_call_that_sampled_it(data, mode):
 
 
 @given(st.data())
-@settings(max_examples=100)
+@examples(25, 100)
 def test_abandoned_calls_are_left_out_whole_and_each_call_and_token_is_counted(data):
     calls = data.draw(episodes())
     chats = record(calls, data.draw(orders(calls)))

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import event, given, settings
+from drawing import examples
+from hypothesis import event, given
 from hypothesis import strategies as st
 from unit.building import make_chat, make_episode
 
@@ -211,7 +212,7 @@ def terms_of(batch: list[Played], c: AlgorithmConfig, order: str) -> dict[float,
     st.sampled_from(["train", "exclude"]),
     st.sampled_from([1.0, 0.5, 0.0]),
 )
-@settings(max_examples=200)
+@examples(40, 200)
 def test_every_token_of_a_batch_is_what_the_documents_say(
     batch, credit, order, scale, aggregation, abandoned, discount
 ):

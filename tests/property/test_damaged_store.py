@@ -9,7 +9,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from drawing import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from unit.learner.scripted_job import ScriptedJob, config
 
@@ -84,7 +85,7 @@ damages = st.one_of(
 )
 
 
-@settings(max_examples=40)
+@examples(10, 40)
 @given(damages)
 def test_damage_is_said_in_one_line(damage):
     with tempfile.TemporaryDirectory() as folder:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from drawing import drawn
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -256,5 +257,5 @@ class EpisodeLifecycle(RuleBasedStateMachine):
         assert self.over == []
 
 
-TestEpisodeLifecycle = EpisodeLifecycle.TestCase
-TestEpisodeLifecycle.settings = settings(settings.get_profile("palestra"), max_examples=20, stateful_step_count=40)
+TestEpisodeLifecycle = pytest.mark.more_examples(EpisodeLifecycle.TestCase)
+TestEpisodeLifecycle.settings = settings(max_examples=drawn(5, 20), stateful_step_count=40)

@@ -159,6 +159,7 @@ def bench() -> Iterator[Bench]:
     made.close()
 
 
+@pytest.mark.slow
 def test_every_grammar_is_used_or_refused_within_the_bounds(bench: Bench) -> None:
     present = psutil.Process()
     held_before = present.memory_info().rss  # of this process, in which other tests have run

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from drawing import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from palestra.chat import ByteTokenizer, long_text
@@ -41,7 +42,7 @@ def known(request):
     return encode, LongText(tokenizer, encode)
 
 
-@settings(max_examples=400, deadline=None)
+@examples(60, 400)
 @given(text=texts, piece=st.integers(1, 40), less=st.integers(0, 3))
 def test_pieces_give_the_same_ids_and_the_bound_holds(known, text, piece, less):
     encode, long = known

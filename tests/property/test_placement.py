@@ -7,7 +7,8 @@ from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
 
-from hypothesis import given, settings
+from drawing import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from palestra.scheduler.fitting import Node
@@ -138,7 +139,7 @@ def test_a_decision_does_not_depend_on_the_order_of_its_inputs(story, random, un
 SYSTEM = 12  # small jobs that wait or run at any time
 
 
-@settings(max_examples=30)
+@examples(8, 30)
 @given(st.data())
 def test_a_large_job_starts_in_bounded_time_while_small_ones_flow_past(data):
     """Whenever a small job ends another comes, of tenants that hold less, of any priority, with estimates that lie."""

@@ -10,7 +10,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
-from hypothesis import given, settings
+from drawing import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from unit.building import FakeClock, rows_of
 from unit.session.conftest import STOP, Bench
@@ -125,7 +126,7 @@ def played(engine: ScriptedEngine, play: Callable) -> tuple[Chat, ...]:
         return asyncio.run(run(Path(folder)))
 
 
-@settings(max_examples=30)
+@examples(6, 30)
 @given(casts(), st.lists(st.integers(0, 6), max_size=40), st.randoms(use_true_random=False))
 def test_calls_that_overlap_give_what_the_same_calls_give_one_after_another(cast, turns, random):
     async def in_series(session: EpisodeSession) -> None:
@@ -138,7 +139,7 @@ def test_calls_that_overlap_give_what_the_same_calls_give_one_after_another(cast
     assert without_indices(played(Turning(turns), at_once)) == without_indices(played(Turning([]), in_series))
 
 
-@settings(max_examples=15)
+@examples(4, 15)
 @given(st.integers(2, 6), st.lists(st.integers(0, 6), max_size=40))
 def test_equal_calls_at_once_are_the_samples_that_they_are_one_after_another(copies, turns):
     call = ModelCall(policy="policy", messages=(text_message("user", "a"),))
@@ -255,7 +256,7 @@ async def episode(folder: Path, script: Sequence[tuple[int, str, str]], crashes:
         bench.store.close()
 
 
-@settings(max_examples=12)
+@examples(3, 12)
 @given(scripts())
 def test_a_server_that_dies_after_every_commit_ends_with_the_calls_of_one_that_never_did(script):
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:

@@ -15,7 +15,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hypothesis import given, settings
+import pytest
+from drawing import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from unit.learner.scripted_job import ScriptedJob, config
 
@@ -67,7 +69,7 @@ def assert_agrees(folder: Path, job: ScriptedJob) -> None:
     assert bool(completed) == whole
 
 
-@settings(max_examples=25)
+@examples(6, 25)
 @given(st.lists(st.integers(1, 220), min_size=1, max_size=3))
 def test_whenever_it_is_stopped_what_it_leaves_agrees_and_the_end_is_the_same(stops):
     weights, commits, rows = undisturbed()
@@ -80,6 +82,7 @@ def test_whenever_it_is_stopped_what_it_leaves_agrees_and_the_end_is_the_same(st
         assert timeless(rows_of_file(folder)) == timeless(rows_of_store(folder)) == rows
 
 
+@pytest.mark.slow
 def test_at_every_commit_of_the_last_evaluation():
     weights, commits, rows = undisturbed()
     for commit in range(commits - 12, commits + 1):

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from hypothesis import given, settings
+from drawing import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from palestra.schemas.records import Chat
@@ -61,7 +62,7 @@ def index_of(chats: dict[int, Chat]) -> dict[int, int]:
 
 
 @given(st.data())
-@settings(max_examples=150)
+@examples(40, 150)
 def test_any_calls_in_any_order_give_the_trie_of_their_beginnings(data):
     calls = data.draw(episodes())
     orphans = data.draw(st.sets(st.sampled_from([call.number for call in calls])))
@@ -127,7 +128,7 @@ def test_every_leaf_is_a_calls_end(calls):
 
 
 @given(st.data())
-@settings(max_examples=150)
+@examples(40, 150)
 def test_the_longest_common_beginning_is_found_and_the_first_call_that_has_it(data):
     calls = data.draw(episodes())
     chats = record(calls, data.draw(orders(calls)))

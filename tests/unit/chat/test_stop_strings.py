@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from hypothesis import given, settings
+from drawing import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from palestra.chat.stop_strings import StopStrings
@@ -26,7 +27,7 @@ def fed(text: str, sizes: list[int], strings: list[str]) -> tuple[str, str | Non
     return out + stops.end(), stops.found
 
 
-@settings(max_examples=500, deadline=None)
+@examples(60, 500)
 @given(text=letters, sizes=st.lists(st.integers(0, 4), max_size=40), string=st.text("abé", min_size=1, max_size=4))
 def test_one_string_is_found_where_find_finds_it_in_any_pieces(text, sizes, string):
     place = text.find(string)
@@ -34,7 +35,7 @@ def test_one_string_is_found_where_find_finds_it_in_any_pieces(text, sizes, stri
     assert fed(text, sizes, [string]) == wanted
 
 
-@settings(max_examples=500, deadline=None)
+@examples(60, 500)
 @given(
     text=letters,
     sizes=st.lists(st.integers(0, 4), max_size=40),

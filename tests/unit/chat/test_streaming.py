@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from drawing import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from palestra.chat import ByteTokenizer, ChatMLRenderer, parse_reply
@@ -34,7 +35,7 @@ def split(pieces: list[str], calls: bool, single: bool = False) -> tuple[Message
     return total + splitter.end(), splitter.malformed
 
 
-@settings(max_examples=1500, deadline=None)
+@examples(100, 1500)
 @given(text=texts, sizes=st.lists(st.integers(0, 7), max_size=60), calls=st.booleans())
 def test_deltas_of_any_pieces_are_the_message_that_the_whole_text_is_read_as(text, sizes, calls):
     ids = np.asarray(RENDERER._tokenizer.encode(text), np.int32)
@@ -44,7 +45,7 @@ def test_deltas_of_any_pieces_are_the_message_that_the_whole_text_is_read_as(tex
     assert split(list(text), calls) == wanted
 
 
-@settings(max_examples=500, deadline=None)
+@examples(60, 500)
 @given(text=texts, sizes=st.lists(st.integers(0, 7), max_size=60))
 def test_a_single_call_is_the_first_one_and_what_came_before_it(text, sizes):
     single, _ = split(in_pieces(text, sizes), calls=True, single=True)

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from drawing import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from palestra.chat import ByteTokenizer
@@ -16,7 +17,7 @@ def streamed(ids: list[int], decode=TOKENIZER.decode) -> list[str]:
     return [*map(stream.add, ids), stream.end()]
 
 
-@settings(max_examples=500, deadline=None)
+@examples(60, 500)
 @given(st.lists(st.one_of(st.integers(0, 258), st.sampled_from([0xE6, 0xBC, 0xA2, 0xF0, 0x9F, 0xFF])), max_size=80))
 def test_together_it_is_the_text_of_all_ids_without_stop_tokens_at_the_end(ids):
     while ids and ids[-1] == STOP:

@@ -69,7 +69,10 @@ def test_a_process_over_its_memory_is_ended_with_its_children_and_the_reason(sta
     assert descendants(process.pid) == []
 
 
-@pytest.mark.parametrize("words", [(EAT.format(20),), (RESERVED,), (FORKED.format(40),)])
+@pytest.mark.parametrize(
+    "words",
+    [(RESERVED,), *(pytest.param((code,), marks=pytest.mark.slow) for code in (EAT.format(20), FORKED.format(40)))],
+)
 def test_one_below_it_goes_on_whatever_it_has_reserved_or_shares(start, tmp_path, words):
     process = start(*words)
     watching = watcher(process, tmp_path, 75)
@@ -83,7 +86,8 @@ def test_one_below_it_goes_on_whatever_it_has_reserved_or_shares(start, tmp_path
 
 def test_what_is_shared_by_a_fork_is_counted_once(start):
     process = start(FORKED.format(200))
-    time.sleep(0.3)
-    children = descendants(process.pid)
+    deadline = time.monotonic() + 30
+    while len(children := descendants(process.pid)) < 3:
+        assert time.monotonic() < deadline, children
     assert used_bytes(process.pid, children, 1000 * MIB) > 800 * MIB  # four processes that each show 200 MiB
     assert 200 * MIB <= used_bytes(process.pid, children, 300 * MIB) < 240 * MIB

@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -47,6 +51,16 @@ def test_a_cluster_that_takes_too_long_to_start_is_ended_and_forgotten(tmp_path,
 def _never_started(read):
     """So that it takes too long on a fast machine, too."""
     return lambda path, **more: read(path, **more).replace("Ray runtime started", "")
+
+
+@pytest.mark.service
+def test_a_start_that_is_broken_off_leaves_nothing_in_the_cluster(tmp_path):
+    moments = ["group", "actor", "server"]  # that is being made when it is broken off
+    command = [sys.executable, str(Path(__file__).with_name("broken_off_starts.py")), str(tmp_path), *moments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
+    assert done.returncode == 0, done.stderr
+    left = [json.loads(line) for line in done.stdout.splitlines()]
+    assert left == [{moment: {"cancelled": True, "known": []}} for moment in moments]
 
 
 def test_a_cluster_that_ends_at_once_is_forgotten_and_told_with_its_log(tmp_path, monkeypatch):

@@ -1,55 +1,37 @@
-"""What a start that is broken off leaves in the cluster; Ray itself is slow here, and makes nothing."""
+"""How a start that is broken off waits for what is being made, and how silence is noticed; no Ray is started.
+
+That nothing of such a start is left in a cluster is tested in `test_ray_cluster.py`, on a real one.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from palestra.cluster import ray_servers
-from palestra.cluster.ray_servers import RayServers
-from palestra.scheduler.launcher import ServerOrder
-from palestra.schemas.jobs import Resources
-
-ORDER = ServerOrder(job_id="job", config={}, folder=Path("job"), node="n", resources=Resources(cpus=1.0))
 
 
-@pytest.mark.parametrize("step", ["group", "actor"])
-async def test_what_is_being_made_when_a_start_is_broken_off_is_cleared_up_after_it_is_there(monkeypatch, step):
-    begun, go, happened = threading.Event(), threading.Event(), []
+async def test_what_is_being_made_is_there_before_the_one_who_asked_for_it_is_cancelled():
+    """Otherwise it would come into being after everything was cleared up."""
+    begun, go, made = threading.Event(), threading.Event(), []
 
-    def slow(*_, **__) -> None:
+    def slow(what: str) -> None:
         begun.set()
         assert go.wait(60)
-        happened.append("made")
+        made.append(what)
 
-    class Remote:
-        def options(self, **_):
-            return self
-
-        remote = staticmethod(slow)
-
-    async def clear(self, job_id: str) -> None:
-        happened.append("cleared")
-
-    async def ready(group, node_id: str) -> None: ...
-
-    monkeypatch.setattr(ray_servers, "placement_group", slow if step == "group" else lambda *_, **__: None)
-    monkeypatch.setattr(ray_servers, "PlacementGroupSchedulingStrategy", lambda *_: None)
-    monkeypatch.setattr(ray_servers.ray, "remote", lambda _: Remote())
-    monkeypatch.setattr(ray_servers, "_until_ready", ready)
-    monkeypatch.setattr(RayServers, "_clear", clear)
-    starting = asyncio.ensure_future(RayServers().start(ORDER))
+    making = asyncio.ensure_future(ray_servers._made(slow, "group"))
     assert await asyncio.to_thread(begun.wait, 60)
-    starting.cancel()
-    await asyncio.sleep(0.05)
+    making.cancel()
+    await asyncio.wait({making}, timeout=0.05)
+    assert not making.done()
     go.set()
     with pytest.raises(asyncio.CancelledError):
-        await starting
-    assert happened == ["made", "cleared"]
+        await making
+    assert made == ["group"]
 
 
 async def test_every_answer_to_a_ping_is_heard_until_the_server_is_silent():

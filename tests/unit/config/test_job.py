@@ -235,10 +235,23 @@ def test_what_is_played_ahead_can_not_be_reproduced():
     assert JobConfig(rollout=RolloutConfig(max_staleness=1)).digest() != JobConfig().digest()
 
 
-def test_an_inference_job_may_have_what_it_does_not_use():
-    JobConfig.model_validate({"kind": "inference", "steps": 3, "evaluation": {"every_steps": 1}, "trainer": {}})
-    for section, key in (("environment", "name"), ("tasks", "train"), ("tasks", "validation")):
-        JobConfig.model_validate({"kind": "inference", section: {key: "gomoku"}})
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("evaluation", "every_steps", 1),
+        ("trainer", "threads", 3),
+        ("environment", "name", "gomoku"),
+        ("tasks", "train", "tasks.jsonl"),
+        ("tasks", "validation", "tasks.jsonl"),
+    ],
+)
+def test_an_inference_job_keeps_what_it_does_not_use(section, key, value):
+    """So that the configuration of a training job serves its model when one word of it is changed."""
+    trains = JobConfig.model_validate({"steps": 3, section: {key: value}})
+    serves = JobConfig.model_validate({"kind": "inference", "steps": 3, section: {key: value}})
+    assert getattr(getattr(serves, section), key) == getattr(getattr(trains, section), key)
+    assert str(getattr(getattr(serves, section), key)) == str(value)
+    assert serves.model_dump(exclude={"kind"}) == trains.model_dump(exclude={"kind"})
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import asynccontextmanager
 
 import numpy as np
@@ -28,6 +29,13 @@ async def serving(model, stops=(258,), deterministic=False, **config):
         yield engine
     finally:
         await engine.close()
+
+
+async def until_it_samples(engine) -> None:
+    """Return when a token of any call has been sampled, so that calls are in flight."""
+    async with asyncio.timeout(60):
+        while not engine.sampled_tokens:
+            await asyncio.sleep(0)
 
 
 async def reply(engine, ids, sampling):

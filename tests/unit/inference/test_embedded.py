@@ -13,7 +13,7 @@ from palestra.errors import InvalidRequest, ModelError
 from palestra.inference.embedded import EmbeddedEngine
 from palestra.models.causal_lm import CausalLM, load_causal_lm
 from palestra.schemas.records import Sampling
-from unit.inference.calling import DRAWN, FOREVER, GREEDY, full_forward, prompt, reply, serving
+from unit.inference.calling import DRAWN, FOREVER, GREEDY, full_forward, prompt, reply, serving, until_it_samples
 
 # What comes out
 
@@ -266,7 +266,7 @@ async def test_leaving_in_the_middle_frees_the_place(tiny):
 async def test_a_caller_that_is_cancelled_frees_the_place(tiny):
     async with serving(tiny, max_batch=2) as engine:
         tasks = [asyncio.ensure_future(reply(engine, prompt(4, s), FOREVER)) for s in range(4)]
-        await asyncio.sleep(0.05)
+        await until_it_samples(engine)
         for task in tasks:
             task.cancel()
         found = await asyncio.gather(*tasks, return_exceptions=True)

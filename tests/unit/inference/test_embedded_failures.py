@@ -17,7 +17,17 @@ from palestra.inference.embedded import EmbeddedEngine
 from palestra.models.causal_lm import load_tokenizer
 from palestra.models.grammar import vocabulary_of
 from palestra.schemas.records import PolicyVersion, Sampling
-from unit.inference.calling import DRAWN, FOREVER, GREEDY, all_of, full_forward, prompt, reply, serving
+from unit.inference.calling import (
+    DRAWN,
+    FOREVER,
+    GREEDY,
+    all_of,
+    full_forward,
+    prompt,
+    reply,
+    serving,
+    until_it_samples,
+)
 
 
 async def test_an_error_in_the_model_fails_the_calls_in_flight_and_no_later_one(tiny, reference):
@@ -31,12 +41,13 @@ async def test_an_error_in_the_model_fails_the_calls_in_flight_and_no_later_one(
 
     tiny.hidden = hidden
     async with serving(tiny) as engine:
-        calls = [asyncio.ensure_future(reply(engine, prompt(4, s), FOREVER)) for s in range(3)]
-        await asyncio.sleep(0.05)
+        calls = [engine.generate("policy", prompt(4, s), FOREVER) for s in range(3)]
+        for call in calls:
+            await anext(call)
         broken.set()
-        for found in await asyncio.gather(*calls, return_exceptions=True):
-            assert isinstance(found, EngineFailure)
-            assert "out of memory" in str(found)
+        for call in calls:
+            with pytest.raises(EngineFailure, match="out of memory"):
+                await all_of(call)
         ids, logprobs, _ = await reply(engine, prompt(4), DRAWN)
     assert np.allclose(logprobs, full_forward(reference, prompt(4), ids, 1.0), atol=1e-4)
 
@@ -73,7 +84,7 @@ async def test_an_unknown_policy_is_an_error_at_once(tiny):
 async def test_closing_fails_the_calls_in_flight_and_those_that_come_later(tiny):
     async with serving(tiny, max_batch=2) as engine:
         calls = [asyncio.ensure_future(reply(engine, prompt(4, s), FOREVER)) for s in range(4)]
-        await asyncio.sleep(0.05)
+        await until_it_samples(engine)
     for found in await asyncio.gather(*calls, return_exceptions=True):
         assert isinstance(found, EngineFailure)
     with pytest.raises(EngineFailure):
@@ -84,7 +95,7 @@ async def test_a_defect_of_the_engine_itself_fails_all_at_once_and_is_told_to_wh
     async with serving(tiny) as engine:
         telling = asyncio.ensure_future(engine.failure())
         calls = [asyncio.ensure_future(reply(engine, prompt(4, s), FOREVER)) for s in range(3)]
-        await asyncio.sleep(0.05)
+        await until_it_samples(engine)
         assert not telling.done()
         engine._batch.step = lambda: 1 // 0
         async with asyncio.timeout(60):
@@ -106,7 +117,7 @@ async def test_a_defect_of_the_engine_itself_fails_all_at_once_and_is_told_to_wh
 async def test_new_weights_that_wait_when_the_engine_is_closed_are_refused_and_nobody_waits_for_ever(tiny):
     async with serving(tiny, in_flight_updates="finish") as engine:
         call = asyncio.ensure_future(reply(engine, prompt(4), FOREVER))
-        await asyncio.sleep(0.05)
+        await until_it_samples(engine)
         update = asyncio.ensure_future(engine.update_weights("policy", PolicyVersion(0, 1), []))
         await asyncio.sleep(0.05)
         failing = asyncio.ensure_future(engine.failure())

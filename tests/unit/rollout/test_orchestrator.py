@@ -81,9 +81,10 @@ async def test_failures_and_time_outs_are_outcomes_and_the_others_go_on():
 
 
 async def test_cancelling_ends_what_is_played_and_those_who_read():
-    ended = []
+    begun, ended = asyncio.Queue(), []
 
     async def play(number):
+        begun.put_nowait(number)
         try:
             await asyncio.sleep(60)
         finally:
@@ -92,7 +93,8 @@ async def test_cancelling_ends_what_is_played_and_those_who_read():
     orchestrator = RolloutOrchestrator(play, max_concurrency=3)
     running = asyncio.ensure_future(orchestrator.run_producers_from_stream(range(10)))
     reading = asyncio.ensure_future(all_batches(orchestrator, 2))
-    await asyncio.sleep(0.01)
+    for _ in range(3):
+        await asyncio.wait_for(begun.get(), 10)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running

@@ -11,6 +11,7 @@ from palestra.errors import RolloutFailed
 from palestra.rollout import Play, RolloutSyncLock, Runner, RunnerPool
 from palestra.session import Sessions
 from unit.building import TASK
+from unit.waiting import until
 
 
 class Once(Environment):
@@ -33,12 +34,6 @@ def pool(bench, environment=Once, max_concurrency=4, **kw) -> RunnerPool:
     sessions = Sessions(bench.context, 10)
     runner = Runner(sessions, Play(environment=environment))
     return RunnerPool(sessions, runner, max_concurrency=max_concurrency, **kw)
-
-
-async def until(ready, seconds: float = 60.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not await ready():
-            await asyncio.sleep(0.002)
 
 
 async def stopped(task) -> None:

@@ -51,11 +51,17 @@ def postgres_url(postgres):
     return url
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
-def url(request, tmp_path):
+def url_of_database(request, folder):
+    """Return the URL of an empty database, of the kind that is the parameter of a fixture."""
     if request.param == "sqlite":
-        return f"sqlite:///{tmp_path / 'control.db'}"
+        return f"sqlite:///{folder / 'control.db'}"
     return request.getfixturevalue("postgres_url")
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
+def url(request, tmp_path):
+    """What does not depend on the database is tested on PostgreSQL in the second tier."""
+    return url_of_database(request, tmp_path)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from palestra.scheduler.fitting import Node
 from palestra.scheduler.launcher import Ended, Ending, Listening, ServerOrder
-from unit.scheduler.scheduling import until
+from unit.waiting import until
 
 
 @dataclass

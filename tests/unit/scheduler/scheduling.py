@@ -30,12 +30,6 @@ async def scheduling(store, folder, launcher, **more):
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def until(ready, seconds: float = 60.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not await ready():
-            await asyncio.sleep(0.005)
-
-
 def in_state(store, job_id: str, *states: JobState):
     async def ready() -> bool:
         return (await store.job(None, job_id)).state in states

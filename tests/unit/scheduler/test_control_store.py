@@ -15,8 +15,15 @@ from palestra.errors import (
 from palestra.schemas.jobs import Resources
 from palestra.schemas.states import JobState
 from unit.scheduler.building import REQUEST, ask, change_numbers, running, submit
+from unit.scheduler.conftest import url_of_database
 
 SECRET = "pk_0123456789ab_" + "s" * 43
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request, tmp_path):
+    """Both databases in both tiers: this is what they promise."""
+    return url_of_database(request, tmp_path)
 
 
 async def test_a_job_comes_back_as_it_was_submitted(store, clock):

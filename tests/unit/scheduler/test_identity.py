@@ -152,7 +152,7 @@ async def test_a_revocation_whose_caller_goes_away_is_carried_out(administration
     assert caller.cancelled()
     store._db.submit = submit
     goes_on.set()
-    await asyncio.sleep(0.01)
+    await asyncio.wait_for(use_until_refused(identities, key.secret), 60)
     assert await refused(identities, key.secret) == UNKNOWN
 
 

@@ -11,10 +11,17 @@ import pytest
 from palestra.scheduler.control_store import ControlStore
 from palestra.schemas.states import TRANSITIONS, JobState
 from unit.scheduler.building import REQUEST
+from unit.scheduler.conftest import url_of_database
 
 SCRIPT = Path(__file__).with_name("killed_process.py")
 TESTS = Path(__file__).parents[2]
 ORDER = ["queued", "starting", "running", "completed"]
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request, tmp_path):
+    """Both databases in both tiers: this is what they promise."""
+    return url_of_database(request, tmp_path)
 
 
 def life(url, name, lines, fault):
@@ -36,7 +43,14 @@ def life(url, name, lines, fault):
 
 
 @pytest.mark.parametrize(
-    ("lines", "fault"), [(1, None), (37, None), (150, None), (0, "before_job_commit:40"), (0, "after_job_commit:40")]
+    ("lines", "fault"),
+    [
+        (37, None),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((1, None), (150, None), (0, "before_job_commit:40"), (0, "after_job_commit:40"))
+        ),
+    ],
 )
 async def test_a_killed_process_leaves_all_that_it_answered_and_nothing_half_done(url, lines, fault):
     told = {}

@@ -13,7 +13,7 @@ from fastapi.routing import APIRoute
 from palestra.errors import Unauthorized
 from palestra.gateway import KeyRing
 from palestra.gateway.key_files import SecretFile, write_private
-from palestra.scheduler.api import PUBLIC, create_control_app, jobs_api
+from palestra.scheduler.api import PUBLIC, create_control_app, jobs_api, streams
 from palestra.scheduler.permissions import PERMISSIONS, Role
 from unit.scheduler.building import submit
 
@@ -182,7 +182,10 @@ async def test_a_tenants_admin_decides_what_jobs_are_that_say_nothing(plane):
         assert ("tenant.set_private", "on") in [(line["what"], line["target"]) for line in audit]
 
 
-async def test_a_log_that_is_followed_ends_when_its_reader_may_not_see_the_job_any_more(plane):
+async def test_a_log_that_is_followed_ends_when_its_reader_may_not_see_the_job_any_more(plane, monkeypatch):
+    followed = asyncio.Event()
+    monkeypatch.setattr(plane.scheduler, "seen", lambda _: followed.set())
+    monkeypatch.setattr(streams, "POLL_SECONDS", 0.05)
     admin = (await plane.administration.first_start()).secret
     async with client(plane) as http:
         by_admin = {"authorization": f"Bearer {admin}"}
@@ -191,7 +194,7 @@ async def test_a_log_that_is_followed_ends_when_its_reader_may_not_see_the_job_a
         mine = {"authorization": f"Bearer {made.json()['secret']}"}
         async with asyncio.timeout(30):
             following = asyncio.ensure_future(http.get(f"/jobs/{job.job_id}/logs?follow=true", headers=mine))
-            await asyncio.sleep(0.1)
+            await followed.wait()
             assert not following.done()
             await http.patch("/users/bob", json={"role": "member"}, headers=by_admin)
             assert (await following).status_code == 200

@@ -11,7 +11,8 @@ from palestra.errors import ConfigError
 from palestra.scheduler.rules import CAPS, EXEMPT, OPEN_EPISODES, TIME_LIMIT, Rules, load_rules, numeric_keys
 from palestra.schemas.states import JobState
 from unit.scheduler.launching import FakeLauncher
-from unit.scheduler.scheduling import in_state, scheduling, submit, until
+from unit.scheduler.scheduling import in_state, scheduling, submit
+from unit.waiting import until
 
 
 def test_every_number_of_a_configuration_has_a_cap_or_a_reason_for_having_none():

@@ -15,7 +15,8 @@ from palestra.schemas.jobs import SHARES, Resources
 from palestra.schemas.states import JobState
 from palestra.trainer import checkpoint
 from unit.scheduler.launching import FakeLauncher
-from unit.scheduler.scheduling import in_state, is_empty, is_true, scheduling, states_of, submit, until
+from unit.scheduler.scheduling import in_state, is_empty, is_true, scheduling, states_of, submit
+from unit.waiting import until
 
 WHOLE = Resources(cpus=1.0, gpus=2.0)
 

@@ -12,7 +12,8 @@ from palestra.scheduler.launcher import Ended, Ending, write_ended
 from palestra.schemas.jobs import Resources
 from palestra.schemas.states import JobState
 from unit.scheduler.launching import FakeLauncher, Server
-from unit.scheduler.scheduling import in_state, is_true, scheduling, states_of, submit, until
+from unit.scheduler.scheduling import in_state, is_true, scheduling, states_of, submit
+from unit.waiting import until
 
 
 @pytest.fixture

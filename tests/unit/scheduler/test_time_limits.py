@@ -13,7 +13,8 @@ from palestra.scheduler.launcher import Ending
 from palestra.schemas.jobs import Resources
 from palestra.schemas.states import JobState
 from unit.scheduler.launching import FakeLauncher
-from unit.scheduler.scheduling import in_state, is_true, scheduling, submit, until
+from unit.scheduler.scheduling import in_state, is_true, scheduling, submit
+from unit.waiting import until
 
 PART, WHOLE = Resources(cpus=2.0), Resources(cpus=4.0)
 OVER = "its time limit of 1 h 30 min is over"

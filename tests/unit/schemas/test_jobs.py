@@ -29,8 +29,9 @@ from palestra.schemas.states import TRANSITIONS, JobState
         {"cpus": 3.3333},
     ],
 )
-def test_what_a_machine_may_have_can_be_asked_for(resources):
-    Resources(**resources)
+def test_what_a_machine_may_have_can_be_asked_for_and_is_what_is_held(resources):
+    asked = Resources(**resources)
+    assert {name: getattr(asked, name) for name in resources} == resources
 
 
 @pytest.mark.parametrize(

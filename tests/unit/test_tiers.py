@@ -1,0 +1,63 @@
+"""Which tests `make test` and `make test-rest` run: together all of them, and none in both by accident."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+from _pytest.mark.expression import Expression
+from drawing import drawn
+from hypothesis import settings
+
+ROOT = Path(__file__).parents[2]
+MARKERS = ("slow", "more_examples", "model", "service", "faults", "frameworks")
+OWN_COMMAND = {"faults", "frameworks"}
+CASES = [set(chosen) for count in range(len(MARKERS) + 1) for chosen in itertools.combinations(MARKERS, count)]
+
+
+def variables() -> dict[str, str]:
+    """Return the variables of the Makefile, each with the others put in."""
+    found = dict(re.findall(r"^([A-Z_]+) [:?]= (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for name, value in found.items():
+        found[name] = re.sub(r"\$\((\w+)\)", lambda match: found[match[1]], value)
+    return found
+
+
+def expressions(target: str) -> list[Expression]:
+    """Return what each pytest of a target of the Makefile selects."""
+    recipe = re.search(rf"^{target}:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert recipe is not None
+    return [Expression.compile(variables()[name]) for name in re.findall(r'-m "\$\((\w+)\)"', recipe[1])]
+
+
+def times(target: str, markers: set[str]) -> int:
+    """Return how often a target runs a test with these markers."""
+    return sum(found.evaluate(lambda name, **_: name in markers) for found in expressions(target))
+
+
+@pytest.mark.parametrize("markers", CASES, ids=lambda markers: "-".join(sorted(markers)) or "none")
+def test_a_test_is_in_one_tier_or_has_a_command_of_its_own(markers):
+    first, second = times("unit", markers), times("test-rest", markers)
+    if markers & OWN_COMMAND:
+        assert (first, second) == (0, 0)
+    elif markers & {"slow", "model", "service"}:
+        assert (first, second) == (0, 1)
+    else:
+        assert (first, second) == (1, int("more_examples" in markers))
+
+
+def test_the_check_of_this_repository_runs_both_tiers():
+    commands = [line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line.startswith("make ")]
+    assert commands == ["make test", "make test-rest"]
+
+
+def test_the_second_tier_draws_all_examples():
+    before = settings.get_current_profile_name()
+    try:
+        for profile, wanted in (("quick", 2), ("full", 30), ("search", 30)):
+            settings.load_profile(profile)
+            assert drawn(2, 30) == wanted
+    finally:
+        settings.load_profile(before)
