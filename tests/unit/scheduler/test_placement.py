@@ -192,14 +192,11 @@ def test_the_quota_is_kept_for_the_first_that_waits():
     }
 
 
-@pytest.mark.parametrize(("quota", "reason"), [(Quota(gpus=2), "quota of tenant t is kept"), (Quota(), "node a")])
-def test_the_id_of_a_private_job_is_told_to_nobody_behind_it(quota, reason):
-    running = [runs(job("r", gpus=1 if quota.gpus else 3), "a", 0, *(() if quota.gpus else (1, 2)))]
-    queue = [replace(job("big", gpus=2, at=1), private=True), job("small", gpus=1, at=2)]
-    placed = decide(queue, [FOUR_GPUS], running, quotas={"t": quota})
-    assert placed.waiting["small"].startswith("behind a private job")
-    assert reason in placed.waiting["small"]
-    assert "big" not in placed.waiting["small"]
+def test_the_id_of_a_private_job_is_told_to_no_job_behind_it():
+    private = replace(job("big", gpus=2, at=1), private=True)
+    running = [runs(job("r", gpus=1), "a", 0)]
+    placed = decide([private, job("small", gpus=1, at=2)], [FOUR_GPUS], running, quotas={"t": Quota(gpus=2)})
+    assert placed.waiting["small"] == "behind a private job: the quota of tenant t is kept for it"
 
 
 def test_no_quota_is_kept_for_a_job_that_would_have_to_wait_for_an_endless_one():
