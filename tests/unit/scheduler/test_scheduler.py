@@ -141,7 +141,7 @@ async def test_the_devices_that_the_cluster_chose_are_those_that_are_counted(sto
     async with scheduling(store, tmp_path, launcher) as scheduler:
         launcher.quick = False
         jobs = [(await submit(store, resources=part)).job_id for _ in range(2)]
-        await until(in_state(store, jobs[1], JobState.STARTING))
+        await until(lambda: is_true(launcher.servers.keys() == {*jobs}))  # a moment after they are STARTING
         launcher.given = {jobs[0]: (1,), jobs[1]: (7,)}  # and one that is counted in another way
         for job in jobs:
             launcher.servers[job].listening.set()
