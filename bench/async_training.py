@@ -32,7 +32,7 @@ def train(seed: int, steps: int, staleness: int) -> dict[str, float]:
     """One run, in this process: seconds from the first step's begin to the last one's end, and the last validation."""
     import palestra
     from examples.gomoku import Letters, Player, games, job
-    from palestra import JobConfig, Play
+    from palestra import JobConfig, RolloutSpec
 
     class Thinking(Letters):
         """Waits before it answers."""
@@ -48,7 +48,7 @@ def train(seed: int, steps: int, staleness: int) -> dict[str, float]:
     config["algorithm"] |= {"importance": "token_truncate" if staleness else "none"}
     config["evaluation"] |= {"every_steps": steps}
     result = palestra.train(
-        Play(environment=Thinking, agents={"agent": Player()}),
+        RolloutSpec(environment=Thinking, agents={"agent": Player()}),
         games("train", range(1000, 1000 + 8 * (steps + 2))),
         JobConfig.model_validate(config),
         validation_tasks=games("fresh", range(200)),

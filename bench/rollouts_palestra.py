@@ -27,7 +27,7 @@ from palestra.config import PolicyConfig, RolloutConfig, StoreConfig
 from palestra.envs import ConcurrentEnvironment
 from palestra.inference.scripted import ScriptedEngine
 from palestra.ledger import open_run_store
-from palestra.rollout import Collected, Play, RolloutOrchestrator, Runner
+from palestra.rollout import Collected, RolloutOrchestrator, RolloutSpec, Runner
 from palestra.schemas.messages import ChatMessage, text_message
 from palestra.schemas.observations import Observation
 from palestra.schemas.records import Episode, Task, Trajectory
@@ -92,7 +92,7 @@ async def register(sessions: Sessions, work: Workload) -> None:
 
 async def play(sessions: Sessions, work: Workload) -> int:
     """Play all; returns how many trajectories became the rows that they should."""
-    store, runner = sessions.context.store, Runner(sessions, Play(environment=Sleeping))
+    store, runner = sessions.context.store, Runner(sessions, RolloutSpec(environment=Sleeping))
 
     async def claims() -> AsyncIterator[Episode]:
         """As many at once as there are slots, at first; later a few."""

@@ -28,7 +28,7 @@ import sqlalchemy as sa
 from figures import Part
 from processes import HERE, ROOT, BenchError
 
-from palestra import AsyncClient, Policy
+from palestra import AsyncClient, ModelEndpoint
 from palestra.client import Worker
 from palestra.client.control import OVER, ControlClient, Job
 from palestra.cluster.ray_cluster import stop_local
@@ -192,7 +192,7 @@ async def _play_all(jobs: list[tuple[str, str]]) -> None:
     at_once = asyncio.Semaphore(PLAYED_AT_ONCE)
     async with openai.AsyncOpenAI(base_url="http://set-in-each-call", api_key="likewise") as shared:
 
-        async def rollout(task: Mapping[str, Any], policy: Policy) -> float:
+        async def rollout(task: Mapping[str, Any], policy: ModelEndpoint) -> float:
             """One call; what was said last is the reward, so that answers differ."""
             model = shared.with_options(base_url=policy.base_url, api_key=policy.api_key)
             reply = await model.chat.completions.create(

@@ -16,18 +16,17 @@ from typing import Any
 import openai
 
 import palestra
-from palestra import JobConfig, Policy
-from palestra.ledger.browsing import browse, list_episodes
+from palestra import JobConfig, ModelEndpoint
 
 SYSTEM = "You are a calculator. Reply with the number only."
 agent = openai.AsyncOpenAI(base_url="http://unused", api_key="unused", max_retries=5)
 
 
-async def rollout(task: dict[str, Any], policy: Policy) -> palestra.RolloutResult:
+async def rollout(task: dict[str, Any], endpoint: ModelEndpoint) -> palestra.RolloutResult:
     """One attempt at one sum: ask the model, compare its answer."""
-    client = agent.with_options(base_url=policy.base_url, api_key=policy.api_key)
+    client = agent.with_options(base_url=endpoint.base_url, api_key=endpoint.api_key)
     reply = await client.chat.completions.create(
-        model=policy.model,
+        model=endpoint.model,
         messages=[
             {"role": "system", "content": SYSTEM},
             {"role": "user", "content": f"{task['a']} + {task['b']} ="},
@@ -84,8 +83,7 @@ def demonstrate(steps: int = 30, seed: int = 0, resume: bool = False) -> None:
 
 def answers(run_dir: Path, count: int = 6) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """The first and the last answers to some validation tasks, as the run recorded them."""
-    with browse(run_dir / "run.db") as connection:
-        scored = list_episodes(connection, "validation", "completed", 10**6)
+    scored = palestra.read_episodes(run_dir, "validation")
     shown = []
     for first in scored[:count]:
         last = [e for e in scored if e.task_id == first.task_id][-1]

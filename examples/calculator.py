@@ -13,9 +13,7 @@ import random
 from typing import Any
 
 import palestra
-from palestra import JobConfig, Play
-from palestra.agents import Agent, Chat, ChatMessage, Observation, PolicyHandle
-from palestra.config import RolloutConfig
+from palestra import Agent, Chat, ChatMessage, JobConfig, Observation, PolicyHandle, RolloutSpec
 from palestra.envs import Arithmetic, CalculatorEnvironment
 
 
@@ -74,7 +72,7 @@ def job(seed: int, steps: int) -> JobConfig:
 def demonstrate(steps: int = 6, seed: int = 0) -> palestra.TrainResult:
     """Train, and score the held-out products greedily every 2 steps."""
     training, validation = products()
-    play = Play(
+    play = RolloutSpec(
         environment=lambda: CalculatorEnvironment(system="You call the calculator.", max_steps=2),
         agents={"agent": ShownHow()},
     )
@@ -82,13 +80,12 @@ def demonstrate(steps: int = 6, seed: int = 0) -> palestra.TrainResult:
 
 
 def in_the_head() -> float:
-    """What the untrained model makes of the held-out products without the tool. The one step that follows is no use."""
-    training, validation = products()
-    config = job(0, 1).model_copy(update={"name": "in-the-head", "rollout": RolloutConfig(groups_per_step=1)})
-    play = Play(environment=Arithmetic, max_tokens=12)
-    score = palestra.train(play, training, config, validation_tasks=validation).metrics[0]["validation/reward_mean"]
-    print(f"in the head, untrained: {score:.2f} of {len(validation)} products")
-    return score
+    """Score what the untrained model makes of the held-out products without the tool."""
+    _, validation = products()
+    found = palestra.evaluate(RolloutSpec(environment=Arithmetic, max_tokens=12), validation, job(0, 1))
+    assert found.mean is not None
+    print(f"in the head, untrained: {found.mean:.2f} of {len(validation)} products")
+    return found.mean
 
 
 if __name__ == "__main__":

@@ -13,8 +13,7 @@ import argparse
 from typing import Any
 
 import palestra
-from palestra import JobConfig, Play
-from palestra.agents import ModelAgent
+from palestra import JobConfig, ModelAgent, RolloutSpec
 from palestra.envs import GymnasiumEnvironment
 
 
@@ -60,7 +59,7 @@ def walks(name: str, count: int) -> list[dict[str, Any]]:
 
 def demonstrate(steps: int = 24, seed: int = 0) -> palestra.TrainResult:
     """Train, and score greedily every 5 steps."""
-    play = Play(environment=Lake, agents={"agent": ModelAgent(choices=("0", "1", "2", "3"), max_tokens=2)})
+    play = RolloutSpec(environment=Lake, agents={"agent": ModelAgent(choices=("0", "1", "2", "3"), max_tokens=2)})
     return palestra.train(
         play, walks("walk", 2 * steps), job(seed, steps), validation_tasks=walks("greedy", 8), concurrency=128
     )

@@ -17,10 +17,8 @@ from statistics import fmean
 from typing import Any
 
 import palestra
-from palestra import JobConfig, Play
-from palestra.agents import Agent, Chat, ChatMessage, Observation, PolicyHandle
+from palestra import Agent, Chat, ChatMessage, JobConfig, Observation, PolicyHandle, RolloutSpec
 from palestra.envs import Gomoku
-from palestra.ledger.browsing import browse, list_episodes
 
 GAMES = 200
 LINES = [(0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6)]
@@ -84,7 +82,7 @@ def job(seed: int, steps: int) -> JobConfig:
 
 def demonstrate(steps: int = 25, seed: int = 0) -> palestra.TrainResult:
     """Train, and compare with the untrained model and with perfect play."""
-    play = Play(environment=Letters, agents={"agent": Player()})
+    play = RolloutSpec(environment=Letters, agents={"agent": Player()})
     training, validation = games("train", range(1000, 1000 + 16 * steps)), games("fresh", range(GAMES))
     result = palestra.train(play, training, job(seed, steps), validation_tasks=validation, concurrency=128)
     before, after = outcomes(result.run_dir)
@@ -97,8 +95,7 @@ def demonstrate(steps: int = 25, seed: int = 0) -> palestra.TrainResult:
 
 def outcomes(run_dir: Path) -> tuple[list[float], list[float]]:
     """Rewards of the first and of the last validation."""
-    with browse(run_dir / "run.db") as connection:
-        scored = sorted(list_episodes(connection, "validation", "completed", 10**6), key=lambda e: e.episode_id)
+    scored = sorted(palestra.read_episodes(run_dir, "validation"), key=lambda episode: episode.episode_id)
     rewards = [float(episode.reward or 0.0) for episode in scored]
     return rewards[:GAMES], rewards[-GAMES:]
 

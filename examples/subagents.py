@@ -14,8 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import palestra
-from palestra import JobConfig, Play
-from palestra.agents import Agent, Chat, ChatMessage, Observation, PolicyHandle
+from palestra import Agent, Chat, ChatMessage, JobConfig, Observation, PolicyHandle, RolloutSpec
 from palestra.envs import Subagent, SubagentEnvironment
 from palestra.envs.arithmetic import last_number, right_number
 
@@ -113,7 +112,10 @@ def demonstrate(steps: int = 6, seed: int = 0) -> palestra.TrainResult:
     """Train, and score the held-out sums greedily every 2 steps."""
     training, validation = sums()
     return palestra.train(
-        Play(environment=team, agents={"agent": ShownHow()}), training, job(seed, steps), validation_tasks=validation
+        RolloutSpec(environment=team, agents={"agent": ShownHow()}),
+        training,
+        job(seed, steps),
+        validation_tasks=validation,
     )
 
 

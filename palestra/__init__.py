@@ -1,9 +1,8 @@
 """Palestra: reinforcement learning for LLM agents, as a service.
 
-    from palestra import Client                     # drive episodes from a script of yours
-    from palestra import JobConfig, train           # or let Palestra call your rollout function
-    from palestra import Play                       # or play your environment itself
-    from palestra import ControlClient              # submit jobs to a team's server
+    from palestra import train, evaluate            # train a model on what an agent of yours does with it
+    from palestra import Client                     # or play the episodes of a job that runs elsewhere
+    from palestra import ControlClient              # or submit jobs to a team's server
 
 Names are loaded when they are first used, so that importing the client loads neither torch nor ray.
 """
@@ -13,52 +12,79 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from palestra.extras import missing_extra
+
 if TYPE_CHECKING:
-    from palestra.client import AsyncClient, Client, Episode, Policy, RolloutResult
-    from palestra.client.control import ControlClient
-    from palestra.cluster.job_thread import TrainResult
-    from palestra.cluster.playing import play
-    from palestra.cluster.training import train
-    from palestra.config import JobConfig, load_config
-    from palestra.rollout import Play
+    from palestra.agents import Agent as Agent
+    from palestra.agents import Chat as Chat
+    from palestra.agents import ChatMessage as ChatMessage
+    from palestra.agents import ModelAgent as ModelAgent
+    from palestra.agents import Observation as Observation
+    from palestra.agents import PolicyHandle as PolicyHandle
+    from palestra.agents import ToolAgent as ToolAgent
+    from palestra.client import AsyncClient as AsyncClient
+    from palestra.client import Client as Client
+    from palestra.client import Episode as Episode
+    from palestra.client import ModelEndpoint as ModelEndpoint
+    from palestra.client import RolloutResult as RolloutResult
+    from palestra.client.control import ControlClient as ControlClient
+    from palestra.cluster.evaluating import Evaluation as Evaluation
+    from palestra.cluster.evaluating import TaskOutcome as TaskOutcome
+    from palestra.cluster.evaluating import evaluate as evaluate
+    from palestra.cluster.job_thread import TrainResult as TrainResult
+    from palestra.cluster.training import train as train
+    from palestra.config import JobConfig as JobConfig
+    from palestra.config import OptimizerConfig as OptimizerConfig
+    from palestra.config import PolicyConfig as PolicyConfig
+    from palestra.config import RolloutConfig as RolloutConfig
+    from palestra.config import load_config as load_config
+    from palestra.envs import ConcurrentEnvironment as ConcurrentEnvironment
+    from palestra.envs import Environment as Environment
+    from palestra.envs import SubagentEnvironment as SubagentEnvironment
+    from palestra.envs import TaskEnvironment as TaskEnvironment
+    from palestra.envs import ToolEnvironment as ToolEnvironment
+    from palestra.envs import check_environment as check_environment
+    from palestra.ledger.browsing import read_episodes as read_episodes
+    from palestra.rollout import RolloutSpec as RolloutSpec
+    from palestra.tools import Tool as Tool
+    from palestra.tools import tool as tool
 
 __version__ = "0.1.0"
-__all__ = [
-    "AsyncClient",
-    "Client",
-    "ControlClient",
-    "Episode",
-    "JobConfig",
-    "Play",
-    "Policy",
-    "RolloutResult",
-    "TrainResult",
-    "load_config",
-    "play",
-    "train",
-]
 
-_HOMES = {
-    "AsyncClient": "palestra.client",
-    "Client": "palestra.client",
-    "ControlClient": "palestra.client.control",
-    "Episode": "palestra.client",
-    "Policy": "palestra.client",
-    "RolloutResult": "palestra.client",
-    "TrainResult": "palestra.cluster.job_thread",
-    "train": "palestra.cluster.training",
-    "JobConfig": "palestra.config",
-    "Play": "palestra.rollout",
-    "play": "palestra.cluster.playing",
-    "load_config": "palestra.config",
+_EXPORTS: dict[str, tuple[str, ...]] = {
+    "palestra.agents": ("Agent", "Chat", "ChatMessage", "ModelAgent", "Observation", "PolicyHandle", "ToolAgent"),
+    "palestra.client": ("AsyncClient", "Client", "Episode", "ModelEndpoint", "RolloutResult"),
+    "palestra.client.control": ("ControlClient",),
+    "palestra.cluster.evaluating": ("Evaluation", "TaskOutcome", "evaluate"),
+    "palestra.cluster.job_thread": ("TrainResult",),
+    "palestra.cluster.training": ("train",),
+    "palestra.config": ("JobConfig", "OptimizerConfig", "PolicyConfig", "RolloutConfig", "load_config"),
+    "palestra.envs": (
+        "ConcurrentEnvironment",
+        "Environment",
+        "SubagentEnvironment",
+        "TaskEnvironment",
+        "ToolEnvironment",
+        "check_environment",
+    ),
+    "palestra.ledger.browsing": ("read_episodes",),
+    "palestra.rollout": ("RolloutSpec",),
+    "palestra.tools": ("Tool", "tool"),
 }
+_HOMES = {name: home for home, names in _EXPORTS.items() for name in names}
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'palestra' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    try:
+        return getattr(import_module(_HOMES[name]), name)
+    except ModuleNotFoundError as error:
+        if (said := missing_extra(error)) is None:
+            raise
+        raise ModuleNotFoundError(f"palestra.{name}: {said}", name=error.name) from error
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return __all__

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +13,6 @@ from palestra.terminal import say
 
 if TYPE_CHECKING:
     from palestra.cluster.evaluating import Evaluation
-
-GENERATED = 64  # tasks, where an environment makes its own
 
 
 def add(commands: Any) -> None:
@@ -43,43 +40,38 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Score, and print what came of each task."""
-    from palestra.cluster.evaluating import evaluate_model
-    from palestra.cluster.tasks import read_tasks
-    from palestra.envs.catalog import catalog_entry
-    from palestra.rollout import Play
+    from palestra.cluster.evaluating import evaluate_until_stopped
 
     config = _config(arguments)
     if arguments.concurrency < 1:
         raise ConfigError("--concurrency is at least 1")
-    if arguments.run_dir is not None and (arguments.run_dir / "run.db").exists():
-        raise ConfigError(f"{arguments.run_dir} has a run already; choose another --run-dir")
-    what: Any = None
-    if arguments.environment is None:
-        what = load_function(arguments.rollout)
-    else:
-        entry = catalog_entry(arguments.environment)
-        what = Play(environment=partial(entry.make, **config.environment.settings), system=config.environment.system)
-    if arguments.tasks is not None:
-        tasks = [{"id": task.task_id, **task.data} for task in read_tasks(arguments.tasks)]
-    elif arguments.environment is not None:
-        tasks = catalog_entry(arguments.environment).generate("validation", GENERATED, config.seed)
-    else:
+    if arguments.tasks is None and arguments.environment is None:
         raise ConfigError("name a file of tasks (TASKS); only with --environment there need be none")
-    if not tasks:
-        raise ConfigError(f"tasks file {arguments.tasks} is empty: there is nothing to score")
-    found = evaluate_model(what, tasks, config, concurrency=arguments.concurrency, quiet=arguments.quiet)
-    _show(found, len(tasks), arguments.quiet)
+    found, _ = evaluate_until_stopped(
+        None if arguments.rollout is None else load_function(arguments.rollout),
+        () if arguments.tasks is None else arguments.tasks,
+        config,
+        concurrency=arguments.concurrency,
+        quiet=arguments.quiet,
+    )
+    _show(found, arguments.quiet)
     if not found.complete:
         return 130
-    return 0 if len(found.rewards) == len(tasks) else 1
+    return 0 if len(found.rewards) == len(found.outcomes) else 1
 
 
 def _config(arguments: argparse.Namespace) -> JobConfig:
     settings = overrides(arguments.set)
     config = load_config(arguments.config, settings) if arguments.config else parse_config({}, settings)
     policy = config.policy.model_copy(update={"model": _model(arguments.model)})
+    environment = config.environment.model_copy(update={"name": arguments.environment})
     return config.model_copy(
-        update={"policies": {config.policy_name: policy}, "run_dir": arguments.run_dir, "name": "eval"}
+        update={
+            "policies": {config.policy_name: policy},
+            "environment": environment,
+            "run_dir": arguments.run_dir,
+            "name": "eval",
+        }
     )
 
 
@@ -95,11 +87,11 @@ def _model(name: str) -> str:
     return str(newest[0])
 
 
-def _show(found: Evaluation, total: int, quiet: bool) -> None:
+def _show(found: Evaluation, quiet: bool) -> None:
     for outcome in () if quiet else found.outcomes:
         said = f"{outcome.reward:g}" if outcome.reward is not None else f"not scored: {outcome.reason or 'not played'}"
         say(f"{outcome.task_id}  {' '.join(said.split())}")
-    scored = len(found.rewards)
+    scored, total = len(found.rewards), len(found.outcomes)
     if found.mean is None:
         say(f"none of {total} tasks was scored")
         return

@@ -29,6 +29,7 @@ from palestra.cli import (
     worker,
 )
 from palestra.errors import PalestraError
+from palestra.extras import missing_extra
 from palestra.terminal import LogFormatter, printable, say, show_error
 
 COMMANDS = (
@@ -93,6 +94,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code: int = parsed.run(parsed) or 0
     except PalestraError as error:
         say(f"palestra: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        if (said := missing_extra(error)) is None:
+            raise
+        say(f"palestra: {said}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

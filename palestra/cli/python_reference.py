@@ -21,12 +21,12 @@ SECTIONS = ("Args:", "Raises:", "Returns:", "Yields:")
 _INTRODUCTION = """# Python API
 
 ```python
-from palestra import Client, ControlClient, JobConfig, Play, train
+from palestra import Client, ControlClient, JobConfig, evaluate, train
 from palestra import errors  # every error
 ```
 
 `import palestra` loads neither torch nor ray; names are loaded when they are first used. All errors are
-`palestra.errors.PalestraError`. `train` and `play` also work where an event loop is running (a notebook): the job
+`palestra.errors.PalestraError`. `train` and `evaluate` also work where an event loop is running (a notebook): the job
 then runs in a thread of its own. The configuration's fields are in [configuration.md](configuration.md), the HTTP
 routes in [api.md](api.md).
 
@@ -90,6 +90,7 @@ def _signature(found: Any) -> str:
     kept = [parameter for name, parameter in signature.parameters.items() if name != "self"]
     text = re.sub(r"(: |-> )'([^']*)'", r"\1\2", str(signature.replace(parameters=kept)))
     text = re.sub(r"\b(?:palestra|collections|httpx2)\.[\w.]*\.(\w+)", r"\1", text)
+    text = re.sub(r"<function (\w+) at 0x[0-9a-f]+>", r"\1", text)
     return re.sub(r"<factory>|<object object at 0x[0-9a-f]+>", "…", text).removesuffix(" -> None")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Policy:
+class ModelEndpoint:
     """The model under training, for an OpenAI client: `OpenAI(base_url=policy.base_url, api_key=policy.api_key)`."""
 
     base_url: str
@@ -40,13 +40,13 @@ class Episode:
     kind: str  # "train", "validation" or "adhoc"
     task_id: str
     task: dict[str, Any]
-    policy: Policy
+    policy: ModelEndpoint
     lease_seconds: float
     reward: float | Mapping[str, float] | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
 
     def headers(self, agent: str | None = None, step: int | None = None) -> dict[str, str]:
-        """See `Policy.headers`."""
+        """See `ModelEndpoint.headers`."""
         return self.policy.headers(agent, step)
 
     @property
@@ -56,7 +56,7 @@ class Episode:
 
     @property
     def anthropic_url(self) -> str:
-        """See `Policy.anthropic_url`."""
+        """See `ModelEndpoint.anthropic_url`."""
         return self.policy.anthropic_url
 
     @property

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeGuard, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from palestra.client.episode import Episode, Policy
+from palestra.client.episode import Episode, ModelEndpoint
 from palestra.errors import InvalidRequest
 from palestra.schemas.wire import (
     AbortEpisode,
@@ -63,7 +63,9 @@ def read_claim(answer: ClaimAnswer) -> tuple[Episode | None, bool]:
     claimed = answer.episode
     if claimed is None:
         return None, answer.status == "finished"
-    policy = Policy(base_url=claimed.base_url, api_key=claimed.api_key, model=claimed.model, version=claimed.version)
+    policy = ModelEndpoint(
+        base_url=claimed.base_url, api_key=claimed.api_key, model=claimed.model, version=claimed.version
+    )
     episode = Episode(
         episode_id=claimed.episode_id,
         kind=claimed.kind,

@@ -12,14 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from palestra.client.client import AsyncClient
-from palestra.client.episode import Episode, Policy, RolloutResult
+from palestra.client.episode import Episode, ModelEndpoint, RolloutResult
 from palestra.client.heartbeats import renewed
 from palestra.client.protocol import is_scored
 from palestra.errors import Conflict, InvalidRequest, place_of
 
 log = logging.getLogger("palestra.worker")
 Outcome = float | Mapping[str, float] | RolloutResult | None
-Rollout = Callable[[dict[str, Any], Policy], Outcome | Awaitable[Outcome]]
+Rollout = Callable[[dict[str, Any], ModelEndpoint], Outcome | Awaitable[Outcome]]
 FAILURES_IN_A_ROW = 20
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -13,14 +14,25 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from palestra.client.worker import Rollout
+from palestra.cluster.arguments import (
+    EnvironmentMaker,
+    RewardFunction,
+    Tasks,
+    resolve_config,
+    resolve_rollout,
+    resolve_tasks,
+)
 from palestra.cluster.console import Console
 from palestra.cluster.foreground import Interrupts, run
 from palestra.cluster.job_thread import JobThread
 from palestra.cluster.tasks import task_of
 from palestra.cluster.training import Rollouts, play_until_over
 from palestra.config import JobConfig
-from palestra.ledger.browsing import browse, list_episodes
-from palestra.rollout import Play
+from palestra.envs.catalog import catalog_entry
+from palestra.errors import ConfigError
+from palestra.ledger.browsing import browse, list_episodes, read_episode
+from palestra.rollout import RolloutSpec
+from palestra.schemas.records import Trajectory
 
 if TYPE_CHECKING:
     from palestra.cluster.local import LocalJob
@@ -36,6 +48,7 @@ class TaskOutcome:
     episode_id: str
     reward: float | None  # the sum over agents; None: every attempt failed
     reason: str | None  # why the last attempt failed; None where there is a reward
+    trajectory: Trajectory | None = None  # None: it was not asked for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,48 +90,121 @@ class Evaluation:
         return mean - half, mean + half
 
 
-def evaluate_model(
-    what: Rollout | Play,
-    tasks: Sequence[Mapping[str, Any]],
-    config: JobConfig,
+def evaluate(
+    rollout: Rollout | RolloutSpec | None = None,
+    tasks: Tasks = (),
+    config: JobConfig | None = None,
     *,
+    model: str | None = None,
+    environment: EnvironmentMaker | str | None = None,
+    reward: RewardFunction | None = None,
+    trajectories: bool = False,
     concurrency: int = 64,
     quiet: bool = False,
 ) -> Evaluation:
     """Score a model once on each task, greedily; nothing is trained.
 
     Args:
-        what: a rollout function `(task, policy)`, or an environment to be played.
-        tasks: JSON objects; a key `id` names a task.
-        config: the job; `policies` names the model, which may be a checkpoint's folder. Episodes are kept where it has
-            a `run_dir`.
-        concurrency: episodes that are played at the same time.
+        rollout: a function `(task, endpoint)`, or a `RolloutSpec`; see `train`.
+        tasks: JSON objects: a list, an iterator that ends, a data set of `datasets`, or the path of a JSONL file; a key
+            `id` names a task. Where it is empty, an environment that ships makes its validation tasks.
+        config: the job, of which what is about training is not used; None for the defaults. Episodes are kept where it
+            has a `run_dir`, for `palestra episodes`.
+        model: the name of a model, or the folder of one or of a checkpoint; None: the configuration's.
+        environment: the class of an environment, a function without arguments that makes one, or the name of one that
+            ships (`palestra environments`).
+        reward: scores one answer to each task's `prompt`: `(task, answer) -> float`, or one of TRL's reward functions.
+        trajectories: whether each outcome has its trajectory: messages, tokens, logprobs, steps.
+        concurrency: episodes played at the same time.
         quiet: print nothing.
 
+    Returns:
+        The outcome of each task, in order, with the mean reward and its confidence interval.
+
     Raises:
+        ConfigError: nothing says what is played, or more than one argument does, or there is no task.
         PalestraError: the model can't be loaded, or nothing but failures came.
+        KeyboardInterrupt, SystemExit: after SIGINT, or SIGTERM (exit code 143); what was played is kept in `run_dir`.
     """
-    scored = [task_of(dict(task)) for task in tasks]
+    found, interrupts = evaluate_until_stopped(
+        rollout,
+        tasks,
+        resolve_config(config, model, environment),
+        environment=environment,
+        reward=reward,
+        trajectories=trajectories,
+        concurrency=concurrency,
+        quiet=quiet,
+    )
+    interrupts.raise_received(f"{len(found.rewards)} of {len(found.outcomes)} tasks were scored")
+    return found
+
+
+def evaluate_until_stopped(
+    rollout: Rollout | RolloutSpec | None,
+    tasks: Tasks,
+    config: JobConfig,
+    *,
+    environment: EnvironmentMaker | str | None = None,
+    reward: RewardFunction | None = None,
+    trajectories: bool = False,
+    concurrency: int = 64,
+    quiet: bool = False,
+) -> tuple[Evaluation, Interrupts]:
+    """Score as `evaluate` does, and return what was scored, and the signal that stopped it, if one did."""
+    if config.run_dir is not None and (config.run_dir / "run.db").exists():
+        raise ConfigError(
+            f"{config.run_dir} has a run already; choose another folder for the episodes of an evaluation"
+        )
+    played = resolve_rollout(config, rollout, environment, reward) or _shipped(config)
+    scored = [task_of(task) for task in _tasks(tasks, config)]
+    if not scored:
+        raise ConfigError(
+            "there is nothing to score: give `tasks`, a list of JSON objects or a JSONL file that has some"
+        )
     with TemporaryDirectory(prefix="palestra-") as folder:
         run_dir = Path(folder) / "run" if config.run_dir is None else config.run_dir
-        environment = config.environment.model_copy(update={"max_concurrency": concurrency, "name": None})
+        limits = config.environment.model_copy(update={"max_concurrency": concurrency, "name": None})
         server = config.server.model_copy(update={"port": 0})
-        config = config.model_copy(
-            update={"kind": "training", "server": server, "run_dir": run_dir, "environment": environment}
+        job = config.model_copy(
+            update={"kind": "training", "server": server, "run_dir": run_dir, "environment": limits}
         )
-        console = _Console(config, quiet=quiet)
-        play = what if isinstance(what, Play) else None
-        thread = JobThread(config, console, play, scored=scored)
-        with console, Interrupts(thread.stop):  # what was scored until then is returned, and said to be incomplete
-            run(play_until_over(thread, Rollouts(None if isinstance(what, Play) else what, (), (), concurrency)))
+        console = _Console(job, quiet=quiet)
+        spec = played if isinstance(played, RolloutSpec) else None
+        function = None if isinstance(played, RolloutSpec) else played
+        thread = JobThread(job, console, spec, scored=scored)
+        # A signal ends the playing; what was scored until then is returned, and marked as incomplete.
+        with console, Interrupts(thread.stop) as interrupts:
+            run(play_until_over(thread, Rollouts(function, (), (), concurrency)))
             result = thread.result()
         with browse(run_dir / "run.db") as connection:
-            rows = list_episodes(connection, "validation", None, len(scored))
-        outcomes = tuple(
-            TaskOutcome(task_id=row.task_id, episode_id=row.episode_id, reward=row.reward, reason=row.reason)
-            for row in rows
-        )
-        return Evaluation(outcomes=outcomes, complete=result.state == "completed")
+            outcomes = tuple(
+                TaskOutcome(
+                    task_id=row.task_id,
+                    episode_id=row.episode_id,
+                    reward=row.reward,
+                    reason=row.reason,
+                    trajectory=read_episode(connection, row.episode_id).trajectory if trajectories else None,
+                )
+                for row in list_episodes(connection, "validation", None, len(scored))
+            )
+        return Evaluation(outcomes=outcomes, complete=result.state == "completed"), interrupts
+
+
+def _shipped(config: JobConfig) -> RolloutSpec:
+    """Return the environment that `environment.name` names."""
+    name = config.environment.name
+    assert name is not None, "resolve_rollout returns None for nothing else"
+    maker = partial(catalog_entry(name).make, **config.environment.settings)
+    return RolloutSpec(environment=maker, system=config.environment.system)
+
+
+def _tasks(tasks: Tasks, config: JobConfig) -> list[dict[str, Any]]:
+    found = resolve_tasks("tasks", tasks)
+    if found or config.environment.name is None:
+        return found
+    environment = config.environment
+    return catalog_entry(config.environment.name).generate("validation", environment.validation_tasks, config.seed)
 
 
 class _Console(Console):

@@ -13,7 +13,7 @@ from typing import Any
 from palestra.cluster.console import Console
 from palestra.cluster.local import LocalJob, local_job, run_on_uvloop
 from palestra.config import JobConfig
-from palestra.rollout import Play
+from palestra.rollout import RolloutSpec
 from palestra.schemas.records import Task
 from palestra.trainer.checkpoint import newest_path
 
@@ -37,7 +37,7 @@ class JobThread:
         self,
         config: JobConfig,
         console: Console,
-        play: Play | None = None,
+        play: RolloutSpec | None = None,
         *,
         weights: str | None = None,
         scored: Sequence[Task] | None = None,

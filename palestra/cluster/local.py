@@ -32,7 +32,7 @@ from palestra.gateway.http_server import listen, served, url_of
 from palestra.gateway.key_files import API_KEY, SecretFile, write_private
 from palestra.learner import Learner, RunFolder
 from palestra.ledger import RunStore, open_run_store
-from palestra.rollout import Play, RolloutSyncLock, Runner, RunnerPool
+from palestra.rollout import RolloutSpec, RolloutSyncLock, Runner, RunnerPool
 from palestra.schemas.progress import Collected, Collecting, JobProgress
 from palestra.schemas.protocols import Engine
 from palestra.schemas.records import Task
@@ -145,7 +145,7 @@ class LocalJob:
 async def local_job(
     config: JobConfig,
     report: Report,
-    play: Play | None = None,
+    play: RolloutSpec | None = None,
     *,
     weights: str | None = None,
     scored: Sequence[Task] | None = None,
@@ -231,7 +231,7 @@ async def local_job(
 
 
 def _runners(
-    config: JobConfig, sessions: Sessions, progress: JobProgress, play: Play | None
+    config: JobConfig, sessions: Sessions, progress: JobProgress, play: RolloutSpec | None
 ) -> tuple[RunnerPool | None, RolloutSyncLock | None]:
     """What plays episodes in this process, if anything does, and what keeps weights from changing in between."""
     chosen = config.environment
@@ -244,7 +244,7 @@ def _runners(
         if chosen.system is not None and isinstance(made, ConcurrentEnvironment):
             settings["system"] = chosen.system
             make(**settings)
-        play = Play(environment=partial(make, **settings), system=chosen.system)
+        play = RolloutSpec(environment=partial(make, **settings), system=chosen.system)
     if play is None:
         return None, None
     due = config.rollout.group_size * config.rollout.groups_per_step * (1 + config.rollout.max_staleness)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -339,6 +340,12 @@ class JobConfig(Section):
     steps: Positive = Field(30, description="Training steps.")
     deterministic: bool = Field(False, description="Bit-identical results on one CPU build, also after any kill.")
     run_dir: Path | None = Field(None, description="The run's folder. None: runs/<name>.")
+    model: str | None = Field(
+        None,
+        exclude=True,  # it is kept where it belongs, in `policies`
+        description="Short for `policies.policy.model`, and for the model of the one policy that `policies` names, "
+        "whatever that says.",
+    )
     policies: dict[Identifier, PolicyConfig] = Field(default_factory=lambda: {"policy": PolicyConfig()})
     tasks: TasksConfig = TasksConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
@@ -350,6 +357,22 @@ class JobConfig(Section):
     trainer: TrainerConfig = TrainerConfig()
     store: StoreConfig = StoreConfig()
     server: ServerConfig = ServerConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _model_of_the_policy(cls, data: Any) -> Any:
+        """Move `model` into the one policy, so that the rest of the package reads one place only."""
+        if not isinstance(data, Mapping) or data.get("model") is None:
+            return data
+        rest = {key: value for key, value in data.items() if key != "model"}
+        policies = rest.get("policies", {"policy": {}})
+        if not isinstance(policies, Mapping) or len(policies) != 1:
+            raise ValueError("`model` is of a job with one policy; give each policy its own, in policies.NAME.model")
+        ((name, policy),) = policies.items()
+        given = policy.model_dump(exclude_unset=True) if isinstance(policy, PolicyConfig) else policy
+        if not isinstance(given, Mapping):
+            return rest  # the check of `policies` says what is wrong with it
+        return rest | {"policies": {name: {**given, "model": data["model"]}}}
 
     @field_validator("policies")
     @classmethod

@@ -12,6 +12,7 @@ from palestra.envs.concurrent import ConcurrentEnvironment
 from palestra.envs.delegating import DELEGATE, Delegate, Subagent
 from palestra.envs.final_answer import final_answer
 from palestra.envs.rewards import finite_reward, reward_function
+from palestra.envs.task import task_prompt
 from palestra.schemas.clock import Clock
 from palestra.schemas.messages import ChatMessage, text_message
 from palestra.schemas.observations import Observation
@@ -68,7 +69,7 @@ class SubagentEnvironment(ConcurrentEnvironment):
         *,
         tools: Iterable[Tool] = (),
         subagent_reward_fn: SubagentReward | None = None,
-        prompt: Callable[[Mapping[str, Any]], str] = lambda task: str(task["prompt"]),
+        prompt: Callable[[Mapping[str, Any]], str] = task_prompt,
         system: str | None = None,
         results: Literal["together", "each"] = "together",
         max_steps: int = 8,

@@ -9,13 +9,18 @@ from palestra.envs.environment import Environment
 from palestra.envs.rewards import reward_function
 
 
+def task_prompt(task: Mapping[str, Any]) -> str:
+    """Return the text under the task's key `prompt`."""
+    return str(task["prompt"])
+
+
 class TaskEnvironment(Environment):
     """Ends after the first action; its reward is what `reward_fn` makes of it."""
 
     def __init__(
         self,
         reward_fn: Callable[..., Any],
-        prompt: Callable[[Mapping[str, Any]], str] = lambda task: str(task["prompt"]),
+        prompt: Callable[[Mapping[str, Any]], str] = task_prompt,
     ) -> None:
         """`reward_fn` is `(task, answer) -> float`, or in TRL's form; `prompt` makes the question of a task."""
         self._reward, self._prompt = reward_function(reward_fn), prompt

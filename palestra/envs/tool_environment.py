@@ -8,6 +8,7 @@ from typing import Any
 from palestra.envs.concurrent import ConcurrentEnvironment
 from palestra.envs.final_answer import final_answer
 from palestra.envs.rewards import reward_function
+from palestra.envs.task import task_prompt
 from palestra.schemas.clock import Clock
 from palestra.schemas.messages import ChatMessage, text_message
 from palestra.schemas.observations import Observation
@@ -27,7 +28,7 @@ class ToolEnvironment(ConcurrentEnvironment):
         tools: Iterable[Tool],
         reward_fn: Callable[..., Any],
         *,
-        prompt: Callable[[Mapping[str, Any]], str] = lambda task: str(task["prompt"]),
+        prompt: Callable[[Mapping[str, Any]], str] = task_prompt,
         system: str | None = None,
         max_steps: int = 8,
         timeout_seconds: float = 30.0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -81,6 +82,23 @@ def list_episodes(connection: Connection, kind: str | None, state: str | None, l
     rows = sorted(connection.execute(newest), key=lambda r: (r.kind, r.group_index, r.sample_index))
     calls = _calls_of(connection, [row.episode_id for row in rows])
     return [_summary(row, calls.get(row.episode_id, [])) for row in rows]
+
+
+def read_episodes(
+    run_dir: Path | str, kind: str | None = None, state: str | None = "completed"
+) -> list[EpisodeSummary]:
+    """Return the episodes that a run recorded, in canonical order; the run may be going on.
+
+    Args:
+        run_dir: the run's folder, such as `TrainResult.run_dir`.
+        kind: `train`, `validation` or `adhoc`; None: all.
+        state: such as `completed`; None: all.
+
+    Raises:
+        StoreError: there is no run, or it can't be read.
+    """
+    with browse(Path(run_dir) / "run.db") as connection:
+        return list_episodes(connection, kind, state, sys.maxsize)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,7 +5,7 @@ from palestra.rollout.environments import Environments
 from palestra.rollout.groups import Bucket, Gathered, GroupQueueManager
 from palestra.rollout.orchestrator import Outcome, RolloutOrchestrator
 from palestra.rollout.pool import RunnerPool
-from palestra.rollout.runner import Play, Runner
+from palestra.rollout.runner import RolloutSpec, Runner
 from palestra.rollout.sync_lock import RolloutSyncLock
 
 __all__ = [
@@ -15,8 +15,8 @@ __all__ = [
     "Gathered",
     "GroupQueueManager",
     "Outcome",
-    "Play",
     "RolloutOrchestrator",
+    "RolloutSpec",
     "RolloutSyncLock",
     "Runner",
     "RunnerPool",

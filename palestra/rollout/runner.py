@@ -20,7 +20,7 @@ log = logging.getLogger("palestra.rollout")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Play:
+class RolloutSpec:
     """What is played: agents, in environments of which each episode gets a new one."""
 
     environment: Callable[[], Made]
@@ -36,7 +36,7 @@ class Runner:
     def __init__(
         self,
         sessions: Sessions,
-        play: Play,
+        play: RolloutSpec,
         *,
         timeout_seconds: float | None = None,
         worker_id: str = "palestra-runner",

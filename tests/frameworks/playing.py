@@ -104,7 +104,7 @@ async def play_script(script: Path, *options: str, folder: Path, reply: Reply | 
 
 
 async def train(framework: str, *, folder: Path, reply: Reply, episodes: int) -> list[tuple[str, ...]]:
-    """Play training episodes, of which a job makes one step; the answers of each.
+    """RolloutSpec training episodes, of which a job makes one step; the answers of each.
 
     Raises:
         AgentFailed: an agent ended with an exception.

@@ -16,7 +16,7 @@ import threading
 import openai
 
 import palestra
-from palestra import JobConfig, Play
+from palestra import JobConfig, RolloutSpec
 from palestra.envs import Environment
 
 FOLDER, WHAT, WHERE, SIGNAL = sys.argv[1:5]
@@ -71,7 +71,7 @@ def work() -> None:
     if WHAT == "train":
         palestra.train(rollout, TASKS, config(), resume="--resume" in sys.argv)
     else:
-        palestra.play(Play(environment=Slow), TASKS, config())
+        palestra.play(RolloutSpec(environment=Slow), TASKS, config())
     print("RAN ON", flush=True)
 
 

@@ -1,8 +1,9 @@
-"""`palestra.train` and `palestra.play` with agents and environments of the user, in one process."""
+"""`palestra.train` and `palestra.evaluate` with agents and environments of the user, in one process."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import subprocess
 from pathlib import Path
@@ -12,11 +13,11 @@ import pytest
 from servers import PALESTRA
 
 import palestra
-from palestra import JobConfig, Play
+from palestra import JobConfig, RolloutSpec
 from palestra.agents import ModelAgent
 from palestra.envs import Environment, Gomoku
 from palestra.errors import ConfigError, RolloutFailed
-from palestra.ledger.browsing import browse, list_episodes
+from palestra.ledger.browsing import browse, list_episodes, read_episode
 from palestra.trainer.recording import RecordingTrainer
 
 SCRIPTED = {"engine": {"kind": "scripted", "scripted_tokens": 6}, "server": {"port": 0}}
@@ -69,7 +70,7 @@ async def rollout(task, policy):
 
 
 def test_an_environment_is_trained_on_exactly_as_the_same_agent_over_http(tmp_path):
-    inside = palestra.train(Play(environment=Echo), TASKS, job(tmp_path / "inside"), quiet=True)
+    inside = palestra.train(RolloutSpec(environment=Echo), TASKS, job(tmp_path / "inside"), quiet=True)
     outside = palestra.train(rollout, TASKS, job(tmp_path / "outside"), quiet=True)
     assert inside.state == outside.state == "completed"
     assert (inside.checkpoint / "weights.txt").read_text() == (outside.checkpoint / "weights.txt").read_text()
@@ -80,7 +81,7 @@ def test_an_environment_is_trained_on_exactly_as_the_same_agent_over_http(tmp_pa
 
 def test_a_tiny_model_plays_a_game_and_is_trained_on_moves_that_it_was_held_to(tmp_path):
     moves = tuple(f"{row} {column}" for row in (1, 2, 3) for column in (1, 2, 3))
-    play = Play(environment=Gomoku, agents={"": ModelAgent(choices=moves)})
+    play = RolloutSpec(environment=Gomoku, agents={"": ModelAgent(choices=moves)})
     policy = {"policy": {"model": "tiny-random", "max_context": 512, "sampling": {"max_tokens": 8}}}
     more = {"engine": {"threads": 1}, "trainer": {"threads": 1}, "policies": policy}
     found = [
@@ -99,57 +100,93 @@ def test_a_tiny_model_plays_a_game_and_is_trained_on_moves_that_it_was_held_to(t
 
 def test_a_tiny_model_that_has_to_call_a_tool_does_nothing_else(tmp_path):
     ring = {"type": "function", "function": {"name": "ring", "parameters": {"type": "object", "properties": {}}}}
-    play = Play(environment=Echo, agents={"": ModelAgent(tools=(ring,), tool_choice="required")})
+    play = RolloutSpec(environment=Echo, agents={"": ModelAgent(tools=(ring,), tool_choice="required")})
     policy = {"policy": {"model": "tiny-random", "max_context": 2048, "sampling": {"max_tokens": 600}}}
-    found = palestra.play(play, TASKS, job(tmp_path, engine={"threads": 1}, policies=policy))
-    for outcome in found:
-        assert [chat.finish_reason for chat in outcome.result.chats] == ["stop", "stop"]
-        for chat in outcome.result.chats:
-            assert {call.function.name for call in chat.reply.tool_calls} == {"ring"}
-            assert chat.reply.text == ""
+    config = job(tmp_path, steps=1, engine={"threads": 1}, trainer={"threads": 1}, policies=policy)
+    palestra.train(play, TASKS, config, quiet=True)
+    with browse(tmp_path / "run.db") as connection:
+        found = [
+            read_episode(connection, e.episode_id).trajectory for e in list_episodes(connection, "train", None, 99)
+        ]
+    chats = [chat for trajectory in found for chat in trajectory.chats]
+    assert len(chats) >= 2 * 3 * 2  # 2 groups of 3 samples, 2 turns each
+    for chat in chats:
+        assert chat.finish_reason == "stop"
+        assert {call.function.name for call in chat.reply.tool_calls} == {"ring"}
+        assert chat.reply.text == ""
 
 
-def test_playing_without_training_keeps_order_and_says_what_failed(tmp_path):
+def test_an_evaluation_keeps_order_and_says_what_failed(tmp_path):
     tasks = [{"text": "a"}, {"text": "broken"}, {"text": "b"}, {"text": "a"}]
-    found = palestra.play(Play(environment=Echo), tasks, job(tmp_path / "run"), concurrency=2)
-    assert [outcome.work for outcome in found] == tasks
-    assert isinstance(found[1].error, RolloutFailed)
-    assert found[1].result is None
-    assert [outcome.result.chats[0].messages[-1].text for outcome in (found[0], found[2], found[3])] == ["a", "b", "a"]
-    assert all(outcome.result.episode.reward == sum(outcome.result.episode.step_rewards) for outcome in found[2:])
-    with browse(tmp_path / "run" / "run.db") as connection:
-        assert len(list_episodes(connection, "adhoc", "completed", 100)) == 3
+    found = palestra.evaluate(
+        environment=Echo, tasks=tasks, config=job(tmp_path / "run"), concurrency=2, trajectories=True, quiet=True
+    )
+    assert [outcome.trajectory.episode.task.data["text"] for outcome in found.outcomes] == ["a", "broken", "b", "a"]
+    assert [outcome.reward is None for outcome in found.outcomes] == [False, True, False, False]
+    assert "no network" in found.outcomes[1].reason
+    assert found.complete
+    scored = [outcome for outcome in found.outcomes if outcome.reward is not None]
+    assert found.rewards == [sum(outcome.trajectory.episode.step_rewards) for outcome in scored]
+    assert found.mean == sum(found.rewards) / 3
+    assert found.interval[0] <= found.mean <= found.interval[1]
+    kept = palestra.read_episodes(tmp_path / "run", "validation")
+    assert [episode.reward for episode in kept] == found.rewards
+    assert kept[0].episode_id == found.outcomes[0].episode_id
 
 
-def test_playing_goes_on_in_a_folder_that_has_played_or_trained_before_and_loads_no_trainer(tmp_path, monkeypatch):
-    palestra.train(Play(environment=Echo), TASKS, job(tmp_path / "trained"), quiet=True)
+def test_an_evaluation_loads_no_trainer_and_refuses_a_folder_that_has_a_run(tmp_path, monkeypatch):
+    palestra.train(environment=Echo, tasks=TASKS, config=job(tmp_path / "trained"), quiet=True)
     monkeypatch.setattr(RecordingTrainer, "__init__", lambda *_: pytest.fail("a trainer was made"))
-    for folder in ("trained", "played", "played"):
-        (outcome,) = palestra.play(Play(environment=Echo), TASKS[:1], job(tmp_path / folder))
-        assert outcome.error is None
-    for folder, played in (("trained", 1), ("played", 2)):
-        with browse(tmp_path / folder / "run.db") as connection:
-            assert len(list_episodes(connection, "adhoc", "completed", 100)) == played
+    with pytest.raises(ConfigError, match="has a run already"):
+        palestra.evaluate(environment=Echo, tasks=TASKS, config=job(tmp_path / "trained"), quiet=True)
+    (outcome,) = palestra.evaluate(environment=Echo, tasks=TASKS[:1], config=job(tmp_path / "new"), quiet=True).outcomes
+    assert outcome.reason is None
+    assert outcome.trajectory is None
 
 
 async def test_it_works_where_an_event_loop_is_running(tmp_path):
-    found = await asyncio.to_thread(palestra.play, Play(environment=Echo), TASKS[:1], job(tmp_path / "thread"))
-    assert found[0].error is None
-    inside = palestra.play(Play(environment=Echo), TASKS[:1], job(tmp_path / "here"))
-    assert inside[0].result.chats[0].completion_ids.tolist() != []
+    arguments = {"environment": Echo, "tasks": TASKS[:1], "quiet": True}
+    found = await asyncio.to_thread(palestra.evaluate, config=job(tmp_path / "thread"), **arguments)
+    assert found.outcomes[0].reward is not None
+    inside = palestra.evaluate(config=job(tmp_path / "here"), trajectories=True, **arguments)
+    assert inside.outcomes[0].trajectory.chats[0].completion_ids.tolist() != []
+
+
+@pytest.mark.parametrize("form", ["iterator", "file", "dataset"])
+def test_tasks_may_come_from_an_endless_iterator_a_file_or_a_data_set(tmp_path, form):
+    class Dataset:  # what `datasets.Dataset` is to those that read it
+        def __len__(self):
+            return len(TASKS)
+
+        def __iter__(self):
+            return iter(TASKS)
+
+    lines = tmp_path / "tasks.jsonl"
+    lines.write_text("".join(json.dumps(task) + "\n" for task in TASKS))
+    forms = {"iterator": ({"text": f"task {n}"} for n in itertools.count()), "file": str(lines), "dataset": Dataset()}
+    palestra.train(environment=Echo, tasks=forms[form], config=job(tmp_path / "run"), quiet=True)
+    played = {episode.task_id for episode in palestra.read_episodes(tmp_path / "run", "train")}
+    assert len(played) == 4  # 2 steps of 2 groups
+
+
+def test_one_answer_to_a_prompt_is_scored_by_a_function_alone(tmp_path):
+    tasks = [{"prompt": "a"}, {"prompt": "bb"}]
+    config = job(tmp_path / "run")
+    found = palestra.evaluate(reward=lambda task, answer: len(task["prompt"]), tasks=tasks, config=config, quiet=True)
+    assert found.rewards == [1.0, 2.0]
 
 
 def test_an_environment_that_only_fails_ends_the_training_with_the_reason(tmp_path):
     with pytest.raises(RolloutFailed, match=r"20 episodes in a row failed.*no network"):
-        palestra.train(Play(environment=Echo), [{"text": "broken"}], job(tmp_path), quiet=True)
+        palestra.train(RolloutSpec(environment=Echo), [{"text": "broken"}], job(tmp_path), quiet=True)
 
 
 @pytest.mark.parametrize(
     ("arguments", "config", "said"),
     [
         ((None, TASKS), {}, "nothing says what is played"),
-        ((Play(environment=Echo), TASKS), {"environment": {"name": "gomoku"}}, "leave one of them out"),
-        ((Play(environment=Echo),), {}, "no tasks"),
+        ((RolloutSpec(environment=Echo), TASKS), {"environment": {"name": "gomoku"}}, "more than once"),
+        ((RolloutSpec(environment=Echo),), {}, "no tasks"),
         ((None,), {"environment": {"name": "gomuku"}}, "did you mean 'gomoku'"),
     ],
 )

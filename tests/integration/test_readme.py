@@ -30,17 +30,26 @@ def executed(text: str, folder: Path) -> str:
     return done.stdout
 
 
-def test_the_readme_has_the_three_ways():
-    assert [sum(word in text for text in SNIPPETS) for word in ("Client(", "train(rollout", "Play(environment")] == [
-        1,
-        1,
-        1,
-    ]
-    assert len(SNIPPETS) == 3
+def with_word(word: str) -> str:
+    (snippet,) = (text for text in SNIPPETS if word in text)
+    return snippet
+
+
+WAYS = ("    reward=reward,", "train(rollout", "environment=Gomoku", "Client(")
+
+
+def test_the_readme_has_the_four_ways():
+    assert [sum(word in text for text in SNIPPETS) for word in WAYS] == [1, 1, 1, 1]
+    assert len(SNIPPETS) == 4
+
+
+def test_the_first_script_has_at_most_15_lines():
+    lines = [line for line in with_word(WAYS[0]).splitlines() if line.strip()]
+    assert len(lines) <= 15
 
 
 def test_the_snippet_with_a_client(tmp_path):
-    (snippet,) = (text for text in SNIPPETS if "Client(" in text)
+    snippet = with_word("Client(")
     with Job(tmp_path, SCRIPTED, tasks=(), validation=()) as job:
         server = job.start()
         (tmp_path / "runs").mkdir()
@@ -52,10 +61,11 @@ def test_the_snippet_with_a_client(tmp_path):
         assert list(job.manifests()) == [1, 2, 3]
 
 
-@pytest.mark.parametrize("word", ["train(rollout", pytest.param("Play(environment", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("word", [WAYS[0], *(pytest.param(way, marks=pytest.mark.slow) for way in WAYS[1:3])])
 def test_the_snippets_that_train_in_one_process(tmp_path, word):
-    (snippet,) = (text for text in SNIPPETS if word in text)
-    assert "palestra.JobConfig(steps=30)" in snippet
-    said = executed(snippet.replace("palestra.JobConfig(steps=30)", TINY), tmp_path)
+    snippet, count = re.subn(r"palestra\.JobConfig\(steps=\d+\)", TINY, with_word(word))
+    assert count == 1
+    snippet = snippet.replace('"SmolLM2-135M-Instruct"', '"tiny-random"')
+    said = executed(snippet, tmp_path)
     assert "step 1/1" in said
     assert (tmp_path / "runs" / "job" / "checkpoints" / "step-000001" / "model.safetensors").exists()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import palestra
-from palestra import JobConfig, Play, RolloutResult
+from palestra import JobConfig, RolloutResult, RolloutSpec
 from palestra.client import worker
 from palestra.envs import Environment
 from palestra.errors import EngineFailure, InvalidRequest, RolloutFailed
@@ -137,14 +137,14 @@ def scored(value: object) -> type[Scored]:
 
 
 def test_an_environment_that_gives_none_leaves_the_episode_out(tmp_path):
-    palestra.train(Play(environment=scored(None)), TASKS, config(tmp_path), quiet=True, concurrency=1)
+    palestra.train(RolloutSpec(environment=scored(None)), TASKS, config(tmp_path), quiet=True, concurrency=1)
     left_out = [row for row in episodes(tmp_path) if row["state"] == "discarded"]
     assert left_out
     assert {(row["attempts"], row["reason"].partition(":")[0]) for row in left_out} == {(1, "not_scored")}
 
 
 def test_an_environment_with_a_bad_reward_fails_its_episode(tmp_path, caplog):
-    palestra.train(Play(environment=scored("good")), TASKS, config(tmp_path), quiet=True, concurrency=1)
+    palestra.train(RolloutSpec(environment=scored("good")), TASKS, config(tmp_path), quiet=True, concurrency=1)
     told = [r.getMessage() for r in caplog.records if r.name == "palestra.rollout" and r.levelno == logging.WARNING]
     assert told
     assert all("(task task-" in line and "a reward is a number, not 'good'" in line for line in told)
@@ -159,7 +159,7 @@ def test_an_environment_with_nothing_else_ends_the_run(tmp_path):
     with pytest.raises(
         RolloutFailed, match=r"20 episodes in a row failed, the last one, train-\d+-\d+ \(task task-\d\)"
     ):
-        palestra.train(Play(environment=Bad), TASKS, config(tmp_path), quiet=True, concurrency=1)
+        palestra.train(RolloutSpec(environment=Bad), TASKS, config(tmp_path), quiet=True, concurrency=1)
 
 
 def test_tasks_that_are_no_objects_are_named_before_anything_is_loaded(tmp_path):

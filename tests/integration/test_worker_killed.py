@@ -18,7 +18,7 @@ EXPIRED = "SELECT * FROM events WHERE kind = 'lease_expired'"
 
 
 def play_one(job: Job) -> str:
-    """Play the next episode in this process, under the sleeper's name, for which the job waits at its end."""
+    """RolloutSpec the next episode in this process, under the sleeper's name, for which the job waits at its end."""
     log = Log(job.folder / "here.jsonl", "here")
     with Client(job.url, KEY, worker_id="sleeper") as client, openai.OpenAI(base_url=job.url, api_key=KEY) as ai:
         episode = client.begin_episode()

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
+import ast
 import pkgutil
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -45,8 +45,15 @@ def test_the_server_without_a_model_loads_no_torch():
 def test_what_the_package_exports_is_what_its_reference_has():
     """So that a name which comes or goes is seen in the pages for users."""
     page = (Path(__file__).parents[2] / "docs" / "python.md").read_text()
-    assert sorted(re.findall(r"^### `palestra\.(\w+)`", page, re.MULTILINE)) == sorted(palestra.__all__)
-    assert dir(palestra) == sorted(palestra.__all__)
+    assert sorted(re.findall(r"^### `palestra\.(\w+)`", page, re.MULTILINE)) == palestra.__all__
+    assert dir(palestra) == palestra.__all__
+
+
+def test_type_checkers_see_what_is_exported():
+    tree = ast.parse(Path(palestra.__file__).read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    seen = {alias.asname: found.module for found in block.body for alias in found.names if alias.asname == alias.name}
+    assert seen == palestra._HOMES
 
 
 @pytest.mark.parametrize("name", sorted(palestra.__all__))

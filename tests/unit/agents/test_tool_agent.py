@@ -10,7 +10,7 @@ import pytest
 
 from palestra.agents import ToolAgent
 from palestra.envs import Environment, TaskEnvironment
-from palestra.rollout import Play, Runner
+from palestra.rollout import RolloutSpec, Runner
 from palestra.schemas.messages import text_message
 from palestra.schemas.observations import Observation
 from palestra.schemas.records import Task
@@ -129,7 +129,7 @@ async def test_in_an_episode_the_calls_of_a_time_step_are_one_conversation(tmp_p
     replies = iter([f"<tool_call>\n{call}\n</tool_call>", "6"])
     bench.script = lambda prompt, sampling: [*next(replies).encode(), STOP]
     await bench.store.groups.register("train", 0, 1, Task(task_id="t", data={"prompt": "2 * 3?"}), 1)
-    play = Play(
+    play = RolloutSpec(
         environment=lambda: TaskEnvironment(lambda task, answer: float(answer == "6")),
         agents={"": ToolAgent([Calculator()])},
     )
@@ -159,7 +159,7 @@ async def test_the_next_turn_goes_on_from_the_tools_that_were_run_in_the_one_bef
     replies = iter([f"<tool_call>\n{call}\n</tool_call>", "6"] * 2)
     bench.script = lambda prompt, sampling: [*next(replies).encode(), STOP]
     await bench.store.groups.register("train", 0, 1, Task(task_id="t", data={}), 1)
-    play = Play(environment=Twice, agents={"": ToolAgent([Calculator()])})
+    play = RolloutSpec(environment=Twice, agents={"": ToolAgent([Calculator()])})
     trajectory = await Runner(Sessions(bench.context, 10), play).play_episode()
     bench.store.close()
     chats = trajectory.chats

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from palestra.client.episode import Episode, Policy
+from palestra.client.episode import Episode, ModelEndpoint
 
 EPISODE = Episode(
     episode_id="train-000000-00",
     kind="train",
     task_id="t",
     task={},
-    policy=Policy(base_url="http://x/v1", api_key="pe-key", model="policy", version="0.0"),
+    policy=ModelEndpoint(base_url="http://x/v1", api_key="pe-key", model="policy", version="0.0"),
     lease_seconds=60.0,
 )

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from palestra.config import JobConfig, PolicyConfig, RolloutConfig
+from palestra.config import JobConfig, PolicyConfig, RolloutConfig, parse_config
+from palestra.config.loading import dump_config
 from palestra.errors import ConfigError
 
 BASE: dict[str, Any] = {
@@ -51,7 +53,7 @@ OTHER: dict[str, Any] = {
     "rollout.weight_sync": "between_episodes",
     "environment.name": "gomoku",
     "environment.settings": {"size": 5},
-    "environment.system": "Play.",
+    "environment.system": "RolloutSpec.",
     "environment.train_tasks": 3,
     "environment.validation_tasks": 3,
     "environment.max_concurrency": 3,
@@ -96,6 +98,7 @@ OTHER: dict[str, Any] = {
 }
 # The first: with `deterministic`, and the second: with tasks, which the table has.
 ONLY_ONE_VALUE = {"rollout.max_staleness", "kind", "algorithm.name"}
+SHORT = {"model"}  # written in one place and kept in another
 # What neither moves a weight nor says which samples there are: where it is, how it is kept, how far it goes, how
 # workers are watched. (The tasks are in the run store from the first start on.)
 NOT_TRAINED = {"name", "run_dir", "steps", "tasks", "evaluation", "checkpoint", "store", "server"}
@@ -144,7 +147,31 @@ def config(**leaf_values: Any) -> JobConfig:
 
 
 def test_the_table_of_this_test_has_every_field():
-    assert leaves(config()) == OTHER.keys() | ONLY_ONE_VALUE
+    assert leaves(config()) == OTHER.keys() | ONLY_ONE_VALUE | SHORT
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"model": "tiny-random"},
+        {"model": "tiny-random", "policies": {"policy": {}}},
+        {"model": "tiny-random", "policies": {"policy": PolicyConfig(model="another")}},
+    ],
+)
+def test_model_is_short_for_that_of_the_one_policy(data):
+    short, long = JobConfig(**data), JobConfig(policies={"policy": {"model": "tiny-random"}})
+    assert short == long
+    assert short.digest() == long.digest()
+    assert short.policy.model == "tiny-random"
+    assert parse_config(tomllib.loads(dump_config(short))) == long
+    named = parse_config({"policies": {"actor": {"model": "a", "max_context": 77}}}, {"model": "b"})
+    assert named.policies == {"actor": PolicyConfig(model="b", max_context=77)}
+
+
+@pytest.mark.parametrize("policies", [{}, {"a": {}, "b": {}}, 3])
+def test_model_is_refused_where_it_could_be_that_of_several(policies):
+    with pytest.raises(ConfigError, match=r"`model` is of a job with one policy"):
+        JobConfig(model="tiny-random", policies=policies)
 
 
 @pytest.mark.parametrize("leaf", sorted(OTHER))
@@ -258,7 +285,7 @@ def test_an_inference_job_keeps_what_it_does_not_use(section, key, value):
     ("section", "values", "said"),
     [
         (JobConfig, {"step": 3}, "JobConfig: unknown key 'step'; did you mean 'steps'?"),
-        (JobConfig, {"model": "tiny-random"}, "unknown key 'model'; did you mean 'policies.NAME.model'?"),
+        (JobConfig, {"model": 3}, "JobConfig: policies.policy.model: Input should be a valid string"),
         (JobConfig, {"group_size": 4}, "unknown key 'group_size'; did you mean 'rollout.group_size'?"),
         (JobConfig, {"learning_rate": 1}, "'learning_rate'; did you mean 'policies.NAME.optimizer.learning_rate'?"),
         (JobConfig, {"wandb": 1}, "unknown key 'wandb'; known keys here: name, kind"),

@@ -9,7 +9,7 @@ import pytest
 
 from palestra.algorithms.credit import episode_credits
 from palestra.envs import SplitSum
-from palestra.rollout import Play, Runner
+from palestra.rollout import RolloutSpec, Runner
 from palestra.schemas.forks import ForkReason
 from palestra.schemas.records import Task
 from palestra.session import Sessions
@@ -41,7 +41,7 @@ async def test_a_tree_of_agents_is_recorded_token_by_token_and_credited_by_branc
     decode = bench.context.policies["policy"].decode
     bench.script = lambda prompt, sampling: [*reply(decode(prompt.tolist())).encode(), STOP]
     await bench.store.groups.register("train", 0, 1, TASK, 1)
-    play = Play(environment=lambda: SplitSum(results=results, solver_calculator=True, solver_reward=0.25))
+    play = RolloutSpec(environment=lambda: SplitSum(results=results, solver_calculator=True, solver_reward=0.25))
     trajectory = await Runner(Sessions(bench.context, 10), play).play_episode()
     bench.store.close()
     by_agent = {name: [c for c in trajectory.chats if c.agent == name] for name in {c.agent for c in trajectory.chats}}
@@ -85,7 +85,7 @@ async def test_the_same_episode_with_agents_that_are_cut_off_ends(tmp_path):
 
     bench.script = hasty
     await bench.store.groups.register("train", 0, 1, TASK, 1)
-    play = Play(environment=lambda: SplitSum(results="each", solver_calculator=True))
+    play = RolloutSpec(environment=lambda: SplitSum(results="each", solver_calculator=True))
     trajectory = await Runner(Sessions(bench.context, 10), play).play_episode()
     bench.store.close()
     assert trajectory.episode.reward == 1.0
@@ -101,7 +101,7 @@ async def test_solvers_without_a_reward_of_their_own_answer_for_that_of_the_agen
     decode = bench.context.policies["policy"].decode
     bench.script = lambda prompt, sampling: [*reply(decode(prompt.tolist())).encode(), STOP]
     await bench.store.groups.register("train", 0, 1, TASK, 1)
-    play = Play(environment=lambda: SplitSum(solver_calculator=True))
+    play = RolloutSpec(environment=lambda: SplitSum(solver_calculator=True))
     trajectory = await Runner(Sessions(bench.context, 10), play).play_episode()
     bench.store.close()
     assert trajectory.episode.rewards == {"agent": 1.0}

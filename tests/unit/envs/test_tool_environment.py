@@ -8,7 +8,7 @@ import pytest
 
 from palestra.envs import TaskEnvironment, ToolEnvironment, reward_function
 from palestra.errors import EnvironmentMistake, NotScored
-from palestra.rollout import Play, Runner
+from palestra.rollout import RolloutSpec, Runner
 from palestra.session import Sessions
 from palestra.tools import Calculator
 from unit.building import TASK, FakeClock
@@ -35,7 +35,7 @@ async def played(tmp_path, replies, **settings):
     def make():
         return ToolEnvironment([Calculator()], exact, system="Use the calculator.", **settings)
 
-    trajectory = await Runner(Sessions(bench.context, 10), Play(environment=make)).play_episode()
+    trajectory = await Runner(Sessions(bench.context, 10), RolloutSpec(environment=make)).play_episode()
     bench.store.close()
     return trajectory
 

@@ -11,7 +11,7 @@ import pytest
 from palestra.agents import Agent, ModelAgent
 from palestra.envs import ConcurrentEnvironment, Environment
 from palestra.errors import RolloutFailed
-from palestra.rollout import Play, Runner, Termination
+from palestra.rollout import RolloutSpec, Runner, Termination
 from palestra.rollout.collect import LONGEST_INFO
 from palestra.schemas.forks import ForkReason
 from palestra.schemas.messages import text_message
@@ -46,7 +46,7 @@ class Split(ConcurrentEnvironment):
 
 
 async def test_subagents_run_side_by_side_and_the_whole_tree_is_recorded(bench):
-    runner = Runner(Sessions(bench.context, 10), Play(environment=Split))
+    runner = Runner(Sessions(bench.context, 10), RolloutSpec(environment=Split))
     trajectory = await runner.play_episode()
     chats = trajectory.chats
     assert [chat.agent for chat in chats] == ["planner", "planner/part-0", "planner/part-1", "planner"]
@@ -74,7 +74,7 @@ async def test_an_agent_may_take_several_calls_for_one_step_and_answer_with_some
             self.said = action.text
             self.emit("agent", (), parents=(observation.id,), reward=float(action.text == "left"), truncated=True)
 
-    runner = Runner(Sessions(bench.context, 10), Play(environment=One, agents={"": Thoughtful()}))
+    runner = Runner(Sessions(bench.context, 10), RolloutSpec(environment=One, agents={"": Thoughtful()}))
     trajectory = await runner.play_episode()
     assert [chat.time_step for chat in trajectory.chats] == [0, 0]
     assert trajectory.episode.reward == 1.0
@@ -93,7 +93,7 @@ async def test_an_agent_that_fails_ends_the_episode_and_nothing_of_it_runs_on(be
                 await asyncio.sleep(60)
             return await ModelAgent().step(observation, policy)
 
-    runner = Runner(Sessions(bench.context, 10), Play(environment=Split, agents={"": Fails()}))
+    runner = Runner(Sessions(bench.context, 10), RolloutSpec(environment=Split, agents={"": Fails()}))
     with pytest.raises(RolloutFailed, match="confused") as failed:
         await asyncio.wait_for(runner.play_episode(), 60)
     assert failed.value.termination == Termination.AGENT_FAILED
@@ -112,7 +112,7 @@ async def test_a_conversation_that_fills_the_context_ends_with_the_reward_so_far
 
     bench = Bench(tmp_path, FakeClock(), max_context=200)
     bench.script = lambda prompt, sampling: [*b"go", STOP]
-    runner = Runner(Sessions(bench.context, 10), Play(environment=Endless))
+    runner = Runner(Sessions(bench.context, 10), RolloutSpec(environment=Endless))
     trajectory = await runner.play_episode({"n": 1})
     assert trajectory.episode.kind == "adhoc"
     assert trajectory.episode.metadata["termination"] == "context_full"
@@ -134,7 +134,7 @@ async def test_a_subagent_whose_context_is_full_is_given_up_and_its_parent_goes_
 
     bench = Bench(tmp_path, FakeClock(), max_context=200)
     bench.script = lambda prompt, sampling: [*b"go", STOP]
-    runner = Runner(Sessions(bench.context, 10), Play(environment=Long))
+    runner = Runner(Sessions(bench.context, 10), RolloutSpec(environment=Long))
     trajectory = await asyncio.wait_for(runner.play_episode({"n": 1}), 60)
     assert trajectory.episode.metadata == {
         "termination": "done",
@@ -152,7 +152,7 @@ async def test_a_first_prompt_that_does_not_fit_is_a_failure_and_no_reward_of_ze
 
     bench = Bench(tmp_path, FakeClock(), max_context=200)
     with pytest.raises(RolloutFailed, match="is 200; shorten") as failed:
-        await Runner(Sessions(bench.context, 10), Play(environment=Long)).play_episode({"n": 1})
+        await Runner(Sessions(bench.context, 10), RolloutSpec(environment=Long)).play_episode({"n": 1})
     assert failed.value.termination == Termination.AGENT_FAILED
     bench.store.close()
 
@@ -172,7 +172,7 @@ class Tells(Environment):
 
 
 async def test_what_an_environment_says_for_people_is_recorded_by_time_step(bench):
-    trajectory = await Runner(Sessions(bench.context, 10), Play(environment=Tells)).play_episode()
+    trajectory = await Runner(Sessions(bench.context, 10), RolloutSpec(environment=Tells)).play_episode()
     recorded = trajectory.episode.metadata["info"]
     assert {name: json.loads(text) for name, text in recorded.items()} == {
         "reset": {"world": "é"},
@@ -189,7 +189,7 @@ async def test_what_an_environment_says_for_people_is_recorded_by_time_step(benc
 )
 async def test_whatever_an_environment_says_for_people_can_be_stored_and_is_not_long(bench, monkeypatch, said):
     monkeypatch.setattr(Tells, "said", said)
-    trajectory = await Runner(Sessions(bench.context, 10), Play(environment=Tells)).play_episode()
+    trajectory = await Runner(Sessions(bench.context, 10), RolloutSpec(environment=Tells)).play_episode()
     recorded = trajectory.episode.metadata["info"]
     assert set(recorded) >= {"reset", "0"}
     assert sum(map(len, recorded.values())) <= LONGEST_INFO

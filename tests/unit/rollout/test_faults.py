@@ -17,7 +17,7 @@ from palestra.agents import Agent, ModelAgent
 from palestra.config import RolloutConfig
 from palestra.envs import ConcurrentEnvironment, Environment, ToolEnvironment
 from palestra.errors import EngineFailure
-from palestra.rollout import GroupQueueManager, Play, RolloutOrchestrator, Runner, RunnerPool
+from palestra.rollout import GroupQueueManager, RolloutOrchestrator, RolloutSpec, Runner, RunnerPool
 from palestra.schemas.messages import text_message
 from palestra.schemas.records import Task
 from palestra.schemas.states import EpisodeState
@@ -131,7 +131,7 @@ class Kit:
         self.bench.script = lambda prompt, sampling: [*b"go", STOP]
         self.store = self.bench.store
         sessions = Sessions(self.bench.context, 100)
-        runner = Runner(sessions, Play(environment=environment, agents=agents), timeout_seconds=timeout_seconds)
+        runner = Runner(sessions, RolloutSpec(environment=environment, agents=agents), timeout_seconds=timeout_seconds)
         self.pool = RunnerPool(sessions, runner, max_concurrency=5)
         tasks = [Task(task_id=str(i), data={"number": i, "faulty": i % 3 == 0}) for i in range(40)]
         self.groups = GroupQueueManager(self.store, CONFIG, lambda index: tasks[index])

@@ -8,7 +8,7 @@ import pytest
 
 from palestra.envs import Environment
 from palestra.errors import RolloutFailed
-from palestra.rollout import Play, RolloutSyncLock, Runner, RunnerPool
+from palestra.rollout import RolloutSpec, RolloutSyncLock, Runner, RunnerPool
 from palestra.session import Sessions
 from unit.building import TASK
 from unit.waiting import until
@@ -32,7 +32,7 @@ class Once(Environment):
 
 def pool(bench, environment=Once, max_concurrency=4, **kw) -> RunnerPool:
     sessions = Sessions(bench.context, 10)
-    runner = Runner(sessions, Play(environment=environment))
+    runner = Runner(sessions, RolloutSpec(environment=environment))
     return RunnerPool(sessions, runner, max_concurrency=max_concurrency, **kw)
 
 

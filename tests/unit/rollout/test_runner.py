@@ -9,7 +9,7 @@ import pytest
 from palestra.agents import ModelAgent
 from palestra.envs import ConcurrentEnvironment, Environment
 from palestra.errors import EngineFailure, EpisodeLeaseExpired, RolloutFailed
-from palestra.rollout import Play, Runner, Termination
+from palestra.rollout import RolloutSpec, Runner, Termination
 from palestra.schemas.messages import text_message
 from palestra.schemas.states import EpisodeState
 from palestra.session import Sessions
@@ -39,7 +39,7 @@ class Countdown(Environment):
 
 
 def runner(bench, environment=Countdown, timeout_seconds=None, **kw) -> Runner:
-    play = Play(environment=environment, **kw)
+    play = RolloutSpec(environment=environment, **kw)
     return Runner(Sessions(bench.context, 10), play, timeout_seconds=timeout_seconds)
 
 

@@ -1,0 +1,129 @@
+"""What `palestra episodes` shows: the list of a run's episodes, or one of them token by token."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from itertools import groupby
+from pathlib import Path
+
+from rich.table import Table
+from rich.text import Text
+
+from palestra.cli.episode_list import episode_lines
+from palestra.cli.episode_text import conversation
+from palestra.cli.episode_tree import call_tree
+from palestra.config import AlgorithmConfig, JobConfig
+from palestra.ledger.browsing import EpisodeView, browse, list_episodes, read_episode
+from palestra.schemas.states import EpisodeState
+from palestra.terminal import TerminalConsole
+from palestra.trajectory import TokenRow, TokenTrie, calls_of_final_answers, rows_of
+
+FOLDED = 26  # characters that stand for the tokens of a prompt
+
+
+def show(folder: Path, config: JobConfig, arguments: argparse.Namespace) -> None:
+    """Print the list, or the episode, that the command asks for.
+
+    Args:
+        folder: of the run.
+        config: of the run.
+        arguments: of the command; see `episodes.add`.
+
+    Raises:
+        NotFound: no such episode.
+        StoreError: the run can't be read.
+    """
+    console = TerminalConsole(highlight=False, soft_wrap=True)
+    with browse(folder / "run.db") as connection:
+        if arguments.episode is None:
+            rows = list_episodes(connection, arguments.kind, arguments.state, arguments.limit)
+            for line in episode_lines(rows, time.time(), console.width if console.is_terminal else None):
+                console.print(line)
+            return
+        view = read_episode(connection, arguments.episode)
+        if arguments.text:
+            console.print(conversation(view.trajectory))
+        else:
+            _show(console, view, config.algorithm, _token_text(config), arguments.unfold)
+
+
+def _show(
+    console: TerminalConsole, view: EpisodeView, algorithm: AlgorithmConfig, text_of: Callable[[int], str], unfold: bool
+) -> None:
+    trajectory, episode = view.trajectory, view.trajectory.episode
+    reward = "none" if episode.reward is None else f"{episode.reward:g}"
+    console.print(f"[bold]{episode.episode_id}[/]  {episode.state}  reward {reward}  attempts {episode.attempts}")
+    console.print(Text(f"task {episode.task.task_id}: {episode.task.data}"))
+    if episode.state is EpisodeState.CLAIMED:
+        console.print(Text(f"held by {episode.worker_id}"))
+    if episode.metadata:
+        console.print(Text(f"metadata: {episode.metadata}"))
+    trained, why = _fate(view)
+    console.print(why, style="dim")
+    trie = TokenTrie(trajectory.chats)
+    kept = frozenset(trie.chats)
+    if algorithm.abandoned == "exclude":
+        kept = calls_of_final_answers(trie, trajectory.chats)
+    console.print()
+    console.print(call_tree(trajectory, trie, set(trie.chats) - kept))
+    for number, row in enumerate(rows_of(trie, kept), 1):
+        console.print(f"\n[bold]row {number}[/]: {len(row.ids)} tokens, {int(row.sampled.sum())} sampled")
+        console.print(_tokens(row, trained, text_of, unfold))
+
+
+def _fate(view: EpisodeView) -> tuple[bool, str]:
+    """Whether its tokens are trained, and the reason in words."""
+    kind = view.trajectory.episode.kind
+    if kind != "train":
+        return False, f"never trained: it is {'an ad-hoc' if kind == 'adhoc' else 'a validation'} episode"
+    if view.step is None:
+        return False, "not trained: it is in no batch yet"
+    if len(set(view.group_rewards)) < 2:
+        return False, f"in the batch of step {view.step}, not trained: all rewards of its group are equal"
+    return True, f"trained in step {view.step}; rewards of its group: {', '.join(f'{r:g}' for r in view.group_rewards)}"
+
+
+def _tokens(row: TokenRow, trained: bool, text_of: Callable[[int], str], unfold: bool) -> Table:
+    """A line for each sampled token; the others in one line a run of them, unless `unfold`."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("place", "id", "text", "logprob", "loss", "version"):
+        table.add_column(name, justify="left" if name in ("text", "loss") else "right", no_wrap=True)
+    ids = row.ids.tolist()
+    for sampled, run in groupby(range(len(ids)), key=lambda place: bool(row.sampled[place])):
+        places = list(run)
+        if not sampled and not unfold and len(places) > 1:
+            text = _shortened("".join(text_of(ids[place]) for place in places))
+            where = f"{places[0]}-{places[-1]}"
+            table.add_row(where, "", Text(f"{len(places)} tokens: {text}"), "", "masked", "", style="dim")
+            continue
+        for place in places:
+            table.add_row(
+                str(place),
+                str(ids[place]),
+                Text(repr(text_of(ids[place]))[1:-1]),
+                f"{row.logprobs[place]:.4f}" if sampled else "",
+                "masked" if not sampled else ("trained" if trained else "sampled"),
+                ".".join(map(str, row.versions[place])) if sampled else "",
+                style=None if sampled else "dim",
+            )
+    return table
+
+
+def _shortened(text: str) -> str:
+    """The two ends of a text, in one line."""
+    shown = repr(text)[1:-1]
+    return shown if len(shown) <= FOLDED else f"{shown[: FOLDED // 2 - 1]} … {shown[-(FOLDED // 2 - 2) :]}"
+
+
+def _token_text(config: JobConfig) -> Callable[[int], str]:
+    if config.engine.kind == "scripted":
+        from palestra.chat import ByteTokenizer
+
+        plain = ByteTokenizer()
+        return lambda token: plain.decode([token])
+    from palestra.models.causal_lm import load_tokenizer
+
+    tokenizer = load_tokenizer(config.policy.model)
+    return lambda token: str(tokenizer.decode([token]))

@@ -1,0 +1,147 @@
+"""What a script gives to `train` and `evaluate`, checked and brought into one form before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from palestra.client.worker import Rollout
+from palestra.cluster.tasks import read_tasks
+from palestra.config import JobConfig, PolicyConfig
+from palestra.envs import ConcurrentEnvironment, Environment, TaskEnvironment
+from palestra.errors import ConfigError
+from palestra.rollout import RolloutSpec
+
+TaskData = Mapping[str, Any]
+Tasks = Iterable[TaskData] | str | Path
+EnvironmentMaker = Callable[[], Environment | ConcurrentEnvironment]
+RewardFunction = Callable[..., Any]
+
+
+def resolve_config(
+    config: JobConfig | None, model: str | None, environment: EnvironmentMaker | str | None
+) -> JobConfig:
+    """Return the job of a configuration and of what is given beside it.
+
+    Args:
+        config: the job; None for the defaults.
+        model: replaces the model of the job's one policy; None leaves it.
+        environment: a name sets `environment.name`; anything else leaves it.
+
+    Raises:
+        ConfigError: `config` is of another kind, or names another environment.
+    """
+    if config is not None and not isinstance(config, JobConfig):
+        raise ConfigError(f"the configuration is a {type(config).__name__}; write palestra.JobConfig(steps=30, …)")
+    config = config or JobConfig()
+    if model is not None:
+        if not isinstance(model, str):
+            raise ConfigError(
+                f"`model` has the type {type(model).__name__}; give the name of a model, or the folder that it is in"
+            )
+        checked = PolicyConfig(**config.policy.model_dump() | {"model": model})
+        config = config.model_copy(update={"policies": {config.policy_name: checked}})
+    if isinstance(environment, str):
+        if config.environment.name not in (None, environment):
+            raise ConfigError(
+                f"`environment` is {environment!r}, and environment.name is {config.environment.name!r}; leave one out"
+            )
+        config = config.model_copy(
+            update={"environment": config.environment.model_copy(update={"name": environment})},
+        )
+    return config
+
+
+def resolve_rollout(
+    config: JobConfig,
+    rollout: Rollout | RolloutSpec | None,
+    environment: EnvironmentMaker | str | None,
+    reward: RewardFunction | None,
+) -> Rollout | RolloutSpec | None:
+    """Return what plays an episode: a function of the user's, or agents in an environment.
+
+    Args:
+        config: the job, in which `environment.name` may say what is played.
+        rollout: a function `(task, endpoint)`, or a `RolloutSpec`.
+        environment: an environment's class, or a function without arguments that makes one, or a name.
+        reward: scores the answer to a task's `prompt`.
+
+    Returns:
+        None where `config.environment` says it.
+
+    Raises:
+        ConfigError: none of them says what is played, or more than one does, or one is of another kind.
+    """
+    named = config.environment.name
+    _check_rollout(rollout)
+    given = {
+        "rollout": rollout is not None,
+        "environment": environment is not None and not isinstance(environment, str),
+        "reward": reward is not None,
+        f"environment.name = {named!r}": named is not None,
+    }
+    found = [name for name, is_given in given.items() if is_given]
+    if not found:
+        raise ConfigError(
+            "nothing says what is played: give `rollout`, a function (task, endpoint) -> reward; or `environment`; or "
+            "`reward`, a function (task, answer) -> reward that scores one answer to each task's `prompt`"
+        )
+    if len(found) > 1:
+        raise ConfigError(f"what is played is said more than once, by {' and '.join(found)}; leave one of them out")
+    if rollout is not None:
+        return rollout
+    if reward is not None:
+        if not callable(reward):
+            raise ConfigError(
+                f"`reward` has the type {type(reward).__name__}; give a function (task, answer) -> number"
+            )
+        return RolloutSpec(environment=lambda: TaskEnvironment(reward), system=config.environment.system)
+    if environment is None or isinstance(environment, str):
+        return None
+    if not callable(environment):
+        name = type(environment).__name__
+        raise ConfigError(
+            f"`environment` is one {name}, and each episode needs its own; give the class {name}, or "
+            f"`lambda: {name}(…)`"
+        )
+    return RolloutSpec(environment=environment, system=config.environment.system)
+
+
+def _check_rollout(rollout: object) -> None:
+    if rollout is None or isinstance(rollout, RolloutSpec):
+        return
+    made = rollout if isinstance(rollout, type) else type(rollout)
+    if issubclass(made, Environment | ConcurrentEnvironment):
+        raise ConfigError(
+            f"{made.__name__} is an environment, not a rollout function; give environment={made.__name__}"
+        )
+    if not callable(rollout):
+        raise ConfigError(f"`rollout` has the type {made.__name__}; give a function (task, endpoint) -> reward")
+
+
+def resolve_tasks(name: str, tasks: Tasks, most: int | None = None) -> list[dict[str, Any]]:
+    """Return tasks as a list of objects.
+
+    Args:
+        name: of the argument, for messages.
+        tasks: a sequence or an iterator of JSON objects, a data set of `datasets`, or the path of a JSONL file.
+        most: tasks that are taken from an iterator, which may be endless; None: all.
+
+    Raises:
+        ConfigError: it is none of these, or the file has a line that is no task.
+    """
+    if isinstance(tasks, str | Path):
+        return [{"id": task.task_id, **task.data} for task in read_tasks(Path(tasks))]
+    if isinstance(tasks, Mapping):
+        # `datasets.load_dataset` without `split` is a mapping of splits.
+        raise ConfigError(
+            f"`{name}` is one {type(tasks).__name__}, not several tasks; write [{{…}}], or choose a split of a data set"
+        )
+    if not isinstance(tasks, Iterable):
+        raise ConfigError(
+            f"`{name}` has the type {type(tasks).__name__}; give a list of JSON objects, or a JSONL file's path"
+        )
+    found = list(tasks) if hasattr(tasks, "__len__") else list(islice(tasks, most))
+    return [dict(task) if isinstance(task, Mapping) else task for task in found]

@@ -1,0 +1,39 @@
+"""Which part of an installation has a module, for messages to those who installed less."""
+
+from __future__ import annotations
+
+_EXTRAS = {
+    "cluster": ("ray",),
+    "postgres": ("psycopg",),
+    "train": (
+        "accelerate",
+        "fastapi",
+        "gguf",
+        "jinja2",
+        "llguidance",
+        "matplotlib",
+        "numpy",
+        "openai",
+        "prometheus_client",
+        "renderers",
+        "safetensors",
+        "sqlalchemy",
+        "starlette",
+        "torch",
+        "transformers",
+        "uvicorn",
+        "uvloop",
+    ),
+}
+
+
+def missing_extra(error: ModuleNotFoundError) -> str | None:
+    """Return what to install where a module of an extra is missing, in words; None for other modules."""
+    module = (error.name or "").partition(".")[0]
+    for extra, modules in _EXTRAS.items():
+        if module in modules:
+            return (
+                f"this needs {module}, which the client alone does not bring; install palestra[{extra}] "
+                f"(in a checkout: pip install '.[{extra}]')"
+            )
+    return None
