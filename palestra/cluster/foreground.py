@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
 import threading
 from collections.abc import Callable, Coroutine
@@ -72,33 +71,3 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
     threading.Thread(target=body, name="palestra-foreground", daemon=True).start()  # a second Ctrl-C leaves it behind
     return done.result()
-
-
-def run_cancellable(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine as `run` does; a signal cancels it.
-
-    Raises:
-        KeyboardInterrupt, SystemExit: a signal came; what the coroutine cleans up when it is cancelled is cleaned up.
-    """
-    running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
-
-    async def held() -> T:
-        task = asyncio.current_task()
-        assert task is not None
-        running.append((asyncio.get_running_loop(), task))
-        return await work
-
-    def cancel() -> bool:
-        for loop, task in running:
-            with contextlib.suppress(RuntimeError):  # it has ended
-                loop.call_soon_threadsafe(task.cancel)
-        return bool(running)
-
-    with Interrupts(cancel) as interrupts:
-        try:
-            result = run(held())
-        except asyncio.CancelledError:
-            interrupts.raise_received("interrupted")
-            raise
-        interrupts.raise_received("interrupted")
-    return result

@@ -1,4 +1,4 @@
-"""A user's script around `palestra.train` or `palestra.play`, which signals itself in the middle of an episode.
+"""A user's script around `palestra.train` or `palestra.evaluate`, which signals itself in the middle of an episode.
 
     python stoppable_script.py FOLDER train|play plain|loop|thread SIGINT|SIGTERM|none [--resume]
 
@@ -16,7 +16,7 @@ import threading
 import openai
 
 import palestra
-from palestra import JobConfig, RolloutSpec
+from palestra import JobConfig
 from palestra.envs import Environment
 
 FOLDER, WHAT, WHERE, SIGNAL = sys.argv[1:5]
@@ -71,7 +71,7 @@ def work() -> None:
     if WHAT == "train":
         palestra.train(rollout, TASKS, config(), resume="--resume" in sys.argv)
     else:
-        palestra.play(RolloutSpec(environment=Slow), TASKS, config())
+        palestra.evaluate(environment=Slow, tasks=TASKS, config=config())
     print("RAN ON", flush=True)
 
 

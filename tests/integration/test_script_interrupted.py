@@ -1,4 +1,4 @@
-"""A script that calls `palestra.train` or `palestra.play` is left at SIGINT and SIGTERM, with the run saved before."""
+"""A script in `palestra.train` or `palestra.evaluate` is left at SIGINT and SIGTERM, with the run saved before."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def test_where_python_gives_no_signals_to_the_thread_the_main_thread_gets_them(t
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["plain", "loop"])
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
-def test_playing_ends_and_gives_back_what_was_being_played(tmp_path, where, name):
-    process = script(tmp_path, "play", where, name)
+def test_an_evaluation_ends_and_gives_back_what_was_being_played(tmp_path, where, name):
+    process = script(tmp_path, "evaluate", where, name)
     assert process.wait() == CODES[name], process.output
     assert "RAN ON" not in process.output
     assert "claimed" not in states(tmp_path)
