@@ -100,8 +100,9 @@ def resolve_rollout(
         return RolloutSpec(environment=lambda: TaskEnvironment(reward), system=config.environment.system)
     if environment is None or isinstance(environment, str):
         return None
-    if not callable(environment):
-        name = type(environment).__name__
+    maker: object = environment
+    if not callable(maker):
+        name = type(maker).__name__
         raise ConfigError(
             f"`environment` is one {name}, and each episode needs its own; give the class {name}, or "
             f"`lambda: {name}(…)`"
@@ -143,5 +144,6 @@ def resolve_tasks(name: str, tasks: Tasks, most: int | None = None) -> list[dict
         raise ConfigError(
             f"`{name}` has the type {type(tasks).__name__}; give a list of JSON objects, or a JSONL file's path"
         )
-    found = list(tasks) if hasattr(tasks, "__len__") else list(islice(tasks, most))
+    # Whether each is an object is not certain before the tasks are checked as those that a client pushes.
+    found: list[Any] = list(tasks) if hasattr(tasks, "__len__") else list(islice(tasks, most))
     return [dict(task) if isinstance(task, Mapping) else task for task in found]
