@@ -27,6 +27,8 @@ from palestra.config import JobConfig
 from palestra.errors import ConfigError
 from palestra.rollout import RolloutSpec
 
+SAVE_SECONDS = 120.0  # that a job may take to save after an error of what plays its episodes
+
 
 def train(
     rollout: Rollout | RolloutSpec | None = None,
@@ -168,5 +170,12 @@ async def play_until_over(server: JobThread, user: Rollouts) -> None:
                 playing.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await playing
+    except Exception:
+        # The job saves what it has trained before the error is raised: the job's thread ends with the process.
+        server.stop()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SAVE_SECONDS):
+                await server.ended.wait()
+        raise
     finally:
         server.stop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import openai
@@ -74,6 +75,22 @@ def test_a_rollout_that_always_fails_ends_the_run_with_its_error(tmp_path):
 
     with pytest.raises(ZeroDivisionError, match="no reward today"):
         palestra.train(broken, TASKS, config(tmp_path / "run"), quiet=True)
+
+
+def test_what_was_trained_before_a_rollout_began_to_fail_is_saved(tmp_path):
+    played = itertools.count()
+
+    def rollout(task, endpoint):
+        with openai.OpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as ai:
+            ai.chat.completions.create(model=endpoint.model, messages=[{"role": "user", "content": task["text"]}])
+        if (number := next(played)) >= 8:
+            raise ValueError("the world has ended")
+        return float(number % 2)
+
+    settings = config(tmp_path / "run", engine={"kind": "scripted"}, checkpoint={"every_steps": 10})
+    with pytest.raises(ValueError, match="the world has ended"):
+        palestra.train(rollout, TASKS, settings, quiet=True)
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000001"]
 
 
 def test_the_tiny_model_needs_no_setting_but_its_name(tmp_path):
