@@ -16,10 +16,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from palestra.errors import PalestraError
-from palestra.gateway.bodies import disconnected, until_disconnect
 from palestra.gateway.callers import OpenSession
-from palestra.gateway.errors import body_of
 from palestra.gateway.plane import DataPlane
+from palestra.http.disconnects import disconnected, until_disconnect
+from palestra.http.errors import Failure, openai_error
 from palestra.schemas.records import Chat
 from palestra.session import CallStart, EpisodeSession, Listener, ModelCall, ReplyPiece
 from palestra.session.sampling import overruled
@@ -41,6 +41,8 @@ class Played:
 
 class EventWriter(ABC):
     """Writes what is heard of the choices as events. A `Listener`; choices of several calls are numbered on."""
+
+    error_form = staticmethod(openai_error)
 
     def __init__(self) -> None:
         self.ready = asyncio.Event()
@@ -104,7 +106,7 @@ async def _answer_whole(
     whole: Callable[[Played], Mapping[str, Any]],
 ) -> Response:
     collector = _TopLogprobs() if any(call.top_logprobs for call in calls) else None
-    chats = await until_disconnect(request, play(session, calls, collector))
+    chats = await until_disconnect(request.receive, play(session, calls, collector))
     top = [()] * len(chats) if collector is None else [collector.top[n] for n in range(len(chats))]
     played = Played(chats=chats, top=top)
     tokens = sum(len(chat.completion_ids) for chat in chats)
@@ -261,7 +263,7 @@ class _Stream(Response):
         elif begun:
             if not isinstance(error, PalestraError):
                 log.error("%s failed while it was streamed", scope["path"], exc_info=error)
-            self._writer.failed(body_of(scope["path"], error))
+            self._writer.failed(self._writer.error_form(Failure.of(error)))
         else:
             raise error
         await self._pass_on(send, begun)

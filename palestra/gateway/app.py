@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import orjson
 from fastapi import FastAPI
 from starlette.requests import Request
 
 from palestra.gateway.chat_api import add_chat_routes
 from palestra.gateway.completions_api import add_completions_route
 from palestra.gateway.episode_api import add_episode_routes
-from palestra.gateway.equipment import application
-from palestra.gateway.keys import bearer
+from palestra.gateway.messages_answers import anthropic_error
 from palestra.gateway.messages_api import add_messages_route
-from palestra.gateway.openapi import describe
 from palestra.gateway.plane import DataPlane
 from palestra.gateway.responses_api import add_responses_route
 from palestra.gateway.status_api import add_status_routes
+from palestra.http.app import build_app
+from palestra.http.guard import bearer
+from palestra.http.openapi import describe
 
 __all__ = ["DataPlane", "create_app"]
 
@@ -28,7 +28,13 @@ def create_app(plane: DataPlane) -> FastAPI:
         plane.keys.check(bearer(request))
         return most
 
-    app = application("Palestra data plane", "Claim episodes, call the model, hand in rewards.", authenticate, most)
+    app = build_app(
+        "Palestra data plane",
+        "Claim episodes, call the model, hand in rewards.",
+        authenticate,
+        most,
+        error_forms={"/v1/messages": anthropic_error},
+    )
     add_chat_routes(app, plane)
     add_completions_route(app, plane)
     add_responses_route(app, plane)
@@ -37,8 +43,3 @@ def create_app(plane: DataPlane) -> FastAPI:
     add_status_routes(app, plane)
     describe(app)
     return app
-
-
-def describe_api(plane: DataPlane) -> bytes:
-    """The OpenAPI document, as `docs/api.md` is made from it."""
-    return orjson.dumps(create_app(plane).openapi())

@@ -9,8 +9,9 @@ from functools import partial
 from starlette.requests import Request
 
 from palestra.errors import Conflict
-from palestra.gateway.keys import EpisodeKey, bearer
+from palestra.gateway.keys import EpisodeKey
 from palestra.gateway.plane import DataPlane
+from palestra.http.guard import bearer
 from palestra.session import EpisodeSession, Sessions
 
 OpenSession = Callable[[], AbstractAsyncContextManager[EpisodeSession]]  # for the time of one request

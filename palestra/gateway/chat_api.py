@@ -12,7 +12,6 @@ from starlette.responses import Response
 
 from palestra.errors import InvalidRequest
 from palestra.gateway.answering import answer
-from palestra.gateway.bodies import parse_aside, read_body
 from palestra.gateway.callers import caller_of
 from palestra.gateway.chat_answers import ChatStream, completion
 from palestra.gateway.fields import (
@@ -26,9 +25,10 @@ from palestra.gateway.fields import (
     call_fields,
     refuse_others,
 )
-from palestra.gateway.keys import bearer
-from palestra.gateway.openapi import request_schema
 from palestra.gateway.plane import DataPlane
+from palestra.http.bodies import parse_body, read_with
+from palestra.http.guard import bearer
+from palestra.http.openapi import request_schema
 from palestra.session import ModelCall
 
 # Fields that may be sent, with the values that ask for nothing we do not do.
@@ -144,7 +144,7 @@ def add_chat_routes(app: FastAPI, plane: DataPlane) -> None:
         `<think>`. A stop string is looked for in the reply as the model wrote it, tags included.
         """
         session_of = caller_of(plane, request)
-        call, wanted = await parse_aside(partial(parse_chat, request), request, plane.pool)
+        call, wanted = await read_with(partial(parse_chat, request), request, plane.pool)
         bytes_of = plane.sessions.context.runtime(call.policy).token_bytes
         shown = bytes_of if wanted.logprobs else None
         ids = bool(wanted.return_token_ids)
@@ -169,7 +169,7 @@ def parse_chat(request: Request, body: bytes) -> tuple[ModelCall, ChatRequest]:
         InvalidRequest: not JSON, or a value of the wrong type.
         UnsupportedField: something this server does not do.
     """
-    wanted = read_body(ChatRequest, body)
+    wanted = parse_body(ChatRequest, body)
     refuse_others(wanted, _IGNORED, _HARMLESS)
     if wanted.top_logprobs and not wanted.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs = true", "top_logprobs")

@@ -14,7 +14,6 @@ from starlette.responses import Response
 
 from palestra.errors import InvalidRequest
 from palestra.gateway.answering import EventWriter, Played, answer
-from palestra.gateway.bodies import parse_aside, read_body
 from palestra.gateway.callers import caller_of
 from palestra.gateway.chat_answers import completion_id, fingerprint, usage_of
 from palestra.gateway.fields import (
@@ -24,8 +23,9 @@ from palestra.gateway.fields import (
     refuse_others,
 )
 from palestra.gateway.logprobs import TokenBytes, TokenTexts
-from palestra.gateway.openapi import request_schema
 from palestra.gateway.plane import DataPlane
+from palestra.http.bodies import parse_body, read_with
+from palestra.http.openapi import request_schema
 from palestra.schemas.records import Chat
 from palestra.session import CallStart, ModelCall, ReplyPiece
 
@@ -75,7 +75,7 @@ def add_completions_route(app: FastAPI, plane: DataPlane) -> None:
         `max_tokens` is 16 if it is not given, as with OpenAI. Reasoning and tool calls are text here.
         """
         session_of = caller_of(plane, request)
-        calls, wanted = await parse_aside(partial(parse_completion, request), request, plane.pool)
+        calls, wanted = await read_with(partial(parse_completion, request), request, plane.pool)
         bytes_of = plane.sessions.context.runtime(wanted.model).token_bytes
         shown = None if wanted.logprobs is None else bytes_of
         ids, n = bool(wanted.return_token_ids), wanted.n or 1
@@ -95,7 +95,7 @@ def parse_completion(request: Request, body: bytes) -> tuple[list[ModelCall], Co
         InvalidRequest: not JSON, or a value of the wrong type.
         UnsupportedField: something this server does not do.
     """
-    wanted = read_body(CompletionRequest, body)
+    wanted = parse_body(CompletionRequest, body)
     refuse_others(wanted, _IGNORED, _HARMLESS)
     if len(wanted.prompt) * (wanted.n or 1) > MAX_CHOICES:
         raise InvalidRequest(f"{len(wanted.prompt)} prompts x n is over {MAX_CHOICES} choices", "n")

@@ -8,11 +8,12 @@ from fastapi import APIRouter, Depends, FastAPI
 from starlette.requests import Request
 
 from palestra.errors import InvalidRequest, ServerStopping
-from palestra.gateway.bodies import parse_aside, read_body, read_request, until_disconnect
 from palestra.gateway.callers import refuse_episodes
 from palestra.gateway.fields import SOLE_AGENT
-from palestra.gateway.openapi import request_schema
 from palestra.gateway.plane import DataPlane
+from palestra.http.bodies import parse_body, read_request, read_with
+from palestra.http.disconnects import until_disconnect
+from palestra.http.openapi import request_schema
 from palestra.schemas.records import Episode, Task
 from palestra.schemas.wire import (
     AbortEpisode,
@@ -39,7 +40,7 @@ def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
     async def push_tasks(request: Request) -> TasksPushed:
         """Add tasks, in chunks that may be sent again; `final` starts the job."""
         keys.require_job(request)
-        body, tasks = await parse_aside(_pushed, request, plane.pool)
+        body, tasks = await read_with(_pushed, request, plane.pool)
         total = await tasks_of_job.push(body.split, tasks, body.chunk_id)
         if body.final:
             await tasks_of_job.seal()
@@ -60,7 +61,7 @@ def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
         body = await read_request(ClaimEpisode, request, plane.pool)
         plane.attendance.asks(body.worker_id, body.request_id)
         try:
-            episode = await until_disconnect(request, _claim(plane, body, request))
+            episode = await until_disconnect(request.receive, _claim(plane, body, request))
         finally:
             plane.attendance.leaves(body.worker_id, body.request_id)
         if episode is not None:
@@ -103,7 +104,7 @@ def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
 
 
 def _pushed(body: bytes) -> tuple[PushTasks, list[Task]]:
-    pushed = read_body(PushTasks, body)
+    pushed = parse_body(PushTasks, body)
     return pushed, [Task(task_id=task_id_of(task), data=task.data) for task in pushed.tasks]
 
 

@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 
 from palestra.errors import InvalidRequest, UnsupportedField
+from palestra.http.bodies import UNSUPPORTED
 from palestra.schemas.messages import ChatMessage
 
 SOLE_AGENT = "agent"
@@ -36,7 +37,7 @@ def _only_text(message: Any) -> Any:
         found = [key for key in ("function_call", "audio") if message.get(key)]
         found += [f"content of type {kind!r}" for kind in kinds]
         if found:
-            raise PydanticCustomError("not_text", "{found} is not supported by this server", {"found": found[0]})
+            raise PydanticCustomError(UNSUPPORTED, "{found} is not supported by this server", {"found": found[0]})
     return message
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +9,9 @@ from dataclasses import dataclass
 from starlette.requests import Request
 
 from palestra.errors import Forbidden, Unauthorized
+from palestra.http.guard import bearer
 from palestra.ledger import Episodes
+from palestra.ledger.key_files import job_key, sign
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +20,6 @@ class EpisodeKey:
 
     episode_id: str
     fence: int
-
-
-def job_key(secret: bytes, job: str) -> str:
-    """Return the key of a job that is derived from its run's secret."""
-    return "pj-" + _sign(secret, job, "job")
 
 
 class KeyRing:
@@ -50,7 +46,7 @@ class KeyRing:
 
     def episode_key(self, episode_id: str, fence: int) -> str:
         """HMAC(secret, job, episode, fence), with episode and fence in clear in front of it."""
-        return f"pe-{episode_id}.{fence}.{_sign(self._secret(), self._job, 'episode', episode_id, str(fence))}"
+        return f"pe-{episode_id}.{fence}.{sign(self._secret(), self._job, 'episode', episode_id, str(fence))}"
 
     def check(self, key: str | None) -> EpisodeKey | None:
         """None: it is the job's key; otherwise the episode that it opens.
@@ -105,16 +101,3 @@ class KeyRing:
             await episodes.get(episode_id)
             raise Forbidden(f"this key is not the key of episode {episode_id}")
         return key
-
-
-def _sign(secret: bytes, job: str, *parts: str) -> str:
-    message = "\0".join((job, *parts)).encode()
-    return hmac.new(secret, message, hashlib.sha256).hexdigest()[:40]
-
-
-def bearer(request: Request) -> str | None:
-    """The key of a request; also read from `x-api-key`, as some clients send it."""
-    scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() == "bearer":
-        return key.strip()
-    return request.headers.get("x-api-key")

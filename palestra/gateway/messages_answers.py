@@ -8,9 +8,26 @@ from typing import Any
 
 from palestra.gateway.answering import EventWriter
 from palestra.gateway.chat_answers import completion_id
+from palestra.http.errors import Failure
 from palestra.schemas.records import Chat
 from palestra.session import CallStart, ReplyPiece
 from palestra.session.reply import CALL_END
+
+_ERRORS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+
+
+def anthropic_error(failure: Failure) -> dict[str, Any]:
+    """Return the body of an error in Anthropic's form."""
+    kind = _ERRORS.get(failure.status, "invalid_request_error" if failure.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": failure.message}}
 
 
 def message_of(chat: Chat) -> dict[str, Any]:
@@ -56,6 +73,8 @@ def _blocks(chat: Chat) -> list[dict[str, Any]]:
 
 class MessageStream(EventWriter):
     """The events of one message. A block is closed before the next one opens."""
+
+    error_form = staticmethod(anthropic_error)
 
     def __init__(self, model: str) -> None:
         super().__init__()

@@ -14,7 +14,6 @@ from starlette.responses import Response
 
 from palestra.errors import InvalidRequest, UnsupportedField
 from palestra.gateway.answering import answer
-from palestra.gateway.bodies import parse_aside, read_body, until_disconnect
 from palestra.gateway.callers import caller_of
 from palestra.gateway.fields import (
     Count,
@@ -28,9 +27,11 @@ from palestra.gateway.fields import (
     refuse_others,
 )
 from palestra.gateway.messages_answers import MessageStream, message_of
-from palestra.gateway.openapi import request_schema
 from palestra.gateway.plane import DataPlane
 from palestra.gateway.transcript import Transcript
+from palestra.http.bodies import UNSUPPORTED, parse_body, read_with
+from palestra.http.disconnects import until_disconnect
+from palestra.http.openapi import request_schema
 from palestra.schemas.messages import ChatMessage, Text
 from palestra.session import ModelCall
 
@@ -72,7 +73,7 @@ def _known(value: Any) -> Any:
     for block in value if isinstance(value, list) else ():
         kind = block.get("type") if isinstance(block, dict) else None
         if isinstance(kind, str) and kind not in _BLOCKS:
-            raise PydanticCustomError("not_text", "content of type {kind} is not supported", {"kind": repr(kind)[:60]})
+            raise PydanticCustomError(UNSUPPORTED, "content of type {kind} is not supported", {"kind": repr(kind)[:60]})
     return value
 
 
@@ -198,7 +199,7 @@ def add_messages_route(app: FastAPI, plane: DataPlane) -> None:
         Errors have Anthropic's shape. Streamed, tool_use blocks come after the text, when the reply is complete.
         """
         session_of = caller_of(plane, request)
-        call, wanted = await parse_aside(partial(parse_messages, request), request, plane.pool)
+        call, wanted = await read_with(partial(parse_messages, request), request, plane.pool)
         check_thinking(wanted, plane)
         writer = MessageStream(call.policy) if wanted.stream else None
         return await answer(request, plane, session_of, [call], lambda played: message_of(played.chats[0]), writer)
@@ -207,11 +208,11 @@ def add_messages_route(app: FastAPI, plane: DataPlane) -> None:
     async def count_tokens(request: Request) -> dict[str, int]:
         """Count the tokens of the prompt that these messages would have now. Nothing is sampled or recorded."""
         session_of = caller_of(plane, request)
-        call, wanted = await parse_aside(partial(parse_count, request), request, plane.pool)
+        call, wanted = await read_with(partial(parse_count, request), request, plane.pool)
         check_thinking(wanted, plane)
         with plane.sessions.admitted():
             async with session_of() as session:
-                return {"input_tokens": await until_disconnect(request, session.count_tokens(call))}
+                return {"input_tokens": await until_disconnect(request.receive, session.count_tokens(call))}
 
 
 def check_thinking(wanted: CountRequest, plane: DataPlane) -> None:
@@ -231,7 +232,7 @@ def check_thinking(wanted: CountRequest, plane: DataPlane) -> None:
 
 def parse_count(request: Request, body: bytes) -> tuple[ModelCall, CountRequest]:
     """Check a request to count tokens. See `parse_messages` for errors."""
-    wanted = read_body(CountRequest, body)
+    wanted = parse_body(CountRequest, body)
     refuse_others(wanted, _IGNORED, {})
     call = ModelCall(
         policy=wanted.model,
@@ -249,7 +250,7 @@ def parse_messages(request: Request, body: bytes) -> tuple[ModelCall, MessagesRe
         InvalidRequest: not JSON, a value of the wrong type, or a budget for thinking that leaves none for the answer.
         UnsupportedField: something this server does not do.
     """
-    wanted = read_body(MessagesRequest, body)
+    wanted = parse_body(MessagesRequest, body)
     refuse_others(wanted, _IGNORED, {})
     budget = wanted.thinking.budget_tokens if isinstance(wanted.thinking, ThinkingEnabled) else None
     if budget is not None and budget >= wanted.max_tokens:

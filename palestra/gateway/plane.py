@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from palestra.config import JobConfig
 from palestra.errors import ServerStopping
 from palestra.gateway.attendance import Attendance
-from palestra.gateway.connections import Connections
 from palestra.gateway.keys import KeyRing
+from palestra.http.connections import Connections
 from palestra.ledger import RunStore
 from palestra.schemas.progress import JobProgress
 from palestra.session import Sessions

@@ -13,7 +13,6 @@ from starlette.responses import Response
 
 from palestra.errors import InvalidRequest
 from palestra.gateway.answering import answer
-from palestra.gateway.bodies import parse_aside, read_body
 from palestra.gateway.callers import caller_of
 from palestra.gateway.fields import (
     Count,
@@ -25,10 +24,11 @@ from palestra.gateway.fields import (
     call_fields,
     refuse_others,
 )
-from palestra.gateway.openapi import request_schema
 from palestra.gateway.plane import DataPlane
 from palestra.gateway.responses_answers import Echo, ResponseStream, response_of
 from palestra.gateway.transcript import Transcript
+from palestra.http.bodies import UNSUPPORTED, parse_body, read_with
+from palestra.http.openapi import request_schema
 from palestra.schemas.messages import ChatMessage, Text
 from palestra.session import ModelCall
 
@@ -61,7 +61,7 @@ def _content(value: Any) -> Any:
     for part in value if isinstance(value, list) else ():
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind not in ("input_text", "output_text", "text"):
-            raise PydanticCustomError("not_text", "content of type {kind} is not supported", {"kind": repr(kind)[:60]})
+            raise PydanticCustomError(UNSUPPORTED, "content of type {kind} is not supported", {"kind": repr(kind)[:60]})
     return value
 
 
@@ -112,7 +112,7 @@ def _typed(value: Any) -> Any:
     if isinstance(value, dict):
         kind = value.get("type", "message")
         if isinstance(kind, str) and kind not in _ITEMS:
-            raise PydanticCustomError("not_text", "an item of type {kind} is not supported", {"kind": repr(kind)[:60]})
+            raise PydanticCustomError(UNSUPPORTED, "an item of type {kind} is not supported", {"kind": repr(kind)[:60]})
         return {"type": kind} | value
     return value
 
@@ -207,7 +207,7 @@ def add_responses_route(app: FastAPI, plane: DataPlane) -> None:
         Streamed, function calls come after the text, when the reply is complete.
         """
         session_of = caller_of(plane, request)
-        call, echo = await parse_aside(partial(parse_response_request, request), request, plane.pool)
+        call, echo = await read_with(partial(parse_response_request, request), request, plane.pool)
         writer = ResponseStream(echo, plane.store.clock.now()) if echo.stream else None
         return await answer(
             request, plane, session_of, [call], lambda played: response_of(played.chats[0], echo), writer
@@ -221,7 +221,7 @@ def parse_response_request(request: Request, body: bytes) -> tuple[ModelCall, Ec
         InvalidRequest: not JSON, or a value of the wrong type.
         UnsupportedField: something this server does not do.
     """
-    wanted = read_body(ResponsesRequest, body)
+    wanted = parse_body(ResponsesRequest, body)
     refuse_others(wanted, _IGNORED, _HARMLESS)
     choice, messages = wanted.tool_choice, messages_of(wanted)
     if not messages:

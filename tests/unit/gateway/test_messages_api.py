@@ -3,9 +3,9 @@ from __future__ import annotations
 import json
 
 import pytest
+from palestra.gateway.errors import body_of, error_body
 
 from palestra.errors import InvalidRequest, UnsupportedField
-from palestra.gateway.errors import body_of, error_body
 from palestra.gateway.messages_answers import message_of
 from palestra.gateway.messages_api import parse_messages
 from unit.building import make_chat

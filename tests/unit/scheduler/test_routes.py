@@ -12,7 +12,7 @@ from fastapi.routing import APIRoute
 
 from palestra.errors import Unauthorized
 from palestra.gateway import KeyRing
-from palestra.gateway.key_files import SecretFile, write_private
+from palestra.ledger.key_files import SecretFile, write_private
 from palestra.scheduler.api import PUBLIC, create_control_app, jobs_api, streams
 from palestra.scheduler.permissions import PERMISSIONS, Role
 from unit.scheduler.building import submit

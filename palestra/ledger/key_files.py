@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import logging
 import os
 import re
@@ -10,7 +12,6 @@ from pathlib import Path
 
 from palestra.disk import write_whole
 from palestra.errors import ConfigError, Conflict, NotFound
-from palestra.gateway.keys import job_key
 
 log = logging.getLogger("palestra")
 SECRET, API_KEY = "secret", "api_key"
@@ -96,6 +97,23 @@ def rotate_keys(folder: Path, job: str) -> str:
     write_private(folder / SECRET, fresh)  # first: the old key is void, whatever happens then
     write_private(folder / API_KEY, key)
     return key
+
+
+def job_key(secret: bytes, job: str) -> str:
+    """Return the key of a job that is derived from its run's secret."""
+    return "pj-" + sign(secret, job, "job")
+
+
+def sign(secret: bytes, job: str, *parts: str) -> str:
+    """Return 160 bits of HMAC-SHA-256 as hexadecimal digits: what makes a key one that only this run can have made.
+
+    Args:
+        secret: of the run.
+        job: the job's name.
+        parts: what the key is for; none of them has a NUL.
+    """
+    message = "\0".join((job, *parts)).encode()
+    return hmac.new(secret, message, hashlib.sha256).hexdigest()[:40]
 
 
 def write_private(path: Path, text: str) -> None:

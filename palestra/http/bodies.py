@@ -2,34 +2,38 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
 from itertools import takewhile
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
-from starlette.requests import ClientDisconnect, Request
-from starlette.types import Receive
+from starlette.requests import Request
 
 from palestra.errors import InvalidRequest, UnsupportedField
+from palestra.http.disconnects import until_disconnect
 from palestra.threads import WorkPool
 
 B = TypeVar("B", bound=BaseModel)
 T = TypeVar("T")
 
-LONG_BODY = 32_768  # bytes; reading more takes the event loop longer than handing it to a thread
+UNSUPPORTED = "unsupported"  # type of the validation errors that say what this server does not do
+LONG_BODY = 32_768  # bytes; parsing more takes the event loop longer than handing it to a thread
 # Of one body. The largest that a route can use has 10,000 messages of parts, or the token ids of 128 prompts.
 MAX_CONTAINERS, MAX_VALUES = 50_000, 1_000_000
 _BACKSLASH = ord("\\")
 
 
-def read_body(kind: type[B], body: bytes) -> B:
-    """Check a request body.
+def parse_body(kind: type[B], body: bytes) -> B:
+    """Parse and check a request body.
+
+    Args:
+        kind: the model of the body.
+        body: JSON.
 
     Raises:
         InvalidRequest: not JSON, a value of the wrong type, or too many values.
-        UnsupportedField: content that is not text.
+        UnsupportedField: a value that a validator of `kind` refused as `UNSUPPORTED`.
     """
     check_size(body)
     try:
@@ -85,15 +89,25 @@ def _end_of_string(body: bytes, at: int) -> int:
 async def read_request(kind: type[B], request: Request, pool: WorkPool) -> B:
     """Read the body of a request, and check it.
 
+    Args:
+        kind: the model of the body.
+        request: its body is not read yet.
+        pool: threads for long bodies.
+
     Raises:
-        InvalidRequest, UnsupportedField: see `read_body`.
+        InvalidRequest, UnsupportedField: see `parse_body`.
         ClientDisconnect: the client has gone.
     """
-    return await parse_aside(partial(read_body, kind), request, pool)
+    return await read_with(partial(parse_body, kind), request, pool)
 
 
-async def parse_aside(parse: Callable[[bytes], T], request: Request, pool: WorkPool) -> T:
-    """Read the body of a request, and return what `parse` makes of it; of a long one in a thread of `pool`.
+async def read_with(parse: Callable[[bytes], T], request: Request, pool: WorkPool) -> T:
+    """Read the body of a request, and return what `parse` makes of it.
+
+    Args:
+        parse: may raise; called in a thread of `pool` where the body is long.
+        request: its body is not read yet.
+        pool: threads for long bodies.
 
     Raises:
         ClientDisconnect: the client has gone.
@@ -101,39 +115,14 @@ async def parse_aside(parse: Callable[[bytes], T], request: Request, pool: WorkP
     body = await request.body()
     if len(body) < LONG_BODY:
         return parse(body)
-    return await until_disconnect(request, pool.run(parse, body))
-
-
-async def until_disconnect(request: Request, work: Awaitable[T]) -> T:
-    """Await `work`; cancel it if the client goes away.
-
-    Raises:
-        ClientDisconnect: the client went away before `work` was done.
-    """
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(disconnected(request.receive))
-    try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientDisconnect
-    finally:
-        gone.cancel()
-        if not task.done():
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-
-async def disconnected(receive: Receive) -> None:
-    """Return when the client has gone."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    return await until_disconnect(request.receive, pool.run(parse, body))
 
 
 def _explain(error: ValidationError) -> InvalidRequest:
+    """Return the first thing that is wrong, with its place in the body."""
     first = error.errors(include_url=False, include_input=False)[0]
     place = ".".join(takewhile(_is_key, map(str, first["loc"])))[:200]
-    if first["type"] == "not_text":
+    if first["type"] == UNSUPPORTED:
         return UnsupportedField(f"{place}: {first['msg']}", place)
     return InvalidRequest(
         f"{place}: {first['msg']}" if place else f"the body is not valid JSON: {first['msg']}", place or None
@@ -141,5 +130,5 @@ def _explain(error: ValidationError) -> InvalidRequest:
 
 
 def _is_key(part: str) -> bool:
-    """Not the name of a type, which pydantic adds where several are possible."""
+    """Return False for the name of a type, which pydantic adds to a place where several are possible."""
     return "[" not in part and "(" not in part

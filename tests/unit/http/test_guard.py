@@ -9,7 +9,7 @@ import pytest
 from fastapi.routing import APIRoute
 from property.test_bodies import Served
 
-from palestra.gateway.equipment import PUBLIC
+from palestra.http.app import PUBLIC
 from palestra.scheduler.api import PUBLIC as CONTROL_PUBLIC
 from palestra.scheduler.api import create_control_app
 from palestra.scheduler.control_store import ControlStore

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.gateway.connections import ConnectionLimits, Connections
+from palestra.http.connections import ConnectionLimits, Connections
 from unit.building import FakeClock
 
 
@@ -126,7 +126,7 @@ def test_what_happens_often_is_said_once_a_minute(caplog):
 
 @pytest.mark.parametrize("room", [300, 10_000])
 def test_the_limit_leaves_descriptors_to_the_job(room, monkeypatch):
-    monkeypatch.setattr("palestra.gateway.connections.raise_descriptor_limit", lambda: room)
+    monkeypatch.setattr("palestra.http.connections.raise_descriptor_limit", lambda: room)
     connections = Connections(ConnectionLimits(header_seconds=3))
     connections.fit_descriptors()
     assert connections.limits.connections <= min(room - 64, 8192)

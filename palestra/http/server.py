@@ -1,4 +1,4 @@
-"""The HTTP server of the data plane and of the control plane: where it listens, and how it accepts connections."""
+"""An HTTP server: where it listens, and how it accepts connections."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import uvicorn
 from fastapi import FastAPI
 
 from palestra.errors import ConfigError
-from palestra.gateway.connections import Connections
-from palestra.gateway.http_protocol import LimitedProtocol, refusal
+from palestra.http.connections import Connections
+from palestra.http.protocol import LimitedProtocol, refusal
 
 BACKLOG = 4096
 NO_DESCRIPTOR_SECONDS = 0.05  # between two attempts to accept a connection where no descriptor is free

@@ -5,8 +5,7 @@ import stat
 import pytest
 
 from palestra.errors import ConfigError, Conflict, NotFound
-from palestra.gateway.key_files import SecretFile, read_secret, rotate_keys, write_private
-from palestra.gateway.keys import job_key
+from palestra.ledger.key_files import SecretFile, job_key, read_secret, rotate_keys, write_private
 
 GOOD = "ab" * 32
 

@@ -11,9 +11,9 @@ from fastapi import FastAPI
 from starlette.requests import Request
 
 from palestra.errors import Unauthorized
-from palestra.gateway.connections import ConnectionLimits, Connections
-from palestra.gateway.equipment import application
-from palestra.gateway.http_server import listen, served, url_of
+from palestra.http.app import build_app
+from palestra.http.connections import ConnectionLimits, Connections
+from palestra.http.server import listen, served, url_of
 
 KEY = {"authorization": "Bearer good"}
 
@@ -24,7 +24,7 @@ def app_of(wait: asyncio.Event) -> FastAPI:
             raise Unauthorized("no good key")
         return 10_000
 
-    app = application("t", "t", authenticate, 1_000_000)
+    app = build_app("t", "t", authenticate, 1_000_000)
 
     @app.post("/echo")
     async def echo(request: Request) -> int:

@@ -11,7 +11,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from palestra.gateway.connections import LOG_SECONDS, Connections
+from palestra.http.connections import LOG_SECONDS, Connections
 
 CONNECTION = "palestra.connection"  # where the scope of a request has its `LimitedProtocol`
 
@@ -34,7 +34,7 @@ class _Seldom(logging.Filter):
         return True
 
 
-log = logging.getLogger("palestra.gateway.http")
+log = logging.getLogger("palestra.http.protocol")
 log.addFilter(_Seldom())
 
 

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from palestra.schemas.clock import Clock, SystemClock
 
-log = logging.getLogger("palestra.gateway")
+log = logging.getLogger("palestra.http")
 MOST_CONNECTIONS = 8192  # an idle one takes about 10 KiB
 FEWEST_CONNECTIONS = 16
 RESERVED_DESCRIPTORS = 64  # for the files that a job opens while it runs: metrics, checkpoints, its curve, the store's
