@@ -20,6 +20,7 @@ from palestra.gateway.callers import OpenSession
 from palestra.gateway.plane import DataPlane
 from palestra.http.disconnects import disconnected, until_disconnect
 from palestra.http.errors import Failure, openai_error
+from palestra.http.sse import encode_event
 from palestra.schemas.records import Chat
 from palestra.session import CallStart, EpisodeSession, Listener, ModelCall, ReplyPiece
 from palestra.session.sampling import overruled
@@ -50,9 +51,7 @@ class EventWriter(ABC):
 
     def write(self, data: Mapping[str, Any] | bytes, event: str | None = None) -> None:
         """Add an event."""
-        body = data if isinstance(data, bytes) else orjson.dumps(data)
-        head = b"" if event is None else b"event: " + event.encode() + b"\n"
-        self._written.append(head + b"data: " + body + b"\n\n")
+        self._written.append(encode_event(data if isinstance(data, bytes) else orjson.dumps(data), event))
 
     def take(self) -> bytes:
         """What was written since the last time."""

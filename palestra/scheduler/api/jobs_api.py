@@ -10,6 +10,7 @@ from starlette.responses import FileResponse, StreamingResponse
 from palestra.config import parse_config
 from palestra.errors import InvalidRequest, NotFound
 from palestra.http.openapi import request_schema
+from palestra.http.sse import AS_IT_COMES, MEDIA_TYPE
 from palestra.ledger.key_files import rotate_keys
 from palestra.scheduler.api import artifacts, streams
 from palestra.scheduler.api.access import ControlPlane
@@ -30,8 +31,6 @@ from palestra.schemas.control_wire import (
 )
 from palestra.schemas.jobs import JobKind, JobRecord, JobRequest
 from palestra.schemas.states import JobState
-
-AS_IT_COMES = {"cache-control": "no-store", "x-accel-buffering": "no"}  # no proxy keeps it back
 
 
 def add_job_routes(app: FastAPI, plane: ControlPlane) -> None:
@@ -193,9 +192,7 @@ def add_reading_routes(app: FastAPI, plane: ControlPlane) -> None:
         await plane.job(by, job_id, Action.JOB_READ)
         place = streams.Place.of(last_event_id)
         run = scheduler.folder_of(job_id) / RUN
-        return StreamingResponse(
-            streams.events(plane, by, job_id, run, place, follow), 200, AS_IT_COMES, "text/event-stream"
-        )
+        return StreamingResponse(streams.events(plane, by, job_id, run, place, follow), 200, AS_IT_COMES, MEDIA_TYPE)
 
     @app.get("/jobs/{job_id}/artifacts", tags=["jobs"])
     async def listing(job_id: str, by: Annotated[Identity, Depends(plane.may(Action.JOB_READ))]) -> list[ArtifactView]:
