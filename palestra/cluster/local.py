@@ -136,7 +136,7 @@ class LocalJob:
         """Let workers that are still there hear that the job is over, for a while."""
         until = time.monotonic() + LINGER_SECONDS
         while self.progress.over and time.monotonic() < until:
-            if self.plane.attendance.complete and time.monotonic() >= self._all_back_at:
+            if self.plane.workers.all_notified and time.monotonic() >= self._all_back_at:
                 return
             await asyncio.sleep(0.05)
 

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from palestra.errors import InvalidRequest
-from palestra.gateway.plane import DataPlane
+from palestra.gateway.state import DataPlane
 from palestra.http import sse
 from palestra.http.sse import AS_IT_COMES, MEDIA_TYPE, News, encode_event
 from palestra.ledger.leases import Holder
@@ -49,7 +49,7 @@ def add_status_routes(app: FastAPI, plane: DataPlane) -> None:
             phase_due=None if progress.collected is None else progress.collected.due,
             episodes=_episodes(counts),
             held_by=[_holder(holder) for holder in plane.store.leases.holders(HOLDERS)],
-            workers=plane.attendance.busy,
+            workers=plane.workers.busy,
             calls={"in_flight": plane.sessions.in_flight, **plane.sessions.context.counts},
             tokens_per_second=plane.sessions.context.rate.per_second,
             turn_seconds={state.value: spent for state, spent in plane.sessions.context.times.seconds.items()},

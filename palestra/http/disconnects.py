@@ -22,21 +22,30 @@ async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
     Raises:
         ClientDisconnect: the client went away before `work` was done.
     """
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(disconnected(receive))
+    # `work` runs in the caller's task, and the watch cancels that, as `asyncio.timeout` does: every model call comes
+    # through here, and a race of two tasks would cost it a second one.
+    caller = asyncio.current_task()
+    assert caller is not None
+    cancelled_before, waiting = caller.cancelling(), True
+
+    def cancel(watch: asyncio.Future[None]) -> None:
+        if waiting and not watch.cancelled():
+            caller.cancel()
+
+    watch = asyncio.ensure_future(_disconnected(receive))
+    watch.add_done_callback(cancel)
     try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientDisconnect
+        return await work
+    except asyncio.CancelledError:
+        gone = watch.done() and not watch.cancelled()
+        if gone and caller.uncancel() <= cancelled_before:
+            raise ClientDisconnect from None
+        raise
     finally:
-        gone.cancel()
-        if not task.done():
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        waiting = False
+        watch.cancel()
 
 
-async def disconnected(receive: Receive) -> None:
-    """Return when the client has gone."""
+async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

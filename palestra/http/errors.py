@@ -42,7 +42,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException) -> Self:
-        """Return what clients are told of `error`: nothing but `INTERNAL` where it was not raised on purpose."""
+        """Return what clients may know of `error`: nothing but `INTERNAL` where it was not raised on purpose."""
         if not isinstance(error, PalestraError):
             return cls(status=500, message=INTERNAL, code="internal_error")
         field = error.field if isinstance(error, InvalidRequest) else None

@@ -39,7 +39,7 @@ class RequestGuard:
         Args:
             app: the application.
             authenticate: raises what is wrong with a request's key, and returns how many bytes its body may have.
-            max_bytes: of any body, whatever `authenticate` allows.
+            max_bytes: the most that any body may have, also where `authenticate` allows more.
             public: paths that need no key, and take no body.
             answers: gives refusals the form of their route.
         """
@@ -65,7 +65,8 @@ class RequestGuard:
                 return await receive()
             left = min(BODY_SECONDS, until - asyncio.get_running_loop().time())
             try:
-                message = await asyncio.wait_for(receive(), max(left, 0.0))
+                async with asyncio.timeout(max(left, 0.0)):
+                    message = await receive()
             except TimeoutError:
                 raise InvalidRequest(f"nothing more of the body came for {left:.3g} s") from None
             size = len(message.get("body", b""))

@@ -9,7 +9,11 @@ from pydantic import BaseModel
 
 
 def request_schema(kind: type[BaseModel]) -> dict[str, Any]:
-    """What a route whose body is read by hand says of it."""
+    """Return what a route's part of the document says of a body that the route reads by hand.
+
+    Args:
+        kind: the model of the body.
+    """
     schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 

@@ -17,7 +17,7 @@ CONNECTION = "palestra.connection"  # where the scope of a request has its `Limi
 
 
 class _Seldom(logging.Filter):
-    """Lets a warning pass once in `LOG_SECONDS`: anybody can cause them without a key. Errors always pass."""
+    """Lets a warning pass once in `LOG_SECONDS`: a client can cause them without a key. Errors always pass."""
 
     def __init__(self) -> None:
         super().__init__()

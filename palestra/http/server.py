@@ -15,6 +15,7 @@ from fastapi import FastAPI
 from palestra.errors import ConfigError
 from palestra.http.connections import Connections
 from palestra.http.protocol import LimitedProtocol, refusal
+from palestra.waiting import cancelled
 
 BACKLOG = 4096
 NO_DESCRIPTOR_SECONDS = 0.05  # between two attempts to accept a connection where no descriptor is free
@@ -32,7 +33,7 @@ def listen(host: str, port: int) -> socket.socket:
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
-            listener.listen(BACKLOG)  # at once: until one listens, two servers can have the same address
+            listener.listen(BACKLOG)  # until one of them listens, two servers can be bound to the same address
         except OSError:
             listener.close()
             raise
@@ -118,10 +119,10 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept no more, and close what is open."""
-        for task in self._accepting:
-            task.cancel()
-        await asyncio.gather(*self._accepting, return_exceptions=True)
-        await super().shutdown(sockets)
+        try:
+            await cancelled(*self._accepting)
+        finally:
+            await super().shutdown(sockets)
 
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -144,7 +145,7 @@ class _Server(uvicorn.Server):
 
     async def main_loop(self) -> None:
         """Until `exit`."""
-        ticks = count(0, 10)  # it counts tenths of a second, and makes the header `date` anew at each tenth of them
+        ticks = count(0, 10)  # uvicorn counts tenths of a second, and renews the header `date` at every tenth of them
         while not await self.on_tick(next(ticks)):
             self._connections.sweep()
             with contextlib.suppress(TimeoutError):
@@ -158,7 +159,7 @@ class _Server(uvicorn.Server):
 
 
 def _refuse(client: socket.socket) -> None:
-    """Tell a client that all connections are in use."""
+    """Answer a client that all connections are in use, and close its connection."""
     with contextlib.suppress(OSError):
         client.setblocking(False)
         with contextlib.suppress(BlockingIOError):

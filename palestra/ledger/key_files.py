@@ -57,7 +57,7 @@ def read_secret(folder: Path) -> bytes:
     """Return what a run's keys are derived from.
 
     Raises:
-        ConfigError: the file is empty, short or something else: anybody could make keys that open the run.
+        ConfigError: the file is empty, short or something else: keys that open the run could be guessed.
     """
     path = folder / SECRET
     text = path.read_text(errors="replace").strip()
@@ -94,7 +94,7 @@ def rotate_keys(folder: Path, job: str) -> str:
         )
     fresh = secrets.token_hex(SECRET_BYTES)
     key = job_key(bytes.fromhex(fresh), job)
-    write_private(folder / SECRET, fresh)  # first: the old key is void, whatever happens then
+    write_private(folder / SECRET, fresh)  # first, so that the old key is void even if the second write fails
     write_private(folder / API_KEY, key)
     return key
 

@@ -14,7 +14,7 @@ import openai
 import pytest
 from test_dialect import asks, recorded, speaking, until
 
-from palestra.gateway import answering, app
+from palestra.gateway import app, respond
 from palestra.http import guard
 
 IDLE = 2000
@@ -108,7 +108,7 @@ async def test_clients_that_read_a_byte_at_a_time_hold_up_nobody_and_nothing_is_
 
 
 async def test_a_client_that_takes_nothing_of_its_stream_is_given_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(answering, "STALLED_SECONDS", 0.2)
+    monkeypatch.setattr(respond, "STALLED_SECONDS", 0.2)
     content = json.dumps(asks("z" * 3000, stream=True)).encode()
     async with speaking(tmp_path, piece_delay_seconds=0.001) as (job, engine, ai, episode_id):
         headers = [(b"authorization", f"Bearer {ai.api_key}".encode())]

@@ -69,7 +69,7 @@ def add_account_routes(app: FastAPI, plane: ControlPlane) -> None:
     async def change_tenant(
         name: str, request: Request, by: Annotated[Identity, Depends(plane.may(Action.TENANT_CHANGE))]
     ) -> TenantView:
-        """Another quota, at once: what is left out stays, null takes a limit away. What runs goes on."""
+        """Another quota, in force immediately: what is left out stays, null removes a limit. Running jobs stay."""
         body = await plane.body(ChangeTenant, request)
         quota = await accounts.change_quota(by, name, body.quota.model_dump(exclude_unset=True))
         return TenantView(name=name, quota=_quota(quota))
@@ -92,13 +92,13 @@ def add_account_routes(app: FastAPI, plane: ControlPlane) -> None:
     async def change_role(
         name: str, request: Request, by: Annotated[Identity, Depends(plane.may(Action.USER_CHANGE))]
     ) -> None:
-        """Another role, at once."""
+        """Another role, in force immediately."""
         body = await plane.body(ChangeRole, request)
         await accounts.change_role(by, name, Role(body.role))
 
     @app.delete("/users/{name}", tags=["accounts"], status_code=204)
     async def remove_user(name: str, by: Annotated[Identity, Depends(plane.may(Action.USER_REMOVE))]) -> None:
-        """Nobody comes in as this user any more."""
+        """Remove a user: their keys open nothing any more."""
         await accounts.remove_user(by, name)
 
     @app.get("/audit", tags=["accounts"])

@@ -187,7 +187,7 @@ def add_reading_routes(app: FastAPI, plane: ControlPlane) -> None:
     ) -> StreamingResponse:
         """Server-sent events: changes of state, and what the job reports (a `step` has its metrics), from the start.
 
-        After a lost connection the header `Last-Event-ID` goes on behind the last one that arrived.
+        After a lost connection the header `Last-Event-ID` continues after the last event that arrived.
         """
         await plane.job(by, job_id, Action.JOB_READ)
         place = streams.Place.of(last_event_id)

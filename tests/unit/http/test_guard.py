@@ -77,10 +77,22 @@ async def test_on_the_control_plane(tmp_path, key):
             assert found == 401, (method, path, body)
 
 
-def test_no_route_of_the_data_plane_leaves_its_body_to_the_framework(data_plane):
-    """It would be parsed on the event loop."""
-    routers = [getattr(route, "original_router", None) for route in data_plane.app.routes]
-    routes = [*data_plane.app.routes, *(route for router in routers if router for route in router.routes)]
+def bodies_read_by_the_framework(app, known: str) -> list[str]:
+    """Return the routes whose bodies would be parsed on the event loop."""
+    routers = [getattr(route, "original_router", None) for route in app.routes]
+    routes = [*app.routes, *(route for router in routers if router for route in router.routes)]
     mine = {route.path: route for route in routes if isinstance(route, APIRoute)}
-    assert "/claim_episode" in mine
-    assert [path for path, route in mine.items() if route.body_field is not None] == []
+    assert known in mine
+    return [path for path, route in mine.items() if route.body_field is not None]
+
+
+def test_no_route_of_the_data_plane_leaves_its_body_to_the_framework(data_plane):
+    assert bodies_read_by_the_framework(data_plane.app, "/claim_episode") == []
+
+
+def test_no_route_of_the_control_plane_leaves_its_body_to_the_framework(tmp_path):
+    with ControlStore(f"sqlite:///{tmp_path / 'control.db'}") as store:
+        app = create_control_app(control_plane(store, tmp_path))
+        assert bodies_read_by_the_framework(app, "/jobs") == []
+        posted = app.openapi()["paths"]["/jobs"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        assert posted == {"$ref": "#/components/schemas/SubmitJob"}

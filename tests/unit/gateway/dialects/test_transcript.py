@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from palestra.gateway.transcript import Transcript
+from palestra.gateway.dialects.transcript import Transcript
 from palestra.schemas.messages import ChatMessage, FunctionCall, ToolCall, text_message
 
 

@@ -19,7 +19,7 @@ def chat_logprobs(
         ids: [N], the sampled tokens.
         logprobs: [N], theirs.
         top: empty; or [N], at each place the most probable tokens with their logprobs. Those that `top_k` or `top_p`
-            had left out are not told of.
+            had left out are left out of the answer, too.
         bytes_of: gives the bytes of a token.
     """
     content = []

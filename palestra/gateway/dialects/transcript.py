@@ -1,6 +1,6 @@
-"""Pieces of a conversation to messages: dialects that send a reply in parts get it put together again.
+"""Parts of a conversation to messages: a reply that a dialect splits into items or blocks is put together again.
 
-Only then is it equal to what was recorded, and the next call goes on from its exact tokens.
+Only a whole reply equals the recorded one, so that the next call can extend its exact tokens.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from palestra.schemas.messages import ChatMessage, FunctionCall, Role, ToolCall,
 
 
 class Transcript:
-    """Takes the parts in order."""
+    """Collects the parts of a conversation, in order, into messages."""
 
     def __init__(self) -> None:
         self._messages: list[ChatMessage] = []
@@ -17,7 +17,7 @@ class Transcript:
         self._open = False  # the last message is a reply that may go on
 
     def say(self, role: Role, text: str) -> None:
-        """Text. The assistant's goes with reasoning in front of it, and before calls."""
+        """Add text. The assistant's becomes one message with the reasoning before it and the calls after it."""
         last = self._messages[-1] if self._messages else None
         if (
             role == "assistant"
@@ -33,13 +33,19 @@ class Transcript:
         self._open = role == "assistant"
 
     def think(self, text: str) -> None:
-        """Reasoning, with which a reply begins."""
+        """Add reasoning, with which a reply begins."""
         if text:
             self._add(text_message("assistant", "").model_copy(update={"reasoning_content": text}))
             self._open = True
 
     def call(self, call_id: str, name: str, arguments: str) -> None:
-        """A tool that the assistant called."""
+        """Add a tool call of the assistant.
+
+        Args:
+            call_id: by which the result names it.
+            name: of the tool.
+            arguments: JSON, as the model wrote it.
+        """
         made = ToolCall(id=call_id, function=FunctionCall(name=name, arguments=arguments))
         if not self._open:
             self._add(text_message("assistant", ""))
@@ -47,13 +53,13 @@ class Transcript:
         self._calls.append(made)
 
     def result(self, call_id: str, text: str) -> None:
-        """What the tool answered."""
+        """Add what a tool answered to the call `call_id`."""
         self._add(text_message("tool", text).model_copy(update={"tool_call_id": call_id}))
         self._open = False
 
     @property
     def messages(self) -> tuple[ChatMessage, ...]:
-        """The whole conversation."""
+        """The conversation so far."""
         self._give_calls()
         return tuple(self._messages)
 

@@ -4,7 +4,7 @@ import pytest
 from starlette.requests import Request
 
 from palestra.errors import Forbidden, NotFound, Unauthorized
-from palestra.gateway.keys import EpisodeKey, KeyRing
+from palestra.gateway.auth import EpisodeKey, KeyRing
 from palestra.http.guard import bearer
 from unit.building import TASK, open_store
 

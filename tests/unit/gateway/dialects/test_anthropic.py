@@ -3,18 +3,24 @@ from __future__ import annotations
 import json
 
 import pytest
-from palestra.gateway.errors import body_of, error_body
 
 from palestra.errors import InvalidRequest, UnsupportedField
-from palestra.gateway.messages_answers import message_of
-from palestra.gateway.messages_api import parse_messages
+from palestra.gateway.dialects.anthropic import Messages
+from palestra.gateway.dialects.base import GenerationResult
+from palestra.gateway.dialects.chat import ChatCompletions
+from palestra.gateway.dialects.responses import Responses
+from palestra.http.errors import Failure
 from unit.building import make_chat
-from unit.gateway.test_chat_api import request_of
+
+
+def asked(**fields):
+    body = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]} | fields
+    return Messages().parse(json.dumps(body).encode(), {})
 
 
 def parse(**fields):
-    body = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]} | fields
-    return parse_messages(request_of("/v1/messages"), json.dumps(body).encode())[0]
+    (call,) = asked(**fields).calls
+    return call
 
 
 def test_blocks_are_messages():
@@ -86,13 +92,15 @@ def test_what_is_not_supported_is_refused_by_name(field):
 
 
 def test_a_message_tells_of_the_reply_and_its_tokens():
-    body = message_of(make_chat(prompt=(1, 2, 3), completion=(104, 105, 258), reply="hi"))
+    chat = make_chat(prompt=(1, 2, 3), completion=(104, 105, 258), reply="hi")
+    body = Messages().render(asked(), GenerationResult(chats=(chat,), top=[()]), None)
     assert body["content"] == [{"type": "text", "text": "hi"}]
     assert (body["stop_reason"], body["usage"]["input_tokens"], body["usage"]["output_tokens"]) == ("end_turn", 3, 3)
 
 
 def test_an_error_has_the_shape_of_its_dialect_and_keeps_what_is_internal():
-    assert error_body("/v1/messages", 429, "m", "c")["error"] == {"type": "rate_limit_error", "message": "m"}
-    assert body_of("/v1/chat/completions", UnsupportedField("m", "f"))["error"]["param"] == "f"
-    for path in ("/v1/messages", "/v1/responses"):
-        assert "secret" not in str(body_of(path, RuntimeError("secret")))
+    refused = Messages().error_body(Failure(status=429, message="m", code="c"))
+    assert refused["error"] == {"type": "rate_limit_error", "message": "m"}
+    assert ChatCompletions().error_body(Failure.of(UnsupportedField("m", "f")))["error"]["param"] == "f"
+    for dialect in (Messages(), Responses()):
+        assert "secret" not in str(dialect.error_body(Failure.of(RuntimeError("secret"))))

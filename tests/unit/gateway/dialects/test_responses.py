@@ -5,22 +5,22 @@ import json
 import pytest
 
 from palestra.errors import InvalidRequest, UnsupportedField
-from palestra.gateway.responses_answers import response_of
-from palestra.gateway.responses_api import parse_response_request
+from palestra.gateway.dialects.base import GenerationResult
+from palestra.gateway.dialects.responses import Responses
 from unit.building import make_chat
-from unit.gateway.test_chat_api import request_of
 
 
 def parse(**fields):
     body = json.dumps({"model": "m", "input": "hi"} | fields).encode()
-    return parse_response_request(request_of("/v1/responses"), body)
+    return Responses().parse(body, {})
 
 
 def test_text_and_instructions_are_a_conversation():
-    call, echo = parse(instructions="be brief", max_output_tokens=5, temperature=0.5, top_p=0.25)
+    asked = parse(instructions="be brief", max_output_tokens=5, temperature=0.5, top_p=0.25)
+    (call,) = asked.calls
     assert [(m.role, m.text) for m in call.messages] == [("system", "be brief"), ("user", "hi")]
     assert (call.max_tokens, call.temperature, call.top_p) == (5, 0.5, 0.25)
-    assert not echo.stream
+    assert not asked.stream
 
 
 def test_items_are_messages_and_a_tool_has_the_shape_of_the_chat_dialect():
@@ -30,7 +30,8 @@ def test_items_are_messages_and_a_tool_has_the_shape_of_the_chat_dialect():
         {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "4"}]},
     ]
     tool = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}
-    call, _ = parse(input=items, tools=[tool], tool_choice={"type": "function", "name": "f"}, parallel_tool_calls=False)
+    choice = {"type": "function", "name": "f"}
+    (call,) = parse(input=items, tools=[tool], tool_choice=choice, parallel_tool_calls=False).calls
     assert [(m.role, m.text, m.tool_call_id) for m in call.messages] == [
         ("user", "ab", None),
         ("assistant", "", None),
@@ -64,8 +65,9 @@ def test_what_would_have_to_be_kept_is_refused_by_name(field):
 
 
 def test_a_response_tells_of_the_reply_and_its_tokens():
-    _, echo = parse(tools=[{"type": "function", "name": "f"}])
-    body = response_of(make_chat(prompt=(1, 2, 3), completion=(104, 105, 258), reply="hi"), echo)
+    chat = make_chat(prompt=(1, 2, 3), completion=(104, 105, 258), reply="hi")
+    result = GenerationResult(chats=(chat,), top=[()])
+    body = Responses().render(parse(tools=[{"type": "function", "name": "f"}]), result, None)
     assert body["output"][0]["content"][0]["text"] == "hi"
     assert (body["usage"]["input_tokens"], body["usage"]["total_tokens"]) == (3, 6)
     assert body["tools"] == [{"type": "function", "name": "f"}]

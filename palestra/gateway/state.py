@@ -1,4 +1,4 @@
-"""What the routes of a data plane work on."""
+"""What the routes of a data plane share."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from palestra.config import JobConfig
 from palestra.errors import ServerStopping
-from palestra.gateway.attendance import Attendance
-from palestra.gateway.keys import KeyRing
+from palestra.gateway.auth import KeyRing
+from palestra.gateway.workers import WorkerRegistry
 from palestra.http.connections import Connections
 from palestra.ledger import RunStore
 from palestra.schemas.progress import JobProgress
@@ -27,12 +27,12 @@ class DataPlane:
     progress: JobProgress
     started_at: float  # Unix seconds
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
-    attendance: Attendance = field(init=False)
+    workers: WorkerRegistry = field(init=False)
     connections: Connections = field(default_factory=Connections)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "attendance", Attendance(self.store.clock))
-        self.store.episodes.on_lease_over.append(self.attendance.lease_over)
+        object.__setattr__(self, "workers", WorkerRegistry(self.store.clock))
+        self.store.episodes.on_lease_over.append(self.workers.mark_lease_over)
 
     @property
     def pool(self) -> WorkPool:
@@ -40,7 +40,7 @@ class DataPlane:
         return self.sessions.context.pool
 
     def stop(self) -> None:
-        """The server goes away: whoever waits for it is told so at once, and may come back."""
+        """Answer all that wait for the server that it goes down, and that it may come back."""
         self.stopping.set()
         self.sessions.stop(ServerStopping("the server is going down; it may come back"))
         self.store.episodes.available.notify()

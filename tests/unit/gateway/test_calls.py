@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from palestra.errors import ContextOverflow
-from palestra.gateway.answering import play
+from palestra.gateway.calls import sample_calls
 from palestra.schemas.records import Chat
 from palestra.session import ModelCall
 from unit.building import make_chat
@@ -49,7 +49,7 @@ def jumps(seen: Sequence[int]) -> int:
 async def test_others_are_served_between_the_starts_of_two_calls_and_answers_are_in_order():
     session, seen = Session(), [0]
     ticking = asyncio.create_task(ticks(seen, session))
-    chats = await play(session, CALLS, None)  # type: ignore[arg-type]
+    chats = await sample_calls(session, CALLS, None)  # type: ignore[arg-type]
     ticking.cancel()
     assert [chat.index for chat in chats] == list(range(128))
     assert jumps(seen) <= 2
@@ -58,6 +58,6 @@ async def test_others_are_served_between_the_starts_of_two_calls_and_answers_are
 async def test_after_a_call_has_failed_no_other_is_started():
     session = Session(bad="3")
     with pytest.raises(ContextOverflow):
-        await play(session, CALLS, None)  # type: ignore[arg-type]
+        await sample_calls(session, CALLS, None)  # type: ignore[arg-type]
     assert session.started[:4] == ["0", "1", "2", "3"]
     assert len(session.started) <= 6

@@ -1,23 +1,18 @@
-"""What the request bodies of the dialects have in common: fields, their limits, and what a refusal says."""
+"""Fields of request bodies that several dialects have, with their limits, and what a refusal says."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import orjson
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
 from pydantic_core import PydanticCustomError
-from starlette.requests import Request
 
-from palestra.errors import InvalidRequest, UnsupportedField
+from palestra.errors import UnsupportedField
 from palestra.http.bodies import UNSUPPORTED
 from palestra.schemas.messages import ChatMessage
 
-SOLE_AGENT = "agent"
-MAX_AGENT = 200
-MAX_STEP = 1_000_000
 MAX_CHOICES = 128
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256
 MAX_SCHEMA_BYTES = 65_536
@@ -29,7 +24,7 @@ def _listed(value: Any) -> Any:
 
 
 def _only_text(message: Any) -> Any:
-    """Refuse what a prompt would silently lack: the records have a place for images, the renderers not yet."""
+    """Refuse what a prompt would lack without a word: the records have a place for images, the renderers not yet."""
     if isinstance(message, dict):
         content = message.get("content")
         parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
@@ -111,7 +106,9 @@ class SamplingFields(BaseModel):
     temperature: Temperature | None = Field(
         None, description="Used on ad-hoc episodes only; elsewhere the job's, as `x-palestra-sampling` then says."
     )
-    seed: Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)] | None = Field(None, description="Likewise.")
+    seed: Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)] | None = Field(
+        None, description="Used on ad-hoc episodes only; elsewhere one of the job's."
+    )
     top_p: Probability | None = Field(
         None, description="Below 1 refused or ignored in training episodes (`rollout.untrainable_sampling`)."
     )
@@ -133,7 +130,7 @@ class SamplingFields(BaseModel):
         "are not part of it.",
     )
     stop_token_ids: Annotated[tuple[Token, ...], Field(max_length=MAX_STOPS)] | None = Field(
-        None, description="Likewise tokens."
+        None, description="Token ids that end the reply and are not part of it."
     )
     stream: Flag | None = Field(None, description="Server-sent events, from the first text on.")
     stream_options: StreamOptions | None = Field(None, description="`include_usage`: usage in a last chunk.")
@@ -141,8 +138,13 @@ class SamplingFields(BaseModel):
         None, description="Add `prompt_token_ids`, and `token_ids` to each choice: the exact tokens."
     )
 
+    @property
+    def usage_wanted(self) -> bool:
+        """Whether a stream ends with a chunk for the usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
     def sampling(self) -> dict[str, Any]:
-        """The fields of a `ModelCall`."""
+        """Return the fields of a `ModelCall` that say how to sample."""
         return {
             "choices": self.n or 1,
             "min_tokens": self.min_tokens or 0,
@@ -161,6 +163,11 @@ class SamplingFields(BaseModel):
 def refuse_others(wanted: BaseModel, ignored: Sequence[str], harmless: Mapping[str, Sequence[Any]]) -> None:
     """Refuse fields that this server does not act on, unless they ask for nothing.
 
+    Args:
+        wanted: a request body, with its unknown fields in `model_extra`.
+        ignored: names of fields that change no reply.
+        harmless: by a field's name, the values that ask for what is done anyway.
+
     Raises:
         UnsupportedField: naming the first.
     """
@@ -168,32 +175,3 @@ def refuse_others(wanted: BaseModel, ignored: Sequence[str], harmless: Mapping[s
         if value is None or name in ignored or value in harmless.get(name, ()):
             continue
         raise UnsupportedField(f"{name[:100]} = {str(value)[:60]!r} is not supported by this server", name[:100])
-
-
-def call_fields(body: bytes, request: Request) -> dict[str, Any]:
-    """What a `ModelCall` has from the request itself."""
-    headers = request.headers
-    return {
-        "agent": agent_of(headers),
-        "time_step": time_step_of(headers),
-        "digest": hashlib.blake2b(body, digest_size=16, person=request.url.path.encode()[-16:]).hexdigest(),
-        "retry": headers.get("x-stainless-retry-count", "0") not in ("", "0"),
-    }
-
-
-def agent_of(headers: Mapping[str, str]) -> str:
-    """Who calls; a subagent's name starts with its parent's: `planner/search`."""
-    name = headers.get("x-palestra-agent", SOLE_AGENT)
-    if not 0 < len(name) <= MAX_AGENT or not name.isprintable() or "" in name.split("/"):
-        raise InvalidRequest(f"an agent's name has 1 to {MAX_AGENT} printable characters: {name!r}", "x-palestra-agent")
-    return name
-
-
-def time_step_of(headers: Mapping[str, str]) -> int | None:
-    """The interaction with the environment that the call belongs to; None: it is one of its own."""
-    step = headers.get("x-palestra-step")
-    if step is None:
-        return None
-    if not step.isascii() or not step.isdigit() or len(step) > len(str(MAX_STEP)) or int(step) > MAX_STEP:
-        raise InvalidRequest(f"a TimeStep is a number from 0 to {MAX_STEP}: {step[:20]!r}", "x-palestra-step")
-    return int(step)

@@ -4,7 +4,7 @@ import math
 
 from palestra.chat import ByteTokenizer
 from palestra.chat.token_bytes import token_bytes
-from palestra.gateway.logprobs import TokenTexts, chat_logprobs
+from palestra.gateway.dialects.logprobs import TokenTexts, chat_logprobs
 
 BYTES = token_bytes(ByteTokenizer())
 EURO = list("a€b".encode())

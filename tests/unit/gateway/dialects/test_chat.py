@@ -1,30 +1,30 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
-from starlette.requests import Request
 
 from palestra.chat import ByteTokenizer
 from palestra.chat.token_bytes import token_bytes
 from palestra.errors import InvalidRequest, UnsupportedField
-from palestra.gateway.answering import Played
-from palestra.gateway.chat_answers import completion
-from palestra.gateway.chat_api import parse_chat
+from palestra.gateway.dialects.anthropic import Messages
+from palestra.gateway.dialects.base import GenerationResult
+from palestra.gateway.dialects.chat import ChatCompletions
 from palestra.schemas.messages import text_message
 from unit.building import make_chat
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 
-def request_of(path="/v1/chat/completions", headers=None) -> Request:
-    raw = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
-    return Request({"type": "http", "method": "POST", "path": path, "headers": raw})
+def asked(headers=None, **fields):
+    body = json.dumps({"model": "m", "messages": MESSAGES} | fields).encode()
+    return ChatCompletions().parse(body, headers or {})
 
 
 def parse(headers=None, **fields):
-    body = json.dumps({"model": "m", "messages": MESSAGES} | fields).encode()
-    return parse_chat(request_of(headers=headers), body)[0]
+    (call,) = asked(headers, **fields).calls
+    return call
 
 
 def test_what_is_acted_on_is_read():
@@ -122,7 +122,7 @@ def test_a_wrong_value_is_named(fields, place):
 )
 def test_what_is_no_json_is_an_invalid_request(body):
     with pytest.raises(InvalidRequest, match="not valid JSON"):
-        parse_chat(request_of(), body)
+        ChatCompletions().parse(body, {})
 
 
 @pytest.mark.parametrize(
@@ -140,8 +140,9 @@ def test_what_is_not_text_is_refused_and_never_dropped(message):
 
 def test_a_completion_has_openais_shape_with_a_logprob_a_token():
     chat = make_chat(prompt=(1, 2, 3), completion=(104, 105, 258), logprobs=[-0.5, -1.0, -2.0], reply="hi")
-    played = Played(chats=(chat,), top=[()])
-    body = completion(played, token_bytes(ByteTokenizer()), return_ids=True)
+    result = GenerationResult(chats=(chat,), top=[()])
+    runtime = SimpleNamespace(token_bytes=token_bytes(ByteTokenizer()))
+    body = ChatCompletions().render(asked(logprobs=True, return_token_ids=True), result, runtime)
     (choice,) = body["choices"]
     assert (choice["message"]["content"], choice["finish_reason"]) == ("hi", "stop")
     assert [(t["token"], t["logprob"]) for t in choice["logprobs"]["content"]] == [
@@ -151,7 +152,7 @@ def test_a_completion_has_openais_shape_with_a_logprob_a_token():
     ]
     assert body["usage"]["total_tokens"] == 6
     assert (body["prompt_token_ids"], choice["token_ids"]) == ([1, 2, 3], [104, 105, 258])
-    plain = completion(played, None, return_ids=False)
+    plain = ChatCompletions().render(asked(), result, runtime)
     assert plain["choices"][0]["logprobs"] is None
     assert "prompt_token_ids" not in plain
 
@@ -190,6 +191,6 @@ def test_a_response_format_is_a_schema(sent, schema):
 
 
 def test_equal_bodies_of_different_routes_are_different_requests():
-    body = json.dumps({"model": "m", "messages": MESSAGES}).encode()
-    digests = {parse_chat(request_of(path), body)[0].digest for path in ("/v1/chat/completions", "/v1/messages")}
+    body = json.dumps({"model": "m", "messages": MESSAGES, "max_tokens": 5}).encode()
+    digests = {dialect.parse(body, {}).calls[0].digest for dialect in (ChatCompletions(), Messages())}
     assert len(digests) == 2
