@@ -132,7 +132,7 @@ async def test_its_errors_have_its_form_wherever_they_happen(tmp_path, live):
         ask: dict[str, Any] = {"model": "policy", "say": "hello", "live": live}
         for body, headers, status in (
             (ask, {}, 401),
-            (ask, {"authorization": f"Bearer {job.key}"}, 403),
+            (ask, {"authorization": f"Bearer {job.plane.keys.job_key}"}, 403),
             (ask | {"model": "other"}, key, 404),
             (ask | {"shout": True}, key, 422),
             (ask | {"say": "x" * 10_000_000}, key, 413),
