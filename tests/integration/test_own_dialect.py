@@ -116,7 +116,7 @@ async def test_it_plays_an_episode(tmp_path):
         streamed = await http.post("/talk", json=ask | {"live": True}, headers=key)
         end = {"episode_id": episode_id, "reward": 1.0}
         assert (await http.post("/end_episode", json=end, headers=key)).json()["state"] == "completed"
-        chats = await job.plane.store.calls.chats(episode_id, fence)
+        chats = (await job.plane.store.calls.of_lease(episode_id, fence))[1]
     assert first == {"answer": chats[0].reply.text, "read": length}
     assert chats[0].time_step == 3
     events = [dict(line.split(": ", 1) for line in event.split("\n")) for event in streamed.text.split("\n\n")[:-1]]
