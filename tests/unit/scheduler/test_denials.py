@@ -86,7 +86,7 @@ async def expired(plane, admin, key) -> None:
 @pytest.mark.parametrize("end", [revoked, removed, expired])
 @pytest.mark.parametrize("kind", ["events", "log"])
 async def test_what_a_key_has_open_ends_with_it(plane, admin, viewer, tmp_path, monkeypatch, kind, end):
-    monkeypatch.setattr(streams, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(sse, "POLL_SECONDS", 0.05)
     key = await plane.administration.make_key(admin, user="eve", lifetime_seconds=3600.0)
     by = await plane.identities.authenticate(key.secret)
     job = await running(plane.store, "default", "admin")

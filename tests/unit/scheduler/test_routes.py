@@ -12,9 +12,10 @@ from fastapi.routing import APIRoute
 
 from palestra.errors import Unauthorized
 from palestra.gateway import KeyRing
+from palestra.http import sse
 from palestra.http.bodies import LONG_BODY
 from palestra.ledger.key_files import SecretFile, write_private
-from palestra.scheduler.api import PUBLIC, create_control_app, jobs_api, streams
+from palestra.scheduler.api import PUBLIC, create_control_app, jobs_api
 from palestra.scheduler.permissions import PERMISSIONS, Role
 from unit.scheduler.building import submit
 
@@ -186,7 +187,7 @@ async def test_a_tenants_admin_decides_what_jobs_are_that_say_nothing(plane):
 async def test_a_log_that_is_followed_ends_when_its_reader_may_not_see_the_job_any_more(plane, monkeypatch):
     followed = asyncio.Event()
     monkeypatch.setattr(plane.scheduler, "seen", lambda _: followed.set())
-    monkeypatch.setattr(streams, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(sse, "POLL_SECONDS", 0.05)
     admin = (await plane.administration.first_start()).secret
     async with client(plane) as http:
         by_admin = {"authorization": f"Bearer {admin}"}
