@@ -28,7 +28,7 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Replace what the job's keys are derived from; a job that runs goes on under the new ones."""
     if JOB_ID.fullmatch(arguments.source) is None:
-        from palestra.gateway.key_files import rotate_keys
+        from palestra.ledger.key_files import rotate_keys
 
         folder, config = run_folder(Path(arguments.source))
         rotate_keys(folder, config.name)

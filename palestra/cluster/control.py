@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from palestra.cluster.ray_cluster import LocalRay, connect, stop_local
 from palestra.errors import ConfigError
-from palestra.gateway.http_server import listen, served, url_of
+from palestra.http.server import listen, served, url_of
 from palestra.scheduler.administration import Administration
 from palestra.scheduler.api import ControlPlane, create_control_app
 from palestra.scheduler.control_store import ControlStore
@@ -88,6 +88,7 @@ async def control_plane(options: ServeOptions) -> AsyncIterator[ServedControlPla
             rules=options.rules,
             without_keys=options.without_keys,
         )
+        stack.callback(plane.pool.close)
         scheduling = asyncio.create_task(scheduler.run())
         try:
             known = asyncio.ensure_future(scheduler.ready.wait())  # before, it would refuse whatever is submitted

@@ -28,10 +28,10 @@ from palestra.envs.catalog import catalog_entry
 from palestra.errors import EngineFailure, PalestraError, StoreError
 from palestra.faults import fault_point
 from palestra.gateway import DataPlane, KeyRing, create_app
-from palestra.gateway.http_server import listen, served, url_of
-from palestra.gateway.key_files import API_KEY, SecretFile, write_private
+from palestra.http.server import listen, served, url_of
 from palestra.learner import Learner, RunFolder
 from palestra.ledger import RunStore, open_run_store
+from palestra.ledger.key_files import API_KEY, SecretFile, write_private
 from palestra.rollout import RolloutSpec, RolloutSyncLock, Runner, RunnerPool
 from palestra.schemas.progress import Collected, Collecting, JobProgress
 from palestra.schemas.protocols import Engine
@@ -136,7 +136,7 @@ class LocalJob:
         """Let workers that are still there hear that the job is over, for a while."""
         until = time.monotonic() + LINGER_SECONDS
         while self.progress.over and time.monotonic() < until:
-            if self.plane.attendance.complete and time.monotonic() >= self._all_back_at:
+            if self.plane.workers.all_notified and time.monotonic() >= self._all_back_at:
                 return
             await asyncio.sleep(0.05)
 

@@ -57,8 +57,8 @@ def situation_of(job: LocalJob) -> Situation:
         collected=progress.collected,
         claimed=len(plane.store.leases),
         calls=int(plane.sessions.context.counts["calls"]),
-        busy_workers=plane.attendance.busy,
-        known_workers=len(plane.attendance),
+        busy_workers=plane.workers.busy,
+        known_workers=len(plane.workers),
         plays_itself=job.plays_itself,
         seconds_left=progress.seconds_left,
     )

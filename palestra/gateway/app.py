@@ -1,44 +1,46 @@
-"""The ASGI application of a data plane."""
+"""The application of a data plane."""
 
 from __future__ import annotations
 
-import orjson
+from collections.abc import Sequence
+from typing import Any
+
 from fastapi import FastAPI
 from starlette.requests import Request
 
-from palestra.gateway.chat_api import add_chat_routes
-from palestra.gateway.completions_api import add_completions_route
+from palestra.gateway.dialects import DIALECTS, Dialect
 from palestra.gateway.episode_api import add_episode_routes
-from palestra.gateway.equipment import application
-from palestra.gateway.keys import bearer
-from palestra.gateway.messages_api import add_messages_route
-from palestra.gateway.openapi import describe
-from palestra.gateway.plane import DataPlane
-from palestra.gateway.responses_api import add_responses_route
+from palestra.gateway.generate import add_dialect_routes
+from palestra.gateway.models_api import add_models_route
+from palestra.gateway.state import DataPlane
 from palestra.gateway.status_api import add_status_routes
+from palestra.http.app import build_app
+from palestra.http.openapi import describe
 
-__all__ = ["DataPlane", "create_app"]
 
+def create_app(plane: DataPlane, dialects: Sequence[Dialect[Any]] = DIALECTS) -> FastAPI:
+    """Return the application of one job's data plane.
 
-def create_app(plane: DataPlane) -> FastAPI:
-    """All routes of one job's data plane."""
+    Args:
+        plane: what its routes share.
+        dialects: in which models are called.
+    """
     most = plane.config.server.max_body_bytes
 
     async def authenticate(request: Request) -> int:
-        plane.keys.check(bearer(request))
+        plane.keys.admit(request)
         return most
 
-    app = application("Palestra data plane", "Claim episodes, call the model, hand in rewards.", authenticate, most)
-    add_chat_routes(app, plane)
-    add_completions_route(app, plane)
-    add_responses_route(app, plane)
-    add_messages_route(app, plane)
+    app = build_app(
+        "Palestra data plane",
+        "Claim episodes, call the model, hand in rewards.",
+        authenticate,
+        most,
+        error_forms={dialect.path: dialect.error_body for dialect in dialects},
+    )
+    add_dialect_routes(app, plane, dialects)
+    add_models_route(app, plane)
     add_episode_routes(app, plane)
     add_status_routes(app, plane)
     describe(app)
     return app
-
-
-def describe_api(plane: DataPlane) -> bytes:
-    """The OpenAPI document, as `docs/api.md` is made from it."""
-    return orjson.dumps(create_app(plane).openapi())

@@ -8,11 +8,12 @@ from fastapi import APIRouter, Depends, FastAPI
 from starlette.requests import Request
 
 from palestra.errors import InvalidRequest, ServerStopping
-from palestra.gateway.bodies import parse_aside, read_body, read_request, until_disconnect
-from palestra.gateway.callers import refuse_episodes
-from palestra.gateway.fields import SOLE_AGENT
-from palestra.gateway.openapi import request_schema
-from palestra.gateway.plane import DataPlane
+from palestra.gateway.auth import refuse_episodes
+from palestra.gateway.dialects.headers import SOLE_AGENT
+from palestra.gateway.state import DataPlane
+from palestra.http.bodies import parse_body, read_request, read_with
+from palestra.http.disconnects import until_disconnect
+from palestra.http.openapi import request_schema
 from palestra.schemas.records import Episode, Task
 from palestra.schemas.wire import (
     AbortEpisode,
@@ -33,13 +34,15 @@ from palestra.schemas.wire import (
 def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
     """The routes that workers call; a job that serves a model refuses them all."""
     episodes, tasks_of_job, keys = plane.store.episodes, plane.store.tasks, plane.keys
-    routes = APIRouter(tags=["episodes"], dependencies=[Depends(partial(refuse_episodes, plane))])
+    routes = APIRouter(
+        tags=["episodes"], dependencies=[Depends(partial(refuse_episodes, plane.config.kind, plane.keys))]
+    )
 
     @routes.post("/tasks", openapi_extra=request_schema(PushTasks))
     async def push_tasks(request: Request) -> TasksPushed:
         """Add tasks, in chunks that may be sent again; `final` starts the job."""
         keys.require_job(request)
-        body, tasks = await parse_aside(_pushed, request, plane.pool)
+        body, tasks = await read_with(_pushed, request, plane.pool)
         total = await tasks_of_job.push(body.split, tasks, body.chunk_id)
         if body.final:
             await tasks_of_job.seal()
@@ -58,16 +61,16 @@ def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
         """Take the next episode, or wait up to `wait_seconds` for one."""
         keys.require_job(request)
         body = await read_request(ClaimEpisode, request, plane.pool)
-        plane.attendance.asks(body.worker_id, body.request_id)
+        plane.workers.mark_claiming(body.worker_id, body.request_id)
         try:
-            episode = await until_disconnect(request, _claim(plane, body, request))
+            episode = await until_disconnect(request.receive, _claim(plane, body, request))
         finally:
-            plane.attendance.leaves(body.worker_id, body.request_id)
+            plane.workers.mark_answered(body.worker_id, body.request_id)
         if episode is not None:
-            plane.attendance.plays(body.worker_id, episode.episode_id, episode.fence)
+            plane.workers.mark_playing(body.worker_id, episode.episode_id, episode.fence)
             return ClaimAnswer(status="claimed", episode=_claimed(plane, episode, request), job_state=_state(plane))
         if plane.progress.over:
-            plane.attendance.told(body.worker_id, body.request_id)
+            plane.workers.mark_notified(body.worker_id, body.request_id)
         return ClaimAnswer(status="finished" if plane.progress.over else "waiting", job_state=_state(plane))
 
     @routes.post("/heartbeat_episode", openapi_extra=request_schema(HeartbeatEpisode))
@@ -86,7 +89,7 @@ def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
         if (body.reward is None) == (body.rewards is None):
             raise InvalidRequest("give either reward or rewards", "reward")
         rewards = body.rewards if body.rewards is not None else {SOLE_AGENT: float(body.reward or 0.0)}
-        plane.attendance.hands_in(key.episode_id, key.fence)
+        plane.workers.mark_finished(key.episode_id, key.fence)
         await episodes.end(key.episode_id, key.fence, rewards, body.step_rewards, body.metadata)
         return EpisodeAnswer(episode_id=key.episode_id, state="completed")
 
@@ -95,7 +98,7 @@ def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
         """The attempt failed for a reason that is not the policy's: no reward, nothing trained."""
         body = await read_request(AbortEpisode, request, plane.pool)
         key = await keys.require_this_episode(request, body.episode_id, episodes)
-        plane.attendance.hands_in(key.episode_id, key.fence)
+        plane.workers.mark_finished(key.episode_id, key.fence)
         await episodes.abort(key.episode_id, key.fence, body.reason or "given back by its worker", body.discard)
         return EpisodeAnswer(episode_id=key.episode_id, state=(await episodes.get(key.episode_id)).state)
 
@@ -103,15 +106,21 @@ def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
 
 
 def _pushed(body: bytes) -> tuple[PushTasks, list[Task]]:
-    pushed = read_body(PushTasks, body)
+    pushed = parse_body(PushTasks, body)
     return pushed, [Task(task_id=task_id_of(task), data=task.data) for task in pushed.tasks]
 
 
 async def _claim(plane: DataPlane, body: ClaimEpisode, request: Request) -> Episode | None:
-    """Long poll: None when the time is over, or the job is.
+    """Wait for an episode; None: the time is over, or the job is.
+
+    Args:
+        plane: of the job.
+        body: what the worker asks for.
+        request: whose key is looked at again before each attempt.
 
     Raises:
-        Unauthorized: the job got another key meanwhile. The episode's key would be made from the new secret.
+        Unauthorized: the job got another key meanwhile; the episode's key would be made from the new secret.
+        ServerStopping: the server is going down.
     """
     clock, episodes = plane.store.clock, plane.store.episodes
     until = clock.monotonic() + min(body.wait_seconds, plane.config.server.max_wait_seconds)

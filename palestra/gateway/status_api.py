@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import Awaitable, Callable
+from functools import partial
 
 import orjson
 from fastapi import FastAPI
@@ -15,13 +16,14 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from palestra.errors import InvalidRequest
-from palestra.gateway.plane import DataPlane
+from palestra.gateway.state import DataPlane
+from palestra.http import sse
+from palestra.http.sse import AS_IT_COMES, MEDIA_TYPE, News, encode_event
 from palestra.ledger.leases import Holder
 from palestra.schemas.protocols import Counts
+from palestra.schemas.records import Event
 from palestra.schemas.wire import EpisodeHolder, HealthWarningBody, JobStatus
 
-POLL_SECONDS = 0.5
-KEEPALIVE_SECONDS = 15.0
 HOLDERS = 20  # held episodes that `/status` lists
 
 
@@ -47,7 +49,7 @@ def add_status_routes(app: FastAPI, plane: DataPlane) -> None:
             phase_due=None if progress.collected is None else progress.collected.due,
             episodes=_episodes(counts),
             held_by=[_holder(holder) for holder in plane.store.leases.holders(HOLDERS)],
-            workers=plane.attendance.busy,
+            workers=plane.workers.busy,
             calls={"in_flight": plane.sessions.in_flight, **plane.sessions.context.counts},
             tokens_per_second=plane.sessions.context.rate.per_second,
             turn_seconds={state.value: spent for state, spent in plane.sessions.context.times.seconds.items()},
@@ -67,7 +69,8 @@ def add_status_routes(app: FastAPI, plane: DataPlane) -> None:
         last = request.headers.get("last-event-id", str(after))
         if not (last.isascii() and last.isdigit() and len(last) < 19):
             raise InvalidRequest(f"Last-Event-ID is {last!r}; it is the number of an event", "last-event-id")
-        return StreamingResponse(_event_stream(plane, request, int(last), follow), media_type="text/event-stream")
+        look = _events_after(plane, request, int(last))
+        return StreamingResponse(sse.follow(look, follow, partial(_pause, plane)), 200, AS_IT_COMES, MEDIA_TYPE)
 
     @app.get("/metrics", tags=["status"])
     async def metrics(request: Request) -> Response:
@@ -91,27 +94,30 @@ def _episodes(counts: Counts) -> dict[str, int]:
     return {name: getattr(counts, name) for name in Counts.__slots__}
 
 
-async def _event_stream(plane: DataPlane, request: Request, last: int, follow: bool) -> AsyncIterator[bytes]:
-    """Events as they happen, until the job is over, or has another key than the request."""
-    quiet = 0.0
-    while plane.keys.opens_job(request):
-        over = plane.progress.over or plane.stopping.is_set()  # looked at first, so that no last event is missed
+def _events_after(plane: DataPlane, request: Request, last: int) -> Callable[[], Awaitable[News | None]]:
+    """Return a look for events after the one of number `last`, until the job has another key than the request."""
+
+    async def look() -> News | None:
+        nonlocal last
+        if not plane.keys.opens_job(request):
+            return None
+        over = plane.progress.over or plane.stopping.is_set()  # read first, so that no last event is missed
         found = await plane.store.log.events(last)
-        for event in found:
-            last = event.event_id
-            data = orjson.dumps({"at": event.at, "kind": event.kind, **event.data}).decode()
-            yield f"id: {event.event_id}\nevent: {event.kind}\ndata: {data}\n\n".encode()
-        if found:
-            quiet = 0.0
-            continue
-        if not follow or over:
-            return
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(plane.stopping.wait(), POLL_SECONDS)
-        quiet += POLL_SECONDS
-        if quiet >= KEEPALIVE_SECONDS:
-            quiet = 0.0
-            yield b": still here\n\n"
+        last = found[-1].event_id if found else last
+        return News([_encoded(event) for event in found], over)
+
+    return look
+
+
+def _encoded(event: Event) -> bytes:
+    data = orjson.dumps({"at": event.at, "kind": event.kind, **event.data})
+    return encode_event(data, event.kind, str(event.event_id))
+
+
+async def _pause(plane: DataPlane, seconds: float) -> None:
+    """Return after `seconds`, or as soon as the server stops."""
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(plane.stopping.wait(), seconds)
 
 
 class _Collector(Collector):

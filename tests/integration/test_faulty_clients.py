@@ -14,7 +14,8 @@ import openai
 import pytest
 from test_dialect import asks, recorded, speaking, until
 
-from palestra.gateway import answering, app, equipment
+from palestra.gateway import app, respond
+from palestra.http import guard
 
 IDLE = 2000
 SLOW = 10
@@ -71,7 +72,7 @@ async def test_connections_that_never_send_and_bodies_that_never_end_take_no_pla
 
 
 async def test_a_body_that_stops_arriving_is_given_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(equipment, "BODY_SECONDS", 0.2)
+    monkeypatch.setattr(guard, "BODY_SECONDS", 0.2)
     async with speaking(tmp_path) as (job, _, ai, _):
         with connection(job.url, request(ai.api_key, asks("text"), missing=5)) as half:
             answer = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(half, 2000), 10)
@@ -81,7 +82,7 @@ async def test_a_body_that_stops_arriving_is_given_up(tmp_path, monkeypatch):
 
 
 async def test_all_bodies_together_have_a_limit(tmp_path, monkeypatch):
-    monkeypatch.setattr(equipment, "BODIES_HELD", 2)
+    monkeypatch.setattr(guard, "BODIES_HELD", 2)
     async with speaking(tmp_path, {"max_body_bytes": 20_000}) as (job, _, ai, _):
         with ExitStack() as stack:
             sent = request(ai.api_key, asks("x" * 18_000), missing=5)
@@ -107,7 +108,7 @@ async def test_clients_that_read_a_byte_at_a_time_hold_up_nobody_and_nothing_is_
 
 
 async def test_a_client_that_takes_nothing_of_its_stream_is_given_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(answering, "STALLED_SECONDS", 0.2)
+    monkeypatch.setattr(respond, "STALLED_SECONDS", 0.2)
     content = json.dumps(asks("z" * 3000, stream=True)).encode()
     async with speaking(tmp_path, piece_delay_seconds=0.001) as (job, engine, ai, episode_id):
         headers = [(b"authorization", f"Bearer {ai.api_key}".encode())]

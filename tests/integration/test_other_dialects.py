@@ -71,6 +71,17 @@ async def test_a_response_has_the_reply_as_items_and_a_status(tmp_path):
     assert (cut.status, cut.incomplete_details.reason, cut.output_text) == ("incomplete", "max_output_tokens", "Goo")
 
 
+async def test_the_tokens_of_an_input_are_counted_and_nothing_is_recorded(tmp_path):
+    async with speaking(tmp_path) as (job, _, ai, episode_id):
+        ask: Any = {"model": "policy", "input": "calls", "tools": [FUNCTION], "instructions": "Be brief."}
+        count = await ai.responses.input_tokens.count(**ask)
+        assert await recorded(job, episode_id) == ()
+        found = await ai.responses.create(**ask)
+        assert (count.object, count.input_tokens) == ("response.input_tokens", found.usage.input_tokens)
+        with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+            await ai.responses.input_tokens.count(**ask, previous_response_id="resp-1")
+
+
 async def test_a_conversation_of_items_goes_on_from_exact_tokens(tmp_path):
     async with speaking(tmp_path) as (job, _, ai, episode_id):
         items: list[Any] = [{"role": "user", "content": "calls"}]

@@ -158,6 +158,7 @@ def test_the_description_of_the_api_has_every_route(plane):
         ("POST", "/v1/messages"),
         ("POST", "/v1/messages/count_tokens"),
         ("POST", "/v1/responses"),
+        ("POST", "/v1/responses/input_tokens"),
         ("GET", "/v1/models"),
         ("POST", "/tasks"),
         ("POST", "/register_episode"),

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from palestra.chat import ByteTokenizer, ChatMLRenderer
 from palestra.config import parse_config
 from palestra.gateway import DataPlane, KeyRing, create_app
-from palestra.gateway.bodies import _outside_strings
 from palestra.grammars.pool import Grammars
+from palestra.http.bodies import _outside_strings
 from palestra.inference.scripted import ScriptedEngine, digits_script
 from palestra.ledger import open_run_store
 from palestra.schemas.progress import JobProgress

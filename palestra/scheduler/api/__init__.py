@@ -5,8 +5,8 @@ from __future__ import annotations
 from fastapi import FastAPI
 from starlette.requests import Request
 
-from palestra.gateway import equipment
-from palestra.gateway.equipment import application
+from palestra.http import app as http_app
+from palestra.http.openapi import describe
 from palestra.scheduler.api.access import ControlPlane
 from palestra.scheduler.api.accounts_api import add_account_routes, add_key_routes
 from palestra.scheduler.api.cluster_api import add_cluster_routes
@@ -14,7 +14,7 @@ from palestra.scheduler.api.denials import note_denials
 from palestra.scheduler.api.jobs_api import add_job_routes, add_reading_routes
 
 MAX_BODY_BYTES = 4 * 2**20
-PUBLIC = ("/healthz", *equipment.PUBLIC)  # without a key
+PUBLIC = ("/healthz", *http_app.PUBLIC)  # without a key
 
 __all__ = ["PUBLIC", "ControlPlane", "create_control_app"]
 
@@ -25,7 +25,7 @@ def create_control_app(plane: ControlPlane) -> FastAPI:
     async def authenticate(request: Request) -> int:
         return (await plane.who(request)).limits.body_bytes
 
-    app = application(
+    app = http_app.build_app(
         "Palestra control plane", "Submit jobs, watch them, and say who may.", authenticate, MAX_BODY_BYTES, PUBLIC
     )
     add_job_routes(app, plane)
@@ -34,4 +34,5 @@ def create_control_app(plane: ControlPlane) -> FastAPI:
     add_key_routes(app, plane)
     add_cluster_routes(app, plane)
     note_denials(app, plane)
+    describe(app)
     return app

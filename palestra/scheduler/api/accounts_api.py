@@ -4,8 +4,10 @@ from dataclasses import asdict
 from typing import Annotated
 
 from fastapi import Depends, FastAPI
+from starlette.requests import Request
 
 from palestra.errors import InvalidRequest
+from palestra.http.openapi import request_schema
 from palestra.scheduler.api.access import ControlPlane
 from palestra.scheduler.identity import Identity
 from palestra.scheduler.keys import KeyRecord, NewKey
@@ -41,11 +43,12 @@ def add_account_routes(app: FastAPI, plane: ControlPlane) -> None:
             tenant=by.tenant, user=by.user, role=by.role.value, scopes=sorted(by.scopes), private_jobs=private
         )
 
-    @app.patch("/tenant", tags=["accounts"], status_code=204)
+    @app.patch("/tenant", tags=["accounts"], status_code=204, openapi_extra=request_schema(SetPrivate))
     async def set_private(
-        body: SetPrivate, by: Annotated[Identity, Depends(plane.may(Action.TENANT_SET_PRIVATE))]
+        request: Request, by: Annotated[Identity, Depends(plane.may(Action.TENANT_SET_PRIVATE))]
     ) -> None:
         """Whether the jobs of one's own tenant are private unless they say otherwise; those that are there stay."""
+        body = await plane.body(SetPrivate, request)
         await accounts.set_private(by, body.private_jobs)
 
     @app.get("/tenants", tags=["accounts"])
@@ -54,16 +57,20 @@ def add_account_routes(app: FastAPI, plane: ControlPlane) -> None:
         found = await accounts.tenants(by)
         return [TenantView(name=name, quota=_quota(quota)) for name, quota in found.items()]
 
-    @app.post("/tenants", tags=["accounts"], status_code=201)
-    async def add_tenant(body: AddTenant, by: Annotated[Identity, Depends(plane.may(Action.TENANT_ADD))]) -> NewKeyView:
+    @app.post("/tenants", tags=["accounts"], status_code=201, openapi_extra=request_schema(AddTenant))
+    async def add_tenant(
+        request: Request, by: Annotated[Identity, Depends(plane.may(Action.TENANT_ADD))]
+    ) -> NewKeyView:
         """A tenant with one admin; the answer has the admin's key."""
+        body = await plane.body(AddTenant, request)
         return _new_key(await accounts.add_tenant(by, body.name))
 
-    @app.patch("/tenants/{name}", tags=["accounts"])
+    @app.patch("/tenants/{name}", tags=["accounts"], openapi_extra=request_schema(ChangeTenant))
     async def change_tenant(
-        name: str, body: ChangeTenant, by: Annotated[Identity, Depends(plane.may(Action.TENANT_CHANGE))]
+        name: str, request: Request, by: Annotated[Identity, Depends(plane.may(Action.TENANT_CHANGE))]
     ) -> TenantView:
-        """Another quota, at once: what is left out stays, null takes a limit away. What runs goes on."""
+        """Another quota, in force immediately: what is left out stays, null removes a limit. Running jobs stay."""
+        body = await plane.body(ChangeTenant, request)
         quota = await accounts.change_quota(by, name, body.quota.model_dump(exclude_unset=True))
         return TenantView(name=name, quota=_quota(quota))
 
@@ -75,21 +82,23 @@ def add_account_routes(app: FastAPI, plane: ControlPlane) -> None:
             for user in await accounts.users(by)
         ]
 
-    @app.post("/users", tags=["accounts"], status_code=201)
-    async def add_user(body: AddUser, by: Annotated[Identity, Depends(plane.may(Action.USER_ADD))]) -> NewKeyView:
+    @app.post("/users", tags=["accounts"], status_code=201, openapi_extra=request_schema(AddUser))
+    async def add_user(request: Request, by: Annotated[Identity, Depends(plane.may(Action.USER_ADD))]) -> NewKeyView:
         """A user with one key."""
+        body = await plane.body(AddUser, request)
         return _new_key(await accounts.add_user(by, body.name, Role(body.role)))
 
-    @app.patch("/users/{name}", tags=["accounts"], status_code=204)
+    @app.patch("/users/{name}", tags=["accounts"], status_code=204, openapi_extra=request_schema(ChangeRole))
     async def change_role(
-        name: str, body: ChangeRole, by: Annotated[Identity, Depends(plane.may(Action.USER_CHANGE))]
+        name: str, request: Request, by: Annotated[Identity, Depends(plane.may(Action.USER_CHANGE))]
     ) -> None:
-        """Another role, at once."""
+        """Another role, in force immediately."""
+        body = await plane.body(ChangeRole, request)
         await accounts.change_role(by, name, Role(body.role))
 
     @app.delete("/users/{name}", tags=["accounts"], status_code=204)
     async def remove_user(name: str, by: Annotated[Identity, Depends(plane.may(Action.USER_REMOVE))]) -> None:
-        """Nobody comes in as this user any more."""
+        """Remove a user: their keys open nothing any more."""
         await accounts.remove_user(by, name)
 
     @app.get("/audit", tags=["accounts"])
@@ -122,18 +131,20 @@ def add_key_routes(app: FastAPI, plane: ControlPlane) -> None:
         """One's own keys, or, for an admin, another user's."""
         return [KeyView.model_validate(_shown(key)) for key in await accounts.keys(by, user)]
 
-    @app.post("/keys", tags=["accounts"], status_code=201)
-    async def make_key(body: MakeKey, by: Annotated[Identity, Depends(plane.may(Action.KEY_MAKE))]) -> NewKeyView:
+    @app.post("/keys", tags=["accounts"], status_code=201, openapi_extra=request_schema(MakeKey))
+    async def make_key(request: Request, by: Annotated[Identity, Depends(plane.may(Action.KEY_MAKE))]) -> NewKeyView:
         """A key; its secret is in the answer, and nowhere else."""
+        body = await plane.body(MakeKey, request)
         scopes = None if body.scopes is None else [_scope(name) for name in body.scopes]
         limits = None if body.limits is None else body.limits.model_dump(exclude_none=True)
         return _new_key(await accounts.make_key(by, body.user, body.label, scopes, body.lifetime_seconds, limits))
 
-    @app.post("/keys/{key_id}/rotate", tags=["accounts"], status_code=201)
+    @app.post("/keys/{key_id}/rotate", tags=["accounts"], status_code=201, openapi_extra=request_schema(RotateKey))
     async def rotate(
-        key_id: str, body: RotateKey, by: Annotated[Identity, Depends(plane.may(Action.KEY_ROTATE))]
+        key_id: str, request: Request, by: Annotated[Identity, Depends(plane.may(Action.KEY_ROTATE))]
     ) -> NewKeyView:
         """A new key in the place of this one, which opens for a while still."""
+        body = await plane.body(RotateKey, request)
         return _new_key(await accounts.rotate_key(by, key_id, body.grace_seconds))
 
     @app.delete("/keys/{key_id}", tags=["accounts"], status_code=204)

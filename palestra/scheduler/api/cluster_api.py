@@ -5,7 +5,9 @@ from dataclasses import asdict
 from typing import Annotated
 
 from fastapi import Depends, FastAPI
+from starlette.requests import Request
 
+from palestra.http.openapi import request_schema
 from palestra.scheduler.api.access import ControlPlane
 from palestra.scheduler.fitting import RunningJob
 from palestra.scheduler.identity import Identity
@@ -53,9 +55,10 @@ def add_cluster_routes(app: FastAPI, plane: ControlPlane) -> None:
             in_use=_in_use(job for job in held if job.tenant == by.tenant),
         )
 
-    @app.post("/cluster/drain", tags=["cluster"], status_code=204)
-    async def drain(body: Drain, by: Annotated[Identity, Depends(plane.may(Action.CLUSTER_DRAIN))]) -> None:
+    @app.post("/cluster/drain", tags=["cluster"], status_code=204, openapi_extra=request_schema(Drain))
+    async def drain(request: Request, by: Annotated[Identity, Depends(plane.may(Action.CLUSTER_DRAIN))]) -> None:
         """Start nothing more, so that the cluster runs empty, also after a restart; or go on."""
+        body = await plane.body(Drain, request)
         await plane.administration.drain(by, body.on)
 
 

@@ -1,4 +1,4 @@
-"""What somebody was denied is in the audit log: changes that their key does not allow, or to what they can't see."""
+"""Denials in the audit log: of changes that a key does not allow, or to what its user can't see."""
 
 from __future__ import annotations
 
@@ -21,14 +21,21 @@ READING = ("GET", "HEAD", "OPTIONS")
 
 
 class Denials:
-    """Writes them down, but not so many that the log is full of them."""
+    """Writes denials into the audit log, but not so many that it is full of them."""
 
     def __init__(self, plane: ControlPlane) -> None:
         self._store, self._rates = plane.store, RequestRates(plane.store.clock)
         self._left_out: Counter[str] = Counter()  # by key, since its last line
 
     async def note(self, by: Identity, action: Action, target: str, error: PalestraError) -> None:
-        """One denial."""
+        """Write one denial, or count it where the key has had too many.
+
+        Args:
+            by: who was denied.
+            action: what they asked for.
+            target: method and path.
+            error: what they were answered.
+        """
         key = by.key_id or ""
         try:
             self._rates.count(key, WRITTEN)
@@ -39,7 +46,7 @@ class Denials:
         outcome = f"{error.code}, and {more} denials before it" if more else error.code
         try:
             await self._store.append_audit(by.tenant, by.user, by.key_id, action.value, target, outcome)
-        except StoreError as failure:  # the answer is the denial all the same
+        except StoreError as failure:  # the denial is answered even where it can't be written down
             log.warning("a denial of %s to %s could not be written down: %s", action, by.user, failure)
 
 
@@ -48,7 +55,7 @@ def note_denials(app: FastAPI, plane: ControlPlane) -> None:
     denials, answer = Denials(plane), app.exception_handlers[PalestraError]
 
     async def denied(request: Request, error: Exception) -> Response:
-        asked = getattr(request.state, "asked", None)  # who, and for what; None: no key let anybody in
+        asked = getattr(request.state, "asked", None)  # (identity, action); None: the request had no good key
         if asked is not None and isinstance(error, PalestraError) and request.method not in READING:
             by, action = asked
             await denials.note(by, action, f"{request.method} {request.url.path}", error)

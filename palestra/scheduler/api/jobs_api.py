@@ -4,11 +4,14 @@ import asyncio
 from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Header, Query
+from starlette.requests import Request
 from starlette.responses import FileResponse, StreamingResponse
 
 from palestra.config import parse_config
 from palestra.errors import InvalidRequest, NotFound
-from palestra.gateway.key_files import rotate_keys
+from palestra.http.openapi import request_schema
+from palestra.http.sse import AS_IT_COMES, MEDIA_TYPE
+from palestra.ledger.key_files import rotate_keys
 from palestra.scheduler.api import artifacts, streams
 from palestra.scheduler.api.access import ControlPlane
 from palestra.scheduler.api.submission import allowed, request_of
@@ -29,8 +32,6 @@ from palestra.schemas.control_wire import (
 from palestra.schemas.jobs import JobKind, JobRecord, JobRequest
 from palestra.schemas.states import JobState
 
-AS_IT_COMES = {"cache-control": "no-store", "x-accel-buffering": "no"}  # no proxy keeps it back
-
 
 def add_job_routes(app: FastAPI, plane: ControlPlane) -> None:
     """Submit, look, cancel."""
@@ -41,17 +42,18 @@ def add_job_routes(app: FastAPI, plane: ControlPlane) -> None:
         waits = scheduler.waiting.get(job.job_id) if job.state is JobState.QUEUED else None
         return job_view(job, waits)
 
-    @app.post("/jobs", tags=["jobs"], status_code=201)
+    @app.post("/jobs", tags=["jobs"], status_code=201, openapi_extra=request_schema(SubmitJob))
     async def submit(
-        body: SubmitJob,
+        request: Request,
         by: Annotated[Identity, Depends(plane.may(Action.JOB_SUBMIT))],
         idempotency_key: Annotated[str | None, Header(max_length=200)] = None,
     ) -> JobView:
         """Submit a job. One that could never start is refused, with the largest that could."""
-        request = await request_of(plane, body, by)
-        if reason := await scheduler.refusal(request.resources, by.tenant):
+        body = await plane.body(SubmitJob, request)
+        wanted = await request_of(plane, body, by)
+        if reason := await scheduler.refusal(wanted.resources, by.tenant):
             raise InvalidRequest(f"this job could never start: it {reason}", "resources")
-        job = await store.submit_job(by.tenant, by.user, request, idempotency_key, by.limits.open_jobs)
+        job = await store.submit_job(by.tenant, by.user, wanted, idempotency_key, by.limits.open_jobs)
         await store.append_audit(by.tenant, by.user, by.key_id, Action.JOB_SUBMIT.value, job.job_id, "ok")
         return view(job)
 
@@ -185,14 +187,12 @@ def add_reading_routes(app: FastAPI, plane: ControlPlane) -> None:
     ) -> StreamingResponse:
         """Server-sent events: changes of state, and what the job reports (a `step` has its metrics), from the start.
 
-        After a lost connection the header `Last-Event-ID` goes on behind the last one that arrived.
+        After a lost connection the header `Last-Event-ID` continues after the last event that arrived.
         """
         await plane.job(by, job_id, Action.JOB_READ)
         place = streams.Place.of(last_event_id)
         run = scheduler.folder_of(job_id) / RUN
-        return StreamingResponse(
-            streams.events(plane, by, job_id, run, place, follow), 200, AS_IT_COMES, "text/event-stream"
-        )
+        return StreamingResponse(streams.events(plane, by, job_id, run, place, follow), 200, AS_IT_COMES, MEDIA_TYPE)
 
     @app.get("/jobs/{job_id}/artifacts", tags=["jobs"])
     async def listing(job_id: str, by: Annotated[Identity, Depends(plane.may(Action.JOB_READ))]) -> list[ArtifactView]:

@@ -11,23 +11,22 @@ from typing import NamedTuple, Self
 import orjson
 
 from palestra.errors import Forbidden, InvalidRequest, NotFound, StoreError
+from palestra.http.sse import News, encode_event, follow
 from palestra.ledger.browsing import browse
 from palestra.ledger.run_log import read_events
 from palestra.scheduler.api.access import ControlPlane
 from palestra.scheduler.identity import Identity
 from palestra.scheduler.permissions import Action
-from palestra.schemas.jobs import JobChange
+from palestra.schemas.jobs import JobChange, JobRecord
 from palestra.schemas.records import Event
 
-POLL_SECONDS = 0.5
-KEEPALIVE_SECONDS = 15.0
 CHUNK_BYTES = 2**16
 MOST_EVENTS = 500
 LARGEST = 2**53  # number of an event; more is no integer to SQLite
 
 
 class Place(NamedTuple):
-    """How far somebody has read: changes of the job, and events of its run."""
+    """How far a client has read: changes of the job, and events of its run."""
 
     change: int = 0
     event: int = 0
@@ -37,10 +36,10 @@ class Place(NamedTuple):
 
     @classmethod
     def of(cls, text: str | None) -> Self:
-        """From `Last-Event-ID`.
+        """Return the place that the header `Last-Event-ID` names; None: the start.
 
         Raises:
-            InvalidRequest: it is none of ours.
+            InvalidRequest: no stream of the control plane has had this id.
         """
         if text is None:
             return cls()
@@ -49,72 +48,79 @@ class Place(NamedTuple):
             raise InvalidRequest(f"Last-Event-ID is {text!r}; send one that this stream had", "last-event-id")
         return cls(min(int(change), LARGEST), min(int(event), LARGEST))
 
+    def after(self, one: JobChange | Event) -> Self:
+        """Return the place behind a change or an event."""
+        if isinstance(one, Event):
+            return self._replace(event=one.event_id)
+        return self._replace(change=one.number)
 
-async def events(
-    plane: ControlPlane, by: Identity, job_id: str, run: Path, place: Place, follow: bool
-) -> AsyncIterator[bytes]:
-    """Server-sent events, while the key opens the job."""
-    quiet = 0.0
-    while await _may_read(plane, by, job_id):
-        job = await plane.store.job(by.tenant, job_id)  # looked at first, so that nothing of the end is missed
-        plane.scheduler.seen(job_id)
+
+def events(plane: ControlPlane, by: Identity, job_id: str, run: Path, place: Place, wait: bool) -> AsyncIterator[bytes]:
+    """Yield a job's changes of state and what its run reports, as server-sent events.
+
+    Args:
+        plane: where the job is.
+        by: who reads; the stream ends when their key does not open the job any more.
+        job_id: of the job.
+        run: the folder of its run.
+        place: how far they have read.
+        wait: for what is still to happen.
+    """
+
+    async def look() -> News | None:
+        nonlocal place
+        job = await _readable(plane, by, job_id)  # read first, so that nothing of the end is missed
+        if job is None:
+            return None
         changes = await plane.store.changes(by.tenant, job_id, place.change)
         reported = await asyncio.to_thread(_events_after, run, place.event)
+        chunks = []
         happened: Iterator[JobChange | Event] = heapq.merge(changes, reported, key=lambda one: one.at)
         for one in happened:
-            if isinstance(one, Event):
-                place = place._replace(event=one.event_id)
-                yield _event(place, one.kind, {"at": one.at, **one.data})
-            else:
-                place = place._replace(change=one.number)
-                yield _event(place, "state", {"at": one.at, "state": one.following.value, "reason": one.reason})
-        if changes or reported:
-            quiet = 0.0
-            continue
-        if not follow or job.is_over:
-            return
-        await asyncio.sleep(POLL_SECONDS)
-        quiet += POLL_SECONDS
-        if quiet >= KEEPALIVE_SECONDS:
-            quiet = 0.0
-            yield b": still here\n\n"
+            place = place.after(one)
+            chunks.append(_encoded(place, one))
+        return News(chunks, job.is_over)
+
+    return follow(look, wait)
 
 
-async def log(
-    plane: ControlPlane, by: Identity, job_id: str, path: Path, offset: int, follow: bool
-) -> AsyncIterator[bytes]:
-    """A log from a byte on, while the key opens the job."""
-    while await _may_read(plane, by, job_id):
-        job = await plane.store.job(by.tenant, job_id)
-        plane.scheduler.seen(job_id)
-        while chunk := await asyncio.to_thread(_read, path, offset):
-            offset += len(chunk)
-            yield chunk
-            if not await _may_read(plane, by, job_id):
-                return
-        if not follow or job.is_over:
-            return
-        await asyncio.sleep(POLL_SECONDS)
+def log(plane: ControlPlane, by: Identity, job_id: str, path: Path, offset: int, wait: bool) -> AsyncIterator[bytes]:
+    """Yield a job's log from a byte on; see `events` for the arguments."""
+
+    async def look() -> News | None:
+        nonlocal offset
+        job = await _readable(plane, by, job_id)
+        if job is None:
+            return None
+        chunk = await asyncio.to_thread(_read, path, offset)
+        offset += len(chunk)
+        return News([chunk] if chunk else [], job.is_over)
+
+    return follow(look, wait, keepalive=False)
 
 
-async def _may_read(plane: ControlPlane, by: Identity, job_id: str) -> bool:
-    """Whether the key still opens the job: it may have been revoked, or its user's role changed, since the start."""
+async def _readable(plane: ControlPlane, by: Identity, job_id: str) -> JobRecord | None:
+    """Return the job; None: its reader's key has been revoked, or their role changed, since the stream began."""
     now = await plane.identities.renewed(by)
     if now is None:
-        return False
+        return None
     try:
-        await plane.job(now, job_id, Action.JOB_READ)
+        job = await plane.job(now, job_id, Action.JOB_READ)
     except (Forbidden, NotFound):
-        return False
-    return True
+        return None
+    plane.scheduler.seen(job_id)
+    return job
 
 
-def _event(place: Place, kind: str, data: object) -> bytes:
-    return b"id: %s\nevent: %s\ndata: %s\n\n" % (str(place).encode(), kind.encode(), orjson.dumps(data))
+def _encoded(place: Place, one: JobChange | Event) -> bytes:
+    if isinstance(one, Event):
+        return encode_event(orjson.dumps({"at": one.at, **one.data}), one.kind, str(place))
+    change = {"at": one.at, "state": one.following.value, "reason": one.reason}
+    return encode_event(orjson.dumps(change), "state", str(place))
 
 
 def _events_after(run: Path, last: int) -> list[Event]:
-    """What the run has reported; nothing while it has no store."""
+    """Return what the run has reported after event `last`; nothing while it has no store."""
     store = run / "run.db"
     if not store.exists():
         return []

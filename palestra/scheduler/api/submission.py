@@ -1,4 +1,4 @@
-"""What is submitted, checked and made whole: a mistake is told now, and not when the job starts."""
+"""Submissions: checked and completed, so that a mistake is answered now, and not found when the job starts."""
 
 from __future__ import annotations
 

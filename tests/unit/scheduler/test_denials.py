@@ -7,6 +7,7 @@ import asyncio
 import httpx2
 import pytest
 
+from palestra.http import sse
 from palestra.scheduler.api import create_control_app, streams
 from palestra.scheduler.permissions import Role
 from unit.scheduler.building import running
@@ -85,18 +86,18 @@ async def expired(plane, admin, key) -> None:
 @pytest.mark.parametrize("end", [revoked, removed, expired])
 @pytest.mark.parametrize("kind", ["events", "log"])
 async def test_what_a_key_has_open_ends_with_it(plane, admin, viewer, tmp_path, monkeypatch, kind, end):
-    monkeypatch.setattr(streams, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(sse, "POLL_SECONDS", 0.05)
     key = await plane.administration.make_key(admin, user="eve", lifetime_seconds=3600.0)
     by = await plane.identities.authenticate(key.secret)
     job = await running(plane.store, "default", "admin")
     if kind == "events":
-        stream = streams.events(plane, by, job.job_id, tmp_path, streams.Place(), follow=True)
+        stream = streams.events(plane, by, job.job_id, tmp_path, streams.Place(), wait=True)
     else:
         (tmp_path / "log").write_text("it starts\n")
-        stream = streams.log(plane, by, job.job_id, tmp_path / "log", 0, follow=True)
+        stream = streams.log(plane, by, job.job_id, tmp_path / "log", 0, wait=True)
     assert await anext(stream)
     rest = asyncio.ensure_future(_all(stream))
-    await asyncio.sleep(3 * streams.POLL_SECONDS)
+    await asyncio.sleep(3 * sse.POLL_SECONDS)
     assert not rest.done()  # the job goes on, and so does the stream
     await end(plane, admin, key)
     await asyncio.wait_for(rest, 30)

@@ -12,8 +12,10 @@ from fastapi.routing import APIRoute
 
 from palestra.errors import Unauthorized
 from palestra.gateway import KeyRing
-from palestra.gateway.key_files import SecretFile, write_private
-from palestra.scheduler.api import PUBLIC, create_control_app, jobs_api, streams
+from palestra.http import sse
+from palestra.http.bodies import LONG_BODY
+from palestra.ledger.key_files import SecretFile, write_private
+from palestra.scheduler.api import PUBLIC, create_control_app, jobs_api
 from palestra.scheduler.permissions import PERMISSIONS, Role
 from unit.scheduler.building import submit
 
@@ -185,7 +187,7 @@ async def test_a_tenants_admin_decides_what_jobs_are_that_say_nothing(plane):
 async def test_a_log_that_is_followed_ends_when_its_reader_may_not_see_the_job_any_more(plane, monkeypatch):
     followed = asyncio.Event()
     monkeypatch.setattr(plane.scheduler, "seen", lambda _: followed.set())
-    monkeypatch.setattr(streams, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(sse, "POLL_SECONDS", 0.05)
     admin = (await plane.administration.first_start()).secret
     async with client(plane) as http:
         by_admin = {"authorization": f"Bearer {admin}"}
@@ -296,3 +298,31 @@ async def test_the_same_submission_again_is_the_same_job_and_another_body_a_conf
         assert first.status_code == again.status_code == 201
         assert first.json()["job_id"] == again.json()["job_id"]
         assert (await http.post("/jobs", json={"config": {"steps": 3}}, headers=headers)).status_code == 409
+
+
+async def test_a_long_body_is_parsed_in_a_thread_and_a_short_one_is_not(plane, monkeypatch):
+    in_threads = []
+    run = plane.pool.run
+
+    async def noted(parse, body):
+        in_threads.append(len(body))
+        return await run(parse, body)
+
+    monkeypatch.setattr(plane.pool, "run", noted)
+    admin = (await plane.administration.first_start()).secret
+    async with client(plane) as http:
+        headers = {"authorization": f"Bearer {admin}"}
+        wrong = {"config": {"name": "x" * LONG_BODY}}
+        assert (await http.post("/jobs", json=wrong, headers=headers)).status_code == 400
+        assert len(in_threads) == 1
+        assert (await http.post("/jobs", json={"config": {"steps": 2}}, headers=headers)).status_code == 201
+        assert len(in_threads) == 1
+
+
+async def test_a_body_is_not_read_where_its_sender_may_not_do_what_it_asks_for(plane):
+    admin = (await plane.administration.first_start()).secret
+    async with client(plane) as http:
+        viewer = {"name": "eve", "role": "viewer"}
+        made = await http.post("/users", json=viewer, headers={"authorization": f"Bearer {admin}"})
+        headers = {"authorization": f"Bearer {made.json()['secret']}"}
+        assert (await http.post("/jobs", content=b"{", headers=headers)).status_code == 403

@@ -1,0 +1,103 @@
+"""The calls of one request, sampled at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Sequence
+
+from palestra.gateway.dialects.base import GenerationResult
+from palestra.schemas.records import Chat
+from palestra.session import CallStart, EpisodeSession, Listener, ModelCall, ReplyPiece
+
+
+async def generate(session: EpisodeSession, calls: Sequence[ModelCall]) -> GenerationResult:
+    """Sample all choices of all calls, and keep the most probable tokens where they are asked for.
+
+    Args:
+        session: of the episode.
+        calls: of one request.
+
+    Raises:
+        PalestraError: see `EpisodeSession.chats`.
+    """
+    top = _TopLogprobs() if any(call.top_logprobs for call in calls) else None
+    chats = await sample_calls(session, calls, top)
+    return GenerationResult(chats=chats, top=[()] * len(chats) if top is None else top.of(len(chats)))
+
+
+async def sample_calls(
+    session: EpisodeSession, calls: Sequence[ModelCall], listener: Listener | None
+) -> tuple[Chat, ...]:
+    """Sample all choices of all calls at the same time. If a call fails, cancel the others.
+
+    Other requests are served between the starts of two calls, and no call is started after one has failed.
+
+    Args:
+        session: of the episode.
+        calls: of one request.
+        listener: hears of all choices; those of the second call are numbered after those of the first.
+
+    Returns:
+        The choices, in the order of their calls.
+
+    Raises:
+        PalestraError: of the call that failed first; see `EpisodeSession.chats`.
+    """
+    if len(calls) == 1:
+        return await session.chats(calls[0], listener)
+    tasks: list[asyncio.Task[tuple[Chat, ...]]] = []
+    first, failure = 0, None
+    try:
+        async with asyncio.TaskGroup() as group:
+            for call in calls:
+                numbered = None if listener is None else _Numbered(listener, first)
+                tasks.append(group.create_task(session.chats(call, numbered)))
+                first += call.choices
+                await asyncio.sleep(0)
+    except BaseExceptionGroup as errors:
+        failure = errors.exceptions[0]
+    try:
+        if failure is not None:
+            raise failure
+        return tuple(chat for task in tasks for chat in task.result())
+    finally:
+        # An error holds this frame; if the frame held the error, too, both would stay until the garbage collector runs.
+        del failure, tasks
+
+
+class _Numbered:
+    """A listener for one call, of whose request the choices are numbered on."""
+
+    def __init__(self, listener: Listener, first: int) -> None:
+        """`first`: the number of the call's first choice."""
+        self._listener, self._first = listener, first
+
+    def started(self, choice: int, start: CallStart) -> None:
+        self._listener.started(self._first + choice, start)
+
+    def sampled(self, choice: int, piece: ReplyPiece) -> None:
+        self._listener.sampled(self._first + choice, piece)
+
+    def finished(self, choice: int, chat: Chat) -> None:
+        self._listener.finished(self._first + choice, chat)
+
+
+class _TopLogprobs:
+    """A listener that keeps the most probable tokens, which the records do not have."""
+
+    def __init__(self) -> None:
+        self._top: defaultdict[int, list[Sequence[tuple[int, float]]]] = defaultdict(list)
+
+    def of(self, choices: int) -> list[list[Sequence[tuple[int, float]]]]:
+        """Return those of each of the choices."""
+        return [self._top[number] for number in range(choices)]
+
+    def started(self, choice: int, start: CallStart) -> None:
+        pass
+
+    def sampled(self, choice: int, piece: ReplyPiece) -> None:
+        self._top[choice] += piece.top
+
+    def finished(self, choice: int, chat: Chat) -> None:
+        pass

@@ -1,0 +1,20 @@
+"""The dialects that a server speaks. A further one is a file of this folder, and a line in `DIALECTS`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from palestra.gateway.dialects.anthropic import Messages
+from palestra.gateway.dialects.base import Dialect
+from palestra.gateway.dialects.chat import ChatCompletions
+from palestra.gateway.dialects.completions import Completions
+from palestra.gateway.dialects.responses import Responses
+
+DIALECTS: tuple[Dialect[Any], ...] = (
+    ChatCompletions(),
+    Completions(),
+    Responses(),
+    Messages(),
+)
+
+__all__ = ["DIALECTS", "Dialect"]

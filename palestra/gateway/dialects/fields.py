@@ -1,0 +1,177 @@
+"""Fields of request bodies that several dialects have, with their limits, and what a refusal says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import orjson
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
+from pydantic_core import PydanticCustomError
+
+from palestra.errors import UnsupportedField
+from palestra.http.bodies import UNSUPPORTED
+from palestra.schemas.messages import ChatMessage
+
+MAX_CHOICES = 128
+MAX_STOPS, MAX_STOP_LENGTH = 16, 256
+MAX_SCHEMA_BYTES = 65_536
+SEED_BITS = 2**63 - 1
+
+
+def _listed(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+def _only_text(message: Any) -> Any:
+    """Refuse what a prompt would lack without a word: the records have a place for images, the renderers not yet."""
+    if isinstance(message, dict):
+        content = message.get("content")
+        parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+        kinds = [part["type"] for part in parts if isinstance(part.get("type"), str) and part["type"] != "text"]
+        found = [key for key in ("function_call", "audio") if message.get(key)]
+        found += [f"content of type {kind!r}" for kind in kinds]
+        if found:
+            raise PydanticCustomError(UNSUPPORTED, "{found} is not supported by this server", {"found": found[0]})
+    return message
+
+
+def _small(schema: Any) -> Any:
+    try:
+        size = len(orjson.dumps(schema))
+    except TypeError as error:
+        raise ValueError(str(error)) from None
+    if size > MAX_SCHEMA_BYTES:
+        raise ValueError(f"a schema of {size} bytes is over the limit of {MAX_SCHEMA_BYTES}")
+    return schema
+
+
+Message = Annotated[ChatMessage, BeforeValidator(_only_text)]
+Count = Annotated[int, Field(ge=1, strict=True)]
+Flag = Annotated[bool, Field(strict=True)]
+Temperature = Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)]
+Probability = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+Token = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+StopStrings = Annotated[
+    tuple[StopString, ...],
+    BeforeValidator(_listed, json_schema_input_type=StopString | tuple[StopString, ...]),
+    Field(max_length=MAX_STOPS),
+]
+Schema = Annotated[dict[str, JsonValue], BeforeValidator(_small)]
+FunctionName = Annotated[str, Field(min_length=1, max_length=200)]
+
+
+class FunctionSpec(BaseModel):
+    """A tool's name, what it is for, and the JSON schema of its arguments."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    name: FunctionName
+    description: str | None = None
+    parameters: Schema | None = None
+
+
+class ToolSpec(BaseModel):
+    """One tool that the model may call."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    type: Literal["function"]
+    function: FunctionSpec
+
+
+class StreamOptions(BaseModel):
+    """How a stream is written."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    include_usage: Flag | None = Field(None, description="One more chunk at the end, with the usage.")
+
+
+class SamplingFields(BaseModel):
+    """How to sample, as `/v1/chat/completions` and `/v1/completions` have it, with vLLM's extensions."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    model: str = Field(description="The policy's name, as the claim gave it.")
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES, strict=True)] | None = Field(
+        None, description="How many samples; each is recorded as a call of its own."
+    )
+    max_tokens: Count | None = Field(None, description="Most tokens to sample; the job's own limit applies as well.")
+    min_tokens: Annotated[int, Field(ge=0, strict=True)] | None = Field(
+        None, description="Fewest tokens to sample; not in training episodes."
+    )
+    temperature: Temperature | None = Field(
+        None, description="Used on ad-hoc episodes only; elsewhere the job's, as `x-palestra-sampling` then says."
+    )
+    seed: Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)] | None = Field(
+        None, description="Used on ad-hoc episodes only; elsewhere one of the job's."
+    )
+    top_p: Probability | None = Field(
+        None, description="Below 1 refused or ignored in training episodes (`rollout.untrainable_sampling`)."
+    )
+    top_k: Annotated[int, Field(ge=-1, strict=True)] | None = Field(
+        None, description="Above 0 not in training episodes."
+    )
+    presence_penalty: Penalty | None = Field(None, description="Not in training episodes.")
+    frequency_penalty: Penalty | None = Field(None, description="Not in training episodes.")
+    logit_bias: (
+        Annotated[
+            dict[Annotated[int, Field(ge=0, lt=2**31)], Annotated[float, Field(ge=-100, le=100)]],
+            Field(max_length=1024),
+        ]
+        | None
+    ) = Field(None, description="By token id; not in training episodes.")
+    stop: StopStrings | None = Field(
+        None,
+        description=f"Text, or up to {MAX_STOPS} texts of at most {MAX_STOP_LENGTH} characters, that end the reply and "
+        "are not part of it.",
+    )
+    stop_token_ids: Annotated[tuple[Token, ...], Field(max_length=MAX_STOPS)] | None = Field(
+        None, description="Token ids that end the reply and are not part of it."
+    )
+    stream: Flag | None = Field(None, description="Server-sent events, from the first text on.")
+    stream_options: StreamOptions | None = Field(None, description="`include_usage`: usage in a last chunk.")
+    return_token_ids: Flag | None = Field(
+        None, description="Add `prompt_token_ids`, and `token_ids` to each choice: the exact tokens."
+    )
+
+    @property
+    def usage_wanted(self) -> bool:
+        """Whether a stream ends with a chunk for the usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def sampling(self) -> dict[str, Any]:
+        """Return the fields of a `ModelCall` that say how to sample."""
+        return {
+            "choices": self.n or 1,
+            "min_tokens": self.min_tokens or 0,
+            "temperature": self.temperature,
+            "seed": None if self.seed is None else self.seed & SEED_BITS,
+            "top_p": 1.0 if self.top_p is None else self.top_p,
+            "top_k": max(self.top_k or 0, 0),
+            "stop": self.stop or (),
+            "stop_token_ids": self.stop_token_ids or (),
+            "presence_penalty": self.presence_penalty or 0.0,
+            "frequency_penalty": self.frequency_penalty or 0.0,
+            "logit_bias": tuple(sorted((self.logit_bias or {}).items())),
+        }
+
+
+def refuse_others(wanted: BaseModel, ignored: Sequence[str], harmless: Mapping[str, Sequence[Any]]) -> None:
+    """Refuse fields that this server does not act on, unless they ask for nothing.
+
+    Args:
+        wanted: a request body, with its unknown fields in `model_extra`.
+        ignored: names of fields that change no reply.
+        harmless: by a field's name, the values that ask for what is done anyway.
+
+    Raises:
+        UnsupportedField: naming the first.
+    """
+    for name, value in (wanted.model_extra or {}).items():
+        if value is None or name in ignored or value in harmless.get(name, ()):
+            continue
+        raise UnsupportedField(f"{name[:100]} = {str(value)[:60]!r} is not supported by this server", name[:100])

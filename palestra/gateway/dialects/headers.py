@@ -1,0 +1,58 @@
+"""What a call has from its request beside the body: which agent makes it, for which step, whether it is a retry."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+from palestra.errors import InvalidRequest
+
+SOLE_AGENT = "agent"  # the name of an agent that gives none
+MAX_AGENT = 200
+MAX_STEP = 1_000_000
+
+
+def call_fields(body: bytes, headers: Mapping[str, str], path: str) -> dict[str, Any]:
+    """Return the fields of a `ModelCall` that do not depend on the dialect.
+
+    Args:
+        body: of the request. With the path it is what a retry is known by.
+        headers: of the request.
+        path: of the route.
+
+    Raises:
+        InvalidRequest: a header of Palestra's can't be used.
+    """
+    return {
+        "agent": agent_of(headers),
+        "time_step": time_step_of(headers),
+        "digest": hashlib.blake2b(body, digest_size=16, person=path.encode()[-16:]).hexdigest(),
+        "retry": headers.get("x-stainless-retry-count", "0") not in ("", "0"),
+    }
+
+
+def agent_of(headers: Mapping[str, str]) -> str:
+    """Return the name of the agent that calls; a subagent's starts with its parent's: `planner/search`.
+
+    Raises:
+        InvalidRequest: it is none.
+    """
+    name = headers.get("x-palestra-agent", SOLE_AGENT)
+    if not 0 < len(name) <= MAX_AGENT or not name.isprintable() or "" in name.split("/"):
+        raise InvalidRequest(f"an agent's name has 1 to {MAX_AGENT} printable characters: {name!r}", "x-palestra-agent")
+    return name
+
+
+def time_step_of(headers: Mapping[str, str]) -> int | None:
+    """Return the interaction with the environment that the call belongs to; None: the call is one of its own.
+
+    Raises:
+        InvalidRequest: the header is no number, or too large.
+    """
+    step = headers.get("x-palestra-step")
+    if step is None:
+        return None
+    if not step.isascii() or not step.isdigit() or len(step) > len(str(MAX_STEP)) or int(step) > MAX_STEP:
+        raise InvalidRequest(f"a TimeStep is a number from 0 to {MAX_STEP}: {step[:20]!r}", "x-palestra-step")
+    return int(step)

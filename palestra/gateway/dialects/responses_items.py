@@ -1,0 +1,179 @@
+"""Items of OpenAI's responses: those of a request become messages, and a reply becomes items."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+from palestra.errors import InvalidRequest
+from palestra.gateway.dialects.answers import answer_id
+from palestra.gateway.dialects.transcript import Transcript
+from palestra.http.bodies import UNSUPPORTED
+from palestra.schemas.messages import ChatMessage, Text
+from palestra.schemas.records import Chat
+
+_ITEMS = ("message", "function_call", "function_call_output", "reasoning")
+
+
+class _Item(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class TextContent(_Item):
+    """Text that was put in or out."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: Text
+
+
+def _content(value: Any) -> Any:
+    """Text, or parts, to parts; refuse what is no text."""
+    if isinstance(value, str):
+        return ({"type": "input_text", "text": value},)
+    for part in value if isinstance(value, list) else ():
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind not in ("input_text", "output_text", "text"):
+            raise PydanticCustomError(UNSUPPORTED, "content of type {kind} is not supported", {"kind": repr(kind)[:60]})
+    return value
+
+
+Contents = Annotated[
+    tuple[TextContent, ...], BeforeValidator(_content, json_schema_input_type=str | tuple[TextContent, ...])
+]
+
+
+class MessageItem(_Item):
+    """What a user, the model, or the one who instructs it said."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Contents
+
+
+class FunctionCallItem(_Item):
+    """A tool that the model called."""
+
+    type: Literal["function_call"]
+    call_id: Text
+    name: Text
+    arguments: Text
+
+
+class FunctionOutputItem(_Item):
+    """What the tool answered."""
+
+    type: Literal["function_call_output"]
+    call_id: Text
+    output: Contents
+
+
+class ReasoningText(_Item):
+    """A part of what the model thought."""
+
+    text: Text
+
+
+class ReasoningItem(_Item):
+    """What the model thought before it answered."""
+
+    type: Literal["reasoning"]
+    content: tuple[ReasoningText, ...] | None = None
+
+
+def _typed(value: Any) -> Any:
+    if isinstance(value, dict):
+        kind = value.get("type", "message")
+        if isinstance(kind, str) and kind not in _ITEMS:
+            raise PydanticCustomError(UNSUPPORTED, "an item of type {kind} is not supported", {"kind": repr(kind)[:60]})
+        return {"type": kind} | value
+    return value
+
+
+def _items(value: Any) -> Any:
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
+_AnyItem = Annotated[MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem, Field(discriminator="type")]
+Item = Annotated[_AnyItem, BeforeValidator(_typed, json_schema_input_type=_AnyItem)]
+Items = Annotated[
+    tuple[Item, ...],
+    BeforeValidator(_items, json_schema_input_type=str | tuple[Item, ...]),
+    Field(min_length=1, max_length=10_000),
+]
+
+
+def messages_of(instructions: str | None, items: Sequence[Item]) -> tuple[ChatMessage, ...]:
+    """Return the messages that items stand for; the items of one reply become one message again.
+
+    Args:
+        instructions: put in front as a system message.
+        items: the conversation.
+
+    Raises:
+        InvalidRequest: there is no message in them.
+    """
+    out = Transcript()
+    if instructions:
+        out.say("system", instructions)
+    for item in items:
+        if isinstance(item, MessageItem):
+            out.say(item.role, "".join(part.text for part in item.content))
+        elif isinstance(item, FunctionCallItem):
+            out.call(item.call_id, item.name, item.arguments)
+        elif isinstance(item, FunctionOutputItem):
+            out.result(item.call_id, "".join(part.text for part in item.output))
+        else:
+            out.think("".join(part.text for part in item.content or ()))
+    if not out.messages:
+        raise InvalidRequest("input has no message", "input")
+    return out.messages
+
+
+def items_of(chat: Chat) -> list[dict[str, Any]]:
+    """Return the items that a reply is answered with: reasoning, message, calls."""
+    name, reply = answer_id("", chat), chat.reply
+    status = "incomplete" if chat.finish_reason == "length" else "completed"
+    items = []
+    if reply.reasoning_content is not None:
+        over = "completed" if reply.text or reply.tool_calls else status
+        items.append(reasoning_item(name, reply.reasoning_content, over))
+    if reply.text or not reply.tool_calls:
+        items.append(message_item(name, reply.text, status))
+    for number, call in enumerate(reply.tool_calls):
+        items.append(
+            {
+                "id": f"fc{name}-{number}",
+                "type": "function_call",
+                "call_id": call.id,
+                "name": call.function.name,
+                "arguments": call.function.arguments,
+                "status": "completed",
+            }
+        )
+    return items
+
+
+def reasoning_item(name: str, text: str, status: str) -> dict[str, Any]:
+    """Return an item of reasoning.
+
+    Args:
+        name: of the answer, which the item's name ends with.
+        text: what the model thought; empty: the item has no content yet.
+        status: `in_progress`, `completed` or `incomplete`.
+    """
+    content = [{"type": "reasoning_text", "text": text}] if text else []
+    return {"id": f"rs{name}", "type": "reasoning", "summary": [], "content": content, "status": status}
+
+
+def message_item(name: str, text: str | None, status: str) -> dict[str, Any]:
+    """Return an item of text; see `reasoning_item`. None: the item has no content yet."""
+    content = [] if text is None else [text_part(text)]
+    return {"id": f"msg{name}", "type": "message", "role": "assistant", "status": status, "content": content}
+
+
+def text_part(text: str) -> dict[str, Any]:
+    """Return the content of an item of text."""
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

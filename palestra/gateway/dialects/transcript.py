@@ -1,0 +1,75 @@
+"""Parts of a conversation to messages: a reply that a dialect splits into items or blocks is put together again.
+
+Only a whole reply equals the recorded one, so that the next call can extend its exact tokens.
+"""
+
+from __future__ import annotations
+
+from palestra.schemas.messages import ChatMessage, FunctionCall, Role, ToolCall, text_message
+
+
+class Transcript:
+    """Collects the parts of a conversation, in order, into messages."""
+
+    def __init__(self) -> None:
+        self._messages: list[ChatMessage] = []
+        self._calls: list[ToolCall] = []  # of the last message, which does not have them yet
+        self._open = False  # the last message is a reply that may go on
+
+    def say(self, role: Role, text: str) -> None:
+        """Add text. The assistant's becomes one message with the reasoning before it and the calls after it."""
+        last = self._messages[-1] if self._messages else None
+        if (
+            role == "assistant"
+            and self._open
+            and last is not None
+            and not (last.text or last.tool_calls or self._calls)
+        ):
+            self._messages[-1] = text_message("assistant", text).model_copy(
+                update={"reasoning_content": last.reasoning_content}
+            )
+            return
+        self._add(text_message(role, text))
+        self._open = role == "assistant"
+
+    def think(self, text: str) -> None:
+        """Add reasoning, with which a reply begins."""
+        if text:
+            self._add(text_message("assistant", "").model_copy(update={"reasoning_content": text}))
+            self._open = True
+
+    def call(self, call_id: str, name: str, arguments: str) -> None:
+        """Add a tool call of the assistant.
+
+        Args:
+            call_id: by which the result names it.
+            name: of the tool.
+            arguments: JSON, as the model wrote it.
+        """
+        made = ToolCall(id=call_id, function=FunctionCall(name=name, arguments=arguments))
+        if not self._open:
+            self._add(text_message("assistant", ""))
+            self._open = True
+        self._calls.append(made)
+
+    def result(self, call_id: str, text: str) -> None:
+        """Add what a tool answered to the call `call_id`."""
+        self._add(text_message("tool", text).model_copy(update={"tool_call_id": call_id}))
+        self._open = False
+
+    @property
+    def messages(self) -> tuple[ChatMessage, ...]:
+        """The conversation so far."""
+        self._give_calls()
+        return tuple(self._messages)
+
+    def _add(self, message: ChatMessage) -> None:
+        self._give_calls()
+        self._messages.append(message)
+
+    def _give_calls(self) -> None:
+        """Give the last message its calls, all of them in one go: one by one they would take quadratic time."""
+        if self._calls:
+            last = self._messages[-1]
+            self._messages[-1] = last.model_copy(update={"tool_calls": (*last.tool_calls, *self._calls)})
+            self._calls.clear()

@@ -1,0 +1,176 @@
+"""Answers to model calls: whole, or as server-sent events while the replies are sampled."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from palestra.errors import PalestraError
+from palestra.gateway.auth import OpenSession
+from palestra.gateway.calls import sample_calls
+from palestra.gateway.dialects.base import EventWriter
+from palestra.http.disconnects import until_disconnect
+from palestra.http.errors import ErrorForm, Failure
+from palestra.http.sse import AS_IT_COMES, MEDIA_TYPE
+from palestra.schemas.records import Chat
+from palestra.session import CallStart, EpisodeSession, ModelCall, ReplyPiece, Sessions
+from palestra.session.sampling import overruled
+from palestra.waiting import cancelled
+
+log = logging.getLogger("palestra.gateway")
+STALLED_SECONDS = 60.0  # a client that takes nothing of a stream for so long is gone
+OVERRULED = "x-palestra-sampling"  # the header that says what the job fixed against the caller's wish
+
+
+class WholeAnswer(Response):
+    """A body that is complete. The session hears when its last byte has left, so that a retry is a new call then."""
+
+    def __init__(self, session: EpisodeSession, calls: Sequence[ModelCall], chats: Sequence[Chat], body: bytes) -> None:
+        """Make the answer.
+
+        Args:
+            session: of the episode.
+            calls: as they were asked.
+            chats: as they were sampled.
+            body: JSON.
+        """
+        note = overruled(calls[0], chats[0].sampling)
+        super().__init__(body, 200, None if note is None else {OVERRULED: note}, "application/json")
+        self._session, self._chats = session, chats
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the answer."""
+        await super().__call__(scope, receive, send)
+        for chat in self._chats:
+            self._session.delivered(chat)
+
+
+class StreamedAnswer(Response):
+    """Events while the replies are sampled. A client that goes away, or takes nothing for a minute, cancels them.
+
+    Until something was sent a failure is answered with its own status; later it is the stream's last event.
+    """
+
+    def __init__(
+        self,
+        sessions: Sessions,
+        open_session: OpenSession,
+        calls: Sequence[ModelCall],
+        writer: EventWriter,
+        error_form: ErrorForm,
+    ) -> None:
+        """Make the answer; nothing is sampled before it is called.
+
+        Args:
+            sessions: have a place for the request, or refuse it.
+            open_session: opens the session of its caller.
+            calls: what is to be sampled.
+            writer: makes events of it.
+            error_form: the dialect's form of a failure.
+        """
+        super().__init__()
+        self._sessions, self._open_session, self._calls = sessions, open_session, calls
+        self._writer, self._error_form = writer, error_form
+        self._ready = asyncio.Event()  # there is something to send
+        self._note: str | None = None
+        self._begun = False  # the status has been sent
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sample and send.
+
+        Raises:
+            PalestraError: the calls failed, and nothing has been sent.
+        """
+        with self._sessions.admitted():
+            async with self._open_session() as session:
+                try:
+                    await until_disconnect(receive, self._stream(session, send))
+                except ClientDisconnect:
+                    pass  # what is on disk can be had by a retry, and nothing else is kept
+                except TimeoutError:
+                    log.info("%s: the client takes nothing; its call is given up", scope["path"])
+
+    # A `Listener`: notes what the headers say, and passes on
+
+    def started(self, choice: int, start: CallStart) -> None:
+        """See `Listener`."""
+        if choice == 0:
+            self._note = overruled(self._calls[0], start.sampling)
+        self._writer.started(choice, start)
+
+    def sampled(self, choice: int, piece: ReplyPiece) -> None:
+        """See `Listener`."""
+        self._writer.sampled(choice, piece)
+        self._ready.set()
+
+    def finished(self, choice: int, chat: Chat) -> None:
+        """See `Listener`."""
+        self._writer.finished(choice, chat)
+        self._ready.set()
+
+    async def _stream(self, session: EpisodeSession, send: Send) -> None:
+        """Send events while the choices are sampled, and then the end, or the failure."""
+        sampling = asyncio.ensure_future(self._sample(session))
+        sampling.add_done_callback(lambda _: self._ready.set())
+        outcome: tuple[Chat, ...] | Exception | None = None
+        try:
+            while not sampling.done():
+                await self._ready.wait()
+                self._ready.clear()
+                if not sampling.done():
+                    await self._flush(send)
+            outcome = sampling.result()
+            if not isinstance(outcome, Exception):
+                self._writer.ended(outcome)
+            elif self._begun:
+                self._write_failure(outcome)
+            else:
+                raise outcome
+            await self._flush(send)
+            await _send(send, {"type": "http.response.body", "body": b"", "more_body": False})
+            for chat in () if isinstance(outcome, Exception) else outcome:
+                session.delivered(chat)
+        finally:
+            await cancelled(sampling)
+            # An error holds this frame: if the frame held the error, too, the request would stay in memory.
+            del sampling, outcome
+
+    async def _sample(self, session: EpisodeSession) -> tuple[Chat, ...] | Exception:
+        try:
+            return await sample_calls(session, self._calls, self)
+        except Exception as error:  # noqa: BLE001 - raised, or written as an event, by `_stream`
+            return error
+
+    def _write_failure(self, error: Exception) -> None:
+        if not isinstance(error, PalestraError):
+            log.error("a call failed while it was streamed", exc_info=error)
+        self._writer.failed(self._error_form(Failure.of(error)))
+
+    async def _flush(self, send: Send) -> None:
+        """Send what was written, after the headers."""
+        events = self._writer.take()
+        if not events:
+            return
+        if not self._begun:
+            self._begun = True
+            await _send(send, {"type": "http.response.start", "status": 200, "headers": self._status_headers()})
+        await _send(send, {"type": "http.response.body", "body": events, "more_body": True})
+
+    def _status_headers(self) -> list[tuple[bytes, bytes]]:
+        named = {"content-type": MEDIA_TYPE, **AS_IT_COMES} | ({} if self._note is None else {OVERRULED: self._note})
+        return [(name.encode(), value.encode()) for name, value in named.items()]
+
+
+async def _send(send: Send, message: Message) -> None:
+    """Send a message.
+
+    Raises:
+        TimeoutError: the client took nothing for `STALLED_SECONDS`.
+    """
+    async with asyncio.timeout(STALLED_SECONDS):
+        await send(message)

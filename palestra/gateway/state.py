@@ -1,0 +1,46 @@
+"""What the routes of a data plane share."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from palestra.config import JobConfig
+from palestra.errors import ServerStopping
+from palestra.gateway.auth import KeyRing
+from palestra.gateway.workers import WorkerRegistry
+from palestra.http.connections import Connections
+from palestra.ledger import RunStore
+from palestra.schemas.progress import JobProgress
+from palestra.session import Sessions
+from palestra.threads import WorkPool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataPlane:
+    """One job's store, sessions, keys and progress."""
+
+    config: JobConfig
+    store: RunStore
+    sessions: Sessions
+    keys: KeyRing
+    progress: JobProgress
+    started_at: float  # Unix seconds
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    workers: WorkerRegistry = field(init=False)
+    connections: Connections = field(default_factory=Connections)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "workers", WorkerRegistry(self.store.clock))
+        self.store.episodes.on_lease_over.append(self.workers.mark_lease_over)
+
+    @property
+    def pool(self) -> WorkPool:
+        """Threads for what would hold up the event loop."""
+        return self.sessions.context.pool
+
+    def stop(self) -> None:
+        """Answer all that wait for the server that it goes down, and that it may come back."""
+        self.stopping.set()
+        self.sessions.stop(ServerStopping("the server is going down; it may come back"))
+        self.store.episodes.available.notify()

@@ -1,0 +1,118 @@
+"""Which workers are connected, so that the server stays up until each has been notified that the job is finished."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from palestra.schemas.clock import Clock
+
+FORGOTTEN_SECONDS = 60.0  # a worker that has neither claimed nor played for so long is gone
+MOST_RESTING = 4096  # workers that neither claim nor play; names come from clients, which may send ever new ones
+
+
+@dataclass(slots=True)
+class _Worker:
+    seen_at: float
+    claiming: set[str] = field(default_factory=set)  # request ids of the claims that wait
+    playing: set[tuple[str, int]] = field(default_factory=set)  # (episode id, fence)
+    notified: set[str] = field(default_factory=set)  # request ids of claims answered `finished`; at most `loops`
+    loops: int = 0
+
+    def count_loops(self) -> None:
+        self.loops = max(self.loops, len(self.claiming) + len(self.playing))
+
+
+class WorkerRegistry:
+    """Tracks connected workers, so that the server stays up until every one knows that the job is finished.
+
+    One worker's name may stand for many loops that play side by side (threads, tasks), and each has to be notified. A
+    loop either claims an episode or plays one, so the most that a worker ever did of both at the same time is its
+    number of loops. A worker that is gone is forgotten, and where too many rest, those that have rested longest are.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._workers: dict[str, _Worker] = {}
+        self._resting: OrderedDict[str, float] = OrderedDict()  # those that do nothing now: since when, longest first
+        self._players: dict[tuple[str, int], str] = {}
+
+    def __len__(self) -> int:
+        """Return how many workers are known."""
+        return len(self._workers)
+
+    @property
+    def busy(self) -> int:
+        """How many workers claim an episode or play one now."""
+        return len(self._workers) - len(self._resting)
+
+    def mark_claiming(self, worker_id: str, request_id: str) -> None:
+        """Note that a worker's claim has come in."""
+        worker = self._busy(worker_id)
+        worker.seen_at = self._clock.monotonic()
+        worker.claiming.add(request_id)
+        worker.count_loops()
+
+    def mark_answered(self, worker_id: str, request_id: str) -> None:
+        """Note that a claim is answered, or that its connection is lost."""
+        self._busy(worker_id).claiming.discard(request_id)
+        self._rest(worker_id)
+
+    def mark_playing(self, worker_id: str, episode_id: str, fence: int) -> None:
+        """Note that a worker's claim got an episode, under the lease of number `fence`."""
+        worker = self._busy(worker_id)
+        worker.playing.add((episode_id, fence))
+        worker.count_loops()
+        self._players[episode_id, fence] = worker_id
+
+    def mark_finished(self, episode_id: str, fence: int) -> None:
+        """Note that an episode's worker ends it, or gives it back; the worker will claim another."""
+        worker = self._stops_playing(episode_id, fence)
+        if worker is not None:
+            worker.seen_at = self._clock.monotonic()
+
+    def mark_lease_over(self, episode_id: str, fence: int) -> None:
+        """Note that an episode's worker has let its lease run out. That loop is not waited for; it may claim again."""
+        worker = self._stops_playing(episode_id, fence)
+        if worker is not None:
+            worker.loops -= 1
+
+    def _stops_playing(self, episode_id: str, fence: int) -> _Worker | None:
+        worker_id = self._players.pop((episode_id, fence), None)
+        if worker_id is None:
+            return None
+        worker = self._busy(worker_id)
+        worker.playing.discard((episode_id, fence))
+        self._rest(worker_id)
+        return worker
+
+    def mark_notified(self, worker_id: str, request_id: str) -> None:
+        """Note that a claim was answered `finished`."""
+        worker = self._workers.get(worker_id)
+        if worker is not None and len(worker.notified) < worker.loops:
+            worker.notified.add(request_id)
+
+    def _busy(self, worker_id: str) -> _Worker:
+        self._resting.pop(worker_id, None)
+        worker = self._workers.get(worker_id)
+        if worker is None:
+            worker = self._workers[worker_id] = _Worker(self._clock.monotonic())
+        return worker
+
+    def _rest(self, worker_id: str) -> None:
+        """Note that a worker does nothing now, if that is so, and forget those that have rested for too long."""
+        worker, now = self._workers[worker_id], self._clock.monotonic()
+        if worker.claiming or worker.playing:
+            return
+        self._resting[worker_id] = now
+        while True:
+            longest, since = next(iter(self._resting.items()))
+            if since > now - FORGOTTEN_SECONDS and len(self._resting) <= MOST_RESTING:
+                return
+            del self._resting[longest], self._workers[longest]
+
+    @property
+    def all_notified(self) -> bool:
+        """Whether every loop that is still connected knows that the job is finished."""
+        gone = self._clock.monotonic() - FORGOTTEN_SECONDS
+        return all(len(w.notified) >= w.loops for w in self._workers.values() if w.playing or w.seen_at > gone)

@@ -1,0 +1,131 @@
+"""Errors as answers: a status and headers that are the same on every route, and a body in the form of its clients."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+
+from palestra.errors import InvalidRequest, PalestraError, TooManyRequests
+
+log = logging.getLogger("palestra.http")
+INTERNAL = "an internal error; see the server's log"
+CLIENT_GONE = 499  # nginx's status for a client that closed the connection before it was answered
+_BASES = (
+    "The base_url of an OpenAI client ends with a single /v1 (episode.base_url), that of an Anthropic client with none "
+    "(episode.anthropic_url), and so does the URL of Palestra's own client"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """What an answer says of an error, before a dialect gives it its form.
+
+    Attributes:
+        status: of HTTP.
+        message: for people.
+        code: the error's stable name, such as `episode_lease_expired`.
+        field: of the request that is wrong; None: no single one.
+    """
+
+    status: int
+    message: str
+    code: str
+    field: str | None = None
+
+    @classmethod
+    def of(cls, error: BaseException) -> Self:
+        """Return what clients may know of `error`: nothing but `INTERNAL` where it was not raised on purpose."""
+        if not isinstance(error, PalestraError):
+            return cls(status=500, message=INTERNAL, code="internal_error")
+        field = error.field if isinstance(error, InvalidRequest) else None
+        return cls(status=error.http_status, message=str(error), code=error.code, field=field)
+
+
+ErrorForm = Callable[[Failure], dict[str, Any]]
+
+
+def openai_error(failure: Failure) -> dict[str, Any]:
+    """Return the body of an error in OpenAI's form, which Palestra's own routes have, too."""
+    kind = "server_error" if failure.status >= 500 else "invalid_request_error"
+    return {"error": {"message": failure.message, "type": kind, "code": failure.code, "param": failure.field}}
+
+
+class ErrorAnswers:
+    """Answers errors, each in the form that the clients of its route read."""
+
+    def __init__(self, forms: Mapping[str, ErrorForm]) -> None:
+        """`forms`: by what a path begins with; every other path has OpenAI's form."""
+        self._forms = tuple(forms.items())
+
+    def answer(self, path: str, error: PalestraError) -> JSONResponse:
+        """Return the answer to a request of `path` that failed with `error`."""
+        failure = Failure.of(error)
+        return JSONResponse(self._body(path, failure), failure.status, retry_headers(error))
+
+    def install(self, app: FastAPI) -> None:
+        """Have `app` answer all errors of its routes here."""
+        app.add_exception_handler(PalestraError, self._palestra_error)
+        app.add_exception_handler(RequestValidationError, self._validation_error)
+        app.add_exception_handler(HTTPException, self._http_error)
+        app.add_exception_handler(ClientDisconnect, self._client_gone)
+        app.add_exception_handler(Exception, self._unexpected_error)
+
+    def _body(self, path: str, failure: Failure) -> dict[str, Any]:
+        form = next((form for beginning, form in self._forms if path.startswith(beginning)), openai_error)
+        return form(failure)
+
+    async def _palestra_error(self, request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, PalestraError)
+        return self.answer(request.url.path, error)
+
+    async def _validation_error(self, request: Request, error: Exception) -> JSONResponse:
+        """Answer a value in a query or a header that can't be used; bodies are read by `http.bodies`."""
+        assert isinstance(error, RequestValidationError)
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        return self.answer(request.url.path, InvalidRequest(f"{place}: {first['msg']}", place))
+
+    async def _http_error(self, request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        path = request.url.path
+        message = f"{request.method} {path}: {error.detail}"
+        if error.status_code == 404 and (meant := _meant(path, request.app)):
+            message += f"; did you mean {meant}? " + _BASES
+        failure = Failure(status=error.status_code, message=message, code="http_error")
+        return JSONResponse(self._body(path, failure), error.status_code, error.headers)
+
+    async def _client_gone(self, request: Request, error: Exception) -> Response:
+        """Return an answer that no client receives; a client's disconnect is no failure of the server."""
+        return Response(status_code=CLIENT_GONE)
+
+    async def _unexpected_error(self, request: Request, error: Exception) -> JSONResponse:
+        log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        return JSONResponse(self._body(request.url.path, Failure.of(error)), 500)
+
+
+def retry_headers(error: PalestraError) -> dict[str, str]:
+    """Return the headers that say whether, and when, a client should send its request again."""
+    headers = {"x-should-retry": "true" if error.retryable else "false"}
+    if isinstance(error, TooManyRequests):
+        headers["retry-after"] = f"{max(1, round(error.retry_after_seconds))}"
+    return headers
+
+
+def _meant(path: str, app: FastAPI) -> str | None:
+    """Return the route that a client with a wrong base URL asks for: one with other beginnings of /v1."""
+    wanted = _without_version(path)
+    return next((known for known in app.openapi()["paths"] if _without_version(known) == wanted), None)
+
+
+def _without_version(path: str) -> str:
+    while path.startswith("/v1/"):
+        path = path[len("/v1") :]
+    return path

@@ -1,0 +1,113 @@
+"""What stands before all routes: the key of a request, and the size and time of its body."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from palestra.errors import InvalidRequest, PalestraError, PayloadTooLarge, TooManyRequests
+from palestra.http.errors import ErrorAnswers
+from palestra.http.protocol import CONNECTION
+
+BODY_SECONDS = 60.0  # a body of which nothing comes for so long is given up
+WHOLE_BODY_SECONDS = 600.0  # a body that is not complete after this time is given up
+BODIES_HELD = 64  # so many bodies of the largest size may be held at the same time
+# Checks the key of a request, and returns how many bytes its body may have. It must not read the body.
+Authenticate = Callable[[Request], Awaitable[int]]
+
+
+class RequestGuard:
+    """Checks the key of every request before its body is read, and limits the body's size and time.
+
+    It is a middleware, so that a new route can't forget it. The bodies of all requests together are limited as well,
+    so that no number of clients can fill the memory.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        authenticate: Authenticate,
+        max_bytes: int,
+        public: Collection[str],
+        answers: ErrorAnswers,
+    ) -> None:
+        """Stand before an application.
+
+        Args:
+            app: the application.
+            authenticate: raises what is wrong with a request's key, and returns how many bytes its body may have.
+            max_bytes: the most that any body may have, also where `authenticate` allows more.
+            public: paths that need no key, and take no body.
+            answers: gives refusals the form of their route.
+        """
+        self._app, self._authenticate, self._max, self._public = app, authenticate, max_bytes, frozenset(public)
+        self._answers = answers
+        self._held = 0  # bytes of the bodies of all requests that are not answered yet
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass an allowed request on, with a `receive` that enforces the limits of its body."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            most = await self._most_bytes(scope)
+        except PalestraError as error:
+            await self._answers.answer(scope["path"], error)(scope, receive, send)
+            return
+        seen, complete, until = 0, False, asyncio.get_running_loop().time() + WHOLE_BODY_SECONDS
+
+        async def limited() -> Message:
+            nonlocal seen, complete
+            if complete:
+                return await receive()
+            left = min(BODY_SECONDS, until - asyncio.get_running_loop().time())
+            try:
+                async with asyncio.timeout(max(left, 0.0)):
+                    message = await receive()
+            except TimeoutError:
+                raise InvalidRequest(f"nothing more of the body came for {left:.3g} s") from None
+            size = len(message.get("body", b""))
+            seen, self._held = seen + size, self._held + size
+            complete = not message.get("more_body", False)
+            if seen > most:
+                raise _too_large(most)
+            if self._held > BODIES_HELD * self._max:
+                raise TooManyRequests("the requests that are being answered fill the memory for bodies; try again soon")
+            return message
+
+        try:
+            await self._app(scope, limited, send)
+        finally:
+            self._held -= seen
+
+    async def _most_bytes(self, scope: Scope) -> int:
+        """Return how long the body may be, by the key and by the length that the request declares.
+
+        Raises:
+            PalestraError: the key is not good, or the body is too long.
+        """
+        if scope["path"] in self._public:
+            most = 0
+        else:
+            most = min(self._max, await self._authenticate(Request(scope)))
+            if (connection := scope.get(CONNECTION)) is not None:
+                connection.known = True
+        declared = next((v for k, v in scope["headers"] if k == b"content-length"), b"0").lstrip(b"0")
+        if declared.isdigit() and (len(declared) > 18 or int(declared) > most):
+            raise _too_large(most)
+        return most
+
+
+def bearer(request: Request) -> str | None:
+    """Return the key of a request, from `Authorization: Bearer` or from `x-api-key`, as Anthropic's client sends it."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        return key.strip()
+    return request.headers.get("x-api-key")
+
+
+def _too_large(most: int) -> PayloadTooLarge:
+    return PayloadTooLarge(f"the body is over the limit of {most} bytes")

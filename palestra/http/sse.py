@@ -1,0 +1,69 @@
+"""Server-sent events: how one is written, and the loop behind the streams that tell of what happens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import NamedTuple
+
+POLL_SECONDS = 0.5
+KEEPALIVE_SECONDS = 15.0  # proxies close connections over which nothing comes for a minute
+MEDIA_TYPE = "text/event-stream; charset=utf-8"
+AS_IT_COMES = {"cache-control": "no-store", "x-accel-buffering": "no"}  # no proxy keeps a stream back
+_KEEPALIVE = b": still here\n\n"  # a comment, which clients skip
+
+
+def encode_event(data: bytes, event: str | None = None, event_id: str | None = None) -> bytes:
+    """Return one server-sent event.
+
+    Args:
+        data: on one line, as `orjson` writes JSON.
+        event: the event's type; None: clients take it for `message`.
+        event_id: what a client sends as `Last-Event-ID` after it has lost its connection.
+    """
+    head = b"" if event_id is None else b"id: " + event_id.encode() + b"\n"
+    if event is not None:
+        head += b"event: " + event.encode() + b"\n"
+    return head + b"data: " + data + b"\n\n"
+
+
+class News(NamedTuple):
+    """What one look has found.
+
+    Attributes:
+        chunks: to be sent, in order.
+        over: whether what is followed had ended before the look, so that nothing comes after a look without chunks.
+    """
+
+    chunks: Sequence[bytes]
+    over: bool
+
+
+async def follow(
+    look: Callable[[], Awaitable[News | None]],
+    wait: bool,
+    pause: Callable[[float], Awaitable[object]] = asyncio.sleep,
+    keepalive: bool = True,
+) -> AsyncIterator[bytes]:
+    """Yield what `look` finds, until what is followed is over.
+
+    Args:
+        look: returns what is new since its last call; None: the client may not read on.
+        wait: for what is still to happen; False: end where nothing more is found.
+        pause: returns after so many seconds, or earlier where looking again makes sense.
+        keepalive: whether to send a comment where nothing happens for `KEEPALIVE_SECONDS`.
+    """
+    quiet = 0.0
+    while (news := await look()) is not None:
+        for chunk in news.chunks:
+            yield chunk
+        if news.chunks:
+            quiet = 0.0
+            continue
+        if news.over or not wait:
+            return
+        await pause(POLL_SECONDS)
+        quiet += POLL_SECONDS
+        if keepalive and quiet >= KEEPALIVE_SECONDS:
+            quiet = 0.0
+            yield _KEEPALIVE

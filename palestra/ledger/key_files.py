@@ -1,0 +1,125 @@
+"""The files of a run that hold its keys: `secret`, from which they are derived, and `api_key`, for people."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import os
+import re
+import secrets
+from pathlib import Path
+
+from palestra.disk import write_whole
+from palestra.errors import ConfigError, Conflict, NotFound
+
+log = logging.getLogger("palestra")
+SECRET, API_KEY = "secret", "api_key"
+SECRET_BYTES = 32
+_FORM = re.compile(rf"[0-9a-f]{{{2 * SECRET_BYTES}}}", re.ASCII)
+
+
+class SecretFile:
+    """A run's secret while its job runs; one that `rotate_keys` puts there counts from the next look on."""
+
+    def __init__(self, folder: Path) -> None:
+        """Make the secret, where the run has none.
+
+        Raises:
+            ConfigError: what stands in the file is no secret.
+        """
+        self._folder = folder
+        if not (folder / SECRET).exists():
+            write_private(folder / SECRET, secrets.token_hex(SECRET_BYTES))
+        self._seen = self._status()
+        self._secret = read_secret(folder)
+
+    def current(self) -> bytes:
+        """Return the secret; the one of before, where the file is gone or can't be used any more."""
+        seen = self._status()
+        if seen is not None and seen != self._seen:
+            self._seen = seen
+            try:
+                self._secret = read_secret(self._folder)
+            except (ConfigError, OSError) as error:
+                log.error("the keys of before stay good: %s", error)
+        return self._secret
+
+    def _status(self) -> tuple[int, int, int] | None:
+        try:
+            status = os.stat(self._folder / SECRET)
+        except OSError:
+            return None
+        return status.st_ino, status.st_mtime_ns, status.st_size
+
+
+def read_secret(folder: Path) -> bytes:
+    """Return what a run's keys are derived from.
+
+    Raises:
+        ConfigError: the file is empty, short or something else: keys that open the run could be guessed.
+    """
+    path = folder / SECRET
+    text = path.read_text(errors="replace").strip()
+    if _FORM.fullmatch(text) is None:
+        raise ConfigError(
+            f"{path} holds {len(text)} characters and not the {2 * SECRET_BYTES} hexadecimal digits of a secret; "
+            "delete it, and the run gets a new one (the keys of before open nothing then)"
+        )
+    return bytes.fromhex(text)
+
+
+def rotate_keys(folder: Path, job: str) -> str:
+    """Give a run another secret, and return its new key; a running job takes both with the next request.
+
+    The key of before opens nothing from then on, nor does the key of any episode that was claimed under it.
+
+    Args:
+        folder: of the run.
+        job: the job's name, as its configuration has it.
+
+    Raises:
+        NotFound: the run has no keys yet.
+        Conflict: its key was given to it in the variable PALESTRA_API_KEY, so only another one there changes it.
+        ConfigError: its secret can't be used.
+    """
+    try:
+        present = (folder / API_KEY).read_text().strip()
+        derived = job_key(read_secret(folder), job)
+    except FileNotFoundError:
+        raise NotFound("the job's data plane has no key yet; it gets one when it starts") from None
+    if present != derived:
+        raise Conflict(
+            "the key of this run is what PALESTRA_API_KEY held at its start; start it again with another one"
+        )
+    fresh = secrets.token_hex(SECRET_BYTES)
+    key = job_key(bytes.fromhex(fresh), job)
+    write_private(folder / SECRET, fresh)  # first, so that the old key is void even if the second write fails
+    write_private(folder / API_KEY, key)
+    return key
+
+
+def job_key(secret: bytes, job: str) -> str:
+    """Return the key of a job that is derived from its run's secret."""
+    return "pj-" + sign(secret, job, "job")
+
+
+def sign(secret: bytes, job: str, *parts: str) -> str:
+    """Return 160 bits of HMAC-SHA-256 as hexadecimal digits: what makes a key one that only this run can have made.
+
+    Args:
+        secret: of the run.
+        job: the job's name.
+        parts: what the key is for; none of them has a NUL.
+    """
+    message = "\0".join((job, *parts)).encode()
+    return hmac.new(secret, message, hashlib.sha256).hexdigest()[:40]
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a line into a file that only its owner can read, whole or not at all.
+
+    Raises:
+        StoreError: it could not be written.
+    """
+    write_whole(path, f"{text}\n".encode(), 0o600)
