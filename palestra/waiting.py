@@ -1,0 +1,149 @@
+"""Waits for several things at the same time that leave nothing running and lose no error.
+
+`race` waits for the first of several, `together` for all of them or the first failure, and `cancelled` ends tasks that
+were started elsewhere. All three await what they cancel, so that no task outlives the block that started it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Collection, Coroutine, Iterable
+from typing import Any, Generic, NamedTuple, TypeVar
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+class Winner(NamedTuple, Generic[T]):
+    """The entrant of a race that was done first."""
+
+    index: int  # of the entrant, in the order of `race`'s arguments
+    result: T
+
+
+async def race(*entrants: Awaitable[T]) -> Winner[T]:
+    """Await several things until the first of them is done, and cancel the others.
+
+    The others have ended when `race` returns or raises, also where the caller itself is cancelled. Give an entrant that
+    must not be cancelled in `asyncio.shield`.
+
+    Args:
+        entrants: what is awaited. If several are done in the same turn of the event loop, the first argument wins.
+
+    Returns:
+        The number and the result of the winner.
+
+    Raises:
+        Exception: the winner's; or, where the winner has a result, that of another one, raised before or while it was
+            cancelled. Every further error is logged, and so are all of them where the caller is cancelled.
+    """
+    tasks = [asyncio.ensure_future(entrant) for entrant in entrants]
+    try:
+        done = await _wait_then_cancel(tasks, asyncio.FIRST_COMPLETED)
+        index = next(number for number, task in enumerate(tasks) if task in done)
+        tasks.insert(0, tasks.pop(index))
+        _raise_one(tasks)
+        return Winner(index, tasks[0].result())
+    finally:
+        # An error holds this frame. If the frame held the tasks, which hold the error, the circle would keep all that
+        # they work on, perhaps a whole request, until the garbage collector runs.
+        entrants, tasks, done = (), [], set()
+
+
+async def together(*work: Coroutine[Any, Any, T]) -> list[T]:
+    """Run coroutines at the same time until all are done, or until one fails, and cancel the others then.
+
+    Args:
+        work: what is run. A single coroutine runs in the caller's own task.
+
+    Returns:
+        Their results, in order.
+
+    Raises:
+        Exception: the first that one of them raised; the others have ended by then. Every further error is logged.
+    """
+    if len(work) == 1:
+        return [await work[0]]
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        done = await _wait_then_cancel(tasks, asyncio.FIRST_EXCEPTION)
+        _raise_one(sorted(tasks, key=lambda task: task not in done))  # those that made the others stop come first
+        return [task.result() for task in tasks]
+    finally:
+        tasks, done = [], set()  # see `race`
+
+
+async def cancelled(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel tasks and wait until all of them have ended, also where the caller is cancelled meanwhile.
+
+    Args:
+        tasks: any number, of which some may have ended already.
+
+    Raises:
+        Exception: what one of them raised, before or while it was cancelled. Every further error is logged.
+    """
+    for task in tasks:
+        task.cancel()
+    try:
+        await _wait_then_cancel(tasks, asyncio.ALL_COMPLETED)
+        _raise_one(tasks)
+    finally:
+        tasks = ()  # see `race`
+
+
+async def _wait_then_cancel(tasks: Collection[asyncio.Future[Any]], until: str) -> set[asyncio.Future[Any]]:
+    """Wait as `asyncio.wait` does; then cancel what is not done, and wait for that, too.
+
+    Returns:
+        Those that were done before any was cancelled.
+
+    Raises:
+        CancelledError: the caller was cancelled meanwhile. All tasks have ended nevertheless.
+    """
+    interrupted: asyncio.CancelledError | None = None
+    try:
+        if tasks:
+            await asyncio.wait(tasks, return_when=until)
+    except asyncio.CancelledError as error:
+        interrupted = error
+    done = {task for task in tasks if task.done()}
+    pending = set(tasks) - done
+    for task in pending:
+        task.cancel()
+    while pending:
+        try:
+            await asyncio.wait(pending)
+        except asyncio.CancelledError as error:
+            interrupted = error
+        pending = {task for task in pending if not task.done()}
+    if interrupted is None:
+        return done
+    _log_errors(tasks)
+    try:
+        raise interrupted
+    finally:
+        del interrupted, tasks, done  # see `race`
+
+
+def _raise_one(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """Raise the first error of tasks that have ended, if there is one, and log the others."""
+    failed = [task for task in tasks if _failed(task)]
+    try:
+        _log_errors(failed[1:])
+        if failed:
+            failed[0].result()
+    finally:
+        failed, tasks = [], ()  # see `race`
+
+
+def _log_errors(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """Log the errors of tasks that have ended, of which none is raised."""
+    for task in tasks:
+        if _failed(task):
+            log.error("failed beside something else that ended: %r", task.exception(), exc_info=task.exception())
+
+
+def _failed(task: asyncio.Future[Any]) -> bool:
+    """Return whether a task that has ended raised an error. One that was cancelled did not."""
+    return not task.cancelled() and task.exception() is not None
