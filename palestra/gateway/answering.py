@@ -21,7 +21,7 @@ from palestra.gateway.callers import OpenSession
 from palestra.gateway.errors import body_of
 from palestra.gateway.plane import DataPlane
 from palestra.schemas.records import Chat
-from palestra.session import CallStart, EpisodeSession, Listener, ModelCall, ReplyPiece
+from palestra.session import CallStart, EpisodeSession, GenerationRequest, Listener, ReplyPiece
 from palestra.session.sampling import overruled
 
 Top = Sequence[Sequence[tuple[int, float]]]  # for each token (token, logprob) of the most probable
@@ -84,7 +84,7 @@ async def answer(
     request: Request,
     plane: DataPlane,
     session_of: OpenSession,
-    calls: Sequence[ModelCall],
+    calls: Sequence[GenerationRequest],
     whole: Callable[[Played], Mapping[str, Any]],
     writer: EventWriter | None,
 ) -> Response:
@@ -100,7 +100,7 @@ async def _answer_whole(
     request: Request,
     plane: DataPlane,
     session: EpisodeSession,
-    calls: Sequence[ModelCall],
+    calls: Sequence[GenerationRequest],
     whole: Callable[[Played], Mapping[str, Any]],
 ) -> Response:
     collector = _TopLogprobs() if any(call.top_logprobs for call in calls) else None
@@ -117,7 +117,9 @@ def _body(whole: Callable[[Played], Mapping[str, Any]], played: Played) -> bytes
     return orjson.dumps(whole(played))
 
 
-async def play(session: EpisodeSession, calls: Sequence[ModelCall], listener: Listener | None) -> tuple[Chat, ...]:
+async def play(
+    session: EpisodeSession, calls: Sequence[GenerationRequest], listener: Listener | None
+) -> tuple[Chat, ...]:
     """Play all choices of all calls at the same time; return them in order. If a call fails, cancel the others.
 
     Other requests are served between the starts of two calls, and no call is started after one has failed.
@@ -177,7 +179,7 @@ class _TopLogprobs:
         pass
 
 
-def _overruled(calls: Sequence[ModelCall], chats: Sequence[Chat]) -> dict[str, str]:
+def _overruled(calls: Sequence[GenerationRequest], chats: Sequence[Chat]) -> dict[str, str]:
     """The header that says what the job fixed against the caller's wish."""
     note = overruled(calls[0], chats[0].sampling)
     return {} if note is None else {"x-palestra-sampling": note}
@@ -203,7 +205,7 @@ class _Stream(Response):
     """
 
     def __init__(
-        self, plane: DataPlane, session_of: OpenSession, calls: Sequence[ModelCall], writer: EventWriter
+        self, plane: DataPlane, session_of: OpenSession, calls: Sequence[GenerationRequest], writer: EventWriter
     ) -> None:
         super().__init__()
         self._plane, self._session_of, self._calls, self._writer = plane, session_of, calls, writer

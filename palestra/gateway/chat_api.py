@@ -29,7 +29,7 @@ from palestra.gateway.fields import (
 from palestra.gateway.keys import bearer
 from palestra.gateway.openapi import request_schema
 from palestra.gateway.plane import DataPlane
-from palestra.session import ModelCall
+from palestra.session import GenerationRequest
 
 # Fields that may be sent, with the values that ask for nothing we do not do.
 _HARMLESS: dict[str, tuple[Any, ...]] = {"functions": ([],), "modalities": (["text"],)}
@@ -162,7 +162,7 @@ def add_chat_routes(app: FastAPI, plane: DataPlane) -> None:
         return ModelList(data=[ModelInfo(id=name, created=created) for name in plane.sessions.context.policies])
 
 
-def parse_chat(request: Request, body: bytes) -> tuple[ModelCall, ChatRequest]:
+def parse_chat(request: Request, body: bytes) -> tuple[GenerationRequest, ChatRequest]:
     """Check a request body.
 
     Raises:
@@ -175,7 +175,7 @@ def parse_chat(request: Request, body: bytes) -> tuple[ModelCall, ChatRequest]:
         raise InvalidRequest("top_logprobs needs logprobs = true", "top_logprobs")
     choice = wanted.tool_choice
     named = choice.function.name if isinstance(choice, NamedTool) else None
-    call = ModelCall(
+    call = GenerationRequest(
         policy=wanted.model,
         messages=wanted.messages,
         max_tokens=wanted.max_completion_tokens or wanted.max_tokens,

@@ -27,7 +27,7 @@ from palestra.gateway.logprobs import TokenBytes, TokenTexts
 from palestra.gateway.openapi import request_schema
 from palestra.gateway.plane import DataPlane
 from palestra.schemas.records import Chat
-from palestra.session import CallStart, ModelCall, ReplyPiece
+from palestra.session import CallStart, GenerationRequest, ReplyPiece
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 _HARMLESS: dict[str, tuple[Any, ...]] = {"echo": (False,), "best_of": (1,), "suffix": ("",)}
@@ -88,7 +88,7 @@ def add_completions_route(app: FastAPI, plane: DataPlane) -> None:
         )
 
 
-def parse_completion(request: Request, body: bytes) -> tuple[list[ModelCall], CompletionRequest]:
+def parse_completion(request: Request, body: bytes) -> tuple[list[GenerationRequest], CompletionRequest]:
     """Check a request body; a call for each prompt.
 
     Raises:
@@ -99,7 +99,7 @@ def parse_completion(request: Request, body: bytes) -> tuple[list[ModelCall], Co
     refuse_others(wanted, _IGNORED, _HARMLESS)
     if len(wanted.prompt) * (wanted.n or 1) > MAX_CHOICES:
         raise InvalidRequest(f"{len(wanted.prompt)} prompts x n is over {MAX_CHOICES} choices", "n")
-    first = ModelCall(
+    first = GenerationRequest(
         policy=wanted.model,
         prompt=wanted.prompt[0],
         max_tokens=wanted.max_tokens or DEFAULT_MAX_TOKENS,

@@ -141,7 +141,7 @@ class SamplingFields(BaseModel):
     )
 
     def sampling(self) -> dict[str, Any]:
-        """The fields of a `ModelCall`."""
+        """The fields of a `GenerationRequest`."""
         return {
             "choices": self.n or 1,
             "min_tokens": self.min_tokens or 0,
@@ -170,7 +170,7 @@ def refuse_others(wanted: BaseModel, ignored: Sequence[str], harmless: Mapping[s
 
 
 def call_fields(body: bytes, request: Request) -> dict[str, Any]:
-    """What a `ModelCall` has from the request itself."""
+    """What a `GenerationRequest` has from the request itself."""
     headers = request.headers
     return {
         "agent": agent_of(headers),

@@ -32,7 +32,7 @@ from palestra.gateway.openapi import request_schema
 from palestra.gateway.plane import DataPlane
 from palestra.gateway.transcript import Transcript
 from palestra.schemas.messages import ChatMessage, Text
-from palestra.session import ModelCall
+from palestra.session import GenerationRequest
 
 _IGNORED = ("metadata", "service_tier", "cache_control", "inference_geo")
 _BLOCKS = ("text", "tool_use", "tool_result", "thinking")
@@ -229,11 +229,11 @@ def check_thinking(wanted: CountRequest, plane: DataPlane) -> None:
         )
 
 
-def parse_count(request: Request, body: bytes) -> tuple[ModelCall, CountRequest]:
+def parse_count(request: Request, body: bytes) -> tuple[GenerationRequest, CountRequest]:
     """Check a request to count tokens. See `parse_messages` for errors."""
     wanted = read_body(CountRequest, body)
     refuse_others(wanted, _IGNORED, {})
-    call = ModelCall(
+    call = GenerationRequest(
         policy=wanted.model,
         messages=chat_messages(wanted),
         tools=tuple(map(_tool, wanted.tools or ())),
@@ -242,7 +242,7 @@ def parse_count(request: Request, body: bytes) -> tuple[ModelCall, CountRequest]
     return call, wanted
 
 
-def parse_messages(request: Request, body: bytes) -> tuple[ModelCall, MessagesRequest]:
+def parse_messages(request: Request, body: bytes) -> tuple[GenerationRequest, MessagesRequest]:
     """Check a request body.
 
     Raises:
@@ -260,7 +260,7 @@ def parse_messages(request: Request, body: bytes) -> tuple[ModelCall, MessagesRe
         )
     choice = wanted.tool_choice or ToolChoice(type="auto")
     kinds: dict[str, Literal["auto", "none", "required"]] = {"auto": "auto", "none": "none"}
-    call = ModelCall(
+    call = GenerationRequest(
         policy=wanted.model,
         messages=chat_messages(wanted),
         max_tokens=wanted.max_tokens,

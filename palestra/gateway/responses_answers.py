@@ -9,14 +9,14 @@ from typing import Any
 from palestra.gateway.answering import EventWriter
 from palestra.gateway.chat_answers import completion_id
 from palestra.schemas.records import Chat
-from palestra.session import CallStart, ModelCall, ReplyPiece
+from palestra.session import CallStart, GenerationRequest, ReplyPiece
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Echo:
     """What an answer repeats of its request."""
 
-    call: ModelCall
+    call: GenerationRequest
     sent: Mapping[str, Any]
     stream: bool
 

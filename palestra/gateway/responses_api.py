@@ -30,7 +30,7 @@ from palestra.gateway.plane import DataPlane
 from palestra.gateway.responses_answers import Echo, ResponseStream, response_of
 from palestra.gateway.transcript import Transcript
 from palestra.schemas.messages import ChatMessage, Text
-from palestra.session import ModelCall
+from palestra.session import GenerationRequest
 
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "background": (False,),
@@ -214,7 +214,7 @@ def add_responses_route(app: FastAPI, plane: DataPlane) -> None:
         )
 
 
-def parse_response_request(request: Request, body: bytes) -> tuple[ModelCall, Echo]:
+def parse_response_request(request: Request, body: bytes) -> tuple[GenerationRequest, Echo]:
     """Check a request body; also what the answer repeats of it.
 
     Raises:
@@ -226,7 +226,7 @@ def parse_response_request(request: Request, body: bytes) -> tuple[ModelCall, Ec
     choice, messages = wanted.tool_choice, messages_of(wanted)
     if not messages:
         raise InvalidRequest("input has no message", "input")
-    call = ModelCall(
+    call = GenerationRequest(
         policy=wanted.model,
         messages=messages,
         max_tokens=wanted.max_output_tokens,

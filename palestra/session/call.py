@@ -11,7 +11,7 @@ from palestra.schemas.records import Chat, Ids, Sampling
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ModelCall:
+class GenerationRequest:
     """One request: messages, or a prompt as it is, and how to sample."""
 
     policy: str

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from palestra.chat import ChatMLRenderer, Renderer
 from palestra.errors import GrammarRefused, InvalidRequest, UnsupportedField
-from palestra.session.call import ModelCall
+from palestra.session.call import GenerationRequest
 
 _MAX_CALLS = 8  # of one reply, where calls are required: a small model would go on until its limit
 
@@ -24,7 +24,7 @@ class Constraint(NamedTuple):
     field: str
 
 
-def constraint_of(call: ModelCall, renderer: Renderer) -> Constraint:
+def constraint_of(call: GenerationRequest, renderer: Renderer) -> Constraint:
     """Return what a call asks for. A constrained reply has no reasoning in front of it.
 
     Where there are tools and a `response_schema`, the reply may be calls or an answer, as `tool_choice` says.
@@ -48,7 +48,7 @@ def constraint_of(call: ModelCall, renderer: Renderer) -> Constraint:
         raise GrammarRefused(f"{field}: over the bound of a grammar: it is nested too deep", field) from None
 
 
-def _grammar(call: ModelCall, renderer: Renderer, required: bool) -> str:
+def _grammar(call: GenerationRequest, renderer: Renderer, required: bool) -> str:
     calls = _calls(call, renderer) if required or call.callable_tools else ""
     if not calls:
         return json.dumps({"grammars": [{"json_schema": call.response_schema}]})
@@ -58,7 +58,7 @@ def _grammar(call: ModelCall, renderer: Renderer, required: bool) -> str:
     return "start: calls | answer\n" + calls + answer
 
 
-def _calls(call: ModelCall, renderer: Renderer) -> str:
+def _calls(call: GenerationRequest, renderer: Renderer) -> str:
     """Rules for one call or several, as ChatML models of the Hermes convention write them."""
     if not isinstance(renderer, ChatMLRenderer):
         field = "tool_choice" if call.tool_choice == "required" else "response_format"

@@ -18,7 +18,7 @@ from palestra.errors import EngineFailure
 from palestra.schemas.messages import ChatMessage, TextPart, text_message
 from palestra.schemas.protocols import Engine
 from palestra.schemas.records import Ids, SampledTokens, Sampling, VersionSpan
-from palestra.session.call import ModelCall, ReplyPiece
+from palestra.session.call import GenerationRequest, ReplyPiece
 from palestra.session.context import PolicyRuntime
 
 NOTHING = MessageDelta()
@@ -28,7 +28,7 @@ CALL_END = "</tool_call>"  # what `Chat.stop` says of a reply that its first cal
 class ReplyReader:
     """Where a reply ends besides at a stop token or its limit, and what is certain of its message so far."""
 
-    def __init__(self, call: ModelCall, runtime: PolicyRuntime, sampling: Sampling, call_ids: str) -> None:
+    def __init__(self, call: GenerationRequest, runtime: PolicyRuntime, sampling: Sampling, call_ids: str) -> None:
         """The ids of tool calls start with `call_ids`."""
         self._call, self._runtime, self._call_ids = call, runtime, call_ids
         self._text = TextStream(runtime.decode, runtime.stop_ids | set(call.stop_token_ids))
@@ -102,7 +102,7 @@ class ReplyReader:
         return Reply(message=added, malformed=reply.malformed)
 
 
-def read_whole(call: ModelCall, runtime: PolicyRuntime, ids: Ids, prompt_ids: Ids, call_ids: str) -> Reply:
+def read_whole(call: GenerationRequest, runtime: PolicyRuntime, ids: Ids, prompt_ids: Ids, call_ids: str) -> Reply:
     """The reply that all ids of a call stand for; a stop token of the caller's own at its end is not part of it."""
     if len(ids) and int(ids[-1]) in call.stop_token_ids and int(ids[-1]) not in runtime.stop_ids:
         ids = ids[:-1]

@@ -8,7 +8,7 @@ from typing import Any
 from palestra.config import PolicyConfig
 from palestra.errors import ContextOverflow, UnsupportedField
 from palestra.schemas.records import EpisodeKind, Sampling
-from palestra.session.call import ModelCall
+from palestra.session.call import GenerationRequest
 
 _SEEDS = 2**63
 
@@ -24,7 +24,7 @@ _RESHAPING: dict[str, Any] = {
 }
 
 
-def trainable(call: ModelCall, ignore: bool) -> ModelCall:
+def trainable(call: GenerationRequest, ignore: bool) -> GenerationRequest:
     """Return a call as it can be sampled in a training episode.
 
     Args:
@@ -50,7 +50,13 @@ def trainable(call: ModelCall, ignore: bool) -> ModelCall:
 
 
 def sampling_of(
-    call: ModelCall, config: PolicyConfig, kind: EpisodeKind, prompt_tokens: int, seed: int, choice: int, grammar: str
+    call: GenerationRequest,
+    config: PolicyConfig,
+    kind: EpisodeKind,
+    prompt_tokens: int,
+    seed: int,
+    choice: int,
+    grammar: str,
 ) -> Sampling:
     """The job's settings for training, greedy for validation, the caller's own for an ad-hoc episode.
 
@@ -84,7 +90,7 @@ def sampling_of(
     )
 
 
-def overruled(call: ModelCall, used: Sampling, choice: int = 0) -> str | None:
+def overruled(call: GenerationRequest, used: Sampling, choice: int = 0) -> str | None:
     """What the job fixed against the caller's wish, for people to read; None: nothing."""
     notes = []
     if call.temperature is not None and call.temperature != used.temperature:

@@ -20,7 +20,7 @@ from palestra.errors import ContextOverflow, GrammarRefused, InvalidRequest, Pal
 from palestra.schemas.messages import ChatMessage
 from palestra.schemas.records import Chat, Episode, Ids, Sampling
 from palestra.schemas.states import TurnState
-from palestra.session.call import CallStart, Listener, ModelCall, ReplyPiece
+from palestra.session.call import CallStart, GenerationRequest, Listener, ReplyPiece
 from palestra.session.constraints import Constraint, constraint_of
 from palestra.session.context import PolicyRuntime, SessionContext
 from palestra.session.prompting import LONG_TEXT, Prompt, Prompts
@@ -50,7 +50,7 @@ class _Choice:
 class _Play:
     """A call that is being played: what its choices share."""
 
-    call: ModelCall
+    call: GenerationRequest
     runtime: PolicyRuntime
     listener: Listener | None
     prompt: Prompt
@@ -105,12 +105,12 @@ class EpisodeSession:
                 return state
         return TurnState.INTERACTING if self._prompts.calls else TurnState.PENDING
 
-    async def chat(self, call: ModelCall, listener: Listener | None = None) -> Chat:
+    async def chat(self, call: GenerationRequest, listener: Listener | None = None) -> Chat:
         """Play a call of one choice; see `chats`."""
         (chat,) = await self.chats(call, listener)
         return chat
 
-    async def chats(self, call: ModelCall, listener: Listener | None = None) -> tuple[Chat, ...]:
+    async def chats(self, call: GenerationRequest, listener: Listener | None = None) -> tuple[Chat, ...]:
         """Play one call, all its choices at once. When it returns, they are on disk.
 
         A retry gets those choices that were recorded and have not been delivered.
@@ -136,7 +136,7 @@ class EpisodeSession:
             known |= await self._play(call, missing, known, listener)
         return tuple(known[number] for number in range(call.choices))
 
-    async def count_tokens(self, call: ModelCall) -> int:
+    async def count_tokens(self, call: GenerationRequest) -> int:
         """Return how many tokens the prompt of a call would have, however many that are; nothing is sampled or kept.
 
         Raises:
@@ -160,7 +160,7 @@ class EpisodeSession:
             task.cancel()
         self._forget_if_over()
 
-    async def _recorded_before(self, call: ModelCall) -> dict[int, Chat]:
+    async def _recorded_before(self, call: GenerationRequest) -> dict[int, Chat]:
         """Choices that are on disk and have not been delivered; what is being written is waited for."""
         digests = [call.choice_digest(number) for number in range(call.choices)]
         if writing := [self._recordings[digest] for digest in digests if digest in self._recordings]:
@@ -169,7 +169,7 @@ class EpisodeSession:
         return {number: chat for number, chat in found.items() if chat is not None}
 
     async def _play(
-        self, call: ModelCall, numbers: Sequence[int], known: dict[int, Chat], listener: Listener | None
+        self, call: GenerationRequest, numbers: Sequence[int], known: dict[int, Chat], listener: Listener | None
     ) -> dict[int, Chat]:
         runtime = self._context.runtime(call.policy)
         task = asyncio.current_task()
@@ -200,7 +200,7 @@ class EpisodeSession:
 
     async def _begin(
         self,
-        call: ModelCall,
+        call: GenerationRequest,
         runtime: PolicyRuntime,
         choices: Sequence[_Choice],
         known: dict[int, Chat],
@@ -247,7 +247,7 @@ class EpisodeSession:
                 listener.started(choice.number, self._start(prompt, choice.index, sampling))
         return play
 
-    async def _prompt(self, call: ModelCall, runtime: PolicyRuntime, bounded: bool = True) -> Prompt:
+    async def _prompt(self, call: GenerationRequest, runtime: PolicyRuntime, bounded: bool = True) -> Prompt:
         """Make the prompt of a call.
 
         Raises:

@@ -20,7 +20,7 @@ from palestra.inference.scripted import ScriptedEngine
 from palestra.ledger.tables import chats as chats_table
 from palestra.schemas.messages import ChatMessage, text_message
 from palestra.schemas.records import Chat
-from palestra.session import EpisodeSession, ModelCall
+from palestra.session import EpisodeSession, GenerationRequest
 from palestra.session.prompting import Prompts
 from palestra.session.session import call_seed
 from palestra.trajectory import TokenTrie
@@ -64,7 +64,7 @@ class Agent:
         messages: Messages = (text_message("system", "be brief"), text_message("user", self.opening))
         for turn in range(self.turns):
             chat = await session.chat(
-                ModelCall(policy="policy", messages=messages, agent=self.name, time_step=turn, max_tokens=9)
+                GenerationRequest(policy="policy", messages=messages, agent=self.name, time_step=turn, max_tokens=9)
             )
             messages = self.following((*messages, chat.reply), turn)
 
@@ -142,7 +142,7 @@ def test_calls_that_overlap_give_what_the_same_calls_give_one_after_another(cast
 @examples(4, 15)
 @given(st.integers(2, 6), st.lists(st.integers(0, 6), max_size=40))
 def test_equal_calls_at_once_are_the_samples_that_they_are_one_after_another(copies, turns):
-    call = ModelCall(policy="policy", messages=(text_message("user", "a"),))
+    call = GenerationRequest(policy="policy", messages=(text_message("user", "a"),))
 
     async def in_series(session: EpisodeSession) -> None:
         for _ in range(copies):
@@ -233,7 +233,9 @@ async def episode(folder: Path, script: Sequence[tuple[int, str, str]], crashes:
     done: list[Chat] = []
     try:
         for source, habit, question in script:
-            done.append(await session.chat(ModelCall(policy="policy", messages=asked(done, source, habit, question))))
+            done.append(
+                await session.chat(GenerationRequest(policy="policy", messages=asked(done, source, habit, question)))
+            )
             if crashes:
                 before, runtime = session._prompts, bench.context.runtime("policy")
                 bench.store.close()
@@ -291,7 +293,7 @@ def cost(turns: int) -> dict[str, int]:
             chats: list[Chat] = []
             for turn in range(turns):
                 messages = (*messages, text_message("user", f"question {turn:04d}"))
-                chats.append(await session.chat(ModelCall(policy="policy", messages=messages)))
+                chats.append(await session.chat(GenerationRequest(policy="policy", messages=messages)))
                 messages = (*messages, chats[-1].reply)
             trie = session._prompts.trie
             assert len(trie) == chats[-1].tokens

@@ -14,7 +14,7 @@ from palestra.grammars.pool import Grammars
 from palestra.inference.scripted import ScriptedEngine, digits_script
 from palestra.schemas.messages import text_message
 from palestra.schemas.states import TurnState
-from palestra.session import EpisodeSession, ModelCall, PolicyRuntime, SessionContext
+from palestra.session import EpisodeSession, GenerationRequest, PolicyRuntime, SessionContext
 from unit.building import TASK, FakeClock, open_store
 
 STOP = 258
@@ -69,11 +69,11 @@ class Bench:
         return (await self.store.calls.of_lease(session.episode.episode_id, session.episode.fence))[1]
 
 
-def call(*texts: str, **kw) -> ModelCall:
+def call(*texts: str, **kw) -> GenerationRequest:
     """User and assistant take turns; the first is the user."""
     roles = ("user", "assistant")
     messages = tuple(text_message(roles[i % 2], text) for i, text in enumerate(texts))
-    return ModelCall(**({"policy": "policy", "messages": messages, "digest": "|".join(texts)} | kw))
+    return GenerationRequest(**({"policy": "policy", "messages": messages, "digest": "|".join(texts)} | kw))
 
 
 @pytest.fixture

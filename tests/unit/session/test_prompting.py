@@ -10,7 +10,7 @@ from palestra.chat import ByteTokenizer, ChatMLRenderer
 from palestra.errors import EngineFailure, HistoryDrift
 from palestra.schemas.forks import MEANINGS, ForkReason
 from palestra.schemas.messages import ChatMessage, FunctionCall, ToolCall, text_message
-from palestra.session import EpisodeSession, ModelCall
+from palestra.session import EpisodeSession, GenerationRequest
 from unit.session.conftest import STOP, Bench, call
 
 WEATHER = ({"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}},)
@@ -64,8 +64,8 @@ async def with_renderer(bench, renderer=None, strict: bool = False) -> EpisodeSe
     return EpisodeSession(bench.context, session.episode, ())
 
 
-def asks(*messages: ChatMessage, **kw) -> ModelCall:
-    return ModelCall(**({"policy": "policy", "messages": messages} | kw))
+def asks(*messages: ChatMessage, **kw) -> GenerationRequest:
+    return GenerationRequest(**({"policy": "policy", "messages": messages} | kw))
 
 
 def user(text: str) -> ChatMessage:

@@ -11,7 +11,7 @@ from palestra.errors import ContextOverflow, EpisodeEnded, NotFound
 from palestra.schemas.messages import text_message
 from palestra.schemas.records import PolicyVersion, SampledTokens, VersionSpan
 from palestra.schemas.states import TurnState
-from palestra.session import EpisodeSession, ModelCall
+from palestra.session import EpisodeSession, GenerationRequest
 from palestra.session.prompting import LONG_TEXT
 from palestra.session.session import call_seed
 from unit.building import ids, rows_of
@@ -225,7 +225,7 @@ async def test_long_texts_are_rendered_to_the_same_ids(bench):
 
 async def test_lone_surrogates_do_not_crash(bench):
     session = await bench.session()
-    chat = await session.chat(ModelCall(policy="policy", messages=(text_message("user", "a\ud800"),)))
+    chat = await session.chat(GenerationRequest(policy="policy", messages=(text_message("user", "a\ud800"),)))
     assert bytes(chat.prompt_ids[1:8].tolist()) == b"user\na?"
     assert len(await bench.recorded(session)) == 1
 
