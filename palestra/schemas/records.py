@@ -72,7 +72,7 @@ class Episode:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sampling:
+class SamplingParams:
     """How one call is sampled."""
 
     temperature: float  # 0: greedy
@@ -153,7 +153,7 @@ class Chat:
     finish_reason: FinishReason
     fork: Fork | None = None  # None: nothing that the agent meant to keep was lost
     stop: str | None = None  # the stop string that ended it; None: it was a stop token, or the limit
-    sampling: Sampling
+    sampling: SamplingParams
     request_digest: str  # of the request body, to know a retry
     started_at: float  # Unix seconds
     finished_at: float

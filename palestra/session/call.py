@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from palestra.chat.streaming import MessageDelta
 from palestra.schemas.messages import ChatMessage, ToolChoice
-from palestra.schemas.records import Chat, Ids, Sampling
+from palestra.schemas.records import Chat, Ids, SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +61,7 @@ class CallStart:
     index: int  # of its Chat
     prompt_ids: Ids  # [P]
     shared: int  # how many of them are those of an earlier call
-    sampling: Sampling
+    sampling: SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,7 +17,7 @@ from palestra.chat.text_stream import TextStream
 from palestra.errors import EngineFailure
 from palestra.schemas.messages import ChatMessage, TextPart, text_message
 from palestra.schemas.protocols import Engine
-from palestra.schemas.records import Ids, SampledTokens, Sampling, VersionSpan
+from palestra.schemas.records import Ids, SampledTokens, SamplingParams, VersionSpan
 from palestra.session.call import GenerationRequest, ReplyPiece
 from palestra.session.context import PolicyRuntime
 
@@ -28,7 +28,9 @@ CALL_END = "</tool_call>"  # what `Chat.stop` says of a reply that its first cal
 class ReplyReader:
     """Where a reply ends besides at a stop token or its limit, and what is certain of its message so far."""
 
-    def __init__(self, call: GenerationRequest, runtime: PolicyRuntime, sampling: Sampling, call_ids: str) -> None:
+    def __init__(
+        self, call: GenerationRequest, runtime: PolicyRuntime, sampling: SamplingParams, call_ids: str
+    ) -> None:
         """The ids of tool calls start with `call_ids`."""
         self._call, self._runtime, self._call_ids = call, runtime, call_ids
         self._text = TextStream(runtime.decode, runtime.stop_ids | set(call.stop_token_ids))
@@ -130,7 +132,7 @@ async def sample(
     engine: Engine,
     policy: str,
     prompt_ids: Ids,
-    sampling: Sampling,
+    sampling: SamplingParams,
     reader: ReplyReader | None,
     tell: Callable[[ReplyPiece], None] | None,
 ) -> Completion:

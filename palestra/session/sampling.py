@@ -7,7 +7,7 @@ from typing import Any
 
 from palestra.config import PolicyConfig
 from palestra.errors import ContextOverflow, UnsupportedField
-from palestra.schemas.records import EpisodeKind, Sampling
+from palestra.schemas.records import EpisodeKind, SamplingParams
 from palestra.session.call import GenerationRequest
 
 _SEEDS = 2**63
@@ -57,7 +57,7 @@ def sampling_of(
     seed: int,
     choice: int,
     grammar: str,
-) -> Sampling:
+) -> SamplingParams:
     """The job's settings for training, greedy for validation, the caller's own for an ad-hoc episode.
 
     Raises:
@@ -74,7 +74,7 @@ def sampling_of(
         temperature = config.sampling.temperature if call.temperature is None else call.temperature
     if kind == "adhoc" and call.seed is not None:
         seed = (call.seed + choice) % _SEEDS
-    return Sampling(
+    return SamplingParams(
         temperature=temperature,
         max_tokens=most,
         seed=seed,
@@ -90,7 +90,7 @@ def sampling_of(
     )
 
 
-def overruled(call: GenerationRequest, used: Sampling, choice: int = 0) -> str | None:
+def overruled(call: GenerationRequest, used: SamplingParams, choice: int = 0) -> str | None:
     """What the job fixed against the caller's wish, for people to read; None: nothing."""
     notes = []
     if call.temperature is not None and call.temperature != used.temperature:

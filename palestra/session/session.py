@@ -18,7 +18,7 @@ from palestra.chat.raw_text import encode_text, vocabulary_size
 from palestra.chat.streaming import whole_message
 from palestra.errors import ContextOverflow, GrammarRefused, InvalidRequest, PalestraError, UnsupportedField
 from palestra.schemas.messages import ChatMessage
-from palestra.schemas.records import Chat, Episode, Ids, Sampling
+from palestra.schemas.records import Chat, Episode, Ids, SamplingParams
 from palestra.schemas.states import TurnState
 from palestra.session.call import CallStart, GenerationRequest, Listener, ReplyPiece
 from palestra.session.constraints import Constraint, constraint_of
@@ -42,7 +42,7 @@ class _Choice:
     seed: int = 0  # of its own, also where the caller gave another
     prompt: bytes = b""  # its digest
     occurrence: int = 0  # of equal prompts
-    sampling: Sampling | None = None  # None: the prompt is not there yet
+    sampling: SamplingParams | None = None  # None: the prompt is not there yet
     recorded: bool = False
 
 
@@ -283,7 +283,7 @@ class EpisodeSession:
             raise InvalidRequest(f"prompt: it has no token, or ids that are none; ids are below {size}", "prompt")
         return self._prompts.raw(ids)
 
-    def _start(self, prompt: Prompt, index: int, sampling: Sampling) -> CallStart:
+    def _start(self, prompt: Prompt, index: int, sampling: SamplingParams) -> CallStart:
         return CallStart(
             episode_id=self.episode.episode_id,
             fence=self.episode.fence,
