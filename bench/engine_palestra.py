@@ -31,7 +31,7 @@ class PalestraSampler:
 
     def __init__(self, model: str, threads: int) -> None:
         keep_heap()
-        stops = select_renderer(load_tokenizer(model)).get_stop_token_ids()
+        stops = select_renderer(load_tokenizer(model)).stop_ids
         config = EngineConfig.model_validate({"threads": threads})
         loaded = asyncio.run(in_thread(lambda: load_causal_lm(model, torch.bfloat16)))  # as the server does
         self._engine = EmbeddedEngine(loaded, POLICY, stops, config)

@@ -24,6 +24,7 @@ from processes import HERE, run_json, shown
 from palestra.cluster.parts import Parts, build_parts
 from palestra.config import JobConfig, parse_config
 from palestra.models.catalog import model_folder
+from palestra.schemas.messages import text_message
 from palestra.schemas.records import Floats, Ids, SamplingParams, TrainSample
 
 PROMPTS, REPLIES, LONGEST = 12, 8, 48
@@ -47,13 +48,12 @@ async def sampled(parts: Parts, config: JobConfig, seed: int) -> list[TrainSampl
     """Replies of the engine as rows of the loss, in groups with the same prompt."""
     draw = random.Random(seed)
     prompts = [
-        parts.renderer.render_ids(
+        parts.renderer.render(
             [
-                {"role": "system", "content": SYSTEM},
-                {"role": "user", "content": f"What is {draw.randrange(1, 99)} + {draw.randrange(1, 99)}? Explain."},
-            ],
-            add_generation_prompt=True,
-        )
+                text_message("system", SYSTEM),
+                text_message("user", f"What is {draw.randrange(1, 99)} + {draw.randrange(1, 99)}? Explain."),
+            ]
+        ).ids
         for _ in range(PROMPTS)
     ]
     rows = [(np.array(ids, np.int32), draw.getrandbits(63)) for ids in prompts for _ in range(REPLIES)]

@@ -156,10 +156,9 @@ def make_prompts(parts: Parts, count: int, draw: random.Random) -> list[tuple[Me
         for repeats in range(PROMPT_TOKENS):
             text = f"Add{FILLER * repeats}: {pair[0]} + {pair[1]} ="
             messages = (text_message("system", SYSTEM), text_message("user", text))
-            plain = [{"role": message.role, "content": message.text} for message in messages]
-            ids = parts.renderer.render_ids(plain, add_generation_prompt=True)
+            ids = parts.renderer.render(messages).ids
             if len(ids) == PROMPT_TOKENS:
-                found.append((messages, np.array(ids, np.int32)))
+                found.append((messages, ids))
                 break
     assert len(found) == count, f"only {len(found)} of {count} prompts could be made {PROMPT_TOKENS} tokens long"
     return found

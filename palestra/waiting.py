@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Collection, Coroutine, Iterable
-from typing import Any, Generic, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-class Winner(NamedTuple, Generic[T]):
+@dataclass(frozen=True, slots=True)
+class Winner(Generic[T]):
     """The entrant of a race that was done first."""
 
     index: int  # of the entrant, in the order of `race`'s arguments

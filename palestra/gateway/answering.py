@@ -21,7 +21,7 @@ from palestra.gateway.callers import OpenSession
 from palestra.gateway.errors import body_of
 from palestra.gateway.plane import DataPlane
 from palestra.schemas.records import Chat
-from palestra.session import CallStart, EpisodeSession, GenerationRequest, Listener, ReplyPiece
+from palestra.session import CallStart, GenerationRequest, Listener, ReplyPiece, Session
 from palestra.session.sampling import overruled
 
 Top = Sequence[Sequence[tuple[int, float]]]  # for each token (token, logprob) of the most probable
@@ -99,7 +99,7 @@ async def answer(
 async def _answer_whole(
     request: Request,
     plane: DataPlane,
-    session: EpisodeSession,
+    session: Session,
     calls: Sequence[GenerationRequest],
     whole: Callable[[Played], Mapping[str, Any]],
 ) -> Response:
@@ -117,22 +117,20 @@ def _body(whole: Callable[[Played], Mapping[str, Any]], played: Played) -> bytes
     return orjson.dumps(whole(played))
 
 
-async def play(
-    session: EpisodeSession, calls: Sequence[GenerationRequest], listener: Listener | None
-) -> tuple[Chat, ...]:
+async def play(session: Session, calls: Sequence[GenerationRequest], listener: Listener | None) -> tuple[Chat, ...]:
     """Play all choices of all calls at the same time; return them in order. If a call fails, cancel the others.
 
     Other requests are served between the starts of two calls, and no call is started after one has failed.
     """
     if len(calls) == 1:
-        return await session.chats(calls[0], listener)
+        return await session.generate(calls[0], listener)
     first = 0
     tasks: list[asyncio.Task[tuple[Chat, ...]]] = []
     failed = asyncio.Event()
     try:
         for call in calls:
             numbered = None if listener is None else _Numbered(listener, first)
-            task = asyncio.ensure_future(session.chats(call, numbered))
+            task = asyncio.ensure_future(session.generate(call, numbered))
             task.add_done_callback(lambda done: failed.set() if done.cancelled() or done.exception() else None)
             tasks.append(task)
             first += call.choices
@@ -188,7 +186,7 @@ def _overruled(calls: Sequence[GenerationRequest], chats: Sequence[Chat]) -> dic
 class _Whole(Response):
     """Tells the session when the last byte has left."""
 
-    def __init__(self, session: EpisodeSession, chats: Sequence[Chat], body: bytes, headers: dict[str, str]) -> None:
+    def __init__(self, session: Session, chats: Sequence[Chat], body: bytes, headers: dict[str, str]) -> None:
         super().__init__(body, 200, headers, "application/json")
         self._session, self._chats = session, chats
 
@@ -216,7 +214,7 @@ class _Stream(Response):
             async with self._session_of() as session:
                 await self._play(session, scope, receive, send)
 
-    async def _play(self, session: EpisodeSession, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _play(self, session: Session, scope: Scope, receive: Receive, send: Send) -> None:
         work = asyncio.ensure_future(play(session, self._calls, self))
         work.add_done_callback(lambda _: self._writer.ready.set())
         gone = asyncio.ensure_future(disconnected(receive))

@@ -11,9 +11,9 @@ from starlette.requests import Request
 from palestra.errors import Conflict
 from palestra.gateway.keys import EpisodeKey, bearer
 from palestra.gateway.plane import DataPlane
-from palestra.session import EpisodeSession, Sessions
+from palestra.session import EpisodeSession, Session, Sessions
 
-OpenSession = Callable[[], AbstractAsyncContextManager[EpisodeSession]]  # for the time of one request
+OpenSession = Callable[[], AbstractAsyncContextManager[Session]]  # for the time of one request
 
 
 def caller_of(plane: DataPlane, request: Request) -> OpenSession:
@@ -25,7 +25,7 @@ def caller_of(plane: DataPlane, request: Request) -> OpenSession:
     """
     if plane.config.kind == "inference":
         plane.keys.require_job(request)
-        return plane.sessions.plain
+        return plane.sessions.stateless
     return partial(_of_lease, plane.sessions, plane.keys.require_episode(request))
 
 

@@ -215,7 +215,7 @@ class TrajectoryCollectEngine:
     async def call(self, call: GenerationRequest) -> Chat:
         """One call of the model."""
         with self._sessions.counted():
-            return await self._session.chat(call)
+            return await self._session.generate_one(call)
 
 
 def _note(notes: dict[str, str], name: str, info: Mapping[str, Any]) -> None:

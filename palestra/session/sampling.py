@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from palestra.config import PolicyConfig
-from palestra.errors import ContextOverflow, UnsupportedField
+from palestra.errors import UnsupportedField
 from palestra.schemas.records import EpisodeKind, SamplingParams
-from palestra.session.call import GenerationRequest
+from palestra.session.request import GenerationRequest
 
 _SEEDS = 2**63
 
@@ -58,15 +58,18 @@ def sampling_of(
     choice: int,
     grammar: str,
 ) -> SamplingParams:
-    """The job's settings for training, greedy for validation, the caller's own for an ad-hoc episode.
+    """Return the job's settings for training, greedy ones for validation, the caller's own for an ad-hoc episode.
 
-    Raises:
-        ContextOverflow: the prompt leaves no room for a reply.
+    Args:
+        call: what the agent asks for.
+        config: of the policy.
+        kind: of the episode.
+        prompt_tokens: how many tokens the prompt has; fewer than `max_context`.
+        seed: the call's own, used where the caller may not give one, or gives none.
+        choice: the number of the choice, which is added to a caller's seed.
+        grammar: what the reply has to match; empty: anything.
     """
-    room = config.max_context - prompt_tokens
-    if room < 1:
-        raise ContextOverflow(prompt_tokens, config.max_context)
-    most = min(config.sampling.max_tokens, room)
+    most = min(config.sampling.max_tokens, config.max_context - prompt_tokens)
     if call.max_tokens is not None:
         most = min(call.max_tokens, most)
     temperature = {"train": config.sampling.temperature, "validation": 0.0}.get(kind)
@@ -91,7 +94,13 @@ def sampling_of(
 
 
 def overruled(call: GenerationRequest, used: SamplingParams, choice: int = 0) -> str | None:
-    """What the job fixed against the caller's wish, for people to read; None: nothing."""
+    """Return what the job fixed against the caller's wish, for people to read; None: nothing.
+
+    Args:
+        call: what the agent asked for.
+        used: how it was sampled.
+        choice: the number of the choice.
+    """
     notes = []
     if call.temperature is not None and call.temperature != used.temperature:
         notes.append(f"temperature={used.temperature:g}")

@@ -26,7 +26,7 @@ class Session:
         self.started: list[Any] = []
         self.finished = 0
 
-    async def chats(self, call: GenerationRequest, listener: object) -> tuple[Chat, ...]:
+    async def generate(self, call: GenerationRequest, listener: object) -> tuple[Chat, ...]:
         self.started.append(call.prompt)
         if call.prompt == self.bad:
             raise ContextOverflow(2, 1)

@@ -40,8 +40,6 @@ class Bench:
             config=self.policy,
             renderer=renderer,
             engine=self.engine,
-            stop_ids=frozenset(renderer.get_stop_token_ids()),
-            decode=tokenizer.decode,
             grammars=self.grammars,
         )
         return SessionContext(store=self.store, policies={"policy": runtime}, seed=11)
@@ -119,6 +117,6 @@ async def busy_writer(store):
 
 async def in_flight(session, *calls):
     """Calls that wait for the paused engine."""
-    tasks = [asyncio.ensure_future(session.chat(c)) for c in calls]
-    await until(lambda: sum(t.state is TurnState.GENERATING for t in session._turns) == len(calls))
+    tasks = [asyncio.ensure_future(session.generate_one(c)) for c in calls]
+    await until(lambda: sum(t.state is TurnState.GENERATING for t in session._turns._open) == len(calls))
     return tasks

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from palestra.chat.streaming import MessageDelta
+from palestra.chat import MessageDelta
 from palestra.schemas.messages import ChatMessage, ToolChoice
 from palestra.schemas.records import Chat, Ids, SamplingParams
 
