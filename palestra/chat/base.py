@@ -1,6 +1,7 @@
 """What turns messages into token ids, and token ids into messages, for one model.
 
-A model's chat format is known here and nowhere else: whoever holds a `Renderer` asks it, and never which one it is.
+A model's chat format is known in this room alone: code that holds a `Renderer` asks the renderer, and never which one
+it is.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ class Renderer(ABC):
 
         Args:
             messages: the conversation.
-            tools: the ones that the model is told of.
+            tools: the ones that the model is offered.
             room: how many tokens there may be. None: any number. It only saves work: a renderer that can't tell early
                 that there are more returns all of them.
 

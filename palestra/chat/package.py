@@ -101,7 +101,7 @@ class PackageRenderer(Renderer):
         raise NotInThisFormat("calls can't be constrained")
 
     def _check_room(self, messages: Sequence[ChatMessage], room: int | None) -> None:
-        """Refuse what can't fit, whatever the template makes of it.
+        """Refuse what no template could make fit.
 
         Every template writes what users say, but perhaps not the white space at its edges.
 

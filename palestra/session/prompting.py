@@ -136,7 +136,7 @@ class PromptBuilder:
         return replace(prompt, keys=keys)
 
     async def _laid_out(self, prompt: str | tuple[int, ...], renderer: Renderer, room: int | None) -> Prompt:
-        """Build a prompt from text or ids that stand as they are; it goes on from the call that it starts with."""
+        """Build a prompt from text or ids that stand as they are; the call that it starts with becomes its parent."""
         vocabulary = renderer.vocabulary
         if isinstance(prompt, str):
             ids: Ids = await self._aside.run_if(len(prompt) > LONG_TEXT, vocabulary.encode, prompt, room)

@@ -63,7 +63,7 @@ class Recorder:
         """
         written = self._store.append(chat)
         self._registry.recording(chat, written)
-        # Before `shield` adds its own callback: the call is remembered when whoever waits for the record resumes.
+        # Before `shield` adds its own callback: the call is remembered when the caller, which waits for it, resumes.
         written.add_done_callback(partial(self._written, chat, keys))
         await asyncio.shield(written)
 

@@ -103,7 +103,7 @@ async def sample_reply(
     call_ids: str,
     tell: Callable[[ReplyPiece], None] | None,
 ) -> SampledReply:
-    """Have a reply sampled, and read it: piece by piece where somebody listens or where its text may end it.
+    """Have a reply sampled, and read it: piece by piece where there is a listener, or where its text may end it.
 
     Args:
         request: what was asked for.
@@ -111,7 +111,7 @@ async def sample_reply(
         prompt_ids: [P].
         sampling: how to sample.
         call_ids: what the ids of tool calls start with.
-        tell: is called with each piece of the reply. None: nobody listens.
+        tell: is called with each piece of the reply. None: there is no listener.
 
     Raises:
         EngineFailure: the engine could not finish, or gave no token.
@@ -150,7 +150,7 @@ async def _sample(
     reader: ReplyReader | None,
     tell: Callable[[ReplyPiece], None] | None,
 ) -> list[SampledTokens]:
-    """Have a reply sampled; with a `reader` only as far as it says, and then the engine is told to stop."""
+    """Have a reply sampled; with a `reader` only until the reader finds the end, where the engine is stopped."""
     stream = engine.generate(policy, prompt_ids, sampling)
     if reader is None:
         return [piece async for piece in stream]
