@@ -20,7 +20,7 @@ from palestra.config import EngineConfig
 from palestra.inference.embedded import EmbeddedEngine
 from palestra.models.causal_lm import load_causal_lm, load_tokenizer
 from palestra.models.memory import keep_heap
-from palestra.schemas.records import Sampling
+from palestra.schemas.records import SamplingParams
 from palestra.threads import in_thread
 
 POLICY = "policy"
@@ -31,7 +31,7 @@ class PalestraSampler:
 
     def __init__(self, model: str, threads: int) -> None:
         keep_heap()
-        stops = select_renderer(load_tokenizer(model)).get_stop_token_ids()
+        stops = select_renderer(load_tokenizer(model)).stop_ids
         config = EngineConfig.model_validate({"threads": threads})
         loaded = asyncio.run(in_thread(lambda: load_causal_lm(model, torch.bfloat16)))  # as the server does
         self._engine = EmbeddedEngine(loaded, POLICY, stops, config)
@@ -72,7 +72,7 @@ class PalestraSampler:
 
     async def _reply(self, prompt: Prompt, tokens: int, begun: asyncio.Event | None = None) -> Prompt:
         """One reply; `begun` is set with its first token."""
-        sampling = Sampling(temperature=1.0, max_tokens=tokens, min_tokens=tokens, seed=next(self._seeds))
+        sampling = SamplingParams(temperature=1.0, max_tokens=tokens, min_tokens=tokens, seed=next(self._seeds))
         ids: Prompt = []
         async for piece in self._engine.generate(POLICY, np.array(prompt, np.int32), sampling):
             ids += piece.ids

@@ -24,7 +24,8 @@ from processes import HERE, run_json, shown
 from palestra.cluster.parts import Parts, build_parts
 from palestra.config import JobConfig, parse_config
 from palestra.models.catalog import model_folder
-from palestra.schemas.records import Floats, Ids, Sampling, TrainSample
+from palestra.schemas.messages import text_message
+from palestra.schemas.records import Floats, Ids, SamplingParams, TrainSample
 
 PROMPTS, REPLIES, LONGEST = 12, 8, 48
 SYSTEM = "You are a helpful calculator."
@@ -47,13 +48,12 @@ async def sampled(parts: Parts, config: JobConfig, seed: int) -> list[TrainSampl
     """Replies of the engine as rows of the loss, in groups with the same prompt."""
     draw = random.Random(seed)
     prompts = [
-        parts.renderer.render_ids(
+        parts.renderer.render(
             [
-                {"role": "system", "content": SYSTEM},
-                {"role": "user", "content": f"What is {draw.randrange(1, 99)} + {draw.randrange(1, 99)}? Explain."},
-            ],
-            add_generation_prompt=True,
-        )
+                text_message("system", SYSTEM),
+                text_message("user", f"What is {draw.randrange(1, 99)} + {draw.randrange(1, 99)}? Explain."),
+            ]
+        ).ids
         for _ in range(PROMPTS)
     ]
     rows = [(np.array(ids, np.int32), draw.getrandbits(63)) for ids in prompts for _ in range(REPLIES)]
@@ -61,7 +61,7 @@ async def sampled(parts: Parts, config: JobConfig, seed: int) -> list[TrainSampl
 
 
 async def _reply(parts: Parts, config: JobConfig, prompt: Ids, seed: int) -> TrainSample:
-    sampling = Sampling(temperature=1.0, max_tokens=LONGEST, seed=seed)
+    sampling = SamplingParams(temperature=1.0, max_tokens=LONGEST, seed=seed)
     pieces = [piece async for piece in parts.engine.generate(config.policy_name, prompt, sampling)]
     reply = np.array([token for piece in pieces for token in piece.ids], np.int32)
     ids = np.concatenate((prompt, reply))

@@ -18,7 +18,7 @@ from conversations import Call, Message, Row, Turn, calls, fresh
 from merge_runs import Stopwatch, main
 
 from palestra.schemas.messages import ChatMessage, text_message
-from palestra.schemas.records import Chat, Ids, PolicyVersion, Sampling, VersionSpan
+from palestra.schemas.records import Chat, Ids, PolicyVersion, SamplingParams, VersionSpan
 from palestra.session.history import History
 from palestra.trajectory import TokenTrie, rows_of
 
@@ -46,7 +46,7 @@ def chat_of(index: int, turn: Turn, parent: Chat | None, new_messages: Iterable[
         logprobs=np.full(said, LOGPROB, np.float32),
         versions=(VersionSpan(PolicyVersion(0, 0), said),),
         finish_reason="stop",
-        sampling=Sampling(temperature=1.0, max_tokens=said, seed=index),
+        sampling=SamplingParams(temperature=1.0, max_tokens=said, seed=index),
         request_digest=str(index),
         started_at=0.0,
         finished_at=0.0,

@@ -25,6 +25,7 @@ from sleeps import STEPS, Meter, Workload, workload_of
 from palestra.chat import ByteTokenizer, ChatMLRenderer
 from palestra.config import PolicyConfig, RolloutConfig, StoreConfig
 from palestra.envs import ConcurrentEnvironment
+from palestra.grammars.pool import Grammars
 from palestra.inference.scripted import ScriptedEngine
 from palestra.ledger import open_run_store
 from palestra.rollout import Collected, RolloutOrchestrator, RolloutSpec, Runner
@@ -68,8 +69,7 @@ def sessions_on_disk(synchronous: str, slots: int) -> Iterator[Sessions]:
         config=PolicyConfig.model_validate({"max_context": 4096, "sampling": {"max_tokens": REPLY_TOKENS}}),
         renderer=renderer,
         engine=ScriptedEngine(lambda prompt, sampling: reply),
-        stop_ids=frozenset(renderer.get_stop_token_ids()),
-        decode=tokenizer.decode,
+        grammars=Grammars(),
     )
     with (
         tempfile.TemporaryDirectory(prefix="bench-", dir=ROOT / "runs") as folder,

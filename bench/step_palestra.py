@@ -27,7 +27,7 @@ from palestra.config import JobConfig, parse_config
 from palestra.learner.batch import make_batch
 from palestra.models.causal_lm import load_causal_lm
 from palestra.schemas.messages import ChatMessage, text_message
-from palestra.schemas.records import Chat, Episode, Ids, Sampling, Task, TimeStep, Trajectory, VersionSpan
+from palestra.schemas.records import Chat, Episode, Ids, SamplingParams, Task, TimeStep, Trajectory, VersionSpan
 from palestra.schemas.states import EpisodeState
 
 PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 8, 8, 40, 12
@@ -92,7 +92,7 @@ class Bench:
 
     async def play(self, group: int, messages: Messages, prompt_ids: Ids) -> Chat:
         """One call of exactly `NEW_TOKENS` tokens, as the session records it."""
-        sampling = Sampling(
+        sampling = SamplingParams(
             temperature=1.0, max_tokens=NEW_TOKENS, min_tokens=NEW_TOKENS, seed=self.draw.getrandbits(63)
         )
         pieces = [p async for p in self.parts.engine.generate(self.config.policy_name, prompt_ids, sampling)]
@@ -156,10 +156,9 @@ def make_prompts(parts: Parts, count: int, draw: random.Random) -> list[tuple[Me
         for repeats in range(PROMPT_TOKENS):
             text = f"Add{FILLER * repeats}: {pair[0]} + {pair[1]} ="
             messages = (text_message("system", SYSTEM), text_message("user", text))
-            plain = [{"role": message.role, "content": message.text} for message in messages]
-            ids = parts.renderer.render_ids(plain, add_generation_prompt=True)
+            ids = parts.renderer.render(messages).ids
             if len(ids) == PROMPT_TOKENS:
-                found.append((messages, np.array(ids, np.int32)))
+                found.append((messages, ids))
                 break
     assert len(found) == count, f"only {len(found)} of {count} prompts could be made {PROMPT_TOKENS} tokens long"
     return found

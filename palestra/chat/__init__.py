@@ -1,20 +1,33 @@
 """Messages to ids and back."""
 
-from palestra.chat.byte_tokenizer import ByteTokenizer
+from palestra.chat.base import (
+    MessageDelta,
+    NotInThisFormat,
+    PlainTextStream,
+    Renderer,
+    Reply,
+    ReplyForm,
+    ReplyStream,
+    whole_message,
+)
 from palestra.chat.chatml import ChatMLConfig, ChatMLRenderer
 from palestra.chat.package import PackageRenderer
-from palestra.chat.rendering import Renderer, Reply, bridge, parse_reply, render
 from palestra.chat.selection import select_renderer
+from palestra.chat.vocabulary import ByteTokenizer, Vocabulary
 
 __all__ = [
     "ByteTokenizer",
     "ChatMLConfig",
     "ChatMLRenderer",
+    "MessageDelta",
+    "NotInThisFormat",
     "PackageRenderer",
+    "PlainTextStream",
     "Renderer",
     "Reply",
-    "bridge",
-    "parse_reply",
-    "render",
+    "ReplyForm",
+    "ReplyStream",
+    "Vocabulary",
     "select_renderer",
+    "whole_message",
 ]

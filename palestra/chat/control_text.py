@@ -13,10 +13,11 @@ import json
 import re
 import secrets
 from bisect import bisect_right
-from collections.abc import Collection
-from functools import cached_property
+from collections.abc import Callable, Collection
+from functools import cached_property, lru_cache
 from typing import Any
 
+_CACHED_LENGTH = 4096  # characters; longer texts are not said twice often enough to be kept
 _SHAPED = re.compile(r"<[|｜].+[|｜]>|[|｜].+[|｜]|\[/?[A-Z_]+\]", re.DOTALL)
 _UNIT = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\.|.", re.DOTALL)
 _ESCAPES = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
@@ -143,6 +144,21 @@ class ControlText:
         if self._lasts.search(text, start, start + most):
             places |= {start} if any(text[start : start + n] in self._ends for n in range(1, most + 1)) else set()
         return places
+
+
+def plain_encoder(tokenizer: Any) -> Callable[[str], tuple[int, ...]]:
+    """Return a function from text to ids in which no text makes a control token."""
+    encode = _encoder(tokenizer)
+    cached = lru_cache(maxsize=4096)(encode)
+    return lambda text: cached(text) if len(text) <= _CACHED_LENGTH else encode(text)
+
+
+def _encoder(tokenizer: Any) -> Callable[[str], tuple[int, ...]]:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:  # a tokenizer that has no special tokens in text, such as ByteTokenizer
+        return lambda text: tuple(tokenizer.encode(text, add_special_tokens=False))
+    control = ControlText(control_tokens(backend), backend)
+    return lambda text: tuple(control.encode_plain(text))
 
 
 def _one_of(names: Collection[str], ahead: bool = False) -> str:

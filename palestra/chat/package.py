@@ -2,73 +2,133 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 from jinja2 import TemplateError
 
+from palestra.chat.base import (
+    Attempt,
+    NotInThisFormat,
+    Renderer,
+    Reply,
+    ReplyStream,
+    Tools,
+    WholeReplyStream,
+    reply_of,
+)
 from palestra.chat.control_text import ControlText, control_tokens
+from palestra.chat.json_text import object_text, read_object
+from palestra.chat.long_text import PIECE, TooManyTokens
 from palestra.chat.probes import PLAIN, Probe, shows_reasoning
+from palestra.chat.vocabulary import Vocabulary
 from palestra.errors import ControlTokenInText, InvalidRequest
+from palestra.schemas.messages import ChatMessage
+from palestra.schemas.records import Ids, TokenSequence
 
 # Its library (harmony) encodes each text without control tokens, and with a vocabulary of its own: marks would stay.
 _SAFE = frozenset({"gpt-oss"})
 
 
-class PackageRenderer:
+class PackageRenderer(Renderer):
     """A renderer of the package. Text that spells a control token becomes ordinary tokens, or is refused.
 
-    Messages without such text take the package's own way, untouched.
+    Messages without such text take the package's own way, untouched. A bridge of the package is taken only where it
+    begins with the exact ids. Replies are read as a whole.
     """
 
+    incremental = False
+
     def __init__(self, tokenizer: Any, inner: Any) -> None:
-        """`inner`: made by the package for `tokenizer`, one of transformers."""
+        """Take a tokenizer of transformers, and a renderer that the package made for it."""
         self._tokenizer = tokenizer
         self._inner = inner
         self.config = inner.config
+        self.vocabulary = Vocabulary(tokenizer)
+        self.stop_ids = tuple(inner.get_stop_token_ids())
         self.reasons = self._opens_reasoning() or shows_reasoning(self._shown)
 
-    def render_ids(
+    def render(self, messages: Sequence[ChatMessage], tools: Tools = (), room: int | None = None) -> TokenSequence:
+        """See `Renderer`."""
+        self._check_room(messages, room)
+        renderer, given, offered = self._guarded(_dicts(messages), _given(tools))
+        return TokenSequence(
+            np.asarray(renderer.render_ids(given, tools=offered, add_generation_prompt=True), np.int32)
+        )
+
+    def extend(
         self,
-        messages: Sequence[Any],
-        *,
-        tools: Sequence[Any] | None = None,
-        add_generation_prompt: bool = False,
-    ) -> list[int]:
-        """Return the ids of a whole conversation.
+        prompt_ids: Callable[[], Ids],
+        completion_ids: Ids,
+        new_messages: Sequence[ChatMessage],
+        tools: Tools = (),
+        room: int | None = None,
+    ) -> TokenSequence | None:
+        """See `Renderer`."""
+        self._check_room(new_messages, room)
+        prompt, completion = prompt_ids().tolist(), completion_ids.tolist()
+        names: dict[str, str] = {}
+        if any(m.role == "tool" and m.name is None for m in new_messages):
+            _, _, attempts = self._read(completion_ids, prompt_ids, tools)
+            names = _names([a.name or "" for a in attempts if a.problem is None], new_messages)
+        renderer, given, offered = self._guarded(_dicts(new_messages, names), _given(tools))
+        bridged = renderer.bridge_to_next_turn(prompt, completion, given, tools=offered)
+        if bridged is None:
+            return None
+        history = prompt + completion
+        if list(bridged.token_ids[: len(history)]) != history:
+            return None
+        return TokenSequence(np.asarray(bridged.token_ids[len(history) :], np.int32))
+
+    def parse(
+        self, completion_ids: Ids, prompt_ids: Callable[[], Ids], tools: Tools = (), call_ids: str = "call"
+    ) -> Reply:
+        """See `Renderer`."""
+        return reply_of(*self._read(completion_ids, prompt_ids, tools), call_ids)
+
+    def stream(
+        self, prompt_ids: Callable[[], Ids], tools: Tools = (), call_ids: str = "call", single_call: bool = False
+    ) -> ReplyStream:
+        """See `Renderer`."""
+        if single_call:
+            raise NotInThisFormat("the end of a call is not noticed")
+        return WholeReplyStream(self, prompt_ids, tools, call_ids)
+
+    def _grammar_of_calls(self, tools: Tools, most_calls: int) -> str:
+        raise NotInThisFormat("calls can't be constrained")
+
+    def _check_room(self, messages: Sequence[ChatMessage], room: int | None) -> None:
+        """Refuse what no template could make fit.
+
+        Every template writes what users say, but perhaps not the white space at its edges.
 
         Raises:
-            ControlTokenInText: a text spells a control token, and this renderer cannot write it as text.
+            TooManyTokens: there are more than `room`.
         """
-        renderer, given, offered = self._guarded(messages, tools)
-        return list(renderer.render_ids(given, tools=offered, add_generation_prompt=add_generation_prompt))
+        said = [message.text.strip() for message in messages if message.role == "user"]
+        if room is not None and sum(map(len, said)) > PIECE:
+            fewest = self.vocabulary.long_text.fewest("".join(said))
+            if fewest > room:
+                raise TooManyTokens(fewest)
 
-    def bridge_to_next_turn(
-        self,
-        previous_prompt_ids: Sequence[int],
-        previous_completion_ids: Sequence[int],
-        new_messages: Sequence[Any],
-        *,
-        tools: Sequence[Any] | None = None,
-    ) -> Any:
-        """Return what extends a conversation; None where the package has no bridge. See `render_ids` for errors."""
-        renderer, given, offered = self._guarded(new_messages, tools)
-        return renderer.bridge_to_next_turn(previous_prompt_ids, previous_completion_ids, given, tools=offered)
-
-    def parse_response(
-        self,
-        token_ids: Sequence[int],
-        *,
-        tools: Sequence[Any] | None = None,
-        prompt_ids: Sequence[int] | None = None,
-    ) -> Any:
-        """Return text, reasoning and tool calls of a reply, as the package reads it."""
-        return self._inner.parse_response(token_ids, tools=tools, prompt_ids=prompt_ids)
-
-    def get_stop_token_ids(self) -> list[int]:
-        """Return the tokens that end a reply."""
-        return list(self._inner.get_stop_token_ids())
+    def _read(
+        self, completion_ids: Ids, prompt_ids: Callable[[], Ids], tools: Tools
+    ) -> tuple[str | None, str, list[Attempt]]:
+        """Return reasoning (None: there is none), content and tool calls of a reply, as the package reads it."""
+        ids = completion_ids.tolist()
+        try:
+            parsed = self._inner.parse_response(ids, tools=_given(tools), prompt_ids=prompt_ids().tolist())
+        except RecursionError:  # a model can write JSON that no parser of the package can read
+            end = next((k for k, token in enumerate(ids) if token in self.stop_ids), len(ids))
+            text = self._tokenizer.decode(ids[:end])
+            return None, text, [Attempt(text=text, problem="it is nested too deep")] if tools else []
+        attempts = [_attempt(call) for call in parsed.tool_calls]
+        text = [a.text for a in attempts if a.problem is not None or not tools]
+        content = "\n".join([parsed.content, *text] if parsed.content else text)
+        return parsed.reasoning_content or None, content, attempts if tools else []
 
     def _opens_reasoning(self) -> bool:
         """Return whether the prompt ends where the model has to begin to think."""
@@ -106,7 +166,7 @@ class PackageRenderer:
         if backend is None:
             names = dict.fromkeys(self._tokenizer.all_special_tokens)
             return ControlText({name: self._tokenizer.convert_tokens_to_ids(name) for name in names}, None)
-        return ControlText(control_tokens(backend, self.get_stop_token_ids()), backend)
+        return ControlText(control_tokens(backend, self.stop_ids), backend)
 
     @cached_property
     def _marking(self) -> Any | None:
@@ -116,6 +176,63 @@ class PackageRenderer:
         from renderers import create_renderer
 
         return create_renderer(_MarkedTokenizer(self._tokenizer, self._control), self.config)
+
+
+def _attempt(call: Any) -> Attempt:
+    """Return a call that the package has read, or has tried to."""
+    if call.status != "ok" or not call.name:
+        return Attempt(text=call.raw, problem=str(call.status))
+    arguments = _arguments(call.raw, call.arguments)
+    problem = None if arguments is not None else "its arguments are not a JSON object"
+    return Attempt(text=call.raw, name=call.name, arguments=arguments, problem=problem)
+
+
+def _arguments(raw: str, value: Any) -> str | None:
+    """Return arguments as the model wrote them, where that is JSON; else their value as JSON. None: it is no object."""
+    if isinstance(value, str):
+        return object_text(value)
+    try:
+        members = read_object(raw)[0]
+        written = members.get("arguments") or members.get("parameters")
+    except ValueError:  # the format is not JSON
+        written = None
+    if written is not None and isinstance(value, dict) and written.value == value:
+        return written.text
+    try:
+        return object_text(json.dumps({} if value is None else value, ensure_ascii=False, allow_nan=False))
+    except ValueError:
+        return None
+
+
+def _given(tools: Tools) -> list[dict[str, Any]] | None:
+    return [dict(tool) for tool in tools] or None
+
+
+def _names(called: Sequence[str], answers: Sequence[ChatMessage]) -> dict[str, str]:
+    """Return the names of tools by the ids of calls; `reply_of` ends the id of call k with `_k`."""
+    ids = [m.tool_call_id for m in answers if m.tool_call_id is not None]
+    numbers = {call: call.rpartition("_")[2] for call in ids}
+    return {call: called[int(k)] for call, k in numbers.items() if k in {str(i) for i in range(len(called))}}
+
+
+def _dicts(messages: Sequence[ChatMessage], names: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+    """Return messages as the package takes them, the answers of tools with the tools' names: some formats show them."""
+    named = {**(names or {}), **{call.id: call.function.name for m in messages for call in m.tool_calls}}
+    return [_dict(message, named) for message in messages]
+
+
+def _dict(message: ChatMessage, names: Mapping[str, str]) -> dict[str, Any]:
+    out: dict[str, Any] = {"role": message.role, "content": message.text}
+    if message.reasoning_content:
+        out["reasoning_content"] = message.reasoning_content
+    if message.tool_calls:
+        out["tool_calls"] = [call.model_dump() for call in message.tool_calls]
+    if message.tool_call_id is not None:
+        out["tool_call_id"] = message.tool_call_id
+    name = message.name or (names.get(message.tool_call_id or "") if message.role == "tool" else None)
+    if name is not None:
+        out["name"] = name
+    return out
 
 
 class _MarkedTokenizer:

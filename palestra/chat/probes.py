@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from palestra.schemas.messages import ChatMessage
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,25 @@ REASONING = (
     Probe([{"role": "user", "content": "1 + 1?"}, _THOUGHT, {"role": "user", "content": "Sure?"}]),
     Probe([_ASK, {**_CALL, "reasoning_content": "I'll look."}, _RESULT], TOOLS),
 )
+
+
+def messages_of(probe: Probe) -> list[ChatMessage]:
+    """Return the messages of a conversation as agents send them: arguments of calls are JSON text."""
+    return [ChatMessage.model_validate(_with_text_arguments(message)) for message in probe.messages]
+
+
+def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    calls = [
+        {
+            **call,
+            "function": {
+                **call["function"],
+                "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+            },
+        }
+        for call in message.get("tool_calls", ())
+    ]
+    return {**message, "tool_calls": calls}
 
 
 def shows_reasoning(show: Callable[[Probe], object]) -> bool:

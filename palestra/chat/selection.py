@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
+from palestra.chat.base import Renderer
 from palestra.chat.chatml import ChatMLConfig, ChatMLRenderer
 from palestra.chat.package import PackageRenderer
-from palestra.chat.probes import PLAIN, REASONING, TOOLS, WITH_TOOLS, Probe, shows_reasoning
-from palestra.chat.rendering import Renderer
+from palestra.chat.probes import PLAIN, REASONING, TOOLS, WITH_TOOLS, Probe, messages_of, shows_reasoning
+
+
+class _Candidate(NamedTuple):
+    """A renderer that may be what a model's template is: ours, or one of the package as the package made it."""
+
+    made: Any
+    show: Callable[[Probe], Sequence[int]]  # the ids of a conversation
 
 
 def select_renderer(tokenizer: Any, keep_reasoning: bool = False) -> Renderer:
-    """The renderer for a transformers tokenizer.
+    """Return the renderer for a model.
 
-    With `keep_reasoning` it goes on from a reply with its reasoning even where the model's template would drop it when
-    a user speaks again; ours always does.
+    Args:
+        tokenizer: one of transformers.
+        keep_reasoning: whether a conversation keeps the reasoning of earlier replies even where the model's template
+            drops it as soon as a user speaks again. `ChatMLRenderer` always keeps it.
     """
     found = _select(tokenizer)
     if isinstance(found, ChatMLRenderer):
@@ -30,7 +40,7 @@ def select_renderer(tokenizer: Any, keep_reasoning: bool = False) -> Renderer:
 
 
 def _select(tokenizer: Any) -> Any:
-    """See `select_renderer`.
+    """Choose a renderer: a `ChatMLRenderer`, or what the package made.
 
     One made for the model's name in `renderers`; else ours, if it gives exactly what the model's own ChatML template
     gives on some conversations; else one of `renderers` of which the same is true (a model in a folder has no name to
@@ -48,12 +58,12 @@ def _select(tokenizer: Any) -> Any:
         probes = _probes(tokenizer)
         for candidate in _candidates(tokenizer):
             if all(_agree(tokenizer, candidate, probe) for probe in probes):
-                return candidate
+                return candidate.made
     return create_renderer(tokenizer, DefaultRendererConfig())
 
 
 def _probes(tokenizer: Any) -> list[Probe]:
-    """The conversations that the template has a place for."""
+    """Return the conversations that the template has a place for."""
     tools = _has_place_for_tools(tokenizer)
     probes = [*PLAIN, *(WITH_TOOLS if tools else ())]
     if shows_reasoning(lambda probe: _text(tokenizer, probe)):
@@ -61,19 +71,26 @@ def _probes(tokenizer: Any) -> list[Probe]:
     return probes
 
 
-def _candidates(tokenizer: Any) -> Iterator[Renderer]:
-    """Ours, then those of the package that the tokenizer has the control tokens for."""
+def _candidates(tokenizer: Any) -> Iterator[_Candidate]:
+    """Yield ours, then those of the package that the tokenizer has the control tokens for."""
     from pydantic import TypeAdapter
     from renderers import RendererConfig, create_renderer
     from renderers.base import MODEL_RENDERER_MAP
 
     with suppress(ValueError):  # no ChatML tokens
-        yield ChatMLRenderer(tokenizer, _config(tokenizer))
+        ours = ChatMLRenderer(tokenizer, _config(tokenizer))
+        yield _Candidate(ours, lambda probe: ours.render(messages_of(probe), probe.tools).ids.tolist())
     for name in dict.fromkeys(MODEL_RENDERER_MAP.values()):
         if name == "gpt-oss":  # reads a vocabulary from the network when it is made
             continue
         with suppress(AssertionError, ValueError, TypeError):  # how they say that the tokenizer lacks a token
-            yield create_renderer(tokenizer, TypeAdapter(RendererConfig).validate_python({"name": name}))
+            made = create_renderer(tokenizer, TypeAdapter(RendererConfig).validate_python({"name": name}))
+            yield _Candidate(made, partial(_show, made))
+
+
+def _show(made: Any, probe: Probe) -> list[int]:
+    """Return the ids that a renderer of the package makes of a conversation."""
+    return list(made.render_ids(list(probe.messages), tools=list(probe.tools) or None, add_generation_prompt=True))
 
 
 def _config(tokenizer: Any) -> ChatMLConfig:
@@ -89,7 +106,7 @@ def _config(tokenizer: Any) -> ChatMLConfig:
 
 
 def _has_place_for_tools(tokenizer: Any) -> bool:
-    """Whether tools, calls or results make a difference, other than that the result's role is `tool`."""
+    """Return whether tools, calls or results make a difference, other than that the result's role is `tool`."""
     asked = {"role": "user", "content": "Hi."}
     called = {"role": "assistant", "content": "", "tool_calls": WITH_TOOLS[1].messages[1]["tool_calls"]}
     result = {"role": "tool", "content": "sunny"}
@@ -104,7 +121,7 @@ def _has_place_for_tools(tokenizer: Any) -> bool:
 
 
 def _text(tokenizer: Any, probe: Probe) -> str | None:
-    """What the template writes; None where it refuses."""
+    """Return what the template writes; None where it refuses."""
     from jinja2 import TemplateError
 
     try:
@@ -116,16 +133,19 @@ def _text(tokenizer: Any, probe: Probe) -> str | None:
     return text
 
 
-def _agree(tokenizer: Any, renderer: Renderer, probe: Probe) -> bool:
-    """Whether both give the same ids, or the template refuses the conversation."""
+def _agree(tokenizer: Any, candidate: _Candidate, probe: Probe) -> bool:
+    """Return whether both give the same ids, or the template refuses the conversation."""
     if _text(tokenizer, probe) is None:
         return True
-    messages, tools = list(probe.messages), list(probe.tools) or None
     wanted: Sequence[int] = tokenizer.apply_chat_template(
-        messages, tools=tools, tokenize=True, add_generation_prompt=True, return_dict=False
+        list(probe.messages),
+        tools=list(probe.tools) or None,
+        tokenize=True,
+        add_generation_prompt=True,
+        return_dict=False,
     )
     try:
-        found = renderer.render_ids(messages, tools=tools, add_generation_prompt=True)
+        found = candidate.show(probe)
     except (KeyError, TypeError, ValueError):  # what the template can say, this renderer can't
         return False
     return list(wanted) == list(found)

@@ -7,13 +7,12 @@ turn, answered by `<tool_response>\n…\n</tool_response>` in a user's turn.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
+from palestra.chat.base import Attempt, Tools
 from palestra.chat.json_text import object_text, read_object
+from palestra.schemas.messages import ToolCall
 
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _OFFER = """# Tools
 
 You may call one or more functions to assist with the user query.
@@ -29,42 +28,46 @@ For each function call, return a json object with function name and arguments wi
 </tool_call>"""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Attempt:
-    """One `<tool_call>` of a reply."""
-
-    text: str  # as written, with its tags
-    name: str | None = None
-    arguments: str | None = None  # JSON text of an object, as written
-    problem: str | None = None  # why it can't be called; None: it can
-
-
-def offer(tools: Sequence[Mapping[str, Any]]) -> str:
-    """What the system message says of the tools, which are OpenAI's dicts."""
+def offer(tools: Tools) -> str:
+    """Return what the system message says of the tools."""
     return _OFFER.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
 
 
-def write_call(call: Mapping[str, Any]) -> str:
-    """One call, of OpenAI's shape or its `function` alone. Arguments that are a JSON object's text stand as written."""
-    function = call.get("function") or call
-    arguments = function.get("arguments", {})
-    text = object_text(arguments) if isinstance(arguments, str) else None
-    if text is None:
-        text = json.dumps(arguments, ensure_ascii=False)
-    return f'{_OPEN}\n{{"name": "{function["name"]}", "arguments": {text}}}\n{_CLOSE}'
+def write_call(call: ToolCall) -> str:
+    """Return a call as text. Arguments that are a JSON object stand as they are written; others become a string."""
+    written = call.function.arguments
+    arguments = object_text(written)
+    if arguments is None:
+        arguments = json.dumps(written, ensure_ascii=False)
+    return f'{OPEN}\n{{"name": "{call.function.name}", "arguments": {arguments}}}\n{CLOSE}'
+
+
+def grammar_of_calls(tools: Tools, most_calls: int) -> str:
+    """Return rules for `llguidance`, of which `calls` stands for one call of these tools to `most_calls`."""
+    functions = [tool["function"] for tool in tools]
+    rules = ["calls: call\n" if most_calls == 1 else f'calls: call ("\\n" call){{0,{most_calls - 1}}}\n']
+    rules.append("call: " + " | ".join(f"call_{k}" for k in range(len(functions))) + "\n")
+    for k, function in enumerate(functions):
+        head = json.dumps(f'{OPEN}\n{{"name": {json.dumps(function["name"])}, "arguments": ')
+        parameters = {"type": "object"} | (function.get("parameters") or {})
+        if "properties" in parameters:  # a small model would make up further ones until its limit
+            parameters = {"additionalProperties": False} | parameters
+        rules.append(f'call_{k}: {head} arguments_{k} "}}\\n{CLOSE}"\n')
+        rules.append(f"arguments_{k}: %json {json.dumps(parameters)}\n")
+    return "".join(rules)
 
 
 def write_result(content: str) -> str:
-    """One tool's answer."""
+    """Return the answer of one tool as text."""
     return f"<tool_response>\n{content}\n</tool_response>"
 
 
 def read_calls(text: str) -> tuple[str, list[Attempt]]:
-    """A reply's content, and every call in it, in order. Calls that can't be understood stay in the content, too."""
+    """Return a reply's content and its calls, in order. A call that can't be understood stays in the content, too."""
     content: list[str] = []
     attempts: list[Attempt] = []
     at = 0
-    while (start := text.find(_OPEN, at)) >= 0:
+    while (start := text.find(OPEN, at)) >= 0:
         attempt = _read_call(text, start)
         attempts.append(attempt)
         before = text[at:start]
@@ -77,21 +80,21 @@ def read_calls(text: str) -> tuple[str, list[Attempt]]:
 
 
 def _read_call(text: str, start: int) -> Attempt:
-    """The call whose opening tag is at `start`. Its JSON is read first: a string in it may hold the closing tag."""
-    body = start + len(_OPEN)
+    """Return the call whose opening tag is at `start`. Its JSON is read first: a string may hold the closing tag."""
+    body = start + len(OPEN)
     try:
         members, end = read_object(text, body)
     except ValueError as error:
-        following = text.find(_OPEN, body)
+        following = text.find(OPEN, body)
         body_end = len(text) if following < 0 else following
-        closing = text.find(_CLOSE, body, body_end)
+        closing = text.find(CLOSE, body, body_end)
         if closing < 0:
             return Attempt(text=text[start:body_end], problem="it is not closed")
-        return Attempt(text=text[start : closing + len(_CLOSE)], problem=str(error))
-    closing = text.find(_CLOSE, end)
+        return Attempt(text=text[start : closing + len(CLOSE)], problem=str(error))
+    closing = text.find(CLOSE, end)
     if closing < 0 or text[end:closing].strip():
-        return Attempt(text=text[start:end], problem=f"{_CLOSE} is missing after the object")
-    whole = text[start : closing + len(_CLOSE)]
+        return Attempt(text=text[start:end], problem=f"{CLOSE} is missing after the object")
+    whole = text[start : closing + len(CLOSE)]
     name = members["name"].value if "name" in members else None
     if not isinstance(name, str) or not name:
         return Attempt(text=whole, problem="it has no name")

@@ -185,8 +185,6 @@ async def local_job(
                 config=config.policy,
                 renderer=parts.renderer,
                 engine=parts.engine,
-                stop_ids=frozenset(parts.renderer.get_stop_token_ids()),
-                decode=parts.decode,
                 grammars=parts.grammars,
             )
             context = SessionContext(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,6 @@ class Parts:
     engine: Engine
     trainer: Trainer | None  # None: the model is served, and not trained
     renderer: Renderer
-    decode: Callable[[Sequence[int]], str]
     grammars: Grammars  # of sessions and of the engine
     max_context: int | None = None  # tokens; None: as it is configured
 
@@ -50,7 +48,6 @@ def _scripted(config: JobConfig) -> Parts:
         engine=ScriptedEngine(script, config.engine.scripted_delay_seconds),
         trainer=RecordingTrainer(config.checkpoint.keep) if config.kind == "training" else None,
         renderer=ChatMLRenderer(tokenizer),
-        decode=tokenizer.decode,
         grammars=Grammars(),
     )
 
@@ -88,7 +85,7 @@ def _embedded(config: JobConfig, weights: str | None) -> Parts:
     engine = EmbeddedEngine(
         sampler,
         config.policy_name,
-        renderer.get_stop_token_ids(),
+        renderer.stop_ids,
         config.engine,
         config.deterministic,
         grammars=grammars,
@@ -97,7 +94,6 @@ def _embedded(config: JobConfig, weights: str | None) -> Parts:
         engine=engine,
         trainer=_torch_trainer(config, model, tokenizer) if config.kind == "training" else None,
         renderer=renderer,
-        decode=lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False)),
         grammars=grammars,
         max_context=max_context,
     )

@@ -18,10 +18,10 @@ from palestra.errors import Conflict, Forbidden, Unauthorized
 from palestra.http.guard import bearer
 from palestra.ledger import Episodes
 from palestra.ledger.key_files import job_key, sign
-from palestra.session import EpisodeSession, Sessions
+from palestra.session import EpisodeSession, Session, Sessions
 
 _OPENS = "palestra.opens"  # where the scope of a request has what its key opens
-OpenSession = Callable[[], AbstractAsyncContextManager[EpisodeSession]]  # for the time of one request
+OpenSession = Callable[[], AbstractAsyncContextManager[Session]]  # for the time of one request
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ def session_opener(kind: JobKind, keys: KeyRing, sessions: Sessions, request: Re
     """
     if kind == "inference":
         keys.require_job(request)
-        return sessions.plain
+        return sessions.stateless
     return partial(_of_lease, sessions, keys.require_episode(request))
 
 

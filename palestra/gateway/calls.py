@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 from palestra.gateway.dialects.base import GenerationResult
 from palestra.schemas.records import Chat
-from palestra.session import CallStart, EpisodeSession, Listener, ModelCall, ReplyPiece
+from palestra.session import CallStart, GenerationRequest, Listener, ReplyPiece, Session
 
 
-async def generate(session: EpisodeSession, calls: Sequence[ModelCall]) -> GenerationResult:
+async def generate(session: Session, calls: Sequence[GenerationRequest]) -> GenerationResult:
     """Sample all choices of all calls, and keep the most probable tokens where they are asked for.
 
     Args:
@@ -19,7 +19,7 @@ async def generate(session: EpisodeSession, calls: Sequence[ModelCall]) -> Gener
         calls: of one request.
 
     Raises:
-        PalestraError: see `EpisodeSession.chats`.
+        PalestraError: see `Session.generate`.
     """
     top = _TopLogprobs() if any(call.top_logprobs for call in calls) else None
     chats = await sample_calls(session, calls, top)
@@ -27,7 +27,7 @@ async def generate(session: EpisodeSession, calls: Sequence[ModelCall]) -> Gener
 
 
 async def sample_calls(
-    session: EpisodeSession, calls: Sequence[ModelCall], listener: Listener | None
+    session: Session, calls: Sequence[GenerationRequest], listener: Listener | None
 ) -> tuple[Chat, ...]:
     """Sample all choices of all calls at the same time. If a call fails, cancel the others.
 
@@ -42,17 +42,17 @@ async def sample_calls(
         The choices, in the order of their calls.
 
     Raises:
-        PalestraError: of the call that failed first; see `EpisodeSession.chats`.
+        PalestraError: of the call that failed first; see `Session.generate`.
     """
     if len(calls) == 1:
-        return await session.chats(calls[0], listener)
+        return await session.generate(calls[0], listener)
     tasks: list[asyncio.Task[tuple[Chat, ...]]] = []
     first, failure = 0, None
     try:
         async with asyncio.TaskGroup() as group:
             for call in calls:
                 numbered = None if listener is None else _Numbered(listener, first)
-                tasks.append(group.create_task(session.chats(call, numbered)))
+                tasks.append(group.create_task(session.generate(call, numbered)))
                 first += call.choices
                 await asyncio.sleep(0)
     except BaseExceptionGroup as errors:

@@ -43,7 +43,7 @@ class GenerateHandler:
         """Sample what a request asks for, and answer when it is on disk, or, streamed, from the first text on.
 
         Raises:
-            PalestraError: see `session_opener`, `Dialect.parse`, `Dialect.check` and `EpisodeSession.chats`.
+            PalestraError: see `session_opener`, `Dialect.parse`, `Dialect.check` and `Session.generate`.
             ClientDisconnect: the client has gone; nothing is recorded.
         """
         open_session = _session_opener(self._plane, request)
@@ -78,7 +78,7 @@ class CountHandler:
         """Count the tokens of a request's prompt; nothing is sampled or recorded.
 
         Raises:
-            PalestraError: see `GenerateHandler.generate`, and `EpisodeSession.count_tokens`.
+            PalestraError: see `GenerateHandler.generate`, and `Session.count_tokens`.
             ClientDisconnect: the client has gone.
         """
         open_session = _session_opener(self._plane, request)

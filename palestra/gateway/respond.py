@@ -18,7 +18,7 @@ from palestra.http.disconnects import until_disconnect
 from palestra.http.errors import ErrorForm, Failure
 from palestra.http.sse import AS_IT_COMES, MEDIA_TYPE
 from palestra.schemas.records import Chat
-from palestra.session import CallStart, EpisodeSession, ModelCall, ReplyPiece, Sessions
+from palestra.session import CallStart, GenerationRequest, ReplyPiece, Session, Sessions
 from palestra.session.sampling import overruled
 from palestra.waiting import cancelled
 
@@ -30,7 +30,9 @@ OVERRULED = "x-palestra-sampling"  # the header that says what the job fixed aga
 class WholeAnswer(Response):
     """A body that is complete. The session hears when its last byte has left, so that a retry is a new call then."""
 
-    def __init__(self, session: EpisodeSession, calls: Sequence[ModelCall], chats: Sequence[Chat], body: bytes) -> None:
+    def __init__(
+        self, session: Session, calls: Sequence[GenerationRequest], chats: Sequence[Chat], body: bytes
+    ) -> None:
         """Make the answer.
 
         Args:
@@ -60,7 +62,7 @@ class StreamedAnswer(Response):
         self,
         sessions: Sessions,
         open_session: OpenSession,
-        calls: Sequence[ModelCall],
+        calls: Sequence[GenerationRequest],
         writer: EventWriter,
         error_form: ErrorForm,
     ) -> None:
@@ -113,7 +115,7 @@ class StreamedAnswer(Response):
         self._writer.finished(choice, chat)
         self._ready.set()
 
-    async def _stream(self, session: EpisodeSession, send: Send) -> None:
+    async def _stream(self, session: Session, send: Send) -> None:
         """Send events while the choices are sampled, and then the end, or the failure."""
         sampling = asyncio.ensure_future(self._sample(session))
         sampling.add_done_callback(lambda _: self._ready.set())
@@ -140,7 +142,7 @@ class StreamedAnswer(Response):
             # An error holds this frame: if the frame held the error, too, the request would stay in memory.
             del sampling, outcome
 
-    async def _sample(self, session: EpisodeSession) -> tuple[Chat, ...] | Exception:
+    async def _sample(self, session: Session) -> tuple[Chat, ...] | Exception:
         try:
             return await sample_calls(session, self._calls, self)
         except Exception as error:  # noqa: BLE001 - raised, or written as an event, by `_stream`

@@ -22,7 +22,7 @@ from palestra.inference.inbox import Inbox
 from palestra.inference.request import DONE, Request
 from palestra.models.causal_lm import CausalLM, set_threads
 from palestra.models.memory import memory_bytes
-from palestra.schemas.records import Ids, PolicyVersion, SampledTokens, Sampling
+from palestra.schemas.records import Ids, PolicyVersion, SampledTokens, SamplingParams
 
 log = logging.getLogger("palestra.engine")
 
@@ -68,7 +68,7 @@ class EmbeddedEngine:
 
     # What others call, on any event loop.
 
-    async def generate(self, policy: str, prompt_ids: Ids, sampling: Sampling) -> AsyncIterator[SampledTokens]:
+    async def generate(self, policy: str, prompt_ids: Ids, sampling: SamplingParams) -> AsyncIterator[SampledTokens]:
         """See `Engine`.
 
         Raises:
@@ -149,7 +149,7 @@ class EmbeddedEngine:
         if policy not in self._versions:
             raise ModelError(f"this engine has the policies {', '.join(map(repr, self._versions))}, not {policy!r}")
 
-    def _check_ids(self, prompt_ids: Ids, sampling: Sampling) -> None:
+    def _check_ids(self, prompt_ids: Ids, sampling: SamplingParams) -> None:
         """One call with an id that does not exist would fail all those beside it."""
         size = self._model.vocab_size
         if len(prompt_ids) == 0 or int(prompt_ids.min()) < 0 or int(prompt_ids.max()) >= size:

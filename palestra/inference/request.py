@@ -11,7 +11,7 @@ from torch import Tensor
 
 from palestra.grammars.process import Matcher
 from palestra.inference.kv_cache import Row
-from palestra.schemas.records import Ids, PolicyVersion, Sampling
+from palestra.schemas.records import Ids, PolicyVersion, SamplingParams
 
 DONE = object()  # delivered after the last token
 
@@ -22,7 +22,7 @@ class Request:
 
     policy: str
     prompt: Ids
-    sampling: Sampling
+    sampling: SamplingParams
     deliver: Callable[[Any], object]  # SampledTokens, then DONE or an exception
     matcher: Matcher | None = None
     cancelled: bool = False

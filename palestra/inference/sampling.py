@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from palestra.schemas.records import Sampling
+from palestra.schemas.records import SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowSampling:
     """How the next token of one row is drawn."""
 
-    sampling: Sampling
+    sampling: SamplingParams
     uniform: float  # in [0, 1): where the distribution function is inverted
     banned: Sequence[int] = ()  # token ids with probability 0
     counts: Mapping[int, int] = field(default_factory=dict)  # of the tokens that the reply has, for penalties

@@ -9,15 +9,15 @@ from typing import Any
 from palestra.errors import EngineFailure
 from palestra.faults import fault_point
 from palestra.inference.draw import uniform
-from palestra.schemas.records import Ids, PolicyVersion, SampledTokens, Sampling
+from palestra.schemas.records import Ids, PolicyVersion, SampledTokens, SamplingParams
 
-Script = Callable[[Ids, Sampling], Sequence[int]]
+Script = Callable[[Ids, SamplingParams], Sequence[int]]
 
 
 def digits_script(length: int, stop_id: int) -> Script:
     """Replies of up to `length` digits as bytes, drawn from the call's seed, then the stop token."""
 
-    def reply(prompt_ids: Ids, sampling: Sampling) -> list[int]:
+    def reply(prompt_ids: Ids, sampling: SamplingParams) -> list[int]:
         count = 1 + int(uniform(sampling.seed, 0) * (length - 1))
         return [ord("0") + int(uniform(sampling.seed, i) * 10) for i in range(1, count)] + [stop_id]
 
@@ -43,7 +43,7 @@ class ScriptedEngine:
         self.calls = 0
         self.running = 0  # calls that are being answered
 
-    async def generate(self, policy: str, prompt_ids: Ids, sampling: Sampling) -> AsyncIterator[SampledTokens]:
+    async def generate(self, policy: str, prompt_ids: Ids, sampling: SamplingParams) -> AsyncIterator[SampledTokens]:
         """See `Engine`."""
         await self._running.wait()
         if self._delay:
@@ -63,7 +63,7 @@ class ScriptedEngine:
         finally:
             self.running -= 1
 
-    def _sampled(self, policy: str, ids: tuple[int, ...], sampling: Sampling) -> SampledTokens:
+    def _sampled(self, policy: str, ids: tuple[int, ...], sampling: SamplingParams) -> SampledTokens:
         top = tuple(_top(token, sampling.top_logprobs) for token in ids) if sampling.top_logprobs else ()
         return SampledTokens(ids=ids, logprobs=(-1.0,) * len(ids), version=self.version(policy), top=top)
 
@@ -94,7 +94,7 @@ class ScriptedEngine:
         self._running.set()
 
 
-def _until_stop(reply: Sequence[int], sampling: Sampling) -> tuple[int, ...]:
+def _until_stop(reply: Sequence[int], sampling: SamplingParams) -> tuple[int, ...]:
     ids = tuple(reply)[: sampling.max_tokens]
     ends = [place for place, token in enumerate(ids) if token in sampling.stop_ids]
     return ids[: ends[0] + 1] if ends else ids

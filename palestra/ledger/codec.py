@@ -19,7 +19,7 @@ from palestra.schemas.records import (
     Episode,
     MediaSpan,
     PolicyVersion,
-    Sampling,
+    SamplingParams,
     StepTimes,
     Task,
     VersionSpan,
@@ -149,7 +149,7 @@ def chat_of(row: Any, earlier: dict[int, Chat]) -> Chat:
         finish_reason=row.finish_reason,
         fork=None if row.fork is None else fork_of(row.fork),
         stop=row.stop,
-        sampling=Sampling(
+        sampling=SamplingParams(
             temperature=row.temperature, max_tokens=row.max_tokens, seed=int(row.seed), **_more(row.sampling)
         ),
         request_digest=row.request_digest,
@@ -162,11 +162,11 @@ def _message_text(message: ChatMessage) -> str:
     return message.model_dump_json(exclude_none=True, exclude=None if message.tool_calls else {"tool_calls"})
 
 
-def _more_text(sampling: Sampling) -> str | None:
+def _more_text(sampling: SamplingParams) -> str | None:
     """Return the parameters without columns of their own that differ from their defaults, as JSON; None: none do."""
     more = {
         field.name: getattr(sampling, field.name)
-        for field in fields(Sampling)
+        for field in fields(SamplingParams)
         if field.default is not MISSING and getattr(sampling, field.name) != field.default
     }
     return to_json(more) if more else None

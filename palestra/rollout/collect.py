@@ -26,7 +26,7 @@ from palestra.errors import (
 from palestra.schemas.messages import ChatMessage, ToolChoice
 from palestra.schemas.observations import Observation
 from palestra.schemas.records import Chat, StepTimes
-from palestra.session import EpisodeSession, ModelCall, Sessions
+from palestra.session import EpisodeSession, GenerationRequest, Sessions
 
 
 class Termination(StrEnum):
@@ -212,10 +212,10 @@ class TrajectoryCollectEngine:
             raise RolloutFailed(Termination.AGENT_FAILED, f"nobody plays the agent {name!r}; there are {known}")
         return self._agents[nearest]
 
-    async def call(self, call: ModelCall) -> Chat:
+    async def call(self, call: GenerationRequest) -> Chat:
         """One call of the model."""
         with self._sessions.counted():
-            return await self._session.chat(call)
+            return await self._session.generate_one(call)
 
 
 def _note(notes: dict[str, str], name: str, info: Mapping[str, Any]) -> None:
@@ -288,7 +288,7 @@ class _Handle:
         choices: Sequence[str] = (),
         tool_choice: ToolChoice = "auto",
     ) -> Chat:
-        call = ModelCall(
+        call = GenerationRequest(
             policy=self.name,
             messages=tuple(messages),
             tools=tuple(dict(tool) for tool in tools),

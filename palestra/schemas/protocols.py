@@ -13,7 +13,7 @@ from palestra.schemas.records import (
     Ids,
     PolicyVersion,
     SampledTokens,
-    Sampling,
+    SamplingParams,
     TrainSample,
 )
 from palestra.schemas.states import GroupState
@@ -22,7 +22,7 @@ from palestra.schemas.states import GroupState
 class Engine(Protocol):
     """Samples tokens from the published versions of the policies."""
 
-    def generate(self, policy: str, prompt_ids: Ids, sampling: Sampling) -> AsyncIterator[SampledTokens]:
+    def generate(self, policy: str, prompt_ids: Ids, sampling: SamplingParams) -> AsyncIterator[SampledTokens]:
         """Stream a reply; closing the iterator cancels the call. Ends with a stop token or at `max_tokens`.
 
         Raises:

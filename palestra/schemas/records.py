@@ -72,7 +72,7 @@ class Episode:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sampling:
+class SamplingParams:
     """How one call is sampled."""
 
     temperature: float  # 0: greedy
@@ -121,6 +121,16 @@ class MediaSpan(NamedTuple):
     digest: str
 
 
+class TokenSequence(NamedTuple):
+    """Token ids, and what stands behind those that are placeholders of images.
+
+    Two sequences are equal up to a position only where both the ids and the digests behind them are.
+    """
+
+    ids: Ids  # [N]
+    media: tuple[MediaSpan, ...] = ()  # in order of their positions; (): all of it is text
+
+
 class GrammarSpan(NamedTuple):
     """`tokens` ids from position `start` of a row were sampled so that they match a grammar; they are its beginning."""
 
@@ -153,7 +163,7 @@ class Chat:
     finish_reason: FinishReason
     fork: Fork | None = None  # None: nothing that the agent meant to keep was lost
     stop: str | None = None  # the stop string that ended it; None: it was a stop token, or the limit
-    sampling: Sampling
+    sampling: SamplingParams
     request_digest: str  # of the request body, to know a retry
     started_at: float  # Unix seconds
     finished_at: float
@@ -194,6 +204,21 @@ class Chat:
             end = min(end, chat.shared_messages)
             chat = chat.parent
         return tuple(message for piece in reversed(pieces) for message in piece)
+
+    @property
+    def all_media(self) -> tuple[MediaSpan, ...]:
+        """Images of the whole prompt; those of an ancestor only as far as the prompt shares its ids."""
+        return tuple(
+            span._replace(tokens=min(span.tokens, end - span.start))
+            for call, end in self.lineage()
+            for span in call.media
+            if span.start < end
+        )
+
+    @property
+    def sequence(self) -> TokenSequence:
+        """Prompt and completion, [P + C]."""
+        return TokenSequence(self.ids, self.all_media)
 
     def lineage(self) -> Iterator[tuple[Chat, int]]:
         """The call and its ancestors, each with the number of its leading ids that this one starts with."""

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from palestra.chat import Renderer
-from palestra.chat.rendering import bytes_of_tokens
 from palestra.config import PolicyConfig
 from palestra.errors import NotFound
 from palestra.grammars.pool import Grammars
@@ -15,9 +14,8 @@ from palestra.ledger import RunStore
 from palestra.schemas.clock import Clock
 from palestra.schemas.protocols import Engine
 from palestra.schemas.records import Chat
+from palestra.session.counters import StateTimes, TokenRate
 from palestra.session.history import EXACT, Sameness
-from palestra.session.rates import TokenRate
-from palestra.session.turn import StateTimes
 from palestra.threads import WorkPool
 
 
@@ -28,14 +26,12 @@ class PolicyRuntime:
     config: PolicyConfig
     renderer: Renderer
     engine: Engine
-    stop_ids: frozenset[int]
-    decode: Callable[[Sequence[int]], str]  # ids to text, control tokens included
     grammars: Grammars
 
     @property
     def token_bytes(self) -> Callable[[int], bytes]:
         """The bytes of each token, control tokens included."""
-        return bytes_of_tokens(self.renderer)  # type: ignore[arg-type]  # by identity
+        return self.renderer.vocabulary.bytes_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,16 +7,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
+from jinja2 import TemplateError
 
-from palestra.chat import Renderer, bridge, render
-from palestra.errors import HistoryDrift
+from palestra.chat import Renderer
+from palestra.chat.long_text import TooManyTokens
+from palestra.errors import ContextOverflow, HistoryDrift, InvalidRequest
 from palestra.schemas.forks import Fork, ForkReason
 from palestra.schemas.messages import ChatMessage
-from palestra.schemas.records import Chat, Ids
-from palestra.session.context import PolicyRuntime, SessionContext
+from palestra.schemas.records import Chat, Ids, MediaSpan, TokenSequence
 from palestra.session.history import History, Match, Sameness, is_raw
+from palestra.session.request import GenerationRequest
 from palestra.threads import WorkPool
-from palestra.trajectory import TokenTrie, common_prefix, starts_with
+from palestra.trajectory import TokenTrie, common_tokens
 
 LONG_TEXT = 8_000  # characters, or as much work as so many, from which it leaves the event loop
 _VALUE = 40  # characters that take as long to render as one message, one call or one value of a tool takes beside them
@@ -36,6 +38,7 @@ class Prompt:
     shared_messages: int
     new_messages: tuple[ChatMessage, ...]
     fork: Fork | None
+    media: tuple[MediaSpan, ...] = ()  # images among the ids that are not shared, by their positions in `ids`
     keys: Mapping[int, Hashable] = field(default_factory=dict, compare=False)  # see `History.add`
 
     @property
@@ -44,15 +47,23 @@ class Prompt:
         return self.ids[self.shared :].copy()
 
 
-class Prompts:
-    """The calls of an episode as far as they decide the next prompt: what was said, and in which ids."""
+class PromptBuilder:
+    """Builds the prompts of an episode. It knows the episode's calls: what was said, and in which ids."""
 
-    def __init__(self, sameness: Sameness) -> None:
-        """See `History` for `sameness`."""
+    def __init__(self, pool: WorkPool, sameness: Sameness, strict: bool) -> None:
+        """Begin without any call.
+
+        Args:
+            pool: threads for the work that grows with the messages or the tools.
+            sameness: which changes of a reply keep it the same; see `History`.
+            strict: refuse a call that would lose exact tokens of an earlier one.
+        """
         self.calls = 0
         self._trie = TokenTrie()
         self._unmerged: list[Chat] = []  # calls that are not in it: most episodes never ask
         self._history = History(sameness)
+        self._aside = _Aside(pool)
+        self._strict = strict
 
     @property
     def trie(self) -> TokenTrie:
@@ -62,103 +73,132 @@ class Prompts:
         return self._trie
 
     def add(self, chat: Chat, keys: Mapping[int, Hashable] | None = None) -> None:
-        """A call that is on disk. `keys`: of its prompt, see `History.add`."""
+        """Add a call that is on disk.
+
+        Args:
+            chat: the call.
+            keys: those of its prompt, if they are known; see `History.add`.
+        """
         self.calls += 1
         self._unmerged.append(chat)
         self._history.add(chat, keys)
 
     def clear(self) -> None:
-        """The episode is over."""
+        """Forget all calls, as the episode is over."""
         self._unmerged.clear()
         self._trie.clear()
         self._history.clear()
 
-    async def make(
-        self,
-        context: SessionContext,
-        runtime: PolicyRuntime,
-        policy: str,
-        messages: tuple[ChatMessage, ...],
-        tools: Tools,
-        room: int | None,
-    ) -> Prompt:
-        """The prompt of a call.
+    async def build(self, call: GenerationRequest, renderer: Renderer, max_context: int | None) -> Prompt:
+        """Return the prompt of a call.
 
-        If the messages go on from an earlier call (from the longest, if from several), the prompt starts with the
-        exact ids of that call, sampled ones included, and the renderer adds what is new. Otherwise all is rendered,
-        and the earlier call with which most leading ids are in common becomes the parent. Work that grows with the
-        messages or the tools is done in threads of the context's pool.
+        If the messages go on from an earlier call (from the longest, if from several), the prompt starts with the exact
+        ids of that call, sampled ones included, and the renderer adds what is new. Otherwise all is rendered, and the
+        earlier call with which most leading ids are in common becomes the parent.
+
+        Args:
+            call: what the agent asks for.
+            renderer: of the call's policy.
+            max_context: how many tokens prompt and reply may have together. None: the prompt may have any number.
 
         Raises:
+            ContextOverflow: the prompt leaves no room for a reply; of a long one that is found before all is tokenised.
+            InvalidRequest: the prompt has no tokens, or the model's template can't show the messages.
             HistoryDrift: histories are strict, and exact ids would be lost.
-            TooManyTokens: there are more than `room`; found before all is tokenised.
         """
-        aside = _Aside(context.pool)
-        new = messages[self._history.same(policy, messages) :]
-        keys = await aside.run(new, (), self._history.keys, new)
-        match = self._history.match(policy, messages, keys)
-        prompt = await self._bridged(aside, runtime.renderer, match, messages, tools, room)
+        room = None if max_context is None else max_context - 1
+        try:
+            if call.prompt is not None:
+                prompt = await self._laid_out(call.prompt, renderer, room)
+            else:
+                prompt = await self._of_messages(call, renderer, room)
+        except TooManyTokens as error:
+            assert max_context is not None
+            raise ContextOverflow(error.tokens, max_context, at_least=True) from None
+        except (ValueError, KeyError, TemplateError) as error:  # templates refuse what they have no place for
+            text = " ".join(str(error).split())[:200]
+            raise InvalidRequest(f"messages: this model's template can't show them: {text}", "messages") from error
+        if max_context is not None and len(prompt.ids) >= max_context:
+            raise ContextOverflow(len(prompt.ids), max_context)
+        return prompt
+
+    async def _of_messages(self, call: GenerationRequest, renderer: Renderer, room: int | None) -> Prompt:
+        """Build a prompt from messages; see `build`."""
+        new = call.messages[self._history.same(call.policy, call.messages) :]
+        keys = await self._aside.run(new, (), self._history.keys, new)
+        match = self._history.match(call.policy, call.messages, keys)
+        prompt = await self._extended(renderer, match, call.messages, call.tools, room)
         if prompt is None:
-            prompt = await self._rendered(aside, runtime, match, messages, tools, room)
-        if context.strict_history and prompt.fork is not None and prompt.fork.reason.is_drift:
+            prompt = await self._rendered(renderer, match, call.messages, call.tools, room)
+        if self._strict and prompt.fork is not None and prompt.fork.reason.is_drift:
             fork = prompt.fork
             raise HistoryDrift(fork.reason.value, fork.call, fork.message, fork.position)
         return replace(prompt, keys=keys)
 
-    def raw(self, ids: Ids) -> Prompt:
-        """The prompt of a call that has ids instead of messages; it goes on from the call it starts with."""
+    async def _laid_out(self, prompt: str | tuple[int, ...], renderer: Renderer, room: int | None) -> Prompt:
+        """Build a prompt from text or ids that stand as they are; the call that it starts with becomes its parent."""
+        vocabulary = renderer.vocabulary
+        if isinstance(prompt, str):
+            ids: Ids = await self._aside.run_if(len(prompt) > LONG_TEXT, vocabulary.encode, prompt, room)
+        elif room is not None and len(prompt) > room:
+            raise ContextOverflow(len(prompt), room + 1)
+        else:
+            ids = np.asarray(prompt, np.int32)
+        if len(ids) == 0 or ids.min() < 0 or ids.max() >= len(vocabulary):
+            raise InvalidRequest(
+                f"prompt: it has no token, or ids that are none; ids are below {len(vocabulary)}", "prompt"
+            )
         parent, shared = self.trie.longest(ids)
         return Prompt(ids=ids, parent=parent, shared=shared, shared_messages=0, new_messages=(), fork=None)
 
-    async def _bridged(
-        self,
-        aside: _Aside,
-        renderer: Renderer,
-        match: Match,
-        messages: tuple[ChatMessage, ...],
-        tools: Tools,
-        room: int | None,
+    async def _extended(
+        self, renderer: Renderer, match: Match, messages: tuple[ChatMessage, ...], tools: Tools, room: int | None
     ) -> Prompt | None:
+        """Keep the exact ids of the call that the messages go on from. None: there is none, or the format can't."""
         call = match.call
         if call is None or call.tools != tools:
             return None
         new = messages[match.messages :]
         room = None if room is None or not _is_long(new, ()) else max(room - call.tokens, 0)
         # of the tools nothing is written again
-        tail = await aside.run(
-            new, (), bridge, renderer, lambda: call.prompt_ids, call.completion_ids, new, tools, room
+        tail = await self._aside.run(
+            new, (), renderer.extend, lambda: call.prompt_ids, call.completion_ids, new, tools, room
         )
         if tail is None:
             return None
-        ids = np.concatenate((call.ids, tail)).astype(np.int32, copy=False)
-        fork = None if match.reason is None else _fork(match.reason, match.left, match.known, ids)
+        ids = np.concatenate((call.ids, tail.ids)).astype(np.int32, copy=False)
+        media = tuple(span._replace(start=span.start + call.tokens) for span in tail.media)
+        whole = TokenSequence(ids, (*call.all_media, *media)) if match.reason is not None else None
         return Prompt(
-            ids=ids, parent=call, shared=call.tokens, shared_messages=match.messages, new_messages=new, fork=fork
+            ids=ids,
+            media=media,
+            parent=call,
+            shared=call.tokens,
+            shared_messages=match.messages,
+            new_messages=new,
+            fork=None if whole is None or match.reason is None else _fork(match.reason, match.left, match.known, whole),
         )
 
     async def _rendered(
-        self,
-        aside: _Aside,
-        runtime: PolicyRuntime,
-        match: Match,
-        messages: tuple[ChatMessage, ...],
-        tools: Tools,
-        room: int | None,
+        self, renderer: Renderer, match: Match, messages: tuple[ChatMessage, ...], tools: Tools, room: int | None
     ) -> Prompt:
+        """Render the whole conversation, and say why it does not start with an earlier call, if it should have."""
         # A short prompt is tokenised whole: the answer to one that does not fit has the exact number of its tokens.
         room = room if _is_long(messages, tools) else None
-        ids: Ids = await aside.run(messages, tools, render, runtime.renderer, messages, tools, room)
-        exact = match.call is not None and starts_with(ids, match.call.ids)
-        parent, shared = (match.call, match.call.tokens) if match.call and exact else self.trie.longest(ids)
+        whole: TokenSequence = await self._aside.run(messages, tools, renderer.render, messages, tools, room)
+        exact = match.call is not None and common_tokens(whole, match.call.sequence) == match.call.tokens
+        parent, shared = (match.call, match.call.tokens) if match.call and exact else self.trie.longest(*whole)
         fork = None
         if match.reason is not None:
-            fork = _fork(match.reason, match.left, match.known, ids)
+            fork = _fork(match.reason, match.left, match.known, whole)
         elif match.call is not None and not exact:
-            fork = await aside.run_if(len(ids) > MANY_TOKENS, _drift, match.call, ids, tools, runtime.decode)
+            decode = renderer.vocabulary.decode
+            fork = await self._aside.run_if(len(whole.ids) > MANY_TOKENS, _drift, match.call, whole, tools, decode)
         said = () if parent is None or is_raw(parent) else (*parent.messages, parent.reply)
-        shared_messages = await aside.run(said, (), _common_messages, messages, said)
+        shared_messages = await self._aside.run(said, (), _common_messages, messages, said)
         return Prompt(
-            ids=ids,
+            ids=whole.ids,
+            media=_from(whole.media, shared),
             parent=parent,
             shared=shared,
             shared_messages=shared_messages,
@@ -206,18 +246,29 @@ def _is_long(messages: Sequence[ChatMessage], tools: Tools) -> bool:
     return left < 0
 
 
-def _fork(reason: ForkReason, left: Chat | None, message: int, ids: Ids) -> Fork:
+def _from(media: Sequence[MediaSpan], start: int) -> tuple[MediaSpan, ...]:
+    """Return images as far as they lie behind the first `start` tokens."""
+    behind = (span for span in media if span.start + span.tokens > start)
+    return tuple(
+        MediaSpan(max(span.start, start), span.start + span.tokens - max(span.start, start), span.digest)
+        for span in behind
+    )
+
+
+def _fork(reason: ForkReason, left: Chat | None, message: int, prompt: TokenSequence) -> Fork:
+    """Say where a prompt left the call `left`."""
     return Fork(
         reason=reason,
         call=None if left is None else left.index,
         message=message,
-        position=0 if left is None else common_prefix(ids, left.ids),
+        position=0 if left is None else common_tokens(prompt, left.sequence),
     )
 
 
-def _drift(call: Chat, ids: Ids, tools: Tools, decode: Callable[[Sequence[int]], str]) -> Fork:
-    """The messages go on from `call`, but rendered anew they do not start with its ids: what the renderer changed."""
-    position = common_prefix(ids, call.ids)
+def _drift(call: Chat, prompt: TokenSequence, tools: Tools, decode: Callable[[Sequence[int]], str]) -> Fork:
+    """Say what the renderer changed where the messages go on from `call` and their ids do not start with its ids."""
+    ids = prompt.ids
+    position = common_tokens(prompt, call.sequence)
     owner = next(chat for chat, end in reversed(list(call.lineage())) if position < end)
     in_reply = position >= owner.prompt_tokens
     before = owner if in_reply else owner.parent  # whose turn is written in another way

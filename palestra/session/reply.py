@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import cast
@@ -10,138 +10,150 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from palestra.chat import ChatMLRenderer, Reply, parse_reply
+from palestra.chat import MessageDelta, PlainTextStream, Renderer, Reply
+from palestra.chat.base import NOTHING
 from palestra.chat.stop_strings import StopStrings
-from palestra.chat.streaming import MessageDelta, ReplySplitter, whole_message
 from palestra.chat.text_stream import TextStream
 from palestra.errors import EngineFailure
-from palestra.schemas.messages import ChatMessage, TextPart, text_message
 from palestra.schemas.protocols import Engine
-from palestra.schemas.records import Ids, SampledTokens, Sampling, VersionSpan
-from palestra.session.call import ModelCall, ReplyPiece
+from palestra.schemas.records import FinishReason, Ids, SampledTokens, SamplingParams, VersionSpan
 from palestra.session.context import PolicyRuntime
+from palestra.session.request import GenerationRequest, ReplyPiece
 
-NOTHING = MessageDelta()
-CALL_END = "</tool_call>"  # what `Chat.stop` says of a reply that its first call ended
+CALL_END = "</tool_call>"  # what `Chat.stop` says of a reply that its only call ended
 
 
 class ReplyReader:
     """Where a reply ends besides at a stop token or its limit, and what is certain of its message so far."""
 
-    def __init__(self, call: ModelCall, runtime: PolicyRuntime, sampling: Sampling, call_ids: str) -> None:
-        """The ids of tool calls start with `call_ids`."""
-        self._call, self._runtime, self._call_ids = call, runtime, call_ids
-        self._text = TextStream(runtime.decode, runtime.stop_ids | set(call.stop_token_ids))
-        self._stops = StopStrings(call.stop)
-        self._min_tokens = sampling.min_tokens
+    def __init__(
+        self, request: GenerationRequest, renderer: Renderer, min_tokens: int, prompt_ids: Ids, call_ids: str
+    ) -> None:
+        """Begin with an empty reply.
+
+        Args:
+            request: what was asked for.
+            renderer: of the model.
+            min_tokens: how many tokens are sampled before a stop string counts.
+            prompt_ids: [P].
+            call_ids: what the ids of tool calls start with.
+        """
+        self._request, self._renderer, self._min_tokens = request, renderer, min_tokens
+        self._text = TextStream(renderer.vocabulary.decode, {*renderer.stop_ids, *request.stop_token_ids})
+        self._stops = StopStrings(request.stop)
         self._tokens = 0
-        self._certain: list[str] = []  # text before any stop string
-        self._told: list[MessageDelta] = []
-        self._splitter: ReplySplitter | None = None
-        self._raw = call.prompt is not None
-        if not self._raw and isinstance(runtime.renderer, ChatMLRenderer):
-            self._splitter = ReplySplitter(bool(call.callable_tools), call_ids, not call.parallel_tool_calls)
+        tools = request.callable_tools
+        self._stream = (
+            PlainTextStream()
+            if request.prompt is not None
+            else renderer.stream(lambda: prompt_ids, tools, call_ids, bool(tools) and not request.parallel_tool_calls)
+        )
         self.stop: str | None = None  # the string that ended it
 
     def take(self, token: int) -> MessageDelta:
-        """What is certain of the message with this token. If `stop` is set after it, it was the last."""
+        """Return what is certain of the message with this token. If `stop` is set after it, it was the last."""
         self._tokens += 1
         text = self._text.add(token)
         return self._take(text) if text else NOTHING
 
-    def finish(self, ids: Ids, prompt_ids: Ids) -> tuple[MessageDelta, Reply]:
-        """What was not certain before, and the reply; `ids` are all that were taken."""
+    def finish(self, ids: Ids) -> tuple[MessageDelta, Reply]:
+        """Return what was not certain before, and the reply; `ids` are all that were taken, [C]."""
         last = self._take(self._text.end()) if self.stop is None else NOTHING
         if self.stop is None:
-            last += self._split(self._stops.end())
-        if self._splitter is None and not self._raw:
-            reply = self._read_with_package(ids, prompt_ids)
-            return whole_message(reply.message), reply
-        malformed = 0
-        if self._splitter is not None:
-            rest = self._splitter.end()
-            self._told.append(rest)
-            last += rest
-            malformed = self._splitter.malformed
-        return last, Reply(message=_message(self._told), malformed=("a tool call could not be read",) * malformed)
+            last += self._feed(self._stops.end())
+        rest, reply = self._stream.finish(without_own_stop(ids, self._request, self._renderer), self.stop is not None)
+        return last + rest, reply
 
     def _take(self, text: str) -> MessageDelta:
         if self._tokens > self._min_tokens:
             text = self._stops.feed(text)
             self.stop = self._stops.found
-        return self._split(text)
+        return self._feed(text)
 
-    def _split(self, text: str) -> MessageDelta:
-        self._certain.append(text)
-        if self._raw:
-            delta = MessageDelta(content=text)
-        elif self._splitter is None:
-            return NOTHING  # the package reads whole replies
-        else:
-            delta = self._splitter.feed(text)
-            if self._splitter.over:
-                self.stop = CALL_END
-        if delta:
-            self._told.append(delta)
+    def _feed(self, text: str) -> MessageDelta:
+        delta = self._stream.feed(text)
+        if self._stream.over:
+            self.stop = CALL_END
         return delta
 
-    def _read_with_package(self, ids: Ids, prompt_ids: Ids) -> Reply:
-        """The package reads ids: of a reply that a string ended, those before it; the rest is added to the text."""
-        if self.stop is None:
-            return read_whole(self._call, self._runtime, ids, prompt_ids, self._call_ids)
-        text, kept = "".join(self._certain), len(ids)
-        while kept and not text.startswith(self._runtime.decode(ids[:kept].tolist())):
-            kept -= 1
-        reply = read_whole(self._call, self._runtime, ids[:kept], prompt_ids, self._call_ids)
-        rest = text[len(self._runtime.decode(ids[:kept].tolist())) :]
-        message = reply.message
-        if message.reasoning_content and not message.text and not message.tool_calls:
-            added = message.model_copy(update={"reasoning_content": message.reasoning_content + rest})
-        else:
-            added = message.model_copy(update={"content": (TextPart(text=message.text + rest),)})
-        return Reply(message=added, malformed=reply.malformed)
 
-
-def read_whole(call: ModelCall, runtime: PolicyRuntime, ids: Ids, prompt_ids: Ids, call_ids: str) -> Reply:
-    """The reply that all ids of a call stand for; a stop token of the caller's own at its end is not part of it."""
-    if len(ids) and int(ids[-1]) in call.stop_token_ids and int(ids[-1]) not in runtime.stop_ids:
-        ids = ids[:-1]
-    return parse_reply(runtime.renderer, ids, lambda: prompt_ids, call.callable_tools, call_ids)
-
-
-def _message(deltas: list[MessageDelta]) -> ChatMessage:
-    reasoning = "".join(delta.reasoning for delta in deltas) or None
-    calls = tuple(call for delta in deltas for call in delta.calls)
-    return text_message("assistant", "".join(delta.content for delta in deltas)).model_copy(
-        update={"reasoning_content": reasoning, "tool_calls": calls}
-    )
+def without_own_stop(ids: Ids, request: GenerationRequest, renderer: Renderer) -> Ids:
+    """Return the ids of a reply without a stop token of the caller's own at its end, which is not part of it."""
+    own = len(ids) and int(ids[-1]) in request.stop_token_ids and int(ids[-1]) not in renderer.stop_ids
+    return ids[:-1] if own else ids
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Completion:
-    """What the engine sampled."""
+class SampledReply:
+    """What the engine sampled, and the message that it stands for."""
 
     ids: Ids  # [C]
     logprobs: NDArray[np.float32]  # [C]
     versions: tuple[VersionSpan, ...]
+    reply: Reply
+    finish_reason: FinishReason
+    stop: str | None  # the string that ended it; None: it was a stop token, or the limit
 
 
-async def sample(
-    engine: Engine,
-    policy: str,
+async def sample_reply(
+    request: GenerationRequest,
+    runtime: PolicyRuntime,
     prompt_ids: Ids,
-    sampling: Sampling,
-    reader: ReplyReader | None,
+    sampling: SamplingParams,
+    call_ids: str,
     tell: Callable[[ReplyPiece], None] | None,
-) -> Completion:
-    """Have a reply sampled; with a `reader` only as far as it says, and then the engine is told to stop.
+) -> SampledReply:
+    """Have a reply sampled, and read it: piece by piece where there is a listener, or where its text may end it.
+
+    Args:
+        request: what was asked for.
+        runtime: of the request's policy.
+        prompt_ids: [P].
+        sampling: how to sample.
+        call_ids: what the ids of tool calls start with.
+        tell: is called with each piece of the reply. None: there is no listener.
 
     Raises:
         EngineFailure: the engine could not finish, or gave no token.
+        GrammarRefused: the engine refused a token's grammar.
     """
+    renderer = runtime.renderer
+    reader = None
+    if tell is not None or request.stop or request.prompt is not None or not request.parallel_tool_calls:
+        reader = ReplyReader(request, renderer, sampling.min_tokens, prompt_ids, call_ids)
+    pieces = await _sample(runtime.engine, request.policy, prompt_ids, sampling, reader, tell)
+    ids, logprobs, versions = _join(pieces)
+    if reader is None:
+        own = without_own_stop(ids, request, renderer)
+        reply = renderer.parse(own, lambda: prompt_ids, request.callable_tools, call_ids)
+    else:
+        rest, reply = reader.finish(ids)
+        if tell is not None and rest:
+            tell(ReplyPiece(delta=rest))
+    stop = None if reader is None else reader.stop
+    stopped = stop is not None or int(ids[-1]) in {*renderer.stop_ids, *sampling.stop_ids}
+    return SampledReply(
+        ids=ids,
+        logprobs=logprobs,
+        versions=versions,
+        reply=reply,
+        finish_reason="stop" if stopped else "length",
+        stop=stop,
+    )
+
+
+async def _sample(
+    engine: Engine,
+    policy: str,
+    prompt_ids: Ids,
+    sampling: SamplingParams,
+    reader: ReplyReader | None,
+    tell: Callable[[ReplyPiece], None] | None,
+) -> list[SampledTokens]:
+    """Have a reply sampled; with a `reader` only until the reader finds the end, where the engine is stopped."""
     stream = engine.generate(policy, prompt_ids, sampling)
     if reader is None:
-        return _join([piece async for piece in stream])
+        return [piece async for piece in stream]
     pieces: list[SampledTokens] = []
     async with aclosing(cast("AsyncGenerator[SampledTokens, None]", stream)) as sampled:
         async for piece in sampled:
@@ -155,10 +167,15 @@ async def sample(
                 tell(ReplyPiece(delta=delta, ids=ids, logprobs=logprobs, top=top))
             if reader.stop is not None:
                 break
-    return _join(pieces)
+    return pieces
 
 
-def _join(pieces: list[SampledTokens]) -> Completion:
+def _join(pieces: Sequence[SampledTokens]) -> tuple[Ids, NDArray[np.float32], tuple[VersionSpan, ...]]:
+    """Return the ids [C], logprobs [C] and versions of all pieces.
+
+    Raises:
+        EngineFailure: there is no token.
+    """
     spans: list[VersionSpan] = []
     for piece in pieces:
         if spans and spans[-1].version == piece.version:
@@ -169,4 +186,4 @@ def _join(pieces: list[SampledTokens]) -> Completion:
         raise EngineFailure("the engine returned no token")
     ids = [token for piece in pieces for token in piece.ids]
     logprobs = [logprob for piece in pieces for logprob in piece.logprobs]
-    return Completion(ids=np.array(ids, np.int32), logprobs=np.array(logprobs, np.float32), versions=tuple(spans))
+    return np.array(ids, np.int32), np.array(logprobs, np.float32), tuple(spans)

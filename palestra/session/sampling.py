@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from palestra.config import PolicyConfig
-from palestra.errors import ContextOverflow, UnsupportedField
-from palestra.schemas.records import EpisodeKind, Sampling
-from palestra.session.call import ModelCall
+from palestra.errors import UnsupportedField
+from palestra.schemas.records import EpisodeKind, SamplingParams
+from palestra.session.request import GenerationRequest
 
 _SEEDS = 2**63
 
@@ -24,7 +24,7 @@ _RESHAPING: dict[str, Any] = {
 }
 
 
-def trainable(call: ModelCall, ignore: bool) -> ModelCall:
+def trainable(call: GenerationRequest, ignore: bool) -> GenerationRequest:
     """Return a call as it can be sampled in a training episode.
 
     Args:
@@ -50,17 +50,26 @@ def trainable(call: ModelCall, ignore: bool) -> ModelCall:
 
 
 def sampling_of(
-    call: ModelCall, config: PolicyConfig, kind: EpisodeKind, prompt_tokens: int, seed: int, choice: int, grammar: str
-) -> Sampling:
-    """The job's settings for training, greedy for validation, the caller's own for an ad-hoc episode.
+    call: GenerationRequest,
+    config: PolicyConfig,
+    kind: EpisodeKind,
+    prompt_tokens: int,
+    seed: int,
+    choice: int,
+    grammar: str,
+) -> SamplingParams:
+    """Return the job's settings for training, greedy ones for validation, the caller's own for an ad-hoc episode.
 
-    Raises:
-        ContextOverflow: the prompt leaves no room for a reply.
+    Args:
+        call: what the agent asks for.
+        config: of the policy.
+        kind: of the episode.
+        prompt_tokens: how many tokens the prompt has; fewer than `max_context`.
+        seed: the call's own, used where the caller may not give one, or gives none.
+        choice: the number of the choice, which is added to a caller's seed.
+        grammar: what the reply has to match; empty: anything.
     """
-    room = config.max_context - prompt_tokens
-    if room < 1:
-        raise ContextOverflow(prompt_tokens, config.max_context)
-    most = min(config.sampling.max_tokens, room)
+    most = min(config.sampling.max_tokens, config.max_context - prompt_tokens)
     if call.max_tokens is not None:
         most = min(call.max_tokens, most)
     temperature = {"train": config.sampling.temperature, "validation": 0.0}.get(kind)
@@ -68,7 +77,7 @@ def sampling_of(
         temperature = config.sampling.temperature if call.temperature is None else call.temperature
     if kind == "adhoc" and call.seed is not None:
         seed = (call.seed + choice) % _SEEDS
-    return Sampling(
+    return SamplingParams(
         temperature=temperature,
         max_tokens=most,
         seed=seed,
@@ -84,8 +93,14 @@ def sampling_of(
     )
 
 
-def overruled(call: ModelCall, used: Sampling, choice: int = 0) -> str | None:
-    """What the job fixed against the caller's wish, for people to read; None: nothing."""
+def overruled(call: GenerationRequest, used: SamplingParams, choice: int = 0) -> str | None:
+    """Return what the job fixed against the caller's wish, for people to read; None: nothing.
+
+    Args:
+        call: what the agent asked for.
+        used: how it was sampled.
+        choice: the number of the choice.
+    """
     notes = []
     if call.temperature is not None and call.temperature != used.temperature:
         notes.append(f"temperature={used.temperature:g}")

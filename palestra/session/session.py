@@ -1,35 +1,29 @@
-"""One episode under one lease: builds each call's prompt, has it sampled, records it, and only then hands it out."""
+"""A session: builds the prompt of each call, has it sampled, records it, and only then hands out the reply."""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-from collections.abc import Coroutine, Hashable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from itertools import count
+from uuid import uuid4
 
-import numpy as np
-from jinja2 import TemplateError
-
-from palestra.chat import ChatMLRenderer
-from palestra.chat.long_text import TooManyTokens
-from palestra.chat.raw_text import encode_text, vocabulary_size
-from palestra.chat.streaming import whole_message
-from palestra.errors import ContextOverflow, GrammarRefused, InvalidRequest, PalestraError, UnsupportedField
-from palestra.schemas.messages import ChatMessage
-from palestra.schemas.records import Chat, Episode, Ids, Sampling
+from palestra.chat import whole_message
+from palestra.errors import GrammarRefused, PalestraError, UnsupportedField
+from palestra.schemas.records import Chat, Episode, EpisodeKind, SamplingParams
 from palestra.schemas.states import TurnState
-from palestra.session.call import CallStart, Listener, ModelCall, ReplyPiece
 from palestra.session.constraints import Constraint, constraint_of
 from palestra.session.context import PolicyRuntime, SessionContext
-from palestra.session.prompting import LONG_TEXT, Prompt, Prompts
-from palestra.session.recorder import CallRecorder
-from palestra.session.reply import Completion, ReplyReader, read_whole, sample
+from palestra.session.prompting import Prompt, PromptBuilder
+from palestra.session.recorder import CallStore, NoStore, Recorder
+from palestra.session.registry import CallRegistry, Reservation
+from palestra.session.reply import SampledReply, sample_reply
+from palestra.session.request import CallStart, GenerationRequest, Listener, ReplyPiece
 from palestra.session.sampling import overruled, sampling_of, trainable
-from palestra.session.turn import Turn
+from palestra.session.turns import Turn, Turns
+from palestra.waiting import together
 
-GRAMMARS_AT_ONCE = 2  # of one episode, that are being compiled or wait for it
+GRAMMARS_AT_ONCE = 2  # of one session, that are being compiled or wait for it
 
 
 @dataclass(kw_only=True, slots=True)
@@ -38,82 +32,82 @@ class _Choice:
 
     number: int
     turn: Turn
-    index: int = 0
-    seed: int = 0  # of its own, also where the caller gave another
-    prompt: bytes = b""  # its digest
-    occurrence: int = 0  # of equal prompts
-    sampling: Sampling | None = None  # None: the prompt is not there yet
+    reserved: Reservation | None = None  # None: the prompt is not there yet
+    sampling: SamplingParams | None = None
     recorded: bool = False
 
 
 @dataclass(kw_only=True, slots=True)
-class _Play:
-    """A call that is being played: what its choices share."""
+class _Call:
+    """What the choices of a call share."""
 
-    call: ModelCall
+    asked: GenerationRequest  # as the agent sent it
+    request: GenerationRequest  # as it is sampled
     runtime: PolicyRuntime
     listener: Listener | None
-    prompt: Prompt
     constraint: Constraint
+    prompt: Prompt
     started_at: float
     time_step: int | None  # None: of the first choice that is recorded
 
 
-class EpisodeSession:
-    """The calls of one lease."""
+class Session:
+    """Calls that share their history: of one lease of an episode, or of one request outside any episode.
+
+    Attributes:
+        episode_id: the episode; outside any, a random name.
+        fence: of the lease.
+        kind: which of the job's settings for sampling hold.
+    """
 
     def __init__(
         self,
         context: SessionContext,
-        episode: Episode,
-        recorded: Sequence[Chat],
-        recorder: CallRecorder | None = None,
+        store: CallStore,
+        episode_id: str,
+        fence: int,
+        kind: EpisodeKind,
+        recorded: Sequence[Chat] = (),
     ) -> None:
-        """`recorder`: where its calls are recorded. None: in the context's store."""
-        self.episode = episode
+        """Begin with the calls that are on disk.
+
+        Args:
+            context: what all sessions share.
+            store: where the calls are recorded.
+            episode_id: see the class.
+            fence: see the class.
+            kind: see the class.
+            recorded: the calls of this lease, in the order of their indices.
+        """
+        self.episode_id, self.fence, self.kind = episode_id, fence, kind
         self._context = context
-        self._recorder = context.store.calls if recorder is None else recorder
-        self._prompts = Prompts(context.sameness)
+        self._prompts = PromptBuilder(context.pool, context.sameness, context.strict_history)
+        self._registry = CallRegistry(context.seed, episode_id, recorded)
+        self._recorder = Recorder(store, context, self._registry, self._prompts)
+        self._turns = Turns(f"a call of episode {episode_id}", context.times)
         # The queue of grammars to be compiled is one for all: an episode that asks for hundreds must not fill it.
         self._checks = asyncio.Semaphore(GRAMMARS_AT_ONCE)
-        self._undelivered: dict[str, Chat] = {}  # by request digest
-        self._recordings: dict[str, asyncio.Future[None]] = {}  # that are being written, by request digest
-        self._seeds: set[int] = set()  # of the calls that are recorded or in flight
-        self._taken: dict[bytes, int] = {}  # by prompt: all occurrences before this one have calls
         self._in_flight: set[asyncio.Task[object]] = set()
-        self._turns: set[Turn] = set()
-        self._next_index = 0
-        self._next_step = 0
         self._over: PalestraError | None = None
-        self._acting = False  # no call is in flight, and there was one: it is the agent's move
         for chat in recorded:
-            self._remember(chat)
-            self._seeds.add(chat.sampling.seed)
-        used = {chat.parent.index for chat in recorded if chat.parent is not None and chat.extends}
-        for chat in recorded:
-            if chat.index not in used:  # nothing tells that its reply arrived, so a retry may ask for it again
-                self._undelivered[chat.request_digest] = chat
+            self._prompts.add(chat)
 
     @property
     def state(self) -> TurnState:
-        """GENERATING if any call is, else PENDING if any is; between calls the agent or its environment acts."""
-        if self._over is not None:
-            return TurnState.TERMINATED
-        states = {turn.state for turn in self._turns}
-        for state in (TurnState.GENERATING, TurnState.PENDING):
-            if state in states:
-                return state
-        return TurnState.INTERACTING if self._prompts.calls else TurnState.PENDING
+        """See `Turns.state`."""
+        return self._turns.state(called=self._prompts.calls > 0)
 
-    async def chat(self, call: ModelCall, listener: Listener | None = None) -> Chat:
-        """Play a call of one choice; see `chats`."""
-        (chat,) = await self.chats(call, listener)
-        return chat
-
-    async def chats(self, call: ModelCall, listener: Listener | None = None) -> tuple[Chat, ...]:
-        """Play one call, all its choices at once. When it returns, they are on disk.
+    async def generate(self, request: GenerationRequest, listener: Listener | None = None) -> tuple[Chat, ...]:
+        """Sample all choices of a request at the same time. When it returns, they are on disk.
 
         A retry gets those choices that were recorded and have not been delivered.
+
+        Args:
+            request: what the agent asks for.
+            listener: hears of the choices while they are sampled.
+
+        Returns:
+            One call for each choice.
 
         Raises:
             NotFound: no such policy.
@@ -127,17 +121,25 @@ class EpisodeSession:
         """
         if self._over is not None:
             raise self._over
-        known = await self._recorded_before(call) if call.retry else {}
-        for number, chat in known.items():
-            self._context.counts["retries_answered"] += 1
-            _replay(number, chat, listener)
-        missing = [number for number in range(call.choices) if number not in known]
+        chats = await self._answer_again(request, listener) if request.retry else {}
+        missing = [number for number in range(request.choices) if number not in chats]
         if missing:
-            known |= await self._play(call, missing, known, listener)
-        return tuple(known[number] for number in range(call.choices))
+            runtime = self._context.runtime(request.policy)
+            with self._in_flight_for(missing) as choices:
+                call = await self._begin(request, runtime, listener, chats)
+                for choice in choices:
+                    self._reserve(call, choice)
+                sampled = await together(*(self._sample(call, choice) for choice in choices))
+            chats |= zip(missing, sampled, strict=True)
+        return tuple(chats[number] for number in range(request.choices))
 
-    async def count_tokens(self, call: ModelCall) -> int:
-        """Return how many tokens the prompt of a call would have, however many that are; nothing is sampled or kept.
+    async def generate_one(self, request: GenerationRequest, listener: Listener | None = None) -> Chat:
+        """Sample a request of one choice; see `generate`."""
+        (chat,) = await self.generate(request, listener)
+        return chat
+
+    async def count_tokens(self, request: GenerationRequest) -> int:
+        """Return how many tokens the prompt of a request would have, without a limit; nothing is sampled or kept.
 
         Raises:
             NotFound: no such policy.
@@ -145,45 +147,42 @@ class EpisodeSession:
         """
         if self._over is not None:
             raise self._over
-        return len((await self._prompt(call, self._context.runtime(call.policy), bounded=False)).ids)
+        runtime = self._context.runtime(request.policy)
+        return len((await self._prompts.build(request, runtime.renderer, max_context=None)).ids)
 
     def delivered(self, chat: Chat) -> None:
-        """The reply has left; a retry can no longer mean this call."""
-        if self._undelivered.get(chat.request_digest) is chat:
-            del self._undelivered[chat.request_digest]
+        """Note that a reply has left; a retry can no longer mean this call."""
+        self._registry.delivered(chat)
 
     def terminate(self, reason: PalestraError) -> None:
-        """Nothing more may be added; calls in flight are cancelled and end with `reason`."""
+        """End the session: calls in flight are cancelled, and those and all further ones raise `reason`."""
         self._over = reason
-        self._acted()
+        self._turns.terminate()
+        self._recorder.close()
         for task in self._in_flight:
             task.cancel()
         self._forget_if_over()
 
-    async def _recorded_before(self, call: ModelCall) -> dict[int, Chat]:
-        """Choices that are on disk and have not been delivered; what is being written is waited for."""
-        digests = [call.choice_digest(number) for number in range(call.choices)]
-        if writing := [self._recordings[digest] for digest in digests if digest in self._recordings]:
-            await asyncio.wait(writing)
-        found = {number: self._undelivered.get(call.choice_digest(number)) for number in range(call.choices)}
-        return {number: chat for number, chat in found.items() if chat is not None}
+    # The way of a call, in order
 
-    async def _play(
-        self, call: ModelCall, numbers: Sequence[int], known: dict[int, Chat], listener: Listener | None
-    ) -> dict[int, Chat]:
-        runtime = self._context.runtime(call.policy)
+    async def _answer_again(self, request: GenerationRequest, listener: Listener | None) -> dict[int, Chat]:
+        """Return the choices of a retry that are on disk already, by number."""
+        known = await self._registry.undelivered(request)
+        for number, chat in known.items():
+            self._context.counts["retries_answered"] += 1
+            _replay(number, chat, listener)
+        return known
+
+    @contextmanager
+    def _in_flight_for(self, numbers: Sequence[int]) -> Iterator[list[_Choice]]:
+        """Hold the lease while choices are sampled, and give up those that are not recorded when the block fails."""
         task = asyncio.current_task()
         assert task is not None
-        subject = f"a call of episode {self.episode.episode_id}"
-        choices = [_Choice(number=number, turn=Turn(subject, self._context.times)) for number in numbers]
-        self._acted()
+        choices = [_Choice(number=number, turn=self._turns.begin()) for number in numbers]
         self._in_flight.add(task)
-        self._turns.update(choice.turn for choice in choices)
         try:
-            with self._context.store.leases.hold(self.episode.episode_id, self.episode.fence):
-                play = await self._begin(call, runtime, choices, known, listener)
-                chats = await _all_at_once([self._sample(play, choice) for choice in choices])
-                return dict(zip(numbers, chats, strict=True))
+            with self._context.store.leases.hold(self.episode_id, self.fence):
+                yield choices
         except BaseException as error:
             for choice in choices:
                 self._give_up(choice)
@@ -192,236 +191,159 @@ class EpisodeSession:
             raise
         finally:
             self._in_flight.discard(task)
-            self._turns.difference_update(choice.turn for choice in choices)
-            if not self._turns and self._over is None:
-                self._acting = True
-                self._context.times.enter(TurnState.INTERACTING)
+            self._turns.end(choice.turn for choice in choices)
             self._forget_if_over()
 
     async def _begin(
         self,
-        call: ModelCall,
+        asked: GenerationRequest,
         runtime: PolicyRuntime,
-        choices: Sequence[_Choice],
-        known: dict[int, Chat],
         listener: Listener | None,
-    ) -> _Play:
-        """Make the prompt, and give each choice its index and its seed."""
-        asked = call
-        if self.episode.kind == "train":
-            call = trainable(asked, self._context.ignore_untrainable)
-        if call.callable_tools and not call.parallel_tool_calls and not isinstance(runtime.renderer, ChatMLRenderer):
+        known: Mapping[int, Chat],
+    ) -> _Call:
+        """Check a request, have its grammar compiled, and build its prompt. `known` are choices recorded before."""
+        request = trainable(asked, self._context.ignore_untrainable) if self.kind == "train" else asked
+        if request.callable_tools and not request.parallel_tool_calls and not runtime.renderer.incremental:
             raise UnsupportedField(
                 "parallel_tool_calls = false is not supported in this model's format of tool calls",
                 "parallel_tool_calls",
             )
         started_at = self._context.clock.now()
-        constraint = constraint_of(call, runtime.renderer)
+        constraint = constraint_of(request, runtime.renderer)
         if constraint.grammar:
             async with self._checks:
                 await runtime.grammars.check(*constraint)
-        prompt = await self._prompt(call, runtime)
-        step = call.time_step if not known else min(chat.time_step for chat in known.values())
-        play = _Play(
-            call=call,
+        return _Call(
+            asked=asked,
+            request=request,
             runtime=runtime,
             listener=listener,
-            prompt=prompt,
             constraint=constraint,
+            prompt=await self._prompts.build(request, runtime.renderer, runtime.config.max_context),
             started_at=started_at,
-            time_step=step,
-        )
-        digest = prompt_digest(prompt.ids)
-        for choice in choices:
-            choice.prompt = digest
-            choice.occurrence, choice.seed = self._free_seed(digest)
-            sampling = choice.sampling = sampling_of(
-                call, runtime.config, self.episode.kind, len(prompt.ids), choice.seed, choice.number, constraint.grammar
-            )
-            choice.index = self._next_index  # after its parent's, and no other call comes between
-            self._next_index += 1
-            self._seeds.add(choice.seed)
-            if overruled(asked, sampling, choice.number) is not None:
-                self._context.counts["sampling_overruled"] += 1
-            if listener is not None:
-                listener.started(choice.number, self._start(prompt, choice.index, sampling))
-        return play
-
-    async def _prompt(self, call: ModelCall, runtime: PolicyRuntime, bounded: bool = True) -> Prompt:
-        """Make the prompt of a call.
-
-        Raises:
-            ContextOverflow: it leaves no room for a reply.
-            InvalidRequest: it has no tokens, or can't be shown.
-        """
-        most = runtime.config.max_context
-        try:
-            if call.prompt is not None:
-                return await self._raw_prompt(call.prompt, runtime, most - 1)
-            return await self._prompts.make(
-                self._context, runtime, call.policy, call.messages, call.tools, most - 1 if bounded else None
-            )
-        except TooManyTokens as error:
-            raise ContextOverflow(error.tokens, most, at_least=True) from None
-        except (ValueError, KeyError, TemplateError) as error:  # templates refuse what they have no place for
-            text = " ".join(str(error).split())[:200]
-            raise InvalidRequest(f"messages: this model's template can't show them: {text}", "messages") from error
-
-    async def _raw_prompt(self, prompt: str | tuple[int, ...], runtime: PolicyRuntime, room: int) -> Prompt:
-        if isinstance(prompt, str):
-            ids = (
-                await self._context.pool.run(encode_text, runtime.renderer, prompt, room)
-                if len(prompt) > LONG_TEXT
-                else encode_text(runtime.renderer, prompt)
-            )
-        elif len(prompt) > room:
-            raise ContextOverflow(len(prompt), room + 1)
-        else:
-            ids = np.asarray(prompt, np.int32)
-        size = vocabulary_size(runtime.renderer)
-        if len(ids) == 0 or ids.min() < 0 or ids.max() >= size:
-            raise InvalidRequest(f"prompt: it has no token, or ids that are none; ids are below {size}", "prompt")
-        return self._prompts.raw(ids)
-
-    def _start(self, prompt: Prompt, index: int, sampling: Sampling) -> CallStart:
-        return CallStart(
-            episode_id=self.episode.episode_id,
-            fence=self.episode.fence,
-            index=index,
-            prompt_ids=prompt.ids,
-            shared=prompt.shared,
-            sampling=sampling,
+            time_step=request.time_step if not known else min(chat.time_step for chat in known.values()),
         )
 
-    async def _sample(self, play: _Play, choice: _Choice) -> Chat:
-        """One choice, from its prompt to its record."""
-        call, runtime, prompt = play.call, play.runtime, play.prompt
-        sampling, listener, number = choice.sampling, play.listener, choice.number
+    def _reserve(self, call: _Call, choice: _Choice) -> None:
+        """Give a choice its number and its seed."""
+        reserved = choice.reserved = self._registry.reserve(call.prompt.ids)
+        sampling = choice.sampling = sampling_of(
+            call.request,
+            call.runtime.config,
+            self.kind,
+            len(call.prompt.ids),
+            reserved.seed,
+            choice.number,
+            call.constraint.grammar,
+        )
+        if overruled(call.asked, sampling, choice.number) is not None:
+            self._context.counts["sampling_overruled"] += 1
+        if call.listener is not None:
+            start = CallStart(
+                episode_id=self.episode_id,
+                fence=self.fence,
+                index=reserved.index,
+                prompt_ids=call.prompt.ids,
+                shared=call.prompt.shared,
+                sampling=sampling,
+            )
+            call.listener.started(choice.number, start)
+
+    async def _sample(self, call: _Call, choice: _Choice) -> Chat:
+        """Sample a choice, read its reply, and record it."""
+        reserved, sampling, listener, number = choice.reserved, choice.sampling, call.listener, choice.number
+        assert reserved is not None
         assert sampling is not None
-        call_ids = f"call_{choice.seed:016x}"
-        reader = None
-        if listener is not None or call.stop or call.prompt is not None or not call.parallel_tool_calls:
-            reader = ReplyReader(call, runtime, sampling, call_ids)
-        tell = None if listener is None else (lambda piece: listener.sampled(number, piece))
         choice.turn.move(TurnState.GENERATING)
         try:
-            completion = await sample(runtime.engine, call.policy, prompt.ids, sampling, reader, tell)
+            sampled = await sample_reply(
+                call.request,
+                call.runtime,
+                call.prompt.ids,
+                sampling,
+                call_ids=f"call_{reserved.seed:016x}",
+                tell=None if listener is None else (lambda piece: listener.sampled(number, piece)),
+            )
         except GrammarRefused as error:  # at a token of the reply; the engine does not know what the field was
-            raise error.of_field(play.constraint.field) from None
+            raise error.of_field(call.constraint.field) from None
         choice.turn.move(TurnState.INTERACTING)
-        if reader is None:
-            reply = read_whole(call, runtime, completion.ids, prompt.ids, call_ids)
-        else:
-            rest, reply = reader.finish(completion.ids, prompt.ids)
-            if tell is not None and rest:
-                tell(ReplyPiece(delta=rest))
-        self._context.counts["malformed_tool_calls"] += len(reply.malformed)
-        stop = None if reader is None else reader.stop
-        chat = self._chat(play, choice, completion, reply.message, stop)
-        self._next_step = max(self._next_step, chat.time_step + 1)
-        recording = self._recordings[chat.request_digest] = self._recorder.append(chat)
-        recording.add_done_callback(partial(self._recorded, chat, prompt.keys))  # before whoever waits for it goes on
-        await asyncio.shield(recording)
+        self._context.counts["malformed_tool_calls"] += len(sampled.reply.malformed)
+        chat = self._record_of(call, number, reserved.index, sampling, sampled)
+        await self._recorder.record(chat, call.prompt.keys)
         choice.recorded = True
         if listener is not None:
             listener.finished(number, chat)
         return chat
 
-    def _chat(self, play: _Play, choice: _Choice, completion: Completion, reply: ChatMessage, stop: str | None) -> Chat:
-        call, prompt, sampling = play.call, play.prompt, choice.sampling
-        assert sampling is not None
-        if play.time_step is None:
-            play.time_step = self._next_step
-        stopped = stop is not None or int(completion.ids[-1]) in {*play.runtime.stop_ids, *sampling.stop_ids}
+    def _record_of(self, call: _Call, number: int, index: int, sampling: SamplingParams, sampled: SampledReply) -> Chat:
+        """Return the record of a choice."""
+        if call.time_step is None:
+            call.time_step = self._registry.time_step()
+        request, prompt = call.request, call.prompt
         return Chat(
-            episode_id=self.episode.episode_id,
-            fence=self.episode.fence,
-            index=choice.index,
-            time_step=play.time_step,
-            agent=call.agent,
-            policy=call.policy,
+            episode_id=self.episode_id,
+            fence=self.fence,
+            index=index,
+            time_step=call.time_step,
+            agent=request.agent,
+            policy=request.policy,
             parent=prompt.parent,
             shared=prompt.shared,
             shared_messages=prompt.shared_messages,
             new_messages=prompt.new_messages,
             prompt_tail=prompt.tail,
-            tools=call.tools,
-            reply=reply,
-            completion_ids=completion.ids,
-            logprobs=completion.logprobs,
-            versions=completion.versions,
-            finish_reason="stop" if stopped else "length",
+            media=prompt.media,
+            tools=request.tools,
+            reply=sampled.reply.message,
+            completion_ids=sampled.ids,
+            logprobs=sampled.logprobs,
+            versions=sampled.versions,
+            finish_reason=sampled.finish_reason,
             fork=prompt.fork,
-            stop=stop,
+            stop=sampled.stop,
             sampling=sampling,
-            request_digest=call.choice_digest(choice.number),
-            started_at=play.started_at,
+            request_digest=request.choice_digest(number),
+            started_at=call.started_at,
             finished_at=self._context.clock.now(),
         )
 
-    def _recorded(self, chat: Chat, keys: Mapping[int, Hashable], recording: asyncio.Future[None]) -> None:
-        """Also where the caller is gone: what was committed is what a retry gets, and nothing beside it."""
-        if self._recordings.get(chat.request_digest) is recording:
-            del self._recordings[chat.request_digest]
-        if recording.cancelled() or recording.exception() is not None:  # raised where it is awaited
-            return
-        self._context.count(chat)
-        if self._over is None:
-            self._remember(chat, keys)
-            self._undelivered[chat.request_digest] = chat
-
-    def _acted(self) -> None:
-        """The agent's move is over: it calls again, or the episode ends."""
-        if self._acting:
-            self._acting = False
-            self._context.times.leave(TurnState.INTERACTING)
-
-    def _forget_if_over(self) -> None:
-        """No prompt will be made any more."""
-        if self._over is not None and not self._in_flight:
-            self._prompts.clear()
-
     def _give_up(self, choice: _Choice) -> None:
-        """A choice that will not be recorded; the same call, sent again, is the same sample."""
+        """Free what a choice has reserved, unless it is recorded or perhaps will be."""
         if choice.recorded:
             return
-        if choice.sampling is not None and choice.turn.state is not TurnState.INTERACTING:
-            self._seeds.discard(choice.seed)
-            self._taken[choice.prompt] = min(self._taken[choice.prompt], choice.occurrence)
+        if choice.reserved is not None and choice.turn.state is not TurnState.INTERACTING:
+            self._registry.release(choice.reserved)
         choice.turn.move(TurnState.TERMINATED)
         self._context.counts["calls_incomplete"] += 1
 
-    def _free_seed(self, prompt: bytes) -> tuple[int, int]:
-        """Number and seed of the first occurrence of this prompt that no other call has."""
-        for occurrence in count(self._taken.get(prompt, 0)):
-            seed = _seed(self._context.seed, self.episode.episode_id, prompt, occurrence)
-            if seed not in self._seeds:
-                break
-        self._taken[prompt] = occurrence
-        return occurrence, seed
-
-    def _remember(self, chat: Chat, keys: Mapping[int, Hashable] | None = None) -> None:
-        self._prompts.add(chat, keys)
-        self._next_index = max(self._next_index, chat.index + 1)
-        self._next_step = max(self._next_step, chat.time_step + 1)
+    def _forget_if_over(self) -> None:
+        """Free the memory of a session for which no prompt will be made any more."""
+        if self._over is not None and not self._in_flight:
+            self._prompts.clear()
 
 
-async def _all_at_once(choices: Sequence[Coroutine[None, None, Chat]]) -> list[Chat]:
-    """Await all; if one fails, cancel the others."""
-    if len(choices) == 1:
-        return [await choices[0]]
-    tasks = [asyncio.ensure_future(choice) for choice in choices]
-    try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
+class EpisodeSession(Session):
+    """The calls of one lease of an episode, each in the run store before its reply is handed out."""
+
+    def __init__(self, context: SessionContext, episode: Episode, recorded: Sequence[Chat] = ()) -> None:
+        """Begin with the calls that the store has of this lease, in the order of their indices."""
+        super().__init__(context, context.store.calls, episode.episode_id, episode.fence, episode.kind, recorded)
+        self.episode = episode
+
+
+class StatelessSession(Session):
+    """The calls of one request outside any episode: sampled as their caller says, and not recorded.
+
+    The session's name is random, and so are the seeds that follow from it: equal calls are different samples, unless
+    they have a seed of their own.
+    """
+
+    def __init__(self, context: SessionContext) -> None:
+        super().__init__(context, NoStore(), uuid4().hex, 0, "adhoc")
 
 
 def _replay(number: int, chat: Chat, listener: Listener | None) -> None:
-    """Tell of a call that was recorded before."""
+    """Tell a listener of a call that was recorded before."""
     if listener is None:
         return
     listener.started(
@@ -438,22 +360,3 @@ def _replay(number: int, chat: Chat, listener: Listener | None) -> None:
     ids, logprobs = tuple(chat.completion_ids.tolist()), tuple(chat.logprobs.tolist())
     listener.sampled(number, ReplyPiece(delta=whole_message(chat.reply), ids=ids, logprobs=logprobs))
     listener.finished(number, chat)
-
-
-def call_seed(job_seed: int, episode_id: str, prompt_ids: Ids, occurrence: int) -> int:
-    """63 bits from (job, episode, call). A call is known by its prompt, and among equal ones by their order.
-
-    So the order in which different calls arrive changes nothing, nor does a call that was lost and is sent again.
-    """
-    return _seed(job_seed, episode_id, prompt_digest(prompt_ids), occurrence)
-
-
-def _seed(job_seed: int, episode_id: str, prompt: bytes, occurrence: int) -> int:
-    text = f"{job_seed}\0{episode_id}\0{occurrence}\0".encode()
-    digest = hashlib.blake2b(text + prompt, digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
-def prompt_digest(prompt_ids: Ids) -> bytes:
-    """16 bytes that stand for a prompt."""
-    return hashlib.blake2b(prompt_ids.astype("<i4").tobytes(), digest_size=16).digest()

@@ -1,9 +1,7 @@
 """From recorded calls to the token rows that a trainer takes."""
 
-from palestra.trajectory.final import calls_of_final_answers
-from palestra.trajectory.prefix import common_prefix, starts_with
-from palestra.trajectory.rows import TokenRow, rows_of
-from palestra.trajectory.trie import Node, TokenTrie
+from palestra.trajectory.rows import TokenRow, calls_of_final_answers, rows_of
+from palestra.trajectory.trie import Node, TokenTrie, common_prefix, common_tokens
 
 __all__ = [
     "Node",
@@ -11,6 +9,6 @@ __all__ = [
     "TokenTrie",
     "calls_of_final_answers",
     "common_prefix",
+    "common_tokens",
     "rows_of",
-    "starts_with",
 ]

@@ -47,6 +47,16 @@ def rows_of(trie: TokenTrie, trained: Collection[int] | None = None) -> list[Tok
     return rows
 
 
+def calls_of_final_answers(trie: TokenTrie, chats: Sequence[Chat]) -> frozenset[int]:
+    """Return the indices of the calls whose tokens stand in the last call of an agent, that call included.
+
+    Left out are attempts that were not gone on from, and what was sampled before the history was rewritten.
+    """
+    last = {chat.agent: chat.index for chat in sorted(chats, key=lambda chat: chat.index)}
+    kept = {id(node) for index in last.values() for node in trie.end(index).path()}
+    return frozenset(chat.index for chat in chats if id(trie.end(chat.index)) in kept)
+
+
 def _wanted(node: Node, policy: str, trained: Collection[int] | None) -> list[Sampled]:
     """By seed: which of several equal calls got which seed may depend on arrival, the seeds do not."""
     found = [s for s in node.samplings if s.chat.policy == policy and (trained is None or s.chat.index in trained)]

@@ -10,13 +10,12 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from palestra.schemas.records import Chat, Ids, MediaSpan
-from palestra.trajectory.prefix import common_prefix, starts_with
+from palestra.schemas.records import Chat, Ids, MediaSpan, TokenSequence
 
 Edges = NDArray[np.int64]  # [n] token id + (number of the media digest << 32)
 
@@ -114,7 +113,7 @@ class TokenTrie:
             return
         parent = None if chat.parent is None else self._ends.get(chat.parent.index)
         if parent is None:  # nothing to start from: a first call, or one that came before its parent
-            ids, media = chat.prompt_ids, _all_media(chat)
+            ids, media = chat.prompt_ids, chat.all_media
             node, start = self.root, 0
             if not media:
                 node, start = self._gone_on_from(ids, chat.index)
@@ -233,14 +232,37 @@ def _split(node: Node, offset: int) -> Node:
 def _starts_with(ids: Ids, prompt: Ids, chat: Chat) -> bool:
     """Whether `ids` has all of a call, of which `prompt` is the prompt."""
     rest = ids[len(prompt) :]
-    return starts_with(rest, chat.completion_ids) and starts_with(ids, prompt)  # the shorter one first
+    return _begins(rest, chat.completion_ids) and _begins(ids, prompt)  # the shorter one first
 
 
-def _all_media(chat: Chat) -> list[MediaSpan]:
-    """Of the whole prompt; of an ancestor's only as far as the prompt goes along with it."""
-    return [
-        span._replace(tokens=min(span.tokens, end - span.start))
-        for call, end in chat.lineage()
-        for span in call.media
-        if span.start < end
-    ]
+def common_tokens(a: TokenSequence, b: TokenSequence) -> int:
+    """Return how many leading tokens two sequences have in common; placeholders of different images are different."""
+    common = common_prefix(a.ids, b.ids)
+    if not a.media and not b.media:
+        return common
+    one, other = (_digest_at(sequence, common) for sequence in (a, b))
+    return next((k for k in range(common) if one.get(k) != other.get(k)), common)
+
+
+def _digest_at(sequence: TokenSequence, length: int) -> dict[int, str]:
+    """Return the digest behind each placeholder among the first `length` tokens, by its position."""
+    return {
+        position: span.digest
+        for span in sequence.media
+        for position in range(span.start, min(span.start + span.tokens, length))
+    }
+
+
+def common_prefix(a: NDArray[Any], b: NDArray[Any]) -> int:
+    """Return how many leading entries of two arrays, [N] and [M], are equal."""
+    shortest = min(len(a), len(b))
+    if not shortest:
+        return 0
+    different = a[:shortest] != b[:shortest]
+    first = int(different.argmax())
+    return first if different[first] else shortest
+
+
+def _begins(ids: NDArray[Any], beginning: NDArray[Any]) -> bool:
+    """Return whether `beginning` is the beginning of `ids`."""
+    return len(beginning) <= len(ids) and np.array_equal(ids[: len(beginning)], beginning)

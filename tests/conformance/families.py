@@ -9,6 +9,7 @@ from typing import Any
 
 import renderers
 from renderers import base, configs
+from rendering import render_ids
 
 from conformance import vocabularies
 from conformance.stand_in import StandIn
@@ -44,9 +45,9 @@ class Family:
 
 def writes_control_text(renderer: Any, tokenizer: Any) -> bool:
     """Whether a message that spells a control token is rendered; else it is refused."""
-    typed = tokenizer.decode(renderer.get_stop_token_ids()[:1])
+    typed = tokenizer.decode(renderer.stop_ids[:1])
     try:
-        renderer.render_ids([{"role": "user", "content": f"It says {typed} there."}], add_generation_prompt=True)
+        render_ids(renderer, [{"role": "user", "content": f"It says {typed} there."}], add_generation_prompt=True)
     except ControlTokenInText:
         return False
     return True

@@ -8,6 +8,8 @@ from itertools import groupby
 from random import Random
 from typing import Any
 
+from rendering import render_ids
+
 from conformance.conversations import Intent
 
 
@@ -39,11 +41,11 @@ def _canonical(
     renderer: Any, prompt: list[int], messages: list[dict[str, Any]], tools: Any, intent: Intent
 ) -> list[int]:
     """The rendering of as much of the intent as the family's format can say after this prompt, with a stop token."""
-    stops = renderer.get_stop_token_ids()
+    stops = renderer.stop_ids
     fallback: list[int] = []
     for part in (intent, replace(intent, reasoning=None), replace(intent, calls=intent.calls[:1], reasoning=None)):
         try:
-            whole = renderer.render_ids([*messages, part.as_dict()], tools=tools)
+            whole = render_ids(renderer, [*messages, part.as_dict()], tools=tools)
         except ValueError:  # such as: no parallel calls
             continue
         shared = next((k for k, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(prompt))

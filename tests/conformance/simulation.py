@@ -11,7 +11,6 @@ import numpy as np
 
 from conformance.conversations import Conversation, Exchange
 from conformance.sampling import sample
-from palestra.chat import bridge, parse_reply, render
 from palestra.schemas.messages import ChatMessage, text_message
 from palestra.schemas.records import Ids
 
@@ -83,13 +82,13 @@ def _play(renderer: Any, tokenizer: Any, conversation: Conversation, random: Ran
     agent.open()
     for number, exchange in enumerate(conversation.exchanges):
         messages = list(agent.messages)
-        fresh = render(renderer, messages, tools)
+        fresh = renderer.render(messages, tools).ids
         prompt = _prompt(renderer, messages, tools, calls, fresh, tally)
         completion = np.array(
             sample(renderer, tokenizer, fresh.tolist(), _plain(messages), list(tools) or None, exchange.intent, random),
             np.int32,
         )
-        reply = parse_reply(renderer, completion, lambda p=prompt: p, tools, f"call_{number}")
+        reply = renderer.parse(completion, lambda p=prompt: p, tools, f"call_{number}")
         tally.malformed += len(reply.malformed)
         tally.calls += len(reply.message.tool_calls)
         said = reply.message
@@ -114,11 +113,11 @@ def _prompt(
     tally.changed += any(m.role == "assistant" for m in new)
     tally.drift_without += not _begins(fresh, np.concatenate((base.fresh_prompt, base.completion)))
     history = np.concatenate((base.prompt, base.completion))
-    rest = bridge(renderer, lambda: base.prompt, base.completion, new, tools)
+    rest = renderer.extend(lambda: base.prompt, base.completion, new, tools)
     if rest is not None:
-        return np.concatenate((history, rest))
+        return np.concatenate((history, rest.ids))
     tally.refused += 1
-    bridged = renderer.bridge_to_next_turn(
+    bridged = renderer._inner.bridge_to_next_turn(  # ours never refuses
         base.prompt.tolist(), base.completion.tolist(), _plain(new), tools=list(tools) or None
     )
     tally.inexact += bridged is not None

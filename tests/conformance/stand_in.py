@@ -25,6 +25,9 @@ class StandIn:
         self.specials: set[int] = {i for i, t in self.backend.get_added_tokens_decoder().items() if t.special}
         self.eos_token_id = self.convert_tokens_to_ids("<|stand_in_end|>")
 
+    def __len__(self) -> int:
+        return int(self.backend.get_vocab_size(with_added_tokens=True))
+
     @property
     def backend_tokenizer(self) -> Any:
         return self.backend

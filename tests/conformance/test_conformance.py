@@ -8,13 +8,14 @@ from random import Random
 
 import numpy as np
 import pytest
+from rendering import render_ids
 
 from conformance import vocabularies
 from conformance.conversations import conversations
 from conformance.families import NEEDS_THE_NETWORK, QWEN, TINY, of_the_package, ours
 from conformance.fixtures import QWEN25
 from conformance.simulation import simulate
-from palestra.chat import bridge, parse_reply, render, select_renderer
+from palestra.chat import select_renderer
 from palestra.schemas.messages import text_message
 
 RUNS = list(conversations(1, 10))
@@ -69,7 +70,7 @@ def test_no_ids_are_too_odd_to_be_a_reply(name):
     renderer, tokenizer = {**OURS, **PACKAGE}[name].make()
     tools = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}]
     user = text_message("user", "so")
-    prompt = render(renderer, [user], tools)
+    prompt = renderer.render([user], tools).ids
     random, specials = Random(0), tokenizer.all_special_ids
     control = [[token] for token in random.sample(specials, min(16, len(specials)))]
     pieces = [
@@ -88,10 +89,10 @@ def test_no_ids_are_too_odd_to_be_a_reply(name):
     replies = [sum(random.choices([*control, *plain], k=random.randint(0, 12)), []) for _ in range(30)]  # noqa: RUF017
     replies += [[*before, *deep, *after] for before in control for after in random.sample(control, 1)]
     for ids in replies:
-        reply = parse_reply(renderer, np.array(ids, np.int32), lambda: prompt, tools)
+        reply = renderer.parse(np.array(ids, np.int32), lambda: prompt, tools)
         assert all(isinstance(json.loads(c.function.arguments), dict) for c in reply.message.tool_calls)
-        bridge(renderer, lambda: prompt, np.array(ids, np.int32), [user], tools)
-        render(renderer, [user, reply.message, user], tools)
+        renderer.extend(lambda: prompt, np.array(ids, np.int32), [user], tools)
+        renderer.render([user, reply.message, user], tools)
 
 
 def test_every_renderer_of_the_package_is_run_or_named():
@@ -113,7 +114,7 @@ def test_the_fixtures_are_what_qwens_template_writes(case):
     given = {"tools": tools or None, "add_generation_prompt": True}
     assert tokenizer.apply_chat_template(messages, tokenize=False, **given) == text
     ids = tokenizer.apply_chat_template(messages, return_dict=False, **given)
-    assert select_renderer(tokenizer).render_ids(messages, tools=tools, add_generation_prompt=True) == ids
+    assert render_ids(select_renderer(tokenizer), messages, tools=tools, add_generation_prompt=True) == ids
 
 
 @needs_qwen
@@ -132,7 +133,7 @@ def test_ours_gives_what_qwens_template_gives_on_generated_conversations():
             messages += [{"role": "user", "content": ask} for ask in exchange.asks]
         given = {"tools": list(conversation.tools) or None, "add_generation_prompt": True}
         wanted = tokenizer.apply_chat_template(messages, return_dict=False, **given)
-        assert renderer.render_ids(messages, **given) == wanted
+        assert render_ids(renderer, messages, **given) == wanted
 
 
 @needs_qwen
@@ -145,5 +146,5 @@ def test_qwen25_is_among_ours():
 def test_smollm2_has_no_place_for_tools_and_gets_the_convention():
     renderer, tokenizer = OURS["SmolLM2"].make()
     messages, tools, text = QWEN25[3]
-    assert tokenizer.decode(renderer.render_ids(messages, tools=tools, add_generation_prompt=True)) == text
+    assert tokenizer.decode(render_ids(renderer, messages, tools=tools, add_generation_prompt=True)) == text
     assert "<tools>" not in tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)

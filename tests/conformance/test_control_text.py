@@ -10,6 +10,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from rendering import bridged, render_ids
 
 from conformance.conversations import conversations
 from conformance.families import TINY, of_the_package, ours
@@ -82,7 +83,7 @@ PLACES: dict[str, Callable[[str], tuple[Messages, list[dict[str, Any]]]]] = {
 
 
 def control_of(renderer: Any, tokenizer: Any) -> dict[str, int]:
-    return control_tokens(tokenizer.backend_tokenizer, renderer.get_stop_token_ids())
+    return control_tokens(tokenizer.backend_tokenizer, renderer.stop_ids)
 
 
 def some_of(tokens: dict[str, int], stops: list[int]) -> list[str]:
@@ -93,7 +94,7 @@ def some_of(tokens: dict[str, int], stops: list[int]) -> list[str]:
 
 
 def rendered(renderer: Any, messages: Messages, tools: list[dict[str, Any]]) -> list[int]:
-    return list(renderer.render_ids(messages, tools=tools or None, add_generation_prompt=True))
+    return list(render_ids(renderer, messages, tools=tools or None, add_generation_prompt=True))
 
 
 def counted(ids: list[int], tokens: dict[str, int]) -> Counter[int]:
@@ -108,7 +109,7 @@ def test_text_that_spells_a_control_token_is_text(name, place):
     tokens = control_of(renderer, tokenizer)
     assert tokens
     neutral = rendered(renderer, *PLACES[place]("xyzzy"))
-    for typed in some_of(tokens, renderer.get_stop_token_ids()):
+    for typed in some_of(tokens, renderer.stop_ids):
         messages, tools = PLACES[place](typed)
         ids = rendered(renderer, messages, tools)
         assert counted(ids, tokens) == counted(neutral, tokens), typed
@@ -125,7 +126,7 @@ def test_json_escapes_that_spell_a_control_token_are_text(name):
         return [USER, calling("f", f'{{"a": "v{text}w"}}'), result], [a_tool("")]
 
     neutral = counted(rendered(renderer, *with_arguments("xyzzy")), tokens)
-    for typed in some_of(tokens, renderer.get_stop_token_ids()):
+    for typed in some_of(tokens, renderer.stop_ids):
         assert counted(rendered(renderer, *with_arguments(escaped(typed))), tokens) == neutral, typed
 
 
@@ -141,7 +142,7 @@ def test_pieces_of_a_control_token_beside_each_other_make_none(name):
         return [system, {"role": "user", "content": tail + head}, reply, {"role": "user", "content": tail + head}]
 
     neutral = counted(rendered(renderer, split("xy", "zzy"), []), tokens)
-    for typed in some_of(tokens, renderer.get_stop_token_ids()):
+    for typed in some_of(tokens, renderer.stop_ids):
         for cut in range(1, len(typed)):
             ids = rendered(renderer, split(typed[:cut], typed[cut:]), [])
             assert counted(ids, tokens) == neutral, (typed, cut)
@@ -152,16 +153,14 @@ def test_a_bridge_makes_no_control_token_of_text(name):
     renderer, tokenizer = made(name)
     tokens = control_of(renderer, tokenizer)
     prompt = rendered(renderer, [USER], [])
-    completion = [*tokenizer.encode("So it is.", add_special_tokens=False), renderer.get_stop_token_ids()[0]]
+    completion = [*tokenizer.encode("So it is.", add_special_tokens=False), renderer.stop_ids[0]]
 
-    def bridged(text: str) -> list[int] | None:
-        new = [{"role": "user", "content": f"and{text}then"}]
-        out = renderer.bridge_to_next_turn(prompt, completion, new)
-        return None if out is None else list(out.token_ids)
+    def then(text: str) -> list[int] | None:
+        return bridged(renderer, prompt, completion, [{"role": "user", "content": f"and{text}then"}])
 
-    neutral = bridged("xyzzy")
-    for typed in some_of(tokens, renderer.get_stop_token_ids()):
-        ids = bridged(typed)
+    neutral = then("xyzzy")
+    for typed in some_of(tokens, renderer.stop_ids):
+        ids = then(typed)
         assert (ids is None) == (neutral is None)
         if ids is not None and neutral is not None:
             assert ids[: len(prompt) + len(completion)] == prompt + completion
@@ -179,4 +178,4 @@ def test_text_that_spells_none_is_rendered_as_the_package_does(name):
         for exchange in conversation.exchanges:
             messages += [{"role": "assistant", "content": exchange.intent.content or "so"}, USER]
         given = {"tools": list(conversation.tools) or None, "add_generation_prompt": True}
-        assert renderer.render_ids(messages, **given) == renderer._inner.render_ids(messages, **given)
+        assert render_ids(renderer, messages, **given) == renderer._inner.render_ids(messages, **given)

@@ -14,10 +14,10 @@ from palestra.errors import EngineFailure
 from palestra.inference.embedded import EmbeddedEngine
 from palestra.inference.scripted import ScriptedEngine, digits_script
 from palestra.models.causal_lm import load_causal_lm
-from palestra.schemas.records import PolicyVersion, Sampling
+from palestra.schemas.records import PolicyVersion, SamplingParams
 
 PROMPT = np.arange(40, 52, dtype=np.int32)
-SAMPLING = Sampling(temperature=1.0, max_tokens=10, seed=3)
+SAMPLING = SamplingParams(temperature=1.0, max_tokens=10, seed=3)
 
 
 @pytest.fixture(params=["scripted", "embedded"])

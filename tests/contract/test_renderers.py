@@ -1,105 +1,231 @@
-"""Our renderers are renderers in the sense of the `renderers` package, and what a session is given is one."""
+"""What a session may rely on, whichever renderer a model has."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
-import renderers
+from rendering import messages_of
 
-from palestra.chat import ByteTokenizer, ChatMLRenderer, select_renderer
+from palestra.chat import (
+    ByteTokenizer,
+    ChatMLRenderer,
+    MessageDelta,
+    NotInThisFormat,
+    PackageRenderer,
+    Renderer,
+    ReplyForm,
+    select_renderer,
+    whole_message,
+)
+from palestra.chat.long_text import TooManyTokens
 from palestra.models.causal_lm import load_tokenizer
+from palestra.schemas.messages import ChatMessage, text_message
+from palestra.schemas.records import Ids, TokenSequence
 
 TOOL = {
     "type": "function",
     "function": {"name": "add", "description": "a + b", "parameters": {"type": "object", "properties": {}}},
 }
 CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a":  [1, 2]}'}}
-WITH_TOOLS = [
-    {"role": "user", "content": "1 + 1?"},
-    {"role": "assistant", "content": "So.", "reasoning_content": "Hm.", "tool_calls": [CALL, CALL]},
-    {"role": "tool", "tool_call_id": "c", "content": "2"},
-    {"role": "tool", "tool_call_id": "c", "content": ""},
-]
-CONVERSATION = [
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "1 + 1?"},
-    {"role": "assistant", "content": "2"},
-    {"role": "user", "content": "And 2 + 2?"},
-]
+ASKED = messages_of([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}])
+MORE = messages_of([{"role": "user", "content": "And 2 + 2?"}])
 
 
-@pytest.fixture(params=["bytes", "tiny-random", pytest.param("SmolLM2-135M-Instruct", marks=pytest.mark.model)])
-def renderer(request):
-    if request.param == "bytes":
-        return ChatMLRenderer(ByteTokenizer())
-    return select_renderer(load_tokenizer(request.param))
+def package_renderer(name: str) -> PackageRenderer:
+    """A renderer of the package, with a tokenizer that has the control tokens of its format."""
+    from conformance import families
+
+    made: PackageRenderer = families._made(name, None)[0]
+    return made
 
 
-def test_it_is_a_renderer_of_the_package(renderer):
-    assert isinstance(renderer, renderers.Renderer)
-    assert isinstance(renderer.config, renderers.BaseRendererConfig)
+RENDERERS = {
+    "bytes": lambda: ChatMLRenderer(ByteTokenizer()),
+    "tiny-random": lambda: select_renderer(load_tokenizer("tiny-random")),
+    "SmolLM2": lambda: select_renderer(load_tokenizer("SmolLM2-135M-Instruct")),
+    "package: qwen3": lambda: package_renderer("qwen3"),
+    "package: llama-3": lambda: package_renderer("llama-3"),
+    "package: default": lambda: _default(),
+}
 
 
-def test_it_is_prefix_stable_as_it_declares(renderer):
-    assert renderer.is_prefix_stable
-    shorter = renderer.render_ids(CONVERSATION[:3])
-    assert renderer.render_ids(CONVERSATION)[: len(shorter)] == shorter
+def _default() -> PackageRenderer:
+    from conformance import families
+
+    made: PackageRenderer = families._default()[0]
+    return made
 
 
-def test_attribution_covers_every_token(renderer):
-    out = renderer.render(CONVERSATION, add_generation_prompt=True)
-    assert len(out.token_ids) == len(out.message_indices) == len(out.sampled_mask)
-    assert set(out.message_indices) == {-1, 0, 1, 2, 3}
-    assert {i for i, s in zip(out.message_indices, out.sampled_mask, strict=True) if s} == {2}
-    assert out.token_ids == renderer.render_ids(CONVERSATION, add_generation_prompt=True)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=pytest.mark.model) if name == "SmolLM2" else name for name in RENDERERS],
+)
+def renderer(request) -> Renderer:
+    return RENDERERS[request.param]()
 
 
-def test_a_bridge_is_the_rest_of_the_full_render(renderer):
-    prompt = renderer.render_ids(CONVERSATION[:2], add_generation_prompt=True)
-    whole = renderer.render_ids(CONVERSATION, add_generation_prompt=True)
-    stop = renderer.get_stop_token_ids()[0]
-    completion = whole[len(prompt) : whole.index(stop, len(prompt)) + 1]
-    out = renderer.bridge_to_next_turn(prompt, completion, CONVERSATION[3:])
-    assert out.token_ids == whole
-    assert len(out.message_indices) == len(out.sampled_mask) == len(whole)
-    assert not any(out.sampled_mask)
+def completion_of(renderer: Renderer, text: str, stop: bool = True) -> Ids:
+    ids = renderer._encode(text) if isinstance(renderer, ChatMLRenderer) else renderer._tokenizer.encode(text)
+    return np.array([*ids, *([renderer.stop_ids[0]] if stop else [])], np.int32)
 
 
-def test_a_reply_is_parsed_with_and_without_its_stop_token(renderer):
-    ids = renderer.render_ids(CONVERSATION[:3])
-    prompt = renderer.render_ids(CONVERSATION[:2], add_generation_prompt=True)
-    stop = renderer.get_stop_token_ids()[0]
-    completion = ids[len(prompt) : ids.index(stop, len(prompt)) + 1]
-    assert renderer.parse_response(completion).content == "2"
-    assert renderer.parse_response(completion[:-1], prompt_ids=prompt).content == "2"
+def never() -> Ids:
+    raise AssertionError("the prompt was asked for")
 
 
-def test_attribution_covers_every_token_of_tools_too(renderer):
-    out = renderer.render(WITH_TOOLS, tools=[TOOL], add_generation_prompt=True)
-    assert out.token_ids == renderer.render_ids(WITH_TOOLS, tools=[TOOL], add_generation_prompt=True)
-    assert len(out.token_ids) == len(out.message_indices) == len(out.sampled_mask)
-    assert set(out.message_indices) == {-1, 0, 1, 2, 3}
-    assert {i for i, s in zip(out.message_indices, out.sampled_mask, strict=True) if s} == {1}
+def test_a_prompt_is_a_sequence_of_tokens_of_the_vocabulary(renderer):
+    prompt = renderer.render(ASKED)
+    assert isinstance(prompt, TokenSequence)
+    assert (prompt.ids.dtype, prompt.media) == (np.int32, ())
+    assert 0 <= prompt.ids.min() <= prompt.ids.max() < len(renderer.vocabulary)
+    assert "1 + 1?" in renderer.vocabulary.decode(prompt.ids.tolist())
+    assert (renderer.render(ASKED).ids == prompt.ids).all()
+    assert len(renderer.render(ASKED, [TOOL]).ids) >= len(prompt.ids)
 
 
-def test_what_is_rendered_as_a_reply_is_parsed_as_the_same_reply(renderer):
-    prompt = renderer.render_ids(WITH_TOOLS[:1], tools=[TOOL], add_generation_prompt=True)
-    whole = renderer.render_ids(WITH_TOOLS[:2], tools=[TOOL])
-    assert whole[: len(prompt)] == prompt
-    parsed = renderer.parse_response(whole[len(prompt) : -1], tools=[TOOL], prompt_ids=prompt)
-    assert (parsed.content, parsed.reasoning_content) == ("So.", "Hm.")
-    assert [(c.name, c.arguments, c.status) for c in parsed.tool_calls] == [("add", '{"a":  [1, 2]}', "ok")] * 2
+def test_stop_tokens_are_tokens_and_a_reply_is_its_text_without_them(renderer):
+    assert renderer.stop_ids
+    assert all(0 <= token < len(renderer.vocabulary) for token in renderer.stop_ids)
+    prompt = renderer.render(ASKED).ids
+    for stop in (True, False):
+        reply = renderer.parse(completion_of(renderer, "It is 2.", stop), lambda: prompt)
+        assert (reply.message, reply.malformed) == (text_message("assistant", "It is 2."), ())
 
 
-def test_a_call_that_is_cut_off_is_an_attempt_that_failed(renderer):
-    prompt = renderer.render_ids(WITH_TOOLS[:1], tools=[TOOL], add_generation_prompt=True)
-    whole = renderer.render_ids(WITH_TOOLS[:2], tools=[TOOL])
-    parsed = renderer.parse_response(whole[len(prompt) : -8], tools=[TOOL])
-    assert [c.status for c in parsed.tool_calls] == ["ok", "malformed_structure"]
+def test_a_bridge_is_what_follows_or_nothing(renderer):
+    prompt = renderer.render(ASKED).ids
+    completion = completion_of(renderer, "It is 2.")
+    rest = renderer.extend(lambda: prompt, completion, MORE)
+    if rest is None:
+        assert isinstance(renderer, PackageRenderer)
+        return
+    text = renderer.vocabulary.decode([*prompt, *completion, *rest.ids])
+    said = [*ASKED, text_message("assistant", "It is 2."), *MORE]
+    assert text == renderer.vocabulary.decode(renderer.render(said).ids.tolist())
 
 
-def test_a_bridge_over_results_of_tools_is_the_rest_of_the_full_render(renderer):
-    prompt = renderer.render_ids(WITH_TOOLS[:1], tools=[TOOL], add_generation_prompt=True)
-    whole = renderer.render_ids(WITH_TOOLS, tools=[TOOL], add_generation_prompt=True)
-    stop = renderer.get_stop_token_ids()[0]
-    completion = whole[len(prompt) : whole.index(stop, len(prompt)) + 1]
-    assert renderer.bridge_to_next_turn(prompt, completion, WITH_TOOLS[2:], tools=[TOOL]).token_ids == whole
+def test_ours_goes_on_from_anything_and_never_asks_for_the_prompt():
+    for name in ("bytes", "tiny-random"):
+        renderer = RENDERERS[name]()
+        for completion in ([], [3], [3, renderer.stop_ids[0]], [renderer.stop_ids[0], 4]):
+            for new in ([], MORE, [text_message("assistant", "2"), *MORE]):
+                assert renderer.extend(never, np.array(completion, np.int32), new) is not None
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["It is 2.", "", " \n", "<think>\nHm\n</think>\n\nSo.", "é漢", '{"name": "add", "arguments": {}}', "<tool_call>"],
+)
+@pytest.mark.parametrize("tools", [(), (TOOL,)])
+def test_a_reply_that_is_streamed_is_the_reply_that_is_parsed(renderer, text, tools):
+    prompt = renderer.render(ASKED, tools).ids
+    completion = completion_of(renderer, text)
+    wanted = renderer.parse(completion, lambda: prompt, tools, "call_x")
+    stream = renderer.stream(lambda: prompt, tools, "call_x")
+    written = renderer.vocabulary.decode(completion[:-1].tolist())
+    deltas = [stream.feed(written[k : k + 3]) for k in range(0, len(written), 3)]
+    rest, reply = stream.finish(completion, cut=False)
+    assert (reply.message, len(reply.malformed)) == (wanted.message, len(wanted.malformed))
+    assert sum([*deltas, rest], MessageDelta()) == whole_message(wanted.message)
+    if not renderer.incremental:
+        assert not any(deltas)
+
+
+def test_a_reply_that_was_cut_ends_with_the_text_before_the_cut(renderer):
+    prompt = renderer.render(ASKED).ids
+    stream = renderer.stream(lambda: prompt)
+    deltas = [stream.feed("It is")]
+    rest, reply = stream.finish(completion_of(renderer, "It is 2 STOP here"), cut=True)
+    assert reply.message == text_message("assistant", "It is")
+    assert sum([*deltas, rest], MessageDelta()) == whole_message(reply.message)
+
+
+def test_whether_a_single_call_can_end_a_reply_is_what_incremental_says(renderer):
+    prompt = renderer.render(ASKED, [TOOL]).ids
+    if not renderer.incremental:
+        with pytest.raises(NotInThisFormat):
+            renderer.stream(lambda: prompt, [TOOL], single_call=True)
+        return
+    stream = renderer.stream(lambda: prompt, [TOOL], single_call=True)
+    said = renderer.render(
+        [*ASKED, ChatMessage.model_validate({"role": "assistant", "tool_calls": [CALL, CALL]})], [TOOL]
+    )
+    written = renderer.vocabulary.decode(said.ids[len(prompt) :].tolist())
+    for character in written:
+        stream.feed(character)
+        if stream.over:
+            break
+    _, reply = stream.finish(said.ids, cut=True)
+    assert [call.function.arguments for call in reply.message.tool_calls] == ['{"a":  [1, 2]}']
+
+
+def test_a_schema_has_a_grammar_in_every_format_and_calls_in_some(renderer):
+    assert '"json_schema": {"type": "integer"}' in renderer.grammar(ReplyForm(schema={"type": "integer"}))
+    assert renderer.grammar(ReplyForm(choices=("a", 'b"'))) == 'start: "a" | "b\\""\n'
+    try:
+        both = renderer.grammar(ReplyForm(tools=[TOOL], most_calls=8, schema={"type": "integer"}))
+    except NotInThisFormat:
+        assert isinstance(renderer, PackageRenderer)
+        return
+    assert both.startswith("start: calls | answer\n")
+    assert renderer.grammar(ReplyForm(tools=[TOOL])).startswith("start: calls\ncalls: call\n")
+
+
+def test_a_prompt_for_which_there_is_no_room_is_refused_or_whole(renderer):
+    long = [text_message("user", "so " * 100_000)]
+    if isinstance(renderer, PackageRenderer) and not renderer.vocabulary.long_text.fewest(long[0].text):
+        assert len(renderer.render(long, room=50).ids) > 50  # nothing is known of how few tokens a text can have
+        return
+    with pytest.raises(TooManyTokens) as refused:
+        renderer.render(long, room=50)
+    assert refused.value.tokens > 50
+    assert len(renderer.render(ASKED, room=10_000).ids) < 10_000
+
+
+def test_a_text_can_not_make_control_tokens(renderer):
+    typed = renderer.vocabulary.decode(renderer.stop_ids[:1])
+    one, other = (renderer.render([text_message("user", f"a {text} b")]).ids for text in (typed, "xyzzy"))
+    for token in renderer.stop_ids:
+        assert (one == token).sum() == (other == token).sum()
+
+
+def test_the_vocabulary_says_what_a_token_stands_for(renderer):
+    vocabulary = renderer.vocabulary
+    ids = vocabulary.encode("It is 2, und schön.")
+    body = ids if vocabulary.decode(ids.tolist()).startswith("It") else ids[1:]
+    assert b"".join(map(vocabulary.bytes_of, body.tolist())).decode() == vocabulary.decode(body.tolist())
+    assert (vocabulary.encode("word " * 3000, room=100_000) == vocabulary.encode("word " * 3000)).all()
+
+
+@pytest.mark.parametrize("name", ["bytes", "tiny-random", pytest.param("SmolLM2", marks=pytest.mark.model)])
+class TestChatML:
+    """What only ours promises."""
+
+    def test_a_call_that_was_written_is_read_as_the_same_call(self, name):
+        renderer = RENDERERS[name]()
+        said = ChatMessage.model_validate(
+            {"role": "assistant", "content": "So.", "reasoning_content": "Hm.", "tool_calls": [CALL, CALL]}
+        )
+        prompt = renderer.render(ASKED, [TOOL]).ids
+        whole = renderer.render([*ASKED, said], [TOOL]).ids
+        assert whole[: len(prompt)].tolist() == prompt.tolist()
+        completion = whole[len(prompt) :]
+        completion = completion[: completion.tolist().index(renderer.stop_ids[0]) + 1]
+        reply = renderer.parse(completion, never, [TOOL], "c")
+        assert (reply.message.text, reply.message.reasoning_content) == ("So.", "Hm.")
+        assert [(c.function.name, c.function.arguments) for c in reply.message.tool_calls] == [
+            ("add", '{"a":  [1, 2]}')
+        ] * 2
+        cut = renderer.parse(completion[:-8], never, [TOOL], "c")
+        assert (len(cut.message.tool_calls), len(cut.malformed)) == (1, 1)
+
+    def test_a_bridge_over_results_of_tools_is_the_rest_of_the_full_render(self, name):
+        renderer = RENDERERS[name]()
+        said = ChatMessage.model_validate({"role": "assistant", "tool_calls": [CALL, CALL]})
+        results = messages_of([{"role": "tool", "tool_call_id": "c", "content": text} for text in ("2", "")])
+        prompt = renderer.render(ASKED, [TOOL]).ids
+        whole = renderer.render([*ASKED, said, *results], [TOOL]).ids
+        completion = whole[len(prompt) :]
+        completion = completion[: completion.tolist().index(renderer.stop_ids[0]) + 1]
+        rest = renderer.extend(never, completion, results, [TOOL])
+        assert [*prompt, *completion, *rest.ids] == whole.tolist()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from integration.in_process import renderer_of
+from rendering import render_ids
 from unit.building import rows_of
 
 from frameworks.cases import CUT, FORGETFUL, HANDOFFS, LOW_LIMIT, NAMES, OFFERS, TALKS, TEAMS, THINKING, WIRES, Case
@@ -43,7 +44,7 @@ def rendered_anew(played: Played) -> list[int]:
     messages = [message.model_dump(exclude_none=True) for message in last.messages]
     for message in messages:
         message["content"] = "".join(part["text"] for part in message["content"])
-    return list(renderer_of("tiny-random")[0].render_ids(messages, tools=list(last.tools), add_generation_prompt=True))
+    return list(render_ids(renderer_of("tiny-random")[0], messages, tools=list(last.tools), add_generation_prompt=True))
 
 
 def results(played: Played) -> list[str]:

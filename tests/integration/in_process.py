@@ -36,10 +36,10 @@ def parts_of(renderer: Renderer, tokenizer: Any, reply: Reply, **engine: Any) ->
     def script(prompt_ids: Any, sampling: Any) -> list[int]:
         text = reply(decode(prompt_ids.tolist()), sampling.seed)
         pieces = [tokenizer.encode(character, add_special_tokens=False) for character in text]
-        return [token for piece in pieces for token in piece] + [renderer.get_stop_token_ids()[0]]
+        return [token for piece in pieces for token in piece] + [renderer.stop_ids[0]]
 
     scripted = ScriptedEngine(script, **engine)
-    return Parts(engine=scripted, trainer=RecordingTrainer(2), renderer=renderer, decode=decode, grammars=Grammars())
+    return Parts(engine=scripted, trainer=RecordingTrainer(2), renderer=renderer, grammars=Grammars())
 
 
 @asynccontextmanager

@@ -16,6 +16,7 @@ import pytest
 from conformance.vocabularies import at_hand, qwen25
 from in_process import episode_of, parts_of, renderer_of, serving, trajectory_of
 from renderers import DefaultRendererConfig, create_renderer
+from rendering import render_ids
 from servers import PALESTRA
 from unit.building import rows_of
 
@@ -101,7 +102,9 @@ async def test_an_agent_with_tools_has_no_drift_in_twenty_turns(tmp_path, family
     assert {call.function.name for call in calls} == {"search", "note"}
     assert all(json.loads(call.function.arguments)["text"] for call in calls)
     one_conversation(chats)
-    again = renderer.render_ids(  # the control: rendered anew the same conversation has other ids
+    # The control: rendered anew the same conversation has other ids.
+    again = render_ids(
+        renderer,
         [m if isinstance(m, dict) else m.model_dump(exclude_none=True) for m in messages],
         tools=TOOLS,
         add_generation_prompt=True,

@@ -14,7 +14,7 @@ import pytest
 from servers import Job, Plane, until
 
 from palestra.ledger.codec import unpack
-from palestra.session.session import call_seed
+from palestra.session.registry import call_seed, prompt_digest
 
 DELAY_SECONDS = 1.0
 SETTINGS = {"steps": 100, "engine": {"kind": "scripted", "scripted_delay_seconds": DELAY_SECONDS}}
@@ -112,7 +112,7 @@ async def test_a_call_that_was_given_up_and_sent_again_is_the_same_sample(job, p
         await ai.chat.completions.create(model="policy", messages=HELLO)
     (chat,) = recorded(job, episode)
     prompt_ids = unpack(chat["prompt_tail"], "i4").astype(np.int32)
-    assert int(chat["seed"]) == call_seed(0, episode["episode_id"], prompt_ids, 0)
+    assert int(chat["seed"]) == call_seed(0, episode["episode_id"], prompt_digest(prompt_ids), 0)
 
 
 async def test_a_lease_cant_run_out_while_the_server_generates(job, plane):

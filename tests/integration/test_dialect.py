@@ -213,7 +213,7 @@ async def test_a_stream_that_is_sent_again_is_the_recorded_reply(tmp_path):
         body = asks("calls", tools=TOOLS)
         first = [chunk async for chunk in await ai.chat.completions.create(**body, stream=True)]
         (chat,) = await recorded(job, episode_id)
-        session._undelivered[chat.request_digest] = chat  # as if its last chunk had not left
+        session._registry._undelivered[chat.request_digest] = chat  # as if its last chunk had not left
         headers = {"x-stainless-retry-count": "1"}
         again = await ai.chat.completions.create(**body, stream=True, extra_headers=headers)
         assert joined([chunk async for chunk in again]) == joined(first)

@@ -23,7 +23,7 @@ from palestra.http.errors import Failure
 from palestra.http.server import listen, served, url_of
 from palestra.schemas.messages import text_message
 from palestra.schemas.records import Chat, Task
-from palestra.session import CallStart, ModelCall, PolicyRuntime, ReplyPiece
+from palestra.session import CallStart, GenerationRequest, PolicyRuntime, ReplyPiece
 
 
 class Say(BaseModel):
@@ -38,7 +38,9 @@ class Say(BaseModel):
 
 def read(body: bytes, headers: Mapping[str, str], path: str) -> DialectRequest[Say]:
     said = parse_body(Say, body)
-    call = ModelCall(policy=said.model, messages=(text_message("user", said.say),), **call_fields(body, headers, path))
+    call = GenerationRequest(
+        policy=said.model, messages=(text_message("user", said.say),), **call_fields(body, headers, path)
+    )
     return DialectRequest(body=said, calls=(call,), stream=said.live)
 
 

@@ -161,7 +161,7 @@ async def test_what_is_too_much_is_429_and_who_goes_away_cancels(tmp_path):
         stream.cancel()
         await until_here(lambda: job.plane.sessions.in_flight == 0)
         assert job.plane.sessions.context.counts["calls_incomplete"] == 2
-        assert job.plane.sessions._open == {}
+        assert job.plane.sessions._stateless == set()
         await engine.resume()
         assert (await ai.chat.completions.create(**asks("text"))).choices[0].message.content
 

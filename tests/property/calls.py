@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import strategies as st
 from unit.building import make_chat
 
-from palestra.schemas.records import Chat, MediaSpan, PolicyVersion, Sampling, VersionSpan
+from palestra.schemas.records import Chat, MediaSpan, PolicyVersion, SamplingParams, VersionSpan
 
 Edge = tuple[int, str | None]  # a token id and the digest of the media that it stands for
 
@@ -113,7 +113,7 @@ def record(
             agent=call.agent,
             time_step=call.time_step,
             media=spans(call.prompt, shared),
-            sampling=Sampling(temperature=call.temperature, max_tokens=9, seed=1000 - call.number),
+            sampling=SamplingParams(temperature=call.temperature, max_tokens=9, seed=1000 - call.number),
         )
         made[number] = replace(chat, shared=shared, **changes)
     return made

@@ -143,8 +143,6 @@ class Served:
             config=config.policy,
             renderer=renderer,
             engine=ScriptedEngine(digits_script(5, 258)),
-            stop_ids=frozenset(renderer.get_stop_token_ids()),
-            decode=tokenizer.decode,
             grammars=self.grammars,
         )
         context = SessionContext(store=self.store, policies={"policy": runtime}, seed=0)

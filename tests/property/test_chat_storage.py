@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from unit.building import TASK, make_chat, open_store
 
 from palestra.schemas.messages import ChatMessage
-from palestra.schemas.records import Chat, MediaSpan, PolicyVersion, Sampling, VersionSpan
+from palestra.schemas.records import Chat, MediaSpan, PolicyVersion, SamplingParams, VersionSpan
 
 EPISODE = "train-000000-00"
 texts = st.text(max_size=8)
@@ -66,7 +66,7 @@ def episodes(draw) -> list[Chat]:
                 finish_reason=draw(st.sampled_from(["stop", "length"])),
                 request_digest=draw(texts),
                 started_at=draw(st.floats(0, 1e10)),
-                sampling=Sampling(
+                sampling=SamplingParams(
                     temperature=draw(st.floats(0, 10)),
                     max_tokens=draw(st.integers(1, 10**6)),
                     seed=draw(st.integers(0, 2**64 - 1)),

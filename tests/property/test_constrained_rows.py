@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit.building import make_chat, rows_of
 
-from palestra.schemas.records import Chat, Sampling
+from palestra.schemas.records import Chat, SamplingParams
 
 STOP = 258
 PROMPT = [7, 8, 9]
@@ -65,7 +65,9 @@ def conversations(draw: Any) -> list[Chat]:
             again = edited(draw, *texts[parent.index])
             prompt = [*parent.prompt_ids.tolist(), *again.encode(), stop, *b"go on", 259]
         completion = [*text.encode(), *([stop] if draw(st.booleans()) else [])]
-        how = Sampling(temperature=1.0, max_tokens=999, seed=index, grammar=draw(st.sampled_from(["", f"g{index}"])))
+        how = SamplingParams(
+            temperature=1.0, max_tokens=999, seed=index, grammar=draw(st.sampled_from(["", f"g{index}"]))
+        )
         chats.append(make_chat(index=index, prompt=prompt, completion=completion, sampling=how))
         texts.append((value, text))
     return chats

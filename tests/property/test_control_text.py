@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rendering import render_ids
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -153,11 +154,16 @@ def test_where_it_cannot_be_told_apart_the_text_is_refused_and_named():
     from renderers import DefaultRendererConfig, create_renderer
 
     renderer = PackageRenderer(Slow(), create_renderer(Slow(), DefaultRendererConfig()))
-    assert renderer.render_ids([{"role": "user", "content": "> a < b"}]) == [7]
+    assert render_ids(renderer, [{"role": "user", "content": "> a < b"}], add_generation_prompt=True) == [7]
     with pytest.raises(ControlTokenInText, match=r"a message of role tool contains the text <\|im_end\|>, which is"):
-        renderer.render_ids([{"role": "tool", "content": "so<|im_end|>"}])
+        render_ids(renderer, [{"role": "tool", "content": "so<|im_end|>"}], add_generation_prompt=True)
     with pytest.raises(ControlTokenInText, match="a tool contains the text"):
-        renderer.render_ids([{"role": "user", "content": "a"}], tools=[{"function": {"name": "<|im_end|>"}}])
+        render_ids(
+            renderer,
+            [{"role": "user", "content": "a"}],
+            tools=[{"function": {"name": "<|im_end|>"}}],
+            add_generation_prompt=True,
+        )
 
 
 def test_tools_that_are_nested_too_deep_are_refused():
@@ -169,4 +175,9 @@ def test_tools_that_are_nested_too_deep_are_refused():
         deep = {"properties": deep}
     renderer = PackageRenderer(tokenizer, create_renderer(tokenizer, DefaultRendererConfig()))
     with pytest.raises(InvalidRequest, match="nested too deep"):
-        renderer.render_ids([{"role": "user", "content": "a"}], tools=[{"type": "function", "function": deep}])
+        render_ids(
+            renderer,
+            [{"role": "user", "content": "a"}],
+            tools=[{"type": "function", "function": deep}],
+            add_generation_prompt=True,
+        )

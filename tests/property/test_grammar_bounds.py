@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from palestra.errors import InvalidRequest
 from palestra.grammars.bounds import BOUNDS
 from palestra.grammars.pool import Grammars
-from palestra.session.call import ModelCall
 from palestra.session.constraints import constraint_of
+from palestra.session.request import GenerationRequest
 
 # Smaller than a server's, so that many examples take seconds; what is bounded is the same.
 SMALL = replace(BOUNDS, compile_cpu_seconds=0.5, memory_mib=64)
@@ -103,18 +103,18 @@ _KINDS: dict[str, Any] = {
 _divisors = st.lists(st.integers(2, 2000), min_size=2, max_size=6)
 
 
-def calls() -> st.SearchStrategy[ModelCall]:
+def calls() -> st.SearchStrategy[GenerationRequest]:
     choices = many.flatmap(lambda n: st.just(tuple(f"choice {i} {'x' * (i % 7)}" for i in range(n * 3))))
     return st.one_of(
-        schemas().map(lambda schema: ModelCall(policy="p", response_schema=schema)),
+        schemas().map(lambda schema: GenerationRequest(policy="p", response_schema=schema)),
         schemas().map(
-            lambda schema: ModelCall(
+            lambda schema: GenerationRequest(
                 policy="p",
                 tools=({"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": schema}}}},),
                 tool_choice="required",
             )
         ),
-        choices.map(lambda texts: ModelCall(policy="p", response_choices=texts)),
+        choices.map(lambda texts: GenerationRequest(policy="p", response_choices=texts)),
     )
 
 
@@ -132,7 +132,7 @@ class Bench:
         self.grammars.close()
         self.loop.close()
 
-    async def sample(self, call: ModelCall, seed: int) -> None:
+    async def sample(self, call: GenerationRequest, seed: int) -> None:
         """A reply of random tokens that fit; each step is bounded."""
         constraint = constraint_of(call, self.renderer)
         await self.grammars.check(*constraint)
@@ -166,7 +166,7 @@ def test_every_grammar_is_used_or_refused_within_the_bounds(bench: Bench) -> Non
 
     @given(calls(), st.integers(0, 99))
     @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-    def any_grammar(call: ModelCall, seed: int) -> None:
+    def any_grammar(call: GenerationRequest, seed: int) -> None:
         began, refused = time.monotonic(), None
         try:
             bench.loop.run_until_complete(bench.sample(call, seed))

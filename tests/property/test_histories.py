@@ -13,7 +13,7 @@ from unit.building import make_chat
 
 from palestra.schemas.forks import ForkReason
 from palestra.schemas.messages import ChatMessage, FunctionCall, ToolCall, text_message
-from palestra.schemas.records import Chat, Sampling
+from palestra.schemas.records import Chat, SamplingParams
 from palestra.session.history import EXACT, History, Match, Sameness, message_key
 
 texts = st.sampled_from(["", "x", "y", " x\n", "<think>a</think>x", "<think>b</think>\nx"])
@@ -136,7 +136,7 @@ def conversations(draw) -> Conversation:
             policy=policy,
             reply="",
             parent=parent,
-            sampling=Sampling(temperature=1.0, max_tokens=9, seed=draw(st.integers(0, 99)) * 10 + index),
+            sampling=SamplingParams(temperature=1.0, max_tokens=9, seed=draw(st.integers(0, 99)) * 10 + index),
         )
         reply = draw(replies) if source is None else draw(st.just(source.reply) | replies)
         chats.append(replace(chat, shared_messages=shared_messages, reply=reply))

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from palestra.chat import ByteTokenizer, long_text
+from palestra.chat.control_text import plain_encoder
 from palestra.chat.long_text import LongText, TooManyTokens
-from palestra.chat.plain_text import plain_encoder
 from palestra.models.causal_lm import load_tokenizer
 
 WORDS = [

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from rendering import bridged, render_ids
 
-from palestra.chat import bridge, parse_reply, render, select_renderer
+from palestra.chat import select_renderer
 from palestra.models.causal_lm import load_tokenizer
 from palestra.schemas.messages import ChatMessage, text_message
 
@@ -46,16 +47,16 @@ def test_our_renderer_gives_what_the_models_template_gives(model, conversation, 
     plain(model, *(m["content"] for m in conversation))
     tokenizer, renderer = both(model)
     wanted = tokenizer.apply_chat_template(conversation, add_generation_prompt=generation, return_dict=False)
-    assert renderer.render_ids(conversation, add_generation_prompt=generation) == list(wanted)
+    assert render_ids(renderer, conversation, add_generation_prompt=generation) == list(wanted)
 
 
 @each_model
 @given(conversation=conversations)
 def test_a_longer_conversation_starts_with_the_shorter_one(model, conversation):
     _, renderer = both(model)
-    whole = renderer.render_ids(conversation)
+    whole = render_ids(renderer, conversation)
     for end in range(1, len(conversation)):
-        part = renderer.render_ids(conversation[:end])
+        part = render_ids(renderer, conversation[:end])
         assert whole[: len(part)] == part
 
 
@@ -70,21 +71,21 @@ def test_a_longer_conversation_starts_with_the_shorter_one(model, conversation):
 )
 def test_a_bridge_starts_with_the_exact_ids_whatever_was_sampled(model, conversation, completion, stop, new):
     tokenizer, renderer = both(model)
-    stops = renderer.get_stop_token_ids()
+    stops = renderer.stop_ids
     completion = [token for token in completion if token not in stops] + (
         [] if stop is None else [stops[stop % len(stops)]]
     )
     assume(completion)
-    prompt = renderer.render_ids(conversation, add_generation_prompt=True)
-    out = renderer.bridge_to_next_turn(prompt, completion, new).token_ids
+    prompt = render_ids(renderer, conversation, add_generation_prompt=True)
+    out = bridged(renderer, prompt, completion, new)
     assert out[: len(prompt) + len(completion)] == prompt + completion
     rest = out[len(prompt) + len(completion) :]
     if stop is None:
         assert rest.pop(0) == tokenizer.convert_tokens_to_ids("<|im_end|>")
     # What follows the reply is what follows it in any full render.
     reply = [{"role": "user", "content": ""}, {"role": "assistant", "content": ""}]
-    head = renderer.render_ids(reply)
-    assert rest == head[-1:] + renderer.render_ids(reply + new, add_generation_prompt=True)[len(head) :]
+    head = render_ids(renderer, reply)
+    assert rest == head[-1:] + render_ids(renderer, reply + new, add_generation_prompt=True)[len(head) :]
 
 
 @each_model
@@ -95,10 +96,10 @@ def test_a_bridge_is_the_full_render_where_the_reply_tokenises_to_itself(model, 
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     completion = [*tokenizer.encode(reply, add_special_tokens=False), end]
     full = [*conversation, {"role": "assistant", "content": reply}, {"role": "user", "content": new}]
-    rendered = renderer.render_ids(full, add_generation_prompt=True)
-    prompt = renderer.render_ids(conversation, add_generation_prompt=True)
+    rendered = render_ids(renderer, full, add_generation_prompt=True)
+    prompt = render_ids(renderer, conversation, add_generation_prompt=True)
     assume(rendered[: len(prompt) + len(completion)] == prompt + completion)  # "\n" + reply may merge into one token
-    assert renderer.bridge_to_next_turn(prompt, completion, full[-1:]).token_ids == rendered
+    assert bridged(renderer, prompt, completion, full[-1:]) == rendered
 
 
 @each_model
@@ -106,12 +107,12 @@ def test_a_bridge_is_the_full_render_where_the_reply_tokenises_to_itself(model, 
 def test_the_text_of_a_reply_is_what_was_encoded(model, reply):
     plain(model, reply)
     tokenizer, renderer = both(model)
-    stop = renderer.get_stop_token_ids()[0]
+    stop = renderer.stop_ids[0]
     if model != "tiny-random":  # SmolLM2 has no tokens for some bytes and drops them
         assume(all(tokenizer.decode(tokenizer.encode(c, add_special_tokens=False)) == c for c in reply))
     ids = np.array([*tokenizer.encode(reply, add_special_tokens=False), stop], np.int32)
     assume(not reply.lstrip().startswith("<think>"))
-    assert parse_reply(renderer, ids, lambda: ids).message == text_message("assistant", reply)
+    assert renderer.parse(ids, lambda: ids).message == text_message("assistant", reply)
 
 
 @each_model
@@ -122,8 +123,8 @@ def test_the_text_of_a_reply_is_what_was_encoded(model, reply):
 )
 def test_a_body_never_holds_a_control_token(model, body):
     tokenizer, renderer = both(model)
-    prompt = render(renderer, (text_message("system", body), text_message("user", body)))
-    bare = render(renderer, (text_message("system", ""), text_message("user", "")))
+    prompt = renderer.render((text_message("system", body), text_message("user", body))).ids
+    bare = renderer.render((text_message("system", ""), text_message("user", ""))).ids
     for token in tokenizer.all_special_ids:
         assert (prompt == token).sum() == (bare == token).sum()
 
@@ -161,13 +162,13 @@ def test_calls_that_were_written_are_read_again_with_the_same_arguments(model, c
             "tool_calls": [{"id": f"c_{k}", "function": {"name": n, "arguments": a}} for k, (n, a) in enumerate(calls)],
         }
     )
-    text = tokenizer.decode(render(renderer, (text_message("user", ""), said), TOOLS))
+    text = tokenizer.decode(renderer.render((text_message("user", ""), said), TOOLS).ids)
     if model != "tiny-random":
         assume(all(json.dumps(name)[1:-1] in text or name in text for name, _ in calls))
         assume(all(arguments in text for _, arguments in calls))
     reply = text.split("<|im_start|>assistant\n")[1].removesuffix("<|im_end|>\n")
-    ids = np.array([*tokenizer.encode(reply, add_special_tokens=False), renderer.get_stop_token_ids()[0]], np.int32)
-    parsed = parse_reply(renderer, ids, never, TOOLS, "c")
+    ids = np.array([*tokenizer.encode(reply, add_special_tokens=False), renderer.stop_ids[0]], np.int32)
+    parsed = renderer.parse(ids, never, TOOLS, "c")
     assert parsed.malformed == ()
     assert parsed.message == said
 
@@ -192,9 +193,9 @@ def test_no_ids_are_too_odd_to_be_a_reply(model, data):
         st.integers(0, len(tokenizer) + 300), max_size=6
     )
     ids = np.array([token for ids in data.draw(st.lists(part, max_size=12)) for token in ids], np.int32)
-    reply = parse_reply(renderer, ids, never, TOOLS)
+    reply = renderer.parse(ids, never, TOOLS)
     assert reply.message.role == "assistant"
     assert all(json.loads(call.function.arguments).__class__ is dict for call in reply.message.tool_calls)
-    rest = bridge(renderer, never, ids, (reply.message, text_message("user", "so")), TOOLS)
+    rest = renderer.extend(never, ids, (reply.message, text_message("user", "so")), TOOLS)
     assert rest is not None
-    assert render(renderer, (text_message("user", "hi"), reply.message), TOOLS).dtype == np.int32
+    assert renderer.render((text_message("user", "hi"), reply.message), TOOLS).ids.dtype == np.int32

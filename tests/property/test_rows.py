@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit.building import make_chat, rows_of
 
-from palestra.schemas.records import Sampling
+from palestra.schemas.records import SamplingParams
 from palestra.trajectory import TokenRow
 from property.calls import Drawn, Edge, digests_of, episodes, orders, record
 
@@ -135,7 +135,7 @@ def test_attempts_at_one_prompt_that_end_apart_are_each_whole_in_a_row(completio
             prompt=(1, 2),
             completion=[*completion, 9],
             logprobs=[-float(n + 1)] * (len(completion) + 1),
-            sampling=Sampling(temperature=1.0, max_tokens=9, seed=-n),
+            sampling=SamplingParams(temperature=1.0, max_tokens=9, seed=-n),
         )
         for n, completion in enumerate(completions)
     ]

@@ -20,9 +20,9 @@ from palestra.inference.scripted import ScriptedEngine
 from palestra.ledger.tables import chats as chats_table
 from palestra.schemas.messages import ChatMessage, text_message
 from palestra.schemas.records import Chat
-from palestra.session import EpisodeSession, ModelCall
-from palestra.session.prompting import Prompts
-from palestra.session.session import call_seed
+from palestra.session import EpisodeSession, GenerationRequest
+from palestra.session.prompting import PromptBuilder
+from palestra.session.registry import call_seed, prompt_digest
 from palestra.trajectory import TokenTrie
 
 Messages = tuple[ChatMessage, ...]
@@ -63,8 +63,8 @@ class Agent:
     async def play(self, session: EpisodeSession) -> None:
         messages: Messages = (text_message("system", "be brief"), text_message("user", self.opening))
         for turn in range(self.turns):
-            chat = await session.chat(
-                ModelCall(policy="policy", messages=messages, agent=self.name, time_step=turn, max_tokens=9)
+            chat = await session.generate_one(
+                GenerationRequest(policy="policy", messages=messages, agent=self.name, time_step=turn, max_tokens=9)
             )
             messages = self.following((*messages, chat.reply), turn)
 
@@ -142,20 +142,20 @@ def test_calls_that_overlap_give_what_the_same_calls_give_one_after_another(cast
 @examples(4, 15)
 @given(st.integers(2, 6), st.lists(st.integers(0, 6), max_size=40))
 def test_equal_calls_at_once_are_the_samples_that_they_are_one_after_another(copies, turns):
-    call = ModelCall(policy="policy", messages=(text_message("user", "a"),))
+    call = GenerationRequest(policy="policy", messages=(text_message("user", "a"),))
 
     async def in_series(session: EpisodeSession) -> None:
         for _ in range(copies):
-            await session.chat(call)
+            await session.generate_one(call)
 
     async def at_once(session: EpisodeSession) -> None:
-        await asyncio.gather(*(session.chat(call) for _ in range(copies)))
+        await asyncio.gather(*(session.generate_one(call) for _ in range(copies)))
 
     one, other = played(Turning(turns), at_once), played(Turning([]), in_series)
     assert without_indices([replace(c, time_step=0) for c in one]) == without_indices(
         [replace(c, time_step=0) for c in other]
     )
-    seeds = [call_seed(11, chat.episode_id, chat.prompt_ids, n) for n, chat in enumerate(one)]
+    seeds = [call_seed(11, chat.episode_id, prompt_digest(chat.prompt_ids), n) for n, chat in enumerate(one)]
     assert sorted(chat.sampling.seed for chat in one) == sorted(seeds)
     assert sorted(chat.index for chat in one) == list(range(copies))
     assert sorted(chat.time_step for chat in one) == list(range(copies))  # none was told, so each is its own
@@ -224,7 +224,9 @@ def thinking_reply(prompt, sampling) -> list[int]:
     return [*thought, ord("xy"[(sampling.seed >> 5) & 1]), *([0xFF] if sampling.seed >> 6 & 1 else []), STOP]
 
 
-async def episode(folder: Path, script: Sequence[tuple[int, str, str]], crashes: bool) -> tuple[list[Chat], Prompts]:
+async def episode(
+    folder: Path, script: Sequence[tuple[int, str, str]], crashes: bool
+) -> tuple[list[Chat], PromptBuilder]:
     """With `crashes` the store is closed, and store and session are made anew, after every commit."""
     clock = FakeClock()
     bench = Bench(folder, clock)
@@ -233,7 +235,11 @@ async def episode(folder: Path, script: Sequence[tuple[int, str, str]], crashes:
     done: list[Chat] = []
     try:
         for source, habit, question in script:
-            done.append(await session.chat(ModelCall(policy="policy", messages=asked(done, source, habit, question))))
+            done.append(
+                await session.generate_one(
+                    GenerationRequest(policy="policy", messages=asked(done, source, habit, question))
+                )
+            )
             if crashes:
                 before, runtime = session._prompts, bench.context.runtime("policy")
                 bench.store.close()
@@ -243,11 +249,8 @@ async def episode(folder: Path, script: Sequence[tuple[int, str, str]], crashes:
                 session = EpisodeSession(bench.context, session.episode, recorded)
                 same_trie(session._prompts.trie, before.trie)
                 for after in script:  # whatever is asked next
-                    messages = asked(done, *after)
-                    prompts = [
-                        await p.make(bench.context, runtime, "policy", messages, (), None)
-                        for p in (before, session._prompts)
-                    ]
+                    request = GenerationRequest(policy="policy", messages=asked(done, *after))
+                    prompts = [await p.build(request, runtime.renderer, None) for p in (before, session._prompts)]
                     one, other = (replace(p, ids=p.ids.tobytes(), parent=p.parent and p.parent.index) for p in prompts)
                     assert one == other
                 done = list(recorded)
@@ -291,7 +294,7 @@ def cost(turns: int) -> dict[str, int]:
             chats: list[Chat] = []
             for turn in range(turns):
                 messages = (*messages, text_message("user", f"question {turn:04d}"))
-                chats.append(await session.chat(ModelCall(policy="policy", messages=messages)))
+                chats.append(await session.generate_one(GenerationRequest(policy="policy", messages=messages)))
                 messages = (*messages, chats[-1].reply)
             trie = session._prompts.trie
             assert len(trie) == chats[-1].tokens

@@ -25,7 +25,7 @@ from palestra.gateway.dialects.headers import call_fields
 from palestra.http.bodies import parse_body
 from palestra.http.errors import Failure
 from palestra.schemas.records import Chat
-from palestra.session import CallStart, ModelCall, PolicyRuntime, ReplyPiece
+from palestra.session import CallStart, GenerationRequest, PolicyRuntime, ReplyPiece
 from palestra.session.reply import CALL_END
 
 _IGNORED = ("metadata", "service_tier", "cache_control", "inference_geo")
@@ -138,7 +138,7 @@ class CountTokens(TokenCounter[CountRequest]):
         """See `Dialect`."""
         wanted = parse_body(CountRequest, body)
         refuse_others(wanted, _IGNORED, {})
-        call = ModelCall(**_prompt_fields(wanted), **call_fields(body, headers, self.path))
+        call = GenerationRequest(**_prompt_fields(wanted), **call_fields(body, headers, self.path))
         return DialectRequest(body=wanted, calls=(call,))
 
     def render(self, tokens: int) -> dict[str, int]:
@@ -169,7 +169,7 @@ Errors have Anthropic's shape. Streamed, tool_use blocks come after the text, wh
             )
         choice = wanted.tool_choice or ToolChoice(type="auto")
         kinds: dict[str, Literal["auto", "none", "required"]] = {"auto": "auto", "none": "none"}
-        call = ModelCall(
+        call = GenerationRequest(
             max_tokens=wanted.max_tokens,
             thinking_budget=budget,
             temperature=wanted.temperature,

@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from palestra.http.errors import Failure, openai_error
 from palestra.http.sse import encode_event
 from palestra.schemas.records import Chat
-from palestra.session import CallStart, ModelCall, PolicyRuntime, ReplyPiece
+from palestra.session import CallStart, GenerationRequest, PolicyRuntime, ReplyPiece
 
 B = TypeVar("B", bound=BaseModel)
 TopLogprobs = Sequence[Sequence[tuple[int, float]]]  # for each token (token, logprob) of the most probable
@@ -34,7 +34,7 @@ class DialectRequest(Generic[B]):
     """
 
     body: B
-    calls: tuple[ModelCall, ...]
+    calls: tuple[GenerationRequest, ...]
     stream: bool = False
 
     @property

@@ -25,7 +25,7 @@ from palestra.gateway.dialects.logprobs import TokenBytes, chat_logprobs
 from palestra.http.bodies import parse_body
 from palestra.schemas.messages import ChatMessage
 from palestra.schemas.records import Chat
-from palestra.session import CallStart, ModelCall, PolicyRuntime, ReplyPiece
+from palestra.session import CallStart, GenerationRequest, PolicyRuntime, ReplyPiece
 
 # Fields that may be sent, with the values that ask for nothing we do not do.
 _HARMLESS: dict[str, tuple[Any, ...]] = {"functions": ([],), "modalities": (["text"],)}
@@ -135,7 +135,7 @@ package reads, the message comes in one piece when it is. `reasoning_content` is
             raise InvalidRequest("top_logprobs needs logprobs = true", "top_logprobs")
         choice = wanted.tool_choice
         named = choice.function.name if isinstance(choice, NamedTool) else None
-        call = ModelCall(
+        call = GenerationRequest(
             policy=wanted.model,
             messages=wanted.messages,
             max_tokens=wanted.max_completion_tokens or wanted.max_tokens,

@@ -16,7 +16,7 @@ from palestra.gateway.dialects.headers import call_fields
 from palestra.gateway.dialects.logprobs import TokenBytes, TokenTexts
 from palestra.http.bodies import parse_body
 from palestra.schemas.records import Chat
-from palestra.session import CallStart, ModelCall, PolicyRuntime, ReplyPiece
+from palestra.session import CallStart, GenerationRequest, PolicyRuntime, ReplyPiece
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 _HARMLESS: dict[str, tuple[Any, ...]] = {"echo": (False,), "best_of": (1,), "suffix": ("",)}
@@ -70,7 +70,7 @@ with.
         refuse_others(wanted, _IGNORED, _HARMLESS)
         if len(wanted.prompt) * (wanted.n or 1) > MAX_CHOICES:
             raise InvalidRequest(f"{len(wanted.prompt)} prompts x n is over {MAX_CHOICES} choices", "n")
-        first = ModelCall(
+        first = GenerationRequest(
             policy=wanted.model,
             prompt=wanted.prompt[0],
             max_tokens=wanted.max_tokens or DEFAULT_MAX_TOKENS,

@@ -144,7 +144,7 @@ class SamplingFields(BaseModel):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def sampling(self) -> dict[str, Any]:
-        """Return the fields of a `ModelCall` that say how to sample."""
+        """Return the fields of a `GenerationRequest` that say how to sample."""
         return {
             "choices": self.n or 1,
             "min_tokens": self.min_tokens or 0,

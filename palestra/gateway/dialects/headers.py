@@ -14,7 +14,7 @@ MAX_STEP = 1_000_000
 
 
 def call_fields(body: bytes, headers: Mapping[str, str], path: str) -> dict[str, Any]:
-    """Return the fields of a `ModelCall` that do not depend on the dialect.
+    """Return the fields of a `GenerationRequest` that do not depend on the dialect.
 
     Args:
         body: of the request. With the path it is what a retry is known by.

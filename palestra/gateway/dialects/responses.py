@@ -32,7 +32,7 @@ from palestra.gateway.dialects.responses_items import (
 from palestra.http.bodies import parse_body
 from palestra.schemas.messages import Text
 from palestra.schemas.records import Chat
-from palestra.session import CallStart, ModelCall, PolicyRuntime, ReplyPiece
+from palestra.session import CallStart, GenerationRequest, PolicyRuntime, ReplyPiece
 
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "background": (False,),
@@ -132,7 +132,7 @@ class InputTokens(TokenCounter[InputRequest]):
         """See `Dialect`."""
         wanted = parse_body(InputRequest, body)
         refuse_others(wanted, _IGNORED, _HARMLESS)
-        call = ModelCall(**_prompt_fields(wanted), **call_fields(body, headers, self.path))
+        call = GenerationRequest(**_prompt_fields(wanted), **call_fields(body, headers, self.path))
         return DialectRequest(body=wanted, calls=(call,))
 
     def render(self, tokens: int) -> dict[str, Any]:
@@ -155,7 +155,7 @@ Streamed, function calls come after the text, when the reply is complete."""
         wanted = parse_body(ResponsesRequest, body)
         refuse_others(wanted, _IGNORED, _HARMLESS)
         choice = wanted.tool_choice
-        call = ModelCall(
+        call = GenerationRequest(
             max_tokens=wanted.max_output_tokens,
             temperature=wanted.temperature,
             top_p=1.0 if wanted.top_p is None else wanted.top_p,

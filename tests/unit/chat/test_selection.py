@@ -3,8 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from conformance.fixtures import QWEN25
+from rendering import render_ids
 
-from palestra.chat import ChatMLRenderer, PackageRenderer, bridge, render, select_renderer
+from palestra.chat import ChatMLRenderer, PackageRenderer, select_renderer
 from palestra.schemas.messages import text_message
 from unit.building import ids
 
@@ -60,7 +61,7 @@ def test_a_template_with_tools_in_our_format_gets_ours():
         wanted = tokenizer.apply_chat_template(
             messages, tools=tools or None, add_generation_prompt=True, return_dict=False
         )
-        assert renderer.render_ids(messages, tools=tools, add_generation_prompt=True) == wanted
+        assert render_ids(renderer, messages, tools=tools, add_generation_prompt=True) == wanted
 
 
 def test_a_template_that_drops_developers_gets_them_as_system_messages():
@@ -116,20 +117,20 @@ def test_a_model_without_a_name_gets_the_renderer_of_the_package_that_writes_wha
     renderer = select_renderer(tokenizer)
     assert isinstance(renderer, PackageRenderer)
     assert renderer.config.name == "qwen3"
-    prompt = render(renderer, [text_message("user", "hello")])
+    prompt = renderer.render([text_message("user", "hello")]).ids
     call = text_message("assistant", "so")
-    completion = np.array([*tokenizer.encode(call.text), renderer.get_stop_token_ids()[0]], np.int32)
-    assert bridge(renderer, lambda: prompt, completion, [text_message("tool", "2")]) is not None
+    completion = np.array([*tokenizer.encode(call.text), renderer.stop_ids[0]], np.int32)
+    assert renderer.extend(lambda: prompt, completion, [text_message("tool", "2")]) is not None
 
 
 def test_a_renderer_of_the_package_can_be_made_to_go_on_from_reasoning_that_its_template_would_drop():
     tokenizer = qwen3_like()
     for keep, wanted in ((False, False), (True, True)):
         renderer = select_renderer(tokenizer, keep_reasoning=keep)
-        prompt = render(renderer, [text_message("user", "hello")])
+        prompt = renderer.render([text_message("user", "hello")]).ids
         thought = tokenizer.encode("<think>\nhm\n</think>\n\nso")
-        completion = np.array([*thought, renderer.get_stop_token_ids()[0]], np.int32)
-        again = bridge(renderer, lambda prompt=prompt: prompt, completion, [text_message("user", "and?")])
+        completion = np.array([*thought, renderer.stop_ids[0]], np.int32)
+        again = renderer.extend(lambda prompt=prompt: prompt, completion, [text_message("user", "and?")])
         assert (again is not None) == wanted
 
 
@@ -154,7 +155,7 @@ def test_a_template_that_is_not_exactly_ours_is_left_to_itself(template):
     renderer = select_renderer(tokenizer)
     assert not isinstance(renderer, ChatMLRenderer)
     messages = [{"role": "user", "content": " hello "}]
-    assert renderer.render_ids(messages, add_generation_prompt=True) == tokenizer.apply_chat_template(
+    assert render_ids(renderer, messages, add_generation_prompt=True) == tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, return_dict=False
     )
-    assert bridge(renderer, lambda: ids(1, 2), ids(3), (text_message("user", "more"),)) is None
+    assert renderer.extend(lambda: ids(1, 2), ids(3), (text_message("user", "more"),)) is None

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from palestra.chat.thoughts import read_thought, write_thought
+from palestra.chat.chatml_reply import read_thought, write_thought
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from palestra.chat.tool_calls import read_calls, write_call
+from palestra.schemas.messages import ToolCall
 
 GOOD = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 
@@ -79,4 +80,4 @@ def test_a_good_call_after_a_bad_one_is_still_found():
 
 def test_what_was_written_is_read_again():
     call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": '{"a":  "</tool_call>"}'}}
-    assert read(write_call(call)) == ("", [("f", '{"a":  "</tool_call>"}', None)])
+    assert read(write_call(ToolCall.model_validate(call))) == ("", [("f", '{"a":  "</tool_call>"}', None)])

@@ -12,10 +12,10 @@ import pytest
 from palestra.errors import ContextOverflow
 from palestra.gateway.calls import sample_calls
 from palestra.schemas.records import Chat
-from palestra.session import ModelCall
+from palestra.session import GenerationRequest
 from unit.building import make_chat
 
-CALLS = [ModelCall(policy="policy", prompt=str(number)) for number in range(128)]
+CALLS = [GenerationRequest(policy="policy", prompt=str(number)) for number in range(128)]
 
 
 class Session:
@@ -26,7 +26,7 @@ class Session:
         self.started: list[Any] = []
         self.finished = 0
 
-    async def chats(self, call: ModelCall, listener: object) -> tuple[Chat, ...]:
+    async def generate(self, call: GenerationRequest, listener: object) -> tuple[Chat, ...]:
         self.started.append(call.prompt)
         if call.prompt == self.bad:
             raise ContextOverflow(2, 1)

@@ -10,11 +10,11 @@ import torch
 
 from palestra.config import EngineConfig
 from palestra.inference.embedded import EmbeddedEngine
-from palestra.schemas.records import SampledTokens, Sampling
+from palestra.schemas.records import SampledTokens, SamplingParams
 
-GREEDY = Sampling(temperature=0.0, max_tokens=12, seed=0)
-DRAWN = Sampling(temperature=1.0, max_tokens=12, seed=5)
-FOREVER = Sampling(temperature=1.0, max_tokens=10**7, min_tokens=10**7, seed=1)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, seed=0)
+DRAWN = SamplingParams(temperature=1.0, max_tokens=12, seed=5)
+FOREVER = SamplingParams(temperature=1.0, max_tokens=10**7, min_tokens=10**7, seed=1)
 
 
 def prompt(length: int, seed: int = 0) -> np.ndarray:

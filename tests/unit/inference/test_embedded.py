@@ -12,7 +12,7 @@ from palestra.config import EngineConfig
 from palestra.errors import InvalidRequest, ModelError
 from palestra.inference.embedded import EmbeddedEngine
 from palestra.models.causal_lm import CausalLM, load_causal_lm
-from palestra.schemas.records import Sampling
+from palestra.schemas.records import SamplingParams
 from unit.inference.calling import DRAWN, FOREVER, GREEDY, full_forward, prompt, reply, serving, until_it_samples
 
 # What comes out
@@ -36,7 +36,7 @@ async def test_logprobs_are_those_of_a_full_forward_pass_also_past_bucket_bounda
 ):
     """From 60 + 80 tokens the row moves through three buckets."""
     ids = prompt(length)
-    sampling = Sampling(temperature=temperature, max_tokens=80, min_tokens=80, seed=3)
+    sampling = SamplingParams(temperature=temperature, max_tokens=80, min_tokens=80, seed=3)
     async with serving(tiny) as engine:
         found, logprobs, _ = await reply(engine, ids, sampling)
     assert len(found) == 80
@@ -141,7 +141,7 @@ async def test_calls_wait_until_their_longest_reply_fits_into_memory(tiny):
     """A token of the tiny model takes 2 layers x 2 x 2 heads x 16 x 4 bytes = 512 bytes; 320 tokens fit."""
     async with serving(tiny, cache_gib=320 * 512 / 2**30) as engine:
         assert engine._batch.budget == 320
-        sampling = Sampling(temperature=1.0, max_tokens=90, min_tokens=90, seed=1)
+        sampling = SamplingParams(temperature=1.0, max_tokens=90, min_tokens=90, seed=1)
         calls = [asyncio.ensure_future(reply(engine, prompt(30, s), replace(sampling, seed=s))) for s in range(5)]
         most = 0
         while not all(call.done() for call in calls):
@@ -228,7 +228,7 @@ async def test_with_deterministic_a_result_is_the_same_bit_by_bit_alone_and_amon
     dtype = await deterministic_dtype()
     model = load_causal_lm("tiny-random", dtype)
     calls = [
-        (prompt(length, seed), Sampling(temperature=t, max_tokens=most, min_tokens=most, seed=seed))
+        (prompt(length, seed), SamplingParams(temperature=t, max_tokens=most, min_tokens=most, seed=seed))
         for seed, (length, t, most) in enumerate(
             [(5, 1.0, 70), (63, 1.0, 5), (64, 0.7, 3), (1, 1.0, 64), (130, 1.0, 9), (5, 0.0, 70), (40, 1.3, 30)]
         )
@@ -315,7 +315,7 @@ async def test_a_reply_with_a_grammar_matches_it_whatever_the_seed(tiny):
     grammars = Grammars(vocabulary_of(tokenizer, tiny.vocab_size))
     engine = EmbeddedEngine(tiny, "policy", (258,), settings, grammars=grammars)
     try:
-        how = [Sampling(temperature=1.0, max_tokens=200, seed=s, grammar=grammar) for s in range(8)]
+        how = [SamplingParams(temperature=1.0, max_tokens=200, seed=s, grammar=grammar) for s in range(8)]
         found = await asyncio.gather(*(reply(engine, prompt(6), h) for h in how))
         with pytest.raises(InvalidRequest, match="grammar"):
             await reply(engine, prompt(6), replace(how[0], grammar="{nonsense"))

@@ -16,7 +16,7 @@ from palestra.grammars.pool import Grammars
 from palestra.inference.embedded import EmbeddedEngine
 from palestra.models.causal_lm import load_tokenizer
 from palestra.models.grammar import vocabulary_of
-from palestra.schemas.records import PolicyVersion, Sampling
+from palestra.schemas.records import PolicyVersion, SamplingParams
 from unit.inference.calling import (
     DRAWN,
     FOREVER,
@@ -187,7 +187,7 @@ async def test_a_reply_that_comes_to_a_bound_of_its_grammar_fails_alone_and_by_t
     grammars = Grammars(vocabulary_of(tokenizer, tiny.vocab_size), replace(BOUNDS, lexer_states=400))
     settings = EngineConfig(threads=1, dtype="float32", max_batch=8)
     engine = EmbeddedEngine(tiny, "policy", (258,), settings, grammars=grammars)
-    how = Sampling(temperature=1.0, max_tokens=300, seed=1)
+    how = SamplingParams(temperature=1.0, max_tokens=300, seed=1)
     try:
         bad = [
             asyncio.ensure_future(reply(engine, prompt(5, s), replace(how, grammar=growing, seed=s))) for s in (1, 2)

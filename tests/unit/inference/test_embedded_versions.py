@@ -20,7 +20,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from palestra.schemas.records import PolicyVersion, Sampling
+from palestra.schemas.records import PolicyVersion, SamplingParams
 from unit.inference.calling import prompt, serving
 
 LONG = 90  # tokens of the replies that are sampled beside the one that the weights change in
@@ -73,7 +73,7 @@ def one_at_a_time(
     return found
 
 
-async def sampled_under(engine, ids, sampling: Sampling, publish: Mapping[int, Any], last: int = -1) -> Sampled:
+async def sampled_under(engine, ids, sampling: SamplingParams, publish: Mapping[int, Any], last: int = -1) -> Sampled:
     """A reply; `publish[n]` is called when n tokens of it are there. It is broken off after 15 of version `last`."""
     out: Sampled = []
     async with aclosing(engine.generate("policy", ids, sampling)) as pieces:
@@ -108,7 +108,7 @@ async def test_at_every_change_of_version_a_token_agrees_with_the_weights_of_its
             sampled_under(
                 engine,
                 ids,
-                Sampling(temperature=temperature, max_tokens=1500 if place == 0 else LONG, seed=seed),
+                SamplingParams(temperature=temperature, max_tokens=1500 if place == 0 else LONG, seed=seed),
                 {15 * version: publishing(version) for version in range(1, 5)} if place == 0 else {},
                 last=4,
             )
@@ -129,7 +129,7 @@ async def test_the_oracle_tells_versions_and_caches_apart(tiny, reference):
     ids = prompt(20)
     async with serving(tiny, stops=()) as engine:
         publish = {12 * v: lambda v=v: engine.update_weights("policy", PolicyVersion(0, v), weights[v]) for v in (1, 2)}
-        sampled = await sampled_under(engine, ids, Sampling(temperature=1.0, max_tokens=60, seed=3), publish)
+        sampled = await sampled_under(engine, ids, SamplingParams(temperature=1.0, max_tokens=60, seed=3), publish)
     assert spans(sampled) == [0, 1, 2]
     logprobs = np.array([logprob for _, logprob, _ in sampled])
     for wrong in range(3):
@@ -149,7 +149,7 @@ async def test_a_prompt_that_is_read_under_two_versions_keeps_the_keys_of_both(t
     models = models_of(reference, weights)
     ids = prompt(1000)
     async with serving(tiny, stops=(), prefill_tokens=10) as engine:
-        sampling = Sampling(temperature=1.0, max_tokens=3, seed=3)
+        sampling = SamplingParams(temperature=1.0, max_tokens=3, seed=3)
         running = asyncio.ensure_future(sampled_under(engine, ids, sampling, {}))
         while engine.prefilled_tokens < 50:
             await asyncio.sleep(0)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from palestra.errors import ModelError
-from palestra.schemas.records import PolicyVersion, Sampling
+from palestra.schemas.records import PolicyVersion, SamplingParams
 from unit.inference.calling import DRAWN, FOREVER, full_forward, prompt, reply, serving
 
 
@@ -91,7 +91,7 @@ async def test_while_paused_nothing_is_sampled(tiny):
 
 async def test_replies_can_be_finished_before_new_weights_count(tiny):
     weights = [(name, p.detach().clone()) for name, p in tiny.named_parameters()]
-    slow = Sampling(temperature=1.0, max_tokens=300, min_tokens=300, seed=1)
+    slow = SamplingParams(temperature=1.0, max_tokens=300, min_tokens=300, seed=1)
     async with serving(tiny, in_flight_updates="finish") as engine:
         running = asyncio.ensure_future(reply(engine, prompt(4), slow))
         while not engine.sampled_tokens:
@@ -107,7 +107,7 @@ async def test_replies_can_be_finished_before_new_weights_count(tiny):
 
 async def test_what_was_computed_under_two_versions_is_not_used_again(tiny):
     weights = [(name, p.detach().clone()) for name, p in tiny.named_parameters()]
-    slow = Sampling(temperature=1.0, max_tokens=200, min_tokens=200, seed=1)
+    slow = SamplingParams(temperature=1.0, max_tokens=200, min_tokens=200, seed=1)
     async with serving(tiny) as engine:
         running = asyncio.ensure_future(reply(engine, prompt(40), slow))
         while not engine.sampled_tokens:

@@ -8,7 +8,7 @@ import torch
 
 from palestra.inference.draw import uniform
 from palestra.inference.sampling import RowSampling, sample
-from palestra.schemas.records import Sampling
+from palestra.schemas.records import SamplingParams
 
 V = 50
 
@@ -27,7 +27,7 @@ def distribution(row: torch.Tensor, temperature: float, banned=()) -> np.ndarray
 
 
 def row_of(uniform: float, temperature: float = 1.0, banned=(), counts=None, allowed=None, **how) -> RowSampling:
-    sampling = Sampling(temperature=temperature, max_tokens=1, seed=0, **how)
+    sampling = SamplingParams(temperature=temperature, max_tokens=1, seed=0, **how)
     return RowSampling(sampling=sampling, uniform=uniform, banned=banned, counts=counts or {}, allowed=allowed)
 
 

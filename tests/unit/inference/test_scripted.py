@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 from palestra.inference.scripted import ScriptedEngine, digits_script
-from palestra.schemas.records import Sampling
+from palestra.schemas.records import SamplingParams
 from unit.building import ids
 
 
-def sampling(seed: int, **kw) -> Sampling:
-    return Sampling(**({"temperature": 1.0, "max_tokens": 100, "seed": seed} | kw))
+def sampling(seed: int, **kw) -> SamplingParams:
+    return SamplingParams(**({"temperature": 1.0, "max_tokens": 100, "seed": seed} | kw))
 
 
 def test_digits_are_drawn_from_the_seed_and_end_with_the_stop_token():

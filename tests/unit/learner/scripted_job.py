@@ -17,7 +17,7 @@ from palestra.ledger import open_run_store
 from palestra.schemas.messages import text_message
 from palestra.schemas.progress import JobProgress
 from palestra.schemas.records import Task
-from palestra.session import ModelCall, PolicyRuntime, SessionContext, Sessions
+from palestra.session import GenerationRequest, PolicyRuntime, SessionContext, Sessions
 from palestra.trainer.recording import RecordingTrainer
 from unit.building import FakeClock
 
@@ -89,8 +89,6 @@ class ScriptedJob:
             config=settings.policy,
             renderer=renderer,
             engine=self.engine,
-            stop_ids=frozenset(renderer.get_stop_token_ids()),
-            decode=tokenizer.decode,
             grammars=Grammars(),
         )
         context = SessionContext(
@@ -162,8 +160,8 @@ class ScriptedJob:
                     await self.store.episodes.available.wait(0.05, seen)
             session = await self.sessions.open(episode.episode_id, episode.fence)
             messages = (text_message("user", episode.task.data["text"]),)
-            first = await session.chat(ModelCall(policy=self.config.policy_name, messages=messages))
+            first = await session.generate_one(GenerationRequest(policy=self.config.policy_name, messages=messages))
             messages = (*messages, first.reply, text_message("user", "again"))
-            second = await session.chat(ModelCall(policy=self.config.policy_name, messages=messages))
+            second = await session.generate_one(GenerationRequest(policy=self.config.policy_name, messages=messages))
             reward = float((len(first.completion_ids) + int("0" + second.reply.text)) % 3)
             await self.store.episodes.end(episode.episode_id, episode.fence, {"agent": reward}, None, {})

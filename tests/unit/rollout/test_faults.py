@@ -283,7 +283,7 @@ async def test_a_consumer_that_stops_reading_holds_up_the_producers_and_loses_no
 async def test_nothing_of_an_episode_stays_in_memory(tmp_path):
     kit = Kit(tmp_path, Good)
     await kit.gathered()
-    assert kit.pool._runner._sessions._open == {}
+    assert kit.pool._runner._sessions._episodes == {}
     gc.collect()
     assert not [found for found in gc.get_objects() if type(found) is Good]  # isinstance would ask each object
     kit.store.close()

@@ -14,7 +14,7 @@ from palestra.grammars.pool import Grammars
 from palestra.inference.scripted import ScriptedEngine, digits_script
 from palestra.schemas.messages import text_message
 from palestra.schemas.states import TurnState
-from palestra.session import EpisodeSession, ModelCall, PolicyRuntime, SessionContext
+from palestra.session import EpisodeSession, GenerationRequest, PolicyRuntime, SessionContext
 from unit.building import TASK, FakeClock, open_store
 
 STOP = 258
@@ -40,8 +40,6 @@ class Bench:
             config=self.policy,
             renderer=renderer,
             engine=self.engine,
-            stop_ids=frozenset(renderer.get_stop_token_ids()),
-            decode=tokenizer.decode,
             grammars=self.grammars,
         )
         return SessionContext(store=self.store, policies={"policy": runtime}, seed=11)
@@ -69,11 +67,11 @@ class Bench:
         return (await self.store.calls.of_lease(session.episode.episode_id, session.episode.fence))[1]
 
 
-def call(*texts: str, **kw) -> ModelCall:
+def call(*texts: str, **kw) -> GenerationRequest:
     """User and assistant take turns; the first is the user."""
     roles = ("user", "assistant")
     messages = tuple(text_message(roles[i % 2], text) for i, text in enumerate(texts))
-    return ModelCall(**({"policy": "policy", "messages": messages, "digest": "|".join(texts)} | kw))
+    return GenerationRequest(**({"policy": "policy", "messages": messages, "digest": "|".join(texts)} | kw))
 
 
 @pytest.fixture
@@ -119,6 +117,6 @@ async def busy_writer(store):
 
 async def in_flight(session, *calls):
     """Calls that wait for the paused engine."""
-    tasks = [asyncio.ensure_future(session.chat(c)) for c in calls]
-    await until(lambda: sum(t.state is TurnState.GENERATING for t in session._turns) == len(calls))
+    tasks = [asyncio.ensure_future(session.generate_one(c)) for c in calls]
+    await until(lambda: sum(t.state is TurnState.GENERATING for t in session._turns._open) == len(calls))
     return tasks

@@ -18,11 +18,11 @@ RENDERER = ChatMLRenderer(ByteTokenizer())
 
 async def test_what_is_still_being_written_when_the_episode_ends_is_on_disk_and_nothing_is_kept_in_memory(bench):
     session = await bench.session()
-    first = await session.chat(call("a"))
+    first = await session.generate_one(call("a"))
     async with busy_writer(bench.store):
-        task = asyncio.ensure_future(session.chat(call("a", first.reply.text, "b")))
-        await until(lambda: session._recordings)
-        (recording,) = session._recordings.values()
+        task = asyncio.ensure_future(session.generate_one(call("a", first.reply.text, "b")))
+        await until(lambda: session._registry._recordings)
+        (recording,) = session._registry._recordings.values()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -31,13 +31,13 @@ async def test_what_is_still_being_written_when_the_episode_ends_is_on_disk_and_
     assert [chat.index for chat in await bench.recorded(session)] == [0, 1]
     assert len(session._prompts.trie) == 0
     with pytest.raises(EpisodeEnded):
-        await session.chat(call("a", retry=True))
+        await session.generate_one(call("a", retry=True))
 
 
 async def test_an_episode_that_is_over_needs_no_garbage_collector(bench):
     session = await bench.session()
     for number in range(3):
-        await session.chat(call(f"question {number}"))
+        await session.generate_one(call(f"question {number}"))
     tokens = [weakref.ref(node.edges) for node in session._prompts.trie.nodes()]
     assert tokens
     gc.disable()
@@ -50,7 +50,7 @@ async def test_an_episode_that_is_over_needs_no_garbage_collector(bench):
 
 async def test_terminating_cancels_the_calls_in_flight_which_are_not_recorded(bench):
     session = await bench.session()
-    await session.chat(call("before"))
+    await session.generate_one(call("before"))
     await bench.engine.pause()
     tasks = await in_flight(session, call("a"), call("b"))
     session.terminate(EpisodeLeaseExpired("over"))
@@ -59,7 +59,7 @@ async def test_terminating_cancels_the_calls_in_flight_which_are_not_recorded(be
     await bench.engine.resume()
     assert session.state is TurnState.TERMINATED
     with pytest.raises(EpisodeLeaseExpired):
-        await session.chat(call("c"))
+        await session.generate_one(call("c"))
     assert [c.messages[0].text for c in await bench.recorded(session)] == ["before"]
     assert bench.context.counts["calls_incomplete"] == 2
 

@@ -6,7 +6,7 @@ import pytest
 
 from palestra.schemas.forks import ForkReason
 from palestra.schemas.messages import ChatMessage, FunctionCall, ImagePart, TextPart, ToolCall, text_message
-from palestra.schemas.records import Sampling
+from palestra.schemas.records import SamplingParams
 from palestra.session.history import History, Sameness, message_key
 from unit.building import make_chat
 
@@ -18,7 +18,7 @@ def turns(*texts: str) -> tuple[ChatMessage, ...]:
 
 def a_call(index: int, *texts: str, seed: int = 7, policy: str = "policy", **changes):
     """The last text is the reply."""
-    sampling = Sampling(temperature=1.0, max_tokens=9, seed=seed)
+    sampling = SamplingParams(temperature=1.0, max_tokens=9, seed=seed)
     return make_chat(
         index=index, messages=turns(*texts[:-1]), reply=texts[-1], policy=policy, sampling=sampling, **changes
     )

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from jinja2 import TemplateError
 
-from palestra.chat import ByteTokenizer, ChatMLRenderer
-from palestra.chat.streaming import MessageDelta, whole_message
+from palestra.chat import ByteTokenizer, ChatMLRenderer, MessageDelta, whole_message
+from palestra.chat.base import WholeReplyStream
 from palestra.config import PolicyConfig
 from palestra.errors import EngineFailure, InvalidRequest, UnsupportedField
 from palestra.inference.scripted import ScriptedEngine
 from palestra.schemas.records import PolicyVersion, SampledTokens
-from palestra.session import EpisodeSession
+from palestra.session import EpisodeSession, Session
+from palestra.session.recorder import NoStore
 from unit.session.conftest import STOP, call
 
 TOOLS = ({"type": "function", "function": {"name": "f"}},)
@@ -50,24 +51,16 @@ class Heard:
         return [token for piece in self.pieces[choice] for token in piece.ids]
 
 
-class Foreign:
+class Foreign(ChatMLRenderer):
     """A renderer that reads only whole replies, as those of the `renderers` package do."""
 
+    incremental = False
+
     def __init__(self) -> None:
-        self._inner = ChatMLRenderer(ByteTokenizer())
-        self._tokenizer = self._inner._tokenizer
+        super().__init__(ByteTokenizer())
 
-    def render_ids(self, *arguments: Any, **more: Any) -> Any:
-        return self._inner.render_ids(*arguments, **more)
-
-    def bridge_to_next_turn(self, *arguments: Any, **more: Any) -> Any:
-        return self._inner.bridge_to_next_turn(*arguments, **more)
-
-    def parse_response(self, *arguments: Any, **more: Any) -> Any:
-        return self._inner.parse_response(*arguments, **more)
-
-    def get_stop_token_ids(self) -> list[int]:
-        return self._inner.get_stop_token_ids()
+    def stream(self, prompt_ids, tools=(), call_ids="call", single_call=False):
+        return WholeReplyStream(self, prompt_ids, tools, call_ids)
 
 
 def says(text: str):
@@ -86,14 +79,14 @@ def pieces(bench):
 async def test_deltas_and_ids_put_together_are_the_recorded_call(pieces):
     pieces.script = says(TEXT)
     session, heard = await pieces.session(), Heard()
-    chat = await session.chat(call("a", tools=TOOLS), heard)
+    chat = await session.generate_one(call("a", tools=TOOLS), heard)
     assert heard.message() == whole_message(chat.reply)
     assert heard.ids() == chat.completion_ids.tolist() == [*TEXT.encode(), STOP]
     assert [p for piece in heard.pieces[0] for p in piece.logprobs] == chat.logprobs.tolist()
     assert heard.starts[0].prompt_ids.tolist() == chat.prompt_ids.tolist()
     assert (heard.starts[0].index, heard.starts[0].sampling) == (chat.index, chat.sampling)
     assert heard.chats[0] is chat
-    quiet = await session.chat(call("a", tools=TOOLS))
+    quiet = await session.generate_one(call("a", tools=TOOLS))
     assert quiet.reply.text == chat.reply.text
     assert len(heard.pieces[0]) > 10
 
@@ -107,13 +100,13 @@ async def test_a_choice_is_finished_when_it_is_on_disk(pieces):
             super().finished(choice, chat)
             found.append(asyncio.ensure_future(pieces.recorded(session)))
 
-    await session.chat(call("a"), Looks())
+    await session.generate_one(call("a"), Looks())
     assert [chat.index for chat in await found[0]] == [0]
 
 
 async def test_top_logprobs_are_heard_and_not_recorded(pieces):
     session, heard = await pieces.session("adhoc"), Heard()
-    chat = await session.chat(call("a", top_logprobs=2), heard)
+    chat = await session.generate_one(call("a", top_logprobs=2), heard)
     top = [entry for piece in heard.pieces[0] for entry in piece.top]
     assert [entry[0][0] for entry in top] == chat.completion_ids.tolist()
     assert {len(entry) for entry in top} == {2}
@@ -125,12 +118,12 @@ async def test_a_renderer_that_reads_whole_replies_gives_the_message_at_the_end(
     object.__setattr__(runtime, "renderer", Foreign())
     pieces.script = says(TEXT)
     session, heard = await pieces.session(), Heard()
-    chat = await session.chat(call("a", tools=TOOLS), heard)
+    chat = await session.generate_one(call("a", tools=TOOLS), heard)
     assert heard.message() == whole_message(chat.reply)
     assert [bool(piece.delta) for piece in heard.pieces[0]] == [False] * (len(heard.pieces[0]) - 1) + [True]
     assert len(chat.reply.tool_calls) == 2
     with pytest.raises(UnsupportedField, match="parallel_tool_calls"):
-        await session.chat(call("b", tools=TOOLS, parallel_tool_calls=False))
+        await session.generate_one(call("b", tools=TOOLS, parallel_tool_calls=False))
 
 
 @pytest.mark.parametrize(
@@ -148,7 +141,7 @@ async def test_a_stop_string_cuts_what_any_renderer_reads(pieces, text, stop, re
         object.__setattr__(pieces.context.policies["policy"], "renderer", Foreign())
     pieces.script = says(text)
     session, heard = await pieces.session(), Heard()
-    chat = await session.chat(call("a", stop=(stop,)), heard)
+    chat = await session.generate_one(call("a", stop=(stop,)), heard)
     assert (chat.reply.reasoning_content, chat.reply.text) == (reasoning, content)
     assert (chat.stop, chat.finish_reason) == (stop, "stop")
     end = text.encode().index(stop.encode()) + len(stop.encode())
@@ -161,7 +154,7 @@ async def test_a_stop_string_cuts_what_any_renderer_reads(pieces, text, stop, re
 async def test_a_stop_string_is_not_looked_for_among_the_fewest_tokens(pieces):
     pieces.script = says("ab ab ab")
     session = await pieces.session("adhoc")
-    assert (await session.chat(call("a", stop=("b",), min_tokens=4))).reply.text == "ab a"
+    assert (await session.generate_one(call("a", stop=("b",), min_tokens=4))).reply.text == "ab a"
 
 
 async def test_an_engine_is_told_to_stop_and_versions_are_those_of_the_kept_tokens(bench):
@@ -178,7 +171,7 @@ async def test_an_engine_is_told_to_stop_and_versions_are_those_of_the_kept_toke
 
     bench.engine = Endless()
     bench.context = bench.new_context()
-    chat = await (await bench.session()).chat(call("a", stop=("12",)))
+    chat = await (await bench.session()).generate_one(call("a", stop=("12",)))
     assert closed == [True]
     assert bytes(chat.completion_ids.tolist()) == b"0 1 2 3 4 5 6 7 8 9 10 11 12"
     assert sum(span.tokens for span in chat.versions) == len(chat.completion_ids)
@@ -187,12 +180,12 @@ async def test_an_engine_is_told_to_stop_and_versions_are_those_of_the_kept_toke
 
 async def test_messages_that_a_template_refuses_are_the_callers_mistake(bench):
     class Refuses(Foreign):
-        def render_ids(self, *arguments: Any, **more: Any) -> Any:
+        def render(self, *arguments: Any, **more: Any) -> Any:
             raise TemplateError("roles must alternate")
 
     object.__setattr__(bench.context.policies["policy"], "renderer", Refuses())
     with pytest.raises(InvalidRequest, match="roles must alternate") as caught:
-        await (await bench.session()).chat(call("a"))
+        await (await bench.session()).generate_one(call("a"))
     assert caught.value.field == "messages"
 
 
@@ -201,17 +194,16 @@ async def test_messages_that_a_template_refuses_are_the_callers_mistake(bench):
 
 async def test_choices_are_samples_of_one_prompt_in_order_and_of_one_time_step(pieces):
     session, heard = await pieces.session(), Heard()
-    chats = await session.chats(call("a", choices=4), heard)
+    chats = await session.generate(call("a", choices=4), heard)
     assert [heard.chats[k] for k in range(4)] == list(chats)
     assert [chat.index for chat in chats] == [0, 1, 2, 3]
     assert {chat.time_step for chat in chats} == {0}
     assert len({chat.sampling.seed for chat in chats}) == 4
     assert len({chat.request_digest for chat in chats}) == 4
-    again = await pieces.session(request="s")
-    again.episode, again._next_index = session.episode, 10
-    ones = [(await again.chat(call("a"))).sampling.seed for _ in range(4)]
+    again = Session(pieces.context, NoStore(), session.episode_id, session.fence, "train")
+    ones = [(await again.generate_one(call("a"))).sampling.seed for _ in range(4)]
     assert ones == [chat.sampling.seed for chat in chats]
-    following = await session.chat(call("b"))
+    following = await session.generate_one(call("b"))
     assert (following.index, following.time_step) == (4, 1)
 
 
@@ -227,11 +219,11 @@ async def test_if_one_choice_fails_the_others_are_cancelled_and_a_retry_samples_
 
     pieces.script = second_fails
     with pytest.raises(EngineFailure):
-        await session.chats(call("a", choices=2))
+        await session.generate(call("a", choices=2))
     recorded = await pieces.recorded(session)
     pieces.script = real
     heard = Heard()
-    chats = await session.chats(call("a", choices=2, retry=True), heard)
+    chats = await session.generate(call("a", choices=2, retry=True), heard)
     assert [chat.sampling.seed for chat in chats] == made[:2]
     assert len(await pieces.recorded(session)) == 2
     for chat in recorded:
@@ -243,8 +235,8 @@ async def test_if_one_choice_fails_the_others_are_cancelled_and_a_retry_samples_
 async def test_a_retry_hears_the_recorded_reply(pieces):
     pieces.script = says(TEXT)
     session, first, again = await pieces.session(), Heard(), Heard()
-    chat = await session.chat(call("a", tools=TOOLS), first)
-    assert await session.chat(call("a", tools=TOOLS, retry=True), again) is chat
+    chat = await session.generate_one(call("a", tools=TOOLS), first)
+    assert await session.generate_one(call("a", tools=TOOLS, retry=True), again) is chat
     assert (again.message(), again.ids()) == (first.message(), first.ids())
     assert again.starts[0].index == chat.index
     assert pieces.engine.calls == 1
@@ -256,16 +248,16 @@ async def test_a_retry_hears_the_recorded_reply(pieces):
 async def test_a_raw_prompt_is_recorded_with_its_ids_and_goes_on_from_the_call_it_starts_with(pieces):
     pieces.script = says(f"<think>x</think>{CALL}")
     session = await pieces.session()
-    first = await session.chat(call("a"))
+    first = await session.generate_one(call("a"))
     ids = (*first.ids.tolist(), 65, 66)
-    raw = await session.chat(call(messages=(), prompt=ids, digest="raw"))
+    raw = await session.generate_one(call(messages=(), prompt=ids, digest="raw"))
     assert (raw.extends, raw.shared, raw.messages) == (first, first.tokens, ())
     assert raw.prompt_ids.tolist() == list(ids)
     assert (raw.reply.text, raw.reply.tool_calls) == (f"<think>x</think>{CALL}", ())
-    further = await session.chat(call(messages=(), prompt=(*raw.ids.tolist(), 67), digest="more"))
+    further = await session.generate_one(call(messages=(), prompt=(*raw.ids.tolist(), 67), digest="more"))
     assert further.extends is raw
     reopened = await pieces.reopened(session)
-    last = await reopened.chat(call("a", "", "b"))
+    last = await reopened.generate_one(call("a", "", "b"))
     assert last.prompt_ids.tolist()[: first.prompt_tokens] == first.prompt_ids.tolist()
     stored = await pieces.recorded(session)
     assert [chat.messages == () for chat in stored] == [False, True, True, False]
@@ -275,9 +267,9 @@ async def test_a_raw_prompt_is_recorded_with_its_ids_and_goes_on_from_the_call_i
 async def test_a_reply_to_a_raw_prompt_is_in_no_conversation(pieces):
     pieces.script = says("r")
     session = await pieces.session()
-    raw = await session.chat(call(messages=(), prompt="x", digest="raw"))
+    raw = await session.generate_one(call(messages=(), prompt="x", digest="raw"))
     assert raw.prompt_ids.tolist() == [ord("x")]
-    chat = await session.chat(call("a"))
+    chat = await session.generate_one(call("a"))
     assert (chat.extends, chat.fork) == (None, None)
 
 
@@ -285,5 +277,5 @@ async def test_a_reply_to_a_raw_prompt_is_in_no_conversation(pieces):
 async def test_a_raw_prompt_that_is_none_is_refused(pieces, prompt):
     session = await pieces.session()
     with pytest.raises(InvalidRequest, match="prompt") as caught:
-        await session.chat(call(messages=(), prompt=prompt))
+        await session.generate_one(call(messages=(), prompt=prompt))
     assert caught.value.field == "prompt"

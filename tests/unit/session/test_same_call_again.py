@@ -9,7 +9,9 @@ import pytest
 from palestra.chat import ByteTokenizer, ChatMLRenderer
 from palestra.errors import EngineFailure
 from palestra.schemas.states import TurnState
-from palestra.session.session import call_seed
+from palestra.session import Session
+from palestra.session.recorder import NoStore
+from palestra.session.registry import call_seed, prompt_digest
 from unit.session.conftest import busy_writer, call, in_flight, says, until
 
 RENDERER = ChatMLRenderer(ByteTokenizer())
@@ -17,29 +19,28 @@ RENDERER = ChatMLRenderer(ByteTokenizer())
 
 async def test_equal_calls_are_distinct_samples_in_order(bench):
     session = await bench.session()
-    chats = [await session.chat(call("a")) for _ in range(3)]
-    wanted = [call_seed(11, session.episode.episode_id, chats[0].prompt_ids, n) for n in range(3)]
+    chats = [await session.generate_one(call("a")) for _ in range(3)]
+    wanted = [call_seed(11, session.episode.episode_id, prompt_digest(chats[0].prompt_ids), n) for n in range(3)]
     assert [c.sampling.seed for c in chats] == wanted
     again = await bench.reopened(session)
-    assert (await again.chat(call("a"))).sampling.seed == call_seed(
-        11, session.episode.episode_id, chats[0].prompt_ids, 3
+    assert (await again.generate_one(call("a"))).sampling.seed == call_seed(
+        11, session.episode.episode_id, prompt_digest(chats[0].prompt_ids), 3
     )
 
 
 async def test_the_order_in_which_different_calls_arrive_changes_nothing(bench):
-    one, two = await bench.session(request="r"), await bench.session(request="s")
-    two.episode = one.episode  # as another run of the same job would have it
-    first = {t: (await one.chat(call(t))).sampling.seed for t in "abc"}
-    two._next_index = 3
-    second = {t: (await two.chat(call(t))).sampling.seed for t in "cab"}
+    one = await bench.session()
+    two = Session(bench.context, NoStore(), one.episode_id, one.fence, "train")  # another run of the same job
+    first = {t: (await one.generate_one(call(t))).sampling.seed for t in "abc"}
+    second = {t: (await two.generate_one(call(t))).sampling.seed for t in "cab"}
     assert first == second
 
 
 async def test_a_retry_gets_the_recorded_call_and_samples_nothing(bench):
     session = await bench.session()
-    first = await session.chat(call("a"))
+    first = await session.generate_one(call("a"))
     calls = bench.engine.calls
-    assert await session.chat(call("a", retry=True)) is first
+    assert await session.generate_one(call("a", retry=True)) is first
     assert bench.engine.calls == calls
     assert len(await bench.recorded(session)) == 1
     assert bench.context.counts["retries_answered"] == 1
@@ -47,24 +48,24 @@ async def test_a_retry_gets_the_recorded_call_and_samples_nothing(bench):
 
 async def test_what_was_delivered_or_is_not_said_to_be_a_retry_is_sampled_anew(bench):
     session = await bench.session()
-    first = await session.chat(call("a"))
-    assert (await session.chat(call("a"))).index == 1
+    first = await session.generate_one(call("a"))
+    assert (await session.generate_one(call("a"))).index == 1
     session.delivered(first)
-    second = await session.chat(call("a", retry=True))  # the second of the two is still undelivered
+    second = await session.generate_one(call("a", retry=True))  # the second of the two is still undelivered
     assert second.index == 1
     session.delivered(second)
-    assert (await session.chat(call("a", retry=True))).index == 2
-    assert (await session.chat(call("b", retry=True))).index == 3
+    assert (await session.generate_one(call("a", retry=True))).index == 2
+    assert (await session.generate_one(call("b", retry=True))).index == 3
 
 
 async def test_a_retry_after_a_restart_gets_what_was_recorded(bench):
     session = await bench.session()
     bench.script = says("r")
-    await session.chat(call("a"))
-    await session.chat(call("a", "r", "b"))
+    await session.generate_one(call("a"))
+    await session.generate_one(call("a", "r", "b"))
     again = await bench.reopened(session)
-    assert (await again.chat(call("a", "r", "b", retry=True))).index == 1
-    assert (await again.chat(call("a", retry=True))).index == 2  # its reply had arrived: "b" goes on from it
+    assert (await again.generate_one(call("a", "r", "b", retry=True))).index == 1
+    assert (await again.generate_one(call("a", retry=True))).index == 2  # its reply had arrived: "b" goes on from it
     assert len(await bench.recorded(session)) == 3
 
 
@@ -77,15 +78,15 @@ async def test_a_call_that_failed_is_the_same_sample_when_it_is_sent_again(bench
 
     bench.script = fails
     with pytest.raises(EngineFailure):
-        await session.chat(call("a"))
+        await session.generate_one(call("a"))
     bench.script = lambda prompt, sampling: []
     with pytest.raises(EngineFailure, match="no token"):
-        await session.chat(call("a"))
+        await session.generate_one(call("a"))
     assert await bench.recorded(session) == ()
     assert bench.context.counts["calls_incomplete"] == 2
     bench.script = real
-    chat = await session.chat(call("a"))
-    assert chat.sampling.seed == call_seed(11, session.episode.episode_id, chat.prompt_ids, 0)
+    chat = await session.generate_one(call("a"))
+    assert chat.sampling.seed == call_seed(11, session.episode.episode_id, prompt_digest(chat.prompt_ids), 0)
 
 
 async def test_a_call_whose_caller_went_away_is_not_recorded_and_is_the_same_sample_when_sent_again(bench):
@@ -97,8 +98,8 @@ async def test_a_call_whose_caller_went_away_is_not_recorded_and_is_the_same_sam
         await task
     await bench.engine.resume()
     assert await bench.recorded(session) == ()
-    chat = await session.chat(call("a"))
-    assert chat.sampling.seed == call_seed(11, session.episode.episode_id, chat.prompt_ids, 0)
+    chat = await session.generate_one(call("a"))
+    assert chat.sampling.seed == call_seed(11, session.episode.episode_id, prompt_digest(chat.prompt_ids), 0)
 
 
 @pytest.mark.parametrize("restart", [False, True])
@@ -113,8 +114,8 @@ async def test_of_two_equal_calls_the_one_that_is_lost_and_sent_again_is_not_the
     second = await kept
     if restart:
         session = await bench.reopened(session)
-    first = await session.chat(call("a"))
-    seeds = [call_seed(11, session.episode.episode_id, first.prompt_ids, n) for n in range(2)]
+    first = await session.generate_one(call("a"))
+    seeds = [call_seed(11, session.episode.episode_id, prompt_digest(first.prompt_ids), n) for n in range(2)]
     assert [first.sampling.seed, second.sampling.seed] == seeds
 
 
@@ -122,15 +123,15 @@ async def test_a_call_that_was_committed_while_its_caller_went_away_is_what_a_re
     """Otherwise a reply that the agent never saw would be trained beside the one that it did see."""
     session = await bench.session()
     async with busy_writer(bench.store):
-        task = asyncio.ensure_future(session.chat(call("a")))
-        await until(lambda: any(t.state is TurnState.INTERACTING for t in session._turns))
+        task = asyncio.ensure_future(session.generate_one(call("a")))
+        await until(lambda: any(t.state is TurnState.INTERACTING for t in session._turns._open))
         await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
     await bench.store.db.write(lambda c: None)
     await asyncio.sleep(0.01)
-    again = await session.chat(call("a", retry=True))
+    again = await session.generate_one(call("a", retry=True))
     recorded = await bench.recorded(session)
     assert [c.index for c in recorded] == [again.index] == [0]
     assert bench.engine.calls == 1

@@ -29,7 +29,7 @@ CONSTRAINTS = {
 async def test_what_reshapes_the_distribution_is_refused_in_training_and_named(bench, field):
     session = await bench.session()
     with pytest.raises(UnsupportedField, match=f"{field} is not possible in a training episode") as caught:
-        await session.chat(call("a", **RESHAPING[field]))
+        await session.generate_one(call("a", **RESHAPING[field]))
     assert caught.value.field == field
     assert await bench.recorded(session) == ()
     assert bench.engine.calls == 0
@@ -39,29 +39,29 @@ async def test_what_reshapes_the_distribution_is_refused_in_training_and_named(b
 async def test_where_the_job_says_so_it_is_left_out_in_training_which_is_said_and_counted(bench, field):
     bench.context = replace(bench.context, ignore_untrainable=True)
     session = await bench.session()
-    plain = await session.chat(call("b"))
+    plain = await session.generate_one(call("b"))
     wish = call("a", **RESHAPING[field])
-    chat = await session.chat(wish)
+    chat = await session.generate_one(wish)
     assert replace(chat.sampling, seed=0) == replace(plain.sampling, seed=0)
     assert overruled(wish, chat.sampling).startswith(f"{field}=")
     assert bench.context.counts["sampling_overruled"] == 1
-    other = await (await bench.session("adhoc", field)).chat(wish)
+    other = await (await bench.session("adhoc", field)).generate_one(wish)
     assert overruled(wish, other.sampling) is None
 
 
 async def test_the_refusal_names_the_setting(bench):
     session = await bench.session()
     with pytest.raises(UnsupportedField, match=r'rollout\.untrainable_sampling = "ignore"'):
-        await session.chat(call("a", top_p=0.9))
+        await session.generate_one(call("a", top_p=0.9))
 
 
 @pytest.mark.parametrize("kind", ["validation", "adhoc"])
 @pytest.mark.parametrize("field", RESHAPING)
 async def test_elsewhere_it_comes_to_the_engine_and_into_the_record(bench, kind, field):
     session = await bench.session(kind)
-    await session.chat(call("a", **RESHAPING[field]))
+    await session.generate_one(call("a", **RESHAPING[field]))
     (chat,) = await bench.recorded(session)
-    plain = (await session.chat(call("b"))).sampling
+    plain = (await session.generate_one(call("b"))).sampling
     assert getattr(chat.sampling, field) != getattr(plain, field)
 
 
@@ -69,34 +69,34 @@ async def test_elsewhere_it_comes_to_the_engine_and_into_the_record(bench, kind,
 @pytest.mark.parametrize("field", CONSTRAINTS)
 async def test_a_grammar_is_possible_everywhere_the_trainer_goes_through_it_too(bench, kind, field):
     session = await bench.session(kind)
-    await session.chat(call("a", **CONSTRAINTS[field]))
+    await session.generate_one(call("a", **CONSTRAINTS[field]))
     (chat,) = await bench.recorded(session)
     assert chat.sampling.grammar
-    assert not (await session.chat(call("b"))).sampling.grammar
+    assert not (await session.generate_one(call("b"))).sampling.grammar
 
 
 async def test_in_training_a_reply_may_end_where_the_caller_says(bench):
     """Where a reply ends changes no probability of the tokens before."""
     bench.script = lambda prompt, sampling: [*b"abcdef", 258]
     session = await bench.session()
-    assert (await session.chat(call("a", stop=("cd",)))).reply.text == "ab"
-    assert (await session.chat(call("b", stop_token_ids=(ord("e"),)))).sampling.stop_ids == (ord("e"),)
+    assert (await session.generate_one(call("a", stop=("cd",)))).reply.text == "ab"
+    assert (await session.generate_one(call("b", stop_token_ids=(ord("e"),)))).sampling.stop_ids == (ord("e"),)
 
 
 async def test_what_the_job_fixes_against_the_callers_wish_is_said_and_counted(bench):
     session = await bench.session()
     wish = call("a", temperature=0.1, seed=5, max_tokens=500)
-    chat = await session.chat(wish)
+    chat = await session.generate_one(wish)
     assert overruled(wish, chat.sampling) == "temperature=1, max_tokens=50, seed=job"
     assert bench.context.counts["sampling_overruled"] == 1
     kept = call("b", max_tokens=7, temperature=1.0)
-    assert overruled(kept, (await session.chat(kept)).sampling) is None
+    assert overruled(kept, (await session.generate_one(kept)).sampling) is None
     assert bench.context.counts["sampling_overruled"] == 1
 
 
 async def test_choices_with_a_seed_of_the_callers_have_one_each(bench):
     session = await bench.session("adhoc")
-    chats = await session.chats(call("a", choices=3, seed=2**63 - 1))
+    chats = await session.generate(call("a", choices=3, seed=2**63 - 1))
     assert [chat.sampling.seed for chat in chats] == [2**63 - 1, 0, 1]
 
 
@@ -105,7 +105,7 @@ async def test_choices_with_a_seed_of_the_callers_have_one_each(bench):
 
 async def grammar_of(bench, **fields) -> str:
     session = await bench.session("adhoc", request=repr(fields))
-    return (await session.chat(call("a", **fields))).sampling.grammar
+    return (await session.generate_one(call("a", **fields))).sampling.grammar
 
 
 def accepts(grammar: str, text: str) -> bool:
@@ -163,6 +163,6 @@ async def test_a_schema_is_met_and_tools_may_be_called_beside_it(bench):
 async def test_a_constraint_that_cant_be_met_is_refused_before_anything_is_sampled(bench, fields, field):
     session = await bench.session("adhoc")
     with pytest.raises(InvalidRequest) as caught:
-        await session.chat(call("a", **fields))
+        await session.generate_one(call("a", **fields))
     assert caught.value.field == field
     assert bench.engine.calls == 0

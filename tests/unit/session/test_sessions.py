@@ -47,10 +47,10 @@ async def test_only_the_holder_of_the_lease_may_open(sessions, bench):
 
 async def test_a_session_that_is_not_in_memory_is_rebuilt_from_the_store(sessions, bench):
     session = await sessions.open(EPISODE, 1)
-    first = await session.chat(call("a"))
+    first = await session.generate_one(call("a"))
     rebuilt = await Sessions(bench.context, 2).open(EPISODE, 1)
     assert rebuilt is not session
-    second = await rebuilt.chat(call("a", first.reply.text, "b"))
+    second = await rebuilt.generate_one(call("a", first.reply.text, "b"))
     assert (second.index, second.extends.index) == (1, 0)
 
 
@@ -58,7 +58,7 @@ async def test_a_session_that_is_not_in_memory_is_rebuilt_from_the_store(session
 async def test_when_the_lease_is_over_the_session_is_and_its_calls_are(sessions, bench, clock, how):
     session = await sessions.open(EPISODE, 1)
     await bench.engine.pause()
-    task = asyncio.ensure_future(session.chat(call("a")))
+    task = asyncio.ensure_future(session.generate_one(call("a")))
     while session.state is not TurnState.GENERATING:
         await asyncio.sleep(0)
     if how == "end":
@@ -76,11 +76,11 @@ async def test_when_the_lease_is_over_the_session_is_and_its_calls_are(sessions,
 
 async def test_the_next_lease_has_a_session_of_its_own_without_the_former_calls(sessions, bench):
     first = await sessions.open(EPISODE, 1)
-    chat = await first.chat(call("a"))
+    chat = await first.generate_one(call("a"))
     await bench.store.episodes.abort(EPISODE, 1, "", discard=False)
     await bench.store.episodes.claim("w", "s", None)
     second = await sessions.open(EPISODE, 2)
-    again = await second.chat(call("a"))
+    again = await second.generate_one(call("a"))
     assert (again.index, again.parent, again.fence) == (0, None, 2)
     assert again.sampling.seed == chat.sampling.seed  # the attempt is played again as it was
 
@@ -100,7 +100,7 @@ async def test_so_many_calls_may_be_in_flight_and_no_more(sessions, bench):
 async def test_stopping_ends_the_calls_in_flight_and_takes_no_more(sessions, bench):
     session = await sessions.open(EPISODE, 1)
     await bench.engine.pause()
-    task = asyncio.ensure_future(session.chat(call("a")))
+    task = asyncio.ensure_future(session.generate_one(call("a")))
     while session.state is not TurnState.GENERATING:
         await asyncio.sleep(0)
     sessions.stop(ServerStopping("bye"))
@@ -127,4 +127,4 @@ async def test_a_lease_that_ends_while_its_session_is_opened_has_none(sessions, 
     bench.store.calls.of_lease = lease
     with pytest.raises(EpisodeEnded if how == "end" else EpisodeLeaseExpired):
         await sessions.open(EPISODE, 1)
-    assert sessions._open == {}
+    assert sessions._episodes == {}

@@ -16,7 +16,7 @@ from palestra.grammars.pool import Grammars
 from palestra.inference.embedded import EmbeddedEngine
 from palestra.models.causal_lm import load_causal_lm, load_tokenizer
 from palestra.models.grammar import vocabulary_of
-from palestra.schemas.records import GrammarSpan, Sampling
+from palestra.schemas.records import GrammarSpan, SamplingParams
 from unit.building import make_chat, make_sample, rows_of
 from unit.trainer.test_torch_trainer import training
 
@@ -30,7 +30,7 @@ async def sampled(prompt: np.ndarray, temperature: float, seed: int):
     settings = EngineConfig(threads=1, dtype="float32", max_batch=4)
     grammars = Grammars(vocabulary_of(tokenizer, model.vocab_size))
     engine = EmbeddedEngine(model, "policy", (258,), settings, grammars=grammars)
-    how = Sampling(temperature=temperature, max_tokens=60, seed=seed, grammar=GRAMMAR)
+    how = SamplingParams(temperature=temperature, max_tokens=60, seed=seed, grammar=GRAMMAR)
     try:
         pieces = [piece async for piece in engine.generate("policy", prompt, how)]
     finally:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from palestra.schemas.records import PolicyVersion, Sampling, VersionSpan
+from palestra.schemas.records import PolicyVersion, SamplingParams, VersionSpan
 from unit.building import make_chat, rows_of
 
 
@@ -87,7 +87,7 @@ def test_another_policy_is_a_row_of_its_own_and_another_agent_is_not():
 
 def test_every_token_has_the_temperature_and_the_call_that_sampled_it():
     first = make_chat(prompt=(1,), completion=(2,))
-    warmer = Sampling(temperature=0.5, max_tokens=4, seed=1)
+    warmer = SamplingParams(temperature=0.5, max_tokens=4, seed=1)
     (row,) = rows_of([first, make_chat(index=1, parent=first, prompt=(3,), completion=(4,), sampling=warmer)])
     assert row.temperatures.tolist() == [1.0, 1.0, 1.0, 0.5]
     assert row.chats.tolist() == [-1, 0, -1, 1]

@@ -6,8 +6,9 @@ from drawing import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.chat import ByteTokenizer, ChatMLRenderer, parse_reply
-from palestra.chat.streaming import MessageDelta, ReplySplitter, whole_message
+from palestra.chat import ByteTokenizer, ChatMLRenderer
+from palestra.chat.base import MessageDelta, whole_message
+from palestra.chat.chatml_reply import ReplySplitter
 
 RENDERER = ChatMLRenderer(ByteTokenizer())
 TOOLS = ({"type": "function", "function": {"name": "f"}},)
@@ -38,8 +39,8 @@ def split(pieces: list[str], calls: bool, single: bool = False) -> tuple[Message
 @examples(100, 1500)
 @given(text=texts, sizes=st.lists(st.integers(0, 7), max_size=60), calls=st.booleans())
 def test_deltas_of_any_pieces_are_the_message_that_the_whole_text_is_read_as(text, sizes, calls):
-    ids = np.asarray(RENDERER._tokenizer.encode(text), np.int32)
-    reply = parse_reply(RENDERER, ids, lambda: ids, TOOLS if calls else (), "id")
+    ids = np.asarray(ByteTokenizer().encode(text), np.int32)
+    reply = RENDERER.parse(ids, lambda: ids, TOOLS if calls else (), "id")
     wanted = (whole_message(reply.message), len(reply.malformed))
     assert split(in_pieces(text, sizes), calls) == wanted
     assert split(list(text), calls) == wanted

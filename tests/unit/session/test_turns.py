@@ -4,7 +4,8 @@ import pytest
 
 from palestra.errors import IllegalTransition
 from palestra.schemas.states import TurnState
-from palestra.session.turn import StateTimes, Turn
+from palestra.session.counters import StateTimes
+from palestra.session.turns import Turn
 from unit.building import FakeClock
 
 
@@ -19,11 +20,11 @@ def test_the_time_in_each_state_is_added_up_and_what_goes_on_counts_up_to_now():
         assert first.state is state
     clock.ticks += 1
     assert times.seconds == {TurnState.PENDING: 2 + 1 + 10.0, TurnState.GENERATING: 3.0}
-    assert times.inside(TurnState.PENDING) == 2
+    assert times._inside[TurnState.PENDING] == 2
     second.move(TurnState.TERMINATED)
     clock.ticks += 5
     assert times.seconds[TurnState.PENDING] == 2 + 6 + 10
-    assert times.inside(TurnState.PENDING) == 1
+    assert times._inside[TurnState.PENDING] == 1
 
 
 def test_a_move_that_the_machine_does_not_have_changes_nothing():
@@ -32,4 +33,4 @@ def test_a_move_that_the_machine_does_not_have_changes_nothing():
     with pytest.raises(IllegalTransition, match="a call of episode e"):
         turn.move(TurnState.INTERACTING)
     assert turn.state is TurnState.PENDING
-    assert times.inside(TurnState.PENDING) == 1
+    assert times._inside[TurnState.PENDING] == 1

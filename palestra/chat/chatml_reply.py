@@ -1,50 +1,70 @@
-"""A ChatML reply taken apart while it is sampled: what is certain of its reasoning, content and tool calls.
+"""A ChatML reply taken apart, as a whole or while it is sampled: its reasoning, its content and its tool calls.
 
-Put together, the deltas are the message that `parse_reply` makes of the whole reply. A tool call comes in one piece,
-when its closing tag is there: before, it may turn out to be content.
+What is certain of a reply is given out as soon as it is. A tool call comes in one piece, when its closing tag is there:
+before, it may turn out to be content.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
 
+from palestra.chat.base import Attempt, MessageDelta, Reply, ReplyStream, tool_call
 from palestra.chat.json_text import read_object
-from palestra.chat.tool_calls import Attempt, read_calls
-from palestra.schemas.messages import ChatMessage, FunctionCall, ToolCall
+from palestra.chat.tool_calls import CLOSE, OPEN, read_calls
+from palestra.schemas.messages import text_message
+from palestra.schemas.records import Ids
 
 _THINK, _THOUGHT = "<think>", "</think>"
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_LEADING_THOUGHT = re.compile(rf"\s*{_THINK}(.*?)(?:{_THOUGHT}|\Z)", re.DOTALL)
 _SPACE = " \t\r\n"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MessageDelta:
-    """What is added to the assistant's message."""
+def write_thought(reasoning: str) -> str:
+    """Return what stands before an answer that has reasoning."""
+    return f"{_THINK}\n{reasoning}\n{_THOUGHT}\n\n"
 
-    reasoning: str = ""
-    content: str = ""
-    calls: tuple[ToolCall, ...] = ()
 
-    def __bool__(self) -> bool:
-        return bool(self.reasoning or self.content or self.calls)
+def read_thought(text: str) -> tuple[str | None, str]:
+    """Return a reply's reasoning (None: it has none) and the rest. Reasoning that was cut off leaves no rest."""
+    match = _LEADING_THOUGHT.match(text)
+    if match is None:
+        return None, text
+    return match[1].strip("\n") or None, text[match.end() :].lstrip("\n")
 
-    def __add__(self, other: MessageDelta) -> MessageDelta:
-        return MessageDelta(
-            reasoning=self.reasoning + other.reasoning,
-            content=self.content + other.content,
-            calls=self.calls + other.calls,
+
+def read_reply(text: str, calls: bool) -> tuple[str | None, str, list[Attempt]]:
+    """Return reasoning (None: there is none), content and, with `calls`, the tool calls of a whole reply."""
+    reasoning, content = read_thought(text)
+    return (reasoning, content, []) if not calls else (reasoning, *read_calls(content))
+
+
+class ChatMLStream(ReplyStream):
+    """Reads a reply while it is sampled."""
+
+    def __init__(self, calls: bool, call_ids: str, single_call: bool) -> None:
+        """See `ReplySplitter`."""
+        self._splitter = ReplySplitter(calls, call_ids, single_call)
+        self._told: list[MessageDelta] = []
+
+    def feed(self, text: str) -> MessageDelta:
+        """See `ReplyStream`."""
+        delta = self._splitter.feed(text)
+        self.over = self._splitter.over
+        if delta:
+            self._told.append(delta)
+        return delta
+
+    def finish(self, completion_ids: Ids, cut: bool) -> tuple[MessageDelta, Reply]:
+        """See `ReplyStream`. The text that was fed says it all."""
+        rest = self._splitter.end()
+        told = [*self._told, rest]
+        message = text_message("assistant", "".join(delta.content for delta in told)).model_copy(
+            update={
+                "reasoning_content": "".join(delta.reasoning for delta in told) or None,
+                "tool_calls": tuple(call for delta in told for call in delta.calls),
+            }
         )
-
-
-def whole_message(message: ChatMessage) -> MessageDelta:
-    """A message that is there at once."""
-    return MessageDelta(reasoning=message.reasoning_content or "", content=message.text, calls=message.tool_calls)
-
-
-def tool_call(attempt: Attempt, call_ids: str, number: int) -> ToolCall:
-    """The call number `number` of a reply; its id is `{call_ids}_{number}`."""
-    function = FunctionCall(name=attempt.name or "", arguments=attempt.arguments or "{}")
-    return ToolCall(id=f"{call_ids}_{number}", function=function)
+        return rest, Reply(message=message, malformed=("a tool call could not be read",) * self._splitter.malformed)
 
 
 class ReplySplitter:
@@ -178,9 +198,9 @@ class _CallSplitter:
 
     def _open(self, content: list[str], last: bool) -> bool:
         """Go on to the next opening tag; False: there is none yet."""
-        start = self._held.find(_OPEN)
+        start = self._held.find(OPEN)
         if start < 0:
-            certain = len(self._held) - (0 if last else _ending(self._held, _OPEN))
+            certain = len(self._held) - (0 if last else _ending(self._held, OPEN))
             if certain and not last and self._held[certain - 1] == "\n":
                 certain -= 1
             content.append(self._held[:certain])
@@ -204,13 +224,13 @@ class _CallScanner:
     """Finds where a call is over: looks at each character once, and parses once."""
 
     def __init__(self) -> None:
-        self._at = len(_OPEN)
+        self._at = len(OPEN)
         self._depth = 0
         self._string = False
         self._escaped = False
         self._object_end: int | None = None  # of a JSON object that can be read
         self._broken = False  # there is none
-        self._searched = len(_OPEN)  # no tag begins before
+        self._searched = len(OPEN)  # no tag begins before
 
     def end(self, text: str) -> int | None:
         """How much of `text`, which begins with the opening tag, the call is; None: what follows can still decide."""
@@ -219,17 +239,17 @@ class _CallScanner:
         if self._object_end is not None:
             rest = text[self._object_end :]
             closing = rest.lstrip()
-            if closing.startswith(_CLOSE):
-                return self._object_end + len(rest) - len(closing) + len(_CLOSE)
-            return None if _CLOSE.startswith(closing) else self._object_end
+            if closing.startswith(CLOSE):
+                return self._object_end + len(rest) - len(closing) + len(CLOSE)
+            return None if CLOSE.startswith(closing) else self._object_end
         return self._next_tag(text) if self._broken else None
 
     def _next_tag(self, text: str) -> int | None:
         """A call that can't be read ends with its closing tag, or where the next one opens."""
-        following, closing = text.find(_OPEN, self._searched), text.find(_CLOSE, self._searched)
-        self._searched = max(self._searched, len(text) - len(_CLOSE))
+        following, closing = text.find(OPEN, self._searched), text.find(CLOSE, self._searched)
+        self._searched = max(self._searched, len(text) - len(CLOSE))
         if closing >= 0 and (following < 0 or closing < following):
-            return closing + len(_CLOSE)
+            return closing + len(CLOSE)
         return following if following >= 0 else None
 
     def _scan(self, text: str) -> None:
@@ -258,7 +278,7 @@ class _CallScanner:
 
     def _read(self, text: str) -> None:
         try:
-            self._object_end = read_object(text, len(_OPEN))[1]
+            self._object_end = read_object(text, len(OPEN))[1]
         except ValueError:
             self._broken = True
 

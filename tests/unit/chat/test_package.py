@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from renderers import ParsedResponse, ParsedToolCall, ToolCallParseStatus
 
-from palestra.chat import ByteTokenizer, bridge, parse_reply, render
+from palestra.chat import ByteTokenizer, PackageRenderer
 from palestra.schemas.messages import ChatMessage, text_message
 from unit.building import ids
 
@@ -32,7 +32,7 @@ def encoded(text: str):
 
 
 def test_a_prompt_is_the_whole_conversation_with_an_open_turn(byte_renderer):
-    prompt = render(byte_renderer, (HELLO, BACK, MORE))
+    prompt = byte_renderer.render((HELLO, BACK, MORE)).ids
     assert prompt.dtype == np.int32
     assert shown(prompt) == (
         "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nhi<|im_end|>\n"
@@ -50,23 +50,25 @@ def test_everything_a_message_has_reaches_the_renderer(byte_renderer):
         }
     )
     answer = ChatMessage.model_validate({"role": "tool", "content": "2", "tool_call_id": "c"})
-    text = shown(render(byte_renderer, (HELLO, said, answer), TOOLS))
+    text = shown(byte_renderer.render((HELLO, said, answer), TOOLS).ids)
     assert json.dumps(TOOLS[0]) in text
     assert f"<think>\nhm\n</think>\n\n{CALL}<|im_end|>" in text
     assert "<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>" in text
 
 
 def test_a_bridge_of_ours_is_what_follows_and_never_asks_for_the_prompt(byte_renderer):
-    rest = bridge(byte_renderer, never, ids(0xC3, 258), (MORE,))
+    rest = byte_renderer.extend(never, ids(0xC3, 258), (MORE,)).ids
     assert rest.dtype == np.int32
     assert shown(rest) == "\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
-    assert shown(bridge(byte_renderer, never, ids(0xC3), (BACK, MORE))).startswith(
+    assert shown(byte_renderer.extend(never, ids(0xC3), (BACK, MORE)).ids).startswith(
         "<|im_end|>\n<|im_start|>assistant\nhi"
     )
 
 
 class Package:
-    """A renderer that is not ours."""
+    """What the package makes: a renderer in its sense."""
+
+    config = SimpleNamespace(name="gpt-oss")  # of which no text has to be marked
 
     def __init__(self, ids_after: list[int] | None = None, parsed: ParsedResponse | None = None) -> None:
         self.ids_after, self.parsed, self.given = ids_after, parsed, SimpleNamespace()
@@ -86,6 +88,10 @@ class Package:
         return [9]
 
 
+def wrapped(package: Package) -> PackageRenderer:
+    return PackageRenderer(ByteTokenizer(), package)
+
+
 @pytest.mark.parametrize(
     ("whole", "rest"),
     [
@@ -98,13 +104,14 @@ class Package:
     ],
 )
 def test_of_the_package_only_an_exact_bridge_is_taken(whole, rest):
-    renderer = Package(whole)
-    found = bridge(renderer, lambda: ids(1, 2), ids(3, 9), (MORE,), TOOLS)
-    assert (None if found is None else found.tolist()) == rest
-    assert renderer.given.prompt == [1, 2]
-    assert renderer.given.completion == [3, 9]
-    assert renderer.given.messages == [{"role": "user", "content": "more"}]
-    assert renderer.given.tools == TOOLS
+    package = Package(whole)
+    renderer = wrapped(package)
+    found = renderer.extend(lambda: ids(1, 2), ids(3, 9), (MORE,), TOOLS)
+    assert (None if found is None else found.ids.tolist()) == rest
+    assert package.given.prompt == [1, 2]
+    assert package.given.completion == [3, 9]
+    assert package.given.messages == [{"role": "user", "content": "more"}]
+    assert package.given.tools == TOOLS
 
 
 def answer(call: str) -> ChatMessage:
@@ -116,30 +123,30 @@ def test_a_tools_answer_is_told_which_tool_it_is_of():
     parsed = ParsedResponse(
         content="", tool_calls=[ParsedToolCall(raw="", name="add", arguments={}), ParsedToolCall(raw="", name="now")]
     )
-    renderer = Package(None, parsed)
-    bridge(renderer, lambda: ids(1), ids(9), (answer("x_1"), answer("x_0"), answer("other"), answer("x_7")), TOOLS)
-    assert [m.get("name") for m in renderer.given.messages] == ["now", "add", None, None]
-    said = parse_reply(renderer, ids(9), lambda: ids(1), TOOLS, "x").message
-    render(renderer, (HELLO, said, answer("x_1")), TOOLS)
-    assert renderer.given.messages[2]["name"] == "now"
+    package = Package(None, parsed)
+    renderer = wrapped(package)
+    renderer.extend(lambda: ids(1), ids(9), (answer("x_1"), answer("x_0"), answer("other"), answer("x_7")), TOOLS)
+    assert [m.get("name") for m in package.given.messages] == ["now", "add", None, None]
+    said = renderer.parse(ids(9), lambda: ids(1), TOOLS, "x").message
+    renderer.render((HELLO, said, answer("x_1")), TOOLS)
+    assert package.given.messages[2]["name"] == "now"
 
 
 def test_no_tools_are_none_for_the_package():
-    renderer = Package()
-    render(renderer, (HELLO,))
-    assert renderer.given.tools is None
+    package = Package()
+    renderer = wrapped(package)
+    renderer.render((HELLO,))
+    assert package.given.tools is None
 
 
 def test_a_reply_is_an_assistants_message(byte_renderer):
-    reply = parse_reply(byte_renderer, encoded("ok"), never)
+    reply = byte_renderer.parse(encoded("ok"), never)
     assert reply.message == text_message("assistant", "ok")
     assert reply.malformed == ()
 
 
 def test_calls_of_a_reply_get_ids_and_keep_their_arguments(byte_renderer):
-    reply = parse_reply(
-        byte_renderer, encoded(f"<think>\nhm\n</think>\n\nSo.\n{CALL}\n{CALL}"), never, TOOLS, "call_e1"
-    )
+    reply = byte_renderer.parse(encoded(f"<think>\nhm\n</think>\n\nSo.\n{CALL}\n{CALL}"), never, TOOLS, "call_e1")
     assert reply.message.text == "So."
     assert reply.message.reasoning_content == "hm"
     assert [c.id for c in reply.message.tool_calls] == ["call_e1_0", "call_e1_1"]
@@ -148,12 +155,12 @@ def test_calls_of_a_reply_get_ids_and_keep_their_arguments(byte_renderer):
 
 
 def test_without_tools_a_call_is_text(byte_renderer):
-    assert parse_reply(byte_renderer, encoded(CALL), never).message == text_message("assistant", CALL)
+    assert byte_renderer.parse(encoded(CALL), never).message == text_message("assistant", CALL)
 
 
 def test_each_malformed_call_has_a_reason_and_the_good_ones_are_counted_alone(byte_renderer):
     bad = "<tool_call>\nadd(1)\n</tool_call>"
-    reply = parse_reply(byte_renderer, encoded(f"{bad}\n{CALL}\n{bad}"), never, TOOLS)
+    reply = byte_renderer.parse(encoded(f"{bad}\n{CALL}\n{bad}"), never, TOOLS)
     assert [c.id for c in reply.message.tool_calls] == ["call_0"]
     assert reply.message.text == f"{bad}\n{bad}"
     assert [reason[:12] for reason in reply.malformed] == ["tool call 0:", "tool call 2:"]
@@ -171,10 +178,11 @@ def test_each_malformed_call_has_a_reason_and_the_good_ones_are_counted_alone(by
     ],
 )
 def test_the_packages_calls_are_as_the_model_wrote_them_where_it_wrote_json(raw, value, arguments):
-    renderer = Package(
+    package = Package(
         parsed=ParsedResponse(content="", tool_calls=[ParsedToolCall(raw=raw, name="add", arguments=value)])
     )
-    reply = parse_reply(renderer, ids(9), lambda: ids(1), TOOLS)
+    renderer = wrapped(package)
+    reply = renderer.parse(ids(9), lambda: ids(1), TOOLS)
     assert [c.function.arguments for c in reply.message.tool_calls] == [arguments]
 
 
@@ -188,14 +196,15 @@ def test_the_packages_calls_are_as_the_model_wrote_them_where_it_wrote_json(raw,
     ],
 )
 def test_a_call_that_the_package_could_not_read_stays_in_the_content(call):
-    renderer = Package(parsed=ParsedResponse(content="So.", reasoning_content="", tool_calls=[call]))
-    reply = parse_reply(renderer, ids(9), lambda: ids(1), TOOLS)
+    package = Package(parsed=ParsedResponse(content="So.", reasoning_content="", tool_calls=[call]))
+    renderer = wrapped(package)
+    reply = renderer.parse(ids(9), lambda: ids(1), TOOLS)
     assert reply.message == text_message("assistant", "So.\n<bad>")
     assert len(reply.malformed) == 1
 
 
 def test_without_tools_the_packages_calls_are_text_too():
     call = ParsedToolCall(raw="<call>", name="add", arguments={})
-    reply = parse_reply(Package(parsed=ParsedResponse(content="", tool_calls=[call])), ids(9), lambda: ids(1))
+    reply = wrapped(Package(parsed=ParsedResponse(content="", tool_calls=[call]))).parse(ids(9), lambda: ids(1))
     assert reply.message == text_message("assistant", "<call>")
     assert reply.malformed == ()

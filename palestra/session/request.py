@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from palestra.chat.streaming import MessageDelta
+from palestra.chat import MessageDelta
 from palestra.schemas.messages import ChatMessage, ToolChoice
-from palestra.schemas.records import Chat, Ids, Sampling
+from palestra.schemas.records import Chat, Ids, SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ModelCall:
+class GenerationRequest:
     """One request: messages, or a prompt as it is, and how to sample."""
 
     policy: str
@@ -61,7 +61,7 @@ class CallStart:
     index: int  # of its Chat
     prompt_ids: Ids  # [P]
     shared: int  # how many of them are those of an earlier call
-    sampling: Sampling
+    sampling: SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,100 @@
+"""A tokenizer as the rest of Palestra uses it: text to ids, ids to text, and the bytes that each token stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from palestra.chat.long_text import PIECE, LongText
+from palestra.chat.token_bytes import token_bytes
+from palestra.schemas.records import Ids
+
+SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+
+
+class Vocabulary:
+    """One tokenizer."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        """Take a tokenizer of transformers, or a `ByteTokenizer`."""
+        self._tokenizer = tokenizer
+
+    def __len__(self) -> int:
+        """Return from which id on ids are no tokens."""
+        return len(self._tokenizer) if hasattr(self._tokenizer, "__len__") else int(self._tokenizer.vocab_size)
+
+    def encode(self, text: str, room: int | None = None) -> Ids:
+        """Return the ids of a text that a caller has laid out, [N]: control tokens in it are meant.
+
+        Args:
+            text: any text. What the tokenizer puts in front of every text, if it does, is put there.
+            room: how many tokens there may be. None: any number.
+
+        Raises:
+            TooManyTokens: there are more than `room`; found before all of a long text is tokenised.
+        """
+        text = text.encode("utf-8", errors="replace").decode("utf-8")  # lone surrogates
+        if room is None or len(text) <= PIECE:
+            return np.asarray(self._tokenizer.encode(text), np.int32)
+        before, after = self._around
+        return np.asarray([*before, *self.long_text.encode(text, room), *after], np.int32)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids, control tokens included."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    @cached_property
+    def bytes_of(self) -> Callable[[int], bytes]:
+        """See `token_bytes`: a token's id to its bytes, of a control token those of its name."""
+        return token_bytes(self._tokenizer)
+
+    @cached_property
+    def long_text(self) -> LongText:
+        """What is known of long texts of this tokenizer, control tokens in them included."""
+        return LongText(self._tokenizer, lambda text: self._tokenizer.encode(text, add_special_tokens=False))
+
+    @cached_property
+    def _around(self) -> tuple[list[int], list[int]]:
+        """What the tokenizer puts in front of every text, and behind it."""
+        whole = list(self._tokenizer.encode("a"))
+        bare = list(self._tokenizer.encode("a", add_special_tokens=False))
+        at = next(k for k in range(len(whole) - len(bare) + 1) if whole[k : k + len(bare)] == bare)
+        return whole[:at], whole[at + len(bare) :]
+
+
+class ByteTokenizer:
+    """A tokenizer without a file, for the scripted engine: one token a byte, and ChatML's control tokens.
+
+    Ids 0 to 255 are bytes; 256, 257, 258 are `SPECIALS`, which text can't produce.
+    """
+
+    eos_token_id = 258
+    unk_token_id = None
+    name_or_path = "bytes"
+    vocab_size = 256 + len(SPECIALS)
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """Return the UTF-8 bytes of a text; lone surrogates are replaced."""
+        return list(text.encode("utf-8", errors="replace"))
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """Return the text of ids; bytes that are no UTF-8, and ids that are no token, become U+FFFD."""
+        pieces, run = [], bytearray()
+        for token in token_ids:
+            if token < 256:
+                run.append(token)
+                continue
+            pieces.append(run.decode("utf-8", errors="replace"))
+            run.clear()
+            if token >= self.vocab_size:
+                pieces.append("\ufffd")
+            elif not skip_special_tokens:
+                pieces.append(SPECIALS[token - 256])
+        return "".join(pieces) + run.decode("utf-8", errors="replace")
+
+    def convert_tokens_to_ids(self, token: str) -> int | None:
+        """Return the id of a control token; None for anything else."""
+        return 256 + SPECIALS.index(token) if token in SPECIALS else None

@@ -1,0 +1,114 @@
+"""Placeholders of images: equal ids behind which different images stand are different tokens, from prompt to row."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from palestra.chat import ByteTokenizer, ChatMLRenderer
+from palestra.schemas.messages import ChatMessage, ImagePart, TextPart, text_message
+from palestra.schemas.records import MediaSpan, TokenSequence
+from palestra.session import EpisodeSession, GenerationRequest
+from palestra.trajectory import common_tokens
+from unit.building import ids, rows_of
+from unit.session.conftest import says
+
+WIDTH = 3  # placeholders of an image
+
+
+class Seeing(ChatMLRenderer):
+    """Writes the images of a conversation in front of it."""
+
+    def __init__(self) -> None:
+        super().__init__(ByteTokenizer())
+
+    def render(self, messages, tools=(), room=None):
+        digests = [part.digest for m in messages for part in m.content if isinstance(part, ImagePart)]
+        text = super().render(messages, tools, room).ids
+        media = tuple(MediaSpan(k * WIDTH, WIDTH, digest) for k, digest in enumerate(digests))
+        return TokenSequence(np.concatenate((np.zeros(WIDTH * len(digests), np.int32), text)), media)
+
+
+class SeeingWithoutBridge(Seeing):
+    def extend(self, prompt_ids, completion_ids, new_messages, tools=(), room=None):
+        return None
+
+
+class SeeingBehind(Seeing):
+    """Its bridge writes images behind the new messages."""
+
+    def extend(self, prompt_ids, completion_ids, new_messages, tools=(), room=None):
+        rest = super().extend(prompt_ids, completion_ids, new_messages, tools, room).ids
+        digests = [part.digest for m in new_messages for part in m.content if isinstance(part, ImagePart)]
+        media = tuple(MediaSpan(len(rest) + k * WIDTH, WIDTH, digest) for k, digest in enumerate(digests))
+        return TokenSequence(np.concatenate((rest, np.zeros(WIDTH * len(digests), np.int32))), media)
+
+
+def shows(image: str, text: str) -> ChatMessage:
+    return ChatMessage(role="user", content=(ImagePart(digest=image), TextPart(text=text)))
+
+
+async def seeing(bench, renderer) -> EpisodeSession:
+    session = await bench.session()
+    runtime = replace(bench.context.policies["policy"], renderer=renderer)
+    bench.context = replace(bench.context, policies={"policy": runtime})
+    bench.script = says("r")
+    return EpisodeSession(bench.context, session.episode)
+
+
+def asks(*messages: ChatMessage) -> GenerationRequest:
+    return GenerationRequest(policy="policy", messages=messages)
+
+
+async def test_two_images_with_the_same_placeholders_share_no_token(bench):
+    session = await seeing(bench, Seeing())
+    one = await session.generate_one(asks(shows("one", "what is it?")))
+    other = await session.generate_one(asks(shows("other", "what is it?")))
+    assert one.prompt_ids.tolist() == other.prompt_ids.tolist()
+    assert (other.parent, other.shared) == (None, 0)
+    assert (one.media, other.media) == ((MediaSpan(0, WIDTH, "one"),), (MediaSpan(0, WIDTH, "other"),))
+    again = await session.generate_one(asks(shows("one", "what is it?")))
+    assert (again.parent, again.shared, again.media) == (one, one.prompt_tokens, ())
+    rows = rows_of([one, other, again])
+    assert sorted({row.media[0].digest for row in rows}) == ["one", "other"]
+
+
+async def test_a_conversation_that_is_rendered_anew_goes_on_from_the_same_image_only(bench):
+    session = await seeing(bench, SeeingWithoutBridge())
+    first = await session.generate_one(asks(shows("one", "a")))
+    second = await session.generate_one(asks(shows("one", "a"), first.reply, text_message("user", "b")))
+    assert (second.extends, second.fork, second.media) == (first, None, ())
+    assert second.all_media == (MediaSpan(0, WIDTH, "one"),)
+    other = await session.generate_one(asks(shows("other", "a"), first.reply, text_message("user", "b")))
+    assert (other.extends, other.fork.position) == (None, 0)
+
+
+async def test_images_of_a_bridge_stand_at_their_places_in_the_whole_prompt(bench):
+    session = await seeing(bench, SeeingBehind())
+    first = await session.generate_one(asks(text_message("user", "a")))
+    second = await session.generate_one(asks(text_message("user", "a"), first.reply, shows("one", "b")))
+    assert second.extends is first
+    assert second.media == (MediaSpan(second.prompt_tokens - WIDTH, WIDTH, "one"),)
+    (row,) = rows_of([first, second])
+    assert row.media == second.media
+
+
+A = MediaSpan(1, 2, "a")
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "common"),
+    [
+        (TokenSequence(ids(1, 2, 3)), TokenSequence(ids(1, 2, 4)), 2),
+        (TokenSequence(ids(5, 0, 0, 6), (A,)), TokenSequence(ids(5, 0, 0, 6), (A,)), 4),
+        (TokenSequence(ids(5, 0, 0, 6), (A,)), TokenSequence(ids(5, 0, 0, 6), (MediaSpan(1, 2, "b"),)), 1),
+        (TokenSequence(ids(5, 0, 0, 6), (A,)), TokenSequence(ids(5, 0, 0, 6)), 1),
+        (TokenSequence(ids(5, 0, 0, 0), (A,)), TokenSequence(ids(5, 0, 0, 0), (MediaSpan(1, 3, "a"),)), 3),
+        (TokenSequence(ids(5), ()), TokenSequence(ids(5, 0, 0), (A,)), 1),
+        (TokenSequence(ids()), TokenSequence(ids(5)), 0),
+    ],
+)
+def test_tokens_are_common_as_far_as_both_ids_and_images_are(one, other, common):
+    assert common_tokens(one, other) == common_tokens(other, one) == common

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import asyncio
+
+from palestra.session import GenerationRequest
+from palestra.session.registry import CallRegistry, call_seed, prompt_digest
+from unit.building import ids, make_chat
+
+PROMPT = ids(1, 2, 3)
+
+
+def seeds(*occurrences: int) -> list[int]:
+    return [call_seed(7, "e", prompt_digest(PROMPT), occurrence) for occurrence in occurrences]
+
+
+def test_equal_prompts_have_the_seeds_of_their_occurrences_and_numbers_in_order():
+    registry = CallRegistry(7, "e", ())
+    made = [registry.reserve(PROMPT) for _ in range(3)]
+    assert [one.seed for one in made] == seeds(0, 1, 2)
+    assert [one.index for one in made] == [0, 1, 2]
+    assert registry.reserve(ids(9)).seed == call_seed(7, "e", prompt_digest(ids(9)), 0)
+
+
+def test_a_seed_that_was_released_is_the_next_ones_and_its_number_stays_a_gap():
+    registry = CallRegistry(7, "e", ())
+    made = [registry.reserve(PROMPT) for _ in range(3)]
+    registry.release(made[1])
+    registry.release(made[0])
+    again = [registry.reserve(PROMPT) for _ in range(3)]
+    assert [one.seed for one in again] == seeds(0, 1, 3)
+    assert [one.index for one in again] == [3, 4, 5]
+
+
+def test_a_registry_of_recorded_calls_goes_on_where_they_end():
+    first = make_chat(index=4, prompt=[1], completion=[2])
+    registry = CallRegistry(7, "e", [first])
+    assert registry.time_step() == first.time_step + 1
+    assert registry.reserve(PROMPT).index == 5
+
+
+async def test_what_is_being_written_is_waited_for_and_what_was_delivered_is_not_found():
+    registry = CallRegistry(7, "e", ())
+    chat = make_chat(index=0, prompt=[1], completion=[2])
+    request = GenerationRequest(policy=chat.policy, digest=chat.request_digest)
+    written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    registry.recording(chat, written)
+    asked = asyncio.ensure_future(registry.undelivered(request))
+    await asyncio.sleep(0)
+    assert not asked.done()
+    written.add_done_callback(lambda done: registry.recorded(chat, done, kept=True))
+    written.set_result(None)
+    assert await asked == {0: chat}
+    assert await registry.undelivered(request) == {0: chat}
+    registry.delivered(chat)
+    assert await registry.undelivered(request) == {}
+
+
+async def test_what_could_not_be_written_is_not_found():
+    registry = CallRegistry(7, "e", ())
+    chat = make_chat(index=0, prompt=[1], completion=[2])
+    written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    registry.recording(chat, written)
+    registry.recorded(chat, written, kept=False)
+    assert await registry.undelivered(GenerationRequest(policy=chat.policy, digest=chat.request_digest)) == {}
