@@ -1,7 +1,7 @@
 """Asynchronous against synchronous training on a slow, uneven environment: `python bench/async_training.py`.
 
 The job of examples/gomoku.py, smaller, with an opponent that thinks for a lognormal time before each of its moves.
-Synchronous: `max_staleness` 0. Asynchronous: 2, and tokens of older weights are corrected (`token_truncate`). Both have
+Synchronous: `max_staleness` 0. Asynchronous: 2, and tokens of older weights are corrected (`token-truncate`). Both have
 the same tasks, the same batches and as many games at the same time as a step has. Writes docs/async.md.
 """
 
@@ -45,7 +45,7 @@ def train(seed: int, steps: int, staleness: int) -> dict[str, float]:
 
     config = job(seed, steps).model_dump()
     config["rollout"] |= {"groups_per_step": 8, "group_size": 16, "max_staleness": staleness}
-    config["algorithm"] |= {"importance": "token_truncate" if staleness else "none"}
+    config["algorithm"] |= {"importance_sampling": "token-truncate" if staleness else "none"}
     config["evaluation"] |= {"every_steps": steps}
     result = palestra.train(
         RolloutSpec(environment=Thinking, agents={"agent": Player()}),

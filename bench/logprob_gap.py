@@ -26,6 +26,7 @@ from palestra.config import JobConfig, parse_config
 from palestra.models.catalog import model_folder
 from palestra.schemas.messages import text_message
 from palestra.schemas.records import Floats, Ids, SamplingParams, TrainSample
+from palestra.trainer.base import PolicySpec
 
 PROMPTS, REPLIES, LONGEST = 12, 8, 48
 SYSTEM = "You are a helpful calculator."
@@ -77,7 +78,7 @@ async def _reply(parts: Parts, config: JobConfig, prompt: Ids, seed: int) -> Tra
         versions=np.where(trained[:, None], 0, -1).astype(np.int32).repeat(2, axis=1),
         calls=np.where(trained, 0, -1).astype(np.int32),
         advantages=trained.astype(np.float32),
-        weights=trained.astype(np.float32),
+        loss_weights=trained.astype(np.float32),
         temperatures=np.ones(len(ids), np.float32),
     )
 
@@ -122,10 +123,11 @@ async def measure(config: JobConfig, seed: int) -> dict[str, Any]:
     await parts.engine.resume()
     try:
         samples = await sampled(parts, config, seed)
-        rows = await parts.trainer.logprobs(config.policy_name, samples, "logprobs")
+        await parts.trainer.create(config.policy_name, PolicySpec(model=config.policy.model))
+        rows = (await parts.trainer.forward(config.policy_name, samples, {"old_logprobs"}))["old_logprobs"]
         single = [
-            (await parts.trainer.logprobs(config.policy_name, [sample], f"row {number}"))[0]
-            for number, sample in enumerate(samples)
+            (await parts.trainer.forward(config.policy_name, [sample], {"old_logprobs"}))["old_logprobs"][0]
+            for sample in samples
         ]
     finally:
         await parts.engine.close()

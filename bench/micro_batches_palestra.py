@@ -15,9 +15,11 @@ from typing import Any
 import numpy as np
 from step_palestra import job_config
 
-from palestra.algorithms.grpo import ClippedSurrogate
+from palestra.algorithms.loss import LossSpec
+from palestra.algorithms.losses import PPOClipLoss
 from palestra.cluster.parts import build_parts
 from palestra.schemas.records import TrainSample
+from palestra.trainer.base import PolicySpec
 
 TRAINED = 12  # tokens at the end of a row, at most
 TIMES = 3  # the first is not counted
@@ -42,7 +44,7 @@ def rows(count: int, prompt: int, answer: int, group: int) -> list[TrainSample]:
                 versions=np.where(mask[:, None], 0, -1).astype(np.int32).repeat(2, axis=1),
                 calls=np.where(mask, 0, -1).astype(np.int32),
                 advantages=mask.astype(np.float32),
-                weights=(mask / (count * mask.sum())).astype(np.float32),
+                loss_weights=(mask / (count * mask.sum())).astype(np.float32),
                 temperatures=np.ones(len(ids), np.float32),
             )
         )
@@ -56,10 +58,12 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     parts = build_parts(config.model_copy(update={"trainer": trainer}))
     assert parts.trainer is not None
     batch = rows(arguments.rows, arguments.prompt, arguments.answer, arguments.group)
+    await parts.trainer.create("policy", PolicySpec(model=config.policy.model))
+    loss = LossSpec.of(PPOClipLoss(clip_low=0.2, clip_high=0.2))
     wall, cpu = [], []
     for number in range(TIMES):
         begin, used = time.perf_counter(), time.process_time()
-        report = await parts.trainer.forward_backward("policy", batch, ClippedSurrogate(0.2, 0.2), f"{number}")
+        report = await parts.trainer.forward_backward("policy", batch, loss, f"{number}")
         wall.append(time.perf_counter() - begin)
         cpu.append(time.process_time() - used)
     await parts.trainer.close()

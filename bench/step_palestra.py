@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from step_floor import best_rate, count_weights, generate_flop, product_rates, train_flop
 
-from palestra.algorithms.grpo import ClippedSurrogate
+from palestra.algorithms.registry import create_algorithm
 from palestra.cluster.parts import Parts, build_parts
 from palestra.config import JobConfig, parse_config
 from palestra.learner.batch import make_batch
@@ -29,6 +29,7 @@ from palestra.models.causal_lm import load_causal_lm
 from palestra.schemas.messages import ChatMessage, text_message
 from palestra.schemas.records import Chat, Episode, Ids, SamplingParams, Task, TimeStep, Trajectory, VersionSpan
 from palestra.schemas.states import EpisodeState
+from palestra.trainer.base import OptimParams, PolicySpec
 
 PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 8, 8, 40, 12
 SYSTEM = "You are a calculator. Reply with the number only."
@@ -48,6 +49,7 @@ class Bench:
 
     def __init__(self, config: JobConfig, seed: int) -> None:
         self.config, self.parts = config, build_parts(config)
+        self.algorithm = create_algorithm(config.algorithm)
         self.draw = random.Random(seed)
         self.steps: list[dict[str, float]] = []  # seconds by piece
         self.tokens: dict[str, int] = {}  # of the last step
@@ -72,15 +74,18 @@ class Bench:
             with self.clock("batch"):
                 played = [self.reward(number, place, chat) for place, chat in enumerate(chats)]
                 version = parts.trainer.version(name)
-                batch = make_batch(played, self.config.algorithm, NEW_TOKENS, version).samples
+                batch = make_batch(played, self.algorithm, self.config.algorithm, NEW_TOKENS, version)
+                rows = batch.with_advantages(self.algorithm.advantages(batch.groups, {}), {}).samples
             with self.clock("forward_backward"):
-                loss = ClippedSurrogate(self.config.algorithm.clip_low, self.config.algorithm.clip_high)
-                report = await parts.trainer.forward_backward(name, batch, loss, f"gradient {number}")
+                loss = self.algorithm.loss()
+                report = await parts.trainer.forward_backward(name, rows, loss, f"gradient {number}")
             with self.clock("optimizer"):
-                rate = self.config.policy.optimizer.learning_rate
-                await parts.trainer.optim_step(name, rate, f"update {number}")
+                optimizer = self.config.policy.optimizer
+                params = OptimParams.of(optimizer, optimizer.learning_rate)
+                await parts.trainer.optim_step(name, params, f"update {number}")
             with self.clock("publish"):
-                await parts.trainer.publish(name, parts.engine, f"publish {number}")
+                weights = await parts.trainer.weights(name)
+                await parts.engine.update_weights(name, parts.trainer.version(name), weights.tensors())
         assert (report.rows, report.trained_tokens) == (PROMPTS * SAMPLES, PROMPTS * SAMPLES * NEW_TOKENS), report
         self.tokens = {
             "prefilled": parts.engine.prefilled_tokens - before[0],  # type: ignore[attr-defined]
@@ -169,6 +174,7 @@ async def measure(threads: int, steps: int, seed: int) -> dict[str, Any]:
     rates = product_rates(threads)
     config = job_config(threads)
     bench = Bench(config, seed)
+    await bench.parts.trainer.create(config.policy_name, PolicySpec(model=config.policy.model))
     await bench.parts.engine.resume()
     try:
         for number in range(steps):

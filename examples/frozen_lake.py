@@ -45,7 +45,7 @@ def job(seed: int, steps: int) -> JobConfig:
                 }
             },
             "rollout": {"groups_per_step": 2, "group_size": 64},  # a walk in a hundred succeeds at first: large groups
-            "algorithm": {"credit": "step", "discount": 0.95, "aggregation": "token", "epochs": 3},
+            "algorithm": {"credit": "step", "discount": 0.95, "loss_agg_mode": "token-mean", "epochs": 3},
             "engine": {"dtype": "float32", "threads": 1, "max_batch": 128},  # too small a model for more threads
             "trainer": {"dtype": "float32", "threads": 1},
         }

@@ -72,7 +72,7 @@ def job(seed: int, steps: int) -> JobConfig:
                 }
             },
             "rollout": {"groups_per_step": 16, "group_size": 16},
-            "algorithm": {"aggregation": "token", "epochs": 2},
+            "algorithm": {"loss_agg_mode": "token-mean", "epochs": 2},
             "evaluation": {"every_steps": 10},
             "engine": {"dtype": "float32", "threads": 1, "max_batch": 128},  # too small a model for more threads
             "trainer": {"dtype": "float32", "threads": 1, "micro_batch_tokens": 1024},

@@ -1,1 +1,1 @@
-"""What turns rewards into a gradient. An algorithm is pure functions; the trainer never asks for its name."""
+"""What turns rewards into a gradient: an algorithm gives advantages and names a loss; both are pure functions."""

@@ -64,7 +64,7 @@ def _show(
     console.print(why, style="dim")
     trie = TokenTrie(trajectory.chats)
     kept = frozenset(trie.chats)
-    if algorithm.abandoned == "exclude":
+    if algorithm.train_on == "final-branch":
         kept = calls_of_final_answers(trie, trajectory.chats)
     console.print()
     console.print(call_tree(trajectory, trie, set(trie.chats) - kept))

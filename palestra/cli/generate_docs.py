@@ -15,8 +15,8 @@ from pydantic_core import PydanticUndefined
 
 from palestra.cli.python_reference import python_page
 from palestra.config import JobConfig
+from palestra.learner.metrics import metric_tables
 from palestra.scheduler.rules import CAPS
-from palestra.schemas.metrics import METRICS
 from palestra.terminal import say
 
 _HEADER = "<!-- made by `make docs` from the code; do not edit -->\n\n"
@@ -29,11 +29,10 @@ def metrics_page() -> str:
         "",
         "`metrics.jsonl` has one row a step; a row has the columns that apply to it. Row 0 is the evaluation before "
         "the first step. The same names are in `GET /metrics`, `GET /events` and `TrainResult.metrics`.",
-        "",
-        "| name | unit | formula |",
-        "|---|---|---|",
     ]
-    lines += [f"| `{m.name}` | {m.unit} | {m.formula.replace('|', chr(92) + '|')} |" for m in METRICS]
+    for title, metrics in metric_tables().items():
+        lines += ["", f"## {title}", "", "| name | unit | formula |", "|---|---|---|"]
+        lines += [f"| `{m.name}` | {m.unit} | {m.formula.replace('|', chr(92) + '|')} |" for m in metrics]
     return _HEADER + "\n".join(lines) + "\n"
 
 

@@ -41,10 +41,11 @@ class JobThread:
         *,
         weights: str | None = None,
         scored: Sequence[Task] | None = None,
+        own_code: bool = False,
     ) -> None:
-        """`play`, `weights` and `scored`: see `local_job`."""
+        """`play`, `weights`, `scored` and `own_code`: see `local_job`."""
         self._config, self._console, self._play = config, console, play
-        self._weights, self._scored = weights, scored
+        self._weights, self._scored, self._own_code = weights, scored, own_code
         self._job: LocalJob | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = False
@@ -120,7 +121,12 @@ class JobThread:
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         async with local_job(
-            self._config, self._console.report, self._play, weights=self._weights, scored=self._scored
+            self._config,
+            self._console.report,
+            self._play,
+            weights=self._weights,
+            scored=self._scored,
+            own_code=self._own_code,
         ) as job:
             await _give_back_of_before(job)
             self._job = job

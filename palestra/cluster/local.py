@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import uvloop
 
+from palestra.algorithms.registry import create_algorithm
 from palestra.client.protocol import LONGEST_PAUSE_SECONDS
 from palestra.cluster.parts import build_parts
 from palestra.cluster.run_dir import starting_in
@@ -39,6 +40,7 @@ from palestra.schemas.records import Task
 from palestra.schemas.states import JobState
 from palestra.session import PolicyRuntime, Sameness, SessionContext, Sessions
 from palestra.threads import in_thread
+from palestra.trainer.base import PolicySpec
 
 log = logging.getLogger("palestra")
 T = TypeVar("T")
@@ -149,6 +151,7 @@ async def local_job(
     *,
     weights: str | None = None,
     scored: Sequence[Task] | None = None,
+    own_code: bool = False,
 ) -> AsyncIterator[LocalJob]:
     """Open a job and serve its data plane; nothing is trained until `run` is called, and nothing in an inference job.
 
@@ -158,6 +161,7 @@ async def local_job(
         play: what this process plays itself; None: what `config.environment` names, or nothing.
         weights: a folder that the model is loaded from, in the place of what the policy's `model` names.
         scored: tasks on each of which the model is only scored, once. None: the job is what its configuration says.
+        own_code: whether `algorithm.name` may be a class of the user's own; never in a server.
 
     Raises:
         ConfigError: the port is in use, the folder belongs to a running job, or the configuration can't be met.
@@ -166,6 +170,9 @@ async def local_job(
     known = (config.folder / "run.db").exists()
     resumed = known and config.kind == "training"
     tasks = None if known or scored is not None else read_files(config)  # first: loading a model takes long
+    algorithm = None
+    if config.kind == "training" and scored is None:
+        algorithm = create_algorithm(config.algorithm, config.rollout.step_order, own_code=own_code)
     with contextlib.ExitStack() as stack:
         start = stack.enter_context(starting_in(config.folder))
         folder = RunFolder(config.folder)
@@ -178,6 +185,8 @@ async def local_job(
             await parts.engine.pause()  # until the learner has given it the weights that the run had come to
         store = stack.enter_context(open_run_store(folder.store, config.rollout, config.store))
         try:
+            if parts.trainer is not None:
+                await parts.trainer.create(config.policy_name, PolicySpec(model=weights or config.policy.model))
             if scored is None:
                 await load_tasks(store.tasks, config, tasks)
             fault_point("during_start")
@@ -214,10 +223,10 @@ async def local_job(
             work: Learner | Serving | Scoring
             if scored is not None:
                 work = Scoring(config, store, parts.engine, folder, progress, scored)
-            elif parts.trainer is None:
+            elif parts.trainer is None or algorithm is None:
                 work = Serving(config, store.log, folder, progress, report, context.counts)
             else:
-                work = Learner(config, store, parts.trainer, parts.engine, folder, progress, report, lock)
+                work = Learner(config, store, parts.trainer, algorithm, parts.engine, folder, progress, report, lock)
             async with served(create_app(plane), listener, plane.stop, plane.connections), _watched(store, progress):
                 start.succeeded = True
                 yield LocalJob(work, plane, parts.engine, url_of(listener), folder, resumed, pool)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from palestra.chat import ByteTokenizer, ChatMLRenderer, Renderer, select_renderer
 from palestra.config import DEFAULT_CONTEXT, JobConfig
 from palestra.errors import ConfigError
 from palestra.grammars.pool import Grammars
-from palestra.schemas.protocols import Engine, Trainer
+from palestra.schemas.protocols import Engine
+from palestra.trainer.base import Trainer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,14 +17,14 @@ class Parts:
     """What differs between a real job and one with a scripted engine."""
 
     engine: Engine
-    trainer: Trainer | None  # None: the model is served, and not trained
+    trainer: Trainer | None  # without a policy yet; None: the model is served, and not trained
     renderer: Renderer
     grammars: Grammars  # of sessions and of the engine
     max_context: int | None = None  # tokens; None: as it is configured
 
 
 def build_parts(config: JobConfig, weights: str | None = None) -> Parts:
-    """Load the model to sample from, in bf16; and where it is trained a second time, in float32.
+    """Load the model to sample from, in bf16. Where it is trained, the trainer loads it again, when it has a policy.
 
     Args:
         config: the job.
@@ -40,13 +40,13 @@ def build_parts(config: JobConfig, weights: str | None = None) -> Parts:
 def _scripted(config: JobConfig) -> Parts:
     """No model: neither torch nor transformers is imported."""
     from palestra.inference.scripted import ScriptedEngine, digits_script
-    from palestra.trainer.recording import RecordingTrainer
+    from palestra.trainer.fake import FakeTrainer
 
     tokenizer = ByteTokenizer()
     script = digits_script(config.engine.scripted_tokens, tokenizer.eos_token_id)
     return Parts(
         engine=ScriptedEngine(script, config.engine.scripted_delay_seconds),
-        trainer=RecordingTrainer(config.checkpoint.keep) if config.kind == "training" else None,
+        trainer=FakeTrainer(config.checkpoint.keep) if config.kind == "training" else None,
         renderer=ChatMLRenderer(tokenizer),
         grammars=Grammars(),
     )
@@ -92,26 +92,14 @@ def _embedded(config: JobConfig, weights: str | None) -> Parts:
     )
     return Parts(
         engine=engine,
-        trainer=_torch_trainer(config, model, tokenizer) if config.kind == "training" else None,
+        trainer=_torch_trainer(config) if config.kind == "training" else None,
         renderer=renderer,
         grammars=grammars,
         max_context=max_context,
     )
 
 
-def _torch_trainer(config: JobConfig, model: str, tokenizer: Any) -> Trainer:
-    import torch
-
-    from palestra.models.causal_lm import load_causal_lm
-    from palestra.models.devices import device_of
+def _torch_trainer(config: JobConfig) -> Trainer:
     from palestra.trainer.torch_trainer import TorchTrainer
 
-    policy = config.policy
-    return TorchTrainer(
-        load_causal_lm(model, torch.float32, device_of(config.trainer.device, "trainer.device")),
-        tokenizer,
-        config.policy_name,
-        policy.optimizer,
-        config.trainer,
-        config.checkpoint,
-    )
+    return TorchTrainer(config.trainer, config.checkpoint.keep)

@@ -127,7 +127,7 @@ def train_until_stopped(
     console = Console(config, quiet=quiet, notes=notes)
     spec = played if isinstance(played, RolloutSpec) else None
     function = None if isinstance(played, RolloutSpec) else played
-    server = JobThread(config, console, spec)
+    server = JobThread(config, console, spec, own_code=True)  # this is the user's own process
     with console, Interrupts(server.stop) as interrupts:
         run(play_until_over(server, Rollouts(function, splits["train"], splits["validation"], playing)))
         result = server.result()

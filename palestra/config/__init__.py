@@ -20,10 +20,12 @@ from palestra.config.job import (
     TasksConfig,
     TrainerConfig,
 )
-from palestra.config.loading import UNSET, dump_config, load_config, parse_config
+from palestra.config.loading import SAVED_CONFIG, UNSET, dump_config, load_config, parse_config
+from palestra.config.renames import in_present_names
 
 __all__ = [
     "DEFAULT_CONTEXT",
+    "SAVED_CONFIG",
     "SMOLLM2",
     "TINY",
     "UNSET",
@@ -43,6 +45,7 @@ __all__ = [
     "TasksConfig",
     "TrainerConfig",
     "dump_config",
+    "in_present_names",
     "load_config",
     "parse_config",
 ]

@@ -7,6 +7,8 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from palestra.config.renames import new_name, new_value
+
 SHOWN = (int, float, str, bool, type(None), list, tuple)  # values that are short enough to be shown, if cut
 
 
@@ -22,11 +24,17 @@ def explain(error: ValidationError, root: type[BaseModel]) -> str:
     dotted = ".".join(map(str, place))
     if first["type"] == "extra_forbidden":
         known = _known_keys(root, place[:-1])
+        if (rename := new_name(str(place[-1]), known)) is not None:
+            given = first["input"]
+            value = f" = {rename.values.get(given, given)!r}" if isinstance(given, str) else ""
+            return f"{dotted!r} has a new name; write {'.'.join((*map(str, place[:-1]), rename.now))}{value}"
         near = difflib.get_close_matches(str(place[-1]), known, n=1, cutoff=0.5)
         below = [] if near else _keys_named(str(place[-1]), root)
         hint = f"did you mean {(near + below)[0]!r}?" if near or below else f"known keys here: {', '.join(known)}"
         return f"unknown key {dotted!r}; {hint}"
     message = first["msg"].removeprefix("Value error, ") + _given(first["type"], first["input"])
+    if place and (now := new_value(str(place[-1]), first["input"])) is not None:
+        message += f", which is {now!r} now"
     return f"{dotted}: {message}" if dotted else message
 
 

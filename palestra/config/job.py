@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic._internal._model_construction import ModelMetaclass  # of BaseModel; pydantic exports it nowhere else
+from pydantic_core import to_json
 
 from palestra.config.explaining import explain
+from palestra.config.renames import in_first_names
 from palestra.errors import ConfigError
 
 Positive = Annotated[int, Field(ge=1)]
@@ -204,41 +206,48 @@ class RolloutConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """GRPO: a group's rewards are its baseline (Shao et al. 2024, DeepSeekMath, section 4.1)."""
+    """How rewards become a gradient. GRPO: a group's rewards are its baseline (Shao et al. 2024, DeepSeekMath, 4.1)."""
 
-    name: Literal["grpo"] = Field("grpo", description="The only one yet.")
+    name: str = Field(
+        "grpo",
+        pattern=r"^[A-Za-z_][A-Za-z0-9_.-]{0,127}(:[A-Za-z_][A-Za-z0-9_]{0,63})?$",
+        description="`grpo`, or a class of your own as `package.module:Class` where you call `palestra.train` yourself "
+        "(a server imports no code of its users).",
+    )
     advantage_scale: Literal["std", "none"] = Field(
         "std", description="`std`: divide by the group's deviation (GRPO); `none`: do not (Dr. GRPO)."
     )
     clip_low: float = Field(0.2, ge=0, le=1, description="Probability ratios below 1 - clip_low are clipped.")
     clip_high: float = Field(0.2, ge=0, description="Probability ratios above 1 + clip_high are clipped.")
-    aggregation: Literal["rollout", "token", "constant"] = Field(
-        "rollout",
-        description="`rollout`: mean over a rollout's tokens, then over rollouts (GRPO); `token`: mean over all tokens "
-        "of the batch (DAPO); `constant`: sum over tokens divided by rollouts x max_tokens (Dr. GRPO).",
+    loss_agg_mode: Literal["seq-mean-token-mean", "token-mean", "seq-mean-token-sum-norm"] = Field(
+        "seq-mean-token-mean",
+        description="How the losses of tokens become one number, by verl's names; a sequence is a rollout, of any "
+        "number of calls. `seq-mean-token-mean`: mean over a rollout's tokens, then over rollouts (GRPO); "
+        "`token-mean`: mean over all tokens of the batch (DAPO); `seq-mean-token-sum-norm`: sum over tokens divided by "
+        "rollouts x max_tokens (Dr. GRPO).",
     )
     credit: Literal["episode", "step", "agent", "branch"] = Field(
         "episode",
         description="What a call's tokens are credited with. `episode`: the sum of all rewards; `step`: the discounted "
         "sum of the TimeSteps' rewards from its own on; `agent`: the reward of its agent, or of the nearest parent "
-        "that has one (`planner` for `planner/search`), compared with those of the same agent; `branch`: likewise, "
-        "and subagents are compared with all that the same parent started.",
+        "that has one (`planner` for `planner/search`), compared with those of the same agent; `branch`: as `agent`, "
+        "but subagents are compared with all that the same parent started.",
     )
     discount: float = Field(1.0, ge=0, le=1, description="Of one TimeStep, where credit is by step.")
-    importance: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = Field(
+    importance_sampling: Literal["none", "token-truncate", "token-mask", "sequence-truncate", "sequence-mask"] = Field(
         "none",
         description="Correction for tokens that were sampled from other probabilities than those of the policy before "
         "the step (older weights, or an engine that computes otherwise). `none`: the clipped ratio is to the sampled "
         "probability itself. Else the ratio is to the policy before the step, and each token's loss is multiplied by "
-        "w = policy before the step / sampled, of the token or of the call's whole reply; `truncate`: at most "
-        "`importance_limit` (Yao et al. 2025); `mask`: w itself between 1 / `importance_limit` and "
-        "`importance_limit`, and 0 outside.",
+        "w = policy before the step / sampled, of the token or of the call's whole reply (sequence); `truncate`: at "
+        "most `importance_limit` (truncated importance sampling, TIS: Yao et al. 2025); `mask`: w itself between "
+        "1 / `importance_limit` and `importance_limit`, and 0 outside (masked importance sampling, MIS).",
     )
-    importance_limit: float = Field(2.0, gt=1, description="See `importance`.")
-    abandoned: Literal["train", "exclude"] = Field(
-        "train",
-        description="Calls whose tokens do not stand in the last call of any agent, such as attempts that were "
-        "given up: trained like all others, or excluded and counted.",
+    importance_limit: float = Field(2.0, gt=1, description="See `importance_sampling`.")
+    train_on: Literal["all-calls", "final-branch"] = Field(
+        "all-calls",
+        description="`all-calls`: every call of an episode is trained; `final-branch`: only those whose tokens stand "
+        "in the last call of an agent, and others, such as attempts that were given up, are left out and counted.",
     )
     epochs: Positive = Field(1, description="Optimizer steps made from one batch.")
 
@@ -437,4 +446,6 @@ class JobConfig(Section):
         }
         if self.policy.optimizer.schedule == "constant":
             left_out["steps"] = True
-        return hashlib.sha256(self.model_dump_json(exclude=left_out).encode()).hexdigest()
+        # By the first names of all keys, so that stores of earlier versions know the digest.
+        dumped = in_first_names(self.model_dump(mode="json", exclude=left_out))
+        return hashlib.sha256(to_json(dumped)).hexdigest()

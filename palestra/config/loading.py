@@ -12,13 +12,22 @@ from pydantic import BaseModel, ValidationError
 
 from palestra.config.explaining import explain
 from palestra.config.job import JobConfig
+from palestra.config.renames import in_present_names
 from palestra.errors import ConfigError
 
+SAVED_CONFIG = "config.toml"  # in a run's folder, beside its run.db
 UNSET: Final = object()  # the value of an override that takes a key out
 
 
 def load_config(path: Path, overrides: Mapping[str, Any] | None = None) -> JobConfig:
-    """Read a TOML file. `overrides` maps dotted keys to values. Relative paths in it are relative to the file.
+    """Read a TOML file; relative paths in it are relative to the file.
+
+    A run's own config.toml may be one that an earlier version wrote: its names are translated, so that the run can be
+    resumed. In any other file an old name is an error that tells the new one.
+
+    Args:
+        path: the file.
+        overrides: values by dotted key, which replace those of the file.
 
     Raises:
         ConfigError: no such file, not TOML, an unknown key, or a value out of range.
@@ -31,6 +40,8 @@ def load_config(path: Path, overrides: Mapping[str, Any] | None = None) -> JobCo
         raise ConfigError(f"{path}: can't be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    if path.name == SAVED_CONFIG and (path.parent / "run.db").is_file():
+        data = in_present_names(data)
     for split in ("train", "validation"):
         given = data.get("tasks", {}).get(split) if isinstance(data.get("tasks"), dict) else None
         if isinstance(given, str) and not Path(given).is_absolute():

@@ -2,36 +2,43 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import numpy as np
 
-from palestra.algorithms.credit import StepOrder, episode_credits, group_credit
-from palestra.algorithms.grpo import token_weights
+from palestra.algorithms.base import Algorithm, ForwardOutputs, Group, TokenAdvantages
+from palestra.algorithms.loss import token_weights
 from palestra.config import AlgorithmConfig
 from palestra.schemas.forks import ForkReason
-from palestra.schemas.records import PolicyVersion, TrainSample, Trajectory
+from palestra.schemas.records import Floats, PolicyVersion, TrainSample, Trajectory
+from palestra.trainer.untrainable import not_finite
 from palestra.trajectory import TokenTrie, calls_of_final_answers, rows_of
 
-LEFT_OUT = (
-    "groups_zero_variance",
-    "episodes_without_tokens",
-    "calls_without_peers",
-    "calls_abandoned",
-    "tokens_abandoned",
-)
+LEFT_OUT = ("groups_zero_variance", "episodes_without_tokens", "calls_abandoned", "tokens_abandoned")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """What one step trains on, and what was left out of it."""
+    """What one step trains on, and what was left out of it.
 
-    samples: list[TrainSample]
-    staleness: dict[int, int]  # trained tokens by age: n of the policy before the step - n of the token
+    Attributes:
+        groups: all groups of the step; their rows have advantages after `with_advantages`, and 0 before.
+        staleness: trained tokens by age: n of the policy before the step - n of the token.
+        metrics: of the step, by full name.
+    """
+
+    groups: list[Group]
+    staleness: dict[int, int]
     metrics: dict[str, float]
+
+    @property
+    def samples(self) -> list[TrainSample]:
+        """All rows, in canonical order."""
+        return [row for group in self.groups for row in group.rows]
 
     def without(self, episodes: Collection[str], version: PolicyVersion) -> Batch:
         """Return the batch without the rows of some episodes, which can't be trained.
@@ -43,53 +50,93 @@ class Batch:
             episodes: their ids.
             version: the policy before the step.
         """
-        samples = [sample for sample in self.samples if sample.episode_id not in episodes]
-        staleness = _staleness(samples, version)
-        counted = {"train/episodes_untrainable": float(len(episodes))}
-        return Batch(
-            samples=samples, staleness=staleness, metrics=self.metrics | counted | _staleness_metrics(staleness)
-        )
+        groups = [
+            replace(group, rows=tuple(row for row in group.rows if row.episode_id not in episodes))
+            for group in self.groups
+        ]
+        staleness = _staleness([row for group in groups for row in group.rows], version)
+        left_out = self.metrics.get("train/episodes_untrainable", 0.0) + len(episodes)
+        counted = {"train/episodes_untrainable": left_out}
+        metrics = self.metrics | counted | _staleness_metrics(staleness)
+        return Batch(groups=groups, staleness=staleness, metrics=metrics)
+
+    def with_advantages(self, found: TokenAdvantages, forward: ForwardOutputs) -> Batch:
+        """Return the batch with what the algorithm says of each token.
+
+        Args:
+            found: of all rows, in their order.
+            forward: what the trainer computed of the same rows; `old_logprobs` go on to the loss.
+
+        Raises:
+            ValueError: the algorithm speaks of other rows, or of other tokens.
+        """
+        rows = self.samples
+        _check_shapes("advantages", found.advantages, rows)
+        if found.importance_weights is not None:
+            _check_shapes("importance_weights", found.importance_weights, rows)
+        old_logprobs = forward.get("old_logprobs")
+        given = []
+        for number, row in enumerate(rows):
+            weights = row.loss_weights
+            if found.importance_weights is not None:
+                weights = np.where(row.loss_mask, weights * found.importance_weights[number], np.float32(0.0))
+            given.append(
+                replace(
+                    row,
+                    advantages=np.where(row.loss_mask, found.advantages[number], np.float32(0.0)).astype(
+                        np.float32, copy=False
+                    ),
+                    loss_weights=weights.astype(np.float32, copy=False),
+                    old_logprobs=None if old_logprobs is None else old_logprobs[number],
+                )
+            )
+        left = iter(given)
+        groups = [replace(group, rows=tuple(next(left) for _ in group.rows)) for group in self.groups]
+        metrics = {f"train/{name}": value for name, value in found.metrics.items() if math.isfinite(value)}
+        return Batch(groups=groups, staleness=self.staleness, metrics=self.metrics | metrics)
+
+    def advantage_problems(self) -> dict[str, str]:
+        """Return by episode id whose advantages are not finite, and where."""
+        rows = self.samples
+        return not_finite(rows, [{"advantage": row.advantages} for row in rows])
 
 
 def make_batch(
     trajectories: Sequence[Trajectory],
-    algorithm: AlgorithmConfig,
+    algorithm: Algorithm,
+    config: AlgorithmConfig,
     max_tokens: int,
     version: PolicyVersion,
-    order: StepOrder = "observed",
 ) -> Batch:
-    """Rows with advantages and weights; groups without variance are left out and counted.
+    """Return rows with loss weights; groups from which nothing can be learned have none, and are counted.
 
     They still count in the weights, as the rollouts with advantage 0 that they are: a batch in which little can be
     learned makes a small step, not one that a few rollouts decide.
 
     Args:
         trajectories: completed episodes in canonical order.
-        algorithm: how rewards become advantages, and tokens a loss.
-        max_tokens: the divisor of the `constant` aggregation.
+        algorithm: says what can be learned from.
+        config: which calls are trained, and how the losses of tokens become one number.
+        max_tokens: the divisor of `seq-mean-token-sum-norm`.
         version: the policy before the step, to which staleness is counted.
-        order: of TimeSteps, for credit by step.
     """
     left_out: Counter[str] = Counter()
-    rollouts = [_rollout(trajectory, algorithm, left_out) for trajectory in trajectories]
-    weights = token_weights([rollout.tokens for rollout in rollouts], algorithm.aggregation, max_tokens)
+    rollouts = [_rollout(trajectory, config, left_out) for trajectory in trajectories]
+    weights = token_weights([rollout.tokens for rollout in rollouts], config.loss_agg_mode, max_tokens)
     weighted = zip(rollouts, weights, strict=True)
-    samples: list[TrainSample] = []
+    groups: list[Group] = []
     for _, group in groupby(weighted, key=lambda pair: pair[0].trajectory.episode.group_index):
         members = list(group)
-        credit = group_credit(
-            [episode_credits(r.trajectory, algorithm.credit, algorithm.discount, order) for r, _ in members],
-            algorithm.advantage_scale,
-        )
-        left_out["calls_without_peers"] += credit.calls_without_peers
-        if not any(any(advantages.values()) for advantages in credit.advantages):
+        episodes = tuple(rollout.trajectory for rollout, _ in members)
+        rows: tuple[TrainSample, ...] = ()
+        if algorithm.learns_from(episodes):
+            rows = tuple(row for rollout, weight in members for row in _rows(rollout, weight))
+        else:
             left_out["groups_zero_variance"] += 1
-            continue
-        for (rollout, weight), advantages in zip(members, credit.advantages, strict=True):
-            samples += _samples(rollout, advantages, weight)
+        groups.append(Group(trajectories=episodes, rows=rows))
     metrics = {f"train/{name}": float(left_out[name]) for name in LEFT_OUT}
     metrics |= _rollout_metrics(trajectories)
-    return Batch(samples=samples, staleness={}, metrics=metrics).without((), version)
+    return Batch(groups=groups, staleness={}, metrics=metrics).without((), version)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,11 +147,11 @@ class _Rollout:
     tokens: int  # that they sampled
 
 
-def _rollout(trajectory: Trajectory, algorithm: AlgorithmConfig, left_out: Counter[str]) -> _Rollout:
+def _rollout(trajectory: Trajectory, config: AlgorithmConfig, left_out: Counter[str]) -> _Rollout:
     chats = trajectory.chats
     trie = TokenTrie(chats)
     trained = frozenset(chat.index for chat in chats)
-    if algorithm.abandoned == "exclude":
+    if config.train_on == "final-branch":
         trained = calls_of_final_answers(trie, chats)
         abandoned = [chat for chat in chats if chat.index not in trained]
         left_out["calls_abandoned"] += len(abandoned)
@@ -114,11 +161,8 @@ def _rollout(trajectory: Trajectory, algorithm: AlgorithmConfig, left_out: Count
     return _Rollout(trajectory=trajectory, trie=trie, trained=trained, tokens=tokens)
 
 
-def _samples(rollout: _Rollout, advantages: Mapping[int, float], weight: float) -> list[TrainSample]:
-    """The rows of a rollout; each of its tokens weighs the same, in whichever row and call it stands."""
-    by_call = np.zeros(max(advantages, default=-1) + 2, np.float32)  # the last one for tokens that are not trained
-    for index, advantage in advantages.items():
-        by_call[index] = advantage
+def _rows(rollout: _Rollout, weight: float) -> list[TrainSample]:
+    """Return the rows of a rollout; each of its tokens weighs the same, in whichever row and call it stands."""
     return [
         TrainSample(
             episode_id=rollout.trajectory.episode.episode_id,
@@ -128,13 +172,19 @@ def _samples(rollout: _Rollout, advantages: Mapping[int, float], weight: float) 
             logprobs=row.logprobs,
             versions=row.versions,
             calls=row.chats,
-            advantages=by_call[row.chats],
-            weights=row.sampled * np.float32(weight),
+            advantages=np.zeros(len(row.ids), np.float32),
+            loss_weights=row.sampled * np.float32(weight),
             temperatures=row.temperatures,
             grammars=row.grammars,
         )
         for row in rows_of(rollout.trie, rollout.trained)
     ]
+
+
+def _check_shapes(name: str, columns: Sequence[Floats], rows: Sequence[TrainSample]) -> None:
+    shapes = [column.shape for column in columns]
+    if shapes != [row.ids.shape for row in rows]:
+        raise ValueError(f"the algorithm's {name} have other shapes than the {len(rows)} rows: {shapes[:8]}")
 
 
 def _reward(trajectory: Trajectory) -> float:

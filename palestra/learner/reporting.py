@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from palestra.config import JobConfig, dump_config
+from palestra.config import SAVED_CONFIG, JobConfig, dump_config
 from palestra.disk import write_whole, writing
 
 Row = Mapping[str, float]
@@ -38,7 +38,7 @@ class RunFolder:
 
     def write_config(self, config: JobConfig) -> None:
         """The configuration in full, defaults included."""
-        write_whole(self.path / "config.toml", dump_config(config).encode())
+        write_whole(self.path / SAVED_CONFIG, dump_config(config).encode())
 
     def write_metrics(self, rows: Sequence[Row]) -> None:
         """All rows anew, as after a restart."""

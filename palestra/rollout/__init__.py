@@ -2,18 +2,14 @@
 
 from palestra.rollout.collect import Collected, Step, Termination, TrajectoryCollectEngine
 from palestra.rollout.environments import Environments
-from palestra.rollout.groups import Bucket, Gathered, GroupQueueManager
 from palestra.rollout.orchestrator import Outcome, RolloutOrchestrator
 from palestra.rollout.pool import RunnerPool
 from palestra.rollout.runner import RolloutSpec, Runner
 from palestra.rollout.sync_lock import RolloutSyncLock
 
 __all__ = [
-    "Bucket",
     "Collected",
     "Environments",
-    "Gathered",
-    "GroupQueueManager",
     "Outcome",
     "RolloutOrchestrator",
     "RolloutSpec",

@@ -13,6 +13,7 @@ from typing import Any
 import orjson
 from sqlalchemy import Connection, func, select
 
+from palestra.config import in_present_names
 from palestra.database import to_json
 from palestra.errors import Conflict, InvalidRequest, NotFound, TooManyRequests
 from palestra.scheduler import changes
@@ -43,7 +44,7 @@ def record_of(row: Any) -> JobRecord:
         name=row.name,
         kind=row.kind,
         priority=row.priority,
-        config=orjson.loads(row.config),
+        config=in_present_names(orjson.loads(row.config)),  # perhaps submitted to an earlier version
         resources=Resources(cpus=row.cpus, gpus=row.gpus, memory_gib=row.memory_gib),
         attached=row.attached,
         private=row.private,

@@ -1,4 +1,8 @@
-"""Every metric of `metrics.jsonl`, once: name, unit, formula. Docs, dashboard and checks are made from this table."""
+"""The metrics of `metrics.jsonl` that every run has, once: name, unit, formula. Docs and checks are made from them.
+
+What a trainer, an algorithm or a loss measures is declared beside it (`trainer.base.TRAINER_METRICS`,
+`Algorithm.metrics`, `Loss.metrics`); `learner.metrics.metric_tables` has all together.
+"""
 
 from __future__ import annotations
 
@@ -42,46 +46,14 @@ METRICS = (
         "`episode_untrainable` says why. Their tokens count in the divisor of the loss, their rewards in the "
         "advantages of their groups.",
     ),
-    Metric(
-        "train/calls_without_peers",
-        "calls",
-        "Calls whose agent, with `credit = agent | branch`, is in one episode of its group only: advantage 0.",
-    ),
-    Metric("train/calls_abandoned", "calls", "Calls that were left out because of `abandoned = exclude`."),
-    Metric("train/tokens_abandoned", "tokens", "What they had sampled."),
+    Metric("train/calls_abandoned", "calls", "Calls that were left out because of `train_on = final-branch`."),
+    Metric("train/tokens_abandoned", "tokens", "Sampled tokens of those calls."),
     Metric("train/rows", "rows", "TrainSamples that entered the loss."),
     Metric("train/trained_tokens", "tokens", "Sampled tokens that entered the loss, each once per epoch."),
     Metric(
         "train/merged_share",
         "ratio",
         "1 - tokens forwarded / tokens of the flat rows: saved by shared prefixes.",
-    ),
-    Metric("train/loss", "nats", "Sum over trained tokens of weight x clipped surrogate, last epoch."),
-    Metric("train/ratio_mean", "ratio", "Mean over trained tokens of pi(token) / behaviour(token)."),
-    Metric("train/clip_fraction", "ratio", "Share of trained tokens where the clipped term is the smaller one."),
-    Metric(
-        "train/clip_fraction_on_policy",
-        "ratio",
-        "Share clipped, as above, of the trained tokens that the policy before the step sampled itself, before the "
-        "first update: what the gap of logprobs costs. Left out where all tokens are older.",
-    ),
-    Metric("train/entropy", "nats", "Mean over trained tokens of the policy's entropy at that position."),
-    Metric(
-        "train/logprob_gap_mean",
-        "nats",
-        "Mean of |trainer's logprob - engine's logprob| over trained tokens, before the first update of the step: "
-        "rounding alone where no token is stale.",
-    ),
-    Metric("train/logprob_gap_max", "nats", "Largest such difference."),
-    Metric(
-        "train/importance_mean",
-        "ratio",
-        "Mean over trained tokens of pi(before the step) / behaviour, of the token or its reply; where corrected.",
-    ),
-    Metric(
-        "train/importance_limited",
-        "ratio",
-        "Share of trained tokens whose ratio was truncated to `importance_limit`, or masked: weight 0.",
     ),
     Metric("train/grad_norm", "1", "Global L2 norm of the gradient before clipping."),
     Metric("train/updates_skipped", "updates", "Updates left out because their gradient was not finite."),
@@ -127,5 +99,3 @@ METRICS = (
     Metric("time/validation_seconds", "s", "The whole evaluation."),
     Metric("wall_seconds", "s", "Seconds since the job was first started, without the time it was stopped."),
 )
-
-METRIC_NAMES = frozenset(metric.name for metric in METRICS)

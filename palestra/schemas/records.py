@@ -272,13 +272,14 @@ class TrainSample:
     policy: str
     ids: Ids  # [N]
     loss_mask: Mask  # [N], True where the token was sampled and is trained
-    logprobs: Floats  # [N], behaviour; NaN where not sampled
+    logprobs: Floats  # [N], as recorded at sampling; NaN where not sampled
     versions: NDArray[np.int32]  # [N, 2] (incarnation, n); -1 where not sampled
     calls: NDArray[np.int32]  # [N], index of the call that sampled the token; -1 where not sampled
     advantages: Floats  # [N], 0 where not trained
-    weights: Floats  # [N], share in the loss; 0 where not trained
+    loss_weights: Floats  # [N], share in the loss; 0 where not trained
     temperatures: Floats  # [N], at which the token was sampled; 1 where not sampled
     grammars: tuple[GrammarSpan, ...] = ()  # of the calls that had to match one
+    old_logprobs: Floats | None = None  # [N], of the policy before the step; None: the algorithm does not need them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,6 +7,7 @@ the gradients that its copies would have had.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -79,19 +80,23 @@ class MicroBatch:
         return sum(map(len, self.trees))
 
     def targets(self) -> dict[str, Tensor]:
-        """For each trained token, in order of the samples: the node that predicts it, and what the loss needs."""
-        columns: dict[str, list[NDArray[np.generic]]] = {
-            name: [] for name in ("source", "target", "behaviour", "version", "advantage", "weight", "temperature")
-        }
+        """Return [T] columns of the trained tokens, in order of the samples.
+
+        `source` is the node that predicts the token and `target` its id; `version` is [T, 2]; the others have the names
+        of `LossInputs` and `TrainSample`.
+        """
+        columns: defaultdict[str, list[NDArray[np.generic]]] = defaultdict(list)
         for sample, offset, path in self.samples:
             trained = np.flatnonzero(sample.loss_mask)
             columns["source"].append(path[trained - 1] + offset)
             columns["target"].append(sample.ids[trained].astype(np.int64))
-            columns["behaviour"].append(sample.logprobs[trained])
+            columns["sampling_logprobs"].append(sample.logprobs[trained])
             columns["version"].append(sample.versions[trained])
-            columns["advantage"].append(sample.advantages[trained])
-            columns["weight"].append(sample.weights[trained])
+            columns["advantages"].append(sample.advantages[trained])
+            columns["loss_weights"].append(sample.loss_weights[trained])
             columns["temperature"].append(sample.temperatures[trained])
+            if sample.old_logprobs is not None:  # of all rows of a batch, or of none
+                columns["old_logprobs"].append(sample.old_logprobs[trained])
         return {name: torch.from_numpy(np.concatenate(parts)) for name, parts in columns.items()}
 
 

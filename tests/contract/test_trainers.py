@@ -5,21 +5,25 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from unit.building import make_sample
 
-from palestra.algorithms.grpo import ClippedSurrogate
-from palestra.config import CheckpointConfig, EngineConfig, OptimizerConfig, TrainerConfig
-from palestra.errors import CheckpointError
+from palestra.algorithms.loss import LossSpec
+from palestra.algorithms.losses import PPOClipLoss
+from palestra.config import EngineConfig, TrainerConfig
+from palestra.errors import CheckpointError, ConfigError, NotFound
 from palestra.inference.embedded import EmbeddedEngine
 from palestra.inference.scripted import ScriptedEngine, digits_script
 from palestra.models.causal_lm import load_causal_lm, load_tokenizer
 from palestra.schemas.records import GrammarSpan, PolicyVersion
-from palestra.trainer.recording import RecordingTrainer
+from palestra.trainer.base import TRAINER_METRICS, OptimParams, PolicySpec
+from palestra.trainer.fake import FakeTrainer
 from palestra.trainer.torch_trainer import TorchTrainer
 
-LOSS = ClippedSurrogate(0.2, 0.2)
+LOSS = LossSpec.of(PPOClipLoss(clip_low=0.2, clip_high=0.2))
+PARAMS = OptimParams(learning_rate=1e-3)
 
 
 class Kit:
@@ -30,23 +34,16 @@ class Kit:
         self.kind = kind
         self.made: list = []
 
-    def trainer(self):
-        if self.kind == "recording":
-            made = RecordingTrainer(2)
-        else:
-            made = TorchTrainer(
-                load_causal_lm("tiny-random", torch.float32),
-                load_tokenizer("tiny-random"),
-                "policy",
-                OptimizerConfig(),
-                TrainerConfig(threads=1, dtype="float32"),
-                CheckpointConfig(),
-            )
+    async def trainer(self, *policies: str):
+        """A trainer with these policies, or with `policy`."""
+        made = FakeTrainer(2) if self.kind == "fake" else TorchTrainer(TrainerConfig(threads=1, dtype="float32"), 2)
         self.made.append(made)
+        for policy in policies or ("policy",):
+            await made.create(policy, PolicySpec(model="tiny-random"))
         return made
 
     def engine(self):
-        if self.kind == "recording":
+        if self.kind == "fake":
             made = ScriptedEngine(digits_script(4, 258))
         else:
             made = EmbeddedEngine(
@@ -55,13 +52,14 @@ class Kit:
         self.made.append(made)
         return made
 
-    def weights(self, trainer):
-        if self.kind == "recording":
-            return trainer.weights
-        return torch.cat([p.detach().flatten() for _, p in trainer._model.named_parameters()]).numpy().tobytes()
+    def weights(self, trainer, policy: str = "policy"):
+        if self.kind == "fake":
+            return trainer.digest(policy)
+        named = trainer._policies[policy].parameters
+        return torch.cat([p.detach().flatten() for _, p in named]).numpy().tobytes()
 
 
-@pytest.fixture(params=["recording", "torch"])
+@pytest.fixture(params=["fake", "torch"])
 async def kit(request):
     kit = Kit(request.param)
     yield kit
@@ -76,41 +74,36 @@ def batch(seed: int = 0):
     ]
 
 
-class Taker:
-    """An engine that takes any weights."""
-
-    async def update_weights(self, policy, version, weights) -> None: ...
-
-
 async def step(trainer, number: int, seed: int | None = None) -> None:
     await trainer.forward_backward("policy", batch(number if seed is None else seed), LOSS, f"g{number}")
-    await trainer.optim_step("policy", 1e-3, f"u{number}")
-    await trainer.publish("policy", Taker(), f"p{number}")
+    await trainer.optim_step("policy", PARAMS, f"u{number}")
+    await trainer.weights("policy")
 
 
 async def test_an_update_changes_the_weights_and_counts(kit):
-    trainer = kit.trainer()
+    trainer = await kit.trainer()
     before = kit.weights(trainer)
     assert trainer.version("policy") == PolicyVersion(0, 0)
     report = await trainer.forward_backward("policy", batch(), LOSS, "g")
     assert (report.rows, report.trained_tokens, report.flat_tokens) == (2, 4, 10)
-    assert {"loss", "entropy", "ratio", "clipped", "gap", "gap_max"} <= report.metrics.keys()
+    assert report.metrics.keys() == {metric.name for metric in (*TRAINER_METRICS, *PPOClipLoss.metrics)}
     assert kit.weights(trainer) == before
     assert trainer.version("policy") == PolicyVersion(0, 0)
-    update = await trainer.optim_step("policy", 1e-3, "u")
+    update = await trainer.optim_step("policy", PARAMS, "u")
     assert update.learning_rate == 1e-3
     assert trainer.version("policy") == PolicyVersion(0, 1)
     assert kit.weights(trainer) != before
 
 
 async def test_several_updates_between_two_publications_are_one_version(kit):
-    trainer = kit.trainer()
+    trainer = await kit.trainer()
     for number in range(3):
         await trainer.forward_backward("policy", batch(number), LOSS, f"g{number}")
-        await trainer.optim_step("policy", 1e-3, f"u{number}")
+        await trainer.optim_step("policy", PARAMS, f"u{number}")
     assert trainer.version("policy") == PolicyVersion(0, 1)
-    assert await trainer.publish("policy", Taker(), "p") == PolicyVersion(0, 1)
-    assert await trainer.publish("policy", Taker(), "again") == PolicyVersion(0, 1)
+    for _ in range(2):
+        await trainer.weights("policy")
+        assert trainer.version("policy") == PolicyVersion(0, 1)
     await step(trainer, 3)
     assert trainer.version("policy") == PolicyVersion(0, 2)
 
@@ -118,7 +111,7 @@ async def test_several_updates_between_two_publications_are_one_version(kit):
 async def test_the_same_samples_in_the_same_order_give_the_same_weights_and_others_others(kit):
     found = []
     for seeds in ((1, 2), (1, 2), (2, 1), (1, 3)):
-        trainer = kit.trainer()
+        trainer = await kit.trainer()
         for number, seed in enumerate(seeds):
             await step(trainer, number, seed)
         found.append(kit.weights(trainer))
@@ -127,28 +120,28 @@ async def test_the_same_samples_in_the_same_order_give_the_same_weights_and_othe
 
 
 async def test_a_repeated_request_gets_the_first_answer_and_does_nothing(kit):
-    once, often = kit.trainer(), kit.trainer()
+    once, often = await kit.trainer(), await kit.trainer()
     await step(once, 0)
     for _ in range(2):
         first, again = await asyncio.gather(*(often.forward_backward("policy", batch(0), LOSS, "g0") for _ in range(2)))
         assert first == again
-    updates = [await often.optim_step("policy", 1e-3, "u0") for _ in range(3)]
+    updates = [await often.optim_step("policy", PARAMS, "u0") for _ in range(3)]
     assert updates[0] == updates[1] == updates[2]
     assert often.version("policy") == PolicyVersion(0, 1)
     assert kit.weights(often) == kit.weights(once)
 
 
 async def test_save_and_load_go_on_as_if_nothing_had_happened(kit, tmp_path):
-    whole = kit.trainer()
+    whole = await kit.trainer()
     for number in range(3):
         await step(whole, number)
-    first = kit.trainer()
+    first = await kit.trainer()
     await step(first, 0)
     await step(first, 1)
-    path = await first.save(tmp_path, {"step": 2, "wall_seconds": 1.5}, "s")
+    path = await first.save("policy", tmp_path, {"step": 2, "wall_seconds": 1.5}, "s")
     assert path.parent == tmp_path
-    second = kit.trainer()
-    state = await second.load(tmp_path)
+    second = await kit.trainer()
+    state = await second.load("policy", tmp_path)
     assert (state["step"], state["wall_seconds"]) == (2, 1.5)
     assert second.version("policy") == PolicyVersion(0, 2)
     assert kit.weights(second) == kit.weights(first)
@@ -157,55 +150,56 @@ async def test_save_and_load_go_on_as_if_nothing_had_happened(kit, tmp_path):
 
 
 async def test_without_a_checkpoint_there_is_nothing_to_load(kit, tmp_path):
-    trainer = kit.trainer()
+    trainer = await kit.trainer()
     before = kit.weights(trainer)
-    assert await trainer.load(tmp_path / "none") is None
+    assert await trainer.load("policy", tmp_path / "none") is None
     assert kit.weights(trainer) == before
 
 
 async def test_a_damaged_checkpoint_gives_way_and_where_all_are_damaged_it_is_an_error(kit, tmp_path):
-    trainer = kit.trainer()
+    trainer = await kit.trainer()
     paths = []
     for number in range(2):
         await step(trainer, number)
-        paths.append(await trainer.save(tmp_path, {"step": number + 1}, f"s{number}"))
+        paths.append(await trainer.save("policy", tmp_path, {"step": number + 1}, f"s{number}"))
     for expected, path in ((1, paths[1]), (None, paths[0])):
         victim = max((p for p in path.iterdir() if p.name != "checkpoint.json"), key=lambda p: p.stat().st_size)
         content = bytearray(victim.read_bytes())
         content[-1] ^= 1
         victim.write_bytes(bytes(content))
-        other = kit.trainer()
+        other = await kit.trainer()
         if expected is None:
             with pytest.raises(CheckpointError):
-                await other.load(tmp_path)
+                await other.load("policy", tmp_path)
         else:
-            assert (await other.load(tmp_path))["step"] == expected
+            assert (await other.load("policy", tmp_path))["step"] == expected
 
 
-async def test_publishing_hands_over_the_present_version_once(kit):
-    trainer, engine = kit.trainer(), kit.engine()
+async def test_weights_are_those_of_the_present_version_for_an_engine_to_read(kit):
+    trainer, engine = await kit.trainer(), kit.engine()
     await step(trainer, 0)
-    assert await trainer.publish("policy", engine, "p") == PolicyVersion(0, 1)
+    source = await trainer.weights("policy")
+    await engine.update_weights("policy", trainer.version("policy"), source.tensors())
     assert engine.version("policy") == PolicyVersion(0, 1)
     if kit.kind == "torch":
-        own = dict(trainer._model.named_parameters())
+        own = dict(trainer._policies["policy"].parameters)
         assert all(torch.equal(p, own[name]) for name, p in engine._model.named_parameters())
 
 
 async def test_a_new_incarnation_is_said_by_all_later_versions(kit, tmp_path):
-    trainer = kit.trainer()
+    trainer = await kit.trainer()
     await step(trainer, 0)
-    trainer.begin_incarnation(2)
+    trainer.begin_incarnation("policy", 2)
     assert trainer.version("policy") == PolicyVersion(2, 1)
     await step(trainer, 1)
-    await trainer.save(tmp_path, {"step": 2}, "s")
-    other = kit.trainer()
-    await other.load(tmp_path)
+    await trainer.save("policy", tmp_path, {"step": 2}, "s")
+    other = await kit.trainer()
+    await other.load("policy", tmp_path)
     assert other.version("policy") == PolicyVersion(2, 2)
 
 
 async def test_rows_that_can_not_be_trained_are_named_with_a_reason_and_change_nothing(kit):
-    trainer = kit.trainer()
+    trainer = await kit.trainer()
     before = kit.weights(trainer)
     good = batch()
     assert await trainer.untrainable("policy", good, "c1") == {}
@@ -219,7 +213,7 @@ async def test_rows_that_can_not_be_trained_are_named_with_a_reason_and_change_n
 
 async def test_a_model_names_tokens_that_it_does_not_have_and_replies_that_leave_their_grammar():
     kit = Kit("torch")
-    trainer = kit.trainer()
+    trainer = await kit.trainer()
     tokens = load_tokenizer("tiny-random").encode
     inside = GrammarSpan(2, 2, 'start: "ab" | "cd"\n')
     rows = [
@@ -241,3 +235,109 @@ async def test_a_model_names_tokens_that_it_does_not_have_and_replies_that_leave
         assert report.trained_tokens == 2
     finally:
         await trainer.close()
+
+
+# Several policies
+
+
+async def test_what_is_done_to_one_policy_leaves_the_other_as_it_is_bit_by_bit(kit, tmp_path):
+    alone, trainer = await kit.trainer("a"), await kit.trainer("a", "b")
+    untouched = kit.weights(trainer, "b")
+    await trainer.forward_backward("b", batch(9), LOSS, "g")  # a gradient that is never applied
+    for number in range(2):
+        for one in (alone, trainer):
+            await one.forward_backward("a", batch(number), LOSS, f"g{number}")
+            await one.optim_step("a", PARAMS, f"u{number}")
+            await one.weights("a")
+        await trainer.save("a", tmp_path / "a", {"step": number + 1}, f"s{number}")
+    assert kit.weights(trainer, "b") == untouched
+    assert (trainer.version("a"), trainer.version("b")) == (PolicyVersion(0, 2), PolicyVersion(0, 0))
+    assert kit.weights(trainer, "a") == kit.weights(alone, "a")
+    await trainer.optim_step("b", PARAMS, "u")
+    other = await kit.trainer("b")
+    await other.forward_backward("b", batch(9), LOSS, "g")
+    await other.optim_step("b", PARAMS, "u")
+    assert kit.weights(trainer, "b") == kit.weights(other, "b") != untouched
+    assert kit.weights(trainer, "a") == kit.weights(alone, "a")
+    assert await trainer.load("b", tmp_path / "a") is not None  # a checkpoint may become another policy
+    assert kit.weights(trainer, "b") == kit.weights(trainer, "a")
+
+
+async def test_equal_request_ids_of_two_policies_are_two_requests(kit):
+    trainer = await kit.trainer("a", "b")
+    for policy in ("a", "b"):
+        await trainer.forward_backward(policy, batch(), LOSS, "g")
+        await trainer.optim_step(policy, PARAMS, "u")
+    assert kit.weights(trainer, "a") == kit.weights(trainer, "b")
+    assert trainer.version("b") == PolicyVersion(0, 1)
+
+
+async def test_a_policy_has_to_be_there_and_a_name_is_given_once(kit):
+    trainer = await kit.trainer("a")
+    with pytest.raises(ConfigError, match="has a policy 'a' already"):
+        await trainer.create("a", PolicySpec(model="tiny-random"))
+    for missing in (
+        lambda: trainer.forward_backward("b", batch(), LOSS, "g"),
+        lambda: trainer.forward("b", batch(), {"old_logprobs"}),
+        lambda: trainer.optim_step("b", PARAMS, "u"),
+        lambda: trainer.weights("b"),
+        lambda: trainer.remove("b"),
+    ):
+        with pytest.raises(NotFound, match="no policy 'b'"):
+            await missing()
+    with pytest.raises(NotFound):
+        trainer.version("b")
+
+
+async def test_a_policy_that_was_removed_and_made_again_begins_anew(kit):
+    trainer = await kit.trainer("a")
+    before = kit.weights(trainer, "a")
+    await trainer.forward_backward("a", batch(), LOSS, "g")
+    await trainer.optim_step("a", PARAMS, "u")
+    after = kit.weights(trainer, "a")
+    await trainer.remove("a")
+    with pytest.raises(NotFound):
+        trainer.version("a")
+    await trainer.create("a", PolicySpec(model="tiny-random"))
+    assert (kit.weights(trainer, "a"), trainer.version("a")) == (before, PolicyVersion(0, 0))
+    await trainer.forward_backward("a", batch(), LOSS, "g")  # the ids of the one before are not remembered
+    await trainer.optim_step("a", PARAMS, "u")
+    assert kit.weights(trainer, "a") == after
+
+
+# Forward, and losses by name
+
+
+async def test_old_logprobs_are_those_of_the_policy_as_it_is_and_change_nothing(kit):
+    trainer = await kit.trainer()
+    before = kit.weights(trainer)
+    assert await trainer.forward("policy", batch(), ()) == {}
+    found = await trainer.forward("policy", batch(), {"old_logprobs"})
+    assert found.keys() == {"old_logprobs"}
+    for row, logprobs in zip(batch(), found["old_logprobs"], strict=True):
+        assert (logprobs.shape, logprobs.dtype) == (row.ids.shape, np.float32)
+        assert np.array_equal(np.isnan(logprobs), ~row.loss_mask)
+    assert kit.weights(trainer) == before
+    with_them = [replace(row, logprobs=now) for row, now in zip(batch(), found["old_logprobs"], strict=True)]
+    report = await trainer.forward_backward("policy", with_them, LOSS, "g")
+    assert report.metrics["logprob_gap_max"] == 0.0  # the loss sees the same numbers, bit for bit
+
+
+async def test_an_output_that_a_trainer_does_not_have_is_refused(kit):
+    trainer = await kit.trainer()
+    with pytest.raises(ConfigError, match="can't compute values"):
+        await trainer.forward("policy", batch(), {"values", "old_logprobs"})
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        (LossSpec(name="nothing"), "no loss is named 'nothing'"),
+        (LossSpec(name="ppo-clip", parameters={"clip": 0.2}), r"are \['clip_high', 'clip_low'\], not \['clip'\]"),
+    ],
+)
+async def test_a_loss_that_does_not_exist_is_refused(kit, spec, said):
+    trainer = await kit.trainer()
+    with pytest.raises(ConfigError, match=said):
+        await trainer.forward_backward("policy", batch(), spec, "g")
+    await trainer.forward_backward("policy", batch(), LOSS, "g")

@@ -19,7 +19,7 @@ from palestra.grammars.pool import Grammars
 from palestra.inference.scripted import ScriptedEngine
 from palestra.models.causal_lm import load_tokenizer
 from palestra.schemas.records import Task, Trajectory
-from palestra.trainer.recording import RecordingTrainer
+from palestra.trainer.fake import FakeTrainer
 
 Reply = Callable[[str, int], str]  # (the prompt as text, seed) -> what the model says, without its stop token
 
@@ -39,7 +39,7 @@ def parts_of(renderer: Renderer, tokenizer: Any, reply: Reply, **engine: Any) ->
         return [token for piece in pieces for token in piece] + [renderer.stop_ids[0]]
 
     scripted = ScriptedEngine(script, **engine)
-    return Parts(engine=scripted, trainer=RecordingTrainer(2), renderer=renderer, grammars=Grammars())
+    return Parts(engine=scripted, trainer=FakeTrainer(2), renderer=renderer, grammars=Grammars())
 
 
 @asynccontextmanager

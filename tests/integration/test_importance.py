@@ -56,7 +56,7 @@ def naive_step(model, episodes, mode: str) -> tuple[dict[str, torch.Tensor], dic
                 now = logprobs_of(model, chat)
                 w = math.exp(float((now.detach().double() - torch.tensor(chat.logprobs).double()).sum()))
                 ratios += [w] * len(now)
-                if mode == "sequence_truncate":
+                if mode == "sequence-truncate":
                     w = min(w, LIMIT)
                 elif not 1 / LIMIT <= w <= LIMIT:
                     w = 0.0
@@ -75,9 +75,9 @@ def naive_step(model, episodes, mode: str) -> tuple[dict[str, torch.Tensor], dic
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["sequence_truncate", "sequence_mask"])
+@pytest.mark.parametrize("mode", ["sequence-truncate", "sequence-mask"])
 def test_stale_replies_are_weighed_as_a_whole(tmp_path, mode):
-    settings = ASYNCHRONOUS | {"algorithm": {"importance": mode, "importance_limit": LIMIT}}
+    settings = ASYNCHRONOUS | {"algorithm": {"importance_sampling": mode, "importance_limit": LIMIT}}
     with Job(tmp_path, settings, validation=()) as job:
         job.start()
         job.work("--threads", "4")

@@ -122,7 +122,7 @@ def test_a_real_model_plays_and_is_trained_on_exactly_its_own_tokens(tmp_path):
         "policies": {"policy": TINY["policies"]["policy"] | {"max_context": 2048}},
         "rollout": {"group_size": 3, "groups_per_step": 2},
         "steps": 2,
-        "algorithm": {"advantage_scale": "none", "importance": "token_truncate"},
+        "algorithm": {"advantage_scale": "none", "importance_sampling": "token-truncate"},
     }
     with Job(tmp_path, settings, tasks=(), validation=()) as job:
         job.start()

@@ -18,7 +18,7 @@ from palestra.agents import ModelAgent
 from palestra.envs import Environment, Gomoku
 from palestra.errors import ConfigError, RolloutFailed
 from palestra.ledger.browsing import browse, list_episodes, read_episode
-from palestra.trainer.recording import RecordingTrainer
+from palestra.trainer.fake import FakeTrainer
 
 SCRIPTED = {"engine": {"kind": "scripted", "scripted_tokens": 6}, "server": {"port": 0}}
 
@@ -136,7 +136,7 @@ def test_an_evaluation_keeps_order_and_says_what_failed(tmp_path):
 
 def test_an_evaluation_loads_no_trainer_and_refuses_a_folder_that_has_a_run(tmp_path, monkeypatch):
     palestra.train(environment=Echo, tasks=TASKS, config=job(tmp_path / "trained"), quiet=True)
-    monkeypatch.setattr(RecordingTrainer, "__init__", lambda *_: pytest.fail("a trainer was made"))
+    monkeypatch.setattr(FakeTrainer, "__init__", lambda *_: pytest.fail("a trainer was made"))
     with pytest.raises(ConfigError, match="has a run already"):
         palestra.evaluate(environment=Echo, tasks=TASKS, config=job(tmp_path / "trained"), quiet=True)
     (outcome,) = palestra.evaluate(environment=Echo, tasks=TASKS[:1], config=job(tmp_path / "new"), quiet=True).outcomes

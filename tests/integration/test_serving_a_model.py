@@ -229,8 +229,9 @@ async def _stopped_in_a_call(ai: openai.OpenAI, plane: Plane, server: Any) -> op
 async def test_a_checkpoint_is_served_from_its_folder_and_loaded_once(tmp_path, monkeypatch, model):
     import torch
 
-    from palestra.config import CheckpointConfig, OptimizerConfig, TrainerConfig
+    from palestra.config import TrainerConfig
     from palestra.models import causal_lm
+    from palestra.trainer.base import PolicySpec
     from palestra.trainer.torch_trainer import TorchTrainer
 
     load = causal_lm.load_causal_lm
@@ -239,8 +240,9 @@ async def test_a_checkpoint_is_served_from_its_folder_and_loaded_once(tmp_path, 
         for _, parameter in trained.named_parameters():
             parameter.mul_(1.01)  # so that these are not the weights of the catalog
     tokenizer = causal_lm.load_tokenizer(model)
-    trainer = TorchTrainer(trained, tokenizer, "policy", OptimizerConfig(), TrainerConfig(), CheckpointConfig())
-    folder = await trainer.save(tmp_path / "checkpoints", {"step": 1}, "save")
+    trainer = TorchTrainer(TrainerConfig(), 2, lambda model, device: (trained, tokenizer))
+    await trainer.create("policy", PolicySpec(model=model))
+    folder = await trainer.save("policy", tmp_path / "checkpoints", {"step": 1}, "save")
     await trainer.close()
     wanted = {  # the weights of norms stay float32
         name: parameter if parameter.ndim < 2 else parameter.to(torch.bfloat16)

@@ -118,3 +118,35 @@ def test_a_learning_rate_that_makes_the_entropy_collapse_is_warned_of(tmp_path, 
     entropies = [row["train/entropy"] for row in result.metrics if "train/entropy" in row]
     assert entropies[1] < 0.1 * entropies[0]
     assert "warning: the entropy of the policy fell from" in capsys.readouterr().out
+
+
+def test_an_algorithm_and_a_loss_of_ones_own_train_and_their_metrics_are_written_by_their_names(tmp_path):
+    """Against the loss of its definition: the policy is on its own samples, so the numbers follow from the rows."""
+    own = {"name": "unit.algorithms.own_algorithm:Surprise"}
+    result = palestra.train(rollout, TASKS, config(tmp_path / "run", algorithm=own), quiet=True)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert result.state == "completed"
+    assert result.checkpoint is not None
+    for row in rows[1:]:
+        assert {"train/surprise_mean", "train/surprise_max", "train/advantage_sum", "train/baseline"} <= row.keys()
+        assert {"train/ratio_mean", "train/clip_fraction", "train/calls_without_peers"}.isdisjoint(row)
+        assert row["train/baseline"] == pytest.approx(row["train/reward_mean"])
+        assert 0 < row["train/surprise_mean"] < row["train/surprise_max"]
+        assert row["train/groups_zero_variance"] == 0  # it learns from every group
+        assert row["train/trained_tokens"] == row["rollout/completion_tokens"]
+        assert row["train/grad_norm"] > 0
+
+
+def test_a_class_of_ones_own_is_refused_by_a_server(tmp_path):
+    from palestra.cluster.local import local_job, run_on_uvloop
+    from palestra.errors import ConfigError
+
+    async def serve() -> None:
+        own = {"name": "unit.algorithms.own_algorithm:Surprise"}
+        server = {"port": 0}
+        async with local_job(config(tmp_path / "run", algorithm=own, server=server), lambda kind, data: None):
+            pass
+
+    with pytest.raises(ConfigError, match=r"only where you call palestra\.train yourself"):
+        run_on_uvloop(serve())
+    assert not (tmp_path / "run").exists()

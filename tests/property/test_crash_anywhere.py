@@ -16,9 +16,8 @@ from pathlib import Path
 from drawing import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from unit.building import metric_names
 from unit.learner.scripted_job import Crash, ScriptedJob, config
-
-from palestra.schemas.metrics import METRIC_NAMES
 
 
 @cache
@@ -53,5 +52,5 @@ def test_whenever_the_process_dies_the_end_is_the_same(crashes):
         assert asyncio.run(lives(Path(folder), crashes)) == wanted
         rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
-    assert all(row.keys() <= METRIC_NAMES for row in rows)
+    assert all(row.keys() <= metric_names() for row in rows)
     assert ["validation/reward_mean" in row for row in rows] == [True, False, True, True]

@@ -13,12 +13,11 @@ import pytest
 from drawing import examples
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from unit.building import make_chat, make_episode
+from unit.building import make_chat, make_episode, make_train_batch
 
-from palestra.algorithms.credit import Credits, Unit, agent_reward, episode_credits, group_credit, step_returns
-from palestra.algorithms.grpo import group_advantages, unit_advantages
+from palestra.algorithms.credit import BaselineKey, Returns, agent_reward, episode_returns, step_returns
+from palestra.algorithms.grpo import centred_returns, group_advantages
 from palestra.config import AlgorithmConfig
-from palestra.learner.batch import make_batch
 from palestra.ledger.calls import time_steps
 from palestra.schemas.records import Chat, PolicyVersion, TrainSample, Trajectory
 from property.calls import Drawn, episodes, orders, record
@@ -56,7 +55,7 @@ def plain_advantages(values_G, scale) -> list[list[float]]:
 
 @given(values, scales)
 def test_advantages_of_several_values_agree_with_plain_arithmetic(values_G, scale):
-    for found, wanted in zip(unit_advantages(values_G, scale), plain_advantages(values_G, scale), strict=True):
+    for found, wanted in zip(centred_returns(values_G, scale), plain_advantages(values_G, scale), strict=True):
         assert found == near(wanted)
 
 
@@ -65,25 +64,26 @@ def test_an_episode_that_says_the_same_more_often_counts_the_same(values_G, whic
     which %= len(values_G)
     more = [own * times if n == which else own for n, own in enumerate(values_G)]
     for place, (few, many) in enumerate(
-        zip(unit_advantages(values_G, scale), unit_advantages(more, scale), strict=True)
+        zip(centred_returns(values_G, scale), centred_returns(more, scale), strict=True)
     ):
         assert many == near(few * times if place == which else few)
 
 
 @given(values, st.integers(-50, 50), scales)
 def test_what_all_get_alike_changes_no_advantage(values_G, bonus, scale):
-    shifted = unit_advantages([[v + bonus for v in own] for own in values_G], scale)
-    for found, wanted in zip(shifted, unit_advantages(values_G, scale), strict=True):
+    shifted = centred_returns([[v + bonus for v in own] for own in values_G], scale)
+    for found, wanted in zip(shifted, centred_returns(values_G, scale), strict=True):
         assert found == pytest.approx(wanted, rel=1e-5, abs=1e-5)
 
 
 @given(st.lists(rewards, min_size=1, max_size=8), scales)
-def test_one_unit_an_episode_is_a_group_of_rewards(rewards_G, scale):
-    unit = Unit("", None)
-    credits = [Credits(values={unit: r}, unit_of={3: unit, 5: unit}) for r in rewards_G]
-    credit = group_credit(credits, scale)
-    assert [found[3] for found in credit.advantages] == group_advantages(rewards_G, scale)
-    assert [found[5] for found in credit.advantages] == group_advantages(rewards_G, scale)
+def test_one_value_an_episode_is_a_group_of_rewards(rewards_G, scale):
+    key = BaselineKey("", None)
+    returns = [Returns(values={key: r}, key_of={3: key, 5: key}) for r in rewards_G]
+    credit = group_advantages(returns, scale)
+    wanted = [found for (found,) in centred_returns([[reward] for reward in rewards_G], scale)]
+    assert [found[3] for found in credit.by_call] == wanted
+    assert [found[5] for found in credit.by_call] == wanted
     assert credit.calls_without_peers == (2 if len(rewards_G) == 1 else 0)
 
 
@@ -95,16 +95,16 @@ def test_a_call_answers_for_the_discounted_rewards_from_its_own_step_on(steps, a
     chats = [make_chat(index=n, time_step=step) for n, step in enumerate(steps)]
     given_rewards = tuple(all_rewards[: max(steps) + 1])
     one = trajectory(0, chats, {"agent": 9.0}, given_rewards)
-    credits = episode_credits(one, "step", discount)
+    returns = episode_returns(one, "step", discount)
     for chat in chats:
         t = chat.time_step
         wanted = math.fsum(discount ** (k - t) * r for k, r in enumerate(given_rewards) if k >= t)
-        assert credits.values[credits.unit_of[chat.index]] == near(wanted)
-    assert len(credits.values) == len(set(steps))
+        assert returns.values[returns.key_of[chat.index]] == near(wanted)
+    assert len(returns.values) == len(set(steps))
     last = max(steps)
-    whole = episode_credits(trajectory(0, chats, {"a": 1.5, "b": 0.5}), "step", discount)
+    whole = episode_returns(trajectory(0, chats, {"a": 1.5, "b": 0.5}), "step", discount)
     for chat in chats:
-        assert whole.values[whole.unit_of[chat.index]] == near(2.0 * discount ** (last - chat.time_step))
+        assert whole.values[whole.key_of[chat.index]] == near(2.0 * discount ** (last - chat.time_step))
     assert len(step_returns(one, 9.0, discount)) == last + 1
 
 
@@ -122,15 +122,15 @@ def owner(agent: str, known) -> str | None:
 @examples(40, 200)
 def test_an_agent_has_its_own_reward_or_that_of_who_started_it(names, by_agent, mode):
     chats = [make_chat(index=n, agent=name) for n, name in enumerate(names)]
-    credits = episode_credits(trajectory(0, chats, by_agent), mode, 1.0)
+    returns = episode_returns(trajectory(0, chats, by_agent), mode, 1.0)
     for chat in chats:
-        unit = credits.unit_of[chat.index]
+        key = returns.key_of[chat.index]
         mine = owner(chat.agent, by_agent)
         wanted = sum(by_agent.values()) if mine is None else by_agent[mine]
-        assert credits.values[unit] == agent_reward(chat.agent, by_agent) == pytest.approx(wanted)
+        assert returns.values[key] == agent_reward(chat.agent, by_agent) == pytest.approx(wanted)
         started_by = chat.agent.rpartition("/")[0]
-        assert unit.peers == (f"{started_by}/" if mode == "branch" and started_by else chat.agent)
-    assert len(credits.values) == len(set(names))
+        assert key.baseline_group == (f"{started_by}/" if mode == "branch" and started_by else chat.agent)
+    assert len(returns.values) == len(set(names))
 
 
 @given(st.data(), st.sampled_from(["agent", "branch"]), scales)
@@ -143,7 +143,7 @@ def test_an_agents_calls_are_compared_with_its_peers_and_nobody_else(data, mode,
         trajectory(k, [make_chat(index=n, agent=name) for n, name in enumerate(names)], by_agent)
         for k, (names, by_agent) in enumerate(group)
     ]
-    credit = group_credit([episode_credits(t, mode, 1.0) for t in trajectories], scale)
+    credit = group_advantages([episode_returns(t, mode, 1.0) for t in trajectories], scale)
 
     def peers(name: str) -> str:
         return name.rpartition("/")[0] + "/" if mode == "branch" and "/" in name else name
@@ -156,7 +156,7 @@ def test_an_agents_calls_are_compared_with_its_peers_and_nobody_else(data, mode,
                 for theirs, by_agent in group
             ]
             place = sorted(other for other in set(names) if peers(other) == peers(name)).index(name)
-            assert credit.advantages[k][n] == near(plain_advantages(compared, scale)[k][place])
+            assert credit.by_call[k][n] == near(plain_advantages(compared, scale)[k][place])
             alone += sum(map(bool, compared)) < 2
     assert credit.calls_without_peers == alone
 
@@ -165,20 +165,20 @@ def test_an_agents_calls_are_compared_with_its_peers_and_nobody_else(data, mode,
 
 
 def batch_of(*trajectories: Trajectory, max_tokens: int = 10, **algorithm):
-    return make_batch(trajectories, AlgorithmConfig.model_validate(algorithm), max_tokens, VERSION)
+    return make_train_batch(trajectories, AlgorithmConfig.model_validate(algorithm), max_tokens, VERSION)
 
 
 Term = tuple[tuple[int, ...], int, float, float, float]
 
 
 def terms(samples: Sequence[TrainSample]) -> Counter[Term]:
-    """Everything that the gradient is made of: context, token, advantage, weight, behaviour."""
+    """Everything that the gradient is made of: context, token, advantage, weight, logprob at sampling."""
     return Counter(
         (
             tuple(s.ids[:t].tolist()),
             int(s.ids[t]),
             round(float(s.advantages[t]), 6),
-            round(float(s.weights[t]), 7),
+            round(float(s.loss_weights[t]), 7),
             float(s.logprobs[t]),
         )
         for s in samples
@@ -204,9 +204,9 @@ def own_terms(chats: Sequence[Chat], advantage: float, weight: float) -> Counter
 other_single = [make_chat(prompt=(1,), completion=(2, 2, 1), logprobs=[-1, -2, -3])]
 
 
-@given(st.data(), st.sampled_from(["rollout", "token", "constant"]))
+@given(st.data(), st.sampled_from(["seq-mean-token-mean", "token-mean", "seq-mean-token-sum-norm"]))
 @examples(25, 100)
-def test_the_terms_of_the_loss_are_the_calls_however_they_are_cut(data, aggregation):
+def test_the_terms_of_the_loss_are_the_calls_however_they_are_cut(data, loss_agg_mode):
     calls = data.draw(episodes(policies=("policy",), media=False))
     relabelled = [replace(call, agent=data.draw(agents), time_step=data.draw(st.integers(0, 3))) for call in calls]
     plain = list(record(calls).values())
@@ -218,11 +218,15 @@ def test_the_terms_of_the_loss_are_the_calls_however_they_are_cut(data, aggregat
         list(record(relabelled, data.draw(orders(calls)), orphans).values()),
     ]
     own = sum(len(call.completion) for call in calls)
-    weight = {"rollout": 1 / (2 * own), "token": 1 / (own + 3), "constant": 1 / (2 * 10)}[aggregation]
+    weight = {
+        "seq-mean-token-mean": 1 / (2 * own),
+        "token-mean": 1 / (own + 3),
+        "seq-mean-token-sum-norm": 1 / (2 * 10),
+    }[loss_agg_mode]
     advantage = 0.5 / (math.sqrt(0.5) + 1e-4)
     for chats in variants:
         batch = batch_of(
-            trajectory(0, chats, {"x": 1.0}), trajectory(1, other_single, {"x": 0.0}), aggregation=aggregation
+            trajectory(0, chats, {"x": 1.0}), trajectory(1, other_single, {"x": 0.0}), loss_agg_mode=loss_agg_mode
         )
         mine = [s for s in batch.samples if s.episode_id.endswith("-00")]
         assert terms(mine) == own_terms(plain, advantage, weight)
@@ -261,15 +265,19 @@ def cut_conversations(draw) -> tuple[list[Chat], list[Chat]]:
     return whole, pieces
 
 
-@given(cut_conversations(), st.sampled_from(["rollout", "token", "constant"]), st.booleans())
-def test_a_rollout_that_was_sampled_in_more_calls_has_the_same_terms(cut, aggregation, unlinked):
+@given(
+    cut_conversations(),
+    st.sampled_from(["seq-mean-token-mean", "token-mean", "seq-mean-token-sum-norm"]),
+    st.booleans(),
+)
+def test_a_rollout_that_was_sampled_in_more_calls_has_the_same_terms(cut, loss_agg_mode, unlinked):
     whole, pieces = cut
     if unlinked:
         pieces = [replace(c, parent=None, shared=0, shared_messages=0, prompt_tail=c.prompt_ids) for c in pieces]
     found = [
         terms(
             batch_of(
-                trajectory(0, chats, {"x": 1.0}), trajectory(1, other_single, {"x": 0.0}), aggregation=aggregation
+                trajectory(0, chats, {"x": 1.0}), trajectory(1, other_single, {"x": 0.0}), loss_agg_mode=loss_agg_mode
             ).samples
         )
         for chats in (whole, pieces)
@@ -277,9 +285,11 @@ def test_a_rollout_that_was_sampled_in_more_calls_has_the_same_terms(cut, aggreg
     assert found[0] == found[1]
 
 
-@given(st.data(), st.sampled_from(["episode", "step", "agent", "branch"]), st.sampled_from(["train", "exclude"]))
+@given(
+    st.data(), st.sampled_from(["episode", "step", "agent", "branch"]), st.sampled_from(["all-calls", "final-branch"])
+)
 @examples(25, 100)
-def test_every_rollout_weighs_the_same_however_much_it_called(data, credit, abandoned):
+def test_every_rollout_weighs_the_same_however_much_it_called(data, credit, train_on):
     group = [
         list(record(data.draw(episodes(most=5, policies=("p", "q")))).values())
         for _ in range(data.draw(st.integers(2, 4)))
@@ -288,14 +298,14 @@ def test_every_rollout_weighs_the_same_however_much_it_called(data, credit, aban
     trajectories = [
         trajectory(k, chats, {"a": reward}) for k, (chats, reward) in enumerate(zip(group, rewards_G, strict=True))
     ]
-    batch = batch_of(*trajectories, credit=credit, abandoned=abandoned, discount=0.9)
+    batch = batch_of(*trajectories, credit=credit, train_on=train_on, discount=0.9)
     assume(batch.samples)
     totals: dict[str, float] = {}
     for s in batch.samples:
-        assert (s.weights[~s.loss_mask] == 0).all()
+        assert (s.loss_weights[~s.loss_mask] == 0).all()
         assert (s.advantages[~s.loss_mask] == 0).all()
-        assert len(set(s.weights[s.loss_mask].tolist())) == 1
-        totals[s.episode_id] = totals.get(s.episode_id, 0.0) + float(s.weights.sum(dtype=np.float64))
+        assert len(set(s.loss_weights[s.loss_mask].tolist())) == 1
+        totals[s.episode_id] = totals.get(s.episode_id, 0.0) + float(s.loss_weights.sum(dtype=np.float64))
     assert len(totals) == len(group)
     assert all(total == pytest.approx(1 / len(group), rel=1e-5) for total in totals.values())
 
@@ -305,9 +315,9 @@ def test_every_token_has_the_advantage_of_the_call_that_sampled_it(data, mode):
     calls: list[list[Drawn]] = [data.draw(episodes(most=5, policies=("p",))) for _ in range(2)]
     group = [record(drawn, data.draw(orders(drawn))) for drawn in calls]
     trajectories = [trajectory(k, chats.values(), {"a": float(k), "a/b": 3.0}) for k, chats in enumerate(group)]
-    credit = group_credit([episode_credits(t, mode, 0.5) for t in trajectories], "std")
+    credit = group_advantages([episode_returns(t, mode, 0.5) for t in trajectories], "std")
     batch = batch_of(*trajectories, credit=mode, discount=0.5)
-    for k, (chats, advantages) in enumerate(zip(group, credit.advantages, strict=True)):
+    for k, (chats, advantages) in enumerate(zip(group, credit.by_call, strict=True)):
         wanted = {float(p): np.float32(advantages[chat.index]) for chat in chats.values() for p in chat.logprobs}
         mine = [s for s in batch.samples if s.episode_id == f"train-000000-{k:02d}"]
         found = {
@@ -327,7 +337,7 @@ def test_abandoned_calls_are_left_out_whole_and_each_call_and_token_is_counted(d
     answers = [call.edges for call in last.values()]
     kept = [call for call in calls if any(answer[: len(call.edges)] == call.edges for answer in answers)]
     trajectories = [trajectory(0, chats.values(), {"x": 1.0}), trajectory(1, other_single, {"x": 0.0})]
-    batch = batch_of(*trajectories, abandoned="exclude")
+    batch = batch_of(*trajectories, train_on="final-branch")
     found = sorted(float(p) for s in batch.samples if s.episode_id.endswith("-00") for p in s.logprobs[s.loss_mask])
     assert found == sorted(p for call in kept for p in call.logprobs)
     left = [call for call in calls if call not in kept]

@@ -14,10 +14,9 @@ import pytest
 from drawing import examples
 from hypothesis import event, given
 from hypothesis import strategies as st
-from unit.building import make_chat, make_episode
+from unit.building import make_chat, make_episode, make_train_batch
 
 from palestra.config import AlgorithmConfig
-from palestra.learner.batch import make_batch
 from palestra.ledger.calls import time_steps
 from palestra.schemas.records import PolicyVersion, StepTimes, Trajectory
 
@@ -175,7 +174,7 @@ Term = tuple[tuple[int, ...], int, float, float]
 
 def terms_of(batch: list[Played], c: AlgorithmConfig, order: str) -> dict[float, Term]:
     """By token: what came before it, its id, its advantage and its weight."""
-    trained = [[c.abandoned == "train" or is_kept(p, call) for call in p.calls] for p in batch]
+    trained = [[c.train_on == "all-calls" or is_kept(p, call) for call in p.calls] for p in batch]
     counts = [
         sum(len(call.completion) for call, is_trained in zip(p.calls, mine, strict=True) if is_trained)
         for p, mine in zip(batch, trained, strict=True)
@@ -191,10 +190,10 @@ def terms_of(batch: list[Played], c: AlgorithmConfig, order: str) -> dict[float,
             continue
         for n, mine in zip(places, advantages, strict=True):
             weight = {
-                "rollout": 1 / (rollouts * counts[n]) if counts[n] else 0.0,
-                "token": 1 / max(sum(counts), 1),
-                "constant": 1 / (max(rollouts, 1) * LIMIT),
-            }[c.aggregation]
+                "seq-mean-token-mean": 1 / (rollouts * counts[n]) if counts[n] else 0.0,
+                "token-mean": 1 / max(sum(counts), 1),
+                "seq-mean-token-sum-norm": 1 / (max(rollouts, 1) * LIMIT),
+            }[c.loss_agg_mode]
             for call, advantage, is_trained in zip(batch[n].calls, mine, trained[n], strict=True):
                 for place, (token, logprob) in enumerate(zip(call.completion, call.logprobs, strict=True)):
                     if is_trained:
@@ -208,32 +207,32 @@ def terms_of(batch: list[Played], c: AlgorithmConfig, order: str) -> dict[float,
     st.sampled_from(["episode", "step", "agent", "branch"]),
     st.sampled_from(["observed", "acted"]),
     st.sampled_from(["std", "none"]),
-    st.sampled_from(["rollout", "token", "constant"]),
-    st.sampled_from(["train", "exclude"]),
+    st.sampled_from(["seq-mean-token-mean", "token-mean", "seq-mean-token-sum-norm"]),
+    st.sampled_from(["all-calls", "final-branch"]),
     st.sampled_from([1.0, 0.5, 0.0]),
 )
 @examples(40, 200)
 def test_every_token_of_a_batch_is_what_the_documents_say(
-    batch, credit, order, scale, aggregation, abandoned, discount
+    batch, credit, order, scale, loss_agg_mode, train_on, discount
 ):
     algorithm = AlgorithmConfig.model_validate(
         {
             "credit": credit,
             "advantage_scale": scale,
-            "aggregation": aggregation,
-            "abandoned": abandoned,
+            "loss_agg_mode": loss_agg_mode,
+            "train_on": train_on,
             "discount": discount,
         }
     )
     trajectories = [as_trajectory(played, n) for n, played in enumerate(batch)]
-    made = make_batch(trajectories, algorithm, LIMIT, PolicyVersion(0, 0), order)
+    made = make_train_batch(trajectories, algorithm, LIMIT, PolicyVersion(0, 0), order)
     found: dict[float, Term] = {}
     for sample in made.samples:
         for at in np.flatnonzero(sample.loss_mask):
             token = float(sample.logprobs[at])
             assert token not in found, "a token is trained twice"
             before = tuple(sample.ids[:at].tolist())
-            found[token] = (before, int(sample.ids[at]), float(sample.advantages[at]), float(sample.weights[at]))
+            found[token] = (before, int(sample.ids[at]), float(sample.advantages[at]), float(sample.loss_weights[at]))
     wanted = terms_of(batch, algorithm, order)
     event(f"{credit}: {'something' if wanted else 'nothing'} to train on")
     assert found.keys() == wanted.keys()

@@ -10,7 +10,11 @@ from typing import Any
 import numpy as np
 
 from palestra import trajectory
-from palestra.config import RolloutConfig, StoreConfig
+from palestra.algorithms.base import StepOrder
+from palestra.algorithms.registry import create_algorithm
+from palestra.config import AlgorithmConfig, RolloutConfig, StoreConfig
+from palestra.learner.batch import Batch, make_batch
+from palestra.learner.metrics import metric_tables
 from palestra.ledger import RunStore, open_run_store
 from palestra.schemas.messages import ChatMessage, text_message
 from palestra.schemas.records import (
@@ -146,8 +150,8 @@ def make_sample(
     n = len(row)
     mask = np.zeros(n, np.bool_)
     mask[list(trained)] = True
-    behaviour = np.full(n, np.nan, np.float32)
-    behaviour[mask] = logprobs
+    sampling_logprobs = np.full(n, np.nan, np.float32)
+    sampling_logprobs[mask] = logprobs
     versions = np.full((n, 2), -1, np.int32)
     versions[mask] = 0
     return TrainSample(
@@ -155,10 +159,28 @@ def make_sample(
         policy="policy",
         ids=np.array(row, np.int32),
         loss_mask=mask,
-        logprobs=behaviour,
+        logprobs=sampling_logprobs,
         versions=versions,
         calls=np.where(mask, np.int32(0), np.int32(-1)),
         advantages=mask.astype(np.float32) * np.float32(advantage),
-        weights=mask.astype(np.float32) * np.float32(weight),
+        loss_weights=mask.astype(np.float32) * np.float32(weight),
         temperatures=np.where(mask, np.float32(temperature), np.float32(1.0)),
     )
+
+
+def make_train_batch(
+    trajectories: Sequence[Trajectory],
+    config: AlgorithmConfig,
+    max_tokens: int,
+    version: PolicyVersion,
+    order: StepOrder = "observed",
+) -> Batch:
+    """What a step trains on, with the advantages of the configured algorithm, which needs no forward pass."""
+    algorithm = create_algorithm(config, order)
+    batch = make_batch(trajectories, algorithm, config, max_tokens, version)
+    return batch.with_advantages(algorithm.advantages(batch.groups, {}), {})
+
+
+def metric_names() -> set[str]:
+    """Every name that may stand in a row of metrics.jsonl."""
+    return {metric.name for metrics in metric_tables().values() for metric in metrics}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from palestra.algorithms.registry import create_algorithm
 from palestra.config import JobConfig, parse_config
 from palestra.errors import ConfigError, InvalidRequest
 from palestra.scheduler.api.access import ControlPlane
@@ -99,6 +100,7 @@ def _checked(given: dict[str, Any], rules: Rules) -> JobConfig:
             rules.weights(policy.model)
         except ConfigError as error:
             raise InvalidRequest(str(error), f"config.policies.{name}.model") from error
+    create_algorithm(config.algorithm)  # refuses code of the tenant's own
     return config
 
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from palestra.algorithms.credit import Unit, agent_reward, episode_credits, group_credit
+from palestra.algorithms.credit import BaselineKey, agent_reward, episode_returns
+from palestra.algorithms.grpo import group_advantages
 from palestra.ledger.calls import time_steps
 from palestra.schemas.records import Trajectory
 from unit.building import make_chat, make_episode
@@ -22,21 +23,21 @@ def played(*calls: tuple[str, int], rewards: dict[str, float], steps: tuple[floa
 
 def credited(trajectory: Trajectory, mode: str, discount: float = 1.0) -> list[float]:
     """For each call what it is credited with."""
-    credits = episode_credits(trajectory, mode, discount)
-    return [credits.values[credits.unit_of[n]] for n in range(len(credits.unit_of))]
+    returns = episode_returns(trajectory, mode, discount)
+    return [returns.values[returns.key_of[n]] for n in range(len(returns.key_of))]
 
 
 def test_an_episode_without_reward_has_no_credit():
     open_episode = replace(make_episode(), rewards=None)
     with pytest.raises(ValueError, match="train-000000-00 has no reward"):
-        episode_credits(Trajectory(episode=open_episode, steps=()), "episode", 1.0)
+        episode_returns(Trajectory(episode=open_episode, steps=()), "episode", 1.0)
 
 
 def test_by_episode_all_calls_share_the_sum_of_the_rewards():
     one = played(("a", 0), ("a/b", 0), ("c", 4), rewards={"a": 1.0, "c": 2.0}, steps=(9.0,) * 5)
-    credits = episode_credits(one, "episode", 0.5)
+    returns = episode_returns(one, "episode", 0.5)
     assert credited(one, "episode", 0.5) == [3.0, 3.0, 3.0]
-    assert len(credits.values) == 1
+    assert len(returns.values) == 1
 
 
 def test_by_step_a_call_answers_for_what_came_after_it_discounted():
@@ -58,7 +59,7 @@ def test_where_steps_have_no_rewards_the_episodes_is_the_last_steps():
 
 def test_an_episode_without_calls_has_no_units():
     for mode in ("step", "agent", "branch"):
-        assert episode_credits(played(rewards={"a": 1.0}), mode, 1.0).values == {}
+        assert episode_returns(played(rewards={"a": 1.0}), mode, 1.0).values == {}
 
 
 def test_an_agent_has_its_own_reward_its_parents_or_the_sum():
@@ -76,8 +77,8 @@ def test_by_agent_each_is_compared_with_the_same_agent_of_the_other_episodes():
         played(("a", 0), ("b", 1), rewards={"a": 1.0, "b": 10.0}),
         played(("b", 0), ("a", 1), ("a", 2), rewards={"a": 3.0, "b": 20.0}),
     ]
-    credit = group_credit([episode_credits(t, "agent", 1.0) for t in group], "none")
-    assert credit.advantages == [{0: -1.0, 1: -5.0}, {0: 5.0, 1: 1.0, 2: 1.0}]
+    credit = group_advantages([episode_returns(t, "agent", 1.0) for t in group], "none")
+    assert credit.by_call == [{0: -1.0, 1: -5.0}, {0: 5.0, 1: 1.0, 2: 1.0}]
     assert credit.calls_without_peers == 0
 
 
@@ -86,14 +87,14 @@ def test_by_branch_subagents_are_compared_with_all_that_the_same_parent_started(
         played(("a", 0), ("a/1", 1), ("a/2", 1), rewards={"a": 0.0, "a/1": 1.0, "a/2": 3.0}),
         played(("a", 0), ("a/7", 1), rewards={"a": 2.0, "a/7": 6.0}),
     ]
-    by_branch = group_credit([episode_credits(t, "branch", 1.0) for t in group], "none")
+    by_branch = group_advantages([episode_returns(t, "branch", 1.0) for t in group], "none")
     baseline = ((1.0 + 3.0) / 2 + 6.0) / 2  # episodes weigh the same, however many subagents they have
-    assert by_branch.advantages == [
+    assert by_branch.by_call == [
         {0: -1.0, 1: 1.0 - baseline, 2: 3.0 - baseline},
         {0: 1.0, 1: 6.0 - baseline},
     ]
-    by_agent = group_credit([episode_credits(t, "agent", 1.0) for t in group], "none")
-    assert by_agent.advantages == [{0: -1.0, 1: 0.0, 2: 0.0}, {0: 1.0, 1: 0.0}]
+    by_agent = group_advantages([episode_returns(t, "agent", 1.0) for t in group], "none")
+    assert by_agent.by_call == [{0: -1.0, 1: 0.0, 2: 0.0}, {0: 1.0, 1: 0.0}]
     assert (by_branch.calls_without_peers, by_agent.calls_without_peers) == (0, 3)
 
 
@@ -101,9 +102,9 @@ def test_more_calls_of_an_agent_change_nothing_for_it_or_the_others():
     few = [played(("a", 0), rewards={"a": 1.0}), played(("a", 0), rewards={"a": 4.0})]
     many = [played(*[("a", 0)] * 9, rewards={"a": 1.0}), few[1]]
     for mode in ("episode", "agent", "branch"):
-        found = [group_credit([episode_credits(t, mode, 1.0) for t in group], "std") for group in (few, many)]
-        assert set(found[0].advantages[0].values()) == set(found[1].advantages[0].values())
-        assert found[0].advantages[1] == found[1].advantages[1]
+        found = [group_advantages([episode_returns(t, mode, 1.0) for t in group], "std") for group in (few, many)]
+        assert set(found[0].by_call[0].values()) == set(found[1].by_call[0].values())
+        assert found[0].by_call[1] == found[1].by_call[1]
 
 
 def test_by_step_longer_episodes_weigh_no_more_in_the_baseline():
@@ -111,15 +112,15 @@ def test_by_step_longer_episodes_weigh_no_more_in_the_baseline():
         played(("a", 0), ("a", 1), ("a", 2), rewards={"a": 0.0}, steps=(0.0, 0.0, 3.0)),
         played(("a", 0), rewards={"a": 0.0}, steps=(1.0,)),
     ]
-    credit = group_credit([episode_credits(t, "step", 1.0) for t in group], "std")
+    credit = group_advantages([episode_returns(t, "step", 1.0) for t in group], "std")
     mean = (3.0 + 1.0) / 2
     deviation = math.sqrt((1.0 + 1.0) / (2 - 1)) + 1e-4
-    assert credit.advantages[0] == pytest.approx({n: (3.0 - mean) / deviation for n in range(3)})
-    assert credit.advantages[1] == pytest.approx({0: (1.0 - mean) / deviation})
+    assert credit.by_call[0] == pytest.approx({n: (3.0 - mean) / deviation for n in range(3)})
+    assert credit.by_call[1] == pytest.approx({0: (1.0 - mean) / deviation})
 
 
 def test_units_of_a_call_are_named_by_what_they_are_credited_for():
     one = played(("a/b", 3), rewards={"a": 1.0})
-    assert episode_credits(one, "step", 1.0).unit_of == {0: Unit("", 3)}
-    assert episode_credits(one, "agent", 1.0).unit_of == {0: Unit("a/b", "a/b")}
-    assert episode_credits(one, "branch", 1.0).unit_of == {0: Unit("a/", "a/b")}
+    assert episode_returns(one, "step", 1.0).key_of == {0: BaselineKey("", 3)}
+    assert episode_returns(one, "agent", 1.0).key_of == {0: BaselineKey("a/b", "a/b")}
+    assert episode_returns(one, "branch", 1.0).key_of == {0: BaselineKey("a/", "a/b")}

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from palestra.algorithms.importance import correct
+from palestra.algorithms.importance import importance_weights
 from unit.building import make_sample
 
-MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+MODES = ("token-truncate", "token-mask", "sequence-truncate", "sequence-mask")
 logs = st.floats(-3, 0, width=32)
 
 
@@ -67,44 +67,37 @@ def expected(samples, now, mode: str, limit: float) -> list[list[float]]:
 @given(rows(), st.sampled_from(MODES), st.sampled_from([1.5, 2.0, 8.0]))
 def test_weights_are_those_of_the_definition(drawn, mode, limit):
     samples, now = drawn
-    found = correct(samples, now, mode, limit)
+    found = importance_weights(samples, now, mode, limit)
     wanted = expected(samples, now, mode, limit)
-    for sample, before, row, weights in zip(found.samples, samples, now, wanted, strict=True):
-        np.testing.assert_allclose(sample.weights[sample.loss_mask], weights, rtol=1e-4)
-        assert (sample.weights[~sample.loss_mask] == 0).all()
-        assert np.array_equal(sample.logprobs, row, equal_nan=True)
-        assert (sample.advantages == before.advantages).all()
+    for sample, factors, weights in zip(samples, found.weights, wanted, strict=True):
+        np.testing.assert_allclose((sample.loss_weights * factors)[sample.loss_mask], weights, rtol=1e-4)
+        assert np.isfinite(factors).all()
+        assert factors.dtype == np.float32
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_on_policy_it_changes_nothing(mode):
     sample = make_sample([1, 2, 3, 4], [2, 3], weight=0.25, logprobs=[-0.5, -1.5])
-    found = correct([sample], [sample.logprobs], mode, 2.0)
-    assert (found.samples[0].weights == sample.weights).all()
-    assert found.metrics == {
-        "train/importance_mean": 1.0,
-        "train/importance_limited": 0.0,
-        "train/logprob_gap_mean": 0.0,
-        "train/logprob_gap_max": 0.0,
-    }
+    found = importance_weights([sample], [sample.logprobs], mode, 2.0)
+    assert (found.weights[0] == 1.0).all()
+    assert found.metrics == {"importance_mean": 1.0, "importance_limited": 0.0}
 
 
 def test_what_it_did_is_reported():
     sample = make_sample([1, 2, 3, 4, 5], [1, 2, 3, 4], logprobs=[-1.0, -1.0, -1.0, -1.0])
     now = np.array([np.nan, -1.0 + math.log(3), -1.0 - math.log(3), -1.0, -1.0], np.float32)
-    for mode, share in (("token_truncate", 0.25), ("token_mask", 0.5)):
-        metrics = correct([sample], [now], mode, 2.0).metrics
-        assert metrics["train/importance_limited"] == share
-        assert metrics["train/importance_mean"] == pytest.approx((3 + 1 / 3 + 2) / 4, rel=1e-6)
-        assert metrics["train/logprob_gap_max"] == pytest.approx(math.log(3), rel=1e-6)
+    for mode, share in (("token-truncate", 0.25), ("token-mask", 0.5)):
+        metrics = importance_weights([sample], [now], mode, 2.0).metrics
+        assert metrics["importance_limited"] == share
+        assert metrics["importance_mean"] == pytest.approx((3 + 1 / 3 + 2) / 4, rel=1e-6)
 
 
 def test_a_token_that_has_become_far_more_probable_stays_finite():
     sample = make_sample([1, 2], [1], logprobs=[-900.0])
-    found = correct([sample], [np.array([np.nan, -0.1], np.float32)], "token_truncate", 2.0)
-    assert found.samples[0].weights[1] == 2.0
-    assert math.isfinite(found.metrics["train/importance_mean"])
+    found = importance_weights([sample], [np.array([np.nan, -0.1], np.float32)], "token-truncate", 2.0)
+    assert found.weights[0][1] == 2.0
+    assert math.isfinite(found.metrics["importance_mean"])
 
 
 def test_no_rows_are_no_rows():
-    assert correct([], [], "sequence_mask", 2.0).samples == []
+    assert importance_weights([], [], "sequence-mask", 2.0).weights == []

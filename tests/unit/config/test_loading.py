@@ -69,14 +69,14 @@ def test_an_override_can_take_a_key_out_wherever_it_was_set():
     data = {
         "steps": 3,
         "tasks": {"train": "a.jsonl"},
-        "algorithm": {"importance": "token_mask"},
+        "algorithm": {"importance_sampling": "token-mask"},
         "policies": {"p": {"sampling": {"max_tokens": 7}}},
         "environment": {"settings": {"size": 3}},
     }
     keys = (
         "steps",
         "tasks.train",
-        "algorithm.importance",
+        "algorithm.importance_sampling",
         "policies.p.sampling.max_tokens",
         "environment.settings.size",
     )

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from palestra.algorithms.credit import episode_credits
+from palestra.algorithms.credit import episode_returns
 from palestra.envs import SplitSum
 from palestra.rollout import RolloutSpec, Runner
 from palestra.schemas.forks import ForkReason
@@ -64,8 +64,8 @@ async def test_a_tree_of_agents_is_recorded_token_by_token_and_credited_by_branc
     else:
         assert [m.role for m in told] == ["tool", "tool", "user"]
         assert {m.text.rpartition("\n")[2] for m in told} >= {"56", "44"}
-    credits = episode_credits(trajectory, "branch", 1.0)
-    assert {(unit.peers, unit.name): value for unit, value in credits.values.items()} == {
+    returns = episode_returns(trajectory, "branch", 1.0)
+    assert {(key.baseline_group, key.name): value for key, value in returns.values.items()} == {
         ("agent", "agent"): 1.0,
         ("agent/", "agent/solver-1"): 0.25,
         ("agent/", "agent/solver-2"): 0.25,
@@ -105,8 +105,8 @@ async def test_solvers_without_a_reward_of_their_own_answer_for_that_of_the_agen
     trajectory = await Runner(Sessions(bench.context, 10), play).play_episode()
     bench.store.close()
     assert trajectory.episode.rewards == {"agent": 1.0}
-    credits = episode_credits(trajectory, "branch", 1.0)
-    assert {unit.name: value for unit, value in credits.values.items()} == {
+    returns = episode_returns(trajectory, "branch", 1.0)
+    assert {key.name: value for key, value in returns.values.items()} == {
         "agent": 1.0,
         "agent/solver-1": 1.0,
         "agent/solver-2": 1.0,

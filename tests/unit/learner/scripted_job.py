@@ -8,6 +8,7 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
+from palestra.algorithms.registry import create_algorithm
 from palestra.chat import ByteTokenizer, ChatMLRenderer
 from palestra.config import JobConfig
 from palestra.grammars.pool import Grammars
@@ -18,7 +19,8 @@ from palestra.schemas.messages import text_message
 from palestra.schemas.progress import JobProgress
 from palestra.schemas.records import Task
 from palestra.session import GenerationRequest, PolicyRuntime, SessionContext, Sessions
-from palestra.trainer.recording import RecordingTrainer
+from palestra.trainer.base import PolicySpec
+from palestra.trainer.fake import FakeTrainer
 from unit.building import FakeClock
 
 TASKS = [Task(task_id=f"t{i}", data={"text": f"say {i}"}) for i in range(5)]
@@ -76,11 +78,18 @@ class ScriptedJob:
         self._crash_at, self._really_submit = crash_at, self.store.db.submit
         self.store.db.submit = self._submit  # type: ignore[method-assign]
         self.engine = ScriptedEngine(digits_script(settings.engine.scripted_tokens, 258))
-        self.trainer = RecordingTrainer(settings.checkpoint.keep)
+        self.trainer = FakeTrainer(settings.checkpoint.keep)
         self.progress = JobProgress(job=settings.name, steps=settings.steps, run_dir=str(folder))
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.learner = Learner(
-            settings, self.store, self.trainer, self.engine, self.folder, self.progress, self._report
+            settings,
+            self.store,
+            self.trainer,
+            create_algorithm(settings.algorithm, settings.rollout.step_order),
+            self.engine,
+            self.folder,
+            self.progress,
+            self._report,
         )
         self.on_event = lambda kind, data: None
         tokenizer = ByteTokenizer()
@@ -119,6 +128,10 @@ class ScriptedJob:
             self.learner.stop()
         return self._really_submit(operation, tag)
 
+    async def create_policy(self) -> None:
+        """What a job's process does before the learner begins."""
+        await self.trainer.create(self.config.policy_name, PolicySpec(model="none"))
+
     async def run(self) -> str:
         """Until the job is done or stopped; returns the weights.
 
@@ -128,6 +141,7 @@ class ScriptedJob:
         before = asyncio.all_tasks()
         await self.engine.pause()  # as a job's process does, until the learner has restored the weights
         try:
+            await self.create_policy()
             await self._leases_of_the_dead_run_out()
             await self.store.tasks.push("train", TASKS, "train")
             await self.store.tasks.push("validation", HELD_OUT, "validation")
@@ -144,7 +158,7 @@ class ScriptedJob:
         finally:
             await asyncio.gather(*asyncio.all_tasks() - before, return_exceptions=True)  # a checkpoint, half saved
             self.store.close()
-        return self.trainer.weights
+        return self.trainer.digest(self.config.policy_name)
 
     async def _leases_of_the_dead_run_out(self) -> None:
         self.clock.advance(60)

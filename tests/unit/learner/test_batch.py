@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 
 from palestra.config import AlgorithmConfig
-from palestra.learner.batch import LEFT_OUT, make_batch
+from palestra.learner.batch import LEFT_OUT
 from palestra.schemas.forks import Fork, ForkReason
-from palestra.schemas.metrics import METRIC_NAMES
 from palestra.schemas.records import PolicyVersion, Trajectory, VersionSpan
-from unit.building import make_chat, make_episode, make_trajectory
+from unit.building import make_chat, make_episode, make_train_batch, make_trajectory, metric_names
 
 VERSION = PolicyVersion(0, 3)
 
@@ -35,7 +34,7 @@ def trajectory(group: int, sample: int, reward: float, *completions: int, fork: 
 
 
 def batch_of(*trajectories: Trajectory, max_tokens: int = 100, **algorithm):
-    return make_batch(trajectories, AlgorithmConfig.model_validate(algorithm), max_tokens, VERSION)
+    return make_train_batch(trajectories, AlgorithmConfig.model_validate(algorithm), max_tokens, VERSION)
 
 
 def names(batch) -> list[str]:
@@ -55,10 +54,10 @@ def test_rows_are_in_the_order_of_the_trajectories_with_their_groups_advantages(
 def test_what_is_not_trained_has_no_advantage_and_no_weight():
     for s in batch_of(trajectory(0, 0, 0.0, 2, 3), trajectory(0, 1, 1.0, 3)).samples:
         assert (s.advantages[~s.loss_mask] == 0).all()
-        assert (s.weights[~s.loss_mask] == 0).all()
-        assert (s.weights[s.loss_mask] > 0).all()
-        assert len(set(s.weights[s.loss_mask].tolist())) == 1
-        assert (s.advantages.dtype, s.weights.dtype) == (np.float32, np.float32)
+        assert (s.loss_weights[~s.loss_mask] == 0).all()
+        assert (s.loss_weights[s.loss_mask] > 0).all()
+        assert len(set(s.loss_weights[s.loss_mask].tolist())) == 1
+        assert (s.advantages.dtype, s.loss_weights.dtype) == (np.float32, np.float32)
 
 
 def test_groups_without_variance_are_left_out_and_counted():
@@ -74,6 +73,12 @@ def test_groups_without_variance_are_left_out_and_counted():
     assert batch.metrics["train/episodes"] == 5
     assert batch.metrics["train/reward_mean"] == pytest.approx(2.0)
     assert batch.metrics["train/reward_std"] == pytest.approx(np.std([1, 1, 0, 1, 7]))
+
+
+def test_a_group_whose_rewards_differ_is_trained_though_the_one_that_called_has_the_mean_of_them():
+    batch = batch_of(trajectory(0, 0, 0.25, 2), trajectory(0, 1, 0.0), trajectory(0, 2, 0.5))
+    assert names(batch) == ["train-000000-00"]
+    assert batch.metrics["train/groups_zero_variance"] == 0
 
 
 def test_where_no_group_has_variance_there_is_nothing_to_train():
@@ -92,22 +97,22 @@ def test_an_episode_in_which_nothing_was_sampled_has_no_row_and_is_counted():
 def total_weights(batch) -> dict[str, float]:
     found: dict[str, float] = {}
     for s in batch.samples:
-        found[s.episode_id] = found.get(s.episode_id, 0.0) + float(s.weights.sum())
+        found[s.episode_id] = found.get(s.episode_id, 0.0) + float(s.loss_weights.sum())
     return found
 
 
-@pytest.mark.parametrize("aggregation", ["rollout", "token", "constant"])
-def test_how_a_rollout_is_cut_into_calls_and_rows_does_not_matter(aggregation):
+@pytest.mark.parametrize("loss_agg_mode", ["seq-mean-token-mean", "token-mean", "seq-mean-token-sum-norm"])
+def test_how_a_rollout_is_cut_into_calls_and_rows_does_not_matter(loss_agg_mode):
     """Promise 2: more calls, rows or branches never mean more weight."""
-    whole = batch_of(trajectory(0, 0, 0.0, 6), trajectory(0, 1, 1.0, 3), aggregation=aggregation)
-    turns = batch_of(trajectory(0, 0, 0.0, 1, 2, 3), trajectory(0, 1, 1.0, 3), aggregation=aggregation)
-    rows = batch_of(trajectory(0, 0, 0.0, 1, 2, 3, fork=True), trajectory(0, 1, 1.0, 3), aggregation=aggregation)
+    whole = batch_of(trajectory(0, 0, 0.0, 6), trajectory(0, 1, 1.0, 3), loss_agg_mode=loss_agg_mode)
+    turns = batch_of(trajectory(0, 0, 0.0, 1, 2, 3), trajectory(0, 1, 1.0, 3), loss_agg_mode=loss_agg_mode)
+    rows = batch_of(trajectory(0, 0, 0.0, 1, 2, 3, fork=True), trajectory(0, 1, 1.0, 3), loss_agg_mode=loss_agg_mode)
     assert [len(b.samples) for b in (whole, turns, rows)] == [2, 2, 4]
     assert total_weights(whole) == pytest.approx(total_weights(turns))
     assert total_weights(whole) == pytest.approx(total_weights(rows))
 
 
-def test_weights_are_those_of_the_aggregation_over_all_rollouts_of_the_batch():
+def test_weights_are_those_of_the_loss_agg_mode_over_all_rollouts_of_the_batch():
     """Groups without variance count: a batch in which little can be learned makes a small step."""
     members = (
         trajectory(0, 0, 0.0, 2),
@@ -117,10 +122,10 @@ def test_weights_are_those_of_the_aggregation_over_all_rollouts_of_the_batch():
         trajectory(1, 2, 1.0),
     )
     assert total_weights(batch_of(*members)) == pytest.approx({"train-000000-00": 1 / 4, "train-000000-01": 1 / 4})
-    assert total_weights(batch_of(*members, aggregation="token")) == pytest.approx(
+    assert total_weights(batch_of(*members, loss_agg_mode="token-mean")) == pytest.approx(
         {"train-000000-00": 2 / 16, "train-000000-01": 6 / 16}
     )
-    assert total_weights(batch_of(*members, aggregation="constant", max_tokens=50)) == pytest.approx(
+    assert total_weights(batch_of(*members, loss_agg_mode="seq-mean-token-sum-norm", max_tokens=50)) == pytest.approx(
         {"train-000000-00": 2 / 200, "train-000000-01": 6 / 200}
     )
 
@@ -176,7 +181,7 @@ def test_abandoned_calls_are_trained_unless_they_are_excluded_and_then_they_are_
     everything = batch_of(attempts(0, 0.0), attempts(1, 1.0))
     assert sum(int(s.loss_mask.sum()) for s in everything.samples) == 12
     assert (everything.metrics["train/calls_abandoned"], everything.metrics["train/tokens_abandoned"]) == (0, 0)
-    answers = batch_of(attempts(0, 0.0), attempts(1, 1.0), abandoned="exclude")
+    answers = batch_of(attempts(0, 0.0), attempts(1, 1.0), train_on="final-branch")
     assert [s.ids.tolist() for s in answers.samples] == [[9, 1, 1, 7, 3]] * 2
     assert [s.logprobs[s.loss_mask].tolist() for s in answers.samples] == [[-1, -2, -6]] * 2
     assert (answers.metrics["train/calls_abandoned"], answers.metrics["train/tokens_abandoned"]) == (2, 6)
@@ -225,8 +230,8 @@ def test_forks_are_counted_by_reason_and_drift_is_their_share_of_all_calls():
 
 def test_every_metric_is_defined_and_everything_that_is_left_out_is_among_them():
     metrics = batch_of(trajectory(0, 0, 0.0, 1), trajectory(0, 1, 1.0, 2)).metrics
-    assert metrics.keys() <= METRIC_NAMES
-    assert {f"train/{name}" for name in LEFT_OUT} <= metrics.keys()
+    assert metrics.keys() <= metric_names()
+    assert {f"train/{name}" for name in (*LEFT_OUT, "calls_without_peers")} <= metrics.keys()
 
 
 def test_tokens_that_were_reused_are_those_that_a_call_shares_with_an_earlier_one():

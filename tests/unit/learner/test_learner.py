@@ -8,12 +8,14 @@ from dataclasses import replace
 
 import pytest
 
+from palestra.config import load_config
 from palestra.errors import ConfigError, StoreError
 from palestra.inference.scripted import ScriptedEngine, digits_script
-from palestra.schemas.metrics import METRIC_NAMES
 from palestra.schemas.records import PolicyVersion
 from palestra.schemas.states import JobState
-from unit.building import open_store
+from palestra.trainer.base import PolicySpec
+from palestra.trainer.fake import FakeTrainer
+from unit.building import metric_names, open_store
 from unit.learner.scripted_job import Crash, ScriptedJob, config
 
 
@@ -28,11 +30,11 @@ def rows(folder) -> list[dict[str, float]]:
 async def test_every_metric_that_is_written_is_in_the_table_and_every_one_of_the_table_is_written(tmp_path):
     job = ScriptedJob(tmp_path / "plain", config())
     await job.run()
-    corrected = ScriptedJob(tmp_path / "corrected", config(algorithm={"importance": "token_mask"}))
+    corrected = ScriptedJob(tmp_path / "corrected", config(algorithm={"importance_sampling": "token-mask"}))
     await corrected.run()
     written = set().union(*rows(tmp_path / "plain"))
-    assert written == {name for name in METRIC_NAMES if not name.startswith("train/importance")}
-    assert written.union(*rows(tmp_path / "corrected")) == METRIC_NAMES
+    assert written == {name for name in metric_names() if not name.startswith("train/importance")}
+    assert written.union(*rows(tmp_path / "corrected")) == metric_names()
 
 
 async def test_a_job_runs_to_its_end(tmp_path):
@@ -169,6 +171,7 @@ async def test_without_deterministic_a_restart_begins_a_new_incarnation(tmp_path
 async def test_a_run_can_not_go_on_with_another_configuration_of_what_is_trained(tmp_path):
     await ScriptedJob(tmp_path, config()).run()
     other = ScriptedJob(tmp_path, config(seed=1))
+    await other.create_policy()
     with pytest.raises(ConfigError, match="another configuration"):
         await other.learner.run()
     other.store.close()
@@ -177,8 +180,31 @@ async def test_a_run_can_not_go_on_with_another_configuration_of_what_is_trained
     assert [row["step"] for row in rows(tmp_path)] == [0, 1, 2, 3, 4]
 
 
+async def test_a_run_of_the_version_before_goes_on_from_the_config_that_it_has_written(tmp_path):
+    """Its config.toml has old names, and its store the digest that was made of them."""
+    settings = config(algorithm={"importance_sampling": "token-mask", "loss_agg_mode": "token-mean"}, run_dir=tmp_path)
+    first = ScriptedJob(tmp_path, settings)
+    first.on_event = lambda kind, data: first.learner.stop() if (kind, data.get("step")) == ("step", 1.0) else None
+    await first.run()
+    saved = tmp_path / "config.toml"
+    text = saved.read_text()
+    for before, now in (
+        ('importance = "token_mask"', 'importance_sampling = "token-mask"'),
+        ('aggregation = "token"', 'loss_agg_mode = "token-mean"'),
+        ('abandoned = "train"', 'train_on = "all-calls"'),
+    ):
+        assert now in text
+        text = text.replace(now, before)
+    saved.write_text(text)
+    second = ScriptedJob(tmp_path, load_config(saved))
+    await second.run()
+    assert [row["step"] for row in rows(tmp_path)] == [0, 1, 2, 3]
+    assert 'importance_sampling = "token-mask"' in saved.read_text()
+
+
 async def test_a_job_without_training_tasks_says_so(tmp_path):
     job = ScriptedJob(tmp_path, config())
+    await job.create_policy()
     await job.store.tasks.seal()
     with pytest.raises(ConfigError, match="no training tasks"):
         await job.learner.run()
@@ -188,8 +214,9 @@ async def test_a_job_without_training_tasks_says_so(tmp_path):
 async def test_a_step_in_which_nothing_can_be_learned_changes_no_weight_and_is_counted(tmp_path):
     settings = config(rollout={"group_size": 1, "min_group_size": 1, "groups_per_step": 2, "lease_seconds": 60})
     job = ScriptedJob(tmp_path, settings)
-    before = job.trainer.weights
-    assert await job.run() == before
+    untrained = FakeTrainer(2)
+    await untrained.create("policy", PolicySpec(model="none"))
+    assert await job.run() == untrained.digest("policy")
     for row in rows(tmp_path)[1:]:
         assert (row["train/groups_zero_variance"], row["train/trained_tokens"], row["version"]) == (2, 0, 0)
         assert "train/loss" not in row
@@ -217,7 +244,7 @@ async def test_numbers_that_are_not_finite_stay_out_of_the_metrics(tmp_path, val
 
     async def overflows(*arguments):
         report = await real(*arguments)
-        return replace(report, metrics=report.metrics | {"ratio": value, "loss": value})
+        return replace(report, metrics=report.metrics | {"ratio_mean": value, "loss": value})
 
     job.trainer.forward_backward = overflows
     await job.run()

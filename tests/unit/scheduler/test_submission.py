@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from palestra.scheduler.limits import KeyLimits
@@ -55,6 +57,28 @@ async def test_the_kind_may_stand_in_the_body_or_in_the_configuration(http, body
 
 async def test_a_job_trains_unless_it_says_otherwise(http):
     assert (await made(http, config={}))["kind"] == "training"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("unit.algorithms.own_algorithm:Surprise", "only where you call palestra.train yourself"),
+        ("gpro", "did you mean 'grpo'"),
+    ],
+)
+async def test_an_algorithm_is_one_of_the_servers_and_no_code_of_the_tenant(http, name, said):
+    sys.modules.pop("unit.algorithms.own_algorithm", None)
+    assert said in await refused(http, 400, config={"algorithm": {"name": name}})
+    assert "unit.algorithms.own_algorithm" not in sys.modules
+
+
+async def test_an_old_name_is_refused_with_the_new_one_and_a_job_of_before_is_read_with_new_names(http, plane):
+    told = await refused(http, 400, config={"algorithm": {"aggregation": "token"}})
+    assert "write algorithm.loss_agg_mode = 'token-mean'" in told
+    before = await submit(
+        plane.store, "default", "ann", name="old", config=TRAINED | {"algorithm": {"importance": "none"}}
+    )
+    assert (await plane.store.job(None, before.job_id)).config["algorithm"] == {"importance_sampling": "none"}
 
 
 async def test_a_time_limit_is_kept_shown_and_resubmitted(http):

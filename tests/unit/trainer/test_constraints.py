@@ -10,7 +10,8 @@ import pytest
 import torch
 from llguidance import LLMatcher
 
-from palestra.algorithms.grpo import ClippedSurrogate
+from palestra.algorithms.loss import LossSpec
+from palestra.algorithms.losses import PPOClipLoss
 from palestra.config import EngineConfig
 from palestra.grammars.pool import Grammars
 from palestra.inference.embedded import EmbeddedEngine
@@ -21,6 +22,7 @@ from unit.building import make_chat, make_sample, rows_of
 from unit.trainer.test_torch_trainer import training
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
+LOSS = LossSpec.of(PPOClipLoss(clip_low=0.2, clip_high=0.2))
 GRAMMAR = LLMatcher.grammar_from_json_schema(json.dumps(SCHEMA))
 
 
@@ -47,14 +49,13 @@ async def test_a_constrained_reply_has_the_same_probabilities_in_the_trainer(tem
     (row,) = rows_of([chat])
     assert row.grammars == (GrammarSpan(8, len(ids), GRAMMAR),)
     sample = make_sample(row.ids.tolist(), range(8, len(row.ids)), logprobs=logprobs, temperature=temperature)
-    loss = ClippedSurrogate(0.2, 0.2)
     async with training(load_causal_lm("tiny-random", torch.float32)) as trainer:
-        constrained = await trainer.forward_backward("policy", [replace(sample, grammars=row.grammars)], loss, "1")
+        constrained = await trainer.forward_backward("policy", [replace(sample, grammars=row.grammars)], LOSS, "1")
     async with training(load_causal_lm("tiny-random", torch.float32)) as trainer:
-        plain = await trainer.forward_backward("policy", [sample], loss, "1")
-    assert constrained.metrics["gap_max"] < 1e-4
+        plain = await trainer.forward_backward("policy", [sample], LOSS, "1")
+    assert constrained.metrics["logprob_gap_max"] < 1e-4
     assert np.isfinite(constrained.metrics["entropy"])
-    assert plain.metrics["gap_max"] > 1.0  # the control: without the grammar they are far apart
+    assert plain.metrics["logprob_gap_max"] > 1.0  # the control: without the grammar they are far apart
 
 
 async def test_a_row_that_trains_only_a_part_of_a_constrained_reply_goes_through_all_of_it():
@@ -64,7 +65,7 @@ async def test_a_row_that_trains_only_a_part_of_a_constrained_reply_goes_through
     part = replace(part, grammars=(GrammarSpan(8, len(ids), how.grammar),))
     other = make_sample([5, 6, 7, 8], [2, 3])
     async with training(load_causal_lm("tiny-random", torch.float32)) as trainer:
-        report = await trainer.forward_backward("policy", [part], ClippedSurrogate(0.2, 0.2), "1")
-        assert report.metrics["gap_max"] < 1e-4
-        together = await trainer.forward_backward("policy", [other, part], ClippedSurrogate(0.2, 0.2), "2")
+        report = await trainer.forward_backward("policy", [part], LOSS, "1")
+        assert report.metrics["logprob_gap_max"] < 1e-4
+        together = await trainer.forward_backward("policy", [other, part], LOSS, "2")
     assert together.trained_tokens == len(ids)

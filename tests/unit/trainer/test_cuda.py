@@ -20,11 +20,11 @@ def on_the_gpu():
 async def test_a_checkpoint_of_the_cpu_is_continued(tmp_path):
     async with training() as trainer:
         await step(trainer, 0)
-        await trainer.save(tmp_path, {"step": 1}, "save")
+        await trainer.save("policy", tmp_path, {"step": 1}, "save")
         await step(trainer, 1)
         wanted = everything(trainer)
     async with training(on_the_gpu()) as trainer:
-        await trainer.load(tmp_path)
+        await trainer.load("policy", tmp_path)
         await step(trainer, 1)
         found = everything(trainer)
     assert {tensor.device.type for tensor in found.values()} == {"cuda"}

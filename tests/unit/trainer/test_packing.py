@@ -94,11 +94,11 @@ def test_targets_are_the_trained_tokens_with_the_node_before_them():
     targets = micro.targets()
     assert targets["source"].tolist() == [1, 2, 1, 5]
     assert targets["target"].tolist() == [3, 4, 9, 8]
-    assert targets["behaviour"].tolist() == [-1.0, -2.0, -3.0, -4.0]
-    assert targets["advantage"].tolist() == [0.5, 0.5, -1.0, 1.0]
-    assert targets["weight"].tolist() == pytest.approx([0.1, 0.1, 0.2, 0.3])
+    assert targets["sampling_logprobs"].tolist() == [-1.0, -2.0, -3.0, -4.0]
+    assert targets["advantages"].tolist() == [0.5, 0.5, -1.0, 1.0]
+    assert targets["loss_weights"].tolist() == pytest.approx([0.1, 0.1, 0.2, 0.3])
     assert targets["temperature"].tolist() == pytest.approx([0.7, 0.7, 1.0, 1.0])
-    assert (targets["source"].dtype, targets["behaviour"].dtype) == (torch.int64, torch.float32)
+    assert (targets["source"].dtype, targets["sampling_logprobs"].dtype) == (torch.int64, torch.float32)
 
 
 def test_trees_do_not_see_each_other():

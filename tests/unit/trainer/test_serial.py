@@ -34,13 +34,13 @@ class Work:
 async def test_a_repeated_request_runs_once_and_gets_the_first_answer():
     """Trap 7: a train step that timed out and is sent again must not run twice."""
     serial, work = Serial(), Work()
-    assert [await serial.once("a", work) for _ in range(3)] == [10, 10, 10]
+    assert [await serial.run_idempotent("p", "a", work) for _ in range(3)] == [10, 10, 10]
     assert work.runs == 1
 
 
 async def test_a_request_repeated_while_it_runs_waits_for_the_same_answer():
     serial, work = Serial(), Work(waiting=True)
-    tasks = [asyncio.ensure_future(serial.once("a", work)) for _ in range(5)]
+    tasks = [asyncio.ensure_future(serial.run_idempotent("p", "a", work)) for _ in range(5)]
     await asyncio.sleep(0)
     work.go.set()
     assert await asyncio.gather(*tasks) == [10] * 5
@@ -49,7 +49,14 @@ async def test_a_request_repeated_while_it_runs_waits_for_the_same_answer():
 
 async def test_different_requests_run_one_at_a_time_in_order():
     serial, work = Serial(), Work()
-    assert await asyncio.gather(*(serial.once(str(i), work) for i in range(6))) == [10, 20, 30, 40, 50, 60]
+    assert await asyncio.gather(*(serial.run_idempotent("p", str(i), work) for i in range(6))) == [
+        10,
+        20,
+        30,
+        40,
+        50,
+        60,
+    ]
     assert work.most_at_once == 1
 
 
@@ -57,14 +64,14 @@ async def test_a_failure_may_be_tried_again_and_a_success_then_stands():
     serial, work = Serial(), Work(fail=2)
     for number in (1, 2):
         with pytest.raises(RuntimeError, match=f"run {number}"):
-            await serial.once("a", work)
-    assert [await serial.once("a", work) for _ in range(2)] == [30, 30]
+            await serial.run_idempotent("p", "a", work)
+    assert [await serial.run_idempotent("p", "a", work) for _ in range(2)] == [30, 30]
 
 
 async def test_all_who_wait_hear_of_a_failure_and_the_next_request_goes_on():
     serial, work = Serial(), Work(fail=1, waiting=True)
-    tasks = [asyncio.ensure_future(serial.once("a", work)) for _ in range(3)]
-    after = asyncio.ensure_future(serial.once("b", work))
+    tasks = [asyncio.ensure_future(serial.run_idempotent("p", "a", work)) for _ in range(3)]
+    after = asyncio.ensure_future(serial.run_idempotent("p", "b", work))
     await asyncio.sleep(0)
     work.go.set()
     found = await asyncio.gather(*tasks, return_exceptions=True)
@@ -74,21 +81,43 @@ async def test_all_who_wait_hear_of_a_failure_and_the_next_request_goes_on():
 
 async def test_a_caller_that_is_cancelled_does_not_stop_the_work():
     serial, work = Serial(), Work(waiting=True)
-    task = asyncio.ensure_future(serial.once("a", work))
+    task = asyncio.ensure_future(serial.run_idempotent("p", "a", work))
     await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     work.go.set()
-    assert await serial.once("a", work) == 10
+    assert await serial.run_idempotent("p", "a", work) == 10
     assert work.runs == 1
 
 
 async def test_only_the_newest_answers_are_remembered():
     serial, work = Serial(), Work()
     for number in range(REMEMBERED + 1):
-        await serial.once(str(number), work)
-    await serial.once("1", work)
+        await serial.run_idempotent("p", str(number), work)
+    await serial.run_idempotent("p", "1", work)
     assert work.runs == REMEMBERED + 1
-    await serial.once("0", work)
+    await serial.run_idempotent("p", "0", work)
     assert work.runs == REMEMBERED + 2
+
+
+async def test_equal_ids_of_two_policies_are_two_requests_and_a_policy_can_be_forgotten():
+    serial, work = Serial(), Work()
+    assert await serial.run_idempotent("p", "a", work) == 10
+    assert await serial.run_idempotent("q", "a", work) == 20
+    serial.forget("p")
+    assert await serial.run_idempotent("q", "a", work) == 20
+    assert await serial.run_idempotent("p", "a", work) == 30
+
+
+async def test_work_without_an_id_waits_its_turn_and_goes_on_without_its_caller():
+    serial, work = Serial(), Work(waiting=True)
+    first = asyncio.ensure_future(serial.run(work))
+    second = asyncio.ensure_future(serial.run_idempotent("p", "a", work))
+    await asyncio.sleep(0)
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    work.go.set()
+    assert await second == 20
+    assert (work.runs, work.most_at_once) == (2, 1)

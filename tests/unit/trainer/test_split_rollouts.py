@@ -8,9 +8,8 @@ import numpy as np
 import torch
 
 from palestra.config import AlgorithmConfig
-from palestra.learner.batch import make_batch
 from palestra.schemas.records import Chat, PolicyVersion, TrainSample
-from unit.building import make_chat, make_trajectory
+from unit.building import make_chat, make_train_batch, make_trajectory
 from unit.trainer.test_torch_trainer import LOSS, close, gradients, training
 
 VERSION = PolicyVersion(0, 0)
@@ -61,7 +60,7 @@ def a_row_each(samples: list[TrainSample], chats: list[Chat]) -> list[TrainSampl
         here[chat.prompt_tokens :] = True
         begin = {
             name: getattr(row, name)[: chat.tokens]
-            for name in ("ids", "logprobs", "versions", "advantages", "weights", "temperatures")
+            for name in ("ids", "logprobs", "versions", "advantages", "loss_weights", "temperatures")
         }
         rows.append(replace(row, loss_mask=here, **begin))
     return rows
@@ -69,7 +68,7 @@ def a_row_each(samples: list[TrainSample], chats: list[Chat]) -> list[TrainSampl
 
 def batch(chats: list[Chat], other: list[Chat]) -> list[TrainSample]:
     trajectories = [make_trajectory(0, 0, 1.0, chats), make_trajectory(0, 1, 0.0, other)]
-    return make_batch(trajectories, AlgorithmConfig(), 64, VERSION).samples
+    return make_train_batch(trajectories, AlgorithmConfig(), 64, VERSION).samples
 
 
 async def gradient(samples: list[TrainSample]) -> dict[str, torch.Tensor]:

@@ -6,23 +6,25 @@ import math
 import threading
 from collections.abc import Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
 
-from palestra.algorithms.grpo import ClippedSurrogate
-from palestra.algorithms.importance import correct
-from palestra.config import CheckpointConfig, OptimizerConfig, TrainerConfig
+from palestra.algorithms.importance import importance_weights
+from palestra.algorithms.loss import LOSSES, Loss, LossSpec
+from palestra.algorithms.losses import PPOClipLoss
+from palestra.config import TrainerConfig
 from palestra.errors import CheckpointError
 from palestra.models.catalog import model_folder
 from palestra.models.causal_lm import load_causal_lm, load_tokenizer
 from palestra.schemas.records import PolicyVersion, TrainSample
+from palestra.trainer.base import OptimParams, PolicySpec
 from palestra.trainer.torch_trainer import TorchTrainer
 from unit.building import make_sample
 
-LOSS = ClippedSurrogate(0.2, 0.3)
+LOSS = LossSpec.of(PPOClipLoss(clip_low=0.2, clip_high=0.3))
 
 
 def sharpen(model) -> None:
@@ -50,28 +52,27 @@ def sharp_reference():
 
 
 @asynccontextmanager
-async def training(model=None, optimizer=None, **config):
+async def training(model=None, **config):
     settings = TrainerConfig.model_validate({"threads": 1, "dtype": "float32"} | config)
-    trainer = TorchTrainer(
-        model or sharp_tiny(),
-        load_tokenizer("tiny-random"),
-        "policy",
-        OptimizerConfig.model_validate(optimizer or {}),
-        settings,
-        CheckpointConfig(keep=2),
-    )
+    loaded = (model or sharp_tiny(), load_tokenizer("tiny-random"))
+    trainer = TorchTrainer(settings, 2, lambda name, device: loaded)
     try:
+        await trainer.create("policy", PolicySpec(model="tiny-random"))
         yield trainer
     finally:
         await trainer.close()
 
 
+def parameters(trainer: TorchTrainer) -> list[tuple[str, torch.nn.Parameter]]:
+    return trainer._policies["policy"].parameters
+
+
 def gradients(trainer: TorchTrainer) -> dict[str, torch.Tensor]:
-    return {name: p.grad.clone() for name, p in trainer._model.named_parameters() if p.grad is not None}
+    return {name: p.grad.clone() for name, p in parameters(trainer) if p.grad is not None}
 
 
 def weights(trainer: TorchTrainer) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in trainer._model.named_parameters()}
+    return {name: p.detach().clone() for name, p in parameters(trainer)}
 
 
 def batch_of_two_groups() -> list[TrainSample]:
@@ -86,11 +87,11 @@ def batch_of_two_groups() -> list[TrainSample]:
     fork = [*prompt, *reply[:4], *ids(5)]  # four tokens that the first row sampled are context here
     turns = [*prompt, *ids(3), *ids(4), *ids(6)]
 
-    def behaviour(n: int) -> list[float]:
+    def at_sampling(n: int) -> list[float]:
         return (-draw.exponential(5.5, n)).tolist()  # about what the random model itself says: ratios on both sides
 
     def sample(row, trained, advantage, weight, temperature=1.0, name="e"):
-        return make_sample(row, trained, advantage, weight, behaviour(len(trained)), temperature, name)
+        return make_sample(row, trained, advantage, weight, at_sampling(len(trained)), temperature, name)
 
     return [
         sample([*prompt, *reply], range(11, 19), 1.5, 0.02),
@@ -115,7 +116,7 @@ def flat(reference, samples: Sequence[TrainSample]) -> tuple[dict[str, torch.Ten
         for t in np.flatnonzero(sample.loss_mask):
             row = scores[t - 1]
             ratio = torch.exp(row[int(sample.ids[t])] - float(sample.logprobs[t]))
-            a, w = float(sample.advantages[t]), float(sample.weights[t])
+            a, w = float(sample.advantages[t]), float(sample.loss_weights[t])
             limit = 1.3 if a > 0 else 0.8
             value = float(ratio.detach())
             outside = value > limit if a > 0 else value < limit
@@ -131,10 +132,10 @@ def flat(reference, samples: Sequence[TrainSample]) -> tuple[dict[str, torch.Ten
     sums = {
         "loss": total,
         "entropy": entropy / count,
-        "gap": sum(gaps) / count,
-        "gap_max": max(gaps),
-        "ratio": ratios / count,
-        "clipped": clipped / count,
+        "logprob_gap_mean": sum(gaps) / count,
+        "logprob_gap_max": max(gaps),
+        "ratio_mean": ratios / count,
+        "clip_fraction": clipped / count,
     }
     return {name: p.grad.clone() for name, p in reference.named_parameters()}, sums
 
@@ -152,7 +153,7 @@ def close(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], toler
 async def test_merged_rows_have_the_loss_and_gradient_of_plain_rows_in_transformers(sharp_reference):
     samples = batch_of_two_groups()
     wanted, sums = flat(sharp_reference, samples)
-    assert 0 < sums["clipped"] < 1
+    assert 0 < sums["clip_fraction"] < 1
     async with training() as trainer:
         report = await trainer.forward_backward("policy", samples, LOSS, "1")
         close(gradients(trainer), wanted, 1e-5)
@@ -173,16 +174,17 @@ async def test_clipping_is_also_counted_of_the_tokens_that_the_present_policy_sa
     samples = batch_of_two_groups()
     async with training() as trainer:
         first = await trainer.forward_backward("policy", samples, LOSS, "1")
-        assert first.metrics["clipped_on_policy"] == first.metrics["clipped"]  # all are of version 0.0
+        assert first.metrics["clip_fraction_on_policy"] == first.metrics["clip_fraction"]  # all are of version 0.0
         older = [replace(s, versions=np.where(s.loss_mask[:, None], -1, s.versions)) for s in samples[1:]]
         mixed = await trainer.forward_backward("policy", [samples[0], *older], LOSS, "2")
         alone = await trainer.forward_backward("policy", samples[:1], LOSS, "3")
-        assert mixed.metrics["clipped_on_policy"] == alone.metrics["clipped"] != first.metrics["clipped"]
+        assert mixed.metrics["clip_fraction_on_policy"] == alone.metrics["clip_fraction"]
+        assert alone.metrics["clip_fraction"] != first.metrics["clip_fraction"]
         stale = await trainer.forward_backward("policy", older, LOSS, "4")
-        assert math.isnan(stale.metrics["clipped_on_policy"])
+        assert math.isnan(stale.metrics["clip_fraction_on_policy"])
 
 
-@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+@pytest.mark.parametrize("mode", ["token-truncate", "token-mask", "sequence-truncate", "sequence-mask"])
 async def test_importance_is_applied_once_in_each_epoch_beside_the_ratio_to_the_policy_before_the_step(
     sharp_reference, mode
 ):
@@ -190,12 +192,16 @@ async def test_importance_is_applied_once_in_each_epoch_beside_the_ratio_to_the_
     limit = 1.5
     async with training() as trainer:
         samples = [replace(s, episode_id=f"e{n}") for n, s in enumerate(batch_of_two_groups()[:3])]
-        old = await trainer.logprobs("policy", samples, "old")
+        old = (await trainer.forward("policy", samples, {"old_logprobs"}))["old_logprobs"]
         noise = np.random.default_rng(1).normal(0, 0.8 if mode.startswith("token") else 0.4, 100).astype(np.float32)
         samples = [replace(s, logprobs=now + noise[: len(now)]) for s, now in zip(samples, old, strict=True)]
-        corrected = correct(samples, old, mode, limit).samples
+        found = importance_weights(samples, old, mode, limit).weights
+        corrected = [
+            replace(s, old_logprobs=before, loss_weights=s.loss_weights * w)
+            for s, before, w in zip(samples, old, found, strict=True)
+        ]
         await trainer.forward_backward("policy", corrected, LOSS, "first")
-        await trainer.optim_step("policy", 2e-2, "update")
+        await trainer.optim_step("policy", OptimParams(learning_rate=2e-2), "update")
         await trainer.forward_backward("policy", corrected, LOSS, "second")
         found, now_weights = gradients(trainer), weights(trainer)
     reference = copy.deepcopy(sharp_reference)
@@ -212,7 +218,7 @@ async def test_importance_is_applied_once_in_each_epoch_beside_the_ratio_to_the_
         ratio, a = (pi - pi_old).exp(), float(sample.advantages[t[0]])
         surrogate = torch.minimum(ratio * a, ratio.clamp(0.8, 1.3) * a)
         clipped, bounded = clipped + int((surrogate < ratio * a).sum()), bounded + int(outside.sum())
-        total = total - (w * surrogate * float(sample.weights[t[0]])).sum()
+        total = total - (w * surrogate * float(sample.loss_weights[t[0]])).sum()
     total.backward()
     assert clipped > 0
     assert bounded > 0
@@ -254,9 +260,9 @@ async def test_context_tokens_have_no_part_in_the_loss_whatever_stands_beside_th
     samples = batch_of_two_groups()
     dirty = []
     for s in samples:
-        advantages, weights_ = s.advantages.copy(), s.weights.copy()
+        advantages, weights_ = s.advantages.copy(), s.loss_weights.copy()
         advantages[~s.loss_mask] = weights_[~s.loss_mask] = np.nan
-        dirty.append(replace(s, advantages=advantages, weights=weights_))
+        dirty.append(replace(s, advantages=advantages, loss_weights=weights_))
     async with training() as trainer:
         await trainer.forward_backward("policy", dirty, LOSS, "1")
         found = gradients(trainer)
@@ -269,7 +275,7 @@ async def test_rows_without_anything_to_train_change_nothing():
     empty = replace(samples[0], loss_mask=np.zeros_like(samples[0].loss_mask))
     async with training() as trainer:
         report = await trainer.forward_backward("policy", [empty], LOSS, "1")
-        assert (report.trained_tokens, report.metrics["loss"], report.metrics["gap_max"]) == (0, 0.0, 0.0)
+        assert (report.trained_tokens, report.metrics["loss"], report.metrics["logprob_gap_max"]) == (0, 0.0, 0.0)
         assert all(not g.any() for g in gradients(trainer).values())
 
 
@@ -285,17 +291,23 @@ async def test_bf16_compute_gives_nearly_the_gradient_of_float32():
     assert not torch.equal(a, b)
 
 
-async def test_a_batch_that_failed_in_the_middle_and_is_sent_again_counts_once():
+async def test_a_batch_that_failed_in_the_middle_and_is_sent_again_counts_once(monkeypatch):
     """The first micro-batch's gradient must not be in it twice."""
     calls = 0
 
-    def breaks_once(*arguments):
-        nonlocal calls
-        calls += 1
-        if calls == 3:
-            raise RuntimeError("out of memory")
-        return LOSS(*arguments)
+    @dataclass(frozen=True)
+    class BreaksOnce(Loss):
+        metrics = PPOClipLoss.metrics
 
+        def __call__(self, inputs):
+            nonlocal calls
+            calls += 1
+            if calls == 3:
+                raise RuntimeError("out of memory")
+            return PPOClipLoss(clip_low=0.2, clip_high=0.3)(inputs)
+
+    monkeypatch.setitem(LOSSES, "breaks-once", BreaksOnce)
+    breaks_once = LossSpec(name="breaks-once")
     samples = batch_of_two_groups()
     async with training(micro_batch_tokens=20) as trainer:
         with pytest.raises(RuntimeError, match="out of memory"):
@@ -311,7 +323,7 @@ async def test_an_update_is_adamw_on_the_clipped_gradient():
     """Against AdamW written out (Loshchilov & Hutter, algorithm 2), three steps, in float64."""
     settings = {"betas": (0.8, 0.9), "epsilon": 1e-6, "weight_decay": 0.1, "max_grad_norm": 0.5}
     rates = [1e-3, 5e-4, 2e-3]
-    async with training(optimizer=settings) as trainer:
+    async with training() as trainer:
         wanted = {name: w.double() for name, w in weights(trainer).items()}
         first = {name: torch.zeros_like(w) for name, w in wanted.items()}
         second = {name: torch.zeros_like(w) for name, w in wanted.items()}
@@ -319,7 +331,8 @@ async def test_an_update_is_adamw_on_the_clipped_gradient():
             await trainer.forward_backward("policy", batch_of_two_groups(), LOSS, f"g{number}")
             grads = {name: g.double() for name, g in gradients(trainer).items()}
             norm = math.sqrt(sum(float((g**2).sum()) for g in grads.values()))
-            report = await trainer.optim_step("policy", rate, f"u{number}")
+            params = OptimParams(learning_rate=rate, **settings)
+            report = await trainer.optim_step("policy", params, f"u{number}")
             assert report.grad_norm == pytest.approx(norm, rel=1e-5)
             assert (report.learning_rate, report.applied) == (rate, True)
             for name, g in grads.items():
@@ -340,9 +353,9 @@ async def test_a_gradient_that_is_not_finite_changes_nothing_and_is_reported():
     async with training() as trainer:
         before = weights(trainer)
         bad = batch_of_two_groups()[:1]
-        bad[0].weights[12] = np.inf
+        bad[0].loss_weights[12] = np.inf
         await trainer.forward_backward("policy", bad, LOSS, "1")
-        report = await trainer.optim_step("policy", 1e-3, "2")
+        report = await trainer.optim_step("policy", OptimParams(learning_rate=1e-3), "2")
         assert not report.applied
         assert trainer.version("policy") == PolicyVersion(0, 0)
         assert all(torch.equal(before[name], w) for name, w in weights(trainer).items())
@@ -355,7 +368,7 @@ async def test_a_repeated_request_is_answered_and_not_done_again():
         first, again = await asyncio.gather(*(trainer.forward_backward("policy", samples, LOSS, "g") for _ in range(2)))
         assert first == again
         close(gradients(trainer), await gradients_with(), 3e-6)
-        one, two = [await trainer.optim_step("policy", 1e-3, "u") for _ in range(2)]
+        one, two = [await trainer.optim_step("policy", OptimParams(learning_rate=1e-3), "u") for _ in range(2)]
         assert one == two
         assert trainer.version("policy").n == 1
 
@@ -366,21 +379,15 @@ async def test_a_repeated_request_is_answered_and_not_done_again():
 async def step(trainer: TorchTrainer, number: int) -> None:
     samples = batch_of_two_groups()[number % 3 :]
     await trainer.forward_backward("policy", samples, LOSS, f"gradient {number}")
-    await trainer.optim_step("policy", 1e-3, f"update {number}")
-    await trainer.publish("policy", Taker(), f"publish {number}")
-
-
-class Taker:
-    """An engine that takes any weights."""
-
-    async def update_weights(self, policy, version, weights) -> None: ...
+    await trainer.optim_step("policy", OptimParams(learning_rate=1e-3), f"update {number}")
+    await trainer.weights("policy")
 
 
 def everything(trainer: TorchTrainer) -> dict[str, torch.Tensor]:
     """Weights and the optimizer's moments."""
     found = weights(trainer)
-    for name, parameter in trainer._model.named_parameters():
-        for key, value in trainer._optimizer.state[parameter].items():
+    for name, parameter in parameters(trainer):
+        for key, value in trainer._policies["policy"].optimizer.state[parameter].items():
             found[f"{key} {name}"] = value.clone()
     return found
 
@@ -394,9 +401,9 @@ async def test_going_on_from_a_checkpoint_is_bit_identical_to_never_stopping(tmp
     async with training() as trainer:
         for number in range(stop_after):
             await step(trainer, number)
-        await trainer.save(tmp_path, {"step": stop_after, "seen": [1, "x"]}, "save")
+        await trainer.save("policy", tmp_path, {"step": stop_after, "seen": [1, "x"]}, "save")
     async with training() as trainer:
-        state = await trainer.load(tmp_path)
+        state = await trainer.load("policy", tmp_path)
         assert (state["step"], state["seen"]) == (stop_after, [1, "x"])
         assert trainer.version("policy") == PolicyVersion(0, stop_after)
         for number in range(stop_after, 3):
@@ -415,7 +422,7 @@ async def test_saving_changes_nothing_for_the_run_that_goes_on(tmp_path):
         wanted = everything(trainer)
     async with training() as trainer:
         await step(trainer, 0)
-        await trainer.save(tmp_path, {"step": 1}, "save")
+        await trainer.save("policy", tmp_path, {"step": 1}, "save")
         await step(trainer, 1)
         found = everything(trainer)
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
@@ -427,7 +434,7 @@ async def test_equal_runs_write_equal_checkpoints_whatever_random_numbers_others
             torch.manual_seed(number)
             async with training() as trainer:
                 await step(trainer, 0)
-                await trainer.save(tmp_path / str(number), {"step": 1}, "save")
+                await trainer.save("policy", tmp_path / str(number), {"step": 1}, "save")
     one, two = (
         {file.name: file.read_bytes() for file in (tmp_path / str(number) / "step-000001").iterdir()}
         for number in range(2)
@@ -440,19 +447,19 @@ async def test_optimizer_state_is_put_where_its_parameter_is(tmp_path):
     async with training() as trainer:
         await step(trainer, 0)
         wanted = everything(trainer)
-        await trainer.save(tmp_path, {"step": 1}, "save")
+        await trainer.save("policy", tmp_path, {"step": 1}, "save")
     async with training() as trainer:
-        moved = {}
-        for number, (name, parameter) in enumerate(trainer._parameters):
+        moved, optimizer = {}, trainer._policies["policy"].optimizer
+        for number, (name, parameter) in enumerate(list(parameters(trainer))):
             if number in (0, 1, 2):  # matrices, and in both of the optimizer's groups one parameter stays
                 placed = parameter.double() if number == 2 else parameter.to("meta")
                 moved[parameter] = torch.nn.Parameter(placed.detach())
-                trainer._parameters[number] = (name, moved[parameter])
-        for group in trainer._optimizer.param_groups:
+                parameters(trainer)[number] = (name, moved[parameter])
+        for group in optimizer.param_groups:
             group["params"] = [moved.get(parameter, parameter) for parameter in group["params"]]
-        await trainer.load(tmp_path)
-        for name, parameter in trainer._parameters:
-            state = trainer._optimizer.state[parameter]
+        await trainer.load("policy", tmp_path)
+        for name, parameter in parameters(trainer):
+            state = optimizer.state[parameter]
             assert state.keys() == {"step", "exp_avg", "exp_avg_sq"}
             assert {tensor.device for tensor in state.values()} == {parameter.device}  # fused: `step`, too
             assert state["step"].dtype == torch.float32
@@ -465,11 +472,11 @@ async def test_optimizer_state_is_put_where_its_parameter_is(tmp_path):
 async def test_incarnations_are_part_of_a_checkpoint(tmp_path):
     async with training() as trainer:
         await step(trainer, 0)
-        trainer.begin_incarnation(3)
+        trainer.begin_incarnation("policy", 3)
         assert trainer.version("policy") == PolicyVersion(3, 1)
-        await trainer.save(tmp_path, {"step": 1}, "save")
+        await trainer.save("policy", tmp_path, {"step": 1}, "save")
     async with training() as trainer:
-        await trainer.load(tmp_path)
+        await trainer.load("policy", tmp_path)
         assert trainer.version("policy") == PolicyVersion(3, 1)
 
 
@@ -478,7 +485,7 @@ async def test_the_checkpoint_loads_in_transformers_with_the_same_weights(tmp_pa
 
     async with training() as trainer:
         await step(trainer, 0)
-        path = await trainer.save(tmp_path, {"step": 1}, "save")
+        path = await trainer.save("policy", tmp_path, {"step": 1}, "save")
         wanted = weights(trainer)
     loaded = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     assert {name: torch.equal(p, wanted[name]) for name, p in loaded.named_parameters()} == dict.fromkeys(wanted, True)
@@ -490,22 +497,22 @@ async def test_the_checkpoint_loads_in_transformers_with_the_same_weights(tmp_pa
 async def test_without_a_checkpoint_nothing_is_loaded(tmp_path):
     async with training() as trainer:
         before = weights(trainer)
-        assert await trainer.load(tmp_path) is None
+        assert await trainer.load("policy", tmp_path) is None
         assert all(torch.equal(before[name], w) for name, w in weights(trainer).items())
 
 
 async def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path):
     async with training() as trainer:
         await step(trainer, 0)
-        await trainer.save(tmp_path, {"step": 1}, "1")
+        await trainer.save("policy", tmp_path, {"step": 1}, "1")
         wanted = everything(trainer)
         await step(trainer, 1)
-        path = await trainer.save(tmp_path, {"step": 2}, "2")
+        path = await trainer.save("policy", tmp_path, {"step": 2}, "2")
     for file in ("model.safetensors", "optimizer-0.safetensors"):
         whole = (path / file).read_bytes()
         (path / file).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
         async with training() as trainer:
-            assert (await trainer.load(tmp_path))["step"] == 1
+            assert (await trainer.load("policy", tmp_path))["step"] == 1
             found = everything(trainer)
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
         (path / file).write_bytes(whole)
@@ -517,13 +524,13 @@ async def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     from palestra.models.causal_lm import CausalLM
 
     async with training() as trainer:
-        await trainer.save(tmp_path, {"step": 1}, "1")
+        await trainer.save("policy", tmp_path, {"step": 1}, "1")
     config = AutoConfig.from_pretrained(model_folder("tiny-random"), num_hidden_layers=3)
     async with training(
         CausalLM(AutoModelForCausalLM.from_config(config, attn_implementation="palestra_flat"))
     ) as trainer:
         with pytest.raises(CheckpointError, match="another model"):
-            await trainer.load(tmp_path)
+            await trainer.load("policy", tmp_path)
 
 
 async def test_the_trainers_thread_ends_with_its_work_and_with_it_what_openmp_keeps_for_it():

@@ -6,8 +6,8 @@ import pytest
 
 from palestra.config import RolloutConfig
 from palestra.errors import EngineFailure
+from palestra.learner.groups import gather_groups
 from palestra.learner.schedule import TaskOrder
-from palestra.rollout import GroupQueueManager
 from palestra.schemas.records import PolicyVersion, Task, VersionSpan
 from unit.building import make_chat
 
@@ -16,7 +16,7 @@ ORDER = TaskOrder([Task(task_id=str(i), data={}) for i in range(20)], 0)
 
 
 def gather(store, step: int, version: int = 0, config: RolloutConfig = CONFIG):
-    return GroupQueueManager(store, config, ORDER.task).gather(step, step, version)
+    return gather_groups(store, config, ORDER.task, step, step, version)
 
 
 class Players:
@@ -97,7 +97,7 @@ async def test_where_group_after_group_fails_the_job_says_so_and_does_not_go_on_
 )
 async def test_the_reason_that_most_of_the_lost_episodes_have_is_named(store, reasons, said):
     limited = CONFIG.model_copy(update={"groups_per_step": 1, "max_open_buckets": 1, "group_size": 2})
-    gathering = asyncio.ensure_future(GroupQueueManager(store, limited, ORDER.task).gather(1, 1, 0))
+    gathering = asyncio.ensure_future(gather(store, 1, 0, limited))
     for number in range(6):  # three groups of two
         while (claim := await store.episodes.claim("w", f"c{number}", None)) is None:
             await asyncio.sleep(0)
@@ -123,7 +123,7 @@ async def test_what_was_handed_in_before_a_restart_is_used(store):
 
 async def test_groups_of_later_steps_are_registered_and_do_not_hold_up_this_one(store):
     ahead = CONFIG.model_copy(update={"max_staleness": 2})
-    gathering = asyncio.ensure_future(GroupQueueManager(store, ahead, ORDER.task).gather(1, 3, 0))
+    gathering = asyncio.ensure_future(gather_groups(store, ahead, ORDER.task, 1, 3, 0))
     while await store.groups.next_index("train") < 6:
         await asyncio.sleep(0)
     for number in range(6):  # those of step 1, and of no other
@@ -136,7 +136,6 @@ async def test_groups_of_later_steps_are_registered_and_do_not_hold_up_this_one(
 
 async def test_no_more_groups_are_open_at_once_than_the_job_allows(store):
     limited = CONFIG.model_copy(update={"max_open_buckets": 1, "groups_per_step": 3})
-    manager = GroupQueueManager(store, limited, ORDER.task)
     most, players = [], Players(store)
     register = store.groups.register
 
@@ -146,12 +145,11 @@ async def test_no_more_groups_are_open_at_once_than_the_job_allows(store):
 
     store.groups.register = watched
     playing = asyncio.ensure_future(players.play())
-    found = await asyncio.wait_for(manager.gather(1, 1, 0), 10)
+    found = await asyncio.wait_for(gather(store, 1, 0, limited), 10)
     playing.cancel()
     assert (len(most), max(most)) == (3, 1)
     assert len(found.episode_ids) == 9
-    assert (manager.max_open_buckets, manager.group_size) == (1, 3)
-    assert [bucket.group_key for bucket in await manager.buckets(1)] == [0, 1, 2]
+    assert [record.group_index for record, _ in await store.groups.of_step("train", 1)] == [0, 1, 2]
 
 
 async def test_an_episode_with_too_old_a_token_is_left_out_and_registered_anew(store):

@@ -1,0 +1,59 @@
+"""Algorithms by name: those that Palestra ships, and, where a user runs their own process, classes of their own."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from typing import Final
+
+from palestra.algorithms.base import Algorithm, StepOrder
+from palestra.algorithms.grpo import GRPO
+from palestra.config import AlgorithmConfig
+from palestra.errors import ConfigError
+
+ALGORITHMS: Final[dict[str, type[Algorithm]]] = {"grpo": GRPO}
+
+
+def create_algorithm(
+    config: AlgorithmConfig, step_order: StepOrder = "observed", *, own_code: bool = False
+) -> Algorithm:
+    """Return the algorithm that a job names.
+
+    Args:
+        config: the job's `[algorithm]`.
+        step_order: the job's `rollout.step_order`.
+        own_code: whether `package.module:Class` may be imported. True only where the user's own process calls
+            `palestra.train`: importing runs code, and no code of a tenant runs in a server.
+
+    Raises:
+        ConfigError: no such algorithm, or code of one's own where it is not allowed.
+    """
+    if ":" not in config.name:
+        known = ALGORITHMS.get(config.name)
+        if known is None:
+            near = difflib.get_close_matches(config.name, ALGORITHMS, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(ALGORITHMS)}"
+            raise ConfigError(f"algorithm.name is {config.name!r}, which is no algorithm; {hint}")
+        return known(config, step_order)
+    if not own_code:
+        raise ConfigError(
+            f"algorithm.name is {config.name!r}, a class of your own, which runs only where you call palestra.train "
+            f"yourself; here it is one of: {', '.join(ALGORITHMS)}"
+        )
+    return _imported(config.name)(config, step_order)
+
+
+def _imported(name: str) -> type[Algorithm]:
+    """Return the class `package.module:Class`.
+
+    Raises:
+        ConfigError: it can't be imported, or is no algorithm.
+    """
+    module, _, attribute = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"algorithm.name is {name!r}, which can't be imported: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, Algorithm)):
+        raise ConfigError(f"algorithm.name is {name!r}, which is no subclass of palestra.algorithms.base.Algorithm")
+    return found

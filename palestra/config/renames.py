@@ -1,0 +1,107 @@
+"""Keys and values of `JobConfig` that had other names in an earlier version: one table, read in both directions.
+
+A person who writes an old name is told the new one (`config.explaining`). A file that an earlier version wrote itself,
+as the config.toml of a run that is resumed or a job in the control plane's store, is translated (`in_present_names`).
+The digest of a job stays the one that stores of earlier versions have, so it is taken of the first names
+(`in_first_names`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rename:
+    """One key that has a new name, with the values that have new names, too."""
+
+    section: str  # the table of the job's configuration that has the key
+    before: str  # its first name
+    now: str
+    values: Mapping[str, str] = field(default_factory=dict)  # first name of a value -> its name now
+
+
+RENAMES = (
+    Rename(
+        section="algorithm",
+        before="aggregation",
+        now="loss_agg_mode",
+        values={"rollout": "seq-mean-token-mean", "token": "token-mean", "constant": "seq-mean-token-sum-norm"},
+    ),
+    Rename(
+        section="algorithm",
+        before="importance",
+        now="importance_sampling",
+        values={
+            "token_truncate": "token-truncate",
+            "token_mask": "token-mask",
+            "sequence_truncate": "sequence-truncate",
+            "sequence_mask": "sequence-mask",
+        },
+    ),
+    Rename(
+        section="algorithm",
+        before="abandoned",
+        now="train_on",
+        values={"train": "all-calls", "exclude": "final-branch"},
+    ),
+)
+
+
+def in_present_names(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration that an earlier version wrote, with the names of this one.
+
+    Args:
+        saved: a whole configuration or a part of one, as nested tables; names of this version stay as they are.
+    """
+    found = dict(saved)
+    for rename in RENAMES:
+        section = found.get(rename.section)
+        if isinstance(section, Mapping) and rename.before in section:
+            found[rename.section] = {
+                rename.now if key == rename.before else key: _value(rename.values, value)
+                if key == rename.before
+                else value
+                for key, value in section.items()
+            }
+    return found
+
+
+def in_first_names(dumped: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a dumped `JobConfig` with the names that its keys and values had first, in the same order."""
+    found = dict(dumped)
+    for rename in RENAMES:
+        first = {now: before for before, now in rename.values.items()}
+        found[rename.section] = {
+            rename.before if key == rename.now else key: _value(first, value) if key == rename.now else value
+            for key, value in found[rename.section].items()
+        }
+    return found
+
+
+def new_name(key: str, known: Collection[str]) -> Rename | None:
+    """Return the rename of an old key.
+
+    Args:
+        key: the last part of a key that is not known.
+        known: the keys of the section in which it was written.
+    """
+    return next((rename for rename in RENAMES if rename.before == key and rename.now in known), None)
+
+
+def new_value(key: str, value: object) -> str | None:
+    """Return the present name of an old value of a renamed key; None where it is no old value."""
+    return next(
+        (
+            rename.values[value]
+            for rename in RENAMES
+            if rename.now == key and isinstance(value, str) and value in rename.values
+        ),
+        None,
+    )
+
+
+def _value(names: Mapping[str, str], value: Any) -> Any:
+    return names.get(value, value) if isinstance(value, str) else value

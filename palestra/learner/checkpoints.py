@@ -1,0 +1,94 @@
+"""When checkpoints of a policy are written: as often as the job says, beside the rollout of the next step."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from palestra.config import JobConfig
+from palestra.learner.update import AddEvent
+from palestra.trainer.base import Trainer
+
+log = logging.getLogger("palestra.learner")
+
+
+class CheckpointSchedule:
+    """Writes at most one checkpoint at a time."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        trainer: Trainer,
+        policy: str,
+        folder: Path,
+        wall_seconds: Callable[[], float],
+        add_event: AddEvent,
+    ) -> None:
+        """Begin without a checkpoint.
+
+        Args:
+            config: the job.
+            trainer: has the policy.
+            policy: the policy's name.
+            folder: where its checkpoints are.
+            wall_seconds: returns for how long the job has run.
+            add_event: records an event of the job.
+        """
+        self._config, self._trainer, self._policy, self._folder = config, trainer, policy, folder
+        self._wall_seconds, self._add_event = wall_seconds, add_event
+        self._saving: asyncio.Task[None] | None = None
+        self._seconds = 0.0  # of checkpoints that were finished since `take_seconds`
+        self.saved_step = 0  # of the newest checkpoint
+
+    async def load(self) -> dict[str, Any] | None:
+        """Give the policy the newest good checkpoint; return the state in it, None where there is none."""
+        state = await self._trainer.load(self._policy, self._folder)
+        if state is not None:
+            self.saved_step = int(state["step"])
+        return state
+
+    async def save_if_due(self, step: int) -> None:
+        """Start writing a checkpoint, where the job wants one of this step; the next episodes are played meanwhile."""
+        if step % self._config.checkpoint.every_steps == 0 or step == self._config.steps:
+            await self.finish()
+            self._saving = asyncio.create_task(self._save(step))
+
+    async def save_now(self, step: int) -> None:
+        """Write a checkpoint of this step, unless there is one, and return when it is on disk."""
+        await self.finish()
+        if step > self.saved_step:
+            await self._save(step)
+
+    async def finish(self) -> None:
+        """Wait for the checkpoint that is being written.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        if self._saving is not None:
+            saving, self._saving = self._saving, None
+            await saving
+
+    async def close(self) -> None:
+        """Wait for the checkpoint that is being written, and log why it failed if it did."""
+        if self._saving is not None:
+            (error,) = await asyncio.gather(self._saving, return_exceptions=True)
+            if isinstance(error, Exception):
+                log.error("a checkpoint could not be written: %s: %s", type(error).__name__, error)
+
+    def take_seconds(self) -> float:
+        """Return how long checkpoints took that were finished since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    async def _save(self, step: int) -> None:
+        started = time.monotonic()
+        state = {"step": step, "wall_seconds": self._wall_seconds(), "config_digest": self._config.digest()}
+        path = await self._trainer.save(self._policy, self._folder, state, f"save {step}")
+        self.saved_step = step
+        self._seconds += (seconds := time.monotonic() - started)
+        await self._add_event("saved", {"step": step, "path": str(path), "seconds": seconds})

@@ -1,0 +1,178 @@
+"""The groups of a step: registered, waited for, and replaced where too many of their episodes were lost.
+
+Everything is a view of the store: nothing is queued twice, and a restart finds all that was handed in.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from palestra.config import RolloutConfig
+from palestra.database import WAKE_SECONDS
+from palestra.errors import EngineFailure
+from palestra.ledger import RunStore
+from palestra.schemas.protocols import GroupRecord
+from palestra.schemas.records import Episode, Task
+from palestra.schemas.states import EpisodeState, GroupState
+
+OPEN = (EpisodeState.REGISTERED, EpisodeState.CLAIMED)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gathered:
+    """The ready groups of a step.
+
+    Attributes:
+        episode_ids: completed and fresh, in canonical order.
+        dropped: groups that lost too many episodes.
+        discarded: episodes of the ready groups that were discarded.
+        stale: episodes that were played with too old a policy, and registered again.
+    """
+
+    episode_ids: tuple[str, ...]
+    dropped: int
+    discarded: int
+    stale: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bucket:
+    """A group as it is now, with its episodes in order of their sample index."""
+
+    record: GroupRecord
+    episodes: tuple[Episode, ...]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether an episode of it may still be completed."""
+        return any(episode.state in OPEN for episode in self.episodes)
+
+    @property
+    def completed(self) -> list[str]:
+        """Ids of the episodes that have a reward."""
+        return [episode.episode_id for episode in self.episodes if episode.state is EpisodeState.COMPLETED]
+
+    @property
+    def discarded(self) -> int:
+        """Episodes that were given up."""
+        return sum(episode.state is EpisodeState.DISCARDED for episode in self.episodes)
+
+
+async def gather_groups(
+    store: RunStore,
+    config: RolloutConfig,
+    task_of: Callable[[int], Task],
+    step: int,
+    last_step: int,
+    version: int,
+) -> Gathered:
+    """Wait until `groups_per_step` groups of a step are ready, and return their episodes.
+
+    Groups of the steps up to `last_step` are registered as well, as far as `max_open_buckets` allows, and played
+    meanwhile. What was registered before a restart is used, so nothing that was handed in is lost.
+
+    Args:
+        store: the run store.
+        config: sizes and limits.
+        task_of: gives the task of a group, by the group's index.
+        step: the step to gather.
+        last_step: the last step whose episodes may be played now.
+        version: n of the policy that will be trained. An episode with a token that is older than `max_staleness`
+            allows is not used, and registered again.
+
+    Raises:
+        EngineFailure: group after group failed; training on what is left would hide it.
+    """
+    oldest = version - config.max_staleness
+    while True:
+        seen = store.groups.settled.count
+        waiting = await _register(store, config, task_of, range(step, last_step + 1))
+        discarded = await store.groups.discarded("train")
+        for bucket in await _buckets(store, step):
+            await _settle(store, config, bucket, oldest)
+        buckets = await _buckets(store, step)
+        dropped = sum(bucket.record.state is GroupState.DROPPED for bucket in buckets)
+        if dropped > 2 * config.groups_per_step:
+            lost = config.group_size - config.min_group_size
+            why = _most_common(await store.groups.discard_reasons("train", step))
+            raise EngineFailure(
+                f"{dropped} groups of step {step} lost more than {lost} of their episodes{why}; see "
+                "`palestra episodes` for the reasons"
+            )
+        ready = [bucket for bucket in buckets if bucket.record.state is GroupState.READY]
+        if len(ready) == config.groups_per_step:
+            completed = [name for bucket in ready for name in bucket.completed]
+            stale = await _stale(store, completed, oldest)
+            return Gathered(
+                episode_ids=tuple(name for name in completed if name not in stale),
+                dropped=dropped,
+                discarded=sum(bucket.discarded for bucket in ready),
+                stale=len(stale),
+            )
+        if any(bucket.is_open for bucket in buckets):
+            if waiting:  # a group that is done makes room for another
+                await store.groups.settled.wait(WAKE_SECONDS, seen)
+            else:
+                await store.groups.wait_settled("train", step, discarded)
+
+
+async def _buckets(store: RunStore, step: int) -> list[Bucket]:
+    """Return a step's groups in canonical order."""
+    found = await store.groups.of_step("train", step)
+    return [Bucket(record=record, episodes=tuple(episodes)) for record, episodes in found]
+
+
+async def _register(store: RunStore, config: RolloutConfig, task_of: Callable[[int], Task], steps: range) -> bool:
+    """Register the groups of these steps that are missing; return whether one of them waits for room."""
+    room = None
+    if config.max_open_buckets is not None:
+        room = config.max_open_buckets - await store.groups.number_open("train")
+    for due in steps:
+        alive = sum(bucket.record.state is not GroupState.DROPPED for bucket in await _buckets(store, due))
+        for _ in range(config.groups_per_step - alive):
+            if room is not None and room <= 0:
+                return True
+            index = await store.groups.next_index("train")
+            await store.groups.register("train", index, due, task_of(index), config.group_size)
+            room = None if room is None else room - 1
+    return False
+
+
+async def _settle(store: RunStore, config: RolloutConfig, bucket: Bucket, oldest: int) -> None:
+    """Make a group READY, or DROPPED, when no episode of it is open and none has to be played again."""
+    if bucket.record.state is not GroupState.OPEN or bucket.is_open:
+        return
+    record = bucket.record
+    stale = await _stale(store, bucket.completed, oldest)
+    fresh = len(bucket.completed) - len(stale)
+    again = config.group_size - fresh - bucket.discarded
+    if stale and again > 0:
+        await store.groups.register_again("train", record.group_index, again)
+        for name in sorted(stale)[-again:]:
+            await store.log.add_event("episode_stale", {"episode_id": name, "step": record.step})
+        return
+    following = GroupState.READY if fresh >= config.min_group_size else GroupState.DROPPED
+    await store.groups.settle("train", record.group_index, following)
+    if following is GroupState.DROPPED:
+        await store.log.add_event("group_dropped", {"group_index": record.group_index, "step": record.step})
+
+
+async def _stale(store: RunStore, episode_ids: Sequence[str], oldest: int) -> set[str]:
+    """Return the episodes with a token that was sampled before version `oldest`."""
+    return {name for name, n in (await store.calls.oldest_tokens(episode_ids)).items() if n < oldest}
+
+
+def _most_common(reasons: Sequence[str]) -> str:
+    """Return what ended most of the discarded episodes, as a part of a sentence; empty where there are none.
+
+    A reason begins with its kind, such as `not_scored: ...` or the name of an exception.
+    """
+    if not reasons:
+        return ""
+    kinds = Counter(reason.partition(":")[0] for reason in reasons)
+    kind, number = kinds.most_common(1)[0]
+    example = " ".join(next(reason for reason in reasons if reason.partition(":")[0] == kind).split())
+    how = f"were not scored: {example.partition(': ')[2]}" if kind == "not_scored" else f"failed: {example}"
+    return f"; {number} of {len(reasons)} discarded episodes {how:.200}"

@@ -1,0 +1,112 @@
+"""The update of one policy: rows, advantages, gradient, optimizer. It knows no algorithm and no loss by name."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from palestra.algorithms.base import Algorithm, ForwardOutputs
+from palestra.algorithms.losses import build_loss
+from palestra.config import JobConfig
+from palestra.learner.batch import Batch, make_batch
+from palestra.learner.metrics import loss_metrics
+from palestra.learner.schedule import learning_rate
+from palestra.schemas.records import Trajectory
+from palestra.trainer.base import OptimParams, StepReport, Trainer
+
+log = logging.getLogger("palestra.learner")
+AddEvent = Callable[[str, dict[str, Any]], Awaitable[None]]
+
+
+class PolicyUpdate:
+    """Trains one policy, a batch of episodes a step."""
+
+    def __init__(
+        self, config: JobConfig, trainer: Trainer, algorithm: Algorithm, policy: str, add_event: AddEvent
+    ) -> None:
+        """Keep the parts.
+
+        Args:
+            config: the job.
+            trainer: has the policy.
+            algorithm: makes advantages of rewards, and names the loss.
+            policy: the policy's name.
+            add_event: records an event of the job.
+        """
+        self._config, self._trainer, self._algorithm, self._policy = config, trainer, algorithm, policy
+        self._add_event = add_event
+        self._loss = algorithm.loss()
+        self._loss_metrics = build_loss(self._loss).metrics
+
+    async def make_batch(self, step: int, trajectories: Sequence[Trajectory]) -> Batch:
+        """Return the rows that can be trained; the manifest is fixed, so others would fail the step for ever.
+
+        Args:
+            step: the step's number.
+            trajectories: the episodes of its manifest, in canonical order.
+        """
+        config, version = self._config, self._trainer.version(self._policy)
+        max_tokens = config.policies[self._policy].sampling.max_tokens
+        batch = await asyncio.to_thread(
+            make_batch, trajectories, self._algorithm, config.algorithm, max_tokens, version
+        )
+        if not batch.samples:
+            return batch
+        problems = await self._trainer.untrainable(self._policy, batch.samples, f"step {step} check")
+        return await self._without(step, batch, problems)
+
+    async def train(self, step: int, batch: Batch) -> dict[str, float]:
+        """Make the updates of a step, and return its metrics by full name; without a row there is no update.
+
+        Args:
+            step: the step's number.
+            batch: of `make_batch`.
+        """
+        started = time.monotonic()
+        # One more forward pass, where the algorithm asks for it, over the rows that will be trained.
+        forward: ForwardOutputs = {}
+        if self._algorithm.needs and batch.samples:
+            forward = await self._trainer.forward(self._policy, batch.samples, self._algorithm.needs)
+        advantages = await asyncio.to_thread(self._algorithm.advantages, batch.groups, forward)
+        batch = batch.with_advantages(advantages, forward)
+        batch = await self._without(step, batch, batch.advantage_problems())
+        row = batch.metrics | {"train/rows": 0.0, "train/trained_tokens": 0.0, "train/updates_skipped": 0.0}
+        if batch.samples:
+            row |= await self._update(step, batch)
+        row["time/train_seconds"] = time.monotonic() - started
+        return row
+
+    async def _without(self, step: int, batch: Batch, problems: Mapping[str, str]) -> Batch:
+        """Leave out episodes that can't be trained, and say why."""
+        if not problems:
+            return batch
+        for episode_id, reason in problems.items():
+            log.warning("step %d leaves out episode %s: %s", step, episode_id, reason)
+            await self._add_event("episode_untrainable", {"step": step, "episode_id": episode_id, "reason": reason})
+        return batch.without(problems.keys(), self._trainer.version(self._policy))
+
+    async def _update(self, step: int, batch: Batch) -> dict[str, float]:
+        """Gradient and update, as often as there are epochs."""
+        optimizer = self._config.policies[self._policy].optimizer
+        params = OptimParams.of(optimizer, learning_rate(optimizer, step, self._config.steps))
+        samples, reports, skipped = batch.samples, list[StepReport](), 0
+        for epoch in range(self._config.algorithm.epochs):
+            name = f"step {step} epoch {epoch}"
+            report = await self._trainer.forward_backward(self._policy, samples, self._loss, f"{name} gradient")
+            reports.append(report)
+            update = await self._trainer.optim_step(self._policy, params, f"{name} update")
+            skipped += not update.applied
+        last = reports[-1]
+        row = loss_metrics(reports[0], last, self._loss_metrics) | {
+            "train/rows": float(last.rows),
+            "train/trained_tokens": float(last.trained_tokens),
+            "train/merged_share": 1.0 - last.forward_tokens / max(last.flat_tokens, 1),
+            "train/grad_norm": update.grad_norm,
+            "train/updates_skipped": float(skipped),
+            "train/learning_rate": update.learning_rate,
+        }
+        return {name: value for name, value in row.items() if math.isfinite(value)}  # NaN is no JSON

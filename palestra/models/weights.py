@@ -1,0 +1,38 @@
+"""Where an engine reads the weights of a policy: what a trainer gives, and what `Engine.sync_weights` takes.
+
+Trainer and engine do not know each other. A source stands between them, and says how the tensors travel. Today both are
+in one process, so there is one kind of source; this module loads no torch, because the fake trainer and the fake
+engine run without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class WeightSource(Protocol):
+    """The weights of one version of a policy, for an engine to read.
+
+    A source is valid until the trainer takes its next optimizer step: an engine copies what it needs before
+    `sync_weights` returns.
+    """
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield each weight once, as (name, tensor), under the names of `CausalLM.named_parameters`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LocalWeights:
+    """Weights that are tensors of this process; they are not copied until an engine reads them."""
+
+    named: Sequence[tuple[str, Tensor]]
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """See `WeightSource`."""
+        return iter(self.named)

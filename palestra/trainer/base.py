@@ -1,0 +1,250 @@
+"""The interface of a trainer: weights and optimizers of policies, by name, and updates made of rows.
+
+A trainer may be in another process, so nothing that is handed to it is a callable: rows are records, a loss is its name
+and its parameters, and what comes back are numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from palestra.algorithms.base import ForwardOutput, ForwardOutputs
+from palestra.algorithms.loss import LossMetric, LossSpec
+from palestra.config import OptimizerConfig
+from palestra.models.weights import WeightSource
+from palestra.schemas.records import PolicyVersion, TrainSample
+
+TRAINER_METRICS = (
+    LossMetric("loss", "nats", "Sum over trained tokens of loss weight x loss of the token, last epoch."),
+    LossMetric("entropy", "nats", "Mean over trained tokens of the policy's entropy at that position."),
+    LossMetric(
+        "logprob_gap_mean",
+        "nats",
+        "Mean of |trainer's logprob - engine's logprob| over trained tokens, before the first update of the step: "
+        "rounding alone where no token is stale.",
+        epoch="first",
+    ),
+    LossMetric("logprob_gap_max", "nats", "Largest such difference.", epoch="first"),
+)
+"""What `forward_backward` measures with every loss, beside the loss's own metrics."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicySpec:
+    """What a policy begins as.
+
+    Attributes:
+        model: a name as `PolicyConfig.model` has it, or a folder, whose weights the policy starts with.
+    """
+
+    model: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimParams:
+    """The numbers of one AdamW update (Loshchilov and Hutter 2019); weights of norms and biases do not decay.
+
+    Attributes:
+        learning_rate: of this update.
+        betas: decay rates of the two moments.
+        epsilon: what is added to the root of the second moment.
+        weight_decay: decoupled, of the other weights.
+        max_grad_norm: global L2 norm to which the gradient is scaled down before the update.
+    """
+
+    learning_rate: float
+    betas: tuple[float, float] = (0.9, 0.999)
+    epsilon: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+
+    @classmethod
+    def of(cls, config: OptimizerConfig, learning_rate: float) -> OptimParams:
+        """Return the numbers of a job's optimizer.
+
+        Args:
+            config: the policy's `[optimizer]`.
+            learning_rate: what its schedule says of this step.
+        """
+        return cls(
+            learning_rate=learning_rate,
+            betas=config.betas,
+            epsilon=config.epsilon,
+            weight_decay=config.weight_decay,
+            max_grad_norm=config.max_grad_norm,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepReport:
+    """What one `forward_backward` saw.
+
+    Attributes:
+        rows: how many rows the batch had.
+        trained_tokens: tokens that entered the loss.
+        forward_tokens: tokens that went through the model, after shared prefixes were merged.
+        flat_tokens: the same without merging.
+        metrics: `TRAINER_METRICS` and the loss's own, by name; NaN where no token counts.
+    """
+
+    rows: int
+    trained_tokens: int
+    forward_tokens: int
+    flat_tokens: int
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimReport:
+    """What one `optim_step` did.
+
+    Attributes:
+        learning_rate: of the update.
+        grad_norm: global L2 norm before clipping.
+        applied: False: the gradient was not finite, and the weights are as before.
+    """
+
+    learning_rate: float
+    grad_norm: float
+    applied: bool = True
+
+
+class Trainer(Protocol):
+    """Master weights and optimizers of policies, by name.
+
+    What is done to one policy leaves every other as it is, bit by bit. Requests are done one after another. A repeated
+    `request_id` of a policy gets the first answer and does nothing, so that a request whose answer was lost may be sent
+    again. A policy that was not created is a `NotFound` in every method.
+    """
+
+    async def create(self, policy: str, spec: PolicySpec) -> None:
+        """Load a policy's weights, and give it an optimizer without moments and version 0.0.
+
+        Args:
+            policy: its name; one that is there already is a ConfigError.
+            spec: what it begins as.
+
+        Raises:
+            ModelError: missing weights, or an unsupported architecture.
+        """
+        ...
+
+    async def forward(
+        self, policy: str, batch: Sequence[TrainSample], outputs: Collection[ForwardOutput]
+    ) -> ForwardOutputs:
+        """Compute numbers of the trained tokens of rows, without a gradient.
+
+        Args:
+            policy: its name.
+            batch: S rows.
+            outputs: what is wanted; `old_logprobs` are those of the policy's present weights.
+
+        Returns:
+            For each output one [N] float32 a row, NaN where the token is not trained.
+
+        Raises:
+            ConfigError: the trainer can't compute one of the outputs.
+        """
+        ...
+
+    async def forward_backward(
+        self, policy: str, batch: Sequence[TrainSample], loss: LossSpec, request_id: str
+    ) -> StepReport:
+        """Add the gradient of a batch.
+
+        Args:
+            policy: its name.
+            batch: S rows, with advantages and loss weights.
+            loss: the loss of a token, by its name.
+            request_id: names this request.
+
+        Raises:
+            ConfigError: no such loss.
+        """
+        ...
+
+    async def optim_step(self, policy: str, params: OptimParams, request_id: str) -> OptimReport:
+        """Apply the gradient and clear it; the first update since `weights` makes the version's `n` grow by one.
+
+        Args:
+            policy: its name.
+            params: the numbers of this update.
+            request_id: names this request.
+        """
+        ...
+
+    async def untrainable(self, policy: str, batch: Sequence[TrainSample], request_id: str) -> dict[str, str]:
+        """Return why episodes can't be trained, by id: what was recorded of them does not fit together.
+
+        The answer depends on the rows alone, so that a step that is repeated leaves out the same episodes. What is
+        wrong with the trainer itself is raised, here or later. Advantages and loss weights of the rows are not read.
+
+        Args:
+            policy: its name.
+            batch: S rows.
+            request_id: names this request.
+        """
+        ...
+
+    async def save(self, policy: str, folder: Path, state: Mapping[str, Any], request_id: str) -> Path:
+        """Write a checkpoint of a policy that `load` gives back bit by bit, whole or not at all.
+
+        Args:
+            policy: its name.
+            folder: where the policy's checkpoints are; this one is `step-NNNNNN` in it.
+            state: what is to be kept beside the weights, as JSON; `step` (int) numbers the checkpoint.
+            request_id: names this request.
+
+        Returns:
+            The checkpoint's folder.
+
+        Raises:
+            CheckpointError: the disk is full, or can't be written to.
+        """
+        ...
+
+    async def load(self, policy: str, folder: Path) -> dict[str, Any] | None:
+        """Give a policy the newest good checkpoint.
+
+        Args:
+            policy: its name.
+            folder: where the policy's checkpoints are.
+
+        Returns:
+            The `state` that was saved with it; None: there is no checkpoint, and nothing was changed.
+
+        Raises:
+            CheckpointError: all are damaged, or of another model.
+        """
+        ...
+
+    async def remove(self, policy: str) -> None:
+        """Forget a policy, and free its memory."""
+        ...
+
+    async def weights(self, policy: str) -> WeightSource:
+        """Return the present weights for an engine to read; the next update begins a new version.
+
+        They are valid until the policy's next `optim_step`.
+        """
+        ...
+
+    def version(self, policy: str) -> PolicyVersion:
+        """Return the version of a policy's master weights."""
+        ...
+
+    def begin_incarnation(self, policy: str, incarnation: int) -> None:
+        """Let all versions of a policy from here on say that history may not have repeated bit by bit.
+
+        Args:
+            policy: its name.
+            incarnation: how many restarts there have been.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Finish what has begun, and free all policies."""
+        ...

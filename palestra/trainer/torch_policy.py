@@ -1,0 +1,283 @@
+"""One policy that is trained in this process: float32 master weights, bf16 compute, AdamW."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint as recompute
+
+from palestra.algorithms.loss import Loss, LossInputs, Max, Mean, Reduction, Sum
+from palestra.config import TrainerConfig
+from palestra.errors import CheckpointError
+from palestra.faults import fault_point
+from palestra.grammars.bounds import TRAINER_BOUNDS
+from palestra.grammars.pool import Grammars
+from palestra.models.causal_lm import CausalLM
+from palestra.models.grammar import unpack_bits, vocabulary_of
+from palestra.schemas.records import Floats, PolicyVersion, TrainSample
+from palestra.trainer import checkpoint
+from palestra.trainer.base import TRAINER_METRICS, OptimParams, OptimReport, StepReport
+from palestra.trainer.constraints import allowed_tokens, grammar_problem
+from palestra.trainer.metrics import MetricSums
+from palestra.trainer.packing import MicroBatch, TreeAttend, pack
+from palestra.trainer.untrainable import record_problems
+
+# On two cores more is slower, too: attention within a tree of rows takes time with its square (docs/benchmarks.md).
+MICRO_BATCH_TOKENS = {"cpu": 1024, "cuda": 8192}
+_OPTIMIZER_FILE = "optimizer-{}.safetensors"
+_SHARD_BYTES = 2**28
+_IMPOSSIBLE = -1e9  # finite, so that 0 x score is 0 in the entropy
+
+
+class TorchPolicy:
+    """The weights, the optimizer and the version of one policy; its methods run in the trainer's thread."""
+
+    def __init__(self, model: CausalLM, tokenizer: Any, config: TrainerConfig) -> None:
+        """Begin with the weights as they are, at version 0.0.
+
+        Args:
+            model: has float32 weights; it computes in the precision of `config` from here on.
+            tokenizer: the model's, which is written beside its weights.
+            config: how gradients are computed.
+        """
+        model.compute_in(getattr(torch, config.dtype))
+        self._model, self._tokenizer, self._config = model, tokenizer, config
+        self.parameters = model.named_parameters()
+        self.optimizer = torch.optim.AdamW(
+            [  # weights of norms and biases, in the second group, do not decay, as in the Trainer of transformers
+                {"params": [p for _, p in self.parameters if p.ndim >= 2]},
+                {"params": [p for _, p in self.parameters if p.ndim < 2]},
+            ],
+            fused=True,
+        )
+        self._device = self.parameters[0][1].device
+        self._micro_batch_tokens = config.micro_batch_tokens or MICRO_BATCH_TOKENS[self._device.type]
+        self._grammars = Grammars(vocabulary_of(tokenizer, model.vocab_size), TRAINER_BOUNDS)
+        self.version = PolicyVersion(0, 0)
+        self.changed = False  # since the weights were handed out
+
+    def close(self) -> None:
+        """End the processes of its grammars."""
+        self._grammars.close()
+
+    def untrainable(self, batch: Sequence[TrainSample]) -> dict[str, str]:
+        """See `Trainer.untrainable`."""
+        found = record_problems(batch)
+        for sample in batch:
+            if sample.episode_id not in found:
+                outside = (sample.ids < 0) | (sample.ids >= self._model.vocab_size)
+                problem = grammar_problem(sample, self._grammars)
+                if outside.any():
+                    problem = f"token {int(sample.ids[outside][0])} is none of the model's {self._model.vocab_size}"
+                if problem is not None:
+                    found[sample.episode_id] = problem
+        return found
+
+    # Forward and backward
+
+    def logprobs(self, batch: Sequence[TrainSample]) -> list[Floats]:
+        """Return [N] for each row: the logprobs of trained tokens under the present weights, NaN elsewhere."""
+        found: list[Floats] = []
+        for micro in pack(batch, self._micro_batch_tokens):
+            with torch.no_grad():
+                logprobs, _, _ = self._forward(micro)
+            values = iter(logprobs.cpu().numpy())
+            for sample, _, _ in micro.samples:
+                row = np.full(len(sample.ids), np.nan, np.float32)
+                row[sample.loss_mask] = [next(values) for _ in range(int(sample.loss_mask.sum()))]
+                found.append(row)
+        return found
+
+    def forward_backward(self, batch: Sequence[TrainSample], loss: Loss) -> StepReport:
+        """Add the gradient of the whole batch, or, where that fails, of nothing: the request may be sent again."""
+        before = [None if p.grad is None else p.grad.clone() for _, p in self.parameters]
+        try:
+            return self._all_micro_batches(batch, loss)
+        except Exception:
+            for (_, parameter), gradient in zip(self.parameters, before, strict=True):
+                parameter.grad = gradient
+            raise
+
+    def _all_micro_batches(self, batch: Sequence[TrainSample], loss: Loss) -> StepReport:
+        sums = MetricSums([metric.name for metric in (*TRAINER_METRICS, *loss.metrics)])
+        computed, trained = 0, 0
+        for micro in pack(batch, self._micro_batch_tokens):
+            sums.add(self._micro_batch(micro, loss))
+            computed += micro.tokens
+            trained += int(sum(sample.loss_mask.sum() for sample, _, _ in micro.samples))
+        return StepReport(
+            rows=len(batch),
+            trained_tokens=trained,
+            forward_tokens=computed,
+            flat_tokens=sum(len(sample.ids) for sample in batch),
+            metrics=sums.result(trained),
+        )
+
+    def _micro_batch(self, micro: MicroBatch, loss: Loss) -> dict[str, Reduction]:
+        """Add the gradient of one micro-batch, and return its metrics."""
+        with torch.enable_grad():
+            logprobs, entropy, targets = self._forward(micro)
+            output = loss(
+                LossInputs(
+                    logprobs=logprobs,
+                    sampling_logprobs=targets["sampling_logprobs"],
+                    old_logprobs=targets.get("old_logprobs"),
+                    advantages=targets["advantages"],
+                    on_policy=(targets["version"] == targets["version"].new_tensor(self.version)).all(dim=1),
+                )
+            )
+            total = (output.loss * targets["loss_weights"]).sum()
+        total.backward()  # type: ignore[no-untyped-call]
+        gap = (logprobs.detach() - targets["sampling_logprobs"]).abs()
+        return {
+            **output.metrics,
+            "loss": Sum(total.detach()),
+            "entropy": Mean(entropy),
+            "logprob_gap_mean": Mean(gap),
+            "logprob_gap_max": Max(gap),
+        }
+
+    def _forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Return [T] log-probabilities and entropies of the trained tokens, and the columns that belong to them."""
+        device = self._device
+        targets = {name: column.to(device) for name, column in micro.targets().items()}
+        ids = torch.tensor([i for tree in micro.trees for i in tree.ids], device=device)
+        positions = torch.tensor([p for tree in micro.trees for p in tree.positions], device=device)
+        hidden = self._model.hidden(ids, positions, TreeAttend(micro.trees, device))
+        allowed = allowed_tokens(micro.samples, self._grammars, self._model.vocab_size)
+        targets |= {} if allowed is None else {"allowed": allowed.to(device)}
+        logprobs, entropy = self._logprobs(hidden.index_select(0, targets["source"]), targets)
+        return logprobs, entropy, targets
+
+    def _logprobs(self, hidden: Tensor, targets: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the targets' log-probabilities (with gradient) and entropies, [T] float32 each.
+
+        Logits of at most `logit_chunk` positions exist at a time; of more they are computed again in the backward pass.
+
+        Args:
+            hidden: [T, hidden], at the positions that predict the targets.
+            targets: the columns of `_forward`.
+        """
+        size = self._config.logit_chunk
+        pieces = [
+            _call(
+                self._chunk,
+                hidden[i : i + size],
+                targets["target"][i : i + size],
+                targets["temperature"][i : i + size],
+                *([targets["allowed"][i : i + size]] if "allowed" in targets else []),
+                again=len(hidden) > size,
+            )
+            for i in range(0, len(hidden), size)
+        ]
+        if not pieces:
+            empty = hidden.sum(dtype=torch.float32).expand(0)
+            return empty, empty.detach()
+        return torch.cat([p for p, _ in pieces]), torch.cat([e for _, e in pieces])
+
+    def _chunk(
+        self, hidden: Tensor, target: Tensor, temperature: Tensor, allowed: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        scores = self._model.logits(hidden) / temperature.unsqueeze(1)
+        if allowed is not None:  # the distribution that was sampled from had no other tokens
+            scores = scores.masked_fill(~unpack_bits(allowed, scores.shape[1]), _IMPOSSIBLE)
+        total = scores.logsumexp(dim=-1)
+        chosen = scores.gather(1, target.unsqueeze(1)).squeeze(1) - total
+        with torch.no_grad():
+            mean_score = ((scores - total.unsqueeze(1)).exp() * scores).sum(dim=-1)
+            entropy = total - mean_score
+        return chosen, entropy
+
+    # The update, and checkpoints
+
+    def optim_step(self, params: OptimParams) -> OptimReport:
+        """See `Trainer.optim_step`."""
+        fault_point("before_step")
+        for group, decay in zip(self.optimizer.param_groups, (params.weight_decay, 0.0), strict=True):
+            group |= {
+                "lr": params.learning_rate,
+                "betas": params.betas,
+                "eps": params.epsilon,
+                "weight_decay": decay,
+            }
+        norm = float(torch.nn.utils.clip_grad_norm_([p for _, p in self.parameters], params.max_grad_norm))
+        finite = math.isfinite(norm)
+        if finite:
+            self.optimizer.step()
+            if not self.changed:  # several updates between two publications are one version
+                self.version, self.changed = self.version.following, True
+        self.optimizer.zero_grad(set_to_none=True)
+        fault_point("after_step")
+        return OptimReport(learning_rate=params.learning_rate, grad_norm=norm if finite else 0.0, applied=finite)
+
+    def save(self, folder: Path, state: Mapping[str, Any], keep: int) -> Path:
+        """See `Trainer.save`; the folder loads in transformers as it is.
+
+        Args:
+            folder: where the checkpoints are.
+            state: what is kept beside the weights.
+            keep: how many checkpoints stay.
+        """
+        full = {**state, "incarnation": self.version.incarnation, "n": self.version.n}
+        return checkpoint.write(folder, int(state["step"]), self._fill, full, keep)
+
+    def _fill(self, folder: Path) -> None:
+        """Write weights, tokenizer and optimizer into a checkpoint's folder."""
+        self._model.save(folder, self._tokenizer)
+        tensors: dict[str, Tensor] = {}
+        number = 0
+        for name, parameter in self.parameters:
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                tensors[f"{key}.{name}"] = value
+            if sum(t.nbytes for t in tensors.values()) >= _SHARD_BYTES:  # a shard is copied whole to be written
+                safetensors.torch.save_file(tensors, folder / _OPTIMIZER_FILE.format(number))
+                tensors, number = {}, number + 1
+        if tensors:
+            safetensors.torch.save_file(tensors, folder / _OPTIMIZER_FILE.format(number))
+
+    def load(self, folder: Path) -> dict[str, Any] | None:
+        """See `Trainer.load`."""
+        newest = checkpoint.newest_good(folder)
+        if newest is None:
+            return None
+        path, state = newest
+        weights: dict[str, Tensor] = {}
+        for file in sorted(path.glob("model*.safetensors")):
+            weights |= safetensors.torch.load_file(file)
+        optimizer: dict[str, Tensor] = {}
+        for file in sorted(path.glob(_OPTIMIZER_FILE.format("*"))):
+            optimizer |= safetensors.torch.load_file(file)
+        moments: dict[str, dict[str, Tensor]] = {}
+        for key, value in optimizer.items():
+            kind, _, name = key.partition(".")
+            moments.setdefault(name, {})[kind] = value
+        for name, parameter in self.parameters:
+            if name not in weights or weights[name].shape != parameter.shape:
+                raise CheckpointError(f"{path} has no weight {name} of shape {tuple(parameter.shape)}: another model")
+            with torch.no_grad():
+                parameter.copy_(weights[name])
+        self._restore_optimizer(moments)
+        self.version = PolicyVersion(int(state["incarnation"]), int(state["n"]))
+        return state
+
+    def _restore_optimizer(self, moments: Mapping[str, dict[str, Tensor]]) -> None:
+        """Give the optimizer the state of each parameter, by name, as read from a checkpoint on the CPU.
+
+        The optimizer itself moves it to where its parameter is, and `step` to where a fused update reads it.
+        """
+        state = self.optimizer.state_dict()
+        names = {parameter: name for name, parameter in self.parameters}
+        ordered = [names[parameter] for group in self.optimizer.param_groups for parameter in group["params"]]
+        state["state"] = {number: moments[name] for number, name in enumerate(ordered) if name in moments}
+        self.optimizer.load_state_dict(state)
+
+
+def _call(function: Callable[..., Any], *arguments: Tensor, again: bool) -> Any:
+    return recompute(function, *arguments, use_reentrant=False) if again else function(*arguments)
