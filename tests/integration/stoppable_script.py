@@ -86,7 +86,9 @@ if __name__ == "__main__":
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
         try:
-            thread.join()
+            # The kernel may hand a signal to another thread, which does not wake the main one from a wait without end.
+            while thread.is_alive():
+                thread.join(0.1)
         except KeyboardInterrupt:
             print("the main thread was interrupted", flush=True)
             raise

@@ -94,7 +94,9 @@ def test_stale_replies_are_weighed_as_a_whole(tmp_path, mode):
             found = {name: moments[f"exp_avg.{name}"] for name in wanted}
             error = sum(float((found[name] - g).norm() ** 2) for name, g in wanted.items()) ** 0.5
             norm = sum(float(g.norm() ** 2) for g in wanted.values()) ** 0.5
-            assert error / norm < 3e-6
+            # float32 on both sides: where masks leave few tokens, the gradient is small beside the terms that add up to
+            # it. A wrong weight would be off by parts in a hundred.
+            assert error / norm < 1e-5
             for name, value in metrics.items():
                 assert rows[step][name] == pytest.approx(value, rel=1e-4, abs=1e-5), (step, name)
             limited += metrics["train/importance_limited"]
