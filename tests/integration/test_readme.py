@@ -35,7 +35,7 @@ def with_word(word: str) -> str:
     return snippet
 
 
-WAYS = ("    reward=reward,", "train(rollout", "environment=Gomoku", "Client(")
+WAYS = ("reward=reward", "train(rollout", "environment=Gomoku", "Client(")
 
 
 def test_the_readme_has_the_four_ways():
