@@ -15,7 +15,7 @@ FIRST_TIER := not (slow or model or service or $(OWN_COMMAND))
 SECOND_TIER := (slow or more_examples) and not (model or service or $(OWN_COMMAND))
 SECOND_TIER_ALONE := (model or service) and not ($(OWN_COMMAND))
 
-.PHONY: help demo test test-rest test-all test-faults lint format types contracts unit docs conformance frameworks bench clean
+.PHONY: prose help demo test test-rest test-all test-faults lint format types contracts unit docs conformance frameworks bench clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -63,6 +63,9 @@ conformance: $(DEV)  ## compare renderers with real tokenizers (a download of 10
 frameworks: $(DEV) $(FRAMEWORKS)/installed.txt  ## play agents of three frameworks against the real server; writes docs/frameworks.md
 	$(BIN)/pytest tests/frameworks
 	PYTHONPATH=tests $(BIN)/python -m frameworks.report docs/frameworks.md
+
+prose: $(DEV)  ## measure how docstrings and comments read (`python scripts/prose.py --rooms` for more)
+	$(BIN)/python scripts/prose.py
 
 bench: $(DEV)  ## speed of a training step, the engine, merging calls into rows, rollouts and the data plane; writes bench/results.json
 	$(BIN)/python bench/run.py
