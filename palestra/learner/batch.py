@@ -168,6 +168,7 @@ def _rows(rollout: _Rollout, weight: float) -> list[TrainSample]:
             episode_id=rollout.trajectory.episode.episode_id,
             policy=row.policy,
             ids=row.ids,
+            media=row.media,
             loss_mask=row.sampled,
             logprobs=row.logprobs,
             versions=row.versions,

@@ -271,6 +271,7 @@ class TrainSample:
     episode_id: str
     policy: str
     ids: Ids  # [N]
+    media: tuple[MediaSpan, ...] = ()  # which of the ids are placeholders, and of what
     loss_mask: Mask  # [N], True where the token was sampled and is trained
     logprobs: Floats  # [N], as recorded at sampling; NaN where not sampled
     versions: NDArray[np.int32]  # [N, 2] (incarnation, n); -1 where not sampled

@@ -2,7 +2,7 @@
 
 The episodes of a group share their prompt, so most of a flat batch is repetition. Rows that begin alike are merged
 into a tree of tokens, in which each token sees its ancestors only; the gradient of a shared token is then the sum of
-the gradients that its copies would have had.
+the gradients that its copies would have had. Placeholders of two images are not alike, although their ids are.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from palestra.schemas.records import TrainSample
-from palestra.trajectory import common_prefix
+from palestra.trajectory import TokenRun
 
 
 class Tree:
@@ -29,28 +29,28 @@ class Tree:
         self.positions: list[int] = []
         self.runs: list[tuple[int, int, int]] = []  # (first node, one past the last, parent node or -1)
         self.paths: list[NDArray[np.int64]] = []  # for each row its nodes, [N]
-        self._rows: list[NDArray[np.int32]] = []
+        self._rows: list[TokenRun] = []
 
     def __len__(self) -> int:
         return len(self.ids)
 
-    def shared(self, row: NDArray[np.int32]) -> tuple[int, int]:
-        """(tokens that the row has in common with the best of the rows so far, number of that row)."""
+    def shared(self, row: TokenRun) -> tuple[int, int]:
+        """Return (how many tokens a row has in common with the best of the rows so far, the number of that row)."""
         best, which = 0, -1
         for number, known in enumerate(self._rows):
-            common = common_prefix(known, row)
+            common = known.common(row)
             if common > best:
                 best, which = common, number
         return best, which
 
-    def add(self, row: NDArray[np.int32]) -> None:
-        """Add a row; only what is new of it becomes nodes."""
+    def add(self, row: TokenRun) -> None:
+        """Add a row; only the tokens that no earlier row has become nodes."""
         common, which = self.shared(row)
         old = self.paths[which][:common] if common else np.empty(0, np.int64)
         first, last = len(self.ids), len(self.ids) + len(row) - common
         if last > first:
             self.runs.append((first, last, int(old[-1]) if common else -1))
-            self.ids.extend(row[common:].tolist())
+            self.ids.extend(row.ids[common:].tolist())
             self.positions.extend(range(common, len(row)))
         self.paths.append(np.concatenate((old, np.arange(first, last))))
         self._rows.append(row)
@@ -112,8 +112,9 @@ def pack(samples: Sequence[TrainSample], max_tokens: int) -> list[MicroBatch]:
     for sample in samples:
         if sample.loss_mask[0]:
             raise ValueError(f"the first token of a row of episode {sample.episode_id} can't be a sampled one")
-        length = len(sample.ids)
-        new = length if tree is None else length - tree.shared(sample.ids)[0]
+        row = TokenRun.of(sample.ids, sample.media)
+        length = len(row)
+        new = length if tree is None else length - tree.shared(row)[0]
         room = max(max_tokens, 2 * length) if 2 * new <= length else max_tokens
         if not batches or batches[-1].tokens + new > room:
             batches.append(MicroBatch())
@@ -122,12 +123,12 @@ def pack(samples: Sequence[TrainSample], max_tokens: int) -> list[MicroBatch]:
             tree = Tree()
             batches[-1].trees.append(tree)
         offset = batches[-1].tokens - len(tree)
-        tree.add(sample.ids)
+        tree.add(row)
         batches[-1].samples.append((sample, offset, tree.paths[-1]))
     return batches
 
 
-class TreeAttend:
+class TreeAttention:
     """Attention within each tree of a micro-batch; see `Attend`."""
 
     def __init__(self, trees: Sequence[Tree], device: torch.device) -> None:

@@ -26,7 +26,7 @@ from palestra.trainer import checkpoint
 from palestra.trainer.base import TRAINER_METRICS, OptimParams, OptimReport, StepReport
 from palestra.trainer.constraints import allowed_tokens, grammar_problem
 from palestra.trainer.metrics import MetricSums
-from palestra.trainer.packing import MicroBatch, TreeAttend, pack
+from palestra.trainer.packing import MicroBatch, TreeAttention, pack
 from palestra.trainer.untrainable import record_problems
 
 # On two cores more is slower, too: attention within a tree of rows takes time with its square (docs/benchmarks.md).
@@ -150,7 +150,7 @@ class TorchPolicy:
         targets = {name: column.to(device) for name, column in micro.targets().items()}
         ids = torch.tensor([i for tree in micro.trees for i in tree.ids], device=device)
         positions = torch.tensor([p for tree in micro.trees for p in tree.positions], device=device)
-        hidden = self._model.hidden(ids, positions, TreeAttend(micro.trees, device))
+        hidden = self._model.hidden(ids, positions, TreeAttention(micro.trees, device))
         allowed = allowed_tokens(micro.samples, self._grammars, self._model.vocab_size)
         targets |= {} if allowed is None else {"allowed": allowed.to(device)}
         logprobs, entropy = self._logprobs(hidden.index_select(0, targets["source"]), targets)

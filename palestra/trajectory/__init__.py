@@ -1,11 +1,13 @@
 """From recorded calls to the token rows that a trainer takes."""
 
 from palestra.trajectory.rows import TokenRow, calls_of_final_answers, rows_of
-from palestra.trajectory.trie import Node, TokenTrie, common_prefix, common_tokens
+from palestra.trajectory.token_run import TokenRun, common_prefix, common_tokens
+from palestra.trajectory.trie import Node, TokenTrie
 
 __all__ = [
     "Node",
     "TokenRow",
+    "TokenRun",
     "TokenTrie",
     "calls_of_final_answers",
     "common_prefix",

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from palestra.schemas.records import Chat, Ids, MediaSpan, TokenSequence
+from palestra.schemas.records import Chat, Ids, MediaSpan
+from palestra.trajectory.token_run import common_prefix
 
 Edges = NDArray[np.int64]  # [n] token id + (number of the media digest << 32)
 
@@ -233,34 +234,6 @@ def _starts_with(ids: Ids, prompt: Ids, chat: Chat) -> bool:
     """Whether `ids` has all of a call, of which `prompt` is the prompt."""
     rest = ids[len(prompt) :]
     return _begins(rest, chat.completion_ids) and _begins(ids, prompt)  # the shorter one first
-
-
-def common_tokens(a: TokenSequence, b: TokenSequence) -> int:
-    """Return how many leading tokens two sequences have in common; placeholders of different images are different."""
-    common = common_prefix(a.ids, b.ids)
-    if not a.media and not b.media:
-        return common
-    one, other = (_digest_at(sequence, common) for sequence in (a, b))
-    return next((k for k in range(common) if one.get(k) != other.get(k)), common)
-
-
-def _digest_at(sequence: TokenSequence, length: int) -> dict[int, str]:
-    """Return the digest behind each placeholder among the first `length` tokens, by its position."""
-    return {
-        position: span.digest
-        for span in sequence.media
-        for position in range(span.start, min(span.start + span.tokens, length))
-    }
-
-
-def common_prefix(a: NDArray[Any], b: NDArray[Any]) -> int:
-    """Return how many leading entries of two arrays, [N] and [M], are equal."""
-    shortest = min(len(a), len(b))
-    if not shortest:
-        return 0
-    different = a[:shortest] != b[:shortest]
-    first = int(different.argmax())
-    return first if different[first] else shortest
 
 
 def _begins(ids: NDArray[Any], beginning: NDArray[Any]) -> bool:

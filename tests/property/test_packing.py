@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from unit.building import make_sample
 
 from palestra.trainer.packing import Tree, pack
-from palestra.trajectory import common_prefix
+from palestra.trajectory import TokenRun, common_prefix
 
 rows = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=7), min_size=1, max_size=8)
 
@@ -16,7 +16,7 @@ rows = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=7), min_size=1,
 def tree_of(lists) -> Tree:
     tree = Tree()
     for row in lists:
-        tree.add(np.array(row, np.int32))
+        tree.add(TokenRun(np.array(row, np.int32)))
     return tree
 
 

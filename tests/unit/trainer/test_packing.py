@@ -1,17 +1,21 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
-from palestra.trainer.packing import Tree, TreeAttend, pack
+from palestra.schemas.records import MediaSpan
+from palestra.trainer.packing import Tree, TreeAttention, pack
+from palestra.trajectory import TokenRun
 from unit.building import make_sample
 
 
 def tree_of(*rows) -> Tree:
     tree = Tree()
     for row in rows:
-        tree.add(np.array(row, np.int32))
+        tree.add(TokenRun(np.array(row, np.int32)))
     return tree
 
 
@@ -53,8 +57,8 @@ def test_a_longer_row_goes_on_where_the_shorter_ended():
 def test_a_fork_of_a_fork_shares_with_the_nearest_row():
     tree = tree_of([1, 2, 3, 4], [1, 2, 8, 9], [1, 2, 8, 7])
     assert tree.ids == [1, 2, 3, 4, 8, 9, 7]
-    assert tree.shared(np.array([1, 2, 8, 9, 9], np.int32)) == (4, 1)
-    assert tree.shared(np.array([5], np.int32))[0] == 0
+    assert tree.shared(TokenRun(np.array([1, 2, 8, 9, 9], np.int32))) == (4, 1)
+    assert tree.shared(TokenRun(np.array([5], np.int32)))[0] == 0
 
 
 def test_a_row_can_not_begin_with_a_sampled_token():
@@ -107,7 +111,7 @@ def test_trees_do_not_see_each_other():
     generator = torch.Generator().manual_seed(0)
     query = torch.randn((1, 4, 6, 8), generator=generator)
     key, value = (torch.randn((1, 2, 6, 8), generator=generator) for _ in range(2))
-    attend = TreeAttend(trees, torch.device("cpu"))
+    attend = TreeAttention(trees, torch.device("cpu"))
     before = attend(0, query, key, value, 0.3)
     key, value = key.clone(), value.clone()
     key[:, :, :4] += 1.0
@@ -115,3 +119,22 @@ def test_trees_do_not_see_each_other():
     after = attend(0, query, key, value, 0.3)
     assert torch.equal(before[4:], after[4:])
     assert not torch.allclose(before[:4], after[:4])
+
+
+def test_placeholders_of_two_images_are_never_merged():
+    row = [5, 9, 9, 6, 7]
+    image = {digest: (MediaSpan(1, 2, digest),) for digest in ("cat", "dog")}
+    samples = [
+        replace(make_sample(row, [4], name=f"{digest} {number}"), media=image[digest])
+        for digest in image
+        for number in range(2)
+    ]
+    (batch,) = pack(samples, 100)
+    (tree,) = batch.trees
+    assert tree.ids == [5, 9, 9, 6, 7, 9, 9, 6, 7]
+    cats, dogs = tree.paths[0].tolist(), tree.paths[2].tolist()
+    assert [path.tolist() for path in tree.paths] == [cats, cats, dogs, dogs]
+    assert set(cats) & set(dogs) == {0}
+    mask = tree.mask()
+    assert mask is not None
+    assert not mask[dogs[1:]][:, cats[1:]].any()

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from palestra.models.causal_lm import CausalLM
-from palestra.trainer.packing import TreeAttend, pack
+from palestra.trainer.packing import TreeAttention, pack
 from unit.building import make_sample
 from unit.models.test_causal_lm import two_of
 
@@ -21,7 +21,7 @@ def test_rows_that_share_a_beginning_see_no_further_back_than_the_window():
     (tree,) = micro.trees
     with torch.inference_mode():
         hidden = model.hidden(
-            torch.tensor(tree.ids), torch.tensor(tree.positions), TreeAttend(micro.trees, torch.device("cpu"))
+            torch.tensor(tree.ids), torch.tensor(tree.positions), TreeAttention(micro.trees, torch.device("cpu"))
         )
         for row, path in zip(rows, tree.paths, strict=True):
             found = model.logits(hidden[torch.from_numpy(path)])
