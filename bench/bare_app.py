@@ -17,7 +17,7 @@ JSON_HEADERS = [(b"content-type", b"application/json")]
 
 
 def completion() -> bytes:
-    """A reply as long as those of the scripted engine at most are."""
+    """A reply as long as those of the fake engine at most are."""
     logprobs = [{"token": "7", "logprob": -1.0, "bytes": [55], "top_logprobs": []} for _ in range(TOKENS)]
     choice = {
         "index": 0,

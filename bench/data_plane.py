@@ -1,4 +1,4 @@
-"""Model calls through the data plane: a real server, a scripted engine, a durable store, a closed loop of clients."""
+"""Model calls through the data plane: a real server, a fake engine, a durable store, a closed loop of clients."""
 
 from __future__ import annotations
 

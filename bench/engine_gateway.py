@@ -1,4 +1,4 @@
-"""The gateway with the scripted engine at 512 calls in flight: CPU and memory of a call, growth, the first chunk."""
+"""The gateway with the fake engine at 512 calls in flight: CPU and memory of a call, growth, the first chunk."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from load_runs import Runs, measure
 from processes import HERE, KEY, Server, bare_server, palestra_server, run_json, shown
 
 IN_FLIGHT = 512
-COST_TABLE = f"Gateway, scripted engine: {IN_FLIGHT} calls in flight (calls as in data-plane)"
+COST_TABLE = f"Gateway, fake engine: {IN_FLIGHT} calls in flight (calls as in data-plane)"
 HELD_TABLE = "Gateway: memory of the calls that wait for the engine"
 GROWTH_TABLE = "Gateway: resident memory over many calls, in episodes of 16 calls that end"
-STREAM_TABLE = "Gateway: time to the first streamed chunk, scripted engine"
+STREAM_TABLE = "Gateway: time to the first streamed chunk, fake engine"
 HELD_SECONDS = 5.0  # that the engine takes for a reply, so that all calls are waiting at the same time
 QUICK_CALLS, FULL_CALLS = 20_000, 100_000
 TASKS = [{"id": f"t{number}", "question": f"What is {number} + {number}? " * 10} for number in range(64)]
 # Steps end and are trained (by a trainer that only hashes), as in a real run: what they had must be given back.
 ENDING = {"rollout": {"groups_per_step": 64, "group_size": 8, "lease_seconds": 3600.0}}
 ENDLESS = {"rollout": {"groups_per_step": 64, "group_size": 64, "lease_seconds": 3600.0}}
-SLOW = {**ENDLESS, "engine": {"kind": "scripted", "scripted_delay_seconds": HELD_SECONDS}}
+SLOW = {**ENDLESS, "engine": {"kind": "fake", "delay_seconds": HELD_SECONDS}}
 
 
 def run(part: Part, quick: bool) -> None:

@@ -16,11 +16,13 @@ import uvloop
 from engine_work import LONG_REPLY, Prompt, main
 
 from palestra.chat import select_renderer
-from palestra.config import EngineConfig
+from palestra.config import EmbeddedEngineConfig
+from palestra.inference.base import EngineRequest
 from palestra.inference.embedded import EmbeddedEngine
+from palestra.inference.model_runner import PolicyModel
 from palestra.models.causal_lm import load_causal_lm, load_tokenizer
-from palestra.models.memory import keep_heap
-from palestra.schemas.records import SamplingParams
+from palestra.models.memory import tune_malloc
+from palestra.schemas.records import SamplingParams, TokenSequence
 from palestra.threads import in_thread
 
 POLICY = "policy"
@@ -30,11 +32,12 @@ class PalestraSampler:
     """See `Sampler`."""
 
     def __init__(self, model: str, threads: int) -> None:
-        keep_heap()
+        tune_malloc()
         stops = select_renderer(load_tokenizer(model)).stop_ids
-        config = EngineConfig.model_validate({"threads": threads})
+        config = EmbeddedEngineConfig.model_validate({"threads": threads})
         loaded = asyncio.run(in_thread(lambda: load_causal_lm(model, torch.bfloat16)))  # as the server does
-        self._engine = EmbeddedEngine(loaded, POLICY, stops, config)
+        policy = PolicyModel(model=loaded, stop_ids=frozenset(stops))
+        self._engine = EmbeddedEngine({POLICY: policy}, config)
         self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
         self._seeds = itertools.count()
 
@@ -74,7 +77,8 @@ class PalestraSampler:
         """One reply; `begun` is set with its first token."""
         sampling = SamplingParams(temperature=1.0, max_tokens=tokens, min_tokens=tokens, seed=next(self._seeds))
         ids: Prompt = []
-        async for piece in self._engine.generate(POLICY, np.array(prompt, np.int32), sampling):
+        request = EngineRequest(policy=POLICY, prompt=TokenSequence(np.array(prompt, np.int32)), sampling=sampling)
+        async for piece in self._engine.generate(request):
             ids += piece.ids
             if begun is not None:
                 begun.set()

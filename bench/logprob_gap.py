@@ -23,9 +23,10 @@ from processes import HERE, run_json, shown
 
 from palestra.cluster.parts import Parts, build_parts
 from palestra.config import JobConfig, parse_config
+from palestra.inference.base import EngineRequest
 from palestra.models.catalog import model_folder
 from palestra.schemas.messages import text_message
-from palestra.schemas.records import Floats, Ids, SamplingParams, TrainSample
+from palestra.schemas.records import Floats, Ids, SamplingParams, TokenSequence, TrainSample
 from palestra.trainer.base import PolicySpec
 
 PROMPTS, REPLIES, LONGEST = 12, 8, 48
@@ -63,7 +64,8 @@ async def sampled(parts: Parts, config: JobConfig, seed: int) -> list[TrainSampl
 
 async def _reply(parts: Parts, config: JobConfig, prompt: Ids, seed: int) -> TrainSample:
     sampling = SamplingParams(temperature=1.0, max_tokens=LONGEST, seed=seed)
-    pieces = [piece async for piece in parts.engine.generate(config.policy_name, prompt, sampling)]
+    request = EngineRequest(policy=config.policy_name, prompt=TokenSequence(prompt), sampling=sampling)
+    pieces = [piece async for piece in parts.engine.generate(request)]
     reply = np.array([token for piece in pieces for token in piece.ids], np.int32)
     ids = np.concatenate((prompt, reply))
     trained = np.arange(len(ids)) >= len(prompt)

@@ -18,7 +18,7 @@ from data_plane import TASKS
 from figures import Part
 from processes import HERE, KEY, BenchError, Server, palestra_server
 
-TABLE = "`/v1/models` beside one client that sends long requests, scripted engine, context of 4,096 tokens"
+TABLE = "`/v1/models` beside one client that sends long requests, fake engine, context of 4,096 tokens"
 PAUSE_SECONDS = 0.003  # between two requests of the client whose answers are timed
 SETTLE_SECONDS = 1.0  # after the last long request, before memory is read
 WORDS = "hello world this is some text "

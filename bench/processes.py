@@ -41,7 +41,7 @@ class Server:
 
 @contextmanager
 def palestra_server(settings: Mapping[str, Any], tasks: Sequence[Mapping[str, Any]]) -> Iterator[Server]:
-    """`palestra run` with the scripted engine and a durable store, on the disk that this repository is on."""
+    """`palestra run` with the fake engine and a durable store, on the disk that this repository is on."""
     (ROOT / "runs").mkdir(exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="bench-", dir=ROOT / "runs"))
     try:
@@ -53,7 +53,7 @@ def palestra_server(settings: Mapping[str, Any], tasks: Sequence[Mapping[str, An
             "tasks": {"train": str(folder / "tasks.jsonl")},
             "evaluation": {"every_steps": 0},
             "checkpoint": {"every_steps": 1_000_000},
-            "engine": {"kind": "scripted"},
+            "engine": {"kind": "fake"},
             "store": {"synchronous": "FULL"},
             "server": {"port": 0, "max_waiting_calls": 1024},
         }

@@ -2,7 +2,7 @@
 
 The way is that of a job: episodes are claimed, opened as sessions, played by `Runner` in an asynchronous environment
 whose steps sleep, every call and every end is committed, and each trajectory, read back from the store, is merged into
-rows. Only the model is missing: the scripted engine answers at once.
+rows. Only the model is missing: the fake engine answers at once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from palestra.chat import ByteTokenizer, ChatMLRenderer
 from palestra.config import PolicyConfig, RolloutConfig, StoreConfig
 from palestra.envs import ConcurrentEnvironment
 from palestra.grammars.pool import Grammars
-from palestra.inference.scripted import ScriptedEngine
+from palestra.inference.fake import FakeEngine
 from palestra.ledger import open_run_store
 from palestra.rollout import Collected, RolloutOrchestrator, RolloutSpec, Runner
 from palestra.schemas.messages import ChatMessage, text_message
@@ -68,7 +68,7 @@ def sessions_on_disk(synchronous: str, slots: int) -> Iterator[Sessions]:
     runtime = PolicyRuntime(
         config=PolicyConfig.model_validate({"max_context": 4096, "sampling": {"max_tokens": REPLY_TOKENS}}),
         renderer=renderer,
-        engine=ScriptedEngine(lambda prompt, sampling: reply),
+        engine=FakeEngine(lambda prompt, sampling: reply),
         grammars=Grammars(),
     )
     with (

@@ -38,8 +38,8 @@ from palestra.ledger.tables import episodes
 from palestra.schemas.records import Task
 from palestra.schemas.states import EpisodeState
 
-JOBS_TABLE = "Jobs from submission to their end: one step of 2 episodes, scripted engine"
-RAMP_TABLE = "Jobs that run at the same time, scripted engine"
+JOBS_TABLE = "Jobs from submission to their end: one step of 2 episodes, fake engine"
+RAMP_TABLE = "Jobs that run at the same time, fake engine"
 CLAIMS_TABLE = "One claim after another, run store on disk (synchronous=FULL), in process"
 SLOTS = 2  # as many as start at once, so that only the slot is waited for
 STORED = (1_000, 100_000, 1_000_000)
@@ -50,7 +50,7 @@ JOB_GIB, KEPT_GIB = 0.13, 6.0  # what a scripted job is expected to take, and wh
 RAMP_LIMIT_SECONDS = 1800.0
 PLAYED_AT_ONCE = 4  # of the jobs that run: more workers than that would keep two cores from the rest
 WORKERS_NICE = 15  # this process plays them; elsewhere that is laptops, here it must not keep a core from the service
-ENGINE = {"kind": "scripted", "scripted_tokens": 3}
+ENGINE = {"kind": "fake", "reply_tokens": 3}
 SHORT = {
     "steps": 1,
     "engine": ENGINE,

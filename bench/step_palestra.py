@@ -24,10 +24,21 @@ from step_floor import best_rate, count_weights, generate_flop, product_rates, t
 from palestra.algorithms.registry import create_algorithm
 from palestra.cluster.parts import Parts, build_parts
 from palestra.config import JobConfig, parse_config
+from palestra.inference.base import EngineRequest
 from palestra.learner.batch import make_batch
 from palestra.models.causal_lm import load_causal_lm
 from palestra.schemas.messages import ChatMessage, text_message
-from palestra.schemas.records import Chat, Episode, Ids, SamplingParams, Task, TimeStep, Trajectory, VersionSpan
+from palestra.schemas.records import (
+    Chat,
+    Episode,
+    Ids,
+    SamplingParams,
+    Task,
+    TimeStep,
+    TokenSequence,
+    Trajectory,
+    VersionSpan,
+)
 from palestra.schemas.states import EpisodeState
 from palestra.trainer.base import OptimParams, PolicySpec
 
@@ -66,7 +77,7 @@ class Bench:
         self.steps.append({})
         parts, name = self.parts, self.config.policy_name
         prompts = make_prompts(parts, PROMPTS, self.draw)
-        before = (parts.engine.prefilled_tokens, parts.engine.sampled_tokens)  # type: ignore[attr-defined]
+        before = parts.engine.load()
         with self.clock("total"):
             with self.clock("generate"):
                 calls = [self.play(index, *prompt) for index, prompt in enumerate(prompts) for _ in range(SAMPLES)]
@@ -85,11 +96,12 @@ class Bench:
                 await parts.trainer.optim_step(name, params, f"update {number}")
             with self.clock("publish"):
                 weights = await parts.trainer.weights(name)
-                await parts.engine.update_weights(name, parts.trainer.version(name), weights.tensors())
+                await parts.engine.sync_weights(name, parts.trainer.version(name), weights)
         assert (report.rows, report.trained_tokens) == (PROMPTS * SAMPLES, PROMPTS * SAMPLES * NEW_TOKENS), report
+        after = parts.engine.load()
         self.tokens = {
-            "prefilled": parts.engine.prefilled_tokens - before[0],  # type: ignore[attr-defined]
-            "sampled": parts.engine.sampled_tokens - before[1],  # type: ignore[attr-defined]
+            "prefilled": after.prefilled_tokens - before.prefilled_tokens,
+            "sampled": after.sampled_tokens - before.sampled_tokens,
             "computed": report.forward_tokens,
             "flat": report.flat_tokens,
             "trained": report.trained_tokens,
@@ -100,7 +112,8 @@ class Bench:
         sampling = SamplingParams(
             temperature=1.0, max_tokens=NEW_TOKENS, min_tokens=NEW_TOKENS, seed=self.draw.getrandbits(63)
         )
-        pieces = [p async for p in self.parts.engine.generate(self.config.policy_name, prompt_ids, sampling)]
+        request = EngineRequest(policy=self.config.policy_name, prompt=TokenSequence(prompt_ids), sampling=sampling)
+        pieces = [p async for p in self.parts.engine.generate(request)]
         ids = np.array([token for piece in pieces for token in piece.ids], np.int32)
         assert len(ids) == NEW_TOKENS, f"{len(ids)} tokens were sampled"
         return Chat(

@@ -118,7 +118,7 @@ def _shortened(text: str) -> str:
 
 
 def _token_text(config: JobConfig) -> Callable[[int], str]:
-    if config.engine.kind == "scripted":
+    if config.engine.kind == "fake":
         from palestra.chat import ByteTokenizer
 
         plain = ByteTokenizer()

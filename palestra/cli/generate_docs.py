@@ -15,6 +15,7 @@ from pydantic_core import PydanticUndefined
 
 from palestra.cli.python_reference import python_page
 from palestra.config import JobConfig
+from palestra.config.explaining import sections_of
 from palestra.learner.metrics import metric_tables
 from palestra.scheduler.rules import CAPS
 from palestra.terminal import say
@@ -100,7 +101,7 @@ def openapi_document() -> dict[str, Any]:
     from palestra.gateway import create_app
 
     async def read(folder: str) -> dict[str, Any]:
-        config = parse_config({"run_dir": folder, "engine": {"kind": "scripted"}, "server": {"port": 0}})
+        config = parse_config({"run_dir": folder, "engine": {"kind": "fake"}, "server": {"port": 0}})
         async with AsyncExitStack() as stack:
             job = await stack.enter_async_context(local_job(config, lambda kind, data: None))
             return create_app(job.plane).openapi()
@@ -119,33 +120,38 @@ def pages() -> dict[str, str]:
     }
 
 
-def _section(model: type[BaseModel], path: str, lines: list[str]) -> None:
+def _section(model: type[BaseModel], path: str, lines: list[str], kind: str | None = None) -> None:
+    """Add a section's table, and those of the sections in it.
+
+    Args:
+        model: the section.
+        path: its dotted name in TOML; empty: the whole file.
+        lines: what is added to.
+        kind: the value of its key `kind`, where a section of another kind may stand in its place.
+    """
     doc = (model.__doc__ or "").strip().split("\n")[0]
     lines += [
         "",
-        f"## `[{path}]`" if path else "## Top level",
+        ("## Top level" if not path else f"## `[{path}]`") + ("" if kind is None else f', `kind = "{kind}"`'),
         "",
         doc,
         "",
         "| key | type | default | meaning |",
         "|---|---|---|---|",
     ]
-    inner: list[tuple[str, type[BaseModel]]] = []
+    inner: list[tuple[str, type[BaseModel], str | None]] = []
     for name, field in model.model_fields.items():
-        nested = _nested(field.annotation)
-        if nested is not None:
-            within = f"{path}.{name}" if path else name
-            inner.append((f"{within}.NAME" if get_origin(field.annotation) is dict else within, nested))
+        kinds = sections_of(field.annotation)
+        within = f"{path}.{name}" if path else name
+        for nested in kinds:
+            chosen = str(nested.model_fields["kind"].default) if len(kinds) > 1 else None
+            inner.append((f"{within}.NAME" if get_origin(field.annotation) is dict else within, nested, chosen))
+        if kinds:
             continue
         default = "required" if field.default is PydanticUndefined else f"`{_toml(field.default)}`"
         lines.append(f"| `{name}` | {_type(field.annotation)} | {default} | {field.description or ''} |")
-    for within, nested in inner:
-        _section(nested, within, lines)
-
-
-def _nested(annotation: Any) -> type[BaseModel] | None:
-    candidates = [annotation, *get_args(annotation)]
-    return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
+    for within, nested, chosen in inner:
+        _section(nested, within, lines, chosen)
 
 
 def _type(annotation: Any) -> str:

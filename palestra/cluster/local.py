@@ -30,12 +30,12 @@ from palestra.errors import EngineFailure, PalestraError, StoreError
 from palestra.faults import fault_point
 from palestra.gateway import DataPlane, KeyRing, create_app
 from palestra.http.server import listen, served, url_of
+from palestra.inference.base import Engine
 from palestra.learner import Learner, RunFolder
 from palestra.ledger import RunStore, open_run_store
 from palestra.ledger.key_files import API_KEY, SecretFile, write_private
 from palestra.rollout import RolloutSpec, RolloutSyncLock, Runner, RunnerPool
 from palestra.schemas.progress import Collected, Collecting, JobProgress
-from palestra.schemas.protocols import Engine
 from palestra.schemas.records import Task
 from palestra.schemas.states import JobState
 from palestra.session import PolicyRuntime, Sameness, SessionContext, Sessions

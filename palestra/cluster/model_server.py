@@ -61,7 +61,7 @@ class ModelServer:
         job_config = parse_config(config, {"run_dir": str(where / "run"), "server.host": host, "server.port": 0})
         self._trains = job_config.kind == "training"
         with console_of(job_config, self._log) as console:
-            if job_config.engine.kind != "scripted":
+            if job_config.engine.kind != "fake":
                 weights = str(await in_thread(lambda: exact_model(weights or job_config.policy.model)))
             self._thread = JobThread(job_config, console, weights=weights)
             job = await self._thread.start()

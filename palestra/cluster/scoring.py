@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Sequence
 
 from palestra.config import JobConfig
+from palestra.inference.base import Engine
 from palestra.learner import RunFolder
 from palestra.learner.evaluation import evaluate
 from palestra.ledger import RunStore
 from palestra.schemas.progress import Collecting, JobProgress
-from palestra.schemas.protocols import Engine
 from palestra.schemas.records import Task
 from palestra.schemas.states import JobState
 

@@ -1,12 +1,12 @@
 """What a job is: typed, checked, without torch. `JobConfig` is the root; `load_config` reads it from TOML."""
 
+from palestra.config.engine import EmbeddedEngineConfig, EngineConfig, FakeEngineConfig
 from palestra.config.job import (
     DEFAULT_CONTEXT,
     SMOLLM2,
     TINY,
     AlgorithmConfig,
     CheckpointConfig,
-    EngineConfig,
     EnvironmentConfig,
     EvaluationConfig,
     JobConfig,
@@ -31,9 +31,11 @@ __all__ = [
     "UNSET",
     "AlgorithmConfig",
     "CheckpointConfig",
+    "EmbeddedEngineConfig",
     "EngineConfig",
     "EnvironmentConfig",
     "EvaluationConfig",
+    "FakeEngineConfig",
     "JobConfig",
     "JobKind",
     "OptimizerConfig",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from typing import Any, get_args
+from collections.abc import Sequence
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -20,22 +21,37 @@ def explain(error: ValidationError, root: type[BaseModel]) -> str:
         root: the section that was checked; the keys in `error` are below it.
     """
     first = error.errors()[0]
-    place = tuple(first["loc"])
-    dotted = ".".join(map(str, place))
+    place, section = _walk(root, tuple(first["loc"]))
+    dotted = ".".join(place)
     if first["type"] == "extra_forbidden":
-        known = _known_keys(root, place[:-1])
-        if (rename := new_name(str(place[-1]), known)) is not None:
-            given = first["input"]
-            value = f" = {rename.values.get(given, given)!r}" if isinstance(given, str) else ""
-            return f"{dotted!r} has a new name; write {'.'.join((*map(str, place[:-1]), rename.now))}{value}"
-        near = difflib.get_close_matches(str(place[-1]), known, n=1, cutoff=0.5)
-        below = [] if near else _keys_named(str(place[-1]), root)
-        hint = f"did you mean {(near + below)[0]!r}?" if near or below else f"known keys here: {', '.join(known)}"
-        return f"unknown key {dotted!r}; {hint}"
+        return _unknown(place, section, root, first["input"])
     message = first["msg"].removeprefix("Value error, ") + _given(first["type"], first["input"])
-    if place and (now := new_value(str(place[-1]), first["input"])) is not None:
+    if place and (now := new_value(place[-1], first["input"])) is not None:
         message += f", which is {now!r} now"
     return f"{dotted}: {message}" if dotted else message
+
+
+def sections_of(annotation: Any) -> list[type[BaseModel]]:
+    """Return the sections that a field may hold: one, or the kinds of a union; none where it holds values."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [section for part in get_args(annotation) for section in sections_of(part)]
+
+
+def _unknown(place: tuple[str, ...], section: type[BaseModel], root: type[BaseModel], given: Any) -> str:
+    """Return what to write instead of a key that its section does not have."""
+    *path, key = place
+    known, others = list(section.model_fields), _alternatives(root, path)
+    if (rename := new_name(key, {name for other in (section, *others) for name in other.model_fields})) is not None:
+        value = f" = {rename.values.get(given, given)!r}" if isinstance(given, str) else ""
+        return f"{'.'.join(place)!r} has a new name; write {'.'.join((*path, rename.now))}{value}"
+    for other in others:
+        if key in other.model_fields and other is not section:
+            return f"{'.'.join(place)!r} is a key of kind = {_kind(other)!r} only; known keys here: {', '.join(known)}"
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    below = [] if near else _keys_named(key, root)
+    hint = f"did you mean {(near + below)[0]!r}?" if near or below else f"known keys here: {', '.join(known)}"
+    return f"unknown key {'.'.join(place)!r}; {hint}"
 
 
 def _given(kind: str, value: Any) -> str:
@@ -46,18 +62,46 @@ def _given(kind: str, value: Any) -> str:
     return f"; it is {shown if len(shown) <= 60 else shown[:59] + '…'}"
 
 
-def _known_keys(root: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:
-    """Return the fields of the section at `path`, walking through `dict[str, Section]`."""
-    model = root
-    steps = iter(path)
-    for step in steps:
-        annotation = model.model_fields[str(step)].annotation
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            model = annotation
-        else:
-            model = next(a for a in get_args(annotation) if isinstance(a, type) and issubclass(a, BaseModel))
-            next(steps, None)
-    return list(model.model_fields)
+def _walk(root: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[tuple[str, ...], type[BaseModel]]:
+    """Return the path that a user has written, and the section of its last key.
+
+    Args:
+        root: the section that was checked.
+        loc: pydantic's path, which also has the kind of each union that it goes through.
+    """
+    place: list[str] = []
+    section, rest = root, [str(step) for step in loc]
+    while rest:
+        step = rest.pop(0)
+        place.append(step)
+        field = section.model_fields.get(step)
+        inner = [] if field is None else sections_of(field.annotation)
+        if not inner or not rest:
+            return (*place, *rest), section
+        assert field is not None
+        if get_origin(field.annotation) is dict:
+            place.append(rest.pop(0))
+        elif len(inner) > 1:
+            kind = rest.pop(0)
+            inner = [one for one in inner if _kind(one) == kind]
+        section = inner[0]
+    return tuple(place), section
+
+
+def _kind(section: type[BaseModel]) -> str:
+    """Return the value of `kind` that a section of a union is chosen by."""
+    return str(section.model_fields["kind"].default)
+
+
+def _alternatives(root: type[BaseModel], path: Sequence[str]) -> list[type[BaseModel]]:
+    """Return the kinds of section that may stand at a path; one or none where there is no choice."""
+    annotation: Any = root
+    for step in path:
+        fields = [section.model_fields[step] for section in sections_of(annotation) if step in section.model_fields]
+        if not fields:
+            return []
+        annotation = fields[0].annotation
+    return sections_of(annotation)
 
 
 def _keys_named(name: str, root: type[BaseModel], above: str = "") -> list[str]:
@@ -66,8 +110,7 @@ def _keys_named(name: str, root: type[BaseModel], above: str = "") -> list[str]:
     for key, field in root.model_fields.items():
         if key == name and above:
             found.append(above + key)
-        for part in (field.annotation, *get_args(field.annotation)):
-            if isinstance(part, type) and issubclass(part, BaseModel):
-                step = "" if part is field.annotation else "NAME."
-                found += _keys_named(name, part, f"{above}{key}.{step}")
+        step = "NAME." if get_origin(field.annotation) is dict else ""
+        for part in sections_of(field.annotation):
+            found += _keys_named(name, part, f"{above}{key}.{step}")
     return found

@@ -5,48 +5,20 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
-from pydantic._internal._model_construction import ModelMetaclass  # of BaseModel; pydantic exports it nowhere else
+from pydantic import Field, field_validator, model_validator
 from pydantic_core import to_json
 
-from palestra.config.explaining import explain
+from palestra.config.engine import EmbeddedEngineConfig, EngineConfig
 from palestra.config.renames import in_first_names
-from palestra.errors import ConfigError
+from palestra.config.section import Positive, Seconds, Section
 
-Positive = Annotated[int, Field(ge=1)]
-Seconds = Annotated[float, Field(gt=0)]
 Identifier = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
-
-
 JobKind = Literal["training", "inference"]
 
 DEFAULT_CONTEXT = 4096
 SMOLLM2, TINY = "SmolLM2-135M-Instruct", "tiny-random"  # models that need no hub
-
-
-class _InWords(ModelMetaclass):
-    """Makes a section that is written in Python say what is wrong with it as one that is read from TOML does."""
-
-    if not TYPE_CHECKING:  # the fields are what a type checker is to look at
-
-        def __call__(cls, *args: Any, **values: Any) -> Any:
-            """Make a section.
-
-            Raises:
-                ConfigError: an unknown key, or a value out of range.
-            """
-            try:
-                return super().__call__(*args, **values)
-            except ValidationError as error:
-                raise ConfigError(f"{cls.__name__}: {explain(error, cls)}") from None
-
-
-class Section(BaseModel, metaclass=_InWords):
-    """Base of all parts: unknown keys are errors, values can't be changed after the check."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class SamplingConfig(Section):
@@ -268,39 +240,6 @@ class CheckpointConfig(Section):
     keep: int = Field(2, ge=2, description="How many to keep; at least two, so that a damaged one has one before it.")
 
 
-class EngineConfig(Section):
-    """What samples."""
-
-    kind: Literal["embedded", "scripted"] = Field(
-        "embedded",
-        description="`embedded`: transformers, in this process; `scripted`: fixed replies, for tests.",
-    )
-    dtype: Literal["bfloat16", "float32"] = Field(
-        "bfloat16", description="Precision of the engine's products, weights, keys and values."
-    )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="`auto`: the GPU, if there is one.")
-    threads: Positive | None = Field(None, description="CPU threads for arithmetic. None: all cores.")
-    max_batch: Annotated[int, Field(ge=2)] = Field(64, description="Sequences that are decoded at the same time.")
-    prefill_tokens: Positive = Field(2048, description="Most prompt tokens in one forward pass.")
-    prefill_chunk: Positive = Field(
-        512, description="The same while replies are being sampled, so that a long prompt does not hold them up."
-    )
-    cache_gib: float | None = Field(
-        None,
-        gt=0,
-        description="Memory for keys and values, in GiB. A call starts when its longest reply fits. None: a quarter of "
-        "the machine's memory, or half of what is free on the GPU.",
-    )
-    in_flight_updates: Literal["continue", "finish"] = Field(
-        "continue",
-        description="Replies that are being sampled when new weights come: `continue` under the new ones (each token "
-        "has its version), or `finish` first.",
-    )
-    prefix_cache_tokens: int = Field(32768, ge=0, description="Prompt tokens whose keys and values are kept.")
-    scripted_delay_seconds: float = Field(0.0, ge=0, description="How long the scripted engine takes for a reply.")
-    scripted_tokens: Positive = Field(32, description="Longest reply of the scripted engine, in tokens.")
-
-
 class TrainerConfig(Section):
     """How gradients are computed."""
 
@@ -362,7 +301,7 @@ class JobConfig(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
-    engine: EngineConfig = EngineConfig()
+    engine: EngineConfig = EmbeddedEngineConfig()
     trainer: TrainerConfig = TrainerConfig()
     store: StoreConfig = StoreConfig()
     server: ServerConfig = ServerConfig()

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from palestra.config.explaining import explain
+from palestra.config.explaining import explain, sections_of
 from palestra.config.job import JobConfig
 from palestra.config.renames import in_present_names
 from palestra.errors import ConfigError
@@ -111,12 +111,11 @@ def _is_known(path: tuple[str, ...]) -> bool:
     """Whether a dotted key can be set; what is inside a table of free keys always can."""
     annotation: Any = JobConfig
     for step in path:
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            if step not in annotation.model_fields:
-                return False
-            annotation = annotation.model_fields[step].annotation
-        elif get_origin(annotation) is dict:
+        if get_origin(annotation) is dict:
             annotation = get_args(annotation)[1]
-        else:
+            continue
+        fields = {name: field for section in sections_of(annotation) for name, field in section.model_fields.items()}
+        if step not in fields:
             return False
+        annotation = fields[step].annotation
     return True

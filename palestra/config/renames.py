@@ -47,7 +47,28 @@ RENAMES = (
         now="train_on",
         values={"train": "all-calls", "exclude": "final-branch"},
     ),
+    Rename(section="engine", before="kind", now="kind", values={"scripted": "fake"}),
+    Rename(section="engine", before="scripted_delay_seconds", now="delay_seconds"),
+    Rename(section="engine", before="scripted_tokens", now="reply_tokens"),
 )
+
+# Before each kind of engine had keys of its own, every file and every digest had all of these; the values are the
+# defaults of that time.
+_FIRST_ENGINE: Mapping[str, Any] = {
+    "kind": "embedded",
+    "dtype": "bfloat16",
+    "device": "auto",
+    "threads": None,
+    "max_batch": 64,
+    "prefill_tokens": 2048,
+    "prefill_chunk": 512,
+    "cache_gib": None,
+    "in_flight_updates": "continue",
+    "prefix_cache_tokens": 32768,
+    "scripted_delay_seconds": 0.0,
+    "scripted_tokens": 32,
+}
+_OF_FAKE = ("kind", "delay_seconds", "reply_tokens")
 
 
 def in_present_names(saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -66,11 +87,14 @@ def in_present_names(saved: Mapping[str, Any]) -> dict[str, Any]:
                 else value
                 for key, value in section.items()
             }
+    if isinstance(engine := found.get("engine"), Mapping):
+        fake = engine.get("kind") == "fake"
+        found["engine"] = {key: value for key, value in engine.items() if key == "kind" or (key in _OF_FAKE) == fake}
     return found
 
 
 def in_first_names(dumped: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a dumped `JobConfig` with the names that its keys and values had first, in the same order."""
+    """Return a dumped `JobConfig` with the names that its keys and values had first, in their first order."""
     found = dict(dumped)
     for rename in RENAMES:
         first = {now: before for before, now in rename.values.items()}
@@ -78,6 +102,7 @@ def in_first_names(dumped: Mapping[str, Any]) -> dict[str, Any]:
             rename.before if key == rename.now else key: _value(first, value) if key == rename.now else value
             for key, value in found[rename.section].items()
         }
+    found["engine"] = {**_FIRST_ENGINE, **found["engine"]}
     return found
 
 

@@ -120,6 +120,27 @@ async def _pause(plane: DataPlane, seconds: float) -> None:
         await asyncio.wait_for(plane.stopping.wait(), seconds)
 
 
+def _of_engines(plane: DataPlane) -> list[Metric]:
+    """Return what the engines of all policies have to do, and have done; an engine of several policies counts once."""
+    engines = {id(runtime.engine): runtime.engine for runtime in plane.sessions.context.policies.values()}
+    loads = [engine.load() for engine in engines.values()]
+    requests = GaugeMetricFamily("palestra_engine_requests", "Requests of the engines by state.", labels=["state"])
+    requests.add_metric(["waiting"], sum(load.waiting for load in loads))
+    requests.add_metric(["running"], sum(load.running for load in loads))
+    tokens = CounterMetricFamily("palestra_engine_tokens", "Tokens that the engines have computed.", labels=["what"])
+    tokens.add_metric(["prefilled"], sum(load.prefilled_tokens for load in loads))
+    tokens.add_metric(["sampled"], sum(load.sampled_tokens for load in loads))
+    used = GaugeMetricFamily(
+        "palestra_engine_kv_used_bytes",
+        "Keys and values that running requests have reserved, or that are kept for prompts to come.",
+        value=sum(load.kv_bytes_used for load in loads),
+    )
+    total = GaugeMetricFamily(
+        "palestra_engine_kv_bytes", "The most that they may be.", value=sum(load.kv_bytes for load in loads)
+    )
+    return [requests, tokens, used, total]
+
+
 class _Collector(Collector):
     """Counters and gauges as they are now."""
 
@@ -160,4 +181,5 @@ class _Collector(Collector):
                 value=plane.sessions.context.rate.per_second,
             ),
             GaugeMetricFamily("palestra_calls_in_flight", "Model calls in flight.", value=plane.sessions.in_flight),
+            *_of_engines(plane),
         ]

@@ -1,4 +1,4 @@
-"""Keys and values of the sequences that are being decoded.
+"""Keys and values of the sequences that are being decoded, for one model.
 
 Sequences lie in buckets by capacity, which follows from a sequence's own length alone: all rows of a bucket are
 attended to in one call, and what a row is padded to never depends on its neighbours. A row that outgrows its bucket
@@ -7,18 +7,16 @@ moves to the next one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 STEP = 64
 
 
 def capacity_for(length: int) -> int:
-    """The smallest bucket for this many positions: steps of 64 up to 1024, then of a quarter of the size."""
+    """Return the smallest bucket for so many positions: steps of 64 to 1024, then 1/16 of the next power of two."""
     step = STEP
     while length > 16 * step:
         step *= 2
@@ -45,7 +43,7 @@ class Bucket:
         self.storage = torch.zeros((layers, 2, 4, heads, capacity, dim), dtype=dtype, device=device)
 
     def add(self, row: Row) -> None:
-        """Give a row a place; its storage is the caller's to fill."""
+        """Give a row a place; the caller fills its storage."""
         if len(self.rows) == self.storage.shape[2]:
             self.storage = torch.cat((self.storage, torch.zeros_like(self.storage)), dim=2)
         row.bucket, row.index = self, len(self.rows)
@@ -61,14 +59,14 @@ class Bucket:
 
 
 class KVCache:
-    """All buckets of one engine."""
+    """All buckets of one policy's model."""
 
     def __init__(self, layers: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
         self._shape = (layers, heads, dim, dtype, device)
         self._buckets: dict[int, Bucket] = {}
 
     def insert(self, prefix: Tensor) -> Row:
-        """A new row that starts with a prompt's keys and values, [layers, 2, key heads, T, head dim]."""
+        """Add a row that starts with a prompt's keys and values, [layers, 2, key heads, T, head dim]."""
         length = prefix.shape[3]
         row = Row(length)
         bucket = self._bucket(capacity_for(length + 1))
@@ -94,96 +92,10 @@ class KVCache:
         bucket.storage[:, :, row.index, :, : row.length] = content
 
     def in_order(self) -> list[Bucket]:
-        """Buckets from the smallest; the flat batch of a decoding step lies in this order."""
+        """Return the buckets from the smallest; the flat batch of a decoding pass lies in this order."""
         return [self._buckets[capacity] for capacity in sorted(self._buckets)]
 
     def _bucket(self, capacity: int) -> Bucket:
         if capacity not in self._buckets:
             self._buckets[capacity] = Bucket(capacity, *self._shape)
         return self._buckets[capacity]
-
-
-class DecodeAttend:
-    """Attention of one decoding step: every row of the cache adds one position and sees all before it."""
-
-    def __init__(self, buckets: list[Bucket]) -> None:
-        self._parts: list[tuple[Bucket, Tensor, Tensor, Tensor]] = []
-        for bucket in buckets:
-            device = bucket.storage.device
-            index = torch.arange(len(bucket.rows), device=device)
-            lengths = torch.tensor([row.length for row in bucket.rows], device=device)
-            places = torch.arange(bucket.capacity, device=device)
-            before = lengths.unsqueeze(1) - places  # [rows, capacity]: how far back each place is
-            self._parts.append((bucket, index, lengths, before.view(-1, 1, 1, bucket.capacity)))
-        self._masks: dict[tuple[int, int | None], Tensor] = {}
-
-    def __call__(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None
-    ) -> Tensor:
-        """See `Attend`. Rows beyond the cache's (there to keep products above one row) come back as zeros."""
-        heads, dim = query.shape[1], query.shape[3]
-        kv_heads = key.shape[1]
-        pieces = []
-        start = 0
-        for number, (bucket, index, lengths, before) in enumerate(self._parts):
-            rows = len(index)
-            stop = start + rows
-            mask = self._masks.get((number, window))
-            if mask is None:
-                mask = before >= 0 if window is None else (before >= 0) & (before < window)
-                self._masks[number, window] = mask
-            keys, values = bucket.storage[layer, 0, :rows], bucket.storage[layer, 1, :rows]
-            keys[index, :, lengths] = key[0, :, start:stop].transpose(0, 1)
-            values[index, :, lengths] = value[0, :, start:stop].transpose(0, 1)
-            grouped = query[0, :, start:stop].transpose(0, 1).reshape(rows, kv_heads, heads // kv_heads, dim)
-            seen = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
-            pieces.append(seen.reshape(rows, heads, dim))
-            start = stop
-        if start < query.shape[2]:
-            pieces.append(query.new_zeros((query.shape[2] - start, heads, dim)))
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
-
-class PromptAttend:
-    """Causal attention within pieces of several prompts that lie one after another; fills in their keys and values."""
-
-    def __init__(self, pieces: Sequence[tuple[Tensor, int, int]]) -> None:
-        """Each piece is (keys [layers, 2, key heads, P, head dim], tokens of it that are filled, tokens to add)."""
-        self._pieces = pieces
-        self._masks: dict[tuple[int, int | None], Tensor | None] = {}
-
-    def __call__(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None
-    ) -> Tensor:
-        """See `Attend`."""
-        results = []
-        start = 0
-        for number, (kept, filled, new) in enumerate(self._pieces):
-            part = slice(start, start + new)
-            if (number, window) not in self._masks:
-                self._masks[number, window] = _seen(filled, new, window, kept.device)
-            mask = self._masks[number, window]
-            keys, values = kept[layer, 0, :, : filled + new], kept[layer, 1, :, : filled + new]
-            keys[:, filled:], values[:, filled:] = key[0, :, part], value[0, :, part]
-            seen = F.scaled_dot_product_attention(
-                query[:, :, part],
-                key[:, :, part] if mask is None else keys.unsqueeze(0),
-                value[:, :, part] if mask is None else values.unsqueeze(0),
-                attn_mask=mask,
-                is_causal=mask is None,
-                scale=scale,
-                enable_gqa=True,
-            )
-            results.append(seen[0].transpose(0, 1))
-            start += new
-        if start < query.shape[2]:  # rows that only keep products above one row
-            results.append(query.new_zeros((query.shape[2] - start, query.shape[1], query.shape[3])))
-        return torch.cat(results)
-
-
-def _seen(filled: int, new: int, window: int | None, device: torch.device) -> Tensor | None:
-    """[new, filled + new] bool: what each new token sees; None: plainly causal."""
-    if not filled and (window is None or new <= window):
-        return None
-    seen = torch.ones((new, filled + new), dtype=torch.bool, device=device).tril(diagonal=filled)
-    return seen if window is None else seen.triu(diagonal=filled - window + 1)

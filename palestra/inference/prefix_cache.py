@@ -1,4 +1,4 @@
-"""Keys and values of what was computed before, found by the longest beginning that a new prompt has in common."""
+"""Keys and values of earlier prompts and replies, found by the longest beginning that a new prompt has in common."""
 
 from __future__ import annotations
 
@@ -8,79 +8,91 @@ from itertools import count
 import numpy as np
 from torch import Tensor
 
-from palestra.schemas.records import Ids
-from palestra.trajectory import common_prefix
+from palestra.trajectory import TokenRun
 
 
 class _Node:
-    """A run of tokens with its keys and values; what comes before it is in its ancestors."""
+    """A run of tokens with its keys and values; what comes before the run is in its ancestors."""
 
-    __slots__ = ("children", "ids", "keys", "parent", "used")
+    __slots__ = ("children", "keys", "parent", "tokens", "used")
 
-    def __init__(self, parent: _Node | None, ids: Ids, keys: Tensor | None) -> None:
-        self.parent, self.ids, self.keys = parent, ids, keys
-        self.children: dict[int, _Node] = {}
+    def __init__(self, parent: _Node | None, tokens: TokenRun, keys: Tensor | None) -> None:
+        self.parent, self.tokens, self.keys = parent, tokens, keys
+        self.children: dict[tuple[int, str | None], _Node] = {}  # by first token
         self.used = 0
 
 
 class PrefixCache:
-    """The prefixes of one policy and version, in at most `capacity` tokens; what was used longest ago goes first."""
+    """The prefixes of one policy and version, in at most `capacity` tokens; the least recently used is dropped first.
+
+    Tokens are compared with the digests of what they stand for, so that two images never share their keys and values.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything."""
         self.tokens = 0  # that are kept
-        self._root = _Node(None, np.empty(0, np.int32), None)
+        self._root = _Node(None, TokenRun(np.empty(0, np.int32)), None)
         self._clock = count(1)
 
-    def copy_into(self, keys: Tensor, ids: Ids) -> int:
-        """Copy the keys and values of the longest known beginning of `ids`; returns its length.
+    def copy_into(self, keys: Tensor, tokens: TokenRun) -> int:
+        """Copy the keys and values of the longest known beginning of a run of tokens, and return its length.
 
         Args:
-            keys: [layers, 2, key heads, at least len(ids), head dim], filled from position 0.
-            ids: [N].
+            keys: [layers, 2, key heads, at least N, head dim], filled from position 0.
+            tokens: [N].
         """
         done = 0
-        for node, common in self._path(ids):
+        for node, common in self._path(tokens):
             assert node.keys is not None
             keys[:, :, :, done : done + common] = node.keys[:, :, :, :common]
             done += common
         return done
 
-    def insert(self, ids: Ids, keys: Tensor) -> None:
-        """Keep what is not there yet of `keys`, [layers, 2, key heads, len(ids), head dim]; it is copied."""
+    def insert(self, tokens: TokenRun, keys: Tensor) -> None:
+        """Keep a copy of the keys and values that are not known yet.
+
+        Args:
+            tokens: [N].
+            keys: [layers, 2, key heads, N, head dim], those of the tokens.
+        """
         node, done = self._root, 0
-        for found, common in self._path(ids):
+        for found, common in self._path(tokens):
             node, done = found, done + common
-            if common < len(found.ids):
+            if common < len(found.tokens):
                 node = _split(found, common)
-        if done < len(ids) and len(ids) - done <= self.capacity:
-            self.shrink(self.capacity - (len(ids) - done), but=node)
-            new = _Node(node, ids[done:].copy(), keys[:, :, :, done:].clone())
+        if done < len(tokens) and len(tokens) - done <= self.capacity:
+            self.shrink(self.capacity - (len(tokens) - done), but=node)
+            new = _Node(node, tokens[done:].copy(), keys[:, :, :, done:].clone())
             new.used = next(self._clock)
-            node.children[int(new.ids[0])] = new
-            self.tokens += len(new.ids)
+            node.children[new.tokens.first] = new
+            self.tokens += len(new.tokens)
 
     def shrink(self, tokens: int, but: _Node | None = None) -> None:
-        """Forget leaves, those that were used longest ago first, until at most so many tokens are left."""
+        """Drop leaves, the least recently used first, until at most `tokens` tokens are left; never the leaf `but`."""
         while self.tokens > max(tokens, 0):
             leaves = [leaf for leaf in self._leaves() if leaf is not but]
             if not leaves:
                 return
             oldest = min(leaves, key=lambda leaf: leaf.used)
             assert oldest.parent is not None
-            del oldest.parent.children[int(oldest.ids[0])]
-            self.tokens -= len(oldest.ids)
+            del oldest.parent.children[oldest.tokens.first]
+            self.tokens -= len(oldest.tokens)
 
-    def _path(self, ids: Ids) -> Iterator[tuple[_Node, int]]:
-        """The nodes that begin `ids`, each with how many of its tokens do."""
+    def _path(self, tokens: TokenRun) -> Iterator[tuple[_Node, int]]:
+        """Yield the nodes with which `tokens` begins, each with how many of its tokens do."""
         node, done, now = self._root, 0, next(self._clock)
-        while done < len(ids):
-            child = node.children.get(int(ids[done]))
+        while done < len(tokens):
+            rest = tokens[done:]
+            child = node.children.get(rest.first)
             if child is None:
                 return
-            common = common_prefix(child.ids, ids[done:])
+            common = child.tokens.common(rest)
             child.used = now
-            whole = common == len(child.ids)
+            whole = common == len(child.tokens)
             yield child, common
             if not whole:
                 return
@@ -96,13 +108,13 @@ class PrefixCache:
 
 
 def _split(node: _Node, common: int) -> _Node:
-    """Cut a node in two; returns the upper part. Both get memory of their own, so that each can be forgotten."""
+    """Cut a node in two and return the upper part. Each gets memory of its own, so that each can be dropped alone."""
     parent, keys = node.parent, node.keys
     assert parent is not None
     assert keys is not None
-    upper = _Node(parent, node.ids[:common], keys[:, :, :, :common].clone())
+    upper = _Node(parent, node.tokens[:common], keys[:, :, :, :common].clone())
     upper.used = node.used
-    parent.children[int(upper.ids[0])] = upper
-    node.parent, node.ids, node.keys = upper, node.ids[common:], keys[:, :, :, common:].clone()
-    upper.children[int(node.ids[0])] = node
+    parent.children[upper.tokens.first] = upper
+    node.parent, node.tokens, node.keys = upper, node.tokens[common:], keys[:, :, :, common:].clone()
+    upper.children[node.tokens.first] = node
     return upper

@@ -1,4 +1,4 @@
-"""Drawing one token a row, without `multinomial`, which takes half as long as the model over a large vocabulary."""
+"""Sample one token a row, without `multinomial`, which takes half as long as the model over a large vocabulary."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from palestra.schemas.records import SamplingParams
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowSampling:
-    """How the next token of one row is drawn."""
+    """How the next token of one row is sampled."""
 
     sampling: SamplingParams
     uniform: float  # in [0, 1): where the distribution function is inverted
@@ -23,15 +23,15 @@ class RowSampling:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
-    """What was drawn, for B rows."""
+class SampledBatch:
+    """One token of each of B rows."""
 
     tokens: list[int]
     logprobs: list[float]  # natural logarithms, in the distribution that was sampled from
     top: list[tuple[tuple[int, float], ...]]  # the most probable tokens in it, as many as were asked for
 
 
-def sample(logits: Tensor, rows: Sequence[RowSampling]) -> Drawn:
+def sample(logits: Tensor, rows: Sequence[RowSampling]) -> SampledBatch:
     """Invert each row's distribution function at its uniform number; temperature 0 takes the largest score.
 
     The distribution is softmax of (logits + bias - penalties) / temperature over the tokens that are allowed and in
@@ -65,7 +65,7 @@ def sample(logits: Tensor, rows: Sequence[RowSampling]) -> Drawn:
         greedy = torch.tensor([t == 0.0 for t in temperatures], device=scores.device)
         drawn = torch.where(greedy, scores.argmax(dim=-1), drawn)
     picked = logprobs.gather(1, drawn.unsqueeze(1)).squeeze(1)
-    return Drawn(drawn.tolist(), picked.tolist(), [_top(logprobs[n], row) for n, row in enumerate(rows)])
+    return SampledBatch(drawn.tolist(), picked.tolist(), [_top(logprobs[n], row) for n, row in enumerate(rows)])
 
 
 def _changes(row: RowSampling) -> bool:
@@ -75,7 +75,7 @@ def _changes(row: RowSampling) -> bool:
 
 
 def _change(scores: Tensor, row: RowSampling) -> None:
-    """Bias, penalties and exclusions of one row, [V], in place."""
+    """Apply bias, penalties and exclusions to one row, [V], in place."""
     s = row.sampling
     if s.logit_bias:
         ids, biases = zip(*s.logit_bias, strict=True)

@@ -16,6 +16,7 @@ from palestra.algorithms.base import Algorithm
 from palestra.config import JobConfig
 from palestra.errors import ConfigError
 from palestra.faults import fault_point
+from palestra.inference.base import Engine
 from palestra.learner.checkpoints import CheckpointSchedule
 from palestra.learner.evaluation import evaluate
 from palestra.learner.groups import gather_groups
@@ -26,7 +27,6 @@ from palestra.learner.update import PolicyUpdate
 from palestra.ledger import RunStore
 from palestra.rollout import RolloutSyncLock
 from palestra.schemas.progress import Collecting, JobProgress
-from palestra.schemas.protocols import Engine
 from palestra.schemas.records import BatchManifest, Task
 from palestra.schemas.states import JobState
 from palestra.trainer.base import Trainer
@@ -235,7 +235,7 @@ class Learner:
             fault_point("before_publish")
             weights = await self._trainer.weights(self._policy)
             version = self._trainer.version(self._policy)
-            await self._engine.update_weights(self._policy, version, weights.tensors())
+            await self._engine.sync_weights(self._policy, version, weights)
             fault_point("after_publish")
         self._progress.version = str(version)
 

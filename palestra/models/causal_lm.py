@@ -1,7 +1,8 @@
 """Loading a decoder-only transformers model whose attention is computed by a function of ours.
 
 All sequences of a batch lie flat, one after another, in one row: [1, N]. What is not attention then works on N rows
-without any padding, and attention is left to an `Attend`, which knows where each sequence begins and what it may see.
+without any padding, and attention is left to an `AttentionBackend`, which knows where each sequence begins and what its
+tokens may see.
 
 The engine and the trainer share this forward pass, so that both round at the same places. In bfloat16 the inputs and
 outputs of matrix products are rounded, and keys, values and embeddings; norms, rotary embedding and the sum of the
@@ -32,15 +33,21 @@ EXACT_LOGITS = 16
 _EXACT_ROWS = 64  # positions whose weights of the head, [rows, EXACT_LOGITS, hidden], exist at the same time
 
 
-class Attend(Protocol):
-    """Attention over a flat batch."""
+class AttentionBackend(Protocol):
+    """Computes attention over a flat batch."""
 
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
     ) -> Tensor:
-        """[1, H, N, D] query and [1, K, N, D] key and value to [N, H, D]; head h reads key head h // (H // K).
+        """Return what each query head of each token attends to, [N, H, D]; head h reads key head h // (H // K).
 
-        With a window a token sees itself and the `window - 1` tokens before it; None: all before it.
+        Args:
+            layer: number of the layer that asks.
+            query: [1, H, N, D].
+            key: [1, K, N, D].
+            value: [1, K, N, D].
+            scale: factor of the scores.
+            window: a token sees itself and the `window - 1` tokens before it; None: all before it.
         """
         ...
 
@@ -48,7 +55,7 @@ class Attend(Protocol):
 class _Slot:
     """Where the attention modules of one model find the function for the forward pass that is running."""
 
-    attend: Attend | None = None
+    attention: AttentionBackend | None = None
 
 
 def _flat_attention(
@@ -64,7 +71,7 @@ def _flat_attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     slot: _Slot = module.palestra_slot  # type: ignore[assignment]
-    assert slot.attend is not None, "the model was called without an Attend"
+    assert slot.attention is not None, "the model was called without an AttentionBackend"
     if softcap is not None or s_aux is not None:
         raise ModelError("models with capped attention scores or attention sinks are not supported")
     if key.shape != value.shape or query.shape[1] % key.shape[1]:
@@ -72,7 +79,7 @@ def _flat_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     # Rotary embedding in float32 leaves queries and keys in float32, and values have the precision of their product.
     query, key = query.to(value.dtype), key.to(value.dtype)
-    out = slot.attend(module.layer_idx, query, key, value, scale, sliding_window)  # type: ignore[arg-type]
+    out = slot.attention(module.layer_idx, query, key, value, scale, sliding_window)  # type: ignore[arg-type]
     return out.unsqueeze(0), None
 
 
@@ -89,7 +96,7 @@ class _Trial:
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
     ) -> Tensor:
-        """See `Attend`."""
+        """See `AttentionBackend`."""
         self.shape = (key.shape[1], key.shape[3])
         self.layers.add(layer)
         seen = torch.ones((key.shape[2], key.shape[2]), dtype=torch.bool, device=key.device).tril()
@@ -162,6 +169,11 @@ class CausalLM:
             )
 
     @property
+    def token_bytes(self) -> int:
+        """Bytes of the keys and values of one token."""
+        return self.layers * 2 * self.key_heads * self.head_dim * self.compute_dtype.itemsize
+
+    @property
     def device(self) -> torch.device:
         """Where its parameters are."""
         found: torch.device = next(iter(self.model.parameters())).device
@@ -181,16 +193,22 @@ class CausalLM:
         """Begin the residual stream: float32, with values that the compute precision has."""
         return out if self.compute_dtype == torch.float32 else out.to(self.compute_dtype).float()
 
-    def hidden(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """[N] token ids and positions to the last layer's normalised output, [N, hidden] float32."""
-        self._slot.attend = attend
+    def hidden(self, ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
+        """Return the last layer's normalised output, [N, hidden] float32.
+
+        Args:
+            ids: [N] token ids, all sequences one after another.
+            positions: [N], of each token within its sequence.
+            attention: knows which tokens see each other.
+        """
+        self._slot.attention = attention
         try:
             with self._autocast(ids.device):
                 out = self.model.base_model(
                     input_ids=ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False
                 )
         finally:
-            self._slot.attend = None
+            self._slot.attention = None
         hidden: Tensor = out.last_hidden_state[0]
         return hidden
 

@@ -10,7 +10,7 @@ MEMORY_VARIABLE = "PALESTRA_MEMORY_GIB"  # set for the job of a service, which i
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # malloc.h
 
 
-def keep_heap() -> bool:
+def tune_malloc() -> bool:
     """Tell glibc's malloc to keep freed memory, in one heap for all threads started later. False where it can't be.
 
     Page faults on large temporaries take a third of a training step otherwise (docs/benchmarks.md).

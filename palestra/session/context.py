@@ -10,9 +10,9 @@ from palestra.chat import Renderer
 from palestra.config import PolicyConfig
 from palestra.errors import NotFound
 from palestra.grammars.pool import Grammars
+from palestra.inference.base import Engine
 from palestra.ledger import RunStore
 from palestra.schemas.clock import Clock
-from palestra.schemas.protocols import Engine
 from palestra.schemas.records import Chat
 from palestra.session.counters import StateTimes, TokenRate
 from palestra.session.history import EXACT, Sameness

@@ -42,6 +42,17 @@ class Prompt:
     keys: Mapping[int, Hashable] = field(default_factory=dict, compare=False)  # see `History.add`
 
     @property
+    def sequence(self) -> TokenSequence:
+        """The whole prompt, [P], with all of its images."""
+        before = () if self.parent is None else self.parent.all_media
+        kept = (
+            span._replace(tokens=min(span.tokens, self.shared - span.start))
+            for span in before
+            if span.start < self.shared
+        )
+        return TokenSequence(self.ids, (*kept, *self.media))
+
+    @property
     def tail(self) -> Ids:
         """[P - shared], a copy: a view would keep the whole prompt alive for as long as the call is."""
         return self.ids[self.shared :].copy()

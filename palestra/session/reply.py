@@ -15,8 +15,8 @@ from palestra.chat.base import NOTHING
 from palestra.chat.stop_strings import StopStrings
 from palestra.chat.text_stream import TextStream
 from palestra.errors import EngineFailure
-from palestra.schemas.protocols import Engine
-from palestra.schemas.records import FinishReason, Ids, SampledTokens, SamplingParams, VersionSpan
+from palestra.inference.base import Engine, EngineRequest
+from palestra.schemas.records import FinishReason, Ids, SampledTokens, SamplingParams, TokenSequence, VersionSpan
 from palestra.session.context import PolicyRuntime
 from palestra.session.request import GenerationRequest, ReplyPiece
 
@@ -98,7 +98,7 @@ class SampledReply:
 async def sample_reply(
     request: GenerationRequest,
     runtime: PolicyRuntime,
-    prompt_ids: Ids,
+    prompt: TokenSequence,
     sampling: SamplingParams,
     call_ids: str,
     tell: Callable[[ReplyPiece], None] | None,
@@ -108,7 +108,7 @@ async def sample_reply(
     Args:
         request: what was asked for.
         runtime: of the request's policy.
-        prompt_ids: [P].
+        prompt: [P] ids, with their images.
         sampling: how to sample.
         call_ids: what the ids of tool calls start with.
         tell: is called with each piece of the reply. None: there is no listener.
@@ -120,12 +120,13 @@ async def sample_reply(
     renderer = runtime.renderer
     reader = None
     if tell is not None or request.stop or request.prompt is not None or not request.parallel_tool_calls:
-        reader = ReplyReader(request, renderer, sampling.min_tokens, prompt_ids, call_ids)
-    pieces = await _sample(runtime.engine, request.policy, prompt_ids, sampling, reader, tell)
+        reader = ReplyReader(request, renderer, sampling.min_tokens, prompt.ids, call_ids)
+    asked = EngineRequest(policy=request.policy, prompt=prompt, sampling=sampling)
+    pieces = await _sample(runtime.engine, asked, reader, tell)
     ids, logprobs, versions = _join(pieces)
     if reader is None:
         own = without_own_stop(ids, request, renderer)
-        reply = renderer.parse(own, lambda: prompt_ids, request.callable_tools, call_ids)
+        reply = renderer.parse(own, lambda: prompt.ids, request.callable_tools, call_ids)
     else:
         rest, reply = reader.finish(ids)
         if tell is not None and rest:
@@ -144,14 +145,12 @@ async def sample_reply(
 
 async def _sample(
     engine: Engine,
-    policy: str,
-    prompt_ids: Ids,
-    sampling: SamplingParams,
+    request: EngineRequest,
     reader: ReplyReader | None,
     tell: Callable[[ReplyPiece], None] | None,
 ) -> list[SampledTokens]:
     """Have a reply sampled; with a `reader` only until the reader finds the end, where the engine is stopped."""
-    stream = engine.generate(policy, prompt_ids, sampling)
+    stream = engine.generate(request)
     if reader is None:
         return [piece async for piece in stream]
     pieces: list[SampledTokens] = []

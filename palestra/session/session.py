@@ -259,7 +259,7 @@ class Session:
             sampled = await sample_reply(
                 call.request,
                 call.runtime,
-                call.prompt.ids,
+                call.prompt.sequence,
                 sampling,
                 call_ids=f"call_{reserved.seed:016x}",
                 tell=None if listener is None else (lambda piece: listener.sampled(number, piece)),

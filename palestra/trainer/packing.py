@@ -129,7 +129,7 @@ def pack(samples: Sequence[TrainSample], max_tokens: int) -> list[MicroBatch]:
 
 
 class TreeAttention:
-    """Attention within each tree of a micro-batch; see `Attend`."""
+    """Attention within each tree of a micro-batch; see `AttentionBackend`."""
 
     def __init__(self, trees: Sequence[Tree], device: torch.device) -> None:
         self._trees, self._device = trees, device

@@ -8,26 +8,30 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from unit.building import engine_request
 
-from palestra.config import EngineConfig
+from palestra.config import EmbeddedEngineConfig
 from palestra.errors import EngineFailure
 from palestra.inference.embedded import EmbeddedEngine
-from palestra.inference.scripted import ScriptedEngine, digits_script
+from palestra.inference.fake import FakeEngine, digits_script
+from palestra.inference.model_runner import PolicyModel
 from palestra.models.causal_lm import load_causal_lm
+from palestra.models.weights import LocalWeights
 from palestra.schemas.records import PolicyVersion, SamplingParams
 
 PROMPT = np.arange(40, 52, dtype=np.int32)
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=10, seed=3)
 
 
-@pytest.fixture(params=["scripted", "embedded"])
+@pytest.fixture(params=["fake", "embedded"])
 async def engine(request):
     torch.set_num_threads(1)
-    if request.param == "scripted":
-        made = ScriptedEngine(digits_script(12, 258))
+    if request.param == "fake":
+        made = FakeEngine(digits_script(12, 258))
     else:
         model = load_causal_lm("tiny-random", torch.float32)
-        made = EmbeddedEngine(model, "policy", [258], EngineConfig(threads=1, dtype="float32"))
+        policy = PolicyModel(model=model, stop_ids=frozenset((258,)))
+        made = EmbeddedEngine({"policy": policy}, EmbeddedEngineConfig(threads=1, dtype="float32"))
     yield made
     await made.close()
 
@@ -35,13 +39,14 @@ async def engine(request):
 @pytest.fixture
 def weights(engine):
     """What the engine's trainer would hand over."""
-    if isinstance(engine, ScriptedEngine):
-        return "new"
-    return [(name, p.detach() * 2) for name, p in engine._model.named_parameters()]
+    if isinstance(engine, FakeEngine):
+        return LocalWeights(())
+    model = engine._policies["policy"].model
+    return LocalWeights([(name, p.detach() * 2) for name, p in model.named_parameters()])
 
 
 async def pieces_of(engine, sampling=SAMPLING, prompt=PROMPT):
-    return [piece async for piece in engine.generate("policy", prompt, sampling)]
+    return [piece async for piece in engine.generate(engine_request(prompt, sampling))]
 
 
 async def test_a_reply_has_a_logprob_and_a_version_for_every_token(engine):
@@ -80,14 +85,14 @@ async def test_weights_can_be_replaced_while_paused_and_count_from_then_on(engin
     await engine.pause()
     call = asyncio.ensure_future(pieces_of(engine))
     await asyncio.sleep(0.02)
-    await asyncio.wait_for(engine.update_weights("policy", PolicyVersion(1, 4), weights), 60)
+    await asyncio.wait_for(engine.sync_weights("policy", PolicyVersion(1, 4), weights), 60)
     await engine.resume()
     assert {p.version for p in await call} == {PolicyVersion(1, 4)}
     assert engine.version("policy") == PolicyVersion(1, 4)
 
 
 async def test_a_call_that_is_left_does_not_hold_up_the_next(engine):
-    reply = engine.generate("policy", PROMPT, SAMPLING)
+    reply = engine.generate(engine_request(PROMPT, SAMPLING))
     await anext(reply)
     await reply.aclose()
     assert await asyncio.wait_for(pieces_of(engine), 60)
@@ -111,3 +116,20 @@ async def test_closing_while_paused_fails_the_calls_that_wait(engine):
     await asyncio.wait_for(engine.close(), 60)
     with pytest.raises(EngineFailure):
         await asyncio.wait_for(call, 60)
+
+
+async def test_an_engine_says_what_it_has_to_do_and_what_it_has_done(engine):
+    assert (engine.load().waiting, engine.load().running, engine.load().sampled_tokens) == (0, 0, 0)
+    await engine.pause()
+    calls = [asyncio.ensure_future(pieces_of(engine, replace(SAMPLING, seed=s))) for s in range(3)]
+    async with asyncio.timeout(60):
+        while engine.load().waiting < 3:
+            await asyncio.sleep(0)
+    await engine.resume()
+    sampled = sum(len(piece.ids) for reply in await asyncio.gather(*calls) for piece in reply)
+    async with asyncio.timeout(60):
+        while engine.load().running:  # a reply is delivered before its place is free
+            await asyncio.sleep(0)
+    load = engine.load()
+    assert (load.waiting, load.running, load.sampled_tokens) == (0, 0, sampled)
+    assert load.kv_bytes_used <= load.kv_bytes

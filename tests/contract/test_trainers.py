@@ -12,10 +12,11 @@ from unit.building import make_sample
 
 from palestra.algorithms.loss import LossSpec
 from palestra.algorithms.losses import PPOClipLoss
-from palestra.config import EngineConfig, TrainerConfig
+from palestra.config import EmbeddedEngineConfig, TrainerConfig
 from palestra.errors import CheckpointError, ConfigError, NotFound
 from palestra.inference.embedded import EmbeddedEngine
-from palestra.inference.scripted import ScriptedEngine, digits_script
+from palestra.inference.fake import FakeEngine, digits_script
+from palestra.inference.model_runner import PolicyModel
 from palestra.models.causal_lm import load_causal_lm, load_tokenizer
 from palestra.schemas.records import GrammarSpan, PolicyVersion
 from palestra.trainer.base import TRAINER_METRICS, OptimParams, PolicySpec
@@ -44,11 +45,10 @@ class Kit:
 
     def engine(self):
         if self.kind == "fake":
-            made = ScriptedEngine(digits_script(4, 258))
+            made = FakeEngine(digits_script(4, 258))
         else:
-            made = EmbeddedEngine(
-                load_causal_lm("tiny-random", torch.float32), "policy", [258], EngineConfig(threads=1, dtype="float32")
-            )
+            policy = PolicyModel(model=load_causal_lm("tiny-random", torch.float32), stop_ids=frozenset((258,)))
+            made = EmbeddedEngine({"policy": policy}, EmbeddedEngineConfig(threads=1, dtype="float32"))
         self.made.append(made)
         return made
 
@@ -179,11 +179,11 @@ async def test_weights_are_those_of_the_present_version_for_an_engine_to_read(ki
     trainer, engine = await kit.trainer(), kit.engine()
     await step(trainer, 0)
     source = await trainer.weights("policy")
-    await engine.update_weights("policy", trainer.version("policy"), source.tensors())
+    await engine.sync_weights("policy", trainer.version("policy"), source)
     assert engine.version("policy") == PolicyVersion(0, 1)
     if kit.kind == "torch":
         own = dict(trainer._policies["policy"].parameters)
-        assert all(torch.equal(p, own[name]) for name, p in engine._model.named_parameters())
+        assert all(torch.equal(p, own[name]) for name, p in engine._policies["policy"].model.named_parameters())
 
 
 async def test_a_new_incarnation_is_said_by_all_later_versions(kit, tmp_path):

@@ -14,7 +14,7 @@ from faults.invariants import assert_as_if_nothing_had_happened, assert_cancelle
 from faults.world import LEASE_SECONDS, WORKED, World
 from palestra.client.control import Job
 
-SLOW = GAMES | {"engine": {"kind": "scripted", "scripted_tokens": 3, "scripted_delay_seconds": 0.05}}
+SLOW = GAMES | {"engine": {"kind": "fake", "reply_tokens": 3, "delay_seconds": 0.05}}
 RETRIED_SECONDS = 12.0  # longer than the control store tries again
 GIVEN_UP_SECONDS = 90.0  # in which a server that does not answer for 30 s is gone
 ALONE_SECONDS = 5.0  # for which a job goes on without its scheduler

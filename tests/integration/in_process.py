@@ -16,7 +16,7 @@ from palestra.cluster.local import LocalJob, local_job
 from palestra.cluster.parts import Parts
 from palestra.config import dump_config, parse_config
 from palestra.grammars.pool import Grammars
-from palestra.inference.scripted import ScriptedEngine
+from palestra.inference.fake import FakeEngine
 from palestra.models.causal_lm import load_tokenizer
 from palestra.schemas.records import Task, Trajectory
 from palestra.trainer.fake import FakeTrainer
@@ -27,7 +27,7 @@ Reply = Callable[[str, int], str]  # (the prompt as text, seed) -> what the mode
 def parts_of(renderer: Renderer, tokenizer: Any, reply: Reply, **engine: Any) -> Parts:
     """A model that says what `reply` tells it, a character at a time: never in the tokens of the tokenizer's choice.
 
-    `engine`: how the scripted engine gives it out.
+    `engine`: how the fake engine gives it out.
     """
 
     def decode(ids: Sequence[int]) -> str:
@@ -38,14 +38,14 @@ def parts_of(renderer: Renderer, tokenizer: Any, reply: Reply, **engine: Any) ->
         pieces = [tokenizer.encode(character, add_special_tokens=False) for character in text]
         return [token for piece in pieces for token in piece] + [renderer.stop_ids[0]]
 
-    scripted = ScriptedEngine(script, **engine)
+    scripted = FakeEngine(script, **engine)
     return Parts(engine=scripted, trainer=FakeTrainer(2), renderer=renderer, grammars=Grammars())
 
 
 @asynccontextmanager
 async def serving(folder: Path, parts: Parts | None = None, **settings: Any) -> AsyncIterator[LocalJob]:
     """A job whose engine is that of `parts`, or the configured one."""
-    base = {"run_dir": str(folder), "server": {"port": 0}, "engine": {"kind": "scripted"}, "name": "agents"}
+    base = {"run_dir": str(folder), "server": {"port": 0}, "engine": {"kind": "fake"}, "name": "agents"}
     config = parse_config(base | settings)
     (folder / "config.toml").write_text(dump_config(config))
     with pytest.MonkeyPatch.context() as patch:

@@ -29,7 +29,7 @@ DEADLINE_SECONDS = 60.0
 SCRIPTED = {  # a job of about a second: 20 episodes, 12 of them trained, with two calls each
     "steps": 3,
     "deterministic": True,
-    "engine": {"kind": "scripted", "scripted_tokens": 8},
+    "engine": {"kind": "fake", "reply_tokens": 8},
     "rollout": {"group_size": 2, "groups_per_step": 2},
     "evaluation": {"every_steps": 1},
 }

@@ -24,7 +24,7 @@ T = TypeVar("T")
 GAMES = {  # a job of about a second that plays itself
     "steps": 3,
     "deterministic": True,
-    "engine": {"kind": "scripted", "scripted_tokens": 3},
+    "engine": {"kind": "fake", "reply_tokens": 3},
     "environment": {
         "name": "frozen-lake",
         "settings": {"impossible_reward": -1.0},
@@ -35,7 +35,7 @@ GAMES = {  # a job of about a second that plays itself
     "evaluation": {"every_steps": 1},
     "checkpoint": {"every_steps": 1},
 }
-LONG = GAMES | {"steps": 100_000, "engine": {"kind": "scripted", "scripted_tokens": 3, "scripted_delay_seconds": 0.02}}
+LONG = GAMES | {"steps": 100_000, "engine": {"kind": "fake", "reply_tokens": 3, "delay_seconds": 0.02}}
 
 
 def until(condition: Callable[[], T], what: str, seconds: float = 60.0) -> T:

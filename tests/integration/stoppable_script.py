@@ -30,7 +30,7 @@ def config() -> JobConfig:
             "steps": 3,
             "deterministic": True,
             "rollout": {"group_size": 2, "groups_per_step": 2},
-            "engine": {"kind": "scripted", "scripted_tokens": 6},
+            "engine": {"kind": "fake", "reply_tokens": 6},
             "checkpoint": {"every_steps": 100},
         }
     )

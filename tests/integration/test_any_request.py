@@ -122,7 +122,7 @@ def test_the_control_plane_answers_whatever_is_asked(control_plane):
 
 @pytest.mark.more_examples
 def test_the_data_plane_answers_whatever_is_asked(tmp_path):
-    short = {"steps": 100, "engine": {"kind": "scripted"}, "server": {"max_wait_seconds": 0.05}}
+    short = {"steps": 100, "engine": {"kind": "fake"}, "server": {"max_wait_seconds": 0.05}}
     with Job(tmp_path, short | {"evaluation": {"every_steps": 0}}) as job:
         job.start()
         with Plane(job.url) as plane:

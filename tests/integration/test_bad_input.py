@@ -14,7 +14,7 @@ from servers import KEY, Job, Plane, until
 MAX_BODY, MAX_CONTEXT = 20_000, 200
 SETTINGS = {
     "steps": 100,
-    "engine": {"kind": "scripted"},
+    "engine": {"kind": "fake"},
     "policies": {"policy": {"max_context": MAX_CONTEXT}},
     "server": {"max_body_bytes": MAX_BODY},
 }

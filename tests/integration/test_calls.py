@@ -17,7 +17,7 @@ from palestra.ledger.codec import unpack
 from palestra.session.registry import call_seed, prompt_digest
 
 DELAY_SECONDS = 1.0
-SETTINGS = {"steps": 100, "engine": {"kind": "scripted", "scripted_delay_seconds": DELAY_SECONDS}}
+SETTINGS = {"steps": 100, "engine": {"kind": "fake", "delay_seconds": DELAY_SECONDS}}
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 
 
@@ -155,7 +155,7 @@ async def test_what_the_job_fixes_is_said_in_a_header_and_an_adhoc_call_chooses_
 
 
 def test_a_recorded_reply_that_was_never_sent_is_given_to_the_retry_after_a_restart(tmp_path):
-    settings = {"steps": 100, "engine": {"kind": "scripted"}}
+    settings = {"steps": 100, "engine": {"kind": "fake"}}
     with Job(tmp_path, settings) as job, Plane(job.url) as plane:
         server = job.start(fault="after_chat_commit:2")
         episode = plane.claim()

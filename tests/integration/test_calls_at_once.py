@@ -20,7 +20,7 @@ from palestra.trajectory import TokenTrie
 BRANCHES = ("north", "south", "north", "east", "north", "west")  # three attempts at one of them
 EPISODE = "train-000000-00"
 SETTINGS = SCRIPTED | {
-    "engine": {"kind": "scripted", "scripted_tokens": 3, "scripted_delay_seconds": 0.01},
+    "engine": {"kind": "fake", "reply_tokens": 3, "delay_seconds": 0.01},
     "evaluation": {"every_steps": 0},
 }
 

@@ -9,7 +9,7 @@ from servers import Job, Plane, until
 
 SETTINGS = {
     "steps": 100,
-    "engine": {"kind": "scripted"},
+    "engine": {"kind": "fake"},
     "rollout": {"max_claimed": 2},
     "evaluation": {"every_steps": 0},
 }

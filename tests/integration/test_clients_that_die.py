@@ -15,7 +15,7 @@ from servers import KEY, Job, Plane, until
 pytestmark = pytest.mark.slow
 SLOW = {
     "steps": 100,
-    "engine": {"kind": "scripted", "scripted_delay_seconds": 30.0},
+    "engine": {"kind": "fake", "delay_seconds": 30.0},
     "evaluation": {"every_steps": 0},
     "rollout": {"max_claimed": 1},
 }

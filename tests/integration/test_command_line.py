@@ -33,7 +33,7 @@ run_dir = "{folder}/run"
 [tasks]
 train = "tasks.jsonl"
 [engine]
-kind = "scripted"
+kind = "fake"
 [server]
 port = 0
 """

@@ -16,7 +16,7 @@ from in_process import episode_of, parts_of, serving
 
 from palestra.chat import ByteTokenizer, ChatMLRenderer
 from palestra.cluster.local import LocalJob
-from palestra.inference.scripted import ScriptedEngine
+from palestra.inference.fake import FakeEngine
 from palestra.schemas.records import Chat
 
 STOP = 258
@@ -42,11 +42,11 @@ def reply(prompt: str, seed: int) -> str:
 @asynccontextmanager
 async def speaking(
     folder: Path, server: dict[str, Any] | None = None, **engine: Any
-) -> AsyncIterator[tuple[LocalJob, ScriptedEngine, Any, str]]:
+) -> AsyncIterator[tuple[LocalJob, FakeEngine, Any, str]]:
     """A job, its engine, a client for an ad-hoc episode of it, and the episode's id."""
     tokenizer = ByteTokenizer()
     parts = parts_of(ChatMLRenderer(tokenizer), tokenizer, reply, **{"piece_tokens": 1} | engine)
-    assert isinstance(parts.engine, ScriptedEngine)
+    assert isinstance(parts.engine, FakeEngine)
     async with (
         serving(folder, parts, policies={"policy": {"max_context": 8192}}, server={"port": 0} | (server or {})) as job,
         episode_of(job) as (ai, episode_id),

@@ -19,7 +19,7 @@ def rollout(task, policy):
         raise KeyError("answer")
     return float(len(reply.choices[0].message.content) % 2)
 """
-SCRIPTED = ["--set", "engine.kind=scripted"]
+SCRIPTED = ["--set", "engine.kind=fake"]
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ DEEP = '{"type":"array","items":' * 400 + "{}" + "}" * 400
 ONE_WORD = {"enum": ["green"]}
 BOMBS = {"allOf": ALL_OF, "multipleOf": DIVISIBLE, "optional": OPTIONAL}
 KINDS = {
-    "scripted": SCRIPTED | {"server": {"max_waiting_calls": 100}},
+    "fake": SCRIPTED | {"server": {"max_waiting_calls": 100}},
     "served": {"kind": "inference", "policies": TINY["policies"], "engine": {"threads": 1}},
 }
 
@@ -33,7 +33,7 @@ KINDS = {
 @contextmanager
 def running(folder: Path, kind: str) -> Iterator[tuple[Job, str]]:
     """A real server, and the key to call its model with."""
-    none = {} if kind == "scripted" else {"tasks": (), "validation": ()}
+    none = {} if kind == "fake" else {"tasks": (), "validation": ()}
     with Job(folder, KINDS[kind], **none) as job:
         job.start()
         if kind == "served":
@@ -83,7 +83,7 @@ def others_are_answered(job: Job) -> Iterator[list[float]]:
             probing.result()
 
 
-@pytest.mark.parametrize("kind", ["scripted", pytest.param("served", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["fake", pytest.param("served", marks=pytest.mark.slow)])
 def test_a_bomb_is_a_400_by_its_bound_and_others_do_not_notice(tmp_path, kind):
     with running(tmp_path, kind) as (job, key):
         assert children(job) == [], "no process for grammars before there is one"
@@ -117,7 +117,7 @@ def alive(process: psutil.Process) -> bool:
 
 @pytest.mark.slow
 def test_a_client_that_goes_away_ends_the_compilation_and_equal_ones_share_it(tmp_path):
-    with running(tmp_path, "scripted") as (job, key):
+    with running(tmp_path, "fake") as (job, key):
         ask(job, key, {"type": "boolean"})
         before = len(children(job))
         body = {
@@ -152,7 +152,7 @@ def test_a_schema_that_is_nested_too_deep_is_refused_and_the_next_is_answered(tm
 @pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_tools_have_bounds_too_and_are_named(tmp_path, stream):
-    with running(tmp_path, "scripted") as (job, key), Plane(job.url) as plane:
+    with running(tmp_path, "fake") as (job, key), Plane(job.url) as plane:
         tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": ALL_OF}}}}
         body = {"model": "policy", "messages": [{"role": "user", "content": "x"}], "stream": stream}
         refused = plane.post("/v1/chat/completions", body | {"tools": [tool], "tool_choice": "required"}, key)

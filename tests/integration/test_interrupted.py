@@ -116,7 +116,7 @@ def test_before_anything_happened_nothing_is_saved_and_resume_starts(tmp_path, u
 
 @pytest.mark.slow
 def test_calls_in_flight_are_answered_503_and_sent_again_by_the_openai_client(tmp_path, undisturbed):
-    settings = SCRIPTED | RARELY | {"engine": {**SCRIPTED["engine"], "scripted_delay_seconds": 0.25}}
+    settings = SCRIPTED | RARELY | {"engine": {**SCRIPTED["engine"], "delay_seconds": 0.25}}
     with Job(tmp_path, settings) as job, Plane(job.url) as plane:
         server = job.start()
         job.work("--threads", "2")

@@ -17,7 +17,7 @@ JOB = """
 name = "mine"
 run_dir = "{folder}/runs/mine"
 [engine]
-kind = "scripted"
+kind = "fake"
 [server]
 port = 0
 """

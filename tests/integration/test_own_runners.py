@@ -12,7 +12,7 @@ from outcome import assert_same_metrics
 from servers import SCRIPTED, TINY, Job, Plane, until
 
 GAMES = SCRIPTED | {
-    "engine": {"kind": "scripted", "scripted_tokens": 3},  # a digit or none; 0 to 3 are moves
+    "engine": {"kind": "fake", "reply_tokens": 3},  # a digit or none; 0 to 3 are moves
     "environment": {
         "name": "frozen-lake",
         "settings": {"impossible_reward": -1.0},
@@ -73,7 +73,7 @@ def test_a_killed_job_plays_again_what_it_was_playing_and_ends_with_the_same_wei
 
 @pytest.mark.slow
 def test_a_job_that_is_stopped_gives_everything_back_at_once(tmp_path):
-    with games(tmp_path, engine={"kind": "scripted", "scripted_tokens": 3, "scripted_delay_seconds": 0.2}) as job:
+    with games(tmp_path, engine={"kind": "fake", "reply_tokens": 3, "delay_seconds": 0.2}) as job:
         server = job.start()
         with Plane(job.url) as plane:
             playing = until(lambda: plane.status()["rollouts"]["playing"], "episodes are played")
@@ -86,9 +86,7 @@ def test_a_job_that_is_stopped_gives_everything_back_at_once(tmp_path):
 
 @pytest.mark.slow
 def test_status_says_what_the_runners_do(tmp_path):
-    with games(
-        tmp_path, steps=40, engine={"kind": "scripted", "scripted_tokens": 3, "scripted_delay_seconds": 0.02}
-    ) as job:
+    with games(tmp_path, steps=40, engine={"kind": "fake", "reply_tokens": 3, "delay_seconds": 0.02}) as job:
         job.start()
         with Plane(job.url) as plane:
             status = until(lambda: found if (found := plane.status())["step"] >= 2 else None, "two steps")

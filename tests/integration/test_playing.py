@@ -20,7 +20,7 @@ from palestra.errors import ConfigError, RolloutFailed
 from palestra.ledger.browsing import browse, list_episodes, read_episode
 from palestra.trainer.fake import FakeTrainer
 
-SCRIPTED = {"engine": {"kind": "scripted", "scripted_tokens": 6}, "server": {"port": 0}}
+SCRIPTED = {"engine": {"kind": "fake", "reply_tokens": 6}, "server": {"port": 0}}
 
 
 class Echo(Environment):

@@ -28,7 +28,7 @@ def config(folder, **changes) -> JobConfig:
             "run_dir": folder / "run",
             "steps": 2,
             "rollout": {"group_size": 3, "groups_per_step": 2},
-            "engine": {"kind": "scripted", "scripted_tokens": 3},
+            "engine": {"kind": "fake", "reply_tokens": 3},
             "evaluation": {"every_steps": 0},
         }
         | changes

@@ -92,7 +92,7 @@ def test_a_signal_while_the_model_is_loaded_ends_the_script_without_waiting(tmp_
 def test_the_command_says_how_to_go_on_and_has_the_exit_code_of_a_stop(tmp_path):
     (tmp_path / "tasks.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
     (tmp_path / "job.toml").write_text(
-        f'run_dir = "{tmp_path / "run"}"\nsteps = 3\n[engine]\nkind = "scripted"\n[tasks]\ntrain = "tasks.jsonl"\n'
+        f'run_dir = "{tmp_path / "run"}"\nsteps = 3\n[engine]\nkind = "fake"\n[tasks]\ntrain = "tasks.jsonl"\n'
     )
     (tmp_path / "agent.py").write_text(
         "import os, signal, time\n"

@@ -58,7 +58,7 @@ def test_a_job_is_submitted_watched_and_leaves_a_model(service, tmp_path):
 def test_the_commands_do_the_same(service, tmp_path):
     config = tmp_path / "job.toml"
     config.write_text(
-        'name = "typed"\nsteps = 2\n[engine]\nkind = "scripted"\nscripted_tokens = 3\n'
+        'name = "typed"\nsteps = 2\n[engine]\nkind = "fake"\nreply_tokens = 3\n'
         '[environment]\nname = "gomoku"\n[rollout]\ngroup_size = 2\ngroups_per_step = 2\n'
     )
     done = service.command("submit", config, "--watch")
@@ -90,7 +90,7 @@ def test_the_commands_do_the_same(service, tmp_path):
 def test_a_job_with_workers_outside_is_played_by_them(service, tmp_path):
     config = {
         "steps": 2,
-        "engine": {"kind": "scripted", "scripted_tokens": 8},
+        "engine": {"kind": "fake", "reply_tokens": 8},
         "rollout": {"group_size": 2, "groups_per_step": 2},
     }
     job = service.client().submit(config)
@@ -105,7 +105,7 @@ def test_a_job_with_workers_outside_is_played_by_them(service, tmp_path):
 def test_workers_find_a_model_server_that_was_killed_where_it_is_now(service, tmp_path):
     config = {
         "steps": 30,
-        "engine": {"kind": "scripted", "scripted_tokens": 8, "scripted_delay_seconds": 0.03},
+        "engine": {"kind": "fake", "reply_tokens": 8, "delay_seconds": 0.03},
         "rollout": {"group_size": 2, "groups_per_step": 2, "lease_seconds": 5.0},
         "checkpoint": {"every_steps": 1},
     }
@@ -279,7 +279,7 @@ def test_an_operator_gives_tenants_quotas_and_an_admin_keys_limits(service):
 
 def test_a_model_server_that_is_killed_goes_on_from_its_checkpoint_with_the_same_weights(service):
     control = service.client()
-    slow = GAMES | {"engine": {"kind": "scripted", "scripted_tokens": 3, "scripted_delay_seconds": 0.05}, "steps": 6}
+    slow = GAMES | {"engine": {"kind": "fake", "reply_tokens": 3, "delay_seconds": 0.05}, "steps": 6}
     undisturbed, killed = control.submit(slow), control.submit(slow)
     until(lambda: (service.state / "jobs" / killed.job_id / "run" / "checkpoints" / "step-000002").exists(), "step 2")
     (process,) = service.processes_of(killed.job_id)
@@ -356,7 +356,7 @@ def said_by(job) -> str | None:
 
 def test_a_model_is_submitted_to_be_served_by_command(service, tmp_path):
     config = tmp_path / "job.toml"
-    config.write_text('name = "typed"\n[engine]\nkind = "scripted"\n')
+    config.write_text('name = "typed"\n[engine]\nkind = "fake"\n')
     done = service.command("submit", config, "--kind", "inference")
     assert done.returncode == 0, done.stderr
     job = service.client().job(done.stdout.strip())
@@ -371,7 +371,7 @@ def test_a_model_is_submitted_to_be_served_by_command(service, tmp_path):
     for words, said in (
         (("submit",), "name a configuration"),
         (("submit", "--from-job", "job-0000000000000000"), "no job"),
-        (("submit", config, "--kind", "inference", "--set", "engine.knd=scripted"), "did you mean 'kind'?"),
+        (("submit", config, "--kind", "inference", "--set", "engine.knd=fake"), "did you mean 'kind'?"),
     ):
         wrong = service.command(*words)
         assert wrong.returncode == 2, (words, wrong.stdout)

@@ -11,7 +11,7 @@ from nodes import Nodes, closed, cluster
 from service import GAMES, Service, metrics_of, until
 
 pytestmark = pytest.mark.service
-SLOW = GAMES | {"engine": {"kind": "scripted", "scripted_tokens": 3, "scripted_delay_seconds": 0.05}, "steps": 12}
+SLOW = GAMES | {"engine": {"kind": "fake", "reply_tokens": 3, "delay_seconds": 0.05}, "steps": 12}
 
 
 @pytest.fixture(scope="module")

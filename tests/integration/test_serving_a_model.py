@@ -25,7 +25,7 @@ from palestra.chat import ByteTokenizer, ChatMLRenderer
 from palestra.cluster.local import LocalJob, local_job
 from palestra.config import parse_config
 from palestra.errors import ConfigError
-from palestra.inference.scripted import ScriptedEngine
+from palestra.inference.fake import FakeEngine
 
 EPISODE_ROUTES = ("tasks", "register_episode", "claim_episode", "heartbeat_episode", "end_episode", "abort_episode")
 
@@ -33,12 +33,12 @@ EPISODE_ROUTES = ("tasks", "register_episode", "claim_episode", "heartbeat_episo
 @asynccontextmanager
 async def served(
     folder: Path, server: dict[str, Any] | None = None, **engine: Any
-) -> AsyncIterator[tuple[LocalJob, ScriptedEngine, openai.AsyncOpenAI]]:
+) -> AsyncIterator[tuple[LocalJob, FakeEngine, openai.AsyncOpenAI]]:
     """A job that serves what `reply` says, its engine, and a client with the job's key."""
     tokenizer = ByteTokenizer()
     parts = parts_of(ChatMLRenderer(tokenizer), tokenizer, reply, **{"piece_tokens": 1} | engine)
     parts = dataclasses.replace(parts, trainer=None)
-    assert isinstance(parts.engine, ScriptedEngine)
+    assert isinstance(parts.engine, FakeEngine)
     settings: dict[str, Any] = {"kind": "inference", "policies": {"policy": {"max_context": 8192}}}
     async with serving(folder, parts, **settings, server={"port": 0} | (server or {})) as job:
         running = asyncio.ensure_future(job.run())
@@ -192,12 +192,12 @@ async def test_the_run_of_a_job_that_trains_is_not_served(tmp_path):
             await job.run()
 
 
-SCRIPTED = {"kind": "scripted"}
+SCRIPTED = {"kind": "fake"}
 
 
 @pytest.mark.slow
 def test_palestra_run_serves_until_it_is_stopped_and_can_go_on(tmp_path):
-    settings = {"kind": "inference", "engine": SCRIPTED | {"scripted_delay_seconds": 1000.0}}
+    settings = {"kind": "inference", "engine": SCRIPTED | {"delay_seconds": 1000.0}}
     with Job(tmp_path, settings, tasks=(), validation=()) as job, Plane(job.url) as plane:
         server = job.start()
         assert "job: serving SmolLM2-135M-Instruct" in server.output

@@ -50,7 +50,7 @@ def test_trains_saves_and_reports(tmp_path):
 
 
 def test_tasks_that_can_be_read_only_once_are_not_lost_to_the_check(tmp_path):
-    settings = config(tmp_path / "run", steps=1, engine={"kind": "scripted"})
+    settings = config(tmp_path / "run", steps=1, engine={"kind": "fake"})
     tasks, held = (task for task in TASKS), (task for task in TASKS[:2])
     result = palestra.train(lambda task, policy: 1.0, tasks, settings, validation_tasks=held, quiet=True)
     assert (result.state, result.metrics[-1]["validation/total"]) == ("completed", 2)
@@ -87,7 +87,7 @@ def test_what_was_trained_before_a_rollout_began_to_fail_is_saved(tmp_path):
             raise ValueError("the world has ended")
         return float(number % 2)
 
-    settings = config(tmp_path / "run", engine={"kind": "scripted"}, checkpoint={"every_steps": 10})
+    settings = config(tmp_path / "run", engine={"kind": "fake"}, checkpoint={"every_steps": 10})
     with pytest.raises(ValueError, match="the world has ended"):
         palestra.train(rollout, TASKS, settings, quiet=True)
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000001"]

@@ -140,6 +140,10 @@ def test_metrics_are_prometheus_text_and_say_what_status_says(plane):
     spent = {s.labels["state"] for s in families["palestra_turn_seconds"].samples}
     assert spent >= {"pending", "generating"}
     assert families["palestra_step"].samples[0].value == status["step"]
+    requests = {s.labels["state"]: s.value for s in families["palestra_engine_requests"].samples}
+    assert requests == {"waiting": 0, "running": 0}
+    tokens = {s.labels["what"]: s.value for s in families["palestra_engine_tokens"].samples}
+    assert tokens["sampled"] == status["calls"]["completion_tokens"] > 0
 
 
 async def test_models_are_the_policies_for_either_key(job, plane):

@@ -22,7 +22,7 @@ from palestra.config import parse_config
 from palestra.gateway import DataPlane, KeyRing, create_app
 from palestra.grammars.pool import Grammars
 from palestra.http.bodies import _outside_strings
-from palestra.inference.scripted import ScriptedEngine, digits_script
+from palestra.inference.fake import FakeEngine, digits_script
 from palestra.ledger import open_run_store
 from palestra.schemas.progress import JobProgress
 from palestra.schemas.records import Task
@@ -134,7 +134,7 @@ class Served:
 
     def __init__(self, folder: Path) -> None:
         self.loop = asyncio.new_event_loop()
-        config = parse_config({"run_dir": str(folder), "engine": {"kind": "scripted"}})
+        config = parse_config({"run_dir": str(folder), "engine": {"kind": "fake"}})
         self.store = open_run_store(folder / "run.db", config.rollout, config.store)
         self.grammars = Grammars()
         tokenizer = ByteTokenizer()
@@ -142,7 +142,7 @@ class Served:
         runtime = PolicyRuntime(
             config=config.policy,
             renderer=renderer,
-            engine=ScriptedEngine(digits_script(5, 258)),
+            engine=FakeEngine(digits_script(5, 258)),
             grammars=self.grammars,
         )
         context = SessionContext(store=self.store, policies={"policy": runtime}, seed=0)

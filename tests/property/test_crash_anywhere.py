@@ -1,6 +1,6 @@
 """The process may die before any commit: the run that goes on ends with the weights of one that never stopped.
 
-Promise 3, with a scripted engine and a trainer whose weights are a hash of all that it was trained on: each accepted
+Promise 3, with a fake engine and a trainer whose weights are a hash of all that it was trained on: each accepted
 episode is trained exactly once, in the same order, whatever happened in between. (Real processes and real signals are
 in tests/integration.)
 """

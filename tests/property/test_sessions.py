@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from unit.building import FakeClock, rows_of
 from unit.session.conftest import STOP, Bench
 
-from palestra.inference.scripted import ScriptedEngine
+from palestra.inference.fake import FakeEngine
 from palestra.ledger.tables import chats as chats_table
 from palestra.schemas.messages import ChatMessage, text_message
 from palestra.schemas.records import Chat
@@ -39,18 +39,18 @@ def reply(prompt, sampling) -> list[int]:
     return [*letters, STOP]
 
 
-class Turning(ScriptedEngine):
+class Turning(FakeEngine):
     """Lets others go first as often as it is told to, call by call."""
 
     def __init__(self, turns: Sequence[int]) -> None:
         super().__init__(reply)
         self._turns = list(turns)
 
-    async def generate(self, policy, prompt_ids, sampling):
+    async def generate(self, request):
         for _ in range(self._turns.pop() if self._turns else 0):
             await asyncio.sleep(0)
         await asyncio.sleep(0.0005 * (self._turns.pop() if self._turns else 0))
-        async for piece in super().generate(policy, prompt_ids, sampling):
+        async for piece in super().generate(request):
             yield piece
 
 
@@ -104,7 +104,7 @@ def without_indices(chats: Sequence[Chat]) -> tuple:
     )
 
 
-def played(engine: ScriptedEngine, play: Callable) -> tuple[Chat, ...]:
+def played(engine: FakeEngine, play: Callable) -> tuple[Chat, ...]:
     """The recorded calls of an episode that `play` plays."""
 
     async def run(folder: Path) -> tuple[Chat, ...]:

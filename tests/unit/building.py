@@ -13,6 +13,7 @@ from palestra import trajectory
 from palestra.algorithms.base import StepOrder
 from palestra.algorithms.registry import create_algorithm
 from palestra.config import AlgorithmConfig, RolloutConfig, StoreConfig
+from palestra.inference.base import EngineRequest
 from palestra.learner.batch import Batch, make_batch
 from palestra.learner.metrics import metric_tables
 from palestra.ledger import RunStore, open_run_store
@@ -20,10 +21,12 @@ from palestra.schemas.messages import ChatMessage, text_message
 from palestra.schemas.records import (
     Chat,
     Episode,
+    MediaSpan,
     PolicyVersion,
     SamplingParams,
     Task,
     TimeStep,
+    TokenSequence,
     TrainSample,
     Trajectory,
     VersionSpan,
@@ -60,6 +63,12 @@ def open_store(folder: Path, clock: FakeClock | None = None, **rollout: Any) -> 
 
 def ids(*values: int) -> np.ndarray:
     return np.array(values, np.int32)
+
+
+def engine_request(
+    prompt_ids: np.ndarray, sampling: SamplingParams, policy: str = "policy", media: tuple[MediaSpan, ...] = ()
+) -> EngineRequest:
+    return EngineRequest(policy=policy, prompt=TokenSequence(prompt_ids, media), sampling=sampling)
 
 
 def make_chat(

@@ -107,7 +107,7 @@ def server() -> Iterator[str]:
 @pytest.fixture
 async def folder(tmp_path):
     """Of a run in whose store a worker has left escapes, and of files that have some."""
-    config = parse_config({"name": "hostile", "engine": {"kind": "scripted"}, "run_dir": str(tmp_path / "run")})
+    config = parse_config({"name": "hostile", "engine": {"kind": "fake"}, "run_dir": str(tmp_path / "run")})
     with open_store(tmp_path / "run") as store:
         task = Task(task_id=HOSTILE, data={"question": HOSTILE})
         for index, request in enumerate(("first", "second")):
@@ -131,7 +131,7 @@ CASES: dict[str, list[list[str]]] = {
     "train": [["hostile.toml", f"{HOSTILE}.py:f"], ["hostile.toml"]],
     "worker": [["os:getcwd", "--job", JOB, "--control", "refused"]],
     "eval": [
-        ["tiny-random", "tasks.jsonl", "--rollout", "agent.py:rollout", "--set", "engine.kind=scripted"],
+        ["tiny-random", "tasks.jsonl", "--rollout", "agent.py:rollout", "--set", "engine.kind=fake"],
         [HOSTILE, "tasks.jsonl", "--rollout", f"{HOSTILE}.py:f"],
     ],
     "environments": [[HOSTILE]],

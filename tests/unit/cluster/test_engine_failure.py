@@ -10,16 +10,16 @@ from palestra.cluster.local import local_job
 from palestra.cluster.model_server import ModelServer
 from palestra.config import JobConfig
 from palestra.errors import EngineFailure
-from palestra.inference.scripted import ScriptedEngine
+from palestra.inference.fake import FakeEngine
 from palestra.scheduler.launcher import Ended, Ending
 from palestra.schemas.states import JobState
 
 TRAINING = {
     "steps": 1,
-    "engine": {"kind": "scripted"},
+    "engine": {"kind": "fake"},
     "rollout": {"group_size": 2, "groups_per_step": 1},
 }
-SERVING = {"kind": "inference", "engine": {"kind": "scripted"}}
+SERVING = {"kind": "inference", "engine": {"kind": "fake"}}
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def broken(monkeypatch):
         await event.wait()
         return "the engine failed: no memory"
 
-    monkeypatch.setattr(ScriptedEngine, "failure", failure)
+    monkeypatch.setattr(FakeEngine, "failure", failure)
     return event
 
 
@@ -54,7 +54,7 @@ async def test_a_server_whose_engine_failed_may_be_started_again(monkeypatch, tm
     async def failure(self) -> str:
         return "the engine failed: no memory"
 
-    monkeypatch.setattr(ScriptedEngine, "failure", failure)
+    monkeypatch.setattr(FakeEngine, "failure", failure)
     server = ModelServer()
     await server.start(SERVING, str(tmp_path), "127.0.0.1")
     assert await server.ended() == Ended(ending=Ending.LOST, reason="the engine failed: no memory")

@@ -131,7 +131,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
 
 async def test_leases_run_out_again_when_the_store_answers_again(tmp_path, monkeypatch, caplog):
     config = JobConfig.model_validate(
-        {"run_dir": tmp_path, "server": {"port": 0}, "engine": {"kind": "scripted"}, "rollout": {"lease_seconds": 0.2}}
+        {"run_dir": tmp_path, "server": {"port": 0}, "engine": {"kind": "fake"}, "rollout": {"lease_seconds": 0.2}}
     )
     failures, expire = ["the disk is full", "the disk is full", "no such table"], Episodes.expire_leases
 

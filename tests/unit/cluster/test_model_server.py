@@ -15,7 +15,7 @@ from palestra.trainer.checkpoint import newest_path
 
 GAMES = {
     "steps": 1,
-    "engine": {"kind": "scripted", "scripted_tokens": 3},
+    "engine": {"kind": "fake", "reply_tokens": 3},
     "environment": {"name": "gomoku"},
     "rollout": {"group_size": 2, "groups_per_step": 1},
 }
@@ -57,7 +57,7 @@ async def test_how_a_server_ended_is_left_in_the_folder_until_it_is_started_agai
 
 
 async def test_a_model_is_served_until_it_is_stopped_and_that_is_no_completion(server, tmp_path):
-    url = await server.start({"kind": "inference", "engine": {"kind": "scripted"}}, str(tmp_path), "127.0.0.1")
+    url = await server.start({"kind": "inference", "engine": {"kind": "fake"}}, str(tmp_path), "127.0.0.1")
     assert url == await server.address()
     await server.stop()
     assert await server.ended() == Ended(ending=Ending.STOPPED) == read_ended(tmp_path)
@@ -84,7 +84,7 @@ def test_what_is_no_ending_is_none(tmp_path, text):
 
 
 async def test_a_job_whose_event_loop_is_blocked_does_not_answer_when_it_is_to_stop(server, tmp_path):
-    await server.start({"kind": "inference", "engine": {"kind": "scripted"}}, str(tmp_path), "127.0.0.1")
+    await server.start({"kind": "inference", "engine": {"kind": "fake"}}, str(tmp_path), "127.0.0.1")
     blocked, go = threading.Event(), threading.Event()
     server._thread._loop.call_soon_threadsafe(lambda: (blocked.set(), go.wait(60)))
     assert await asyncio.to_thread(blocked.wait, 60)

@@ -103,7 +103,7 @@ async def test_a_pipe_gets_plain_lines_that_say_that_workers_are_missing(tmp_pat
         {
             "run_dir": tmp_path / "run",
             "server": {"port": 0},
-            "engine": {"kind": "scripted"},
+            "engine": {"kind": "fake"},
             "tasks": {"train": tmp_path / "tasks.jsonl", "validation": tmp_path / "tasks.jsonl"},
         }
     )

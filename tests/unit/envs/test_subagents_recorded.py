@@ -1,4 +1,4 @@
-"""Subagents through a Runner, a scripted engine and a real store: conversations, tokens, rewards and credit."""
+"""Subagents through a Runner, a fake engine and a real store: conversations, tokens, rewards and credit."""
 
 from __future__ import annotations
 

@@ -8,9 +8,11 @@ from contextlib import asynccontextmanager
 import numpy as np
 import torch
 
-from palestra.config import EngineConfig
+from palestra.config import EmbeddedEngineConfig
 from palestra.inference.embedded import EmbeddedEngine
+from palestra.inference.model_runner import PolicyModel
 from palestra.schemas.records import SampledTokens, SamplingParams
+from unit.building import engine_request
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, seed=0)
 DRAWN = SamplingParams(temperature=1.0, max_tokens=12, seed=5)
@@ -23,8 +25,9 @@ def prompt(length: int, seed: int = 0) -> np.ndarray:
 
 @asynccontextmanager
 async def serving(model, stops=(258,), deterministic=False, **config):
-    settings = EngineConfig.model_validate({"threads": 1, "dtype": "float32", "max_batch": 16} | config)
-    engine = EmbeddedEngine(model, "policy", stops, settings, deterministic)
+    settings = EmbeddedEngineConfig.model_validate({"threads": 1, "dtype": "float32", "max_batch": 16} | config)
+    policy = PolicyModel(model=model, stop_ids=frozenset(stops))
+    engine = EmbeddedEngine({"policy": policy}, settings, deterministic)
     try:
         yield engine
     finally:
@@ -34,13 +37,13 @@ async def serving(model, stops=(258,), deterministic=False, **config):
 async def until_it_samples(engine) -> None:
     """Return when a token of any call has been sampled, so that calls are in flight."""
     async with asyncio.timeout(60):
-        while not engine.sampled_tokens:
+        while not engine.load().sampled_tokens:
             await asyncio.sleep(0)
 
 
 async def reply(engine, ids, sampling):
     """(ids, logprobs, versions), token by token."""
-    pieces = [piece async for piece in engine.generate("policy", ids, sampling)]
+    pieces = [piece async for piece in engine.generate(engine_request(ids, sampling))]
     return (
         [i for piece in pieces for i in piece.ids],
         [p for piece in pieces for p in piece.logprobs],

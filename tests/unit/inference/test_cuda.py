@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from palestra.config import EngineConfig
+from palestra.config import EmbeddedEngineConfig
 from palestra.inference.embedded import EmbeddedEngine
+from palestra.inference.model_runner import PolicyModel
 from palestra.models.causal_lm import load_causal_lm
 from unit.inference.test_embedded import DRAWN, full_forward, prompt, reply
 
@@ -20,7 +21,9 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch see
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 0.05)])
 async def test_logprobs_are_those_of_the_cpu(reference, dtype, tolerance):
     model = load_causal_lm("tiny-random", dtype, torch.device("cuda"))
-    engine = EmbeddedEngine(model, "policy", (), EngineConfig(max_batch=16))
+    engine = EmbeddedEngine(
+        {"policy": PolicyModel(model=model, stop_ids=frozenset())}, EmbeddedEngineConfig(max_batch=16)
+    )
     prompts = [prompt(5 + 30 * n, n) for n in range(6)]
     try:
         found = await asyncio.gather(*(reply(engine, p, replace(DRAWN, seed=n)) for n, p in enumerate(prompts)))

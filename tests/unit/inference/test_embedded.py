@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from palestra.config import EngineConfig
+from palestra.config import EmbeddedEngineConfig
 from palestra.errors import InvalidRequest, ModelError
 from palestra.inference.embedded import EmbeddedEngine
+from palestra.inference.model_runner import PolicyModel
 from palestra.models.causal_lm import CausalLM, load_causal_lm
 from palestra.schemas.records import SamplingParams
+from unit.building import engine_request
 from unit.inference.calling import DRAWN, FOREVER, GREEDY, full_forward, prompt, reply, serving, until_it_samples
 
 # What comes out
@@ -79,16 +81,16 @@ async def test_a_group_with_one_prompt_computes_it_once(tiny):
         await asyncio.sleep(0)
         await engine.resume()
         found = await asyncio.gather(*calls)
-        assert engine.prefilled_tokens == 50
+        assert engine.load().prefilled_tokens == 50
         await reply(engine, prompt(50), DRAWN)
-        assert engine.prefilled_tokens == 51  # the last token's hidden state gives the first of the reply
+        assert engine.load().prefilled_tokens == 51  # the last token's hidden state gives the first of the reply
     assert len({tuple(ids) for ids, _, _ in found}) == 8
 
 
 async def test_without_a_prefix_cache_everything_is_computed_and_the_same(tiny):
     async with serving(tiny, prefix_cache_tokens=0) as engine:
         found = [await reply(engine, prompt(20), DRAWN) for _ in range(2)]
-        assert engine.prefilled_tokens == 40
+        assert engine.load().prefilled_tokens == 40
     assert found[0] == found[1]
 
 
@@ -97,11 +99,11 @@ async def test_the_prefix_cache_forgets_what_was_used_longest_ago(tiny):
     async with serving(tiny, prefix_cache_tokens=60) as engine:
         for seed in (1, 2, 1, 3):  # 2 is the oldest when 3 comes
             await reply(engine, prompt(30, seed), one_token)
-        assert engine.prefilled_tokens == 3 * 30 + 1
+        assert engine.load().prefilled_tokens == 3 * 30 + 1
         await reply(engine, prompt(30, 1), one_token)
-        assert engine.prefilled_tokens == 3 * 30 + 2
+        assert engine.load().prefilled_tokens == 3 * 30 + 2
         await reply(engine, prompt(30, 2), one_token)
-        assert engine.prefilled_tokens == 4 * 30 + 2
+        assert engine.load().prefilled_tokens == 4 * 30 + 2
 
 
 async def test_a_turn_that_goes_on_computes_only_what_is_new(tiny, reference):
@@ -109,13 +111,13 @@ async def test_a_turn_that_goes_on_computes_only_what_is_new(tiny, reference):
     async with serving(tiny) as engine:
         first, _, _ = await reply(engine, prompt(50), replace(DRAWN, min_tokens=12))
         longer = np.concatenate((prompt(50), np.array(first, np.int32), prompt(7, 9)))
-        before = engine.prefilled_tokens
+        before = engine.load().prefilled_tokens
         found, logprobs, _ = await reply(engine, longer, DRAWN)
-        assert engine.prefilled_tokens - before == 1 + 7
+        assert engine.load().prefilled_tokens - before == 1 + 7
         other = np.concatenate((longer[:30], prompt(20, 8)))  # leaves it in the middle
-        before = engine.prefilled_tokens
+        before = engine.load().prefilled_tokens
         await reply(engine, other, DRAWN)
-        assert engine.prefilled_tokens - before == 20
+        assert engine.load().prefilled_tokens - before == 20
     assert np.allclose(logprobs, full_forward(reference, longer, found, 1.0), atol=1e-4)
 
 
@@ -127,7 +129,7 @@ async def test_a_long_prompt_in_pieces_does_not_hold_up_others_and_is_the_same(t
             heard.append(who)
 
     async with serving(tiny, prefill_chunk=50) as engine:
-        talking = asyncio.ensure_future(listen("talking", engine.generate("policy", prompt(4), FOREVER)))
+        talking = asyncio.ensure_future(listen("talking", engine.generate(engine_request(prompt(4), FOREVER))))
         while not heard:
             await asyncio.sleep(0)
         heard.clear()
@@ -140,14 +142,14 @@ async def test_a_long_prompt_in_pieces_does_not_hold_up_others_and_is_the_same(t
 async def test_calls_wait_until_their_longest_reply_fits_into_memory(tiny):
     """A token of the tiny model takes 2 layers x 2 x 2 heads x 16 x 4 bytes = 512 bytes; 320 tokens fit."""
     async with serving(tiny, cache_gib=320 * 512 / 2**30) as engine:
-        assert engine._batch.budget == 320
+        assert engine.load().kv_bytes == 320 * 512
         sampling = SamplingParams(temperature=1.0, max_tokens=90, min_tokens=90, seed=1)
         calls = [asyncio.ensure_future(reply(engine, prompt(30, s), replace(sampling, seed=s))) for s in range(5)]
         most = 0
         while not all(call.done() for call in calls):
-            most = max(most, len(engine._batch._running) + len(engine._batch._filling))
-            kept = sum(cache.tokens for cache in engine._batch._prefixes.values())
-            assert engine._batch._reserved + kept <= 320
+            load = engine.load()
+            most = max(most, load.running)
+            assert load.kv_bytes_used <= load.kv_bytes
             await asyncio.sleep(0)
         assert most == 2  # 128 tokens each, in steps of 64
         assert all(len(call.result()[0]) == 90 for call in calls)
@@ -155,24 +157,24 @@ async def test_calls_wait_until_their_longest_reply_fits_into_memory(tiny):
 
 async def test_leaving_frees_the_place_within_one_pass(tiny):
     async with serving(tiny) as engine:
-        pieces = engine.generate("policy", prompt(4), FOREVER)
+        pieces = engine.generate(engine_request(prompt(4), FOREVER))
         await anext(pieces)
         await pieces.aclose()
-        passes = engine.passes
+        passes = engine.load().passes
         await asyncio.sleep(0.05)
-        assert engine.passes <= passes + 1
-        assert not engine._batch.busy
-        assert engine._batch._reserved == 0
+        assert engine.load().passes <= passes + 1
+        assert (engine.load().waiting, engine.load().running) == (0, 0)
+        assert engine._core.scheduler.budget.reserved == 0
 
 
 async def test_the_first_of_a_group_may_leave_while_the_prompt_is_computed(tiny):
     async with serving(tiny, prefill_tokens=10) as engine:
         calls = [asyncio.ensure_future(reply(engine, prompt(500), replace(DRAWN, seed=s))) for s in range(3)]
-        while engine.prefilled_tokens < 50:
+        while engine.load().prefilled_tokens < 50:
             await asyncio.sleep(0)
         calls[0].cancel()
         found = await asyncio.gather(*calls[1:])
-        assert engine.prefilled_tokens == 500  # what was computed for the first one is used
+        assert engine.load().prefilled_tokens == 500  # what was computed for the first one is used
     assert all(ids for ids, _, _ in found)
 
 
@@ -203,13 +205,13 @@ async def test_stop_tokens_can_not_come_before_min_tokens(tiny):
 
 
 async def test_a_call_that_arrives_in_the_middle_does_not_wait_for_the_longer_one(tiny):
-    async with serving(tiny) as engine, aclosing(engine.generate("policy", prompt(4), FOREVER)) as endless:
+    async with serving(tiny) as engine, aclosing(engine.generate(engine_request(prompt(4), FOREVER))) as endless:
         await anext(endless)
         found, _, _ = await asyncio.wait_for(reply(engine, prompt(4, 1), replace(DRAWN, min_tokens=12)), 10)
         assert len(found) == 12
-        before = engine.passes
+        before = engine.load().passes
         async with asyncio.timeout(10):  # and the longer one goes on
-            while engine.passes < before + 5:
+            while engine.load().passes < before + 5:
                 await anext(endless)
 
 
@@ -252,7 +254,7 @@ async def test_deterministic_is_refused_where_the_machine_can_not_keep_it(tiny, 
 
 async def test_leaving_in_the_middle_frees_the_place(tiny):
     async with serving(tiny, max_batch=2) as engine:
-        endless = [engine.generate("policy", prompt(4, s), FOREVER) for s in range(2)]
+        endless = [engine.generate(engine_request(prompt(4, s), FOREVER)) for s in range(2)]
         for pieces in endless:
             await anext(pieces)
         third = asyncio.ensure_future(reply(engine, prompt(5), DRAWN))
@@ -290,7 +292,7 @@ async def test_other_stop_tokens_end_a_reply(tiny):
 
 async def test_the_most_probable_tokens_come_with_each_token(tiny):
     async with serving(tiny) as engine:
-        pieces = [p async for p in engine.generate("policy", prompt(8), replace(GREEDY, top_logprobs=3))]
+        pieces = [p async for p in engine.generate(engine_request(prompt(8), replace(GREEDY, top_logprobs=3)))]
     for piece in pieces:
         ((best, logprob), *others) = piece.top[0]
         assert (best, logprob) == (piece.ids[0], piece.logprobs[0])
@@ -311,9 +313,10 @@ async def test_a_reply_with_a_grammar_matches_it_whatever_the_seed(tiny):
     schema = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "y"]}}}
     schema |= {"required": ["a", "b"], "additionalProperties": False}
     grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
-    settings = EngineConfig(threads=1, dtype="float32", max_batch=16)
+    settings = EmbeddedEngineConfig(threads=1, dtype="float32", max_batch=16)
     grammars = Grammars(vocabulary_of(tokenizer, tiny.vocab_size))
-    engine = EmbeddedEngine(tiny, "policy", (258,), settings, grammars=grammars)
+    policy = PolicyModel(model=tiny, stop_ids=frozenset((258,)), grammars=grammars)
+    engine = EmbeddedEngine({"policy": policy}, settings)
     try:
         how = [SamplingParams(temperature=1.0, max_tokens=200, seed=s, grammar=grammar) for s in range(8)]
         found = await asyncio.gather(*(reply(engine, prompt(6), h) for h in how))

@@ -9,14 +9,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from palestra.config import EngineConfig
+from palestra.config import EmbeddedEngineConfig
 from palestra.errors import EngineFailure, GrammarRefused, InvalidRequest, ModelError
 from palestra.grammars.bounds import BOUNDS
 from palestra.grammars.pool import Grammars
 from palestra.inference.embedded import EmbeddedEngine
+from palestra.inference.model_runner import PolicyModel
 from palestra.models.causal_lm import load_tokenizer
 from palestra.models.grammar import vocabulary_of
+from palestra.models.weights import LocalWeights
 from palestra.schemas.records import PolicyVersion, SamplingParams
+from unit.building import engine_request
 from unit.inference.calling import (
     DRAWN,
     FOREVER,
@@ -41,7 +44,7 @@ async def test_an_error_in_the_model_fails_the_calls_in_flight_and_no_later_one(
 
     tiny.hidden = hidden
     async with serving(tiny) as engine:
-        calls = [engine.generate("policy", prompt(4, s), FOREVER) for s in range(3)]
+        calls = [engine.generate(engine_request(prompt(4, s), FOREVER)) for s in range(3)]
         for call in calls:
             await anext(call)
         broken.set()
@@ -66,7 +69,7 @@ async def test_an_error_while_a_prompt_is_computed_leaves_no_half_of_it(tiny, re
     async with serving(tiny) as engine:
         with pytest.raises(EngineFailure, match="no"):
             await reply(engine, prompt(30), DRAWN)
-        assert engine._batch._reserved == 0
+        assert engine._core.scheduler.budget.reserved == 0
         ids, logprobs, _ = await reply(engine, prompt(30), DRAWN)
     assert np.allclose(logprobs, full_forward(reference, prompt(30), ids, 1.0), atol=1e-4)
 
@@ -74,11 +77,11 @@ async def test_an_error_while_a_prompt_is_computed_leaves_no_half_of_it(tiny, re
 async def test_an_unknown_policy_is_an_error_at_once(tiny):
     async with serving(tiny) as engine:
         with pytest.raises(ModelError, match="'other'"):
-            await anext(engine.generate("other", prompt(3), DRAWN))
+            await anext(engine.generate(engine_request(prompt(3), DRAWN, "other")))
         with pytest.raises(ModelError):
             engine.version("other")
         with pytest.raises(ModelError):
-            await engine.update_weights("other", PolicyVersion(0, 1), [])
+            await engine.sync_weights("other", PolicyVersion(0, 1), LocalWeights([]))
 
 
 async def test_closing_fails_the_calls_in_flight_and_those_that_come_later(tiny):
@@ -97,13 +100,13 @@ async def test_a_defect_of_the_engine_itself_fails_all_at_once_and_is_told_to_wh
         calls = [asyncio.ensure_future(reply(engine, prompt(4, s), FOREVER)) for s in range(3)]
         await until_it_samples(engine)
         assert not telling.done()
-        engine._batch.step = lambda: 1 // 0
+        engine._core.step = lambda: 1 // 0
         async with asyncio.timeout(60):
             assert await telling == "the engine failed: ZeroDivisionError: integer division or modulo by zero"
             assert await engine.failure() == await telling  # also later
             for refused in (
                 reply(engine, prompt(4), DRAWN),
-                engine.update_weights("policy", PolicyVersion(0, 1), []),
+                engine.sync_weights("policy", PolicyVersion(0, 1), LocalWeights([])),
                 engine.pause(),
                 engine.resume(),
             ):
@@ -118,7 +121,7 @@ async def test_new_weights_that_wait_when_the_engine_is_closed_are_refused_and_n
     async with serving(tiny, in_flight_updates="finish") as engine:
         call = asyncio.ensure_future(reply(engine, prompt(4), FOREVER))
         await until_it_samples(engine)
-        update = asyncio.ensure_future(engine.update_weights("policy", PolicyVersion(0, 1), []))
+        update = asyncio.ensure_future(engine.sync_weights("policy", PolicyVersion(0, 1), LocalWeights([])))
         await asyncio.sleep(0.05)
         failing = asyncio.ensure_future(engine.failure())
     async with asyncio.timeout(60):
@@ -160,7 +163,7 @@ async def test_out_of_memory_ends_the_newest_call_and_the_others_go_on(tiny):
 
     tiny.hidden = hidden
     async with serving(tiny) as engine:
-        calls = [engine.generate("policy", prompt(4, s), FOREVER) for s in range(3)]
+        calls = [engine.generate(engine_request(prompt(4, s), FOREVER)) for s in range(3)]
         for call in calls:
             await anext(call)
         full.set()
@@ -185,8 +188,9 @@ async def test_a_reply_that_comes_to_a_bound_of_its_grammar_fails_alone_and_by_t
     word = json.dumps({"grammars": [{"json_schema": {"enum": ["a word that takes a while"] * 2}}]})
     tokenizer = load_tokenizer("tiny-random")
     grammars = Grammars(vocabulary_of(tokenizer, tiny.vocab_size), replace(BOUNDS, lexer_states=400))
-    settings = EngineConfig(threads=1, dtype="float32", max_batch=8)
-    engine = EmbeddedEngine(tiny, "policy", (258,), settings, grammars=grammars)
+    settings = EmbeddedEngineConfig(threads=1, dtype="float32", max_batch=8)
+    policy = PolicyModel(model=tiny, stop_ids=frozenset((258,)), grammars=grammars)
+    engine = EmbeddedEngine({"policy": policy}, settings)
     how = SamplingParams(temperature=1.0, max_tokens=300, seed=1)
     try:
         bad = [
@@ -201,7 +205,7 @@ async def test_a_reply_that_comes_to_a_bound_of_its_grammar_fails_alone_and_by_t
         for ids, _, _ in await asyncio.gather(*good):
             assert tokenizer.decode(ids[:-1]) == '"a word that takes a while"'
         assert len((await free)[0]) > 0
-        assert engine._batch._reserved == 0
+        assert engine._core.scheduler.budget.reserved == 0
         assert all(process.users == 0 for process in grammars._alive.values())
     finally:
         await engine.close()

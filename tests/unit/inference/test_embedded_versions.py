@@ -20,7 +20,9 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from palestra.models.weights import LocalWeights
 from palestra.schemas.records import PolicyVersion, SamplingParams
+from unit.building import engine_request
 from unit.inference.calling import prompt, serving
 
 LONG = 90  # tokens of the replies that are sampled beside the one that the weights change in
@@ -76,7 +78,7 @@ def one_at_a_time(
 async def sampled_under(engine, ids, sampling: SamplingParams, publish: Mapping[int, Any], last: int = -1) -> Sampled:
     """A reply; `publish[n]` is called when n tokens of it are there. It is broken off after 15 of version `last`."""
     out: Sampled = []
-    async with aclosing(engine.generate("policy", ids, sampling)) as pieces:
+    async with aclosing(engine.generate(engine_request(ids, sampling))) as pieces:
         async for piece in pieces:
             for token, logprob in zip(piece.ids, piece.logprobs, strict=True):
                 out.append((token, logprob, piece.version.n))
@@ -102,7 +104,7 @@ async def test_at_every_change_of_version_a_token_agrees_with_the_weights_of_its
     async with serving(tiny, stops=()) as engine:
 
         def publishing(version: int):
-            return lambda: engine.update_weights("policy", PolicyVersion(0, version), weights[version])
+            return lambda: engine.sync_weights("policy", PolicyVersion(0, version), LocalWeights(weights[version]))
 
         calls = [
             sampled_under(
@@ -128,7 +130,10 @@ async def test_the_oracle_tells_versions_and_caches_apart(tiny, reference):
     models = models_of(reference, weights)
     ids = prompt(20)
     async with serving(tiny, stops=()) as engine:
-        publish = {12 * v: lambda v=v: engine.update_weights("policy", PolicyVersion(0, v), weights[v]) for v in (1, 2)}
+        publish = {
+            12 * v: lambda v=v: engine.sync_weights("policy", PolicyVersion(0, v), LocalWeights(weights[v]))
+            for v in (1, 2)
+        }
         sampled = await sampled_under(engine, ids, SamplingParams(temperature=1.0, max_tokens=60, seed=3), publish)
     assert spans(sampled) == [0, 1, 2]
     logprobs = np.array([logprob for _, logprob, _ in sampled])
@@ -151,10 +156,10 @@ async def test_a_prompt_that_is_read_under_two_versions_keeps_the_keys_of_both(t
     async with serving(tiny, stops=(), prefill_tokens=10) as engine:
         sampling = SamplingParams(temperature=1.0, max_tokens=3, seed=3)
         running = asyncio.ensure_future(sampled_under(engine, ids, sampling, {}))
-        while engine.prefilled_tokens < 50:
+        while engine.load().prefilled_tokens < 50:
             await asyncio.sleep(0)
-        await engine.update_weights("policy", PolicyVersion(0, 1), weights[1])
-        begun = engine.prefilled_tokens
+        await engine.sync_weights("policy", PolicyVersion(0, 1), LocalWeights(weights[1]))
+        begun = engine.load().prefilled_tokens
         sampled = await running
     assert spans(sampled) == [1]
     logprobs = np.array([logprob for _, logprob, _ in sampled])

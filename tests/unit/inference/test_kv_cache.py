@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from palestra.inference.kv_cache import DecodeAttend, KVCache, PromptAttend, capacity_for
+from palestra.inference.attention import DecodeAttention, PrefillAttention
+from palestra.inference.kv_cache import KVCache, capacity_for
 
 LAYERS, HEADS, DIM = 2, 2, 4
 
@@ -95,7 +96,7 @@ def test_a_piece_of_a_prompt_sees_what_is_filled_and_what_of_the_piece_is_before
     key, value = (torch.randn((1, HEADS, total, DIM), generator=generator) for _ in range(2))
     kept = [torch.randn((1, 2, HEADS, filled + new + 3, DIM), generator=generator) for filled, new in pieces]
     before = [k.clone() for k in kept]
-    attend = PromptAttend([(k, filled, new) for k, (filled, new) in zip(kept, pieces, strict=True)])
+    attend = PrefillAttention([(k, filled, new) for k, (filled, new) in zip(kept, pieces, strict=True)])
     out = attend(0, query, key, value, 0.37)
     start = 0
     for number, (filled, new) in enumerate(pieces):
@@ -122,7 +123,7 @@ def test_a_decoding_step_sees_its_own_row_and_nothing_else():
     order = [rows.index(row) for bucket in buckets for row in bucket.rows]
     query = torch.randn((1, heads, 6, DIM), generator=generator)  # a sixth row that is no sequence
     key, value = (torch.randn((1, HEADS, 6, DIM), generator=generator) for _ in range(2))
-    out = DecodeAttend(buckets)(1, query, key, value, 0.5)
+    out = DecodeAttention(buckets)(1, query, key, value, 0.5)
     for place, number in enumerate(order):
         for head in range(heads):
             keys = torch.cat((prefixes[number][1, 0, head // 2], key[0, head // 2, place : place + 1]))

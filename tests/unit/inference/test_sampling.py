@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from palestra.inference.draw import uniform
+from palestra.inference.rng import uniform
 from palestra.inference.sampling import RowSampling, sample
 from palestra.schemas.records import SamplingParams
 

@@ -12,7 +12,7 @@ from palestra.algorithms.registry import create_algorithm
 from palestra.chat import ByteTokenizer, ChatMLRenderer
 from palestra.config import JobConfig
 from palestra.grammars.pool import Grammars
-from palestra.inference.scripted import ScriptedEngine, digits_script
+from palestra.inference.fake import FakeEngine, digits_script
 from palestra.learner import Learner, RunFolder
 from palestra.ledger import open_run_store
 from palestra.schemas.messages import text_message
@@ -36,7 +36,7 @@ def config(**changes: Any) -> JobConfig:
             "rollout": {"group_size": 2, "groups_per_step": 2, "lease_seconds": 60, "max_attempts": 5},
             "evaluation": {"every_steps": 2},
             "checkpoint": {"every_steps": 2},
-            "engine": {"kind": "scripted", "scripted_tokens": 6},
+            "engine": {"kind": "fake", "reply_tokens": 6},
             "store": {"synchronous": "NORMAL"},
         }
         | changes
@@ -77,7 +77,7 @@ class ScriptedJob:
         self._stop_at = stop_at
         self._crash_at, self._really_submit = crash_at, self.store.db.submit
         self.store.db.submit = self._submit  # type: ignore[method-assign]
-        self.engine = ScriptedEngine(digits_script(settings.engine.scripted_tokens, 258))
+        self.engine = FakeEngine(digits_script(settings.engine.reply_tokens, 258))
         self.trainer = FakeTrainer(settings.checkpoint.keep)
         self.progress = JobProgress(job=settings.name, steps=settings.steps, run_dir=str(folder))
         self.events: list[tuple[str, dict[str, Any]]] = []

@@ -10,7 +10,7 @@ import pytest
 
 from palestra.config import load_config
 from palestra.errors import ConfigError, StoreError
-from palestra.inference.scripted import ScriptedEngine, digits_script
+from palestra.inference.fake import FakeEngine, digits_script
 from palestra.schemas.records import PolicyVersion
 from palestra.schemas.states import JobState
 from palestra.trainer.base import PolicySpec
@@ -271,12 +271,12 @@ async def test_a_row_is_there_for_every_step_wherever_the_evaluation_was_interru
     assert "validation/reward_mean" in found[2]
 
 
-class OddEngine(ScriptedEngine):
+class OddEngine(FakeEngine):
     """Says of some tokens that their log-probability is not a number."""
 
-    async def generate(self, policy, prompt_ids, sampling):
-        odd = b"say 1" in bytes(i for i in prompt_ids.tolist() if i < 256)
-        async for piece in super().generate(policy, prompt_ids, sampling):
+    async def generate(self, request):
+        odd = b"say 1" in bytes(i for i in request.prompt.ids.tolist() if i < 256)
+        async for piece in super().generate(request):
             yield replace(piece, logprobs=(math.nan,) * len(piece.ids)) if odd else piece
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from palestra.config import load_config
 from palestra.ledger.browsing import browse, list_episodes, read_episode
 from palestra.ledger.run_log import read_events
 from unit.learner.scripted_job import ScriptedJob, config
@@ -27,6 +28,7 @@ async def test_a_run_of_an_earlier_version_ends_as_it_would_have_there(tmp_path)
         }
         events = read_events(connection, 0, 1000)
     assert len(ended) == 13
+    assert load_config(run / "config.toml").digest() == config().digest()  # its names are translated
     assert await ScriptedJob(run, config()).run() == WEIGHTS
     with browse(run / "run.db") as connection:
         after = list_episodes(connection, None, None, 1000)

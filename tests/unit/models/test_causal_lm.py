@@ -29,12 +29,12 @@ def test_a_flat_forward_pass_is_that_of_transformers(tiny, reference):
     assert torch.allclose(logits, wanted, atol=1e-5)
 
 
-def test_the_model_can_not_be_called_without_an_attend(tiny):
-    with pytest.raises(AssertionError, match="Attend"):
+def test_the_model_can_not_be_called_without_an_attention_backend(tiny):
+    with pytest.raises(AssertionError, match="AttentionBackend"):
         tiny.model(torch.tensor([[1, 2]]))
     with pytest.raises(RuntimeError, match="mine"):
         tiny.hidden(torch.tensor([1]), torch.tensor([0]), lambda *_: (_ for _ in ()).throw(RuntimeError("mine")))
-    with pytest.raises(AssertionError):  # an error leaves no Attend behind
+    with pytest.raises(AssertionError):  # an error leaves no attention behind
         tiny.model(torch.tensor([[1, 2]]))
 
 

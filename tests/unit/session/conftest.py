@@ -1,4 +1,4 @@
-"""A store, a scripted engine, and sessions of claimed episodes."""
+"""A store, a fake engine, and sessions of claimed episodes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from palestra.chat import ByteTokenizer, ChatMLRenderer
 from palestra.config import PolicyConfig
 from palestra.grammars.pool import Grammars
-from palestra.inference.scripted import ScriptedEngine, digits_script
+from palestra.inference.fake import FakeEngine, digits_script
 from palestra.schemas.messages import text_message
 from palestra.schemas.states import TurnState
 from palestra.session import EpisodeSession, GenerationRequest, PolicyRuntime, SessionContext
@@ -27,7 +27,7 @@ class Bench:
         self.clock = clock
         self.folder = folder
         self.store = open_store(folder, clock)
-        self.engine = ScriptedEngine(lambda ids, sampling: self.script(ids, sampling))
+        self.engine = FakeEngine(lambda ids, sampling: self.script(ids, sampling))
         self.script = digits_script(12, STOP)
         self.policy = PolicyConfig.model_validate({"max_context": 4096, "sampling": {"max_tokens": 50}} | policy)
         self.grammars = Grammars()

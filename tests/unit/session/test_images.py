@@ -11,7 +11,7 @@ from palestra.chat import ByteTokenizer, ChatMLRenderer
 from palestra.schemas.messages import ChatMessage, ImagePart, TextPart, text_message
 from palestra.schemas.records import MediaSpan, TokenSequence
 from palestra.session import EpisodeSession, GenerationRequest
-from palestra.trajectory import common_tokens
+from palestra.trajectory import TokenRun, common_tokens
 from unit.building import ids, rows_of
 from unit.session.conftest import says
 
@@ -93,6 +93,20 @@ async def test_images_of_a_bridge_stand_at_their_places_in_the_whole_prompt(benc
     assert second.media == (MediaSpan(second.prompt_tokens - WIDTH, WIDTH, "one"),)
     (row,) = rows_of([first, second])
     assert row.media == second.media
+
+
+@pytest.mark.parametrize("renderer", [SeeingWithoutBridge, SeeingBehind])
+async def test_the_engine_is_given_all_images_of_a_prompt_those_of_earlier_calls_too(bench, renderer):
+    session = await seeing(bench, renderer())
+    asked, generate = [], bench.engine.generate
+    bench.engine.generate = lambda request: asked.append(request) or generate(request)
+    first = await session.generate_one(asks(shows("one", "a")))
+    second = await session.generate_one(asks(shows("one", "a"), first.reply, shows("other", "b")))
+    for request, chat in zip(asked, (first, second), strict=True):
+        assert request.prompt.ids.tolist() == chat.prompt_ids.tolist()
+        digests = TokenRun.of(*chat.sequence)[: chat.prompt_tokens]
+        assert TokenRun.of(*request.prompt).key == digests.key
+    assert {span.digest for span in asked[1].prompt.media} == {"one", "other"}
 
 
 A = MediaSpan(1, 2, "a")

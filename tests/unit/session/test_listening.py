@@ -13,7 +13,7 @@ from palestra.chat import ByteTokenizer, ChatMLRenderer, MessageDelta, whole_mes
 from palestra.chat.base import WholeReplyStream
 from palestra.config import PolicyConfig
 from palestra.errors import EngineFailure, InvalidRequest, UnsupportedField
-from palestra.inference.scripted import ScriptedEngine
+from palestra.inference.fake import FakeEngine
 from palestra.schemas.records import PolicyVersion, SampledTokens
 from palestra.session import EpisodeSession, Session
 from palestra.session.recorder import NoStore
@@ -70,7 +70,7 @@ def says(text: str):
 @pytest.fixture
 def pieces(bench):
     """The bench with an engine that gives out three tokens at a time."""
-    bench.engine = ScriptedEngine(lambda ids, sampling: bench.script(ids, sampling), piece_tokens=3)
+    bench.engine = FakeEngine(lambda ids, sampling: bench.script(ids, sampling), piece_tokens=3)
     bench.policy = PolicyConfig.model_validate({"max_context": 4096, "sampling": {"max_tokens": 200}})
     bench.context = bench.new_context()
     return bench
@@ -161,7 +161,7 @@ async def test_an_engine_is_told_to_stop_and_versions_are_those_of_the_kept_toke
     closed = []
 
     class Endless:
-        async def generate(self, policy, prompt_ids, sampling):
+        async def generate(self, request):
             try:
                 for n in range(1000):
                     ids = tuple(f"{n} ".encode())

@@ -53,7 +53,7 @@ def test_seeds_differ_by_each_of_them_and_fit_63_bits():
 
 async def test_a_call_is_on_disk_with_exact_ids_when_it_returns(bench, clock):
     bench.script = says("two")
-    await bench.engine.update_weights("policy", PolicyVersion(1, 5), None)
+    await bench.engine.sync_weights("policy", PolicyVersion(1, 5), None)
     session = await bench.session()
     chat = await session.generate_one(call("1 + 1?", agent="solver", time_step=4))
     (stored,) = await bench.recorded(session)
@@ -85,7 +85,7 @@ async def test_a_reply_without_a_stop_token_was_cut(bench):
 
 async def test_pieces_of_several_versions_become_spans(bench):
     class Pieces:
-        async def generate(self, policy, prompt_ids, sampling):
+        async def generate(self, request):
             for n, token in ((1, 10), (1, 11), (2, 12), (1, 13)):
                 yield SampledTokens(ids=(token,), logprobs=(-float(token),), version=PolicyVersion(0, n))
             yield SampledTokens(ids=(), logprobs=(), version=PolicyVersion(0, 9))

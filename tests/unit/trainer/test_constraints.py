@@ -12,13 +12,14 @@ from llguidance import LLMatcher
 
 from palestra.algorithms.loss import LossSpec
 from palestra.algorithms.losses import PPOClipLoss
-from palestra.config import EngineConfig
+from palestra.config import EmbeddedEngineConfig
 from palestra.grammars.pool import Grammars
 from palestra.inference.embedded import EmbeddedEngine
+from palestra.inference.model_runner import PolicyModel
 from palestra.models.causal_lm import load_causal_lm, load_tokenizer
 from palestra.models.grammar import vocabulary_of
 from palestra.schemas.records import GrammarSpan, SamplingParams
-from unit.building import make_chat, make_sample, rows_of
+from unit.building import engine_request, make_chat, make_sample, rows_of
 from unit.trainer.test_torch_trainer import training
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
@@ -29,12 +30,13 @@ GRAMMAR = LLMatcher.grammar_from_json_schema(json.dumps(SCHEMA))
 async def sampled(prompt: np.ndarray, temperature: float, seed: int):
     """A reply that matches the grammar, with the logprobs that it was sampled with."""
     model, tokenizer = load_causal_lm("tiny-random", torch.float32), load_tokenizer("tiny-random")
-    settings = EngineConfig(threads=1, dtype="float32", max_batch=4)
+    settings = EmbeddedEngineConfig(threads=1, dtype="float32", max_batch=4)
     grammars = Grammars(vocabulary_of(tokenizer, model.vocab_size))
-    engine = EmbeddedEngine(model, "policy", (258,), settings, grammars=grammars)
+    policy = PolicyModel(model=model, stop_ids=frozenset((258,)), grammars=grammars)
+    engine = EmbeddedEngine({"policy": policy}, settings)
     how = SamplingParams(temperature=temperature, max_tokens=60, seed=seed, grammar=GRAMMAR)
     try:
-        pieces = [piece async for piece in engine.generate("policy", prompt, how)]
+        pieces = [piece async for piece in engine.generate(engine_request(prompt, how))]
     finally:
         await engine.close()
         grammars.close()

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-from palestra.inference.scripted import ScriptedEngine, digits_script
+from palestra.inference.fake import FakeEngine, digits_script
 from palestra.schemas.records import SamplingParams
-from unit.building import ids
+from unit.building import engine_request, ids
 
 
 def sampling(seed: int, **kw) -> SamplingParams:
@@ -20,7 +20,7 @@ def test_digits_are_drawn_from_the_seed_and_end_with_the_stop_token():
 
 
 async def test_a_reply_is_cut_at_max_tokens():
-    engine = ScriptedEngine(lambda prompt, _: [*prompt.tolist(), 7, 8, 9])
-    pieces = [p async for p in engine.generate("p", ids(1, 2), sampling(0, max_tokens=3))]
+    engine = FakeEngine(lambda prompt, _: [*prompt.tolist(), 7, 8, 9])
+    pieces = [p async for p in engine.generate(engine_request(ids(1, 2), sampling(0, max_tokens=3), "p"))]
     assert [p.ids for p in pieces] == [(1, 2, 7)]
     assert pieces[0].logprobs == (-1.0,) * 3

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
 
 from palestra.errors import EngineFailure
 from palestra.faults import fault_point
-from palestra.inference.draw import uniform
+from palestra.inference.base import EngineLoad, EngineRequest
+from palestra.inference.rng import uniform
+from palestra.models.weights import WeightSource
 from palestra.schemas.records import Ids, PolicyVersion, SampledTokens, SamplingParams
 
 Script = Callable[[Ids, SamplingParams], Sequence[int]]
 
 
 def digits_script(length: int, stop_id: int) -> Script:
-    """Replies of up to `length` digits as bytes, drawn from the call's seed, then the stop token."""
+    """Return a script whose replies are digits as bytes, drawn from the call's seed, and then the stop token.
+
+    Args:
+        length: the most tokens of a reply, the stop token included.
+        stop_id: the token at the end of each reply.
+    """
 
     def reply(prompt_ids: Ids, sampling: SamplingParams) -> list[int]:
         count = 1 + int(uniform(sampling.seed, 0) * (length - 1))
@@ -24,51 +30,65 @@ def digits_script(length: int, stop_id: int) -> Script:
     return reply
 
 
-class ScriptedEngine:
-    """Implements `Engine` with a script; every token has logprob -1, and is the most probable one where that is asked.
+class FakeEngine:
+    """Implements `Engine` with a script, for any policy; every token has logprob -1, and is the most probable one.
 
-    Of a call's sampling it obeys `max_tokens`, `stop_ids` and `top_logprobs`; the script gets all of it.
+    Of a request's sampling it obeys `max_tokens`, `stop_ids` and `top_logprobs`; the script gets all of it.
     """
 
     def __init__(
         self, script: Script, delay_seconds: float = 0.0, piece_tokens: int = 0, piece_delay_seconds: float = 0.0
     ) -> None:
-        """A reply comes after `delay_seconds`, in pieces of `piece_tokens` (0: whole) with a delay between them."""
+        """Prepare to answer from a script.
+
+        Args:
+            script: makes the ids of a reply from a prompt, [P], and how it is to be sampled.
+            delay_seconds: time before the first piece of a reply.
+            piece_tokens: tokens of a piece; 0: a reply comes whole.
+            piece_delay_seconds: time between two pieces.
+        """
         self._script, self._delay = script, delay_seconds
         self._piece, self._piece_delay = piece_tokens, piece_delay_seconds
         self._versions: dict[str, PolicyVersion] = {}
         self._running = asyncio.Event()
         self._running.set()
         self._closed = False
-        self.calls = 0
-        self.running = 0  # calls that are being answered
+        self.calls = 0  # requests that were answered, or are being answered
+        self.running = 0  # requests that are being answered
+        self._waiting = self._sampled_tokens = 0
 
-    async def generate(self, policy: str, prompt_ids: Ids, sampling: SamplingParams) -> AsyncIterator[SampledTokens]:
+    async def generate(self, request: EngineRequest) -> AsyncIterator[SampledTokens]:
         """See `Engine`."""
-        await self._running.wait()
-        if self._delay:
-            await asyncio.sleep(self._delay)
+        self._waiting += 1
+        try:
+            await self._running.wait()
+            if self._delay:
+                await asyncio.sleep(self._delay)
+        finally:
+            self._waiting -= 1
         if self._closed:
             raise EngineFailure("the engine was stopped")
         self.calls += 1
         self.running += 1
         try:
-            ids = _until_stop(self._script(prompt_ids, sampling), sampling)
+            ids = _until_stop(self._script(request.prompt.ids, request.sampling), request.sampling)
             size = self._piece or max(len(ids), 1)
             for start in range(0, max(len(ids), 1), size):
                 if start and self._piece_delay:
                     await asyncio.sleep(self._piece_delay)
                 fault_point("during_generation")
-                yield self._sampled(policy, ids[start : start + size], sampling)
+                yield self._sampled(request, ids[start : start + size])
         finally:
             self.running -= 1
 
-    def _sampled(self, policy: str, ids: tuple[int, ...], sampling: SamplingParams) -> SampledTokens:
-        top = tuple(_top(token, sampling.top_logprobs) for token in ids) if sampling.top_logprobs else ()
-        return SampledTokens(ids=ids, logprobs=(-1.0,) * len(ids), version=self.version(policy), top=top)
+    def _sampled(self, request: EngineRequest, ids: tuple[int, ...]) -> SampledTokens:
+        self._sampled_tokens += len(ids)
+        number = request.sampling.top_logprobs
+        top = tuple(_top(token, number) for token in ids) if number else ()
+        return SampledTokens(ids=ids, logprobs=(-1.0,) * len(ids), version=self.version(request.policy), top=top)
 
-    async def update_weights(self, policy: str, version: PolicyVersion, weights: Any) -> None:
-        """See `Engine`."""
+    async def sync_weights(self, policy: str, version: PolicyVersion, source: WeightSource) -> None:
+        """See `Engine`. Only the version is taken: a script has no weights."""
         self._versions[policy] = version
 
     async def pause(self) -> None:
@@ -82,6 +102,10 @@ class ScriptedEngine:
     def version(self, policy: str) -> PolicyVersion:
         """See `Engine`."""
         return self._versions.get(policy, PolicyVersion(0, 0))
+
+    def load(self) -> EngineLoad:
+        """See `Engine`."""
+        return EngineLoad(waiting=self._waiting, running=self.running, sampled_tokens=self._sampled_tokens)
 
     async def failure(self) -> str:
         """See `Engine`."""
@@ -101,5 +125,5 @@ def _until_stop(reply: Sequence[int], sampling: SamplingParams) -> tuple[int, ..
 
 
 def _top(token: int, number: int) -> tuple[tuple[int, float], ...]:
-    """The token, and those with the next ids, each a little less probable."""
+    """Return the token, and those with the next ids, each a little less probable."""
     return tuple((token + k, -1.0 - k) for k in range(number))

@@ -1,0 +1,73 @@
+"""The `[engine]` table: each kind of engine has keys of its own, and refuses those of the others."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag
+
+from palestra.config.renames import new_value
+from palestra.config.section import Positive, Section
+
+
+class EmbeddedEngineConfig(Section):
+    """`kind = "embedded"`, the default: transformers models, in this process."""
+
+    kind: Literal["embedded"] = Field("embedded", description="The kind of engine; each has keys of its own.")
+    dtype: Literal["bfloat16", "float32"] = Field(
+        "bfloat16", description="Precision of the engine's products, weights, keys and values."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="`auto`: the GPU, if there is one.")
+    threads: Positive | None = Field(None, description="CPU threads for arithmetic. None: all cores.")
+    max_batch: Annotated[int, Field(ge=2)] = Field(64, description="Sequences that are decoded at the same time.")
+    prefill_tokens: Positive = Field(2048, description="Most prompt tokens in one forward pass.")
+    prefill_chunk: Positive = Field(
+        512, description="The same while replies are being sampled, so that a long prompt does not hold them up."
+    )
+    cache_gib: float | None = Field(
+        None,
+        gt=0,
+        description="Memory for keys and values, in GiB. A call starts when its longest reply fits. None: a quarter of "
+        "the machine's memory, or half of what is free on the GPU.",
+    )
+    in_flight_updates: Literal["continue", "finish"] = Field(
+        "continue",
+        description="Replies that are being sampled when new weights come: `continue` under the new ones (each token "
+        "has its version), or `finish` first.",
+    )
+    prefix_cache_tokens: int = Field(
+        32768, ge=0, description="Prompt tokens of each policy whose keys and values are kept."
+    )
+
+
+class FakeEngineConfig(Section):
+    """`kind = "fake"`: digits that follow from the seed, without a model; for tests."""
+
+    kind: Literal["fake"] = Field("fake", description="The kind of engine; each has keys of its own.")
+    delay_seconds: float = Field(0.0, ge=0, description="How long the engine takes for a reply.")
+    reply_tokens: Positive = Field(32, description="Longest reply, in tokens.")
+
+
+def _kind_of(value: Any) -> Any:
+    """Return the kind of an engine that is given as a table or as a section; a table without one is `embedded`."""
+    return value.get("kind", "embedded") if isinstance(value, dict) else getattr(value, "kind", None)
+
+
+def _known_kind(value: Any) -> Any:
+    """Refuse a kind that there is not, by the name of the key, which the union's own error does not have."""
+    kind = _kind_of(value)
+    if not isinstance(value, dict | Section):
+        raise ValueError(f"it is a table, such as {{kind = 'fake'}}, and not {value!r}")
+    if kind not in KINDS:
+        now = new_value("kind", kind)
+        hint = f"{kind!r} has a new name; write kind = {now!r}" if now else f"kind is {kind!r}"
+        raise ValueError(f"{hint} (known kinds: {', '.join(map(repr, KINDS))})")
+    return value
+
+
+EngineConfig = Annotated[
+    Annotated[EmbeddedEngineConfig, Tag("embedded")] | Annotated[FakeEngineConfig, Tag("fake")],
+    Discriminator(_kind_of),
+    BeforeValidator(_known_kind),
+]
+KINDS = ("embedded", "fake")

@@ -1,0 +1,79 @@
+"""Work that other threads give to an engine's own thread: done in order, and refused once that thread has ended."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from palestra.errors import EngineFailure
+
+Command = Callable[[], None]
+
+
+class CommandQueue:
+    """A queue that any thread may fill and one thread empties."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._unsettled: set[Future[None]] = set()
+        self._awaiting_failure: list[Future[str]] = []
+        self._closed: str | None = None  # why no command is taken any more
+        self._failure: str | None = None  # the same reason, where the thread did not end in good order
+
+    def put(self, command: Command) -> None:
+        """Queue a command for the engine's thread.
+
+        Raises:
+            EngineFailure: the thread has ended.
+        """
+        with self._lock:
+            if self._closed is not None:
+                raise EngineFailure(self._closed)
+            self._queue.put(command)
+
+    def future(self) -> Future[None]:
+        """Return a future for a command whose caller waits: the command sets its result, or `close` an error."""
+        future: Future[None] = Future()
+        self._unsettled.add(future)
+        future.add_done_callback(self._unsettled.discard)
+        return future
+
+    def failure(self) -> Future[str]:
+        """Return a future that gets the reason when the thread fails; it stays open where the thread ends in order."""
+        future: Future[str] = Future()
+        with self._lock:
+            if self._failure is not None:
+                future.set_result(self._failure)
+            elif self._closed is None:
+                self._awaiting_failure.append(future)
+        return future
+
+    def run(self, wait: bool) -> None:
+        """Run the commands that are queued; with `wait`, block until there is one."""
+        while True:
+            try:
+                self._queue.get(block=wait)()
+            except queue.Empty:
+                return
+            wait = False
+
+    def close(self, why: str, failed: bool) -> None:
+        """Refuse further commands, fail all unsettled futures, and run what was queued before.
+
+        Args:
+            why: what later callers are given as the reason.
+            failed: whether the thread ended because of a defect, of which `failure` then speaks.
+        """
+        with self._lock:
+            self._closed, self._failure = why, why if failed else None
+            awaiting, self._awaiting_failure = self._awaiting_failure, []
+        for future in list(self._unsettled):
+            if future.set_running_or_notify_cancel():
+                future.set_exception(EngineFailure(why))
+        self.run(wait=False)
+        for reason in awaiting if failed else ():
+            if reason.set_running_or_notify_cancel():
+                reason.set_result(why)
