@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from palestra.config import parse_config
+from palestra.config import FakeEngineConfig, parse_config
 from palestra.errors import ConfigError
 from palestra.scheduler.rules import CAPS, EXEMPT, OPEN_EPISODES, TIME_LIMIT, Rules, load_rules, numeric_keys
 from palestra.schemas.states import JobState
@@ -28,6 +28,8 @@ def set_to(key: str, value: float) -> dict:
     *sections, name = key.split(".")
     sections = ["a.b" if part == "*" else part for part in sections]
     found: dict = {("a.b" if name == "*" else name): value}
+    if sections[:1] == ["engine"] and name in FakeEngineConfig.model_fields:
+        found["kind"] = "fake"  # the keys of one kind are refused beside another
     for section in reversed(sections):
         found = {section: found}
     return found
