@@ -1,1 +1,1 @@
-"""Engines: what samples tokens."""
+"""Engines: they sample the tokens of replies from the newest weights of each policy."""

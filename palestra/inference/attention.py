@@ -15,6 +15,7 @@ class DecodeAttention:
     """Attention of one decoding pass: every row of the cache adds one position, and sees all before it."""
 
     def __init__(self, buckets: list[Bucket]) -> None:
+        """Prepare the masks' distances, once for all layers; rows come in the order of the buckets."""
         self._parts: list[tuple[Bucket, Tensor, Tensor, Tensor]] = []
         for bucket in buckets:
             device = bucket.storage.device
@@ -28,7 +29,19 @@ class DecodeAttention:
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None
     ) -> Tensor:
-        """See `AttentionBackend`. Rows beyond the cache's come back as zeros: they only make a product larger."""
+        """Write keys and values into the cache, and return what each query sees: [T, heads, head dim].
+
+        Called once a layer, as `AttentionBackend` says. Queries beyond the cache's rows get zeros: they only make a
+        product larger.
+
+        Args:
+            layer: number of the layer.
+            query: [1, heads, T, head dim].
+            key: [1, key heads, T, head dim], of the tokens of this pass.
+            value: as `key`.
+            scale: factor of the scores before the softmax.
+            window: how many positions a token sees, its own included; None: all before it.
+        """
         heads, dim = query.shape[1], query.shape[3]
         kv_heads = key.shape[1]
         pieces = []
@@ -63,7 +76,19 @@ class PrefillAttention:
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None
     ) -> Tensor:
-        """See `AttentionBackend`."""
+        """Write keys and values into the cache, and return what each query sees: [T, heads, head dim].
+
+        Called once a layer, as `AttentionBackend` says. Tokens beyond the pieces get zeros: they only keep products
+        above one row.
+
+        Args:
+            layer: number of the layer.
+            query: [1, heads, T, head dim].
+            key: [1, key heads, T, head dim], of the tokens of this pass.
+            value: as `key`.
+            scale: factor of the scores before the softmax.
+            window: how many positions a token sees, its own included; None: all before it.
+        """
         results = []
         start = 0
         for number, (kept, filled, new) in enumerate(self._pieces):
@@ -84,13 +109,14 @@ class PrefillAttention:
             )
             results.append(seen[0].transpose(0, 1))
             start += new
-        if start < query.shape[2]:  # rows that only keep products above one row
+        # Rows that were added only to keep matrix products above one row have no keys of their own.
+        if start < query.shape[2]:
             results.append(query.new_zeros((query.shape[2] - start, query.shape[1], query.shape[3])))
         return torch.cat(results)
 
 
 def _seen(filled: int, new: int, window: int | None, device: torch.device) -> Tensor | None:
-    """[new, filled + new] bool: what each new token sees; None: plainly causal."""
+    """Return a mask of what each new token sees, [new, filled + new] bool; None for plain causal attention."""
     if not filled and (window is None or new <= window):
         return None
     seen = torch.ones((new, filled + new), dtype=torch.bool, device=device).tril(diagonal=filled)

@@ -65,7 +65,7 @@ class Engine(Protocol):
         ...
 
     async def resume(self) -> None:
-        """Let forward passes run again."""
+        """Let forward passes run again after `pause`; requests continue where they stood."""
         ...
 
     def version(self, policy: str) -> PolicyVersion:

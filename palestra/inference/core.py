@@ -56,7 +56,7 @@ class EngineCore:
         self.flush()
 
     def load(self) -> EngineLoad:
-        """See `Engine`."""
+        """Return how many requests wait and run now, and how many tokens were sampled, as `Engine.load` does."""
         scheduler, runners = self.scheduler, self.runners.values()
         return EngineLoad(
             waiting=len(scheduler.waiting),

@@ -41,7 +41,7 @@ class EmbeddedEngine:
         Args:
             policies: by name; no two of them share a model, because each has weights of its own.
             config: limits, memory and threads.
-            deterministic: whether a reply must be the same bit for bit, whatever is computed beside it.
+            deterministic: whether a reply must be the same bit for bit, no matter what is computed beside it.
             version: of the weights that the models have now.
 
         Raises:
@@ -91,10 +91,15 @@ class EmbeddedEngine:
                 policy.grammars.release(running.matcher)
 
     async def sync_weights(self, policy: str, version: PolicyVersion, source: WeightSource) -> None:
-        """See `Engine`.
+        """Copy new weights into the engine's model of a policy, as `Engine.sync_weights` describes.
 
         Replies of the policy that are being sampled continue under the new weights, or are finished first, as
         `in_flight_updates` says; while the engine is paused they can't be finished, and so continue.
+
+        Args:
+            policy: whose weights these are.
+            version: what tokens that are sampled from them say.
+            source: tensors of the model's names and shapes.
         """
         self._policy(policy)
         runner = self._core.runners[policy]
@@ -109,11 +114,11 @@ class EmbeddedEngine:
         await self._on_thread(lambda: runner.load_weights(version, source), via=sync)
 
     async def pause(self) -> None:
-        """See `Engine`."""
+        """Finish the forward pass that runs, and begin no other until `resume`."""
         await self._on_thread(lambda: setattr(self, "_paused", True))
 
     async def resume(self) -> None:
-        """See `Engine`."""
+        """Let forward passes run again after `pause`; requests that waited continue where they were."""
         await self._on_thread(lambda: setattr(self, "_paused", False))
 
     def version(self, policy: str) -> PolicyVersion:
@@ -126,17 +131,17 @@ class EmbeddedEngine:
         return self._core.runners[policy].version
 
     def load(self) -> EngineLoad:
-        """See `Engine`."""
+        """Return how many requests wait and run, and the counters that `/metrics` shows."""
         return self._core.load()
 
     async def close(self) -> None:
-        """See `Engine`."""
+        """Fail the requests that are open, and end what the engine has started."""
         with contextlib.suppress(EngineFailure):  # its thread has ended already
             self._commands.put(lambda: setattr(self, "_stopping", True))
         await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
 
     async def failure(self) -> str:
-        """See `Engine`."""
+        """Wait until the engine can not go on by itself, and return the reason in one line."""
         return await asyncio.wrap_future(self._commands.failure())
 
     def _policy(self, name: str) -> PolicyModel:

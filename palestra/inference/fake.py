@@ -58,7 +58,7 @@ class FakeEngine:
         self._waiting = self._sampled_tokens = 0
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[SampledTokens]:
-        """See `Engine`."""
+        """Yield the tokens of a reply in the order in which they are sampled, as `Engine.generate` describes."""
         self._waiting += 1
         try:
             await self._running.wait()
@@ -88,32 +88,38 @@ class FakeEngine:
         return SampledTokens(ids=ids, logprobs=(-1.0,) * len(ids), version=self.version(request.policy), top=top)
 
     async def sync_weights(self, policy: str, version: PolicyVersion, source: WeightSource) -> None:
-        """See `Engine`. Only the version is taken: a script has no weights."""
+        """Take the version of new weights, and no tensor: a function that writes replies has no weights.
+
+        Args:
+            policy: whose weights these are.
+            version: what tokens that are sampled from them say.
+            source: not read.
+        """
         self._versions[policy] = version
 
     async def pause(self) -> None:
-        """See `Engine`."""
+        """Finish the forward pass that runs, and begin no other until `resume`."""
         self._running.clear()
 
     async def resume(self) -> None:
-        """See `Engine`."""
+        """Let forward passes run again after `pause`; requests that waited continue where they were."""
         self._running.set()
 
     def version(self, policy: str) -> PolicyVersion:
-        """See `Engine`."""
+        """Return the version of the weights that a policy is sampled from now."""
         return self._versions.get(policy, PolicyVersion(0, 0))
 
     def load(self) -> EngineLoad:
-        """See `Engine`."""
+        """Return how many requests wait and run, and the counters that `/metrics` shows."""
         return EngineLoad(waiting=self._waiting, running=self.running, sampled_tokens=self._sampled_tokens)
 
     async def failure(self) -> str:
-        """See `Engine`."""
+        """Wait until the engine can not go on by itself, and return the reason in one line."""
         never: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         return await never  # a script has nothing that could break
 
     async def close(self) -> None:
-        """See `Engine`."""
+        """Fail the requests that are open, and end what the engine has started."""
         self._closed = True
         self._running.set()
 

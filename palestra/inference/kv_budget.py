@@ -22,7 +22,7 @@ class KVBudget:
 
     @property
     def kept(self) -> int:
-        """Bytes of the prefixes."""
+        """Bytes of the keys and values that are kept for prompts to come, of all policies together."""
         return sum(cache.tokens * each for cache, each in self.prefixes)
 
     def reserve(self, size: int) -> bool:
@@ -37,7 +37,7 @@ class KVBudget:
         return True
 
     def release(self, size: int) -> None:
-        """Give reserved bytes back."""
+        """Return the bytes that `reserve` took for a request that has ended, so that others may begin."""
         self.reserved -= size
 
     def room_for(self, prefixes: PrefixCache, each: int) -> int:

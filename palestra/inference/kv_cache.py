@@ -75,7 +75,7 @@ class KVCache:
         return row
 
     def remove(self, row: Row) -> None:
-        """Forget a row."""
+        """Free the place of a sequence that has ended, and its bucket with the last row in it."""
         row.bucket.remove(row)
         if not row.bucket.rows:
             del self._buckets[row.bucket.capacity]

@@ -1,8 +1,8 @@
 """One policy's model: it computes the passes that the scheduler plans, and has the policy's keys and values.
 
 What a row gets never depends on the rows beside it, except through the rounding of matrix products; in a deterministic
-engine that is excluded, too: prompts are computed whole and alone, whatever was computed before, and products have at
-least `MIN_ROWS` rows.
+engine that is excluded, too: prompts are computed whole and alone, no matter what was computed before, and products
+have at least `MIN_ROWS` rows.
 """
 
 from __future__ import annotations

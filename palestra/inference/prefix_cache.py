@@ -17,6 +17,7 @@ class _Node:
     __slots__ = ("children", "keys", "parent", "tokens", "used")
 
     def __init__(self, parent: _Node | None, tokens: TokenRun, keys: Tensor | None) -> None:
+        """Add a run of N tokens below `parent`; `keys` are [layers, 2, key heads, N, head dim], None at the root."""
         self.parent, self.tokens, self.keys = parent, tokens, keys
         self.children: dict[tuple[int, str | None], _Node] = {}  # by first token
         self.used = 0
@@ -33,7 +34,7 @@ class PrefixCache:
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop all keys and values, as when new weights make those that are kept useless."""
         self.tokens = 0  # that are kept
         self._root = _Node(None, TokenRun(np.empty(0, np.int32)), None)
         self._clock = count(1)

@@ -44,12 +44,12 @@ class Request:
 
     @property
     def policy(self) -> str:
-        """The policy that is asked."""
+        """Name of the policy whose weights sample the reply."""
         return self.asked.policy
 
     @property
     def sampling(self) -> SamplingParams:
-        """How the reply is sampled."""
+        """How the reply is sampled: temperature, limits, seed and grammar."""
         return self.asked.sampling
 
     @property

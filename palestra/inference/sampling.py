@@ -107,6 +107,7 @@ def _keep_top(scores: Tensor, top_k: int, top_p: float) -> None:
 
 
 def _top(logprobs: Tensor, row: RowSampling) -> tuple[tuple[int, float], ...]:
+    """Return ids and log-probabilities of the most probable tokens of one row, [V], best first."""
     if not row.sampling.top_logprobs:
         return ()
     values, ids = logprobs.topk(min(row.sampling.top_logprobs, len(logprobs)))

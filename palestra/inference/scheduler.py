@@ -83,7 +83,7 @@ class Scheduler:
 
     @property
     def begun(self) -> int:
-        """How many requests have begun."""
+        """Number of requests that were admitted and have not left: in prefill, with followers, or in decoding."""
         return len(self.running) + sum(len(r.group) for r in self.prefilling)
 
     # Waiting to prefill.
