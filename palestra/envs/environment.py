@@ -1,4 +1,4 @@
-"""The easy form of an environment: Gymnasium's five values, text in and out."""
+"""`Environment`: the easy form of an environment, with Gymnasium's five values, text in and text out."""
 
 from __future__ import annotations
 
@@ -12,36 +12,61 @@ Info = dict[str, Any]
 
 
 class Environment(ABC):
-    """One episode's world, in which one agent acts and the world answers."""
+    """The world of one episode, in which one agent acts and the world answers.
 
-    max_steps: int | None = None  # after so many steps the episode is truncated; None: no limit
-    blocking: ClassVar[bool] = True  # whether reset and step may take long; if so they run in threads
-    reusable: ClassVar[bool] = False  # whether `reset` may be called again; otherwise each episode gets a new one
-    system: str | None = None  # the system message that the agent's conversation starts with; None: none
-    tools: tuple[dict[str, Any], ...] = ()  # what the agent may call, in OpenAI's shape
+    Implement `reset` and `step`, as in Gymnasium. Override `step_message` instead of `step` if your world has to see
+    tool calls, or to send more than text. For several agents, or observations that come at any time, see
+    `ConcurrentEnvironment`.
+    """
+
+    max_steps: int | None = None  # steps after which the episode is truncated; None: no limit
+    blocking: ClassVar[bool] = True  # True: its methods may take long, so they run in threads
+    reusable: ClassVar[bool] = False  # True: `reset` may be called again; False: each episode gets a new environment
+    system: str | None = None  # system message that the agent's conversation starts with, if any
+    tools: tuple[dict[str, Any], ...] = ()  # tools that the agent may call, in OpenAI's shape
 
     def setup(self) -> None:  # noqa: B027 - nothing to do, unless there is
-        """Before the first episode: connections, processes. May block."""
+        """Prepare for the first episode: open connections, start processes. By default nothing is done. May block."""
 
     def close(self) -> None:  # noqa: B027
-        """After the last episode, also after one that failed. May block."""
+        """Release what `setup` acquired. Called after the last episode, also if that one failed. May block."""
 
     @abstractmethod
     def reset(self, task: Mapping[str, Any]) -> tuple[str, Info]:
-        """Start with a task; returns the first observation, as the agent reads it, and information for people.
+        """Begin an episode.
 
-        The information is recorded with the episode (`palestra episodes RUN ID` shows it), 4,000 characters at most.
+        Args:
+            task: the task as the job has it; must not be changed.
+
+        Returns:
+            The first observation, as the agent reads it, and information for people, which is recorded with the episode
+            (`palestra episodes RUN ID` shows it), 4,000 characters at most.
         """
 
     @abstractmethod
     def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
         """Do what the agent said.
 
+        Args:
+            action: the text of the agent's reply.
+
         Returns:
-            Observation, reward of this step, terminated (the world is over), truncated (cut off, by a limit of steps
-            for instance; not the same as over), information for people.
+            Observation; reward of this step; terminated (the episode has ended in the world); truncated (the episode
+            was cut off, by a limit of steps for instance, although the world has not ended); information for people.
+
+        Raises:
+            Exception: any exception gives the episode back without a reward, to be tried again.
         """
 
     def step_message(self, action: ChatMessage) -> tuple[str | tuple[ChatMessage, ...], float, bool, bool, Info]:
-        """The same with the whole message, tool calls included. Override this one to see or to send more than text."""
+        """Do what the agent said, given its whole message, tool calls included.
+
+        By default `step` gets the message's text.
+
+        Args:
+            action: the agent's reply.
+
+        Returns:
+            The five values of `step`; the observation may also be a tuple of messages.
+        """
         return self.step(action.text)
