@@ -10,7 +10,7 @@ from palestra.threads import in_thread
 
 
 class BadArguments(ValueError):
-    """Raised by a tool for arguments that it can't be called with. The model reads the message, so it should help it."""
+    """Raised by a tool for arguments that it can't be called with. The model reads the message and may try again."""
 
 
 class Tool(ABC):
