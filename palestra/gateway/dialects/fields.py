@@ -1,4 +1,4 @@
-"""Fields of request bodies that several dialects have, with their limits, and what a refusal says."""
+"""Request fields that several dialects have in common, with their limits and the texts of refusals."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ def _listed(value: Any) -> Any:
 
 
 def _only_text(message: Any) -> Any:
-    """Refuse what a prompt would lack without a word: the records have a place for images, the renderers not yet."""
+    """Refuse content other than text.
+
+    Records can hold images, but renderers can't show them yet, and to drop an image silently would change the prompt.
+    """
     if isinstance(message, dict):
         content = message.get("content")
         parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
@@ -64,7 +67,7 @@ FunctionName = Annotated[str, Field(min_length=1, max_length=200)]
 
 
 class FunctionSpec(BaseModel):
-    """A tool's name, what it is for, and the JSON schema of its arguments."""
+    """A tool's name, its purpose, and the JSON schema of its arguments."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -74,7 +77,7 @@ class FunctionSpec(BaseModel):
 
 
 class ToolSpec(BaseModel):
-    """One tool that the model may call."""
+    """A tool that the model may call, in OpenAI's form."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -83,7 +86,7 @@ class ToolSpec(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    """How a stream is written."""
+    """Options of a streamed answer, in OpenAI's form."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -91,7 +94,7 @@ class StreamOptions(BaseModel):
 
 
 class SamplingFields(BaseModel):
-    """How to sample, as `/v1/chat/completions` and `/v1/completions` have it, with vLLM's extensions."""
+    """Sampling parameters of `/v1/chat/completions` and `/v1/completions`, with vLLM's extensions."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -140,7 +143,7 @@ class SamplingFields(BaseModel):
 
     @property
     def usage_wanted(self) -> bool:
-        """Whether a stream ends with a chunk for the usage."""
+        """Return whether a stream ends with a chunk that has the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def sampling(self) -> dict[str, Any]:
@@ -161,15 +164,15 @@ class SamplingFields(BaseModel):
 
 
 def refuse_others(wanted: BaseModel, ignored: Sequence[str], harmless: Mapping[str, Sequence[Any]]) -> None:
-    """Refuse fields that this server does not act on, unless they ask for nothing.
+    """Refuse fields that this server does not act on, unless their values ask for nothing.
 
     Args:
         wanted: a request body, with its unknown fields in `model_extra`.
         ignored: names of fields that change no reply.
-        harmless: by a field's name, the values that ask for what is done anyway.
+        harmless: by field name, the values that ask for the server's own behaviour.
 
     Raises:
-        UnsupportedField: naming the first.
+        UnsupportedField: names the first such field.
     """
     for name, value in (wanted.model_extra or {}).items():
         if value is None or name in ignored or value in harmless.get(name, ()):
