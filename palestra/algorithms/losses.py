@@ -1,4 +1,4 @@
-"""The losses that Palestra ships, and the way from a loss's name to the loss."""
+"""The losses that Palestra ships, and `build_loss`, which makes a loss from its name and parameters."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class PPOClipLoss(Loss):
     )
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        """See `Loss`."""
+        """Return the clipped surrogate loss, float32 [T], and the metrics of T tokens."""
         reference = inputs.sampling_logprobs if inputs.old_logprobs is None else inputs.old_logprobs
         ratio = (inputs.logprobs - reference).exp()
         plain = ratio * inputs.advantages
@@ -58,7 +58,7 @@ def build_loss(spec: LossSpec) -> Loss:
     """Return the loss that a spec names.
 
     Raises:
-        ConfigError: no loss of this process has the name, or its parameters are others.
+        ConfigError: this process has no loss of that name, or the loss has other parameters.
     """
     loss = LOSSES.get(spec.name)
     if loss is None:
