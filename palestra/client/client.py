@@ -294,8 +294,9 @@ class Client:
         self._send(abort_call(episode, reason, discard))
 
     def heartbeat(self, episode: Episode) -> None:
-        """Renew the lease of an episode, if no `with` block does it and more time than the lease passes between two
-        calls.
+        """Renew the lease of an episode that is played outside of a `with` block.
+
+        Needed only if more time than the lease may pass between two model calls of the episode.
 
         Raises:
             EpisodeLeaseExpired, EpisodeEnded: the episode does not belong to this client any more.

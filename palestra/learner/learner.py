@@ -79,9 +79,7 @@ class Learner:
         self._validation_tasks: list[Task] = []
 
     def stop(self) -> None:
-        """Finish the step that is being trained, or drop the one that is being gathered, then save and return from
-        `run`.
-        """
+        """Make `run` save and return after the step that is being trained; a step being gathered is dropped."""
         self._stopping.set()
 
     async def run(self) -> None:

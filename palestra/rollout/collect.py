@@ -233,9 +233,7 @@ class TrajectoryCollectEngine:
 
 
 def _note(notes: dict[str, str], name: str, info: Mapping[str, Any]) -> None:
-    """Record an environment's information for people: as ASCII text, so that any object can be stored, and
-    shortened.
-    """
+    """Record an environment's information for people, as short ASCII text, so that any object can be stored."""
     left = LONGEST_INFO - sum(len(text) for other, text in notes.items() if other != name)
     if left <= 0:
         return

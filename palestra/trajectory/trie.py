@@ -139,9 +139,7 @@ class TokenTrie:
         self.clear()  # parents and children refer to each other, so only the garbage collector would free the calls
 
     def clear(self) -> None:
-        """Remove all nodes, so that their memory is freed now and not by the garbage collector: nodes refer to their
-        parents.
-        """
+        """Remove all nodes and free their memory now: their references would keep it for the garbage collector."""
         stack = [self.root]
         while stack:
             node = stack.pop()
@@ -235,9 +233,7 @@ class TokenTrie:
 
 
 def _place(node: Node, depth: int) -> tuple[Node, int]:
-    """Return the node on the way to `node` in which the first `depth` tokens end, and how many of its tokens they
-    include.
-    """
+    """Return the node on the way to `node` in which the first `depth` tokens end, and how many are its own."""
     while node.parent is not None and node.start >= depth:
         node = node.parent
     return node, depth - node.start
