@@ -68,6 +68,5 @@ class Agent(ABC):
             policy: the model.
 
         Returns:
-            The model calls that this TimeStep took (it may need several: a summary first, then an action), and the
-            action.
+            The model calls of this TimeStep (one, or several: a summary first, then an action), and the action.
         """

@@ -11,11 +11,12 @@ from palestra.errors import ConfigError
 @register_loss("ppo-clip")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PPOClipLoss(Loss):
-    """-min(ratio x A, clip(ratio, 1 - clip_low, 1 + clip_high) x A), with ratio = pi(token) / reference(token).
+    """The clipped surrogate of PPO: -min(ratio x A, clip(ratio, 1 - clip_low, 1 + clip_high) x A).
 
-    Schulman et al. 2017, "Proximal Policy Optimization Algorithms", equation 7; with unequal bounds as in DAPO (Yu et
-    al. 2025, section 3.1). The reference is the policy before the step where the algorithm asked for its logprobs, as
-    in decoupled PPO, and otherwise the distribution that the token was sampled from.
+    The ratio is pi(token) / reference(token). Schulman et al. 2017, "Proximal Policy Optimization Algorithms", equation
+    7; with unequal bounds as in DAPO (Yu et al. 2025, section 3.1). The reference is the policy before the step if the
+    algorithm asked for its logprobs, as in decoupled PPO, and otherwise the distribution that the token was sampled
+    from.
 
     Attributes:
         clip_low: ratios below 1 - clip_low are clipped.

@@ -50,7 +50,8 @@ class ControlText:
         """
         self.tokens = tokens
         self._backend = backend
-        # One capital letter, at the start: no end of the marker is a beginning of it, so none can arise by accident.
+        # One capital letter, at the start: no end of the marker is also its beginning, so text beside a marker can't
+        # form a second one.
         self.marker = "Q" + secrets.token_bytes(9).hex()
         names = _one_of(tokens)
         self._any = re.compile(names)

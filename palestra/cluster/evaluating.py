@@ -42,21 +42,13 @@ NORMAL_95 = 1.959964  # 95 % of a normal distribution lie within so many standar
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskOutcome:
-    """The outcome of one task of an evaluation.
-
-    Attributes:
-        task_id: id of the task.
-        episode_id: id of the episode in which the task was played.
-        reward: sum of the rewards of all agents; None: every attempt failed.
-        reason: why the last attempt failed; None if there is a reward.
-        trajectory: messages, tokens, logprobs and steps; None unless they were asked for.
-    """
+    """The outcome of one task of an evaluation: its reward, or why there is none."""
 
     task_id: str
     episode_id: str
-    reward: float | None
-    reason: str | None
-    trajectory: Trajectory | None = None
+    reward: float | None  # sum of the rewards of all agents; None: every attempt failed
+    reason: str | None  # why the last attempt failed; None if there is a reward
+    trajectory: Trajectory | None = None  # messages, tokens, logprobs and steps; None unless they were asked for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,7 +178,7 @@ def evaluate_until_stopped(
         spec = played if isinstance(played, RolloutSpec) else None
         function = None if isinstance(played, RolloutSpec) else played
         thread = JobThread(job, console, spec, scored=scored)
-        # A signal ends the playing; what was scored until then is returned, and marked as incomplete.
+        # After a signal, the outcomes so far are returned and marked as incomplete.
         with console, Interrupts(thread.stop) as interrupts:
             run(play_until_over(thread, Rollouts(function, (), (), concurrency)))
             result = thread.result()

@@ -41,7 +41,7 @@ class ConcurrentEnvironment(ABC):
 
     # Methods that a subclass implements.
 
-    async def setup(self) -> None:  # noqa: B027 - nothing to do, unless there is
+    async def setup(self) -> None:  # noqa: B027 - optional to override
         """Prepare for the first episode: open connections, start processes. By default nothing is done."""
 
     async def close(self) -> None:  # noqa: B027

@@ -25,7 +25,7 @@ class Environment(ABC):
     system: str | None = None  # system message that the agent's conversation starts with, if any
     tools: tuple[dict[str, Any], ...] = ()  # tools that the agent may call, in OpenAI's shape
 
-    def setup(self) -> None:  # noqa: B027 - nothing to do, unless there is
+    def setup(self) -> None:  # noqa: B027 - optional to override
         """Prepare for the first episode: open connections, start processes. By default nothing is done. May block."""
 
     def close(self) -> None:  # noqa: B027
@@ -35,12 +35,15 @@ class Environment(ABC):
     def reset(self, task: Mapping[str, Any]) -> tuple[str, Info]:
         """Begin an episode.
 
+        The information for people is recorded with the episode (`palestra episodes RUN ID` shows it), at most 4,000
+        characters.
+
         Args:
             task: the task as the job has it; must not be changed.
 
         Returns:
-            The first observation, as the agent reads it, and information for people, which is recorded with the episode
-            (`palestra episodes RUN ID` shows it), 4,000 characters at most.
+            observation: the first observation, as the agent reads it.
+            info: information for people; the agent does not see it.
         """
 
     @abstractmethod
@@ -51,8 +54,11 @@ class Environment(ABC):
             action: the text of the agent's reply.
 
         Returns:
-            Observation; reward of this step; terminated (the episode has ended in the world); truncated (the episode
-            was cut off, by a limit of steps for instance, although the world has not ended); information for people.
+            observation: the next observation, as the agent reads it.
+            reward: the reward of this step, a finite number; None: not scored, so the episode is left out of training.
+            terminated: whether the episode has ended in the world.
+            truncated: whether the episode was cut off, by a limit of steps for instance, before it ended in the world.
+            info: information for people; the agent does not see it.
 
         Raises:
             Exception: any exception gives the episode back without a reward, to be tried again.

@@ -121,7 +121,7 @@ async def _pause(plane: DataPlane, seconds: float) -> None:
 
 
 def _of_engines(plane: DataPlane) -> list[Metric]:
-    """Return what the engines of all policies have to do, and have done; an engine of several policies counts once."""
+    """Return metrics of the engines of all policies; an engine that samples several policies counts once."""
     engines = {id(runtime.engine): runtime.engine for runtime in plane.sessions.context.policies.values()}
     loads = [engine.load() for engine in engines.values()]
     requests = GaugeMetricFamily("palestra_engine_requests", "Requests of the engines by state.", labels=["state"])

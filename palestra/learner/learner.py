@@ -172,7 +172,7 @@ class Learner:
         rows = await self._store.log.metrics()
         self._log.restore(rows)
         if self._progress.step == 0 and not rows:
-            return {"step": 0.0}  # of the evaluation before the first step
+            return {"step": 0.0}  # the row of the evaluation before the first step
         return unfinished
 
     async def _wait_for_tasks(self) -> None:

@@ -74,7 +74,7 @@ class Environments:
         try:
             async with asyncio.timeout(CLOSE_SECONDS):
                 await self._concurrent(made).close()
-        except Exception as error:  # noqa: BLE001 - the user's; the episode that it had is over
+        except Exception as error:  # noqa: BLE001 - the user's code failed, after its episode was over
             log.warning("closing a %s failed: %s: %s", type(made).__name__, type(error).__name__, error)
 
     def _concurrent(self, made: Made) -> ConcurrentEnvironment:

@@ -23,7 +23,8 @@ log = logging.getLogger("palestra.rollout")
 class RolloutSpec:
     """What to play: agents and environments.
 
-    `environment` is called for each episode, unless it makes reusable environments.
+    `environment` makes an environment for an episode; a reusable environment serves several episodes, one after
+    another.
     """
 
     environment: Callable[[], Made]

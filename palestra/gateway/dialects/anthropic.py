@@ -97,9 +97,9 @@ class CountRequest(BaseModel):
     messages: Annotated[tuple[Turn, ...], Field(min_length=1, max_length=10_000)] = Field(
         description="The conversation so far: text, tool_use, tool_result and thinking blocks."
     )
-    system: TextBlocks | None = Field(None, description="A system message in front.")
+    system: TextBlocks | None = Field(None, description="A system message that comes first.")
     tools: Annotated[tuple[Tool, ...], Field(max_length=1000)] | None = Field(
-        None, description="What the model may call."
+        None, description="Tools that the model may call."
     )
     tool_choice: ToolChoice | None = Field(
         None,
@@ -116,12 +116,14 @@ class MessagesRequest(CountRequest):
     """The fields of Anthropic's request that this server acts on."""
 
     max_tokens: Count = Field(description="Most tokens to sample; the job's own limit applies as well.")
-    temperature: Temperature | None = Field(None, description="Used on ad-hoc episodes only.")
+    temperature: Temperature | None = Field(
+        None, description="Used in ad-hoc episodes only; elsewhere the job has its own."
+    )
     top_p: Probability | None = Field(
-        None, description="Below 1 refused or ignored in training episodes (`rollout.untrainable_sampling`)."
+        None, description="Below 1: refused or ignored in training episodes (see `rollout.untrainable_sampling`)."
     )
     top_k: Annotated[int, Field(ge=0, strict=True)] | None = Field(
-        None, description="Above 0 not in training episodes."
+        None, description="Above 0: not possible in training episodes."
     )
     stop_sequences: StopStrings | None = Field(None, description="Texts that end the reply.")
     stream: Flag | None = Field(None, description="Server-sent events, from the first text on.")

@@ -96,7 +96,8 @@ class ChatRequest(SamplingFields):
     )
     max_completion_tokens: Count | None = Field(None, description="The newer name of `max_tokens`.")
     tools: Annotated[tuple[ToolSpec, ...], Field(max_length=1000)] | None = Field(
-        None, description="What the model may call. Calls come back in `tool_calls`, unless `tool_choice` is none."
+        None,
+        description="Tools that the model may call. Calls come back in `tool_calls`, unless `tool_choice` is none.",
     )
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
         None, description="Required, or a tool's name: the reply is constrained to calls."
@@ -110,7 +111,7 @@ class ChatRequest(SamplingFields):
     )
     logprobs: Flag | None = Field(None, description="Return the logprobs of the sampled tokens.")
     top_logprobs: Annotated[int, Field(ge=0, le=20, strict=True)] | None = Field(
-        None, description="With `logprobs`: so many of the most probable tokens at each place, too."
+        None, description="With `logprobs`: number of most probable tokens to return at each place."
     )
 
 

@@ -47,10 +47,10 @@ class CompletionRequest(SamplingFields):
     """The fields of OpenAI's text completion request that this server acts on."""
 
     prompt: Annotated[Any, BeforeValidator(_prompts), WithJsonSchema(_PROMPT)] = Field(
-        description="Text (control tokens in it are meant), token ids, or a list of these."
+        description="Text (control tokens in it count as such), token ids, or a list of these."
     )
     logprobs: Annotated[int, Field(ge=0, le=20, strict=True)] | None = Field(
-        None, description="Logprobs of the sampled tokens, and of so many of the most probable at each place."
+        None, description="Return logprobs of the sampled tokens, and of so many most probable tokens at each place."
     )
 
 

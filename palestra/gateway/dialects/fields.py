@@ -90,7 +90,7 @@ class StreamOptions(BaseModel):
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
-    include_usage: Flag | None = Field(None, description="One more chunk at the end, with the usage.")
+    include_usage: Flag | None = Field(None, description="Whether to send one more chunk at the end, with the usage.")
 
 
 class SamplingFields(BaseModel):
@@ -100,33 +100,33 @@ class SamplingFields(BaseModel):
 
     model: str = Field(description="The policy's name, as the claim gave it.")
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES, strict=True)] | None = Field(
-        None, description="How many samples; each is recorded as a call of its own."
+        None, description="Number of replies to sample; each is recorded as a call of its own."
     )
     max_tokens: Count | None = Field(None, description="Most tokens to sample; the job's own limit applies as well.")
     min_tokens: Annotated[int, Field(ge=0, strict=True)] | None = Field(
-        None, description="Fewest tokens to sample; not in training episodes."
+        None, description="Fewest tokens to sample; not possible in training episodes."
     )
     temperature: Temperature | None = Field(
-        None, description="Used on ad-hoc episodes only; elsewhere the job's, as `x-palestra-sampling` then says."
+        None, description="Used in ad-hoc episodes only; elsewhere the job has its own (see `x-palestra-sampling`)."
     )
     seed: Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)] | None = Field(
-        None, description="Used on ad-hoc episodes only; elsewhere one of the job's."
+        None, description="Used in ad-hoc episodes only; elsewhere the job derives the seed."
     )
     top_p: Probability | None = Field(
-        None, description="Below 1 refused or ignored in training episodes (`rollout.untrainable_sampling`)."
+        None, description="Below 1: refused or ignored in training episodes (see `rollout.untrainable_sampling`)."
     )
     top_k: Annotated[int, Field(ge=-1, strict=True)] | None = Field(
-        None, description="Above 0 not in training episodes."
+        None, description="Above 0: not possible in training episodes."
     )
-    presence_penalty: Penalty | None = Field(None, description="Not in training episodes.")
-    frequency_penalty: Penalty | None = Field(None, description="Not in training episodes.")
+    presence_penalty: Penalty | None = Field(None, description="Not possible in training episodes.")
+    frequency_penalty: Penalty | None = Field(None, description="Not possible in training episodes.")
     logit_bias: (
         Annotated[
             dict[Annotated[int, Field(ge=0, lt=2**31)], Annotated[float, Field(ge=-100, le=100)]],
             Field(max_length=1024),
         ]
         | None
-    ) = Field(None, description="By token id; not in training episodes.")
+    ) = Field(None, description="By token id; not possible in training episodes.")
     stop: StopStrings | None = Field(
         None,
         description=f"Text, or up to {MAX_STOPS} texts of at most {MAX_STOP_LENGTH} characters, that end the reply and "

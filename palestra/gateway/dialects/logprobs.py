@@ -34,7 +34,7 @@ def _possible(top: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
 
 
 def _entry(token: int, logprob: float, bytes_of: TokenBytes) -> dict[str, Any]:
-    # Bytes that are no whole character are written as OpenAI writes them: a backslash, x, and two digits.
+    # Bytes that are only part of a character are written as OpenAI writes them: a backslash, x, and two digits.
     data = bytes_of(token)
     return {"token": data.decode("utf-8", "backslashreplace"), "logprob": logprob, "bytes": list(data)}
 

@@ -94,9 +94,9 @@ class InputRequest(BaseModel):
     input: Items = Field(
         description="Text, or the whole conversation as items: message, function_call, function_call_output, reasoning."
     )
-    instructions: Text | None = Field(None, description="A system message in front.")
+    instructions: Text | None = Field(None, description="A system message that comes first.")
     tools: Annotated[tuple[FunctionTool, ...], Field(max_length=1000)] | None = Field(
-        None, description="What the model may call."
+        None, description="Tools that the model may call."
     )
     tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = Field(
         None, description="Required, or a tool's name: the reply is constrained to calls."
@@ -109,9 +109,11 @@ class ResponsesRequest(InputRequest):
     """The fields of OpenAI's request for a response that this server acts on."""
 
     max_output_tokens: Count | None = Field(None, description="Most tokens to sample; the job's own limit applies.")
-    temperature: Temperature | None = Field(None, description="Used on ad-hoc episodes only.")
+    temperature: Temperature | None = Field(
+        None, description="Used in ad-hoc episodes only; elsewhere the job has its own."
+    )
     top_p: Probability | None = Field(
-        None, description="Below 1 refused or ignored in training episodes (`rollout.untrainable_sampling`)."
+        None, description="Below 1: refused or ignored in training episodes (see `rollout.untrainable_sampling`)."
     )
     stream: Flag | None = Field(None, description="Server-sent events, from the first text on.")
 
