@@ -12,7 +12,7 @@ from palestra.schemas.records import Chat
 
 
 class PolicyHandle(Protocol):
-    """The model under training (or a frozen one), as an agent sees it in one turn of one episode.
+    """The model, trained or frozen, as an agent sees it in one turn of one episode.
 
     An agent calls `chat` as often as it needs; each call is recorded in the episode.
     """

@@ -124,7 +124,7 @@ def evaluate(
 
     Raises:
         ConfigError: none of the arguments says what is played, or more than one does, or there is no task.
-        PalestraError: the model can't be loaded, or FAILURES_IN_A_ROW episodes in a row have failed.
+        PalestraError: the model can't be loaded, or many episodes in a row have failed.
         KeyboardInterrupt, SystemExit: after SIGINT, or SIGTERM (exit code 143); episodes are kept in `run_dir`.
     """
     found, interrupts = evaluate_until_stopped(

@@ -54,7 +54,7 @@ class Situation:
     @property
     def moved(self) -> tuple[object, ...]:
         """Return values that change when the job makes progress, or when the wait for workers begins or ends."""
-        # With it, the time without progress begins again when a worker arrives after a long wait.
+        # The wait for workers is part of it, so that a worker that arrives after a long wait does not show as stalled.
         return (self.phase, self.step, self.collected, self.calls, self.waits_for_workers)
 
 

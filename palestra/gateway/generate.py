@@ -41,7 +41,7 @@ def add_dialect_routes(app: FastAPI, plane: DataPlane, dialects: Sequence[Dialec
 
 
 class GenerateHandler:
-    """Answers the model calls of one dialect, for all jobs and episodes in the same way."""
+    """Answers the model calls of one dialect: reads the request, opens the session, samples, and writes the answer."""
 
     def __init__(self, plane: DataPlane, dialect: Dialect[Any]) -> None:
         self._plane, self._sessions, self._dialect = plane, plane.sessions, dialect
