@@ -322,19 +322,34 @@ class Job:
 
     @property
     def url(self) -> str:
-        """Return the URL of the job's data plane, waiting until it runs; it changes when the job is started again."""
+        """Return the URL of the job's data plane; it changes when the job is started again.
+
+        Blocks without a limit until the job runs; see `wait_for_server`.
+
+        Raises:
+            JobOver: the job is over, so it will not run.
+        """
         return self.wait_for_server().url
 
     @property
     def key(self) -> str:
-        """Return the key that opens the job's data plane, waiting until the job runs."""
+        """Return the key that opens the job's data plane.
+
+        Blocks without a limit until the job runs; see `wait_for_server`.
+
+        Raises:
+            JobOver: the job is over, so it will not run.
+        """
         return self.wait_for_server().api_key
 
     def client(self, **more: Any) -> Client:
-        """Return a client of the job's data plane, waiting until the job runs.
+        """Return a client of the job's data plane; blocks without a limit until the job runs.
 
         Args:
             **more: arguments of `Client`, such as `worker_id`.
+
+        Raises:
+            JobOver: the job is over, so it will not run.
         """
         found = self.wait_for_server()
         return Client(found.url, found.api_key, **more)

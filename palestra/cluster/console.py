@@ -98,7 +98,7 @@ class Console:
             data: data of the event.
         """
         if kind == "running" and data["step"]:
-            self._say(f"going on after step {data['step']}")
+            self._say(f"resumed after step {data['step']}")
         elif kind == "evaluated" and data["step"] == 0 and "validation/reward_mean" in data:
             self._say(f"before training: {_validation(data)}")
         elif kind == "step" and data["step"]:
