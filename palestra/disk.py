@@ -1,4 +1,4 @@
-"""Files of a run: written whole or not at all, and an error of the disk is one line with the path and the cause."""
+"""Write files of a run whole or not at all, and report an error of the disk in one line with the path and the cause."""
 
 from __future__ import annotations
 
@@ -12,10 +12,15 @@ from palestra.errors import StoreError
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn an OSError of the block into one line; the OSError stays its cause, by which a service decides what follows.
+    """Turn an OSError of the block into a StoreError that says in one line what to do.
+
+    The OSError stays its `__cause__`, by which a service decides whether the disk or the job is at fault.
+
+    Args:
+        path: the file or folder that the block writes, for the message.
 
     Raises:
-        StoreError: the file or folder at `path` could not be written.
+        StoreError: the block raised an OSError.
     """
     try:
         yield
@@ -32,15 +37,15 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_whole(path: Path, content: bytes, mode: int = 0o666) -> None:
-    """Write a file so that it is there whole, or as it was before.
+    """Write a file so that after a crash it has either its old content or all of the new.
 
     Args:
-        path: of the file.
-        content: all of it.
+        path: the file; its folder has to exist.
+        content: all bytes of the file.
         mode: permissions of a new file, before the umask.
 
     Raises:
-        StoreError: it could not be written.
+        StoreError: the file could not be written.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with writing(path):

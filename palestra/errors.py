@@ -45,25 +45,42 @@ import traceback
 from pathlib import Path
 from typing import ClassVar
 
+# The folders of Python itself, of installed packages and of Palestra, by which `place_of` knows a user's own code.
 _INSTALLED = [sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
 _NOT_THE_USERS = tuple(f"{Path(place).resolve()}/" for place in (str(Path(__file__).parent), *_INSTALLED))
 
 
 class PalestraError(Exception):
-    """Base of all errors. `code` is the stable name used in API answers."""
+    """Base of every error that Palestra raises on purpose, with the HTTP answer that each of them becomes.
+
+    Catch it to handle all of them; anything else that comes out of Palestra is a bug, or an error of the caller's own
+    code.
+
+    Attributes:
+        http_status: status of an API answer that reports the error.
+        retryable: whether the same request may succeed later, so that clients send it again.
+        code: stable name of the error in API answers, for programs.
+    """
 
     http_status: ClassVar[int] = 500
     retryable: ClassVar[bool] = False
 
     @property
     def code(self) -> str:
-        """The error's name in snake case, e.g. `episode_lease_expired`."""
+        """Return the error's name in snake case, such as `episode_lease_expired`.
+
+        Names are stable, so programs may compare them.
+        """
         name = type(self).__name__
         return "".join("_" + c.lower() if c.isupper() and i else c.lower() for i, c in enumerate(name))
 
 
 class InvalidRequest(PalestraError):
-    """The request can't be understood or a value is out of range."""
+    """The body of a request can't be understood, or a value in it is out of range.
+
+    Attributes:
+        field: path of the field that is wrong, such as `messages.0.content`; None where no single field is to blame.
+    """
 
     http_status = 422
 
@@ -73,13 +90,18 @@ class InvalidRequest(PalestraError):
 
 
 class UnsupportedField(InvalidRequest):
-    """A field of the OpenAI API which this server does not implement."""
+    """A field of a provider's API has a value that this server does not implement; leave the field out."""
 
     http_status = 400
 
 
 class ControlTokenInText(InvalidRequest):
-    """The text of a message spells a control token of the model, which its renderer can't write as text."""
+    """The text of a message spells a control token of the model, which its renderer can't write as text.
+
+    Attributes:
+        where: the message, in words.
+        token: the control token's text.
+    """
 
     http_status = 400
 
@@ -93,27 +115,48 @@ class ControlTokenInText(InvalidRequest):
 
 
 class GrammarRefused(InvalidRequest):
-    """What a reply would have to match is over a bound: it takes too much time or memory."""
+    """A grammar that a reply would have to match takes more time or memory than one grammar may.
+
+    Simplify the schema.
+    """
 
     http_status = 400
 
     def __init__(self, message: str, field: str | None = None, lasting: bool = True) -> None:
-        """`lasting`: whether the same content will be refused on another machine, or at another time, too."""
+        """Create the error.
+
+        Args:
+            message: what took too much, in words.
+            field: path of the request's field that asked for the grammar, if it is known.
+            lasting: whether the grammar would also be refused on another machine or at another time. A refusal for time
+                is not lasting, because the machine may have been busy.
+        """
         super().__init__(message, field)
         self.lasting = lasting
 
     def of_field(self, field: str) -> GrammarRefused:
-        """Return the error as one of a request that asks for the grammar in `field`."""
+        """Return the error as one of a request that asks for the grammar in `field`, with the advice to simplify it."""
         return GrammarRefused(f"{field}: over the bound of a grammar: {self}; simplify it", field, self.lasting)
 
 
 class ContextOverflow(PalestraError):
-    """Prompt and reply together are longer than the model's context."""
+    """Prompt and reply together are longer than the model's context; shorten the messages or raise `max_context`.
+
+    Attributes:
+        prompt_tokens: length of the prompt, or a lower bound of it.
+        max_context: longest prompt and reply together, in tokens.
+    """
 
     http_status = 400
 
     def __init__(self, prompt_tokens: int, max_context: int, at_least: bool = False) -> None:
-        """`at_least`: not all of the prompt was tokenised."""
+        """Create the error.
+
+        Args:
+            prompt_tokens: length of the prompt in tokens.
+            max_context: longest prompt and reply together, in tokens.
+            at_least: whether `prompt_tokens` is a lower bound, because tokenisation stopped where the context was full.
+        """
         super().__init__(
             f"the prompt has {'at least ' if at_least else ''}{prompt_tokens} tokens and the context of this policy is "
             f"{max_context}; shorten the messages, or raise max_context of the policy"
@@ -123,53 +166,70 @@ class ContextOverflow(PalestraError):
 
 
 class ConfigError(PalestraError):
-    """A job's configuration is wrong."""
+    """A job's configuration is wrong: a value is out of range, or does not fit this machine or the job's other
+    values.
+    """
 
     http_status = 400
 
 
 class RunInUse(ConfigError):
-    """Another process is running the job."""
+    """Another process is running the job, and holds the lock on its run folder; stop that process first."""
 
 
 class Unauthorized(PalestraError):
-    """No key was sent, or it is not known."""
+    """A request came without a key, or with one that the server does not know (any more)."""
 
     http_status = 401
 
 
 class Forbidden(PalestraError):
-    """The key is good, but for something else."""
+    """The key is known, but does not open this route: it is an episode's key, say, or has not the scope that is
+    needed.
+    """
 
     http_status = 403
 
 
 class NotFound(PalestraError):
-    """What was named does not exist."""
+    """The episode, job, policy or file that was named does not exist, or the caller's key must not see it."""
 
     http_status = 404
 
 
 class Conflict(PalestraError):
-    """The present state does not allow the request."""
+    """The present state of a job, an episode or a group does not allow the request.
+
+    Asking again will not change that.
+    """
 
     http_status = 409
 
 
 class JobOver(Conflict):
-    """The job has ended, and its data plane with it."""
+    """The job has ended, and its data plane with it, so a client can't be connected to it any more."""
 
 
 class IllegalTransition(Conflict):
-    """A lifecycle does not have this move."""
+    """A change of state that the lifecycle's table in `schemas/states.py` does not have, such as from COMPLETED to
+    CLAIMED.
+    """
 
 
 class ClaimOver(Conflict):
-    """A claim was sent again after its lease had ended; claim anew, under another request id."""
+    """A claim was sent again after its lease had ended or its episode was finished.
+
+    Claim again under another request id.
+    """
 
 
 class HistoryDrift(Conflict):
-    """In strict mode: a call would lose exact tokens of an earlier one."""
+    """In strict mode (`rollout.strict_history`): a call would lose exact tokens of the earlier call that it continues.
+
+    Attributes:
+        reason: a value of `ForkReason`.
+        position: first token that differs.
+    """
 
     def __init__(self, reason: str, call: int | None, message: int, position: int) -> None:
         left = "an earlier call" if call is None else f"call {call}"
@@ -183,25 +243,31 @@ class HistoryDrift(Conflict):
 
 
 class EpisodeLeaseExpired(Conflict):
-    """The caller no longer holds the episode."""
+    """The caller no longer holds the episode: its lease ran out without a heartbeat, or the episode was claimed
+    again.
+    """
 
 
 class EpisodeEnded(Conflict):
-    """The episode is over; nothing can be added."""
+    """The episode is completed or discarded; no call and no reward can be added to it."""
 
 
 class EpisodeOver(Conflict):
-    """An environment has nothing more to show."""
+    """An action was sent to a concurrent environment whose episode has nothing more to show to any agent."""
 
 
 class PayloadTooLarge(PalestraError):
-    """The body is over the limit."""
+    """The body of the request, or the configuration in it, has more bytes than the limit allows."""
 
     http_status = 413
 
 
 class TooManyRequests(PalestraError):
-    """Too many calls are waiting."""
+    """Too many requests wait for the same resource, or a key has used up its requests for this minute.
+
+    Attributes:
+        retry_after_seconds: how long to wait before the request is sent again; answers have it as `Retry-After`.
+    """
 
     http_status = 429
     retryable = True
@@ -212,38 +278,47 @@ class TooManyRequests(PalestraError):
 
 
 class ServerStopping(PalestraError):
-    """The server is going down."""
+    """The server is shutting down, so it takes no more work. It may come back under the same address."""
 
     http_status = 503
     retryable = True
 
 
 class EngineFailure(PalestraError):
-    """The engine could not finish a call."""
+    """The engine could not finish a call. Nothing of the reply may be used, and the call may be sent again."""
 
     http_status = 503
     retryable = True
 
 
 class ConnectionLost(PalestraError):
-    """The server could not be reached for longer than the client was told to try."""
+    """The client could not reach the server for longer than its `retry_seconds` allow."""
 
     http_status = 503
     retryable = True
 
 
 class EnvironmentMistake(PalestraError):
-    """An environment does not keep to what environments have to do; the message says how."""
+    """An environment breaks the rules of `Environment`: a method returned a wrong type, say.
+
+    The message names the rule.
+    """
 
 
 class NotScored(PalestraError):
-    """A reward is None: the episode is left out, which is no failure, and it is not played again."""
+    """A reward is None: the episode is left out of training.
+
+    That is no failure, and the episode is not played again.
+    """
 
 
 class RolloutFailed(PalestraError):
-    """An environment, an agent or the engine failed during an episode, or its time was over.
+    """An environment, an agent or the engine failed during an episode that Palestra played, or its time limit was
+    reached.
 
-    `termination` says which (see `rollout.Termination`); `__cause__` is what was raised, if anything was.
+    Attributes:
+        termination: which of these it was; see `rollout.Termination`. `__cause__` is the exception of the user's code,
+            if there was one.
     """
 
     def __init__(self, termination: str, message: str) -> None:
@@ -252,26 +327,29 @@ class RolloutFailed(PalestraError):
 
 
 class WorkersCrash(PalestraError):
-    """Worker processes die as soon as they are started."""
+    """Worker processes die as soon as they are started, so the command gives up rather than start them for ever."""
 
 
 class ServerFailed(PalestraError):
-    """A model server could not be started, or is gone."""
+    """A model server could not be started, or has died.
+
+    The control plane may start it again, perhaps on another node.
+    """
 
     http_status = 503
     retryable = True
 
 
 class MachineGone(ServerFailed):
-    """The machine that was chosen for a model server is dead; its job waits for another one."""
+    """The node that was chosen for a model server is dead; the job waits until another node has room."""
 
 
 class ModelError(PalestraError):
-    """Weights are missing or of a kind that can't be used."""
+    """The weights of a model are missing, damaged, or of an architecture that Palestra does not support."""
 
 
 class CheckpointError(PalestraError):
-    """No checkpoint of the run can be read."""
+    """No checkpoint of the run can be read, or one can't be written, because the disk is full, say."""
 
 
 class StoreError(PalestraError):
@@ -279,7 +357,7 @@ class StoreError(PalestraError):
 
 
 class StoreUnreachable(StoreError):
-    """The database does not answer at the moment."""
+    """The database does not answer at the moment; the operation may succeed when the database is back."""
 
     http_status = 503
     retryable = True
@@ -288,7 +366,8 @@ class StoreUnreachable(StoreError):
 def place_of(error: BaseException) -> str:
     """Return the innermost line of a user's code that an error went through, as " (agent.py:17, in rollout)".
 
-    Code of Palestra, of Python itself and of installed packages is none of a user's; empty where there is no other.
+    Frames of Palestra, of Python itself and of installed packages are skipped, because users can't change them. Returns
+    "" if no other frame is left.
     """
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         # Packages may also lie outside of this interpreter's own folder (PYTHONPATH, a .pth file, the system's).

@@ -2,7 +2,7 @@
 
 `fault_point(name)` does nothing unless the environment variable names it. Then the n-th pass sends SIGKILL to this
 process, which is the one way of dying that runs no handler, flushes nothing and can't be caught. With `:STOP` behind
-the number it sends SIGSTOP: the process stands still at this point until somebody sends SIGCONT.
+the number it sends SIGSTOP: the process stands still at this point until it gets SIGCONT.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ SERVER_POINTS = (
     ),
     "during_generation",  # a reply has been sampled in part
 )
-# Of a server's life: its store is open and nothing listens yet; it was asked to end and is about to save.
+# Start: the store is open and no socket listens yet. Stop: the server was asked to end and is about to save.
 LIFE_POINTS = ("during_start", "during_stop")
 SCHEDULER_POINTS = _both_sides("job_commit")  # a job was submitted, moved, or is to be cancelled
 FAULT_POINTS = SERVER_POINTS + LIFE_POINTS + SCHEDULER_POINTS
 
 
 class Fault(NamedTuple):
-    """What is to happen, and where."""
+    """The fault that `PALESTRA_FAULT` asks for: which point, at which pass (from 1), and the signal to send."""
 
     point: str
-    number: int  # of the pass, from 1
+    number: int
     signal: signal.Signals
 
 

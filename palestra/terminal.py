@@ -1,7 +1,7 @@
-"""What is written to a terminal: text of others never moves its cursor, sets its title or reorders its lines.
+"""Output to a terminal: text of others never moves its cursor, sets its title or reorders its lines.
 
 Reasons, names, metadata, logs and errors may come from anybody who can reach a server. Every control character in them
-is shown as a picture of itself (`␛` for escape), so that what is seen is what is there.
+is replaced by a picture of itself (`␛` for escape), so that a terminal shows them and does not obey them.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from typing import TextIO
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-# C0 but newline and tab, DEL and C1; line and paragraph separators; overrides of writing direction; halves of a pair.
+# C0 except newline and tab, DEL and C1; line and paragraph separators; overrides of writing direction; surrogates.
 _CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-_PICTURES, _DELETE, _UNKNOWN = 0x2400, "\u2421", "\ufffd"  # pictures of C0 stand in their order
+# Unicode has a picture of each C0 character, in the same order from U+2400 on.
+_PICTURES, _DELETE, _UNKNOWN = 0x2400, "\u2421", "\ufffd"
 
 
 def printable(text: str) -> str:
-    """Return the text with every control character shown and not obeyed; only newlines and tabs stay."""
+    """Return the text with every control character replaced by a visible one; only newlines and tabs stay."""
     return _CONTROL.sub(_picture, text.replace("\r\n", "\n"))
 
 
@@ -33,12 +34,12 @@ def one_line(text: str) -> str:
 
 
 def say(text: str = "", *, end: str = "\n", file: TextIO | None = None) -> None:
-    """Write a line, at once, to standard output or another stream. The commands write nothing in another way.
+    """Write a line to standard output or another stream, and flush it. All commands write with this function.
 
     Args:
-        text: may have text of others in it, which is shown and not obeyed.
-        end: what follows it.
-        file: None: standard output.
+        text: the line; control characters of others in it are shown and not obeyed.
+        end: what is written after the text.
+        file: the stream; None: standard output.
     """
     stream = file or sys.stdout
     stream.write(printable(text) + end)
@@ -46,10 +47,10 @@ def say(text: str = "", *, end: str = "\n", file: TextIO | None = None) -> None:
 
 
 class TerminalConsole(Console):
-    """A console of rich whose own styles work, while text of others is shown and not obeyed."""
+    """A console of rich whose own styles work, while control characters in text of others are shown and not obeyed."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """See `Console`."""
+        """Render as `Console` does, and replace control characters in segments that are text."""
         for segment in super().render(renderable, options):
             if segment.control or _CONTROL.search(segment.text) is None:
                 yield segment
@@ -58,15 +59,21 @@ class TerminalConsole(Console):
 
 
 class LogFormatter(logging.Formatter):
-    """Lines of a log for a terminal."""
+    """Formats log records for a terminal: as `logging.Formatter`, with control characters replaced by visible ones."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """See `Formatter`."""
+        """Return the record's text as `logging.Formatter` makes it, with control characters replaced."""
         return printable(super().format(record))
 
 
 def show_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Write an error that nobody caught (a `sys.excepthook`)."""
+    """Write the traceback of an uncaught error to standard error, printable (a `sys.excepthook`).
+
+    Args:
+        kind: class of the error.
+        error: the error itself.
+        trace: its traceback, if there is one.
+    """
     sys.stderr.write(printable("".join(traceback.format_exception(kind, error, trace))))
 
 

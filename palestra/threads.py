@@ -2,9 +2,9 @@
 
 A job's work is not done in a pool, for two reasons. Work that hangs for ever would take a place in a pool for ever. And
 OpenMP keeps threads of its own for every thread that has computed in parallel: when all of these together are more than
-the machine has cores, they stop waiting actively for one another, and a small product takes nearly twice as long. They
-end with the thread that they belong to, so whatever computes now and then does it in a new one; only the engine keeps
-its thread.
+the machine has cores, they stop waiting actively for one another, and a small product takes nearly twice as long.
+OpenMP's threads end with the thread that they belong to. So work that computes only now and then gets a new thread each
+time; only the engine keeps its thread.
 """
 
 from __future__ import annotations
@@ -22,19 +22,24 @@ REQUEST_THREADS = 2  # more would only take the interpreter's lock from the even
 
 
 async def in_thread(work: Callable[[], T], name: str = "palestra-work", daemon: bool = True) -> T:
-    """The result of something that blocks, from a new thread; it is finished, also where nobody waits for it any more.
+    """Run a blocking function in a new thread and return its result.
+
+    The function is run to its end, even if the caller is cancelled.
 
     Args:
-        work: what to do. It sees the context variables of the caller.
-        name: of the thread.
-        daemon: whether the process may end before the work has.
+        work: the function. It sees the context variables of the caller.
+        name: name of the thread, for debuggers and logs.
+        daemon: whether the process may end while the function is still running.
+
+    Raises:
+        BaseException: what `work` raised; StopIteration and exits of the interpreter arrive as a RuntimeError.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
     context = contextvars.copy_context()
 
     def settle(set_it: Callable[[Any], None], value: Any) -> None:
-        if not done.done():  # whoever waited may have given up
+        if not done.done():  # cancelled with its caller, perhaps
             set_it(value)
 
     def run() -> None:
@@ -44,7 +49,7 @@ async def in_thread(work: Callable[[], T], name: str = "palestra-work", daemon: 
             outcome = (done.set_exception, _raisable(error))
         try:
             loop.call_soon_threadsafe(settle, *outcome)
-        except RuntimeError:  # the loop is closed: nobody is left to tell
+        except RuntimeError:  # the loop is closed, so no task waits for the result any more
             return
 
     threading.Thread(target=run, name=name, daemon=daemon).start()
@@ -52,26 +57,33 @@ async def in_thread(work: Callable[[], T], name: str = "palestra-work", daemon: 
 
 
 def _raisable(error: BaseException) -> BaseException:
-    """A future can't hold StopIteration, and an exit in a thread must not end the program."""
+    """Return an error that a future can hold, and that does not end the program when it is raised.
+
+    A future refuses StopIteration, and SystemExit or KeyboardInterrupt of a thread must not end the whole process.
+    """
     return error if isinstance(error, Exception) and not isinstance(error, StopIteration) else RuntimeError(repr(error))
 
 
 class Abandoned(Exception):
-    """Nobody waits for this work any more."""
+    """Raised inside of work in a `WorkPool` whose caller was cancelled, so that the thread becomes free early."""
 
 
 class WorkPool:
-    """A few threads for those parts of requests that would hold up the event loop.
+    """A few threads for those parts of requests that would block the event loop, such as parsing a large body.
 
     They are not asyncio's default executor, so that no number of long requests keeps a job's own work waiting. Work of
-    a caller that has gone is dropped: at once where it has not begun, else where it calls `check_wanted`.
+    a caller that was cancelled is dropped: before it starts if it is still queued, otherwise when it calls
+    `check_wanted`.
     """
 
     def __init__(self, threads: int = REQUEST_THREADS) -> None:
         self._threads = ThreadPoolExecutor(threads, "palestra-request")
 
     async def run(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return what `function` returns, called in one of the threads."""
+        """Call `function` with the arguments in one of the pool's threads, and return its result.
+
+        If the caller is cancelled, `check_wanted` raises `Abandoned` in the function from then on.
+        """
         abandoned = threading.Event()
 
         def work() -> T:
@@ -93,7 +105,7 @@ class WorkPool:
             del future
 
     def close(self) -> None:
-        """End the threads when what they are doing is done; work that has not begun is dropped."""
+        """Stop the threads after their present work; work that is still queued is dropped."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
@@ -105,10 +117,12 @@ _current = _Current()
 
 
 def check_wanted() -> None:
-    """Raise `Abandoned` if this thread works for a caller of `WorkPool.run` that has gone.
+    """Raise `Abandoned` if the caller for whom this thread works was cancelled. Call it in long loops.
+
+    Outside of `WorkPool.run` nothing happens.
 
     Raises:
-        Abandoned: nobody waits for the work.
+        Abandoned: the caller of `WorkPool.run` was cancelled.
     """
     if _current.abandoned is not None and _current.abandoned.is_set():
         raise Abandoned

@@ -1,4 +1,4 @@
-"""Waits for several things at the same time that leave nothing running and lose no error.
+"""Wait for several things at the same time, leave nothing running and lose no error.
 
 `race` waits for the first of several, `together` for all of them or the first failure, and `cancelled` ends tasks that
 were started elsewhere. All three await what they cancel, so that no task outlives the block that started it.
@@ -18,9 +18,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Winner(Generic[T]):
-    """The entrant of a race that was done first."""
+    """The entrant of a race that was done first.
 
-    index: int  # of the entrant, in the order of `race`'s arguments
+    Attributes:
+        index: which argument of `race` it was, from 0.
+        result: what it returned.
+    """
+
+    index: int
     result: T
 
 
@@ -70,7 +75,8 @@ async def together(*work: Coroutine[Any, Any, T]) -> list[T]:
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         done = await _wait_then_cancel(tasks, asyncio.FIRST_EXCEPTION)
-        _raise_one(sorted(tasks, key=lambda task: task not in done))  # those that made the others stop come first
+        # Tasks that were done before the others were cancelled come first: one of them is the cause.
+        _raise_one(sorted(tasks, key=lambda task: task not in done))
         return [task.result() for task in tasks]
     finally:
         tasks, done = [], set()  # see `race`
@@ -140,12 +146,12 @@ def _raise_one(tasks: Iterable[asyncio.Future[Any]]) -> None:
 
 
 def _log_errors(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Log the errors of tasks that have ended, of which none is raised."""
+    """Log the errors of tasks that have ended and whose errors are not raised."""
     for task in tasks:
         if _failed(task):
             log.error("failed beside something else that ended: %r", task.exception(), exc_info=task.exception())
 
 
 def _failed(task: asyncio.Future[Any]) -> bool:
-    """Return whether a task that has ended raised an error. One that was cancelled did not."""
+    """Return whether a task that has ended raised an error. A cancelled task has not failed."""
     return not task.cancelled() and task.exception() is not None
