@@ -1,4 +1,4 @@
-"""What a `Database` needs to know of the kind of its database: SQLite or PostgreSQL."""
+"""What a `Database` needs to know about its kind: SQLite or PostgreSQL."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ Problem = Callable[[], StoreError | None]
 
 
 def no_problem() -> StoreError | None:
-    """Return None: nothing keeps a commit from being acknowledged."""
+    """Return None: the default check after a commit finds no reason against acknowledging it."""
     return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Backend:
-    """Connections to one database, and what is particular to its kind.
+    """Connections to one database, and functions that differ between SQLite and PostgreSQL.
 
     Attributes:
         engine: makes the one connection that writes.
         read_engine: makes the connections that only read.
         readers: how many connections may read at the same time.
-        explain: turns what the database or the decoding of a row raised into the error that callers get: a StoreError
-            where the database is the cause, else the error as it is.
-        watch: called once, when the tables are there. What it returns is asked after each commit, before the commit is
-            acknowledged, for a reason not to.
+        explain: turns an error of the database, or of decoding a row, into the error that callers get: a StoreError if
+            the database is the cause, else the same error.
+        watch: called once, when the tables exist. It returns a function that is called after each commit, and before
+            the commit is acknowledged; a StoreError that this function returns is raised in place of the
+            acknowledgement.
         release: gives the lock on the database back, when all connections are closed.
     """
 
@@ -41,7 +42,7 @@ class Backend:
     release: Callable[[], None] = lambda: None
 
     def close(self) -> None:
-        """Close all connections, and let another process have the database."""
+        """Close all connections, and release the lock so that another process may open the database."""
         self.read_engine.dispose()
         self.engine.dispose()
         self.release()

@@ -1,4 +1,6 @@
-"""One database of a process: a thread that writes, threads that read, and what both do when the database fails."""
+"""The database of a store: one thread that writes, threads that read, and retries while the database does not
+answer.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ from palestra.errors import PalestraError, StoreError, StoreUnreachable
 
 P = ParamSpec("P")
 T = TypeVar("T")
-CHECK_SECONDS = 0.5  # between two looks at whether the database is still there
-LONGEST_REPLY_SECONDS = 10.0  # for which a database that does not answer is tried again
+CHECK_SECONDS = 0.5  # between two checks of whether the database is still there
+LONGEST_REPLY_SECONDS = 10.0  # how long operations are repeated while a database does not answer
 
 
 def shielded(method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
@@ -38,15 +40,16 @@ def shielded(method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Corouti
 
 
 def to_json(value: Any) -> str:
-    """Return a value as compact JSON, for a text column. NaN and infinities are refused where a value comes in."""
+    """Return a value as compact JSON for a text column. NaN and infinities were refused when the request was read."""
     return orjson.dumps(value).decode()
 
 
 class Database:
-    """Runs operations on a database for the tasks of event loops. An operation is a function of a connection.
+    """Runs operations on a database for tasks of event loops. An operation is a function of a connection.
 
-    All writes go through one thread, one after the other, so that an operation sees what every earlier one did; what
-    has gathered is committed together (see `Writer`). Reads run beside them, on connections of their own.
+    All writes go through one thread, in the order of `submit`, so that an operation sees the changes of every earlier
+    one. Operations that have gathered are committed together (see `Writer`). Reads run at the same time, on connections
+    of their own.
     """
 
     def __init__(self, backend: Backend, schema: Schema) -> None:
@@ -69,11 +72,11 @@ class Database:
 
     @property
     def commits(self) -> int:
-        """How many transactions were committed; the number grows with every change."""
+        """Return how many transactions were committed. The number grows with every change of the database."""
         return self._writer.commits
 
     def close(self) -> None:
-        """Finish what was submitted, close the database, and let another process have it."""
+        """Finish the submitted operations, close the database, and release its lock for other processes."""
         self._writer.close()
         self._readers.shutdown()
         self._backend.close()
@@ -120,7 +123,7 @@ class Database:
         return await _persist(lambda: self._on_reader(lambda: self.query(operation)))
 
     def query(self, operation: Callable[[sa.Connection], T]) -> T:
-        """Run a query in the calling thread: where there is no event loop yet.
+        """Run a query in the calling thread. For start-up code that runs before there is an event loop.
 
         Raises:
             StoreError, StoreUnreachable, PalestraError: see `read`.
@@ -129,9 +132,9 @@ class Database:
             return operation(connection)
 
     async def lost(self) -> StoreError:
-        """Wait until the database can't be used any more, as a rule for ever, and return the reason.
+        """Wait until the database can't be used any more, which normally never happens, and return the reason.
 
-        Commits notice it before they are acknowledged; this also notices it where nothing is committed.
+        Commits find the reason before they are acknowledged; this method also finds it while nothing is committed.
         """
         while True:
             if (problem := self._writer.over or await self._on_reader(self._problem)) is not None:
@@ -139,15 +142,22 @@ class Database:
             await asyncio.sleep(CHECK_SECONDS)  # no event for a deleted file is sent by every kind of file system
 
     async def _on_reader(self, work: Callable[[], T]) -> T:
+        """Run `work` in a reader thread.
+
+        Raises:
+            StoreError: the database is closed.
+        """
         try:
             running = asyncio.get_running_loop().run_in_executor(self._readers, work)
-        except RuntimeError as error:  # the executor was shut down; requests may outlive the database
+        except RuntimeError as error:  # requests may outlive the database, whose executor is shut down then
             raise StoreError("the store is closed") from error
         return await running
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Raise what the database, or the decoding of a damaged row, raises as `Backend.explain` puts it."""
+        """Turn errors of the database, and of decoding damaged rows, into those that `Backend.explain` makes of
+        them.
+        """
         try:
             yield
         except PalestraError:
@@ -160,7 +170,7 @@ class Database:
 
 
 async def _persist(attempt: Callable[[], Awaitable[T]]) -> T:
-    """Make an attempt again while the database does not answer, for `LONGEST_REPLY_SECONDS` in all."""
+    """Repeat an attempt while the database does not answer, with growing pauses, for `LONGEST_REPLY_SECONDS` in all."""
     loop = asyncio.get_running_loop()
     until, pause = loop.time() + LONGEST_REPLY_SECONDS, 0.05
     while True:

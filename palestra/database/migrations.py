@@ -33,7 +33,7 @@ class Schema:
 
     @property
     def version(self) -> int:
-        """The present version."""
+        """Return the present version, which is the number of migrations."""
         return len(self.migrations)
 
     def migrate(self, connection: sa.Connection) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-# How long a task waits before it looks at the database again without a notification: a change that no notifier was
-# told of, such as one of an operation that failed after its commit, is late by no more than this.
+# How long a task waits before it reads the database again without a notification. A change that was committed without a
+# notification, because the operation failed after its commit, is noticed at most so much later.
 WAKE_SECONDS = 5.0
 
 

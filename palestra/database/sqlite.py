@@ -10,10 +10,10 @@ from typing import Any
 
 import sqlalchemy as sa
 
-# KiB of pages that a connection keeps. A run's file grows with every call and whatever was read stays until the cache
-# is full, so its size is what a long run holds; beyond it the operating system's own cache answers.
+# KiB of pages that a connection caches. A run's file grows with every call, and pages that were read stay until the
+# cache is full, so a long run holds this much memory; further pages come from the operating system's cache.
 WRITER_CACHE, READER_CACHE = 4096, 2048
-MOST_VALUES = 500  # of one statement: SQLite allows a limited number of bound values
+MOST_VALUES = 500  # bound values of one statement, which SQLite limits
 
 
 def open_engine(path: Path, synchronous: str, read_only: bool = False) -> sa.Engine:

@@ -1,6 +1,6 @@
-"""One thread that owns the only writing connection, and commits whatever has gathered in one transaction.
+"""One thread that owns the only writing connection, and commits the operations that have gathered in one transaction.
 
-A caller awaits the commit, never the disk on the event loop; under load many calls share one fsync.
+A caller awaits its commit and the event loop never waits for the disk; under load many calls share one fsync.
 """
 
 from __future__ import annotations
@@ -24,8 +24,16 @@ MAX_BATCH = 256
 
 @dataclass(slots=True)
 class _Operation:
+    """One submitted operation, with the future of its caller and, after it ran, its result or error.
+
+    Attributes:
+        run: the function of a connection.
+        tag: names the fault points around the commit, e.g. `chat_commit`; None: there are none.
+        loop: the event loop of the caller, on which the future is resolved.
+    """
+
     run: Callable[[sa.Connection], Any]
-    tag: str | None  # names its fault points, e.g. `chat_commit`
+    tag: str | None
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[Any]
     result: Any = None
@@ -33,25 +41,25 @@ class _Operation:
 
 
 class Writer:
-    """Runs operations in order, groups of them in one transaction.
+    """Runs operations in order, in groups of which each is one transaction.
 
-    An operation that raises a `PalestraError` must do so before it writes. Any other error undoes the group,
-    whose operations are then tried one by one, so that one bad operation never takes others with it.
+    An operation that raises a `PalestraError` must do so before its first change. Any other error rolls the group back,
+    and its operations are then committed one by one, so that a failing operation does not make others fail.
     """
 
     def __init__(self, engine: sa.Engine, explain: Explain, problem: Problem = no_problem) -> None:
-        """Start the thread.
+        """Start the writing thread.
 
         Args:
             engine: of the database.
-            explain: puts an error of the database into words.
-            problem: what keeps a commit from being acknowledged, if anything does; asked after each one. From then on
-                nothing is committed any more.
+            explain: turns an error of the database into the one that callers get; see `Backend`.
+            problem: called after each commit. If it returns an error, the commit is not acknowledged, and every later
+                operation fails with this error.
         """
         self._engine, self._explain, self._problem = engine, explain, problem
-        self._over: StoreError | None = None  # what `problem` found
+        self._over: StoreError | None = None
         self._queue: queue.SimpleQueue[list[_Operation] | None] = queue.SimpleQueue()
-        self._gathering: dict[asyncio.AbstractEventLoop, list[_Operation]] = {}  # of this turn of each event loop
+        self._gathering: dict[asyncio.AbstractEventLoop, list[_Operation]] = {}
         self._closed = False
         self.commits = 0
         self._thread = threading.Thread(target=self._loop, name="palestra-writer", daemon=True)
@@ -59,13 +67,23 @@ class Writer:
 
     @property
     def over(self) -> StoreError | None:
-        """Why nothing is committed any more, also where what `problem` found has passed since; None: all is well."""
+        """Return the error with which all operations fail from now on, because `problem` returned it once.
+
+        None: all is well.
+        """
         return self._over
 
     def submit(self, run: Callable[[sa.Connection], T], tag: str | None = None) -> asyncio.Future[T]:
-        """Run an operation; the future has its result when it is on disk.
+        """Queue an operation; the future has the result when the commit is on disk.
 
-        Whoever cancels the future does not take the operation back: it is committed all the same.
+        Cancelling the future does not withdraw the operation, which is committed all the same.
+
+        Args:
+            run: the function of a connection.
+            tag: names the fault points before and after the commit, such as `chat_commit`.
+
+        Raises:
+            StoreError: the writer is closed.
         """
         if self._closed:
             raise StoreError("the store is closed")
@@ -76,15 +94,17 @@ class Writer:
             gathered.append(operation)
         else:
             self._gathering[loop] = [operation]
-            loop.call_soon(self._hand_over, loop)  # once a turn: waking the thread takes longer than an insert
+            # Waking the thread takes longer than an insert, so all operations of a turn of the loop wake it once.
+            loop.call_soon(self._hand_over, loop)
         return future
 
     def _hand_over(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Give the thread all operations that the tasks of an event loop submitted in this turn of the loop."""
         if gathered := self._gathering.pop(loop, None):
             self._queue.put(gathered)
 
     def close(self) -> None:
-        """Finish what was submitted, then stop."""
+        """Finish the submitted operations, then stop the thread."""
         self._closed = True
         for loop in list(self._gathering):
             self._hand_over(loop)
@@ -92,6 +112,9 @@ class Writer:
         self._thread.join()
 
     def _loop(self) -> None:
+        """Take what has gathered from the queue, at most `MAX_BATCH` operations, and commit them together, until
+        `close`.
+        """
         with self._engine.connect() as connection:
             while (first := self._queue.get()) is not None:
                 group, last = first, False
@@ -110,6 +133,10 @@ class Writer:
                     return
 
     def _commit(self, connection: sa.Connection, group: list[_Operation]) -> None:
+        """Commit a group in one transaction and deliver the results.
+
+        If that fails, commit its operations one by one.
+        """
         if self._over is not None:
             self._refuse(group, self._over)
             return
@@ -124,18 +151,21 @@ class Writer:
                     operation.result = operation.error = None
                     self._commit(connection, [operation])
         else:
-            self._over = self._problem()  # as late as it can be, so that as little as can be comes between
+            # Checked after the commit and just before the acknowledgement, so that almost nothing can happen between.
+            self._over = self._problem()
             if self._over is None:
                 _deliver(group)
             else:
                 self._refuse(group, self._over)
 
     def _refuse(self, group: list[_Operation], error: StoreError) -> None:
+        """Deliver `error` to every operation of the group, in place of a result."""
         for operation in group:
             operation.result, operation.error = None, error
         _deliver(group)
 
     def _transaction(self, connection: sa.Connection, group: list[_Operation]) -> None:
+        """Run the operations of a group in one transaction; a PalestraError fails its own operation only."""
         with connection.begin():
             for operation in group:
                 try:
@@ -152,7 +182,7 @@ class Writer:
 
 
 def _deliver(group: list[_Operation]) -> None:
-    """Hand results to the event loops: one wake-up for all operations of a loop."""
+    """Hand results to the event loops of the callers, with one wake-up for all operations of a loop."""
     by_loop: dict[asyncio.AbstractEventLoop, list[_Operation]] = {}
     for operation in group:
         by_loop.setdefault(operation.loop, []).append(operation)
@@ -162,6 +192,7 @@ def _deliver(group: list[_Operation]) -> None:
 
 
 def _resolve(operations: list[_Operation]) -> None:
+    """Set the results of operations, in the event loop of their callers; futures that were cancelled are skipped."""
     for operation in operations:
         if operation.future.done():
             continue

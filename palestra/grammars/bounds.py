@@ -1,8 +1,8 @@
-"""What a grammar may cost.
+"""The bounds on what one grammar may cost in time and memory.
 
 The limits of `llguidance` come first: they count steps, so that equal grammars are refused equally on every machine.
-They do not hold everywhere, though: the intersection of patterns multiplies before it is counted. So the processor time
-and the memory of the process that does it are bounded, too, by the kernel.
+They have gaps, though: the intersection of patterns multiplies before it is counted. So the kernel also bounds the
+processor time and the memory of the process that does the work.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
-    """Most that one grammar may take.
+    """The most that one grammar may use before it is refused.
 
     Attributes:
-        compile_cpu_seconds: processor time of compiling it, first mask and a few steps included.
-        step_cpu_seconds: processor time of one token: accept it, and find the tokens that may come next.
-        memory_mib: memory of its process, beyond what the tokenizer takes.
-        compile_wall_seconds: time that compiling may take where the machine is busy with something else.
-        step_wall_seconds: the same for a request of tokens.
+        compile_cpu_seconds: processor time of compiling, including the first mask and a few trial steps.
+        step_cpu_seconds: processor time of one token: accept it, and find the tokens that may follow.
+        memory_mib: memory of the grammar's process, beyond the tokenizer's.
+        compile_wall_seconds: time that compiling may take on a machine that is busy with other work.
+        step_wall_seconds: time that a request for tokens may take on a busy machine.
         lexer_states: states of the automaton that recognises lexemes; about 2 kB each.
     """
 
@@ -32,8 +32,8 @@ class Bounds:
 
 
 BOUNDS = Bounds()
-# A grammar that the engine has walked is walked again: what was just inside the bounds there must not fail here. And a
-# step that is repeated has to come out the same, so it must not matter how busy the machine is.
+# The trainer walks grammars that the engine has walked, so a grammar that was just inside the engine's bounds must not
+# fail in the trainer. A repeated step has to give the same result, so it must not matter how busy the machine is.
 TRAINER_BOUNDS = Bounds(
     compile_cpu_seconds=16.0,
     step_cpu_seconds=4.0,

@@ -1,8 +1,9 @@
-"""The process from which grammar processes are forked, and what these do.
+"""The server from which grammar processes are forked, and the code of these processes.
 
-It holds the tokenizer, prepared once, and nothing else: no thread, no torch. For each grammar it forks a process that
-compiles it, walks it, and may be ended by the kernel at any moment without harm to another grammar. It ends when its
-control socket does, however the server ended; the grammar processes end with it.
+The server holds the tokenizer, prepared once, and nothing else: no thread, no torch. For each grammar it forks a
+process that compiles and walks the grammar, and that the kernel may end at any moment without harm to another grammar.
+The server ends when its control socket is closed, however Palestra's process ended, and the grammar processes end with
+it.
 """
 
 from __future__ import annotations
@@ -23,12 +24,16 @@ from palestra.grammars.frames import receive_frame, receive_json, send_frame, se
 
 _PR_SET_PDEATHSIG = 1
 _PAGE = resource.getpagesize()
-_PROBES, _PROBE_TOKENS = 3, 12  # walks of a new grammar, and tokens of each
+_PROBES, _PROBE_TOKENS = 3, 12  # how many random replies of a new grammar are tried, and their length
 _libc = ctypes.CDLL(None)
 
 
 def main(control: socket.socket) -> None:
-    """Fork a process for each request with a socket; end one, and say how it ended, for each other request."""
+    """Serve requests on the control socket until it is closed.
+
+    A request that carries a socket forks a grammar process, which speaks on that socket. Every other request names a
+    process to end, and is answered with its exit status.
+    """
     vocabulary = receive_json(control)
     tokenizer = _tokenizer(vocabulary)
     send_json(control, {"ready": True})
@@ -48,20 +53,27 @@ def main(control: socket.socket) -> None:
                     _grammar_process(own, tokenizer, request)
             send_json(control, {"pid": pid})
         else:
-            os.kill(request["end"], signal.SIGKILL)  # changes nothing where it has ended
+            os.kill(request["end"], signal.SIGKILL)  # harmless if the process has ended by itself
             _, status = os.waitpid(request["end"], 0)
             send_json(control, {"status": os.waitstatus_to_exitcode(status)})
 
 
 def _tokenizer(vocabulary: dict[str, Any] | None) -> LLTokenizer:
+    """Return the tokenizer of a vocabulary; None: one in which every byte is a token."""
     if vocabulary is None:
         return LLTokenizer("byte")
     return LLTokenizer(vocabulary["tokenizer"], n_vocab=vocabulary["size"], eos_token=vocabulary["eos"])
 
 
 def _grammar_process(own: socket.socket, tokenizer: LLTokenizer, bounds: dict[str, Any]) -> None:
-    """Serve one grammar until its socket is closed; does not return."""
-    code = 2  # a panic of llguidance, say
+    """Serve one grammar until its socket is closed. Ends this process and does not return.
+
+    Args:
+        own: the socket to the parent's `GrammarProcess`.
+        tokenizer: prepared by the server.
+        bounds: a `Bounds` as JSON.
+    """
+    code = 2  # stays if llguidance panics
     try:
         _confine(bounds["memory_mib"] << 20)
         _Grammar(own, tokenizer, bounds).serve()
@@ -75,7 +87,9 @@ def _grammar_process(own: socket.socket, tokenizer: LLTokenizer, bounds: dict[st
 
 
 def _confine(memory: int) -> None:
-    """End with the parent; write nothing to its terminal; take no more than `memory` bytes beyond what is there."""
+    """Limit this process: it ends with its parent, writes nothing to the terminal, and may use `memory` further
+    bytes.
+    """
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     with open(os.devnull, "wb") as nowhere:  # of llguidance's warnings and of Rust's backtraces
         os.dup2(nowhere.fileno(), 2)
@@ -87,14 +101,18 @@ def _confine(memory: int) -> None:
 
 
 class _Grammar:
-    """One compiled grammar and the matchers of the replies that follow it."""
+    """One compiled grammar, and a matcher for each reply that has to match it."""
 
     def __init__(self, own: socket.socket, tokenizer: LLTokenizer, bounds: dict[str, Any]) -> None:
         self._own, self._tokenizer, self._bounds = own, tokenizer, bounds
         self._matchers: dict[int, LLMatcher] = {}
 
     def serve(self) -> None:
-        """Compile the grammar of the first frame; then walk."""
+        """Compile the grammar of the first frame, and answer requests to walk it until the socket is closed.
+
+        Raises:
+            EOFError: the parent closed the socket.
+        """
         grammar = receive_frame(self._own).decode()
         self._allow(self._bounds["compile_cpu_seconds"])
         start, first, problem = self._compile(grammar)
@@ -122,11 +140,15 @@ class _Grammar:
             send_frame(self._own, b"".join(masks) if request["masks"] else b"")
 
     def _allow(self, seconds: float) -> None:
-        """After so much processor time the kernel ends this process."""
+        """Have the kernel end this process when it has used this many more seconds of processor time."""
         signal.setitimer(signal.ITIMER_PROF, seconds)
 
     def _compile(self, grammar: str) -> tuple[LLMatcher, bytes, str]:
-        """Return the grammar's beginning, the mask there, and why the grammar can't be used, or nothing."""
+        """Return the matcher at the grammar's beginning, the mask there, and the reason why the grammar can't be used,
+        or "".
+
+        A few random replies are walked, because some grammars compile quickly and become expensive after a few tokens.
+        """
         limits = LLParserLimits(max_lexer_states=self._bounds["lexer_states"], verbose_errors=False)
         start = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
         if start.is_error():
@@ -148,10 +170,16 @@ class _Grammar:
         return start, first, ""
 
     def _walk(self, matcher: LLMatcher, tokens: list[int], wanted: list[int], renew: bool = True) -> list[bytes]:
-        """Accept tokens, and return the mask before each place of `wanted`; `len(tokens)` is the one after the last.
+        """Accept tokens, and return the token mask at each place in `wanted`.
+
+        Args:
+            matcher: stands before the first token; it is advanced.
+            tokens: the ids to accept.
+            wanted: places from 0 to `len(tokens)`; place i is the one before token i.
+            renew: whether each token may use the processor time of a step again.
 
         Raises:
-            ValueError: a token does not fit, or a limit was reached.
+            ValueError: a token does not match the grammar, or a limit of llguidance was reached.
         """
         masks, places = [], set(wanted)
         for place in range(len(tokens) + 1):
@@ -167,7 +195,11 @@ class _Grammar:
 
 
 def _choose(mask: bytes, draw: random.Random) -> int:
-    """Return a token that the mask allows."""
+    """Return a random token that the mask allows.
+
+    Raises:
+        ValueError: the mask allows none.
+    """
     bits = int.from_bytes(mask, "little")
     if not bits:
         raise ValueError("no token fits it")

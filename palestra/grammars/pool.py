@@ -1,4 +1,4 @@
-"""Grammars by their content: each compiled once, in a process of its own, and kept while there is room."""
+"""Compiled grammars by their content: each is compiled once, in its own process, and kept while there is room."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from palestra.errors import EngineFailure, GrammarRefused, InvalidRequest, Pales
 from palestra.grammars.bounds import BOUNDS, Bounds
 from palestra.grammars.process import GrammarProcess, GrammarServer, Matcher, Refusal, Vocabulary, refusal
 
-MOST_PROCESSES = 32  # of grammars that are in use or kept
-MOST_COMPILING = 2  # at the same time
-MOST_WAITING = 256  # to be compiled; more are refused with 429
-MOST_KNOWN = 1024  # contents of which it is remembered whether they can be used
-# Time is not the grammar's alone: another machine, or this one when it has less to do, might be inside the bound. So a
-# refusal for time ends, and until then the same content costs nothing.
+MOST_PROCESSES = 32
+MOST_COMPILING = 2
+MOST_WAITING = 256  # grammars that wait to be compiled; more are refused with 429
+MOST_KNOWN = 1024
+# Time depends on the machine's load as well as on the grammar: a less busy machine might be inside the bound. So a
+# refusal for time is forgotten after a while; until then the same grammar is refused without being compiled again.
 FORGET_SECONDS = 60.0
-_CHUNK = 64  # tokens of one request of the trainer's: their masks are all in memory
+_CHUNK = 64  # tokens of one request of the trainer, whose masks are all in memory at the same time
 
 
 class _Compilation:
-    """A grammar that is being compiled, or waits for it."""
+    """A grammar that is being compiled or waits for a thread, and how many callers wait for it."""
 
     def __init__(self) -> None:
         self.done: Future[None] = Future()
@@ -39,35 +39,39 @@ class _Compilation:
 
 
 class Grammars:
-    """Matchers for one tokenizer. No process is started before the first grammar."""
+    """Makes matchers for the grammars of one tokenizer. No process is started before the first grammar."""
 
     def __init__(self, vocabulary: Vocabulary | None = None, bounds: Bounds = BOUNDS) -> None:
-        """`vocabulary` None: every byte is a token, which is enough to check grammars."""
+        """Create an empty pool.
+
+        Args:
+            vocabulary: the model's tokens; None: every byte is a token, which is enough to check grammars.
+            bounds: what one grammar may cost.
+        """
         self._vocabulary, self._bounds = vocabulary, bounds
         self._lock = threading.Lock()
         self._starting = threading.Lock()
         self._server: GrammarServer | None = None
         self._threads: ThreadPoolExecutor | None = None
         self._closed = False
-        # By digest of the content; of the first and the last the one used last comes last.
+        # By digest of the grammar's text. The two ordered ones are least recently used first. A refusal of None in
+        # `_known` means usable; the number says until when (monotonic seconds) the entry counts.
         self._alive: OrderedDict[bytes, GrammarProcess] = OrderedDict()
         self._compiling: dict[bytes, _Compilation] = {}
-        self._known: OrderedDict[bytes, tuple[Refusal | None, float]] = OrderedDict()  # None: usable; until when
-        self._queue: deque[Future[None]] = deque()  # of those who wait for a process that nobody uses
+        self._known: OrderedDict[bytes, tuple[Refusal | None, float]] = OrderedDict()
+        self._queue: deque[Future[None]] = deque()  # callers that wait until a process is released
         self._numbers = count()
 
-    # What sessions, engines and trainers ask.
-
     async def check(self, grammar: str, field: str) -> None:
-        """Compile a grammar, unless its content is known. Where nobody waits for it any more, compiling ends.
+        """Compile a grammar, unless its content is known. Compiling stops when no caller waits for it any more.
 
         Args:
             grammar: in a form that `llguidance` reads.
-            field: of the request, for the error.
+            field: path of the request's field that asks for the grammar, for the error.
 
         Raises:
-            InvalidRequest: it can't be read.
-            GrammarRefused: it is over a bound.
+            InvalidRequest: llguidance can't read the grammar.
+            GrammarRefused: the grammar is over a bound.
             TooManyRequests: too many others wait to be compiled.
         """
         key = _key(grammar)
@@ -78,7 +82,9 @@ class Grammars:
             raise Refusal.of(error).error(field) from None
 
     async def matcher(self, grammar: str) -> Matcher:
-        """Return a matcher at the beginning of a reply; `release` it. Waits while all processes are in use.
+        """Return a matcher at the beginning of a reply. Waits while all processes are in use.
+
+        The caller has to `release` the matcher when the reply is finished.
 
         Raises:
             InvalidRequest, GrammarRefused, TooManyRequests: see `check`.
@@ -97,7 +103,10 @@ class Grammars:
         return found
 
     def release(self, matcher: Matcher) -> None:
-        """The reply is over; its matcher is forgotten."""
+        """Forget a matcher whose reply is finished.
+
+        Its process becomes free for another grammar if it has no other matcher.
+        """
         with self._lock:
             if matcher.closed:
                 return
@@ -110,9 +119,15 @@ class Grammars:
                     break
 
     def advance(self, matchers: Sequence[Matcher]) -> list[PalestraError | None]:
-        """Accept the pending tokens of matchers and renew their masks; return an error for each that can't go on.
+        """Accept the pending tokens of matchers and renew their masks.
 
-        Blocks: the processes of different grammars work at the same time.
+        Blocks the calling thread. The processes of different grammars work at the same time.
+
+        Args:
+            matchers: any number, of several grammars.
+
+        Returns:
+            For each matcher None, or the error with which its reply has to end.
         """
         by_process: dict[GrammarProcess, list[int]] = {}
         for place, matcher in enumerate(matchers):
@@ -142,19 +157,20 @@ class Grammars:
         return errors
 
     def walk(self, grammar: str, tokens: Sequence[int], wanted: Sequence[int], keep: bool = True) -> NDArray[np.int32]:
-        """Return the masks with which tokens of a reply could have been sampled. Blocks.
+        """Return the masks with which tokens of a reply could have been sampled. Blocks the calling thread.
 
         Args:
-            grammar: what the reply had to match.
+            grammar: the grammar that the reply had to match.
             tokens: the reply from its beginning.
-            wanted: places in `tokens`, growing.
-            keep: whether the masks are returned; if not, they are only made.
+            wanted: ascending indices in `tokens` whose masks are wanted.
+            keep: whether the masks are returned; False: they are computed only to find out whether the reply matches.
 
         Returns:
-            [len(wanted), ceil(V / 32)] int32, or [0, ceil(V / 32)].
+            int32 [W, B], a bit for each token, where W is the number of `wanted` (0 without `keep`) and B is ceil(V /
+                32).
 
         Raises:
-            InvalidRequest: the tokens do not fit the grammar.
+            InvalidRequest: the tokens do not match the grammar.
             GrammarRefused: a bound was reached.
             EngineFailure: the process was ended from outside.
         """
@@ -176,7 +192,7 @@ class Grammars:
         return np.concatenate([np.zeros(0, np.int32), *parts]).reshape(-1, width)
 
     def close(self) -> None:
-        """End all processes. Whoever waits for one gets an EngineFailure."""
+        """End all processes. Callers that wait for one get an EngineFailure."""
         with self._lock:
             self._closed = True
             processes = [*self._alive.values(), *(c.process for c in self._compiling.values() if c.process is not None)]
@@ -191,22 +207,20 @@ class Grammars:
             if self._server is not None:
                 self._server.close()
             if self._threads is not None:
-                self._threads.shutdown(wait=False)  # what has not begun finds that all is closed, and says so
+                self._threads.shutdown(wait=False)  # queued work still runs, and fails because the pool is closed
 
     @property
     def pids(self) -> list[int]:
-        """Ids of the processes that run, that from which the others are forked first."""
+        """Return the ids of the running processes; the first is that of the server from which the others are forked."""
         with self._lock:
             own = [] if self._server is None else [self._server.pid]
             return own + [process.pid for process in self._alive.values()]
 
-    # Compiling.
-
     def _is_known(self, key: bytes) -> bool:
-        """Whether a grammar can be used, as far as is known.
+        """Return True if the grammar is known to be usable, False if it has to be compiled.
 
         Raises:
-            InvalidRequest: it is known that it can't.
+            InvalidRequest: the grammar is known to be unusable.
         """
         with self._lock:
             refused, until = self._known.get(key, (None, 0.0))
@@ -221,7 +235,7 @@ class Grammars:
         return True
 
     def _learn(self, key: bytes, error: InvalidRequest | None) -> None:
-        """Remember whether a content can be used; with the lock held."""
+        """Remember whether a grammar can be used (`error` None) or not. The caller holds the lock."""
         refused = None if error is None else Refusal.of(error)
         lasting = refused is None or refused.lasting
         self._known[key] = (refused, float("inf") if lasting else time.monotonic() + FORGET_SECONDS)
@@ -230,7 +244,9 @@ class Grammars:
             self._known.popitem(last=False)
 
     def _ended(self, process: GrammarProcess, error: PalestraError) -> None:
-        """A process ended while a reply was sampled. Where its grammar is to blame, it is refused from now on."""
+        """Drop a process that ended while a reply was sampled, and refuse its grammar from now on if the grammar is
+        to blame.
+        """
         with self._lock:
             for key in [key for key, alive in self._alive.items() if alive is process]:
                 del self._alive[key]
@@ -238,7 +254,11 @@ class Grammars:
                     self._learn(key, error)
 
     def _take(self, key: bytes) -> Matcher | Future[None] | None:
-        """Return a matcher where the grammar's process runs; else what to wait for, or None if it may be compiled."""
+        """Return a matcher if the grammar's process runs, None if the grammar may be compiled, else a future to wait
+        for.
+
+        The future is done when another caller releases a process.
+        """
         self._is_known(key)
         with self._lock:
             process = self._alive.get(key)
@@ -253,22 +273,34 @@ class Grammars:
             return waiting
 
     def _blocking_matcher(self, grammar: str) -> Matcher:
+        """Return a matcher for a thread that may block, as `matcher` does for tasks."""
         key = _key(grammar)
         while not isinstance(found := self._take(key), Matcher):
             (self._join(key, grammar).done if found is None else found).result()
         return found
 
     async def _compiled(self, key: bytes, grammar: str) -> None:
+        """Wait until the grammar is compiled, and stop compiling if this caller was the last that waited.
+
+        Raises:
+            InvalidRequest, GrammarRefused, EngineFailure: the grammar could not be compiled.
+        """
         compilation = self._join(key, grammar)
         done = asyncio.wrap_future(compilation.done)
         try:
             await asyncio.shield(done)
         finally:
-            done.add_done_callback(lambda d: d.cancelled() or d.exception())  # raised above, or nobody waits
+            # Marks the error as seen, or asyncio would log it: it was raised above, or the caller was cancelled.
+            done.add_done_callback(lambda d: d.cancelled() or d.exception())
             self._leave(key, compilation)
 
     def _join(self, key: bytes, grammar: str) -> _Compilation:
-        """Wait with others for a grammar that is being compiled, or have it begin."""
+        """Join the callers that wait for a grammar, and have it compiled if this is the first one.
+
+        Raises:
+            EngineFailure: the pool is closed.
+            TooManyRequests: too many other grammars wait to be compiled.
+        """
         with self._lock:
             if self._closed:
                 raise EngineFailure("the engine was stopped")
@@ -284,6 +316,7 @@ class Grammars:
             return compilation
 
     def _leave(self, key: bytes, compilation: _Compilation) -> None:
+        """Stop waiting for a grammar. If no caller is left, its compilation is cancelled and its process is killed."""
         with self._lock:
             compilation.waiting -= 1
             if compilation.waiting or compilation.done.done():
@@ -296,7 +329,7 @@ class Grammars:
             process.kill()
 
     def _compile(self, key: bytes, grammar: str, compilation: _Compilation) -> None:
-        """In a thread: from the content to a process, or to a refusal."""
+        """Compile a grammar in a thread of the pool, and settle the future of the callers that wait."""
         error: BaseException | None = None
         try:
             if compilation.given_up.is_set():
@@ -305,7 +338,7 @@ class Grammars:
             if compilation.given_up.is_set():
                 process.kill()
             process.compile(grammar)
-        except BaseException as caught:  # noqa: BLE001 - raised at whoever waits
+        except BaseException as caught:  # noqa: BLE001 - raised in the callers that wait
             error = caught
         with self._lock:
             if self._compiling.get(key) is compilation:
@@ -321,7 +354,10 @@ class Grammars:
             compilation.done.set_exception(error)
 
     def _keep(self, key: bytes, process: GrammarProcess) -> list[GrammarProcess]:
-        """Keep a process, with the lock held; return those that have to go."""
+        """Keep a process for further replies, and return the processes to kill in its place.
+
+        The caller holds the lock.
+        """
         if self._closed:
             return [process]
         gone = [self._alive.pop(key)] if key in self._alive else []
@@ -330,6 +366,11 @@ class Grammars:
         return gone + [self._alive.pop(other) for other in idle[: max(0, len(self._alive) - MOST_PROCESSES)]]
 
     def _running_server(self) -> GrammarServer:
+        """Return the server from which processes are forked, after starting it if it does not run.
+
+        Raises:
+            EngineFailure: the pool is closed, or the server did not start.
+        """
         with self._starting:
             if self._closed:
                 raise EngineFailure("the engine was stopped")
@@ -342,5 +383,5 @@ class Grammars:
 
 
 def _key(grammar: str) -> bytes:
-    """16 bytes that stand for a content, which may be long."""
+    """Return a digest of 16 bytes by which a grammar's text, which may be long, is known."""
     return hashlib.blake2b(grammar.encode(), digest_size=16).digest()

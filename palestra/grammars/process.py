@@ -1,4 +1,4 @@
-"""The parent's side of the grammar processes: where they are forked, what they are asked, and why they ended."""
+"""The parent's side of the grammar processes: fork them, send them requests, and explain why they ended."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ from palestra.errors import EngineFailure, GrammarRefused, InvalidRequest, Pales
 from palestra.grammars.bounds import Bounds
 from palestra.grammars.frames import receive_frame, receive_json, send_frame, send_json
 
-_START_SECONDS = 120.0  # a tokenizer of a few hundred thousand tokens, on a machine that is busy
-_KEPT = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "HOME", "LANG")  # no key of ours is among them
+_START_SECONDS = 120.0  # enough to load a tokenizer of a few hundred thousand tokens on a busy machine
+# The environment variables that the process inherits: none that holds a key.
+_KEPT = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "HOME", "LANG")
 _LIMITS = ("fuel", "too many", "too large", "too complex", "unable to determine", "max is")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Vocabulary:
-    """The tokens that masks are about.
+    """The tokens to which the bits of a mask belong.
 
     Attributes:
         tokenizer: a fast tokenizer, as the JSON of its `tokenizer.json`.
-        size: how many tokens the model has; there may be more than the tokenizer has.
-        eos: the token that ends a reply.
+        size: number of tokens of the model, V; it may be larger than the tokenizer's.
+        eos: the token that ends a reply; None: there is none.
     """
 
     tokenizer: str
@@ -41,10 +42,13 @@ class Vocabulary:
 
 
 class GrammarServer:
-    """The process from which grammar processes are forked. It ends when this one does, or closes it."""
+    """The process from which grammar processes are forked. It ends with this process, or when `close` is called."""
 
     def __init__(self, vocabulary: Vocabulary | None) -> None:
-        """Start the process and wait until it has the tokenizer. `vocabulary` None: every byte is a token.
+        """Start the process and wait until it has loaded the tokenizer.
+
+        Args:
+            vocabulary: the model's tokens; None: every byte is a token.
 
         Raises:
             EngineFailure: the process did not start.
@@ -56,7 +60,7 @@ class GrammarServer:
                 [sys.executable, "-P", "-m", "palestra.grammars.child", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # Ctrl-C at a terminal is for the server, which then ends this one
+                start_new_session=True,  # Ctrl-C at a terminal goes to Palestra's server, which then ends this process
                 env={name: os.environ[name] for name in _KEPT if name in os.environ} | {"OMP_NUM_THREADS": "1"},
             )
         self._finalizer = weakref.finalize(self, _end_server, self._control, self._popen)
@@ -70,19 +74,19 @@ class GrammarServer:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """Return the id of the process."""
         return self._popen.pid
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs."""
+        """Return whether the process is still running."""
         return self._popen.poll() is None
 
     def fork(self, bounds: Bounds) -> GrammarProcess:
-        """Return a new process for one grammar.
+        """Fork a process for one grammar, with `bounds` on what the grammar may cost.
 
         Raises:
-            EngineFailure: this process has ended.
+            EngineFailure: the server has ended.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -95,7 +99,11 @@ class GrammarServer:
         return GrammarProcess(self, pid, ours, bounds)
 
     def end(self, pid: int) -> int | None:
-        """Kill a grammar's process; return how it had ended by itself before, or -SIGKILL. None: it is not known."""
+        """Kill a grammar's process, and return its exit status as `os.waitstatus_to_exitcode` does.
+
+        The status is -SIGKILL if the process was still running, otherwise the one with which it had ended; None: the
+        server is gone.
+        """
         try:
             with self._lock:
                 self._control.sendall(json.dumps({"end": pid}).encode())
@@ -104,55 +112,72 @@ class GrammarServer:
             return None
 
     def close(self) -> None:
-        """End the process, and with it all that it forked."""
+        """End the server process, and with it all processes that it forked."""
         self._finalizer()
 
 
 def _end_server(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
+    """Close the control socket, then kill and reap the server process (a finalizer)."""
     control.close()
     process.kill()
     process.wait()
 
 
 class Matcher:
-    """Where one reply stands in its grammar. Masks are made by `Grammars.advance`, for many replies at a time."""
+    """The position of one reply in its grammar. `Grammars.advance` renews the masks of many matchers together.
+
+    Attributes:
+        process: the process of the grammar.
+        number: of this matcher in its process.
+        mask: int32 [ceil(V / 32)], little-endian, as bytes: a bit for each token that may follow.
+        pending: tokens accepted since the mask was made.
+        closed: whether the matcher was released.
+    """
 
     def __init__(self, process: GrammarProcess, number: int) -> None:
         self.process, self.number = process, number
-        self.mask = process.first_mask  # [ceil(V / 32)] little-endian int32 as bytes, a bit for each token
-        self.pending: list[int] = []  # accepted since the mask was made
+        self.mask = process.first_mask
+        self.pending: list[int] = []
         self.closed = False
 
     def accept(self, token: int) -> None:
-        """Go on with a token that the mask allows."""
+        """Append a token that the mask allows; `Grammars.advance` then checks it and makes the next mask."""
         self.pending.append(token)
 
 
 class GrammarProcess:
-    """One grammar in its process. Only one thread at a time asks it something."""
+    """One grammar in its process. Only one thread at a time may send requests; see `lock`.
+
+    Attributes:
+        pid: id of the process.
+        first_mask: the mask at the beginning of a reply, as `Matcher.mask`.
+        users: how many matchers are open.
+        lock: held around each request and its answer.
+        over: the error with which requests fail, because the process has ended; None: it runs.
+    """
 
     def __init__(self, server: GrammarServer, pid: int, channel: socket.socket, bounds: Bounds) -> None:
         self._server, self.pid, self._channel, self._bounds = server, pid, channel, bounds
         weakref.finalize(self, channel.close)
         self.first_mask = b""
-        self.users = 0  # matchers that are open
-        self.lock = threading.Lock()  # of the channel
+        self.users = 0
+        self.lock = threading.Lock()
         self._drop: deque[int] = deque()
         self._ended = threading.Lock()  # taken after `lock`, or without it
-        self._killed = False  # by us, for no fault of the grammar's
-        self.over: PalestraError | None = None  # why the process ended; None: it runs
+        self._killed = False  # by `kill`, so that the grammar is not to blame
+        self.over: PalestraError | None = None
 
     @property
     def usable(self) -> bool:
-        """Whether the process is there as far as is known."""
+        """Return whether the process is running, as far as this side knows."""
         return self.over is None and self._server.alive
 
     def compile(self, grammar: str) -> None:
-        """Compile the grammar; the first thing that is asked.
+        """Compile the grammar. Has to be the first request.
 
         Raises:
-            InvalidRequest: `llguidance` can't read it.
-            GrammarRefused: it is over a bound.
+            InvalidRequest: `llguidance` can't read the grammar.
+            GrammarRefused: the grammar is over a bound.
             EngineFailure: the process was ended from outside.
         """
         with self.lock:
@@ -170,17 +195,22 @@ class GrammarProcess:
         raise refusal(problem)
 
     def drop(self, number: int) -> None:
-        """Forget a matcher, with the next request."""
+        """Have the process forget a matcher; the message travels with the next request."""
         self._drop.append(number)
 
     def ask(self, walks: Sequence[tuple[int, Sequence[int], Sequence[int]]], masks: bool = True) -> None:
-        """Send for each (matcher, tokens to accept, places whose masks are wanted); `answer` has what comes of it."""
+        """Send a request to walk matchers; `answer` then receives the result.
+
+        Args:
+            walks: for each matcher its number, the tokens to accept, and the places whose masks are wanted.
+            masks: whether the masks are sent back.
+        """
         drop = [self._drop.popleft() for _ in range(len(self._drop))]
-        with contextlib.suppress(OSError):  # `answer` says why
+        with contextlib.suppress(OSError):  # `answer` finds out why, and raises it
             send_json(self._channel, {"walk": walks, "drop": drop, "masks": masks})
 
     def answer(self) -> tuple[list[str | None], bytes]:
-        """Return a problem or None for each walk, and the masks of those without one, one after another.
+        """Return for each walk a problem or None, and the masks of the walks without a problem, one after another.
 
         Raises:
             GrammarRefused: the process was over a bound and has ended.
@@ -193,10 +223,13 @@ class GrammarProcess:
             raise self._cause(error, "a token of the reply", self._bounds.step_cpu_seconds) from None
 
     def kill(self) -> None:
-        """End the process, at any time and from any thread."""
+        """End the process.
+
+        May be called at any time and from any thread; a thread that waits for an answer gets an error.
+        """
         self._killed = True
         with contextlib.suppress(OSError):
-            self._channel.shutdown(socket.SHUT_RDWR)  # the thread that waits for an answer stops waiting
+            self._channel.shutdown(socket.SHUT_RDWR)  # so that a thread that waits for an answer stops waiting
         with self._ended:
             if self.over is None:
                 self.over = EngineFailure("this grammar's process was ended; send the call again")
@@ -205,7 +238,13 @@ class GrammarProcess:
             self._channel.close()
 
     def _cause(self, error: Exception, what: str, cpu_seconds: float) -> PalestraError:
-        """Return why the process gave no answer, and end it where it still runs; with `lock` held."""
+        """Return why the process did not answer, and end it if it still runs. The caller holds `lock`.
+
+        Args:
+            error: what reading the answer raised.
+            what: the request, in words, for the message.
+            cpu_seconds: processor time that the request was allowed.
+        """
         with self._ended:
             if self.over is None:
                 status = self._server.end(self.pid)
@@ -214,6 +253,7 @@ class GrammarProcess:
             return self.over
 
     def _reason(self, error: Exception, status: int | None, what: str, cpu_seconds: float) -> PalestraError:
+        """Return the error for an exit status: over a bound of time or memory, killed from outside, or crashed."""
         bounds = self._bounds
         if self._killed or status is None:
             return EngineFailure("this grammar's process was ended; send the call again")
@@ -230,9 +270,9 @@ class GrammarProcess:
 
 
 def refusal(problem: str) -> InvalidRequest:
-    """Return the error for what `llguidance` says of a grammar: over a limit, or not understood."""
+    """Return the error for a problem that `llguidance` reports: GrammarRefused over a limit, else InvalidRequest."""
     text = " ".join(problem.replace("<non-verbose/>", "").split())
-    text = text.rsplit("rror: ", 1)[-1].split("; consider")[0]  # without what its author would do about it
+    text = text.rsplit("rror: ", 1)[-1].split("; consider")[0]  # without advice to the author of the grammar
     if "unable to determine" in text.lower():  # what follows is the whole regular expression
         return GrammarRefused("its patterns can't be intersected within the limit of llguidance")
     if any(word in text.lower() for word in _LIMITS):
@@ -241,15 +281,21 @@ def refusal(problem: str) -> InvalidRequest:
 
 
 class Refusal(NamedTuple):
-    """Why a grammar can't be used, to be raised for each request that asks for it."""
+    """Why a grammar can't be used. It is kept, so that each later request for the grammar gets the same error.
+
+    Attributes:
+        text: the reason, in words.
+        bound: True: the grammar is over a bound; False: llguidance can't read it.
+        lasting: whether the grammar would also be refused at another time.
+    """
 
     text: str
-    bound: bool  # it is over a bound; else it is not understood
+    bound: bool
     lasting: bool
 
     @classmethod
     def of(cls, error: InvalidRequest) -> Refusal:
-        """Return the refusal that an error of `GrammarProcess` or `refusal` stands for."""
+        """Return the refusal that keeps an error of `GrammarProcess` or `refusal`."""
         bound = isinstance(error, GrammarRefused)
         return cls(str(error), bound, not isinstance(error, GrammarRefused) or error.lasting)
 
