@@ -1,1 +1,1 @@
-"""Weights and the forward pass, shared by inference and training."""
+"""Weights of models and the forward pass, which the engine and the trainer share so that both round alike."""

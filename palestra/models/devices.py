@@ -1,4 +1,4 @@
-"""Which device arithmetic runs on."""
+"""Choose the device on which arithmetic runs: the CPU or one GPU."""
 
 from __future__ import annotations
 
@@ -12,10 +12,14 @@ DeviceName = Literal["auto", "cpu", "cuda"]
 
 
 def device_of(name: DeviceName, setting: str) -> torch.device:
-    """The device; `auto` is the GPU where there is one.
+    """Return the torch device for a configured name; `auto` is the GPU if there is one.
+
+    Args:
+        name: the configured value.
+        setting: the configuration key, for the error.
 
     Raises:
-        ConfigError: `cuda`, and there is none; `setting` names the key.
+        ConfigError: `cuda` on a machine without a CUDA device.
     """
     there = torch.cuda.is_available()
     if name == "cuda" and not there:

@@ -1,4 +1,4 @@
-"""The tokens of a model as grammars need them, and masks of tokens as tensors."""
+"""Convert a tokenizer to what grammar processes need, and masks of tokens to tensors."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from palestra.grammars.process import Vocabulary
 
 
 def vocabulary_of(tokenizer: Any, vocab_size: int) -> Vocabulary:
-    """Return what grammar processes need of a tokenizer.
+    """Return the vocabulary that grammar processes need, made from a tokenizer.
 
     Args:
         tokenizer: a fast tokenizer of transformers.
-        vocab_size: the model's, which may be larger.
+        vocab_size: number of tokens of the model, which may be larger than the tokenizer's.
     """
     backend = copy(tokenizer.backend_tokenizer)
     backend.no_padding()
@@ -25,11 +25,16 @@ def vocabulary_of(tokenizer: Any, vocab_size: int) -> Vocabulary:
 
 
 def unpack_bits(bits: Tensor, vocab_size: int) -> Tensor:
-    """[…, ceil(V / 32)] int32 to [..., V] bool."""
+    """Return a bool [..., V] mask for packed bits, int32 [..., B] with B = ceil(V / 32).
+
+    Args:
+        bits: the packed masks; bit i of a word is token 32 x (number of the word) + i.
+        vocab_size: V.
+    """
     shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
     return ((bits.unsqueeze(-1) >> shifts) & 1).bool().flatten(-2)[..., :vocab_size]
 
 
 def mask_bits(mask: bytes) -> Tensor:
-    """[ceil(V / 32)] int32 from the bytes of a mask."""
+    """Return the bytes of a mask as an int32 [B] tensor with B = ceil(V / 32)."""
     return torch.frombuffer(bytearray(mask), dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub, where the hub can't be reached."""
+"""Find models of the Hugging Face hub, also where the hub can't be reached."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ from pathlib import Path
 
 from palestra.errors import ModelError
 
-SECONDS = 10.0  # for the hub to answer; the hub's own client tries five times, for each of several files
+# How long the hub may take to answer. Its own client would try five times for each of several files, so one request
+# finds out first whether the hub answers at all.
+SECONDS = 10.0
 
 
 def hub_model(name: str) -> Path | str:
-    """Return what transformers is to load: `org/model` where the hub answers, else its folder in the hub's cache.
+    """Return what transformers is to load: `org/model` if the hub answers, else its folder in the hub's cache.
 
     Raises:
-        ModelError: it is not in the cache, and the hub can't be reached.
+        ModelError: the model is not in the cache, and the hub can't be reached.
     """
     import httpx2
     from huggingface_hub import constants, get_session, try_to_load_from_cache
@@ -25,7 +27,7 @@ def hub_model(name: str) -> Path | str:
         except httpx2.HTTPError as error:
             why = f"{constants.ENDPOINT} can't be reached ({str(error) or type(error).__name__})"
         else:
-            return name  # whatever it answered, transformers says what there is
+            return name  # also if the model does not exist: the error of transformers says so
     cached = try_to_load_from_cache(name, "config.json")
     if isinstance(cached, str):
         return Path(cached).parent

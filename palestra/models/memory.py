@@ -1,4 +1,4 @@
-"""How much memory there is, and how freed memory is kept for the next large temporary of arithmetic."""
+"""Find out how much memory there is, and keep freed memory for the next large temporary of arithmetic."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import ctypes
 import os
 import sys
 
-MEMORY_VARIABLE = "PALESTRA_MEMORY_GIB"  # set for the job of a service, which is ended when it uses more
+MEMORY_VARIABLE = "PALESTRA_MEMORY_GIB"  # set by the control plane, which ends a job that uses more
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # malloc.h
 
 
 def tune_malloc() -> bool:
-    """Tell glibc's malloc to keep freed memory, in one heap for all threads started later. False where it can't be.
+    """Make glibc's malloc keep freed memory, in one heap for all threads started later.
 
-    Page faults on large temporaries take a third of a training step otherwise (docs/benchmarks.md).
+    Otherwise page faults on large temporaries take a third of a training step (docs/benchmarks.md).
+
+    Returns:
+        False if the C library has no such settings.
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -25,7 +28,7 @@ def tune_malloc() -> bool:
 
 
 def memory_bytes() -> int:
-    """Return the memory that this process may use: `PALESTRA_MEMORY_GIB`, or all that the machine has."""
+    """Return how many bytes of memory this process may use: `PALESTRA_MEMORY_GIB`, or all that the machine has."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     given = os.environ.get(MEMORY_VARIABLE)
     return machine if given is None else min(machine, int(float(given) * 2**30))

@@ -23,16 +23,26 @@ class WeightSource(Protocol):
     """
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each weight once, as (name, tensor), under the names of `CausalLM.named_parameters`."""
+        """Yield each weight once, as (name, tensor), under the names of `CausalLM.named_parameters`.
+
+        Tensors have the shapes of the parameters: matrices [n, d], norms and biases [d].
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class LocalWeights:
-    """Weights that are tensors of this process; they are not copied until an engine reads them."""
+    """Weights that are tensors of this process; they are not copied until an engine reads them.
+
+    Attributes:
+        named: each weight once, with its name.
+    """
 
     named: Sequence[tuple[str, Tensor]]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """See `WeightSource`."""
+        """Yield the tensors themselves, [n, d] or [d], which change with the trainer's next update.
+
+        See `WeightSource`.
+        """
         return iter(self.named)

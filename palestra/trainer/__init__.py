@@ -1,1 +1,1 @@
-"""Master weights, gradients and checkpoints."""
+"""Trainers: master weights and optimizers of policies, gradients of batches, and checkpoints."""

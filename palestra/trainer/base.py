@@ -1,7 +1,7 @@
 """The interface of a trainer: weights and optimizers of policies, by name, and updates made of rows.
 
-A trainer may be in another process, so nothing that is handed to it is a callable: rows are records, a loss is its name
-and its parameters, and what comes back are numbers.
+A trainer may be in another process, so no argument is a callable: rows are records, a loss is a name with parameters,
+and results are numbers.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ TRAINER_METRICS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicySpec:
-    """What a policy begins as.
+    """The beginning of a policy: which weights it starts with.
 
     Attributes:
-        model: a name as `PolicyConfig.model` has it, or a folder, whose weights the policy starts with.
+        model: a name as `PolicyConfig.model` has it, or a folder with weights.
     """
 
     model: str
@@ -50,8 +50,8 @@ class OptimParams:
     Attributes:
         learning_rate: of this update.
         betas: decay rates of the two moments.
-        epsilon: what is added to the root of the second moment.
-        weight_decay: decoupled, of the other weights.
+        epsilon: added to the root of the second moment, so that the update is finite.
+        weight_decay: decoupled weight decay of parameters with two dimensions or more.
         max_grad_norm: global L2 norm to which the gradient is scaled down before the update.
     """
 
@@ -63,11 +63,11 @@ class OptimParams:
 
     @classmethod
     def of(cls, config: OptimizerConfig, learning_rate: float) -> OptimParams:
-        """Return the numbers of a job's optimizer.
+        """Return the numbers of one update of a job's optimizer.
 
         Args:
             config: the policy's `[optimizer]`.
-            learning_rate: what its schedule says of this step.
+            learning_rate: what the schedule says for this step.
         """
         return cls(
             learning_rate=learning_rate,
@@ -80,13 +80,13 @@ class OptimParams:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepReport:
-    """What one `forward_backward` saw.
+    """The counts and metrics of one `forward_backward`.
 
     Attributes:
         rows: how many rows the batch had.
         trained_tokens: tokens that entered the loss.
         forward_tokens: tokens that went through the model, after shared prefixes were merged.
-        flat_tokens: the same without merging.
+        flat_tokens: tokens that would have gone through the model without merging.
         metrics: `TRAINER_METRICS` and the loss's own, by name; NaN where no token counts.
     """
 
@@ -99,7 +99,7 @@ class StepReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimReport:
-    """What one `optim_step` did.
+    """The result of one `optim_step`.
 
     Attributes:
         learning_rate: of the update.
@@ -115,19 +115,20 @@ class OptimReport:
 class Trainer(Protocol):
     """Master weights and optimizers of policies, by name.
 
-    What is done to one policy leaves every other as it is, bit by bit. Requests are done one after another. A repeated
-    `request_id` of a policy gets the first answer and does nothing, so that a request whose answer was lost may be sent
-    again. A policy that was not created is a `NotFound` in every method.
+    A request about one policy leaves every other policy as it is, bit by bit. Requests are handled one after another. A
+    repeated `request_id` of a policy gets the first answer and changes nothing, so that a request whose answer was lost
+    may be sent again. Every method raises NotFound for a policy that was not created.
     """
 
     async def create(self, policy: str, spec: PolicySpec) -> None:
         """Load a policy's weights, and give it an optimizer without moments and version 0.0.
 
         Args:
-            policy: its name; one that is there already is a ConfigError.
-            spec: what it begins as.
+            policy: its name, which must be new.
+            spec: the weights that it starts with.
 
         Raises:
+            ConfigError: there is a policy of this name.
             ModelError: missing weights, or an unsupported architecture.
         """
         ...
@@ -140,10 +141,10 @@ class Trainer(Protocol):
         Args:
             policy: its name.
             batch: S rows.
-            outputs: what is wanted; `old_logprobs` are those of the policy's present weights.
+            outputs: the numbers that are wanted; `old_logprobs` are those of the policy's present weights.
 
         Returns:
-            For each output one [N] float32 a row, NaN where the token is not trained.
+            For each output one float32 [N] a row, NaN where the token is not trained.
 
         Raises:
             ConfigError: the trainer can't compute one of the outputs.
@@ -153,7 +154,7 @@ class Trainer(Protocol):
     async def forward_backward(
         self, policy: str, batch: Sequence[TrainSample], loss: LossSpec, request_id: str
     ) -> StepReport:
-        """Add the gradient of a batch.
+        """Add the gradient of a batch to the gradient that the next `optim_step` applies.
 
         Args:
             policy: its name.
@@ -162,12 +163,12 @@ class Trainer(Protocol):
             request_id: names this request.
 
         Raises:
-            ConfigError: no such loss.
+            ConfigError: there is no such loss.
         """
         ...
 
     async def optim_step(self, policy: str, params: OptimParams, request_id: str) -> OptimReport:
-        """Apply the gradient and clear it; the first update since `weights` makes the version's `n` grow by one.
+        """Apply the gradient and clear it. The first update after `weights` makes the version's `n` grow by one.
 
         Args:
             policy: its name.
@@ -177,25 +178,28 @@ class Trainer(Protocol):
         ...
 
     async def untrainable(self, policy: str, batch: Sequence[TrainSample], request_id: str) -> dict[str, str]:
-        """Return why episodes can't be trained, by id: what was recorded of them does not fit together.
+        """Find episodes that can't be trained, because the parts of their record contradict each other.
 
-        The answer depends on the rows alone, so that a step that is repeated leaves out the same episodes. What is
-        wrong with the trainer itself is raised, here or later. Advantages and loss weights of the rows are not read.
+        The answer depends on the rows alone, so that a repeated step leaves out the same episodes. Faults of the
+        trainer itself are raised, here or later. Advantages and loss weights of the rows are not read.
 
         Args:
             policy: its name.
             batch: S rows.
             request_id: names this request.
+
+        Returns:
+            For each such episode its id and the reason.
         """
         ...
 
     async def save(self, policy: str, folder: Path, state: Mapping[str, Any], request_id: str) -> Path:
-        """Write a checkpoint of a policy that `load` gives back bit by bit, whole or not at all.
+        """Write a checkpoint of a policy that `load` restores bit by bit; it is written whole or not at all.
 
         Args:
             policy: its name.
-            folder: where the policy's checkpoints are; this one is `step-NNNNNN` in it.
-            state: what is to be kept beside the weights, as JSON; `step` (int) numbers the checkpoint.
+            folder: where the policy's checkpoints are; this one becomes `step-NNNNNN` in it.
+            state: JSON to keep beside the weights; `step` (int) numbers the checkpoint.
             request_id: names this request.
 
         Returns:
@@ -207,7 +211,7 @@ class Trainer(Protocol):
         ...
 
     async def load(self, policy: str, folder: Path) -> dict[str, Any] | None:
-        """Give a policy the newest good checkpoint.
+        """Restore a policy's newest checkpoint whose files are undamaged.
 
         Args:
             policy: its name.
@@ -222,13 +226,13 @@ class Trainer(Protocol):
         ...
 
     async def remove(self, policy: str) -> None:
-        """Forget a policy, and free its memory."""
+        """Forget a policy, its optimizer and its requests, and free the memory."""
         ...
 
     async def weights(self, policy: str) -> WeightSource:
         """Return the present weights for an engine to read; the next update begins a new version.
 
-        They are valid until the policy's next `optim_step`.
+        The weights are valid until the policy's next `optim_step`.
         """
         ...
 
@@ -237,7 +241,9 @@ class Trainer(Protocol):
         ...
 
     def begin_incarnation(self, policy: str, incarnation: int) -> None:
-        """Let all versions of a policy from here on say that history may not have repeated bit by bit.
+        """Set the incarnation of all later versions of a policy.
+
+        It says that history before the restart may not have been repeated bit by bit.
 
         Args:
             policy: its name.
@@ -246,5 +252,5 @@ class Trainer(Protocol):
         ...
 
     async def close(self) -> None:
-        """Finish what has begun, and free all policies."""
+        """Finish the present requests, and free all policies."""
         ...

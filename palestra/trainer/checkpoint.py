@@ -1,4 +1,4 @@
-"""Checkpoints: a folder that is whole or not there, with a hash of every file."""
+"""Checkpoints: folders `step-NNNNNN` that are whole or absent, with a SHA-256 of every file."""
 
 from __future__ import annotations
 
@@ -19,15 +19,28 @@ from palestra.faults import fault_point
 
 log = logging.getLogger("palestra.checkpoint")
 INDEX = "checkpoint.json"
-NOT_THE_MODEL = ("optimizer-*.safetensors", INDEX)  # files that only a trainer reads
+NOT_THE_MODEL = ("optimizer-*.safetensors", INDEX)  # files of a checkpoint that only a trainer reads
 _BLOCK = 1 << 22
 
 
 def write(folder: Path, step: int, fill: Callable[[Path], object], state: Mapping[str, Any], keep: int) -> Path:
-    """Write `folder/step-NNNNNN`: fill a temporary folder, hash and fsync its files, rename it, drop the oldest.
+    """Write the checkpoint `folder/step-NNNNNN`, and delete the oldest ones.
+
+    A temporary folder is filled, its files are hashed and synced to disk, and the folder is renamed, so that a crash at
+    any moment leaves either a whole checkpoint or none.
+
+    Args:
+        folder: where the checkpoints are.
+        step: number of the checkpoint.
+        fill: writes the files into the folder that it gets.
+        state: JSON to keep beside the files.
+        keep: how many checkpoints stay.
+
+    Returns:
+        The checkpoint's folder.
 
     Raises:
-        CheckpointError: the disk is full, or can't be written to; what was there before is untouched.
+        CheckpointError: the disk is full, or can't be written to; earlier checkpoints are untouched.
     """
     final = folder / f"step-{step:06d}"
     temporary = folder / f".writing-{step:06d}"
@@ -44,9 +57,11 @@ def write(folder: Path, step: int, fill: Callable[[Path], object], state: Mappin
         (temporary / INDEX).write_text(json.dumps(index | {"digest": _fingerprint(index)}, indent=1))
         _sync(temporary / INDEX)
         _sync(temporary)
-        if final.exists():  # a damaged one of the same step, or one of a lineage that did not survive
+        # There may be a damaged checkpoint of the same step, or one of a run that was resumed from an earlier step.
+        if final.exists():
             shutil.rmtree(final)
         fault_point("before_checkpoint_rename")
+        # The rename makes the checkpoint exist, and syncing the folder keeps the rename over a loss of power.
         temporary.rename(final)
         _sync(folder)
         fault_point("after_checkpoint_rename")
@@ -59,7 +74,7 @@ def write(folder: Path, step: int, fill: Callable[[Path], object], state: Mappin
 
 
 def _filled(folder: Path, fill: Callable[[Path], object]) -> None:
-    """Fill a folder; an error of the disk is an OSError also where safetensors, which is no Python, met it."""
+    """Fill a folder, and turn a disk error that safetensors (which is written in Rust) reports into an OSError."""
     try:
         fill(folder)
     except SafetensorError as error:
@@ -69,10 +84,12 @@ def _filled(folder: Path, fill: Callable[[Path], object]) -> None:
 
 
 def newest_good(folder: Path) -> tuple[Path, dict[str, Any]] | None:
-    """The newest checkpoint whose files all have their hashes, and its state; None where there is none at all.
+    """Return the newest undamaged checkpoint's folder and its state; None: there is no checkpoint at all.
+
+    A checkpoint is undamaged if every file has the recorded hash; damaged ones are skipped with a warning in the log.
 
     Raises:
-        CheckpointError: there are some, and all are damaged.
+        CheckpointError: there are checkpoints, and all are damaged.
     """
     there = found(folder)
     for path in reversed(there):
@@ -89,7 +106,7 @@ def newest_good(folder: Path) -> tuple[Path, dict[str, Any]] | None:
 
 
 def newest_path(folder: Path) -> Path | None:
-    """Return the newest checkpoint whose files all have their hashes; None: there is none, or all are damaged."""
+    """Return the folder of the newest undamaged checkpoint; None: there is none, or all are damaged."""
     try:
         newest = newest_good(folder)
     except CheckpointError as error:
@@ -104,26 +121,33 @@ def newest_name(names: Iterable[str]) -> str | None:
 
 
 def found(folder: Path) -> list[Path]:
-    """Finished checkpoints, oldest first."""
+    """Return the finished checkpoints in a folder, oldest first. Their files are not checked."""
     return sorted((p for p in folder.glob("step-*") if p.name[5:].isdecimal()), key=step_of)
 
 
 def step_of(path: Path) -> int:
-    """The step of a finished checkpoint."""
+    """Return the step of a finished checkpoint, read from the name of its folder."""
     return _number(path.name)
 
 
 def _number(name: str) -> int:
+    """Return the number in a name such as `step-000120`."""
     return int(name[5:])
 
 
 def link_model(folder: Path, step: int, target: Path) -> None:
-    """Make the folder `target` of the model in a checkpoint, whole or not at all.
+    """Copy the model of a checkpoint to the folder `target`, whole or not at all.
 
-    Its files are hard links where that is possible, else copies; they stay when the checkpoint is dropped.
+    Files are hard links if the file system allows it, so that they take no space and stay when the checkpoint is
+    deleted.
+
+    Args:
+        folder: where the checkpoints are.
+        step: number of the checkpoint.
+        target: the folder to make.
 
     Raises:
-        CheckpointError: the checkpoint is not there any more, or damaged, or can't be copied.
+        CheckpointError: the checkpoint is gone or damaged, or can't be copied.
     """
     temporary = target.with_name(f".{target.name}")
     try:
@@ -142,6 +166,7 @@ def link_model(folder: Path, step: int, target: Path) -> None:
 
 
 def _link(source: str, target: str) -> None:
+    """Make a hard link to a file, or a copy if the target is on another disk or its file system has no links."""
     try:
         os.link(source, target)
     except OSError:  # another disk, or one without links
@@ -149,6 +174,7 @@ def _link(source: str, target: str) -> None:
 
 
 def _problem(path: Path) -> str | None:
+    """Return why a checkpoint is damaged: an unreadable index, or a file with another hash. None: it is whole."""
     try:
         index = json.loads((path / INDEX).read_text())
         if index.pop("digest") != _fingerprint(index):
@@ -162,12 +188,12 @@ def _problem(path: Path) -> str | None:
 
 
 def _fingerprint(index: Mapping[str, Any]) -> str:
-    """SHA-256 of the index, without this."""
+    """Return the SHA-256 of the index, computed before the digest itself is added to it."""
     return hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
 
 
 def _digest(path: Path, sync: bool = True) -> str:
-    """SHA-256 of a file, which is on disk afterwards."""
+    """Return the SHA-256 of a file, and sync the file to disk unless `sync` is False."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(_BLOCK):
@@ -178,6 +204,7 @@ def _digest(path: Path, sync: bool = True) -> str:
 
 
 def _sync(path: Path) -> None:
+    """Sync a file or a folder to disk, so that it survives the loss of power."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

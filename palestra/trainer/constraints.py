@@ -1,4 +1,4 @@
-"""Which tokens a constrained reply could have had at each place, found again by going through its grammar."""
+"""Find out again which tokens a constrained reply could have had at each place, by walking its grammar."""
 
 from __future__ import annotations
 
@@ -15,10 +15,21 @@ from palestra.schemas.records import GrammarSpan, TrainSample
 
 
 def allowed_tokens(samples: Sequence[tuple[TrainSample, Any, Any]], grammars: Grammars, vocab: int) -> Tensor | None:
-    """[T, ceil(V / 32)] int32, a bit for each token that could have been sampled; None: all, everywhere.
+    """Return a mask of the tokens that could have been sampled at each trained token; None: all tokens, everywhere.
 
-    T counts the trained tokens of the samples, in order. Without it the ratio of a constrained token would compare the
-    policy's unconstrained probability with the constrained one that it was sampled with.
+    Without the mask the loss would compare the policy's unconstrained probability with the constrained one with which
+    the token was sampled.
+
+    Args:
+        samples: rows of a micro-batch, each with its offset and path (see `MicroBatch`).
+        grammars: walks the grammars.
+        vocab: number of the model's tokens, V.
+
+    Returns:
+        int32 [T, B], B = ceil(V / 32), a bit for each token; T counts the trained tokens of the rows, in order.
+
+    Raises:
+        InvalidRequest, GrammarRefused, EngineFailure: see `Grammars.walk`.
     """
     if not any(sample.grammars for sample, _, _ in samples):
         return None
@@ -39,7 +50,7 @@ def grammar_problem(sample: TrainSample, grammars: Grammars) -> str | None:
     """Return why a row can't be walked through its grammars; None: it can.
 
     Raises:
-        EngineFailure: the processes for grammars do not work.
+        EngineFailure: the grammar processes do not work.
     """
     for span in sample.grammars:
         tokens, wanted = _walk_of(sample, span)
@@ -51,6 +62,6 @@ def grammar_problem(sample: TrainSample, grammars: Grammars) -> str | None:
 
 
 def _walk_of(sample: TrainSample, span: GrammarSpan) -> tuple[list[int], list[int]]:
-    """Return the tokens of a span, and the places in it that are trained."""
+    """Return the tokens of a span, and the indices in it of the trained ones."""
     stop = span.start + span.tokens
     return sample.ids[span.start : stop].tolist(), np.flatnonzero(sample.loss_mask[span.start : stop]).tolist()

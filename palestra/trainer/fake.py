@@ -1,7 +1,7 @@
-"""A trainer without a model, for the fake engine: its "weights" are a hash of all that it was trained on.
+"""A trainer without a model, for the fake engine: its "weights" are a hash of everything it was trained on.
 
-Two runs end with the same weights exactly when they were given the same samples, in the same order, in the same
-steps, which is what tests of faults and of the data plane have to know.
+Two runs end with the same weights exactly if they were given the same samples, in the same order, in the same steps.
+Tests of faults and of the data plane check exactly that.
 """
 
 from __future__ import annotations
@@ -29,17 +29,19 @@ WEIGHTS_FILE = "weights.txt"
 
 @dataclass(slots=True)
 class _Policy:
+    """The hashes that stand for a policy's weights and gradient, and its version."""
+
     weights: str = hashlib.sha256(b"untrained").hexdigest()
     gradient: str = ""
     version: PolicyVersion = field(default_factory=lambda: PolicyVersion(0, 0))
-    changed: bool = False  # since the weights were handed out
+    changed: bool = False  # whether there was an update since `weights` was called
 
 
 class FakeTrainer:
-    """Implements `Trainer`."""
+    """A `Trainer` for tests and demonstrations that need no model: it hashes its inputs in place of computing."""
 
     def __init__(self, keep: int) -> None:
-        """Begin without a policy.
+        """Create a trainer without policies.
 
         Args:
             keep: how many checkpoints of a policy are kept.
@@ -49,26 +51,26 @@ class FakeTrainer:
         self._serial = Serial()
 
     def digest(self, policy: str) -> str:
-        """Return the hash of all that a policy was trained on."""
+        """Return the hash that stands for a policy's weights: of everything the policy was trained on."""
         return self._policy(policy).weights
 
     def version(self, policy: str) -> PolicyVersion:
-        """See `Trainer`."""
+        """Return the version of a policy; see `Trainer.version`."""
         return self._policy(policy).version
 
     def begin_incarnation(self, policy: str, incarnation: int) -> None:
-        """See `Trainer`."""
+        """Set the incarnation of a policy's later versions; see `Trainer.begin_incarnation`."""
         mine = self._policy(policy)
         mine.version = PolicyVersion(incarnation, mine.version.n)
 
     async def create(self, policy: str, spec: PolicySpec) -> None:
-        """See `Trainer`. Without a model all policies begin alike."""
+        """Create a policy; see `Trainer.create`. Without a model all policies begin alike."""
         if policy in self._policies:
             raise ConfigError(f"the trainer has a policy {policy!r} already")
         self._policies[policy] = _Policy()
 
     async def remove(self, policy: str) -> None:
-        """See `Trainer`."""
+        """Forget a policy and its requests, after earlier requests have ended; see `Trainer.remove`."""
         self._policy(policy)
 
         async def work() -> None:
@@ -80,7 +82,15 @@ class FakeTrainer:
     async def forward(
         self, policy: str, batch: Sequence[TrainSample], outputs: Collection[ForwardOutput]
     ) -> ForwardOutputs:
-        """See `Trainer`. Without a model logprobs are what the engine said."""
+        """Return the engine's logprobs of the rows of `batch`, for `outputs` of a `policy`: there is no model to
+        compute others.
+
+        Returns:
+            For `old_logprobs` one float32 [N] a row; see `Trainer.forward`.
+
+        Raises:
+            ConfigError: another output than `old_logprobs` is wanted.
+        """
         self._policy(policy)
         if unknown := set(outputs) - {"old_logprobs"}:
             raise ConfigError(f"the fake trainer can't compute {', '.join(sorted(unknown))}")
@@ -89,7 +99,14 @@ class FakeTrainer:
     async def forward_backward(
         self, policy: str, batch: Sequence[TrainSample], loss: LossSpec, request_id: str
     ) -> StepReport:
-        """See `Trainer`. The gradient is a hash of the rows, and every metric is 0."""
+        """Add the rows of `batch` to the hash that stands for the gradient of `policy`; see `Trainer.forward_backward`.
+
+        Args:
+            policy: its name.
+            batch: S rows.
+            loss: declares the metrics, which are all 0.
+            request_id: names this request.
+        """
         mine, metrics = self._policy(policy), build_loss(loss).metrics
 
         async def work() -> StepReport:
@@ -117,11 +134,17 @@ class FakeTrainer:
         return await self._serial.run_idempotent(policy, request_id, work)
 
     async def untrainable(self, policy: str, batch: Sequence[TrainSample], request_id: str) -> dict[str, str]:
-        """See `Trainer`. Without a model there are no grammars to walk."""
+        """Find episodes of `batch` with numbers that are not finite; see `Trainer.untrainable`.
+
+        `policy` and `request_id` are not used, because without a model there are no grammars to walk.
+        """
         return record_problems(batch)
 
     async def optim_step(self, policy: str, params: OptimParams, request_id: str) -> OptimReport:
-        """See `Trainer`."""
+        """Hash the gradient into the weights of `policy`, with the learning rate of `params`.
+
+        Once for each `request_id`.
+        """
         mine = self._policy(policy)
 
         async def work() -> OptimReport:
@@ -136,7 +159,7 @@ class FakeTrainer:
         return await self._serial.run_idempotent(policy, request_id, work)
 
     async def save(self, policy: str, folder: Path, state: Mapping[str, Any], request_id: str) -> Path:
-        """See `Trainer`."""
+        """Write the hash of `policy` as a checkpoint into `folder`, with `state`; once for each `request_id`."""
         mine = self._policy(policy)
 
         def fill(path: Path) -> None:
@@ -149,7 +172,7 @@ class FakeTrainer:
         return await self._serial.run_idempotent(policy, request_id, work)
 
     async def load(self, policy: str, folder: Path) -> dict[str, Any] | None:
-        """See `Trainer`."""
+        """Restore the hash and the version of a policy from the newest checkpoint; see `Trainer.load`."""
         mine = self._policy(policy)
         newest = checkpoint.newest_good(folder)
         if newest is None:
@@ -160,14 +183,19 @@ class FakeTrainer:
         return state
 
     async def weights(self, policy: str) -> WeightSource:
-        """See `Trainer`. There are no tensors."""
+        """Return a source without tensors, which the fake engine accepts; see `Trainer.weights`."""
         self._policy(policy).changed = False
         return LocalWeights(())
 
     async def close(self) -> None:
-        """See `Trainer`."""
+        """Do nothing: there are no processes and no memory to free."""
 
     def _policy(self, policy: str) -> _Policy:
+        """Return what is kept of a policy.
+
+        Raises:
+            NotFound: there is no such policy.
+        """
         found = self._policies.get(policy)
         if found is None:
             raise NotFound(f"the trainer has no policy {policy!r}")

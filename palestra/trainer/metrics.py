@@ -1,4 +1,4 @@
-"""From the metrics of micro-batches to one number each, by the rule that a loss declares for each of them."""
+"""Reduce the metrics of micro-batches to one number each, by the rule that the loss declares for each of them."""
 
 from __future__ import annotations
 
@@ -15,19 +15,22 @@ class MetricSums:
     """Adds up what micro-batches report, in their order, on the device where it was computed."""
 
     def __init__(self, declared: Collection[str]) -> None:
-        """Begin with nothing.
+        """Start with empty sums.
 
         Args:
             declared: the names that may be reported.
         """
         self._declared = frozenset(declared)
         self._sums: dict[str, Tensor] = {}
-        self._counts: dict[str, Tensor] = {}  # of means over some of the trained tokens
+        self._counts: dict[str, Tensor] = {}  # divisors of means over some of the trained tokens
         self._largest: dict[str, Tensor] = {}
-        self._means: set[str] = set()  # over all trained tokens
+        self._means: set[str] = set()  # metrics that are means over all trained tokens
 
     def add(self, reported: Mapping[str, Reduction]) -> None:
         """Add the metrics of one micro-batch.
+
+        Args:
+            reported: for each metric its values, [T] or scalar tensors, and how they are reduced.
 
         Raises:
             ValueError: a name is not declared.
@@ -47,7 +50,7 @@ class MetricSums:
                     self._means.add(name)
 
     def result(self, trained: int) -> dict[str, float]:
-        """Return one number a metric.
+        """Return one number for each metric: NaN for a mean over no tokens.
 
         Args:
             trained: how many tokens were trained in all micro-batches together.
@@ -63,4 +66,5 @@ class MetricSums:
 
 
 def _add(sums: dict[str, Tensor], name: str, value: Tensor) -> None:
+    """Add a scalar tensor to the sum of `name`, which may be new."""
     sums[name] = sums[name] + value if name in sums else value

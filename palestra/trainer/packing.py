@@ -1,8 +1,8 @@
-"""Rows to trees: what rows have in common is computed once.
+"""Merge rows into trees, so that tokens which several rows have in common are computed once.
 
-The episodes of a group share their prompt, so most of a flat batch is repetition. Rows that begin alike are merged
-into a tree of tokens, in which each token sees its ancestors only; the gradient of a shared token is then the sum of
-the gradients that its copies would have had. Placeholders of two images are not alike, although their ids are.
+The episodes of a group share their prompt, so most of a flat batch is repetition. Rows that begin alike are merged into
+a tree of tokens, in which each token sees only its ancestors. The gradient of a shared token is then the sum of the
+gradients that its copies would have had. Placeholders of two images are not alike, although their ids are.
 """
 
 from __future__ import annotations
@@ -22,20 +22,29 @@ from palestra.trajectory import TokenRun
 
 
 class Tree:
-    """Rows merged on their common beginnings. Nodes are tokens, in the order in which they were added."""
+    """Rows merged on their common beginnings. Nodes are tokens, in the order in which they were added.
+
+    Attributes:
+        ids: token id of each node.
+        positions: position of each node in its row, from 0.
+        runs: chains of nodes: (first node, one past the last, parent node or -1).
+        paths: int64 [N] for each row, its nodes.
+    """
 
     def __init__(self) -> None:
         self.ids: list[int] = []
         self.positions: list[int] = []
-        self.runs: list[tuple[int, int, int]] = []  # (first node, one past the last, parent node or -1)
-        self.paths: list[NDArray[np.int64]] = []  # for each row its nodes, [N]
+        self.runs: list[tuple[int, int, int]] = []
+        self.paths: list[NDArray[np.int64]] = []
         self._rows: list[TokenRun] = []
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def shared(self, row: TokenRun) -> tuple[int, int]:
-        """Return (how many tokens a row has in common with the best of the rows so far, the number of that row)."""
+        """Return (how many leading tokens a row has in common with the best of the rows so far, the number of that
+        row).
+        """
         best, which = 0, -1
         for number, known in enumerate(self._rows):
             common = known.common(row)
@@ -56,7 +65,10 @@ class Tree:
         self._rows.append(row)
 
     def mask(self) -> Tensor | None:
-        """[n, n] bool, row i True at i and its ancestors; None where the tree is a single chain."""
+        """Return which nodes each node sees, bool [n, n]: itself and its ancestors.
+
+        None: the tree is a single chain.
+        """
         if len(self.runs) == 1:
             return None
         seen = torch.zeros((len(self), len(self)), dtype=torch.bool)
@@ -69,18 +81,23 @@ class Tree:
 
 @dataclass(slots=True)
 class MicroBatch:
-    """Trees that go through the model together, and the samples in them."""
+    """Trees that go through the model together, and the rows in them.
+
+    Attributes:
+        trees: their nodes lie one after another in the flat batch.
+        samples: each row with the offset of its tree in the flat batch and its path [N] in the tree.
+    """
 
     trees: list[Tree] = field(default_factory=list)
-    samples: list[tuple[TrainSample, int, NDArray[np.int64]]] = field(default_factory=list)  # with offset and path
+    samples: list[tuple[TrainSample, int, NDArray[np.int64]]] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
-        """Tokens that are computed."""
+        """Return how many tokens go through the model."""
         return sum(map(len, self.trees))
 
     def targets(self) -> dict[str, Tensor]:
-        """Return [T] columns of the trained tokens, in order of the samples.
+        """Return columns [T] of the trained tokens of all rows, in order of the rows.
 
         `source` is the node that predicts the token and `target` its id; `version` is [T, 2]; the others have the names
         of `LossInputs` and `TrainSample`.
@@ -95,17 +112,20 @@ class MicroBatch:
             columns["advantages"].append(sample.advantages[trained])
             columns["loss_weights"].append(sample.loss_weights[trained])
             columns["temperature"].append(sample.temperatures[trained])
-            if sample.old_logprobs is not None:  # of all rows of a batch, or of none
+            if sample.old_logprobs is not None:  # either all rows of a batch have them, or none has
                 columns["old_logprobs"].append(sample.old_logprobs[trained])
         return {name: torch.from_numpy(np.concatenate(parts)) for name, parts in columns.items()}
 
 
 def pack(samples: Sequence[TrainSample], max_tokens: int) -> list[MicroBatch]:
-    """Micro-batches of at most `max_tokens` computed tokens.
+    """Pack rows into micro-batches of at most `max_tokens` computed tokens, in the order of the rows.
 
-    More where a row has more, alone, or with others that have half of it in common: up to twice its length, because
-    the long prompt of a group is not to be computed for each of its answers. The order of the samples is kept, so the
-    same samples in the same order give the same arithmetic.
+    A micro-batch has more tokens if one row has more, or if a row shares half of its tokens with earlier ones: then up
+    to twice the row's length, because the long prompt of a group should not be computed for each of its answers. The
+    same rows in the same order always give the same arithmetic.
+
+    Raises:
+        ValueError: the first token of a row is trained, which nothing predicts.
     """
     batches: list[MicroBatch] = []
     tree: Tree | None = None
@@ -115,6 +135,7 @@ def pack(samples: Sequence[TrainSample], max_tokens: int) -> list[MicroBatch]:
         row = TokenRun.of(sample.ids, sample.media)
         length = len(row)
         new = length if tree is None else length - tree.shared(row)[0]
+        # Without this a long prompt that nearly fills a micro-batch would be computed again for each of its answers.
         room = max(max_tokens, 2 * length) if 2 * new <= length else max_tokens
         if not batches or batches[-1].tokens + new > room:
             batches.append(MicroBatch())
@@ -129,14 +150,20 @@ def pack(samples: Sequence[TrainSample], max_tokens: int) -> list[MicroBatch]:
 
 
 class TreeAttention:
-    """Attention within each tree of a micro-batch; see `AttentionBackend`."""
+    """Attention within each tree of a micro-batch, an `AttentionBackend`.
+
+    Tokens of different trees do not see each other.
+    """
 
     def __init__(self, trees: Sequence[Tree], device: torch.device) -> None:
         self._trees, self._device = trees, device
         self._masks: dict[tuple[int, int | None], Tensor | None] = {}
 
     def _mask(self, number: int, window: int | None) -> Tensor | None:
-        """[n, n] bool; None: plainly causal."""
+        """Return which nodes of a tree see each other, bool [n, n]; None: plainly causal.
+
+        Masks are kept for the next layer.
+        """
         if (number, window) not in self._masks:
             tree = self._trees[number]
             mask = tree.mask()
@@ -150,7 +177,16 @@ class TreeAttention:
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None
     ) -> Tensor:
-        """[1, H, N, D] and [1, K, N, D] to [N, H, D]."""
+        """Return the attention of each node to itself and its ancestors, [N, H, D]; see `AttentionBackend`.
+
+        Args:
+            layer: not used, because nothing is kept between layers but masks.
+            query: [1, H, N, D].
+            key: [1, K, N, D].
+            value: [1, K, N, D].
+            scale: factor of the scores.
+            window: how many tokens a token sees, itself included; None: all ancestors.
+        """
         pieces, start = [], 0
         for number, tree in enumerate(self._trees):
             length, mask = len(tree), self._mask(number, window)

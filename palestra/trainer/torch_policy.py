@@ -29,18 +29,25 @@ from palestra.trainer.metrics import MetricSums
 from palestra.trainer.packing import MicroBatch, TreeAttention, pack
 from palestra.trainer.untrainable import record_problems
 
-# On two cores more is slower, too: attention within a tree of rows takes time with its square (docs/benchmarks.md).
+# More tokens are slower even on two cores: attention in a tree takes time with its square (docs/benchmarks.md).
 MICRO_BATCH_TOKENS = {"cpu": 1024, "cuda": 8192}
 _OPTIMIZER_FILE = "optimizer-{}.safetensors"
 _SHARD_BYTES = 2**28
-_IMPOSSIBLE = -1e9  # finite, so that 0 x score is 0 in the entropy
+_IMPOSSIBLE = -1e9  # the score of tokens that can't be sampled: finite, so that 0 x score is 0 in the entropy
 
 
 class TorchPolicy:
-    """The weights, the optimizer and the version of one policy; its methods run in the trainer's thread."""
+    """The weights, the optimizer and the version of one policy; its methods run in the trainer's thread.
+
+    Attributes:
+        parameters: each weight once, with its name.
+        optimizer: AdamW over these weights.
+        version: of the weights.
+        changed: whether there was an update since the weights were handed to an engine.
+    """
 
     def __init__(self, model: CausalLM, tokenizer: Any, config: TrainerConfig) -> None:
-        """Begin with the weights as they are, at version 0.0.
+        """Take over a model's weights as they are, at version 0.0.
 
         Args:
             model: has float32 weights; it computes in the precision of `config` from here on.
@@ -51,7 +58,7 @@ class TorchPolicy:
         self._model, self._tokenizer, self._config = model, tokenizer, config
         self.parameters = model.named_parameters()
         self.optimizer = torch.optim.AdamW(
-            [  # weights of norms and biases, in the second group, do not decay, as in the Trainer of transformers
+            [  # norms and biases, in the second group, do not decay, as in the Trainer of transformers
                 {"params": [p for _, p in self.parameters if p.ndim >= 2]},
                 {"params": [p for _, p in self.parameters if p.ndim < 2]},
             ],
@@ -61,14 +68,19 @@ class TorchPolicy:
         self._micro_batch_tokens = config.micro_batch_tokens or MICRO_BATCH_TOKENS[self._device.type]
         self._grammars = Grammars(vocabulary_of(tokenizer, model.vocab_size), TRAINER_BOUNDS)
         self.version = PolicyVersion(0, 0)
-        self.changed = False  # since the weights were handed out
+        self.changed = False
 
     def close(self) -> None:
-        """End the processes of its grammars."""
+        """End the processes that walk the policy's grammars."""
         self._grammars.close()
 
     def untrainable(self, batch: Sequence[TrainSample]) -> dict[str, str]:
-        """See `Trainer.untrainable`."""
+        """Find episodes that can't be trained: numbers that are not finite, unknown tokens, replies that miss their
+        grammar.
+
+        Returns:
+            For each such episode its id and the reason; see `Trainer.untrainable`.
+        """
         found = record_problems(batch)
         for sample in batch:
             if sample.episode_id not in found:
@@ -80,10 +92,10 @@ class TorchPolicy:
                     found[sample.episode_id] = problem
         return found
 
-    # Forward and backward
-
     def logprobs(self, batch: Sequence[TrainSample]) -> list[Floats]:
-        """Return [N] for each row: the logprobs of trained tokens under the present weights, NaN elsewhere."""
+        """Return for each row the logprobs of its trained tokens under the present weights, float32 [N], NaN
+        elsewhere.
+        """
         found: list[Floats] = []
         for micro in pack(batch, self._micro_batch_tokens):
             with torch.no_grad():
@@ -96,7 +108,13 @@ class TorchPolicy:
         return found
 
     def forward_backward(self, batch: Sequence[TrainSample], loss: Loss) -> StepReport:
-        """Add the gradient of the whole batch, or, where that fails, of nothing: the request may be sent again."""
+        """Add the gradient of the whole batch, or of nothing if an error occurs, so that the request may be sent again.
+
+        Args:
+            batch: S rows.
+            loss: the loss of a token.
+        """
+        # Without the copy, a request that fails halfway and is sent again would add a part of its gradient twice.
         before = [None if p.grad is None else p.grad.clone() for _, p in self.parameters]
         try:
             return self._all_micro_batches(batch, loss)
@@ -106,6 +124,7 @@ class TorchPolicy:
             raise
 
     def _all_micro_batches(self, batch: Sequence[TrainSample], loss: Loss) -> StepReport:
+        """Add the gradients of all micro-batches in order, and return their metrics and counts."""
         sums = MetricSums([metric.name for metric in (*TRAINER_METRICS, *loss.metrics)])
         computed, trained = 0, 0
         for micro in pack(batch, self._micro_batch_tokens):
@@ -145,7 +164,10 @@ class TorchPolicy:
         }
 
     def _forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return [T] log-probabilities and entropies of the trained tokens, and the columns that belong to them."""
+        """Return logprobs and entropies [T] of the trained tokens, and the columns of `MicroBatch.targets` for them.
+
+        If a row has grammars, the columns contain `allowed`, [T, B] (see `allowed_tokens`).
+        """
         device = self._device
         targets = {name: column.to(device) for name, column in micro.targets().items()}
         ids = torch.tensor([i for tree in micro.trees for i in tree.ids], device=device)
@@ -157,9 +179,10 @@ class TorchPolicy:
         return logprobs, entropy, targets
 
     def _logprobs(self, hidden: Tensor, targets: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the targets' log-probabilities (with gradient) and entropies, [T] float32 each.
+        """Return the targets' log-probabilities (with gradient) and entropies, float32 [T] each.
 
-        Logits of at most `logit_chunk` positions exist at a time; of more they are computed again in the backward pass.
+        Logits of at most `logit_chunk` positions exist at a time, because T x V floats would not fit into memory; with
+        more positions the logits are computed again in the backward pass.
 
         Args:
             hidden: [T, hidden], at the positions that predict the targets.
@@ -185,8 +208,16 @@ class TorchPolicy:
     def _chunk(
         self, hidden: Tensor, target: Tensor, temperature: Tensor, allowed: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities and entropies, [T] each, of the positions of one chunk.
+
+        Args:
+            hidden: [T, hidden], at the positions that predict the targets.
+            target: [T] token ids.
+            temperature: [T], at which the tokens were sampled.
+            allowed: [T, B] bits of the tokens that could have been sampled; None: all.
+        """
         scores = self._model.logits(hidden) / temperature.unsqueeze(1)
-        if allowed is not None:  # the distribution that was sampled from had no other tokens
+        if allowed is not None:  # the distribution from which the token was sampled had no other tokens
             scores = scores.masked_fill(~unpack_bits(allowed, scores.shape[1]), _IMPOSSIBLE)
         total = scores.logsumexp(dim=-1)
         chosen = scores.gather(1, target.unsqueeze(1)).squeeze(1) - total
@@ -195,10 +226,8 @@ class TorchPolicy:
             entropy = total - mean_score
         return chosen, entropy
 
-    # The update, and checkpoints
-
     def optim_step(self, params: OptimParams) -> OptimReport:
-        """See `Trainer.optim_step`."""
+        """Apply the gradient unless it is not finite, clear it, and count the version; see `Trainer.optim_step`."""
         fault_point("before_step")
         for group, decay in zip(self.optimizer.param_groups, (params.weight_decay, 0.0), strict=True):
             group |= {
@@ -211,18 +240,18 @@ class TorchPolicy:
         finite = math.isfinite(norm)
         if finite:
             self.optimizer.step()
-            if not self.changed:  # several updates between two publications are one version
+            if not self.changed:  # all updates between two publications together make one version
                 self.version, self.changed = self.version.following, True
         self.optimizer.zero_grad(set_to_none=True)
         fault_point("after_step")
         return OptimReport(learning_rate=params.learning_rate, grad_norm=norm if finite else 0.0, applied=finite)
 
     def save(self, folder: Path, state: Mapping[str, Any], keep: int) -> Path:
-        """See `Trainer.save`; the folder loads in transformers as it is.
+        """Write a checkpoint that transformers can load as it is; see `Trainer.save`.
 
         Args:
             folder: where the checkpoints are.
-            state: what is kept beside the weights.
+            state: JSON to keep beside the weights.
             keep: how many checkpoints stay.
         """
         full = {**state, "incarnation": self.version.incarnation, "n": self.version.n}
@@ -236,14 +265,15 @@ class TorchPolicy:
         for name, parameter in self.parameters:
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 tensors[f"{key}.{name}"] = value
-            if sum(t.nbytes for t in tensors.values()) >= _SHARD_BYTES:  # a shard is copied whole to be written
+            # safetensors copies a whole shard before it writes it, so shards are kept small.
+            if sum(t.nbytes for t in tensors.values()) >= _SHARD_BYTES:
                 safetensors.torch.save_file(tensors, folder / _OPTIMIZER_FILE.format(number))
                 tensors, number = {}, number + 1
         if tensors:
             safetensors.torch.save_file(tensors, folder / _OPTIMIZER_FILE.format(number))
 
     def load(self, folder: Path) -> dict[str, Any] | None:
-        """See `Trainer.load`."""
+        """Restore weights, optimizer and version from the newest undamaged checkpoint; see `Trainer.load`."""
         newest = checkpoint.newest_good(folder)
         if newest is None:
             return None
@@ -270,7 +300,10 @@ class TorchPolicy:
     def _restore_optimizer(self, moments: Mapping[str, dict[str, Tensor]]) -> None:
         """Give the optimizer the state of each parameter, by name, as read from a checkpoint on the CPU.
 
-        The optimizer itself moves it to where its parameter is, and `step` to where a fused update reads it.
+        The optimizer itself moves the tensors to the parameters' devices, and `step` to where a fused update reads it.
+
+        Args:
+            moments: for each weight its state; moments have the weight's shape, [n, d] or [d], and `step` is scalar.
         """
         state = self.optimizer.state_dict()
         names = {parameter: name for name, parameter in self.parameters}
@@ -280,4 +313,11 @@ class TorchPolicy:
 
 
 def _call(function: Callable[..., Any], *arguments: Tensor, again: bool) -> Any:
+    """Call `function`; with `again` its intermediate results are dropped and computed again in the backward pass.
+
+    Args:
+        function: returns tensors.
+        arguments: tensors, such as [T, hidden].
+        again: whether to save memory.
+    """
     return recompute(function, *arguments, use_reentrant=False) if again else function(*arguments)

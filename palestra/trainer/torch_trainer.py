@@ -1,4 +1,4 @@
-"""The trainer of this process: policies by name, and one thread at a time that computes for any of them."""
+"""The trainer that computes in this process: policies by name, and one thread at a time that works for any of them."""
 
 from __future__ import annotations
 
@@ -28,41 +28,44 @@ LoadModel = Callable[[str, torch.device], tuple[CausalLM, Any]]
 
 
 def load_model(model: str, device: torch.device) -> tuple[CausalLM, Any]:
-    """Return the float32 weights and the tokenizer of a model.
+    """Load the float32 weights and the tokenizer of a model.
 
     Args:
         model: a name as `PolicyConfig.model` has it, or a folder.
-        device: where the weights are to be.
+        device: where the weights are put.
+
+    Raises:
+        ModelError: missing weights, or an unsupported architecture.
     """
     return load_causal_lm(model, torch.float32, device), load_tokenizer(model)
 
 
 class TorchTrainer:
-    """Implements `Trainer` on one device."""
+    """A `Trainer` that computes with torch in this process, on one device."""
 
     def __init__(self, config: TrainerConfig, keep: int, load: LoadModel = load_model) -> None:
-        """Begin without a policy.
+        """Create a trainer without policies.
 
         Args:
-            config: how gradients are computed, and where.
+            config: how gradients are computed, and on which device.
             keep: how many checkpoints of a policy are kept.
-            load: what loads a model's weights and tokenizer.
+            load: loads a model's weights and tokenizer.
         """
         self._config, self._keep, self._load_model = config, keep, load
         self._policies: dict[str, TorchPolicy] = {}
         self._serial = Serial()
 
     def version(self, policy: str) -> PolicyVersion:
-        """See `Trainer`."""
+        """Return the version of a policy's master weights; see `Trainer.version`."""
         return self._policy(policy).version
 
     def begin_incarnation(self, policy: str, incarnation: int) -> None:
-        """See `Trainer`."""
+        """Set the incarnation of a policy's later versions; see `Trainer.begin_incarnation`."""
         mine = self._policy(policy)
         mine.version = PolicyVersion(incarnation, mine.version.n)
 
     async def create(self, policy: str, spec: PolicySpec) -> None:
-        """See `Trainer`."""
+        """Load a policy's weights onto the configured device; see `Trainer.create`."""
 
         def load() -> TorchPolicy:
             device = device_of(self._config.device, "trainer.device")
@@ -76,7 +79,7 @@ class TorchTrainer:
         await self._serial.run(work)
 
     async def remove(self, policy: str) -> None:
-        """See `Trainer`."""
+        """Forget a policy and its requests, after earlier requests have ended; see `Trainer.remove`."""
         self._policy(policy)
 
         async def work() -> None:
@@ -88,7 +91,13 @@ class TorchTrainer:
     async def forward(
         self, policy: str, batch: Sequence[TrainSample], outputs: Collection[ForwardOutput]
     ) -> ForwardOutputs:
-        """See `Trainer`."""
+        """Compute `outputs` of the rows of `batch` under the present weights of `policy`, float32 [N] a row.
+
+        See `Trainer.forward`; only `old_logprobs` can be computed.
+
+        Raises:
+            ConfigError: another output is wanted.
+        """
         mine = self._policy(policy)
         if unknown := set(outputs) - {"old_logprobs"}:
             raise ConfigError(f"this trainer can't compute {', '.join(sorted(unknown))}")
@@ -99,32 +108,48 @@ class TorchTrainer:
     async def forward_backward(
         self, policy: str, batch: Sequence[TrainSample], loss: LossSpec, request_id: str
     ) -> StepReport:
-        """See `Trainer`."""
+        """Add the gradient of a batch to a policy; see `Trainer.forward_backward`.
+
+        Args:
+            policy: its name.
+            batch: S rows, with advantages and loss weights.
+            loss: the loss of a token, by its name.
+            request_id: names this request.
+        """
         mine, function = self._policy(policy), build_loss(loss)
         return await self._once(policy, request_id, lambda: mine.forward_backward(batch, function))
 
     async def untrainable(self, policy: str, batch: Sequence[TrainSample], request_id: str) -> dict[str, str]:
-        """See `Trainer`."""
+        """Find episodes of `batch` that `policy` can't be trained on; once for each `request_id`.
+
+        See `Trainer.untrainable`.
+        """
         mine = self._policy(policy)
         return await self._once(policy, request_id, lambda: mine.untrainable(batch))
 
     async def optim_step(self, policy: str, params: OptimParams, request_id: str) -> OptimReport:
-        """See `Trainer`."""
+        """Apply the gradient of `policy` with the numbers of `params`; once for each `request_id`.
+
+        See `Trainer.optim_step`.
+        """
         mine = self._policy(policy)
         return await self._once(policy, request_id, lambda: mine.optim_step(params))
 
     async def save(self, policy: str, folder: Path, state: Mapping[str, Any], request_id: str) -> Path:
-        """See `Trainer`. The checkpoint loads in transformers as it is."""
+        """Write a checkpoint of `policy` into `folder` with `state`, once for each `request_id`; see `Trainer.save`.
+
+        The checkpoint's folder loads in transformers as it is.
+        """
         mine = self._policy(policy)
         return await self._once(policy, request_id, lambda: mine.save(folder, state, self._keep))
 
     async def load(self, policy: str, folder: Path) -> dict[str, Any] | None:
-        """See `Trainer`."""
+        """Restore a policy's newest undamaged checkpoint; see `Trainer.load`."""
         mine = self._policy(policy)
         return await self._serial.run(lambda: self._in_thread(lambda: mine.load(folder)))
 
     async def weights(self, policy: str) -> WeightSource:
-        """See `Trainer`. They are the master weights themselves, not copied."""
+        """Return the master weights themselves, without a copy; see `Trainer.weights`."""
         mine = self._policy(policy)
 
         async def work() -> WeightSource:
@@ -134,7 +159,7 @@ class TorchTrainer:
         return await self._serial.run(work)
 
     async def close(self) -> None:
-        """See `Trainer`."""
+        """Finish earlier requests, and end the processes that walk grammars; see `Trainer.close`."""
 
         async def work() -> None:
             for policy in self._policies.values():
@@ -143,16 +168,26 @@ class TorchTrainer:
         await self._serial.run(work)
 
     def _policy(self, policy: str) -> TorchPolicy:
+        """Return a policy by its name.
+
+        Raises:
+            NotFound: there is no such policy.
+        """
         found = self._policies.get(policy)
         if found is None:
             raise NotFound(f"the trainer has no policy {policy!r}")
         return found
 
     async def _once(self, policy: str, request_id: str, work: Callable[[], T]) -> T:
+        """Run `work` in a thread, after earlier requests, unless the request was seen before."""
         return await self._serial.run_idempotent(policy, request_id, lambda: self._in_thread(work))
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
-        """Run `work` in a thread of its own, which ends with it, and with it what OpenMP keeps for a thread."""
+        """Run `work` in a new thread.
+
+        OpenMP keeps threads for every thread that has computed; they end together with this one (see
+        `palestra.threads`).
+        """
 
         def compute() -> T:
             set_threads(self._config.threads)
@@ -162,4 +197,4 @@ class TorchTrainer:
         try:
             return await asyncio.shield(job)
         finally:
-            await asyncio.wait((job,))  # before anything else is begun, also where the waiting was cancelled
+            await asyncio.wait((job,))  # no other work may begin before it, even if the caller was cancelled

@@ -1,4 +1,4 @@
-"""Rows that can't be trained as they were recorded, which one look at their numbers tells."""
+"""Find rows that can't be trained as they were recorded, from their numbers alone."""
 
 from __future__ import annotations
 
@@ -10,18 +10,22 @@ from palestra.schemas.records import Floats, TrainSample
 
 
 def record_problems(batch: Sequence[TrainSample]) -> dict[str, str]:
-    """Return by episode id why it can't be trained: what was recorded at sampling is not finite."""
+    """Return for each episode that can't be trained its id and the reason: a number recorded at sampling is not
+    finite.
+    """
     return not_finite(
         batch, [{"log-probability": sample.logprobs, "temperature": sample.temperatures} for sample in batch]
     )
 
 
 def not_finite(batch: Sequence[TrainSample], columns: Sequence[Mapping[str, Floats]]) -> dict[str, str]:
-    """Return by episode id why it can't be trained: one such number would make the whole step's gradient NaN.
+    """Return for each episode with a number that is not finite its id and the reason.
+
+    One such number would make the gradient of the whole step NaN.
 
     Args:
         batch: S rows.
-        columns: for each row its [N] columns to look at, by what a column is called.
+        columns: for each row its columns to check, float32 [N], by the name for the message.
     """
     found: dict[str, str] = {}
     for sample, named in zip(batch, columns, strict=True):
