@@ -1,1 +1,1 @@
-"""Records, states and protocols that more than one room uses."""
+"""Records, lifecycles and wire formats that more than one room uses."""

@@ -1,4 +1,4 @@
-"""Time is passed in, so that leases can be tested without waiting."""
+"""Clocks are passed in, so that tests of leases and time limits need not wait."""
 
 from __future__ import annotations
 
@@ -7,24 +7,27 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Where time comes from."""
+    """The source of time for a server, an engine or a store; tests pass one that they can set."""
 
     def now(self) -> float:
-        """Unix seconds; may jump. Only for people to read."""
+        """Return Unix seconds, for people to read and to store.
+
+        They may jump, so durations are not measured with them.
+        """
         ...
 
     def monotonic(self) -> float:
-        """Seconds that never go back. All durations and leases use these."""
+        """Return seconds that never go back. All durations and leases are measured with them."""
         ...
 
 
 class SystemClock:
-    """The machine's clocks."""
+    """The clocks of the machine, which every program outside of tests uses."""
 
     def now(self) -> float:
-        """Unix seconds."""
+        """Return Unix seconds from the machine's clock, which may jump."""
         return time.time()
 
     def monotonic(self) -> float:
-        """Seconds since some fixed moment."""
+        """Return seconds since some fixed moment, which differs between processes."""
         return time.monotonic()

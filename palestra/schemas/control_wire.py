@@ -1,4 +1,7 @@
-"""Bodies of the control plane, one class each way; the scheduler's API checks them and the client builds them."""
+"""Bodies of the control plane, one class for each request and answer.
+
+The API checks them and the client builds them.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,14 @@ from pydantic import Field
 from palestra.config import JobKind
 from palestra.schemas.wire import Body, JsonObject, Name
 
+# Upper bounds keep numbers within what SQLite, PostgreSQL and JavaScript clients can hold exactly.
 Seconds = Annotated[float, Field(gt=0, lt=1e10, allow_inf_nan=False)]
 Limit = Annotated[int, Field(ge=1, lt=2**53)]
 Amount = Annotated[float, Field(ge=0, lt=1e9, allow_inf_nan=False)]
 
 
 class ResourcesBody(Body):
-    """What a job holds while it runs."""
+    """The resources that a job holds while it runs, in a request and in an answer."""
 
     cpus: float = Field(1.0, ge=0, allow_inf_nan=False, description="Cores.")
     gpus: float = Field(0.0, ge=0, allow_inf_nan=False, description="A part of one below 1, whole ones above.")
@@ -29,10 +33,10 @@ class ResourcesBody(Body):
 
 
 class SubmitJob(Body):
-    """`POST /jobs`. Safe to send again with the same header `Idempotency-Key`."""
+    """Request of `POST /jobs`: queue a job. Safe to send again with the same header `Idempotency-Key`."""
 
     name: Name | None = Field(
-        None, description="For people; need not be the only one. None: that of `from_job`, or `job`."
+        None, description="For people; need not be unique. None: the name of `from_job`, or `job`."
     )
     kind: JobKind | None = Field(None, description="None: what `config.kind` says.")
     priority: Literal["low", "normal", "high"] = "normal"
@@ -42,16 +46,16 @@ class SubmitJob(Body):
         "`training`.",
     )
     from_job: Name | None = Field(
-        None, description="Start from the weights of this job of the same tenant, in the place of a model."
+        None, description="Start from the weights of this job of the same tenant and not from a model's."
     )
-    from_step: int | None = Field(None, ge=0, le=2**31, description="Of its checkpoint. None: the newest.")
+    from_step: int | None = Field(None, ge=0, le=2**31, description="Step of its checkpoint. None: the newest.")
     resources: ResourcesBody = ResourcesBody()
     private: bool | None = Field(
         None,
         description="Only its owner and the tenant's admins see it. None: as `from_job`, where that is private, else "
         "what the tenant's admins have decided (`PATCH /tenant`).",
     )
-    attached: bool = Field(False, description="Cancelled when its client is not heard of for a while.")
+    attached: bool = Field(False, description="Cancel the job when its client has been silent for a while.")
     restarts: int = Field(3, ge=0, le=100, description="How often it is started again after its server was lost.")
     time_limit_seconds: Seconds | None = Field(
         None,
@@ -61,7 +65,7 @@ class SubmitJob(Body):
 
 
 class JobView(Body):
-    """A job as its tenant sees it."""
+    """A job as the users of its tenant see it, in the answers of `/jobs`."""
 
     job_id: str
     name: str
@@ -83,21 +87,23 @@ class JobView(Body):
     node: str | None
     cancel_requested: bool
     config: JsonObject
-    from_job: str | None = Field(None, description="Whose weights it starts from; None: those of its config's model.")
-    from_step: int | None = Field(None, description="Of that job's checkpoint.")
-    url: str | None = Field(None, description="Of its data plane while it runs; the key is in `GET /jobs/ID/server`.")
+    from_job: str | None = Field(None, description="The job whose weights it starts from; None: the config's model.")
+    from_step: int | None = Field(None, description="Step of that job's checkpoint.")
+    url: str | None = Field(
+        None, description="URL of its data plane while it runs; the key is in `GET /jobs/ID/server`."
+    )
     log_tail: str | None = Field(description="The last lines of its log, kept when it ends.")
 
 
 class JobList(Body):
-    """`GET /jobs`: newest first."""
+    """Answer of `GET /jobs`: one page of the tenant's jobs, newest first."""
 
     jobs: list[JobView]
-    cursor: str | None = Field(description="Give it back for what follows; None: this is the end.")
+    cursor: str | None = Field(description="Pass it to get the next page; None: this is the last one.")
 
 
 class ChangeView(Body):
-    """One change of a job's state."""
+    """One change of a job's state, as the routes of changes show it."""
 
     number: int
     at: float
@@ -107,20 +113,20 @@ class ChangeView(Body):
 
 
 class ServerView(Body):
-    """Where a job's data plane is, and the key that opens it. URLs are opaque, and change when it is restarted."""
+    """The address of a job's data plane, and its key. URLs are opaque, and change when the job is started again."""
 
     url: str
     api_key: str
 
 
 class JobKeyView(Body):
-    """The new key of a job's data plane."""
+    """Answer of the route that replaces the key of a job's data plane: the new key, which is shown this once."""
 
     api_key: str
 
 
 class ArtifactView(Body):
-    """A file of a job's run."""
+    """A file in the folder of a job's run, by its path relative to this folder."""
 
     path: str
     bytes: int
@@ -128,7 +134,7 @@ class ArtifactView(Body):
 
 
 class NodeView(Body):
-    """A machine, and what is not in use of it."""
+    """A node of the cluster: how much it has, and how much of it is free."""
 
     node_id: str
     alive: bool
@@ -142,16 +148,16 @@ class NodeView(Body):
 
 
 class QuotaBody(Body):
-    """What a tenant may hold at the same time. None: as much as there is."""
+    """The most that the jobs of a tenant may hold at the same time. None: as much as there is."""
 
-    jobs: int | None = Field(None, ge=0, lt=2**31, description="That run; 0 is a pause. More wait.")
+    jobs: int | None = Field(None, ge=0, lt=2**31, description="Jobs that may run; more wait. 0 pauses the tenant.")
     cpus: Amount | None = None
     gpus: Amount | None = None
     memory_gib: Amount | None = None
 
 
 class InUse(Body):
-    """What the jobs of a tenant hold now."""
+    """The resources that the jobs of a tenant hold now."""
 
     jobs: int
     cpus: float
@@ -160,37 +166,37 @@ class InUse(Body):
 
 
 class ClusterView(Body):
-    """`GET /cluster`."""
+    """Answer of `GET /cluster`: the nodes, the length of the queue, and the quota of the caller's tenant."""
 
     nodes: list[NodeView]
     draining: bool
     queued: int = Field(description="Jobs of all tenants that wait.")
     live: int = Field(description="Jobs of all tenants that hold something.")
-    quota: QuotaBody = Field(description="One's own tenant's.")
-    in_use: InUse = Field(description="By one's own tenant.")
+    quota: QuotaBody = Field(description="The quota of the caller's tenant.")
+    in_use: InUse = Field(description="What the jobs of the caller's tenant hold.")
 
 
 class Drain(Body):
-    """`POST /cluster/drain`."""
+    """Request of `POST /cluster/drain`: start no further job, or start jobs again."""
 
     on: bool = True
 
 
 class AddUser(Body):
-    """`POST /users`."""
+    """Request of `POST /users`: add a user to the caller's tenant."""
 
     name: Name
     role: Literal["admin", "member", "viewer"] = "member"
 
 
 class ChangeRole(Body):
-    """`PATCH /users/{name}`."""
+    """Request of `PATCH /users/{name}`: give a user another role."""
 
     role: Literal["admin", "member", "viewer"]
 
 
 class UserView(Body):
-    """A user of the tenant."""
+    """A user of the tenant. A user who was removed stays in the list, with the time of the removal."""
 
     name: str
     role: str
@@ -199,44 +205,44 @@ class UserView(Body):
 
 
 class AddTenant(Body):
-    """`POST /tenants`."""
+    """Request of `POST /tenants`: add a tenant, which has no users yet."""
 
     name: Name
 
 
 class ChangeTenant(Body):
-    """`PATCH /tenants/{name}`."""
+    """Request of `PATCH /tenants/{name}`: change what a tenant may hold at the same time."""
 
     quota: QuotaBody = Field(description="What is left out stays as it is; null takes a limit away.")
 
 
 class SetPrivate(Body):
-    """`PATCH /tenant`: one's own."""
+    """Request of `PATCH /tenant`: whether new jobs of the caller's tenant are private."""
 
     private_jobs: bool = Field(description="Jobs submitted from now on are private unless they say otherwise.")
 
 
 class TenantView(Body):
-    """A tenant, and what it may hold."""
+    """A tenant, and the most that its jobs may hold at the same time."""
 
     name: str
     quota: QuotaBody
 
 
 class LimitsBody(Body):
-    """What one key may use. None: as much as the key with which it is made."""
+    """The limits of a new key. None: the limit of the key with which the new one is made."""
 
     requests_per_minute: Annotated[float, Field(ge=1, lt=2**53, allow_inf_nan=False)] | None = None
     burst: Limit | None = Field(None, description="Requests that may come at the same moment.")
     open_jobs: Limit | None = Field(None, description="Jobs of its user that are not over.")
-    body_bytes: Limit | None = Field(None, description="Of one request.")
+    body_bytes: Limit | None = Field(None, description="Largest body of one request.")
     episodes_in_flight: Limit | None = Field(
         None, description="Claimed at the same time, of each job that is submitted with it (`rollout.max_claimed`)."
     )
 
 
 class LimitsView(Body):
-    """What one key may use."""
+    """The limits of a key, as they are applied to its requests."""
 
     requests_per_minute: float
     burst: int
@@ -246,23 +252,23 @@ class LimitsView(Body):
 
 
 class MakeKey(Body):
-    """`POST /keys`."""
+    """Request of `POST /keys`: make a key with at most the rights of the calling one."""
 
-    user: str | None = Field(None, description="None: one's own.")
+    user: str | None = Field(None, description="User of the new key. None: the caller.")
     label: str = Field("", max_length=200)
-    scopes: list[str] | None = Field(None, description="None: all that the user's role and this key have.")
+    scopes: list[str] | None = Field(None, description="None: all that both the user's role and the calling key have.")
     lifetime_seconds: Seconds | None = Field(None, description="None: it does not expire.")
     limits: LimitsBody | None = Field(None, description="Set by admins only. None: those of the key that makes it.")
 
 
 class RotateKey(Body):
-    """`POST /keys/{key_id}/rotate`."""
+    """Request of `POST /keys/{key_id}/rotate`: replace a key by a new one with the same rights."""
 
     grace_seconds: float = Field(86400.0, ge=0, allow_inf_nan=False, description="How long the old key still opens.")
 
 
 class KeyView(Body):
-    """A key; with this nobody gets in."""
+    """A key without its secret, so that this answer opens nothing."""
 
     key_id: str
     user: str
@@ -277,13 +283,13 @@ class KeyView(Body):
 
 
 class NewKeyView(KeyView):
-    """A key that was just made: its secret is shown this once."""
+    """A key that was just made, with its secret, which is shown this once."""
 
     secret: str
 
 
 class IdentityView(Body):
-    """`GET /me`."""
+    """Answer of `GET /me`: the tenant, user and rights to which the calling key belongs."""
 
     tenant: str
     user: str
@@ -293,7 +299,7 @@ class IdentityView(Body):
 
 
 class AuditView(Body):
-    """A line of the audit log."""
+    """One line of the audit log: who did what, with which key, and whether it was allowed."""
 
     number: int
     at: float

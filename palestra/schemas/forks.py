@@ -1,4 +1,7 @@
-"""Why a call does not start with the exact ids of the one that its messages go on from. One table for all texts."""
+"""Why the prompt of a call does not start with the exact token ids of the call whose messages it continues.
+
+`MEANINGS` is the one table from which the docs, the metrics and the episode view take their texts.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from enum import StrEnum
 
 
 class ForkReason(StrEnum):
-    """What came between a call and the exact ids of an earlier one; `MEANINGS` has it in words."""
+    """Why a prompt could not reuse the token ids of an earlier call. `MEANINGS` holds the text shown to users."""
 
     EDITED_MESSAGE = "edited_message"
     REASONING_STRIPPED = "reasoning_stripped"
@@ -21,10 +24,11 @@ class ForkReason(StrEnum):
 
     @property
     def is_drift(self) -> bool:
-        """Whether a call that meant to go on could not."""
+        """Return whether the agent meant to continue an earlier call, so that exact tokens were lost."""
         return self is not ForkReason.NEW_CONVERSATION
 
 
+# One table, so that the docs, the metrics and the episode view explain a reason in the same words.
 MEANINGS = {
     ForkReason.EDITED_MESSAGE: "an earlier message was changed, left out or summarised",
     ForkReason.REASONING_STRIPPED: "the reasoning of a reply was dropped, by the agent or by the template",
@@ -40,9 +44,16 @@ MEANINGS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fork:
-    """Where a call left the exact ids of an earlier one, and why."""
+    """The place where a prompt leaves the exact token ids of an earlier call, and the reason.
+
+    Attributes:
+        reason: why it does.
+        call: index of the earlier call; None: a conversation of its own from the first message on.
+        message: index of the first message that differs.
+        position: index of the first token that differs.
+    """
 
     reason: ForkReason
-    call: int | None  # index of the earlier call; None: a conversation of its own from the first message on
-    message: int  # the first message that differs
-    position: int  # the first token that differs
+    call: int | None
+    message: int
+    position: int

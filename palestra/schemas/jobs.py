@@ -1,4 +1,4 @@
-"""What a tenant asks the scheduler for, and what the scheduler knows about it."""
+"""Jobs: the request that a tenant submits, and the record that the control store keeps."""
 
 from __future__ import annotations
 
@@ -6,33 +6,39 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, get_args
 
-from palestra.config import JobKind as JobKind  # a part of the records here
+from palestra.config import JobKind as JobKind  # exported again, because the records here use it
 from palestra.errors import InvalidRequest
 from palestra.schemas.states import JobState
 
 Priority = Literal["low", "normal", "high"]
 JOB_KINDS: tuple[JobKind, ...] = get_args(JobKind)
-PRIORITIES: tuple[Priority, ...] = get_args(Priority)  # from the last to be placed to the first
+PRIORITIES: tuple[Priority, ...] = get_args(Priority)  # ascending: jobs of the last one are placed first
 
 OPEN_STATES = frozenset({JobState.QUEUED, JobState.STARTING, JobState.RUNNING})
 LIVE_STATES = frozenset({JobState.STARTING, JobState.RUNNING})  # those that hold resources
-SHARES = 10_000  # of a device or a core: the finest that can be asked for is one of these
-MOST = 1e9  # of cores, GPUs or GiB: far beyond any cluster, and exact when it is counted in shares
+SHARES = 10_000  # the smallest amount that can be requested is one share of a core or GPU
+MOST = 1e9  # cores, GPUs or GiB: far more than any cluster has, and exact as a float when counted in shares
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resources:
-    """What a job holds while it is STARTING or RUNNING."""
+    """The resources that a job holds while it is STARTING or RUNNING.
+
+    Attributes:
+        cpus: cores.
+        gpus: a part of one GPU below 1, whole GPUs above.
+        memory_gib: memory of the job's processes; 0: not counted, and the job may use a share of the node.
+    """
 
     cpus: float = 1.0
-    gpus: float = 0.0  # a part of one below 1, whole ones above
-    memory_gib: float = 0.0  # 0: not counted, and a share of the node may be used
+    gpus: float = 0.0
+    memory_gib: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse what no machine could give.
+        """Refuse amounts that no machine can give.
 
         Raises:
-            InvalidRequest: a number is negative, over `MOST`, too fine, or the GPUs are neither a part nor whole.
+            InvalidRequest: a number is negative, over `MOST` or too fine, or `gpus` is neither a part of one nor whole.
         """
         for name, amount in (("cpus", self.cpus), ("gpus", self.gpus), ("memory_gib", self.memory_gib)):
             if not 0 <= amount <= MOST:  # also refuses NaN
@@ -40,6 +46,7 @@ class Resources:
                     f"{name} is {amount}; it has to be a number from 0 to {MOST:g}", f"resources.{name}"
                 )
         for name, amount in (("cpus", self.cpus), ("gpus", self.gpus)):
+            # Placement counts shares as integers, because sums of floats such as 0.1 would not add up to 1.
             if abs(amount * SHARES - round(amount * SHARES)) > 1e-6 * max(1.0, amount):
                 raise InvalidRequest(f"{name} is {amount}; give at most four decimals", f"resources.{name}")
         if self.gpus > 1 and self.gpus != int(self.gpus):
@@ -50,25 +57,59 @@ class Resources:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobRequest:
-    """What is submitted."""
+    """A job as it is submitted.
+
+    Attributes:
+        name: for people; need not be unique.
+        kind: `training`, or `inference`, which serves a model.
+        priority: jobs of a higher priority are placed first.
+        config: a JobConfig as JSON.
+        resources: what the job holds while it runs.
+        attached: whether it is cancelled when its client has been gone for longer than the grace time.
+        restarts_limit: how often it is started again after its server or its machine was lost.
+        private: whether only its owner and the tenant's admins see it.
+        time_limit_seconds: how long it may be RUNNING, over all of its starts; None: any time.
+        from_job: job of the same tenant whose weights it starts from; None: the configuration's model.
+        from_step: step of that job's checkpoint; None without `from_job`.
+        from_newest: True: no step was requested, so `from_step` is the newest one at the time of submission.
+    """
 
     name: str
     kind: JobKind = "training"
     priority: Priority = "normal"
-    config: dict[str, Any]  # a JobConfig as JSON
+    config: dict[str, Any]
     resources: Resources
-    attached: bool = False  # cancelled when its client is gone for longer than the grace time
-    restarts_limit: int = 3  # how often it is started again after its server or its machine was lost
-    private: bool = False  # only its owner and the tenant's admins see it
-    time_limit_seconds: float | None = None  # how long it may be RUNNING, over all of its starts; None: any time
-    from_job: str | None = None  # of the same tenant, whose weights it starts from; None: the configuration's model
-    from_step: int | None = None  # of the checkpoint; None without `from_job`
-    from_newest: bool = False  # nobody asked for that step: it was the newest when the job was submitted
+    attached: bool = False
+    restarts_limit: int = 3
+    private: bool = False
+    time_limit_seconds: float | None = None
+    from_job: str | None = None
+    from_step: int | None = None
+    from_newest: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobRecord:
-    """One job, as the control store has it."""
+    """One job, as the control store keeps it.
+
+    Attributes not listed here mean what they mean in `JobRequest`.
+
+    Attributes:
+        job_id: unique in the control store.
+        tenant, user: the owner.
+        state: of its lifecycle; see `states.TRANSITIONS`.
+        reason: of the newest change of state; "": there is nothing to say.
+        created_at: Unix seconds.
+        changed_at: Unix seconds of the newest change of state.
+        starts: how often it became STARTING.
+        restarts_left: how often it may still be started again after a loss.
+        ran_seconds: how long it was RUNNING until `changed_at`, over all of its starts.
+        url: of its data plane; None: there is none at the moment.
+        run_dir: folder of its run; None before the first start.
+        node: where it runs or ran last; None before the first start.
+        cancel_requested: whether it ends as soon as it can.
+        log_tail: last lines of its log, kept when it ends; None: there are none.
+    """
 
     job_id: str
     tenant: str
@@ -76,45 +117,50 @@ class JobRecord:
     name: str
     kind: JobKind
     priority: Priority
-    config: dict[str, Any]  # a JobConfig as JSON
+    config: dict[str, Any]
     resources: Resources
     attached: bool
-    private: bool  # only its owner and the tenant's admins see it
+    private: bool
     state: JobState
-    reason: str  # of the newest change; "" where there is nothing to say
-    created_at: float  # Unix seconds
-    changed_at: float  # Unix seconds, of the newest change of state
-    starts: int  # how often it became STARTING
+    reason: str
+    created_at: float
+    changed_at: float
+    starts: int
     restarts_limit: int
     restarts_left: int
-    time_limit_seconds: float | None  # how long it may be RUNNING, over all of its starts; None: any time
-    ran_seconds: float  # how long it was RUNNING until `changed_at`, over all of its starts
-    url: str | None  # of its data plane; None while there is none
-    run_dir: str | None  # None before the first start
-    node: str | None  # where it runs or ran last; None before the first start
+    time_limit_seconds: float | None
+    ran_seconds: float
+    url: str | None
+    run_dir: str | None
+    node: str | None
     cancel_requested: bool
-    log_tail: str | None  # its last lines, kept when it ends; None: there are none
-    from_job: str | None  # whose weights it starts from; None: those of the configuration's model
-    from_step: int | None  # of the checkpoint; None without `from_job`
+    log_tail: str | None
+    from_job: str | None
+    from_step: int | None
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will happen."""
+        """Return whether the job has ended, so that its state never changes again."""
         return self.state not in OPEN_STATES
 
     def time_left(self, now: float) -> float | None:
-        """Return the seconds that are left of the time limit at `now` (Unix seconds), at least 0; None: no limit."""
+        """Return how many seconds of the time limit are left, at least 0; None: there is no limit.
+
+        Args:
+            now: Unix seconds.
+        """
         if self.time_limit_seconds is None:
             return None
         since_changed = max(now - self.changed_at, 0.0) if self.state is JobState.RUNNING else 0.0
         return max(self.time_limit_seconds - self.ran_seconds - since_changed, 0.0)
 
     def expected_seconds(self, now: float) -> float | None:
-        """Return how long the job will be RUNNING from `now` (Unix seconds) on, at most.
+        """Return for how many seconds from `now` (Unix seconds) the job will be RUNNING at most.
 
-        None: unknown. Infinite: until it is cancelled.
+        None: unknown. Infinite: a served model, which runs until it is cancelled.
         """
         left = self.time_left(now)
+        # A served model never ends by itself, so placement must not keep its room reserved for jobs that wait.
         if left is None and self.kind == "inference":
             return math.inf
         return left
@@ -122,26 +168,41 @@ class JobRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobChange:
-    """One move of one job. Numbers grow by one with every change in a tenant, so they tell nothing about others."""
+    """One change of a job's state.
+
+    Attributes:
+        job_id: of the job.
+        number: grows by one with every change of a job of the same tenant, so that numbers tell a tenant nothing about
+            the jobs of others.
+        at: Unix seconds.
+        previous: state before; None: the job was submitted.
+        following: state after.
+        reason: why, for people.
+    """
 
     job_id: str
     number: int
-    at: float  # Unix seconds
-    previous: JobState | None  # None: it was submitted
+    at: float
+    previous: JobState | None
     following: JobState
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobPage:
-    """A part of a list, newest first."""
+    """A part of a list of jobs, newest first.
+
+    Attributes:
+        jobs: the records of this page.
+        cursor: pass it to get the next page; None: this is the last one.
+    """
 
     jobs: tuple[JobRecord, ...]
-    cursor: str | None  # give it back for what follows; None: this is the end
+    cursor: str | None
 
 
 class JobFields(TypedDict, total=False):
-    """What the scheduler may set on a job, together with a change of state or without one."""
+    """The columns of a job that the scheduler may set, together with a change of state or without one."""
 
     url: str | None
     run_dir: str | None

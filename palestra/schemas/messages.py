@@ -8,17 +8,18 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 
 
 def _without_surrogates(text: str) -> str:
-    """Lone surrogates, which neither a tokenizer nor a file takes, become `?`."""
+    """Replace lone surrogates by `?`, because neither tokenizers nor files can hold them."""
     return text.encode("utf-8", errors="replace").decode("utf-8")
 
 
 Text = Annotated[str, AfterValidator(_without_surrogates)]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
-ToolChoice = Literal["auto", "none", "required"]  # required: a reply is calls of tools; none: no call is looked for
+# required: the reply has to be tool calls; none: the reply is not searched for tool calls.
+ToolChoice = Literal["auto", "none", "required"]
 
 
 class TextPart(BaseModel):
-    """Text."""
+    """A piece of text in the content of a message, as the model reads it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -27,11 +28,12 @@ class TextPart(BaseModel):
 
 
 class ImagePart(BaseModel):
-    """An image, by the content address of its bytes."""
+    """An image in the content of a message, named by the digest of its bytes (content addressing)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     type: Literal["image"] = "image"
+    # Only the digest is kept here: bytes in every record of a conversation would be stored again with each call.
     digest: str = Field(description="sha256 of the encoded image, in hex.")
 
 
@@ -39,7 +41,7 @@ Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
 
 
 class FunctionCall(BaseModel):
-    """What a tool is called with."""
+    """The name and the arguments with which the assistant calls a tool."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -48,7 +50,7 @@ class FunctionCall(BaseModel):
 
 
 class ToolCall(BaseModel):
-    """One call of a tool by the assistant."""
+    """One tool call of the assistant. A message with role `tool` and the same `id` answers it."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -58,20 +60,32 @@ class ToolCall(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """One message. Keys that carry no content for the model (`refusal: null`, `annotations: []`) are dropped."""
+    """One message of a conversation.
+
+    Keys that carry no content for the model (`refusal: null`, `annotations: []`) are dropped.
+
+    Attributes:
+        role: author of the message.
+        content: text and images; a string is taken as one text part, and None as no content.
+        name: the author's name, where the model's format has one.
+        reasoning_content: what an assistant thought before it answered.
+        tool_calls: the calls of an assistant's message.
+        tool_call_id: of a tool's message: the id of the call that it answers.
+    """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     role: Role
     content: tuple[Part, ...] = ()
     name: Text | None = None
-    reasoning_content: Text | None = None  # of the assistant: what it thought before it answered
-    tool_calls: tuple[ToolCall, ...] = ()  # of the assistant
-    tool_call_id: Text | None = None  # of a tool's message: the call that it answers
+    reasoning_content: Text | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: Text | None = None
 
     @field_validator("content", mode="before")
     @classmethod
     def _parts(cls, value: Any) -> Any:
+        """Turn a string into one text part, and None into no parts."""
         if value is None:
             return ()
         return ({"type": "text", "text": value},) if isinstance(value, str) else value
@@ -79,14 +93,15 @@ class ChatMessage(BaseModel):
     @field_validator("tool_calls", mode="before")
     @classmethod
     def _calls(cls, value: Any) -> Any:
+        """Turn None, which some clients send, into no calls."""
         return () if value is None else value
 
     @property
     def text(self) -> str:
-        """All text parts, joined."""
+        """Return the text parts of the content, joined without a separator."""
         return "".join(part.text for part in self.content if isinstance(part, TextPart))
 
 
 def text_message(role: Role, text: str) -> ChatMessage:
-    """A message of one text part."""
+    """Return a message whose content is one text part."""
     return ChatMessage(role=role, content=(TextPart(text=text),))

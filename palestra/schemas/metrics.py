@@ -1,7 +1,8 @@
-"""The metrics of `metrics.jsonl` that every run has, once: name, unit, formula. Docs and checks are made from them.
+"""The metrics that every run writes to `metrics.jsonl`, each declared once with name, unit and formula.
 
-What a trainer, an algorithm or a loss measures is declared beside it (`trainer.base.TRAINER_METRICS`,
-`Algorithm.metrics`, `Loss.metrics`); `learner.metrics.metric_tables` has all together.
+The docs and the checks are made from these tables. Metrics of a trainer, an algorithm or a loss are declared beside it
+(`trainer.base.TRAINER_METRICS`, `Algorithm.metrics`, `Loss.metrics`); `learner.metrics.metric_tables` joins all of
+them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,13 @@ from palestra.schemas.forks import MEANINGS, ForkReason
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One column of `metrics.jsonl`."""
+    """One column of `metrics.jsonl`.
+
+    Attributes:
+        name: key in the row, such as `train/reward_mean`.
+        unit: such as `tokens`, `s` or `1`.
+        formula: how the number is computed, in a sentence for the docs.
+    """
 
     name: str
     unit: str

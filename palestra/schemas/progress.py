@@ -1,4 +1,4 @@
-"""Where a job stands: written by the learner, read by `/status`, the terminal and the client."""
+"""The live state of a job: the learner writes it; `/status`, the terminal and the client read it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,20 @@ from palestra.schemas.states import JobState, check_transition
 
 @dataclass(kw_only=True, slots=True)
 class RolloutProgress:
-    """The episodes that this process plays itself."""
+    """The episodes that the server itself plays.
+
+    Attributes:
+        playing: how many are being played now.
+        terminations: how many have ended, by `rollout.Termination`.
+    """
 
     playing: int = 0
-    terminations: Counter[str] = field(default_factory=Counter)  # why they ended
+    terminations: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True, slots=True)
 class Collecting:
-    """The episodes that a phase waits for: those of one kind and step."""
+    """The episodes that a phase of the job waits for: those of one kind and step."""
 
     kind: EpisodeKind
     step: int
@@ -28,65 +33,101 @@ class Collecting:
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """How far that is."""
+    """How many of the episodes of a phase are settled.
 
-    done: int  # completed or discarded
+    Attributes:
+        done: completed or discarded.
+        due: all episodes that the phase waits for.
+    """
+
+    done: int
     due: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HealthWarning:
-    """A sign that a run learns nothing, although its steps succeed."""
+    """A sign that a run learns nothing, although its steps succeed.
 
-    code: str  # stable, for programs: `no_calls`, `equal_rewards`, …
-    step: int  # the newest step that shows it
-    text: str  # what it means and what to do, in one line
+    Attributes:
+        code: stable name for programs: `no_calls`, `equal_rewards`, …
+        step: newest step that shows the sign.
+        text: meaning and remedy, in one line.
+    """
+
+    code: str
+    step: int
+    text: str
 
 
 @dataclass(kw_only=True, slots=True)
 class JobProgress:
-    """The live state of one job."""
+    """The live state of one job, which is not stored.
+
+    Attributes:
+        job: name of the run.
+        steps: how many steps the job has in all.
+        run_dir: its folder.
+        state: of its lifecycle.
+        reason: why it failed or waits; None otherwise.
+        phase: what the job is doing, for people; see `enter`.
+        collecting: episodes for which this phase waits; None: it waits for none.
+        collected: how many of these are settled, about a second old; None where `collecting` is.
+        step: how many steps are finished.
+        version: of the policy, as "incarnation.n".
+        last_metrics: the row of the last step.
+        episodes: how many there are by state, about a second old; None until the job is watched.
+        staleness: trained tokens of the last step, by their age in versions.
+        warnings: those that hold after the last step.
+        rollouts: the episodes that the server itself plays.
+        step_seconds: how long the last few steps took, evaluation included.
+    """
 
     job: str
     steps: int
     run_dir: str
     state: JobState = JobState.STARTING
     reason: str | None = None
-    phase: str = "starting"  # what it is doing, for people; see `enter`
-    collecting: Collecting | None = None  # the episodes that this phase waits for; None: it waits for none
-    collected: Collected | None = None  # how far that is, about a second old; None where `collecting` is
-    step: int = 0  # steps that are done
+    phase: str = "starting"
+    collecting: Collecting | None = None
+    collected: Collected | None = None
+    step: int = 0
     version: str = "0.0"
     last_metrics: dict[str, float] = field(default_factory=dict)
-    episodes: Counts | None = None  # about a second old; None until the job is watched
-    staleness: dict[int, int] = field(default_factory=dict)  # trained tokens of the last step, by age in versions
-    warnings: list[HealthWarning] = field(default_factory=list)  # that hold after the last step
+    episodes: Counts | None = None
+    staleness: dict[int, int] = field(default_factory=dict)
+    warnings: list[HealthWarning] = field(default_factory=list)
     rollouts: RolloutProgress = field(default_factory=RolloutProgress)
-    step_seconds: list[float] = field(default_factory=list)  # the last few, evaluation included
+    step_seconds: list[float] = field(default_factory=list)
 
     def enter(self, phase: str, collecting: Collecting | None = None) -> None:
-        """Begin a phase, which waits for the episodes of `collecting`, if for any."""
+        """Begin a phase.
+
+        Args:
+            phase: what the job is doing, for people.
+            collecting: the episodes for which the phase waits, if for any.
+        """
         self.phase, self.collecting, self.collected = phase, collecting, None
 
     def move(self, following: JobState, reason: str | None = None) -> None:
-        """Change the state.
+        """Change the state of the job, with the reason for people.
 
         Raises:
-            IllegalTransition: the lifecycle does not allow it.
+            IllegalTransition: the lifecycle does not allow the change.
         """
         check_transition(f"job {self.job}", self.state, following)
         self.state, self.reason = following, reason
 
     @property
     def over(self) -> bool:
-        """Whether nothing more will happen."""
+        """Return whether the job has ended, so that its state never changes again."""
         return self.state in (JobState.COMPLETED, JobState.FAILED, JobState.CANCELLED)
 
     @property
     def seconds_left(self) -> float | None:
-        """Steps left times the mean of the last steps; None until two are done."""
+        """Return the remaining steps times the mean duration of the last ten; None until two steps are finished."""
         if len(self.step_seconds) < 2:
             return None
+        # Steps become slower or faster as replies grow or shrink, so only the last ten count.
         recent = self.step_seconds[-10:]
         return (self.steps - self.step) * sum(recent) / len(recent)
 

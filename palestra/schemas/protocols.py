@@ -1,4 +1,4 @@
-"""What the store tells of groups and counts."""
+"""Records of groups and of episode counts, which the store returns and the learner and limits read."""
 
 from __future__ import annotations
 
@@ -10,11 +10,20 @@ from palestra.schemas.states import GroupState
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupRecord:
-    """A group as the store has it."""
+    """A group as the store keeps it: the episodes of one task that are compared with one another.
+
+    Attributes:
+        kind: of its episodes.
+        group_index: position in the canonical order of its kind.
+        step: train: the step that trains it; validation: the step before which it is scored.
+        task_id: of its task.
+        size: how many episodes it has.
+        state: of its lifecycle.
+    """
 
     kind: EpisodeKind
     group_index: int
-    step: int  # train: the step it is for; validation: the step before which it is scored
+    step: int
     task_id: str
     size: int
     state: GroupState
@@ -22,7 +31,7 @@ class GroupRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counts:
-    """How many episodes are in each state, for people and limits."""
+    """How many episodes are in each state, for people and for limits."""
 
     registered: int
     claimed: int

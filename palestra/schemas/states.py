@@ -1,4 +1,4 @@
-"""The lifecycles: each a StrEnum and a table of the moves that it allows, enforced by `check_transition`."""
+"""The lifecycles: each is a StrEnum and a table of allowed moves, which `check_transition` enforces."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from palestra.errors import IllegalTransition
 
 
 class JobState(StrEnum):
-    """One run of one tenant."""
+    """States of a job. STARTING and RUNNING go back to QUEUED when the job's server or machine was lost."""
 
     QUEUED = "queued"
     STARTING = "starting"
@@ -20,7 +20,10 @@ class JobState(StrEnum):
 
 
 class EpisodeState(StrEnum):
-    """One attempt at a task. CLAIMED goes back to REGISTERED when its lease runs out or it is given back."""
+    """States of an attempt at a task.
+
+    CLAIMED goes back to REGISTERED when the lease expires or the worker gives it back.
+    """
 
     REGISTERED = "registered"
     CLAIMED = "claimed"
@@ -29,7 +32,7 @@ class EpisodeState(StrEnum):
 
 
 class GroupState(StrEnum):
-    """The episodes of one task. Only a READY group is trained."""
+    """States of the episodes of one task as a group. Only a READY group is trained; a DROPPED one is replaced."""
 
     OPEN = "open"
     READY = "ready"
@@ -37,7 +40,7 @@ class GroupState(StrEnum):
 
 
 class TurnState(StrEnum):
-    """The rollout machine, in the session; only tokens of GENERATING are trained."""
+    """States of a conversation's turn in a session. Only tokens that are sampled in GENERATING are trained."""
 
     PENDING = "pending"
     GENERATING = "generating"
@@ -47,12 +50,14 @@ class TurnState(StrEnum):
 
 TRANSITIONS: Mapping[StrEnum, frozenset[StrEnum]] = {
     JobState.QUEUED: frozenset({JobState.STARTING, JobState.CANCELLED}),
+    # A job whose server or machine was lost waits in the queue again, as long as it has restarts left.
     JobState.STARTING: frozenset({JobState.RUNNING, JobState.QUEUED, JobState.FAILED, JobState.CANCELLED}),
     JobState.RUNNING: frozenset({JobState.COMPLETED, JobState.FAILED, JobState.CANCELLED, JobState.QUEUED}),
     JobState.COMPLETED: frozenset(),
     JobState.FAILED: frozenset(),
     JobState.CANCELLED: frozenset(),
     EpisodeState.REGISTERED: frozenset({EpisodeState.CLAIMED, EpisodeState.DISCARDED}),
+    # A claimed episode is played again by another worker if its lease expires or its worker gives it back.
     EpisodeState.CLAIMED: frozenset({EpisodeState.COMPLETED, EpisodeState.REGISTERED, EpisodeState.DISCARDED}),
     EpisodeState.COMPLETED: frozenset(),
     EpisodeState.DISCARDED: frozenset(),
@@ -67,10 +72,15 @@ TRANSITIONS: Mapping[StrEnum, frozenset[StrEnum]] = {
 
 
 def check_transition(subject: str, current: StrEnum, following: StrEnum) -> None:
-    """Raise unless `current` may become `following`.
+    """Raise unless the lifecycle allows the state to change from `current` to `following`.
+
+    Args:
+        subject: what changes its state, in words, for the error.
+        current: state before.
+        following: state after.
 
     Raises:
-        IllegalTransition: the table does not have this move.
+        IllegalTransition: `TRANSITIONS` does not have this move.
     """
     if following not in TRANSITIONS[current]:
         raise IllegalTransition(f"{subject} is {current} and can't become {following}")

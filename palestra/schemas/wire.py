@@ -1,4 +1,7 @@
-"""Bodies of the data plane, one class each way; the gateway checks them and the client builds them."""
+"""Bodies of the data plane, one class for each request and answer.
+
+The gateway checks them and the client builds them.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,13 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, mo
 
 
 def _storable(data: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """What the store gives back as it came: NaN would be null, and longer numbers and lone surrogates an error."""
+    """Return the JSON object unchanged if the store can return it unchanged.
+
+    NaN would come back as null; integers over 64 bits and lone surrogates would make the store fail.
+
+    Raises:
+        ValueError: the object can't be stored.
+    """
     try:
         json.dumps(data, allow_nan=False)
         orjson.dumps(data)
@@ -21,68 +30,76 @@ def _storable(data: dict[str, JsonValue]) -> dict[str, JsonValue]:
 
 
 JsonObject = Annotated[dict[str, JsonValue], AfterValidator(_storable)]
+# One episode must not fill the memory or the store, so what a worker hands in with it is limited.
 MAX_METADATA_BYTES = 65_536
 MAX_REWARDED_AGENTS = 1_000
 MAX_REWARDED_STEPS = 10_000
 
 
 def _short(data: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    """Return the JSON object unchanged if it has at most `MAX_METADATA_BYTES` bytes.
+
+    Raises:
+        ValueError: the object is longer.
+    """
     size = len(orjson.dumps(data))
     if size > MAX_METADATA_BYTES:
         raise ValueError(f"{size} bytes of JSON are over the limit of {MAX_METADATA_BYTES}")
     return data
 
 
-# Far beyond any useful reward, and far from where sums and squares of rewards overflow.
+# Much larger than any useful reward, and small enough that sums and squares of rewards do not overflow.
 MAX_REWARD = 1e9
 Reward = Annotated[float, Field(allow_inf_nan=False, strict=True, ge=-MAX_REWARD, le=MAX_REWARD)]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 
 
 class Body(BaseModel):
-    """Base of all bodies: unknown keys are refused, numbers are finite."""
+    """Base of all bodies: unknown keys are refused, so that a misspelled field is an error and not ignored."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class TaskBody(Body):
-    """One task."""
+    """One task: an input of the environment, as JSON, with an id by which repeated uploads are recognised."""
 
-    id: Name | None = Field(None, description="None: made from the data as it is written.")
+    id: Name | None = Field(None, description="Unique in the run. None: made from a digest of `data`.")
     data: JsonObject
 
 
 class PushTasks(Body):
-    """`POST /tasks`. Idempotent by `chunk_id`."""
+    """Request of `POST /tasks`: add tasks to a split. Idempotent by `chunk_id`."""
 
     split: Literal["train", "validation"] = "train"
-    chunk_id: Name = Field(description="The client's name of this chunk; the same again is a no-op.")
+    chunk_id: Name = Field(description="The client's name for this chunk; a chunk of a known name adds nothing.")
     tasks: tuple[TaskBody, ...] = Field(max_length=10_000)
     final: bool = Field(False, description="No more tasks will come, in either split; the job starts.")
 
 
 class TasksPushed(Body):
-    """How many tasks the split has now."""
+    """Answer of `POST /tasks`: how many tasks the split has now."""
 
     split: str
     total: int
 
 
 class RegisterEpisode(Body):
-    """`POST /register_episode`: an episode outside the schedule, recorded and never trained on."""
+    """Request of `POST /register_episode`: an episode outside the schedule, which is recorded and never trained on."""
 
     task: TaskBody
-    request_id: Name = Field(description="The client's name of this request; the same again gives the same episode.")
+    request_id: Name = Field(
+        description="The client's name for this request; a repeated name returns the same episode."
+    )
 
 
 class EpisodeRegistered(Body):
-    """Claim it with `episode_id`."""
+    """Answer of `POST /register_episode`: the id with which the episode can be claimed."""
 
     episode_id: str
 
 
 class ClaimEpisode(Body):
-    """`POST /claim_episode`."""
+    """Request of `POST /claim_episode`: get an episode to play, under a lease. Idempotent by `request_id`."""
 
     worker_id: Name = "worker"
     request_id: Name = Field(description="A retry with the same id gets the same claim.")
@@ -90,17 +107,17 @@ class ClaimEpisode(Body):
     allow_discard_timeout: float | None = Field(
         None, gt=0, allow_inf_nan=False, description="Lease in seconds; None: the job's `lease_seconds`."
     )
-    episode_id: Name | None = Field(None, description="Only this episode; None: the next in order.")
+    episode_id: Name | None = Field(None, description="The episode to claim; None: the next in order.")
 
 
 class ClaimedEpisode(Body):
-    """What a worker needs to play one episode."""
+    """Everything that a worker needs to play one episode: its task, and a key for model calls."""
 
     episode_id: str
     kind: str
     task_id: str
     task: dict[str, JsonValue]
-    base_url: str = Field(description="For an OpenAI client.")
+    base_url: str = Field(description="Base URL for an OpenAI client.")
     api_key: str = Field(description="Opens this episode, under this lease, and nothing else.")
     model: str
     version: str
@@ -108,7 +125,10 @@ class ClaimedEpisode(Body):
 
 
 class ClaimAnswer(Body):
-    """`claimed` with an episode; `waiting`: none now, ask again; `finished`: the job is over."""
+    """Answer of `POST /claim_episode`:
+
+    `claimed` with an episode; `waiting`: none now, ask again; `finished`: the job has ended.
+    """
 
     status: Literal["claimed", "waiting", "finished"]
     episode: ClaimedEpisode | None = None
@@ -116,19 +136,23 @@ class ClaimAnswer(Body):
 
     @model_validator(mode="after")
     def _has_what_it_says(self) -> ClaimAnswer:
+        """Refuse an answer that is `claimed` without an episode, or the reverse."""
         if (self.status == "claimed") != (self.episode is not None):
             raise ValueError("an answer has an episode if, and only if, its status is `claimed`")
         return self
 
 
 class HeartbeatEpisode(Body):
-    """`POST /heartbeat_episode`."""
+    """Request of `POST /heartbeat_episode`: renew the lease of an episode while its worker makes no calls."""
 
     episode_id: Name
 
 
 class EndEpisode(Body):
-    """`POST /end_episode`. The same body again is answered 200; another reward 409."""
+    """Request of `POST /end_episode`: complete an episode with its reward.
+
+    The same body again is answered 200, so that it may be sent again; another reward is answered 409.
+    """
 
     episode_id: Name
     reward: Reward | None = Field(None, description="One reward for the episode; or `rewards`.")
@@ -144,7 +168,10 @@ class EndEpisode(Body):
 
 
 class AbortEpisode(Body):
-    """`POST /abort_episode`: it failed for a reason that is not the policy's; no reward, nothing trained."""
+    """Request of `POST /abort_episode`: the episode failed for a reason that is not the policy's.
+
+    It has no reward and is not trained.
+    """
 
     episode_id: Name
     reason: str = Field("", max_length=2000)
@@ -152,14 +179,14 @@ class AbortEpisode(Body):
 
 
 class EpisodeAnswer(Body):
-    """An episode after a change."""
+    """Answer of the routes that change an episode: its state after the change."""
 
     episode_id: str
     state: str
 
 
 class EpisodeHolder(Body):
-    """Who holds a claimed episode."""
+    """A worker that holds a claimed episode, and for how long it has been silent."""
 
     episode_id: str
     worker_id: str
@@ -179,13 +206,13 @@ class HealthWarningBody(Body):
 
 
 class JobStatus(Body):
-    """`GET /status`."""
+    """Answer of `GET /status`: the progress, health and speed of the job."""
 
     job: str
     kind: str = Field(description="`training`, or `inference`: a model is served.")
     state: str
     reason: str | None = Field(description="Why it failed or is waiting; None otherwise.")
-    phase: str = Field(description="What it is doing, in words.")
+    phase: str = Field(description="What the job is doing, in words.")
     step: int = Field(description="Steps that are done.")
     steps: int
     version: str
@@ -194,12 +221,14 @@ class JobStatus(Body):
     phase_due: int | None = Field(description="Episodes that this phase waits for; None where it plays none.")
     episodes: dict[str, int]
     held_by: list[EpisodeHolder] = Field(
-        description="Who holds claimed episodes: of the 20 of which nothing was heard for the longest time; "
-        "`episodes.claimed` counts them all."
+        description="Workers that hold claimed episodes: the 20 that have been silent for the longest time; "
+        "`episodes.claimed` counts all."
     )
     workers: int = Field(description="Workers that ask for an episode or play one now.")
     calls: dict[str, float]
-    tokens_per_second: float = Field(description="Prompts and replies, of calls that ended in the last ten seconds.")
+    tokens_per_second: float = Field(
+        description="Tokens of prompts and replies, of calls that ended in the last ten seconds."
+    )
     turn_seconds: dict[str, float] = Field(
         description="Over all calls: `pending` until sampling begins, `generating`, and `interacting` between an "
         "episode's calls, when the agent or its environment is at work."
@@ -218,7 +247,7 @@ class JobStatus(Body):
 
 
 class ErrorBody(Body):
-    """OpenAI's error shape."""
+    """An error in OpenAI's shape, which every OpenAI client can read."""
 
     message: str
     type: str
@@ -227,11 +256,11 @@ class ErrorBody(Body):
 
 
 class ErrorAnswer(Body):
-    """All answers of 400 and above."""
+    """The body of every answer with a status of 400 or above."""
 
     error: ErrorBody
 
 
 def task_id_of(task: TaskBody) -> str:
-    """The task's id, or one made from its data."""
+    """Return the task's id, or one that is made from a digest of its data."""
     return task.id or "t" + hashlib.sha256(task.model_dump_json(include={"data"}).encode()).hexdigest()[:15]
