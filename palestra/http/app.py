@@ -1,4 +1,4 @@
-"""What the application of either server begins with: every request needs a key, and every error is answered."""
+"""The FastAPI application of either server: every request needs a key, and every error becomes an answer."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def build_app(
     Args:
         title: of the OpenAPI document.
         description: of the OpenAPI document.
-        authenticate: called for each request before anything of its body is read; raises what is wrong with its key.
-        max_body_bytes: the most that any body may have, in bytes.
+        authenticate: called for each request before its body is read; raises if the key is missing or unknown.
+        max_body_bytes: the longest body of any request, in bytes.
         public: paths that are answered without a key.
-        error_forms: by what a path begins with, the form of its errors. Other paths have OpenAI's form.
+        error_forms: for paths with these beginnings, the form of their errors. Other paths have OpenAI's form.
     """
     app = FastAPI(
         title=title,

@@ -1,4 +1,4 @@
-"""Request bodies: read after the key, bounded in what they contain, and parsed away from the event loop if long."""
+"""Request bodies: read after the key was checked, limited in size, and parsed in a thread if they are long."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from palestra.threads import WorkPool
 B = TypeVar("B", bound=BaseModel)
 T = TypeVar("T")
 
-UNSUPPORTED = "unsupported"  # type of the validation errors that say what this server does not do
-LONG_BODY = 32_768  # bytes; parsing more takes the event loop longer than handing it to a thread
-# Of one body. The largest that a route can use has 10,000 messages of parts, or the token ids of 128 prompts.
+UNSUPPORTED = "unsupported"  # type of the validation errors for values that this server does not implement
+LONG_BODY = 32_768  # bytes; handing a longer body to a thread costs less than parsing it on the event loop
+# Limits of one body. The largest useful one has 10,000 messages of parts, or the token ids of 128 prompts.
 MAX_CONTAINERS, MAX_VALUES = 50_000, 1_000_000
 _BACKSLASH = ord("\\")
 
@@ -43,9 +43,10 @@ def parse_body(kind: type[B], body: bytes) -> B:
 
 
 def check_size(body: bytes) -> None:
-    """Refuse a body of so many values that reading it would hold the interpreter's lock for long.
+    """Refuse a body with so many values that parsing it would hold the interpreter's lock for long.
 
-    Values within strings count as well, where there are not many more than the limits: text is prose, code or JSON.
+    Brackets and commas in strings count, too, until there are more than the limits; only then strings are skipped,
+    because skipping takes longer than counting.
 
     Raises:
         InvalidRequest: there are too many objects and lists, or too many values.
@@ -57,11 +58,12 @@ def check_size(body: bytes) -> None:
 
 
 def _count(body: bytes, kinds: bytes, start: int = 0, end: int | None = None) -> int:
+    """Return how often the bytes of `kinds` occur in a part of the body."""
     return sum(body.count(kind, start, len(body) if end is None else end) for kind in kinds)
 
 
 def _outside_strings(body: bytes, kinds: bytes, limit: int) -> int:
-    """Return how many bytes of these kinds stand outside of JSON strings; or a number over `limit`."""
+    """Return how many bytes of these kinds are outside of JSON strings; counting stops above `limit`."""
     found, at = 0, 0
     while found <= limit:
         opening = body.find(b'"', at)
@@ -73,7 +75,7 @@ def _outside_strings(body: bytes, kinds: bytes, limit: int) -> int:
 
 
 def _end_of_string(body: bytes, at: int) -> int:
-    """Return the index behind the quote that ends the string which `at` is in."""
+    """Return the index after the closing quote of the JSON string in which `at` lies."""
     while True:
         closing = body.find(b'"', at)
         if closing < 0:
@@ -87,16 +89,16 @@ def _end_of_string(body: bytes, at: int) -> int:
 
 
 async def read_request(kind: type[B], request: Request, pool: WorkPool) -> B:
-    """Read the body of a request, and check it.
+    """Read the body of a request and validate it as a model.
 
     Args:
         kind: the model of the body.
-        request: its body is not read yet.
+        request: a request whose body was not read.
         pool: threads for long bodies.
 
     Raises:
         InvalidRequest, UnsupportedField: see `parse_body`.
-        ClientDisconnect: the client has gone.
+        ClientDisconnect: the client closed the connection.
     """
     return await read_with(partial(parse_body, kind), request, pool)
 
@@ -105,12 +107,12 @@ async def read_with(parse: Callable[[bytes], T], request: Request, pool: WorkPoo
     """Read the body of a request, and return what `parse` makes of it.
 
     Args:
-        parse: may raise; called in a thread of `pool` where the body is long.
-        request: its body is not read yet.
+        parse: called with the body; in a thread of `pool` if the body is long. What it raises is raised here.
+        request: a request whose body was not read.
         pool: threads for long bodies.
 
     Raises:
-        ClientDisconnect: the client has gone.
+        ClientDisconnect: the client closed the connection.
     """
     body = await request.body()
     if len(body) < LONG_BODY:
@@ -119,7 +121,7 @@ async def read_with(parse: Callable[[bytes], T], request: Request, pool: WorkPoo
 
 
 def _explain(error: ValidationError) -> InvalidRequest:
-    """Return the first thing that is wrong, with its place in the body."""
+    """Return an error for the first thing that is wrong, with its path in the body."""
     first = error.errors(include_url=False, include_input=False)[0]
     place = ".".join(takewhile(_is_key, map(str, first["loc"])))[:200]
     if first["type"] == UNSUPPORTED:
@@ -130,5 +132,7 @@ def _explain(error: ValidationError) -> InvalidRequest:
 
 
 def _is_key(part: str) -> bool:
-    """Return False for the name of a type, which pydantic adds to a place where several are possible."""
+    """Return whether a part of a path is a key of the body, and not the name of a type that pydantic adds for
+    unions.
+    """
     return "[" not in part and "(" not in part

@@ -1,4 +1,4 @@
-"""Clients that go away while their request is being answered."""
+"""Notice that a client disconnects while its request is being answered, and cancel the work for it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ T = TypeVar("T")
 
 
 async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
-    """Await `work`; cancel it if the client goes away.
+    """Await `work`; cancel it if the client disconnects.
 
     Args:
         receive: of a request whose body has been read.
         work: what the client waits for.
 
     Raises:
-        ClientDisconnect: the client went away before `work` was done.
+        ClientDisconnect: the client disconnected before `work` was finished.
     """
-    # `work` runs in the caller's task, and the watch cancels that, as `asyncio.timeout` does: every model call comes
-    # through here, and a race of two tasks would cost it a second one.
+    # `work` runs in the caller's task, and the watch cancels that task, as `asyncio.timeout` does. A race of two tasks
+    # would cost every model call a second task.
     caller = asyncio.current_task()
     assert caller is not None
     cancelled_before, waiting = caller.cancelling(), True
@@ -47,5 +47,6 @@ async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
 
 
 async def _disconnected(receive: Receive) -> None:
+    """Return when the client disconnects; other messages of the request are dropped."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,4 +1,6 @@
-"""Errors as answers: a status and headers that are the same on every route, and a body in the form of its clients."""
+"""Errors as answers: status and headers are the same on every route, and the body has the form that its clients
+read.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,13 @@ _BASES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """What an answer says of an error, before a dialect gives it its form.
+    """The parts of an error answer, before a dialect gives them its form.
 
     Attributes:
         status: of HTTP.
         message: for people.
         code: the error's stable name, such as `episode_lease_expired`.
-        field: of the request that is wrong; None: no single one.
+        field: path of the request's field that is wrong; None: no single field is.
     """
 
     status: int
@@ -42,7 +44,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException) -> Self:
-        """Return what clients may know of `error`: nothing but `INTERNAL` where it was not raised on purpose."""
+        """Return what clients may know about `error`: only `INTERNAL` for an error that was not raised on purpose."""
         if not isinstance(error, PalestraError):
             return cls(status=500, message=INTERNAL, code="internal_error")
         field = error.field if isinstance(error, InvalidRequest) else None
@@ -59,10 +61,14 @@ def openai_error(failure: Failure) -> dict[str, Any]:
 
 
 class ErrorAnswers:
-    """Answers errors, each in the form that the clients of its route read."""
+    """Turns errors of routes into answers, each in the form that the clients of its route read."""
 
     def __init__(self, forms: Mapping[str, ErrorForm]) -> None:
-        """`forms`: by what a path begins with; every other path has OpenAI's form."""
+        """Create the answers.
+
+        Args:
+            forms: error form by beginning of the path; every other path has OpenAI's form.
+        """
         self._forms = tuple(forms.items())
 
     def answer(self, path: str, error: PalestraError) -> JSONResponse:
@@ -71,7 +77,7 @@ class ErrorAnswers:
         return JSONResponse(self._body(path, failure), failure.status, retry_headers(error))
 
     def install(self, app: FastAPI) -> None:
-        """Have `app` answer all errors of its routes here."""
+        """Make `app` answer all errors of its routes with this object."""
         app.add_exception_handler(PalestraError, self._palestra_error)
         app.add_exception_handler(RequestValidationError, self._validation_error)
         app.add_exception_handler(HTTPException, self._http_error)
@@ -87,7 +93,7 @@ class ErrorAnswers:
         return self.answer(request.url.path, error)
 
     async def _validation_error(self, request: Request, error: Exception) -> JSONResponse:
-        """Answer a value in a query or a header that can't be used; bodies are read by `http.bodies`."""
+        """Answer a wrong value in a query or a header; bodies are checked by `http.bodies`."""
         assert isinstance(error, RequestValidationError)
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
@@ -103,7 +109,7 @@ class ErrorAnswers:
         return JSONResponse(self._body(path, failure), error.status_code, error.headers)
 
     async def _client_gone(self, request: Request, error: Exception) -> Response:
-        """Return an answer that no client receives; a client's disconnect is no failure of the server."""
+        """Return an answer that no client receives, because a client's disconnect is no failure of the server."""
         return Response(status_code=CLIENT_GONE)
 
     async def _unexpected_error(self, request: Request, error: Exception) -> JSONResponse:
@@ -120,12 +126,16 @@ def retry_headers(error: PalestraError) -> dict[str, str]:
 
 
 def _meant(path: str, app: FastAPI) -> str | None:
-    """Return the route that a client with a wrong base URL asks for: one with other beginnings of /v1."""
+    """Return the route that a client with a wrong base URL meant: the path with fewer or more `/v1`.
+
+    None: no such route.
+    """
     wanted = _without_version(path)
     return next((known for known in app.openapi()["paths"] if _without_version(known) == wanted), None)
 
 
 def _without_version(path: str) -> str:
+    """Return the path without the `/v1` that it begins with, however often."""
     while path.startswith("/v1/"):
         path = path[len("/v1") :]
     return path

@@ -1,4 +1,4 @@
-"""What stands before all routes: the key of a request, and the size and time of its body."""
+"""The check of every request before its route: its key, and the size and time of its body."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from palestra.errors import InvalidRequest, PalestraError, PayloadTooLarge, TooM
 from palestra.http.errors import ErrorAnswers
 from palestra.http.protocol import CONNECTION
 
-BODY_SECONDS = 60.0  # a body of which nothing comes for so long is given up
-WHOLE_BODY_SECONDS = 600.0  # a body that is not complete after this time is given up
-BODIES_HELD = 64  # so many bodies of the largest size may be held at the same time
-# Checks the key of a request, and returns how many bytes its body may have. It must not read the body.
+BODY_SECONDS = 60.0  # longest pause within a body
+WHOLE_BODY_SECONDS = 600.0  # longest time until a body is complete
+BODIES_HELD = 64  # how many bodies of the largest size are held at the same time
+# Checks the key of a request, and returns how many bytes its body may have. Must not read the body.
 Authenticate = Callable[[Request], Awaitable[int]]
 
 
 class RequestGuard:
     """Checks the key of every request before its body is read, and limits the body's size and time.
 
-    It is a middleware, so that a new route can't forget it. The bodies of all requests together are limited as well,
-    so that no number of clients can fill the memory.
+    It is a middleware, so that a new route can't forget it. The bodies of all requests together are limited as well, so
+    that no number of clients can fill the memory.
     """
 
     def __init__(
@@ -34,21 +34,27 @@ class RequestGuard:
         public: Collection[str],
         answers: ErrorAnswers,
     ) -> None:
-        """Stand before an application.
+        """Guard an application.
 
         Args:
             app: the application.
-            authenticate: raises what is wrong with a request's key, and returns how many bytes its body may have.
-            max_bytes: the most that any body may have, also where `authenticate` allows more.
+            authenticate: raises if a request's key is not good, and returns how many bytes its body may have.
+            max_bytes: the longest body, also if `authenticate` allows more.
             public: paths that need no key, and take no body.
             answers: gives refusals the form of their route.
         """
         self._app, self._authenticate, self._max, self._public = app, authenticate, max_bytes, frozenset(public)
         self._answers = answers
-        self._held = 0  # bytes of the bodies of all requests that are not answered yet
+        self._held = 0  # bytes of the bodies of all requests that are being answered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass an allowed request on, with a `receive` that enforces the limits of its body."""
+        """Pass an allowed request to the application, with a `receive` that enforces the limits of its body.
+
+        Args:
+            scope: of ASGI.
+            receive: of ASGI.
+            send: of ASGI.
+        """
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -84,7 +90,7 @@ class RequestGuard:
             self._held -= seen
 
     async def _most_bytes(self, scope: Scope) -> int:
-        """Return how long the body may be, by the key and by the length that the request declares.
+        """Return how many bytes the body may have, after checking the key and the declared length.
 
         Raises:
             PalestraError: the key is not good, or the body is too long.
@@ -102,7 +108,7 @@ class RequestGuard:
 
 
 def bearer(request: Request) -> str | None:
-    """Return the key of a request, from `Authorization: Bearer` or from `x-api-key`, as Anthropic's client sends it."""
+    """Return the key of a request from `Authorization: Bearer` or from `x-api-key`, which Anthropic's client sends."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer":
         return key.strip()

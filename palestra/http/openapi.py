@@ -1,4 +1,4 @@
-"""The OpenAPI document: bodies that are read by hand are described like those that FastAPI reads."""
+"""The OpenAPI document: describes bodies that routes read themselves like those that FastAPI reads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 
 def request_schema(kind: type[BaseModel]) -> dict[str, Any]:
-    """Return what a route's part of the document says of a body that the route reads by hand.
+    """Return the description of a body that a route reads itself, for FastAPI's `openapi_extra`.
 
     Args:
         kind: the model of the body.
@@ -19,7 +19,7 @@ def request_schema(kind: type[BaseModel]) -> dict[str, Any]:
 
 
 def describe(app: FastAPI) -> None:
-    """Have the application's document hold each model once, by its name."""
+    """Make the application's OpenAPI document contain each model once, under its name."""
     made = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -32,10 +32,15 @@ def describe(app: FastAPI) -> None:
                     content["schema"] = {"$ref": _add(content["schema"], known)}
         return document
 
-    app.openapi = openapi  # type: ignore[method-assign]  # the way that FastAPI's guide tells
+    app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's guide replaces the method in this way
 
 
 def _add(schema: dict[str, Any], known: dict[str, Any]) -> str:
+    """Add a schema and its definitions to the known ones, and return the reference to it.
+
+    Raises:
+        ValueError: another model has the same name.
+    """
     whole = dict(schema)
     for name, definition in (whole.pop("$defs", {}) | {schema["title"]: whole}).items():
         if known.setdefault(name, definition) != definition:

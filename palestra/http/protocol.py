@@ -1,4 +1,4 @@
-"""HTTP/1.1 over one connection: uvicorn's protocol, with limits on what comes before a request is understood."""
+"""HTTP/1.1 on one connection: uvicorn's protocol, with limits on what arrives before a request is authenticated."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from uvicorn.server import ServerState
 
 from palestra.http.connections import LOG_SECONDS, Connections
 
-CONNECTION = "palestra.connection"  # where the scope of a request has its `LimitedProtocol`
+CONNECTION = "palestra.connection"  # key in the ASGI scope of a request, whose value is its `LimitedProtocol`
 
 
 class _Seldom(logging.Filter):
-    """Lets a warning pass once in `LOG_SECONDS`: a client can cause them without a key. Errors always pass."""
+    """Passes one warning in `LOG_SECONDS`, because clients can cause them without a key. Errors always pass."""
 
     def __init__(self) -> None:
         super().__init__()
         self._next = 0.0
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """See logging."""
+        """Return whether the record is logged; see `logging.Filter`."""
         if record.levelno >= logging.ERROR:
             return True
         now = time.monotonic()
@@ -41,8 +41,11 @@ log.addFilter(_Seldom())
 class LimitedProtocol(HttpToolsProtocol):
     """Refuses heads of requests that are too large with 431, and those that do not end in time with 408.
 
-    A client that sends many requests before it takes their answers is cut off: each of them is held in memory, and
+    A client that sends many requests before it reads their answers is disconnected: each of them is held in memory, and
     uvicorn reads more of them whenever one is answered.
+
+    Attributes:
+        known: whether a request of this connection had a good key.
     """
 
     def __init__(
@@ -55,28 +58,28 @@ class LimitedProtocol(HttpToolsProtocol):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self.logger = log
-        self.known = False  # a request of this connection had a good key
+        self.known = False
         self._all, self._limits = connections, connections.limits
         self._in_head = False
-        self._complete = True  # the last request has been received to its end
-        self._head_bytes = self._head_fields = 0  # of the request's line, its headers and its trailers, as parsed
-        self._unparsed = 0  # bytes since the parser last saw something begin or end: a head, or a piece of a body
+        self._complete = True  # whether the last request was received to its end
+        self._head_bytes = self._head_fields = 0
+        # Bytes since the parser last reported a head or a piece of a body: it reports a header only at its end, so an
+        # endless one would otherwise not be counted.
+        self._unparsed = 0
         self._refused = False
 
-    # asyncio's protocol
-
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """See asyncio."""
+        """Count a new connection (called by asyncio)."""
         super().connection_made(transport)
         self._all.opened(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio."""
+        """Forget a connection that is closed (called by asyncio)."""
         self._all.closed(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """See asyncio."""
+        """Parse what has arrived, and refuse a head that is too large (called by asyncio)."""
         if self._refused:
             return
         self._all.began(self)
@@ -86,39 +89,39 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refuse_head()
 
     def pause_writing(self) -> None:
-        """See asyncio."""
+        """Record that the client does not read its answers (called by asyncio)."""
         super().pause_writing()
         self._all.stalled(self)
 
     def resume_writing(self) -> None:
-        """See asyncio."""
+        """Record that the client reads its answers again (called by asyncio)."""
         super().resume_writing()
         self._all.resumed(self)
 
-    # The parser's callbacks
-
     def on_message_begin(self) -> None:
-        """A request begins."""
+        """Start counting the head of a new request (called by the parser)."""
         super().on_message_begin()
         self.scope[CONNECTION] = self  # type: ignore[literal-required]  # an extension of ours
         self._in_head, self._complete = True, False
         self._head_bytes = self._head_fields = self._unparsed = 0
 
     def on_url(self, url: bytes) -> None:
-        """A part of the request's path."""
+        """Count a part of the request's path (called by the parser)."""
         self._head_bytes += len(url)
         if self._head_fits:
             super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header; or a trailer, after the body."""
+        """Count a header, or a trailer after the body (called by the parser)."""
         self._head_bytes += len(name) + len(value)
         self._head_fields += 1
         if self._head_fits and self._in_head:  # trailers are not used
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """The head of the request is there."""
+        """Start answering the request, unless its head is too large or too many requests wait (called by the
+        parser).
+        """
         self._in_head, self._unparsed = False, 0
         if self._refused:
             return
@@ -133,43 +136,39 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """A piece of the body."""
+        """Pass a piece of the body on (called by the parser)."""
         self._unparsed = 0
         if not self._refused:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The request is there to its end."""
+        """Record that the request was received to its end (called by the parser)."""
         self._complete, self._unparsed = True, 0
         if not self._refused:
             super().on_message_complete()
 
-    # uvicorn's
-
     def on_response_complete(self) -> None:
-        """A response has been sent."""
+        """Record that a response was sent, so that the connection waits for the next request (called by uvicorn)."""
         waits = not self.pipeline
         super().on_response_complete()
         if waits and not self.transport.is_closing():
             self._all.answered(self, self.known, self._complete)
 
     def timeout_keep_alive_handler(self) -> None:
-        """Leave it to `Connections.sweep`, which has one deadline for all kinds of waiting."""
-
-    # `Connection`
+        """Do nothing: `Connections.sweep` has one deadline for all kinds of waiting."""
 
     @property
     def flushed(self) -> bool:
-        """See `Connection`."""
+        """Return whether the client has read everything that was sent to it; see `Connection`."""
         return not self.transport.get_write_buffer_size()
 
     def close_idle(self) -> None:
-        """See `Connection`."""
+        """Close the connection without an answer; see `Connection`."""
         self._refused = True
         self.transport.abort()
 
     def expire(self) -> None:
-        """See `Connection`."""
+        """Close the connection, with 408 if the head of a request has arrived in part; see `Connection`."""
         if self._in_head:
             self._answer(408, "the headers of the request did not come in time")
         else:
@@ -177,9 +176,11 @@ class LimitedProtocol(HttpToolsProtocol):
 
     @property
     def _head_fits(self) -> bool:
+        """Return whether the head of the present request is within the limits, as far as it has arrived."""
         return self._head_bytes <= self._limits.header_bytes and self._head_fields <= self._limits.header_fields
 
     def _refuse_head(self) -> None:
+        """Answer 431 and close the connection, once."""
         if self._refused:
             return
         self._all.counts["headers_too_large"] += 1
@@ -188,19 +189,19 @@ class LimitedProtocol(HttpToolsProtocol):
         self._answer(431, f"the headers are over {limits.header_bytes} bytes or {limits.header_fields} fields")
 
     def _answer(self, status: int, message: str) -> None:
-        """Answer without the application, which may be in the middle of another response, and close."""
+        """Answer without the application, which may be in the middle of another response, and close the connection."""
         self._refused = True
         answering = self.cycle is not None and not self.cycle.response_complete  # type: ignore[redundant-expr]
         if not answering:
             self.transport.write(refusal(status, message))
         if self.flushed:
             self.transport.close()
-        else:  # the client does not read
+        else:  # the client does not read, so a graceful close would wait for it
             self.transport.abort()
 
 
 def refusal(status: int, message: str) -> bytes:
-    """A whole response after which the connection is closed."""
+    """Return a whole response, as bytes, after which the connection is closed."""
     again = b"retry-after: 1\r\n" if status == 503 else b""
     head = b"content-type: text/plain; charset=utf-8\r\nconnection: close\r\n" + again
     body = message.encode()

@@ -1,4 +1,4 @@
-"""An HTTP server: where it listens, and how it accepts connections."""
+"""An HTTP server: the socket on which it listens, and how it accepts connections."""
 
 from __future__ import annotations
 
@@ -18,14 +18,18 @@ from palestra.http.protocol import LimitedProtocol, refusal
 from palestra.waiting import cancelled
 
 BACKLOG = 4096
-NO_DESCRIPTOR_SECONDS = 0.05  # between two attempts to accept a connection where no descriptor is free
+NO_DESCRIPTOR_SECONDS = 0.05  # pause before the next attempt to accept a connection if no descriptor was free
 
 
 def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens.
 
+    Args:
+        host: name or address of this machine.
+        port: 0: any free port.
+
     Raises:
-        ConfigError: the address is in use, or none of this machine's.
+        ConfigError: the address is in use, or is not one of this machine's.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -33,7 +37,7 @@ def listen(host: str, port: int) -> socket.socket:
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
-            listener.listen(BACKLOG)  # until one of them listens, two servers can be bound to the same address
+            listener.listen(BACKLOG)  # here already: two servers may be bound to one address until one of them listens
         except OSError:
             listener.close()
             raise
@@ -45,7 +49,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def url_of(listener: socket.socket) -> str:
-    """Return the URL under which `listener` is reached from this machine."""
+    """Return the URL at which `listener` can be reached from this machine."""
     host, port = listener.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
@@ -57,13 +61,13 @@ async def served(
     stop: Callable[[], None] = lambda: None,
     connections: Connections | None = None,
 ) -> AsyncIterator[None]:
-    """Serve an application.
+    """Serve an application inside of the block.
 
     Args:
         app: the application.
         listener: a socket that listens; it is closed at the end.
-        stop: called before the connections are closed.
-        connections: counts and limits them. None: with the default limits.
+        stop: called at the end, before the connections are closed.
+        connections: counts and limits the connections; None: with the default limits.
     """
     known = Connections() if connections is None else connections
     known.fit_descriptors()
@@ -81,7 +85,7 @@ async def served(
     server = _Server(settings, known)
     task = asyncio.create_task(server.serve(sockets=[listener]))
     try:
-        while not (server.started or task.done()):  # uvicorn has no event for it
+        while not (server.started or task.done()):  # uvicorn has no event for its start
             await asyncio.wait((task,), timeout=0.01)
         yield
     finally:
@@ -93,9 +97,9 @@ async def served(
 class _Server(uvicorn.Server):
     """uvicorn without its signal handlers (the job's owner decides what SIGINT means), and with limits on connections.
 
-    It accepts connections itself, one after another: the event loop would accept all that wait before the first of
-    them could be counted. It looks at the clock once a second, not ten times: where a hundred jobs wait on one machine
-    that is a part of its load.
+    It accepts connections itself, one after another, because the event loop would accept all that wait before the first
+    of them could be counted. Its clock ticks once a second and not ten times, which saves a part of the load where a
+    hundred jobs wait on one machine.
     """
 
     def __init__(self, config: uvicorn.Config, connections: Connections) -> None:
@@ -105,36 +109,37 @@ class _Server(uvicorn.Server):
         self._exit = asyncio.Event()
 
     def exit(self) -> None:
-        """Close connections and return from `serve`."""
+        """Close the connections and make `serve` return."""
         self.should_exit = True
         self._exit.set()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to accept connections."""
-        self.servers = []  # of asyncio's there is none
+        """Start accepting connections on the sockets (called by uvicorn)."""
+        self.servers = []  # uvicorn closes these asyncio servers at the end; there are none
         for listener in sockets or ():
             listener.setblocking(False)
             self._accepting.append(asyncio.create_task(self._accept(listener)))
         self.started = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept no more, and close what is open."""
+        """Stop accepting connections and close the open ones (called by uvicorn)."""
         try:
             await cancelled(*self._accepting)
         finally:
             await super().shutdown(sockets)
 
     async def _accept(self, listener: socket.socket) -> None:
+        """Accept connections as long as there is room, and refuse the others with 503."""
         loop = asyncio.get_running_loop()
         while True:
             try:
                 client, _ = await loop.sock_accept(listener)
-            except OSError:  # no descriptor is free, or the client has gone again
+            except OSError:  # no descriptor is free, or the client has disconnected again
                 self._connections.counts["not_accepted"] += 1
                 await asyncio.sleep(NO_DESCRIPTOR_SECONDS)
                 continue
             if self._connections.make_room():
-                with contextlib.suppress(OSError):  # it has gone again
+                with contextlib.suppress(OSError):  # the client has disconnected again
                     client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                     await loop.connect_accepted_socket(self._protocol, client)
             else:
@@ -144,8 +149,8 @@ class _Server(uvicorn.Server):
         return LimitedProtocol(self._connections, self.config, self.server_state, {})
 
     async def main_loop(self) -> None:
-        """Until `exit`."""
-        ticks = count(0, 10)  # uvicorn counts tenths of a second, and renews the header `date` at every tenth of them
+        """Sweep the connections once a second until `exit` is called."""
+        ticks = count(0, 10)  # uvicorn counts tenths of a second, and renews the header `date` at each tenth tick
         while not await self.on_tick(next(ticks)):
             self._connections.sweep()
             with contextlib.suppress(TimeoutError):
@@ -154,7 +159,7 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave signals alone."""
+        """Install no signal handlers; see the class."""
         yield
 
 
@@ -163,6 +168,6 @@ def _refuse(client: socket.socket) -> None:
     with contextlib.suppress(OSError):
         client.setblocking(False)
         with contextlib.suppress(BlockingIOError):
-            client.recv(65_536)  # what is unread when it is closed would make the kernel take back the answer
+            client.recv(65_536)  # if the socket were closed with unread bytes, the kernel would drop the answer
         client.send(refusal(503, "all connections of this server are in use; try again soon"))
     client.close()

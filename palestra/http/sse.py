@@ -1,4 +1,4 @@
-"""Server-sent events: how one is written, and the loop behind the streams that tell of what happens."""
+"""Server-sent events: how one is encoded, and the loop behind streams that follow a job or an episode."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import NamedTuple
 
 POLL_SECONDS = 0.5
-KEEPALIVE_SECONDS = 15.0  # proxies close connections over which nothing comes for a minute
+KEEPALIVE_SECONDS = 15.0  # proxies close connections that are silent for a minute
 MEDIA_TYPE = "text/event-stream; charset=utf-8"
-AS_IT_COMES = {"cache-control": "no-store", "x-accel-buffering": "no"}  # no proxy keeps a stream back
-_KEEPALIVE = b": still here\n\n"  # a comment, which clients skip
+AS_IT_COMES = {"cache-control": "no-store", "x-accel-buffering": "no"}  # proxies must not buffer a stream
+_KEEPALIVE = b": still here\n\n"  # a comment of the format, which clients skip
 
 
 def encode_event(data: bytes, event: str | None = None, event_id: str | None = None) -> bytes:
@@ -28,11 +28,11 @@ def encode_event(data: bytes, event: str | None = None, event_id: str | None = N
 
 
 class News(NamedTuple):
-    """What one look has found.
+    """The result of one look at what is followed.
 
     Attributes:
-        chunks: to be sent, in order.
-        over: whether what is followed had ended before the look, so that nothing comes after a look without chunks.
+        chunks: encoded events to send, in order.
+        over: whether what is followed had ended before the look, so that a look without chunks is the last one.
     """
 
     chunks: Sequence[bytes]
@@ -45,13 +45,13 @@ async def follow(
     pause: Callable[[float], Awaitable[object]] = asyncio.sleep,
     keepalive: bool = True,
 ) -> AsyncIterator[bytes]:
-    """Yield what `look` finds, until what is followed is over.
+    """Yield what `look` finds, until what is followed has ended.
 
     Args:
         look: returns what is new since its last call; None: the client may not read on.
-        wait: for what is still to happen; False: end where nothing more is found.
-        pause: returns after so many seconds, or earlier where looking again makes sense.
-        keepalive: whether to send a comment where nothing happens for `KEEPALIVE_SECONDS`.
+        wait: whether to wait for future events; False: end when there is nothing more to send now.
+        pause: returns after so many seconds, or earlier if looking again makes sense.
+        keepalive: whether to send a comment if nothing happens for `KEEPALIVE_SECONDS`.
     """
     quiet = 0.0
     while (news := await look()) is not None:
