@@ -1,4 +1,4 @@
-"""Looks into a run store from another process, without writing."""
+"""Read a run store from another process, without writing to it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,22 @@ from palestra.schemas.records import Trajectory
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpisodeSummary:
-    """What a list of episodes says of one of them."""
+    """One episode, as lists of episodes show it.
+
+    Attributes:
+        episode_id: unique in the run.
+        task_id: of its task.
+        state: `registered`, `claimed`, `completed` or `discarded`.
+        reward: sum over its agents; None until it is completed.
+        calls: model calls under its last lease.
+        completion_tokens: tokens that these calls sampled.
+        attempts: claims used so far.
+        forks: calls that lost exact tokens of an earlier one, by reason.
+        metadata: what the worker handed in with the reward.
+        reason: why it was given back or discarded last; None of a completed one.
+        worker_id: the worker that holds it; None: it is not claimed.
+        claimed_at: Unix seconds of that claim; None: it is not claimed.
+    """
 
     episode_id: str
     task_id: str
@@ -34,16 +49,19 @@ class EpisodeSummary:
     calls: int
     completion_tokens: int
     attempts: int
-    forks: dict[ForkReason, int]  # calls that lost exact tokens of an earlier one, by reason
+    forks: dict[ForkReason, int]
     metadata: dict[str, Any]
     reason: str | None
-    worker_id: str | None  # who holds it; None where it is not claimed
-    claimed_at: float | None  # Unix seconds of that claim
+    worker_id: str | None
+    claimed_at: float | None
 
 
 @contextmanager
 def browse(path: Path) -> Iterator[Connection]:
-    """Open a read-only connection to a run store; a job that is writing to it meanwhile is not disturbed.
+    """Open a read-only connection to a run store. A job that writes to it at the same time is not disturbed.
+
+    Args:
+        path: of the file, `run.db`.
 
     Raises:
         StoreError: the file is not a run store.
@@ -64,7 +82,7 @@ def list_episodes(connection: Connection, kind: str | None, state: str | None, l
     """Return the episodes that were claimed last, in canonical order.
 
     Args:
-        connection: of `browse`.
+        connection: from `browse`.
         kind: of the episodes; None: any.
         state: of the episodes; None: any.
         limit: the most episodes to return.
@@ -87,7 +105,7 @@ def list_episodes(connection: Connection, kind: str | None, state: str | None, l
 def read_episodes(
     run_dir: Path | str, kind: str | None = None, state: str | None = "completed"
 ) -> list[EpisodeSummary]:
-    """Return the episodes that a run recorded, in canonical order; the run may be going on.
+    """Return the episodes that a run recorded, in canonical order. The run may still be running.
 
     Args:
         run_dir: the run's folder, such as `TrainResult.run_dir`.
@@ -103,11 +121,17 @@ def read_episodes(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpisodeView:
-    """One episode in full."""
+    """One episode with all of its calls, for people to look at.
+
+    Attributes:
+        trajectory: the episode and its calls.
+        step: the step whose batch it is in; None: it is in none.
+        group_rewards: of the completed episodes of its group, including itself.
+    """
 
     trajectory: Trajectory
-    step: int | None  # the step whose batch it is in; None: none
-    group_rewards: tuple[float, ...]  # of the completed episodes of its group, itself included
+    step: int | None
+    group_rewards: tuple[float, ...]
 
 
 def read_episode(connection: Connection, episode_id: str) -> EpisodeView:
@@ -145,7 +169,14 @@ def _calls_of(connection: Connection, episode_ids: Sequence[str]) -> dict[str, l
 
 
 def _summary(row: Any, calls: Sequence[Any]) -> EpisodeSummary:
-    lengths = [sum(count for _, _, count in orjson.loads(call.versions)) for call in calls]  # without unpacking tokens
+    """Return the summary of a row of `episodes`.
+
+    Args:
+        row: of `episodes`.
+        calls: rows with `versions` and `fork` of its calls.
+    """
+    # The lengths of the version spans add up to the completion's, so no compressed tokens have to be read.
+    lengths = [sum(count for _, _, count in orjson.loads(call.versions)) for call in calls]
     forks = Counter(fork_of(call.fork).reason for call in calls if call.fork is not None)
     return EpisodeSummary(
         episode_id=row.episode_id,
@@ -164,4 +195,5 @@ def _summary(row: Any, calls: Sequence[Any]) -> EpisodeSummary:
 
 
 def _total(rewards: str) -> float:
+    """Return the sum of rewards by agent, from their JSON."""
     return float(sum(orjson.loads(rewards).values()))

@@ -1,4 +1,4 @@
-"""The calls of episodes. A call is stored without what its parent has, so n turns take O(total) bytes."""
+"""The calls of episodes. A call is stored without the parts that its parent has, so n turns take O(total) bytes."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ _OF_LEASE = Prepared(
 class Calls:
     """Records the calls of a job's episodes, and reads them.
 
-    A session appends to it; whoever trains on episodes, or shows them, reads their trajectories.
+    A session appends to it; the learner and the commands that show episodes read trajectories from it.
     """
 
     def __init__(self, db: Database) -> None:
         self._db = db
 
     def append(self, chat: Chat) -> Future[None]:
-        """Record a call; the future is done when the call is on disk, even if its caller is gone by then.
+        """Record a call; the future is done when the call is on disk, even if the client has disconnected.
 
         Raises (the future):
             EpisodeLeaseExpired, EpisodeEnded: the lease under which the call was made is over.
@@ -59,14 +59,14 @@ class Calls:
         return self._db.submit(insert, "chat_commit")
 
     async def of_lease(self, episode_id: str, fence: int) -> tuple[Episode, tuple[Chat, ...]]:
-        """Return an episode, and the calls that were recorded under one lease of it, as of one moment.
+        """Return an episode and the calls that were recorded under one lease of it, from one consistent read.
 
         Args:
             episode_id: of the episode.
             fence: of the lease, which need not be the present one.
 
         Raises:
-            NotFound: no such episode.
+            NotFound: there is no such episode.
         """
 
         def query(connection: Connection) -> tuple[Episode, tuple[Chat, ...]]:
@@ -83,7 +83,9 @@ class Calls:
         return await self._db.read(lambda connection: [read_trajectory(connection, name) for name in episode_ids])
 
     async def oldest_tokens(self, episode_ids: Sequence[str]) -> dict[str, int]:
-        """Return n of the version with which the oldest token of each episode's last lease was sampled.
+        """Return for each episode the `n` of the oldest policy version that sampled a token under its last lease.
+
+        The learner uses it to leave out episodes that are staler than the job allows.
 
         Returns:
             By episode id; episodes without a token are left out.
@@ -117,7 +119,7 @@ def read_trajectory(connection: Connection, episode_id: str) -> Trajectory:
 
 
 def _of_lease(connection: Connection, episode_id: str, fence: int) -> tuple[Chat, ...]:
-    """Return the calls that were recorded under one lease, in order of index."""
+    """Return the calls that were recorded under one lease, in order of index, so that parents come before children."""
     found: dict[int, Chat] = {}
     for row in _OF_LEASE.rows(connection, {"episode_id": episode_id, "fence": fence}):
         found[row.idx] = chat_of(row, found)
@@ -125,11 +127,11 @@ def _of_lease(connection: Connection, episode_id: str, fence: int) -> tuple[Chat
 
 
 def time_steps(episode: Episode, calls: Sequence[Chat]) -> tuple[TimeStep, ...]:
-    """Return the TimeSteps of an episode that have calls.
+    """Return the TimeSteps of an episode that have calls, in order.
 
     Args:
-        episode: whose rewards and times, where it has them by TimeStep, go to the TimeSteps.
-        calls: of one lease of it, in any order.
+        episode: its rewards and times by TimeStep, if it has them, are copied to the TimeSteps.
+        calls: of one lease of the episode, in any order.
     """
     by_step: dict[int, list[Chat]] = {}
     for chat in calls:
@@ -152,5 +154,6 @@ def time_steps(episode: Episode, calls: Sequence[Chat]) -> tuple[TimeStep, ...]:
 
 
 def _acted_at(times: Sequence[StepTimes], calls: Sequence[Chat]) -> float:
+    """Return when the action of a TimeStep was given; if that is not recorded, when its last call returned."""
     acted = times[0].acted_at if times else None
     return max(chat.finished_at for chat in calls) if acted is None else acted

@@ -1,4 +1,4 @@
-"""Rows to records: token arrays as compressed binary, JSON for the rest."""
+"""Convert records to rows and back: token arrays as compressed binary, JSON for the rest."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ def _stored(data: bytes) -> bytes:
     The stream is a zlib stream, and not the bytes as they are, so that `unpack` needs no second format and its
     checksum notices a damaged file.
     """
-    # Made by hand: for a short reply zlib.compress takes ten times as long, and each of its calls hands the
-    # interpreter to another thread and back, which under load costs more than that.
+    # For a short reply zlib.compress would take ten times as long. Its calls also release the interpreter's lock,
+    # and getting the lock back costs even more under load.
     return _BLOCK.pack(b"\x78\x01\x01", len(data), len(data) ^ 0xFFFF) + data + zlib.adler32(data).to_bytes(4, "big")
 
 
 def unpack(blob: bytes, kind: str) -> NDArray[Any]:
-    """Return the array that `pack` was given, bit by bit.
+    """Return the array [n] that `pack` was given, bit by bit.
 
     Args:
         blob: what `pack` returned.
-        kind: `i4` or `f4`, as `pack` was given.
+        kind: `i4` or `f4`, as for `pack`.
 
     Raises:
         zlib.error: the stream is damaged.
@@ -66,7 +66,7 @@ def unpack(blob: bytes, kind: str) -> NDArray[Any]:
 
 
 def episode_of(row: Any) -> Episode:
-    """Return the episode of a row of `episodes`."""
+    """Return the episode that a row of `episodes` holds."""
     return Episode(
         episode_id=row.episode_id,
         kind=row.kind,
@@ -86,7 +86,7 @@ def episode_of(row: Any) -> Episode:
 
 
 def chat_row(chat: Chat) -> dict[str, Any]:
-    """Return the row of `chats` for a call: only what its parent does not have already."""
+    """Return the row of `chats` for a call, with only the parts that its parent does not have."""
     tools = () if chat.parent is None else chat.parent.tools
     return {
         "episode_id": chat.episode_id,
@@ -120,11 +120,11 @@ def chat_row(chat: Chat) -> dict[str, Any]:
 
 
 def chat_of(row: Any, earlier: dict[int, Chat]) -> Chat:
-    """Return the call of a row of `chats`.
+    """Return the call that a row of `chats` holds, linked to its parent.
 
     Args:
         row: of `chats`.
-        earlier: the earlier calls of the same lease by their index, among them the call's parent.
+        earlier: the earlier calls of the same lease by their index, including the call's parent.
     """
     parent = None if row.parent is None else earlier[row.parent]
     inherited = () if parent is None else parent.tools
@@ -159,11 +159,15 @@ def chat_of(row: Any, earlier: dict[int, Chat]) -> Chat:
 
 
 def _message_text(message: ChatMessage) -> str:
+    """Return a message as JSON without empty fields, which keeps rows small."""
     return message.model_dump_json(exclude_none=True, exclude=None if message.tool_calls else {"tool_calls"})
 
 
 def _more_text(sampling: SamplingParams) -> str | None:
-    """Return the parameters without columns of their own that differ from their defaults, as JSON; None: none do."""
+    """Return as JSON the parameters that have no column of their own and differ from their defaults.
+
+    None: there are none.
+    """
     more = {
         field.name: getattr(sampling, field.name)
         for field in fields(SamplingParams)
@@ -173,6 +177,7 @@ def _more_text(sampling: SamplingParams) -> str | None:
 
 
 def _more(text: str | None) -> dict[str, Any]:
+    """Return the parameters in a text of `_more_text`, with lists as tuples, which `SamplingParams` has."""
     more: dict[str, Any] = {} if text is None else orjson.loads(text)
     return more | {
         name: tuple(tuple(v) if isinstance(v, list) else v for v in value)
@@ -182,10 +187,11 @@ def _more(text: str | None) -> dict[str, Any]:
 
 
 def _fork_text(fork: Fork) -> str:
+    """Return a fork as a JSON list, for the column `chats.fork`."""
     return to_json([fork.reason, fork.call, fork.message, fork.position])
 
 
 def fork_of(text: str) -> Fork:
-    """Return the fork that a text of the column `chats.fork` stands for."""
+    """Return the fork that a text of the column `chats.fork` holds."""
     reason, call, message, position = orjson.loads(text)
     return Fork(reason=ForkReason(reason), call=call, message=message, position=position)

@@ -1,4 +1,4 @@
-"""What can be wrong with the file of a run store: damaged, full, read-only, or gone while it is used."""
+"""Problems with the file of a run store: damaged, full, read-only, or deleted while it is used."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ import sqlalchemy as sa
 from palestra.errors import StoreError
 
 DAMAGED_CODES = frozenset((sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT))
-# What decoding raises of a record that is not as it was written: of JSON, compressed arrays, text, names of states.
+# Errors of decoding a damaged record: its JSON, compressed arrays, text, or names of states.
 UNREADABLE = (zlib.error, ValueError)
-# What else may come of such a record, or of a defect of ours; the file is looked through to tell.
+# Errors that a damaged record may also cause, or a defect of Palestra; checking the whole file tells which it was.
 PERHAPS = (KeyError, IndexError, TypeError, AttributeError, AssertionError, sqlite3.IntegrityError)
 
 
 def store_error(path: Path, error: Exception) -> Exception:
-    """Return an error of a run store in words, with the cause; a defect of ours, and a PalestraError, as they are.
+    """Return the error that callers get for an error of a run store: a StoreError if the file or the disk is the cause.
+
+    Defects of Palestra and PalestraErrors are returned unchanged.
 
     Args:
         path: of the store.
-        error: what SQLite, SQLAlchemy, or the decoding of a record raised.
+        error: raised by SQLite, SQLAlchemy, or the decoding of a record.
     """
     cause = error.orig if isinstance(error, sa.exc.DBAPIError) and error.orig is not None else error
     if isinstance(cause, PERHAPS):
@@ -41,13 +43,21 @@ def store_error(path: Path, error: Exception) -> Exception:
 
 
 def _says_damaged(error: sqlite3.DatabaseError) -> bool:
-    """Whether it is about what the file holds. Python's own error, about text that is no UTF-8, has no code."""
+    """Return whether an error of SQLite is about the content of the file.
+
+    Python's own error for text that is not UTF-8 has no error code, and is recognised by its message.
+    """
     code = getattr(error, "sqlite_errorcode", None)
     return "decode" in str(error) if code is None else code & 0xFF in DAMAGED_CODES
 
 
 def damaged(path: Path, how: str) -> StoreError:
-    """Return the error for a store that can't be trusted any more."""
+    """Return the error for a store whose content can't be trusted any more.
+
+    Args:
+        path: of the store.
+        how: what is wrong, for the message.
+    """
     line = " ".join(how.split())[:200]
     return StoreError(
         f"{path} is not a run store, or is damaged: {line}; go on with a copy of it, or start a new run from the "
@@ -56,9 +66,9 @@ def damaged(path: Path, how: str) -> StoreError:
 
 
 def damage_of(path: Path) -> str | None:
-    """Look through the whole file; return what is wrong with it, or None.
+    """Check the whole file, and return what is wrong with it; None: nothing.
 
-    It takes as long as reading the file does, so it is for when something has failed already.
+    The check takes as long as reading the file, so call it only after something has failed.
     """
     try:
         connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
@@ -72,14 +82,14 @@ def damage_of(path: Path) -> str | None:
 
 
 class OpenFile:
-    """Knows which file was opened, so that it is noticed when another one, or none, has its name.
+    """Remembers which file was opened, to notice when its path names another file, or none.
 
-    A process may write for ever into a file that was deleted: SQLite does not look at its name again. No other file
-    can get the inode meanwhile, because it is still open.
+    A process may write for ever into a file that was deleted, because SQLite does not look at the path again. No other
+    file can get the inode meanwhile, because it is still open.
     """
 
     def __init__(self, path: Path) -> None:
-        """`path` is open already, and so is its write-ahead log."""
+        """Remember the inodes of `path` and of its write-ahead log, which have to be open already."""
         names = (
             str(path),
             f"{path}-wal",
@@ -87,7 +97,7 @@ class OpenFile:
         self._known = {name: found for name in names if (found := _identity(name)) is not None}
 
     def problem(self) -> StoreError | None:
-        """Return the error if the file is no longer what its path names; None where it is."""
+        """Return an error if the path does not name the opened file any more; None: it does."""
         for name, known in self._known.items():
             if _identity(name) != known:
                 return StoreError(
@@ -98,6 +108,7 @@ class OpenFile:
 
 
 def _identity(name: str) -> tuple[int, int] | None:
+    """Return device and inode of the file that a path names; None: there is none."""
     try:
         found = os.stat(name)
     except OSError:

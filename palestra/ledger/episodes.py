@@ -1,4 +1,4 @@
-"""The episodes of a job: registered, claimed under a lease, and ended once."""
+"""The episodes of a job: registered, claimed under a lease, and completed or discarded once."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ LeaseOver = Callable[[str, int], None]
 
 
 class Episodes:
-    """Hands out the registered episodes of a job, one worker for each, and takes their rewards.
+    """Hands out the registered episodes of a job, each to one worker, and takes their rewards.
 
-    A method that changes something returns when the change is on disk. The leases in memory follow what was committed,
-    even if the caller is cancelled meanwhile.
+    A method that changes something returns when the change is on disk. The leases in memory follow the committed
+    changes, even if the caller is cancelled meanwhile.
 
     Attributes:
         leases: of the episodes that are claimed now.
@@ -40,7 +40,8 @@ class Episodes:
     """
 
     def __init__(self, db: Database, leases: LeaseBook, rollout: RolloutConfig, clock: Clock) -> None:
-        """Give every episode that is claimed a full period of its lease: a restart begins them all again.
+        """Read the claimed episodes, and give each a full period of its lease, because time passed while no server was
+        up.
 
         Args:
             db: the run's database, with the tables of `tables.SCHEMA`.
@@ -52,18 +53,18 @@ class Episodes:
         self.available, self.settled = Notifier(), Notifier()
         self.on_lease_over: list[LeaseOver] = []
         self.recent_rewards: deque[float] = deque(maxlen=64)
-        self._being_claimed = 0  # claims that have no lease yet
-        self._limit_reached = False  # since the last end of a lease, a claim found `max_claimed` episodes claimed
+        self._being_claimed = 0  # claims in progress, which have no lease yet
+        self._limit_reached = False  # whether `max_claimed` prevented a claim since the last end of a lease
         for episode in db.query(lifecycle.live):
             self._grant(episode)
 
     @property
     def recent_reward(self) -> float | None:
-        """The mean of `recent_rewards`; None before the first."""
+        """Return the mean of `recent_rewards`; None before the first one."""
         return sum(self.recent_rewards) / len(self.recent_rewards) if self.recent_rewards else None
 
     async def register_adhoc(self, task: Task, request_id: str) -> str:
-        """Register an episode outside the schedule, which is claimed by its id and never trained on; return its id.
+        """Register an episode outside the schedule, and return its id. It is claimed by its id and never trained on.
 
         Args:
             task: what is played.
@@ -95,7 +96,7 @@ class Episodes:
     async def claim(
         self, worker_id: str, request_id: str, lease_seconds: float | None, episode_id: str | None = None
     ) -> Episode | None:
-        """Hand out the next registered episode, or the one that is named.
+        """Hand out the next registered episode, or a named one, under a new lease.
 
         Args:
             worker_id: of the worker that will play it.
@@ -104,12 +105,12 @@ class Episodes:
             episode_id: of an episode to claim; None: the next one.
 
         Returns:
-            The claimed episode; None where none can be claimed now. `available` is notified when there is one.
+            The claimed episode; None: none can be claimed now. `available` is notified when there is one.
 
         Raises:
             InvalidRequest: the lease is longer than the job allows.
             ClaimOver: the claim of this `request_id` is over.
-            NotFound, IllegalTransition: the episode that is named does not exist, or is not registered.
+            NotFound, IllegalTransition: the named episode does not exist, or is not registered.
         """
         seconds = self._rollout.lease_seconds if lease_seconds is None else lease_seconds
         if seconds > self._rollout.max_lease_seconds:
@@ -154,7 +155,7 @@ class Episodes:
         return claimed
 
     async def claimed_by(self, worker_id: str) -> list[Episode]:
-        """Return the episodes that a worker holds."""
+        """Return the episodes that a worker holds now."""
         return [episode for episode in await self._db.read(lifecycle.live) if episode.worker_id == worker_id]
 
     @shielded
@@ -167,14 +168,14 @@ class Episodes:
         metadata: Mapping[str, Any],
         step_times: Sequence[StepTimes] | None = None,
     ) -> bool:
-        """Complete an episode, in one transaction.
+        """Complete an episode with its rewards, in one transaction.
 
         Args:
             episode_id: of the episode.
             fence: of the lease under which it was played.
             rewards: by agent.
             step_rewards: one for each TimeStep; None: the reward is for the whole episode.
-            metadata: what the worker says of the episode, for people.
+            metadata: what the worker says about the episode, for people.
             step_times: one for each TimeStep; None: not known.
 
         Returns:
@@ -199,14 +200,14 @@ class Episodes:
 
     @shielded
     async def abort(self, episode_id: str, fence: int, reason: str, discard: bool, counts: bool = True) -> None:
-        """Give an episode back, or discard it; what was sampled under this lease is not trained on.
+        """Give an episode back, or discard it. Calls of this lease are not trained on.
 
         Args:
             episode_id: of the episode.
             fence: of the lease under which it was played.
             reason: why, for people.
-            discard: whether it is not to be played again. It is discarded, too, when its attempts are used up.
-            counts: whether the attempt is one of the job's `max_attempts`; not where the server caused its end.
+            discard: whether it must not be played again. It is also discarded when its attempts are used up.
+            counts: whether the attempt is one of the job's `max_attempts`; False if the server caused its end.
 
         Raises:
             EpisodeLeaseExpired, EpisodeEnded, NotFound: the episode is not held under this fence.
@@ -218,7 +219,9 @@ class Episodes:
         self._given_back(episode_id, fence, following)
 
     async def expire_leases(self) -> int:
-        """Give back every episode whose lease ran out, each with the event `lease_expired`; return how many."""
+        """Give back every episode whose lease has expired, each with an event `lease_expired`, and return how many
+        there were.
+        """
         expired = 0
         for episode_id, fence in self.leases.expired():
             try:
@@ -231,6 +234,7 @@ class Episodes:
 
     @shielded
     async def _expire(self, episode_id: str, fence: int) -> None:
+        """Give one episode back and record the event, in one transaction."""
         limit, now = self._rollout.max_attempts, self._clock.now()
 
         def give_back(connection: Connection) -> EpisodeState:
@@ -243,6 +247,10 @@ class Episodes:
     async def renew(self, episode_id: str, fence: int) -> None:
         """Start the period of a lease again, as every call of its worker does.
 
+        Args:
+            episode_id: of the episode.
+            fence: of the worker's lease.
+
         Raises:
             EpisodeLeaseExpired, EpisodeEnded, NotFound: the worker does not hold the episode.
         """
@@ -250,15 +258,15 @@ class Episodes:
             await self._db.read(lambda c: lifecycle.held(c, episode_id, fence))
 
     async def get(self, episode_id: str) -> Episode:
-        """Return one episode.
+        """Return one episode as it is stored now.
 
         Raises:
-            NotFound: no such episode.
+            NotFound: there is no such episode.
         """
         return await self._db.read(lambda c: lifecycle.read(c, episode_id))
 
     async def counts(self) -> Counts:
-        """Return how many episodes are in each state."""
+        """Return how many episodes are in each state, over all kinds."""
 
         def query(connection: Connection) -> Counts:
             rows = connection.execute(select(episodes.c.state, func.count()).group_by(episodes.c.state))
@@ -269,7 +277,10 @@ class Episodes:
 
     @contextmanager
     def _claiming(self, count: int) -> Iterator[int | None]:
-        """Track claims in progress. Yields `max_claimed` only if it might be exceeded, so most claims count nothing."""
+        """Track claims in progress.
+
+        Yields `max_claimed` only if it might be exceeded, so most claims need no COUNT query.
+        """
         limit = self._rollout.max_claimed
         self._being_claimed += count
         try:
@@ -288,16 +299,18 @@ class Episodes:
         most: int | None,
         limit: int | None,
     ) -> Episode | None:
-        """Claim an episode on the writing thread; note if `limit`, the job's `max_claimed`, was in the way."""
+        """Claim an episode on the writing thread, and remember if the job's `max_claimed` (`limit`) prevented it."""
         found = lifecycle.claim(connection, worker_id, request_id, seconds, episode_id, now, most, limit)
         if found is None and limit is not None and lifecycle.number_claimed(connection) >= limit:
             self._limit_reached = True  # the next end of a lease wakes the claims that wait
         return found
 
     def _grant(self, episode: Episode) -> None:
+        """Start the lease of a claimed episode, in memory."""
         self.leases.grant(episode.episode_id, episode.fence, episode.lease_seconds, episode.worker_id or "")
 
     def _given_back(self, episode_id: str, fence: int, following: EpisodeState) -> None:
+        """End a lease whose episode was given back or discarded, and notify the tasks that wait for it."""
         self._lease_over(episode_id, fence)
         if following is EpisodeState.REGISTERED:
             self.available.notify(1)
@@ -305,9 +318,10 @@ class Episodes:
             self.settled.notify()
 
     def _lease_over(self, episode_id: str, fence: int) -> None:
+        """Forget a lease, call `on_lease_over`, and wake claims that a limit may have kept waiting."""
         if self._limit_reached or self._rollout.max_per_worker is not None:
             self._limit_reached = False
-            self.available.notify()  # a limit that kept claims waiting may allow one now
+            self.available.notify()  # all of them, because each may have waited for another limit
         self.leases.drop(episode_id, fence)
         for callback in self.on_lease_over:
             callback(episode_id, fence)

@@ -1,4 +1,4 @@
-"""The groups of a job: registered whole, and settled when their episodes are."""
+"""The groups of a job: registered whole, and settled when all of their episodes are."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _COUNT = select(func.count()).where(episodes.c.state == bindparam("state"), epis
 
 
 class Groups:
-    """Registers groups of episodes, and waits for them. The learner decides about them (`rollout/groups.py`).
+    """Registers groups of episodes, and waits for them. The learner decides when a group is ready or dropped.
 
     A method that changes something returns when the change is on disk.
 
@@ -55,7 +55,7 @@ class Groups:
 
     @shielded
     async def register(self, kind: EpisodeKind, group_index: int, step: int, task: Task, size: int) -> None:
-        """Register a group and its episodes; a group that is known is left as it is.
+        """Register a group and its episodes; a group that exists already is not changed.
 
         Args:
             kind: of the episodes.
@@ -88,7 +88,13 @@ class Groups:
 
     @shielded
     async def register_again(self, kind: EpisodeKind, group_index: int, count: int) -> None:
-        """Add `count` episodes to a group, in the place of some that can't be used."""
+        """Add episodes to a group, to replace some that can't be used.
+
+        Args:
+            kind: of the group.
+            group_index: of the group.
+            count: how many episodes to add.
+        """
 
         def add(connection: Connection) -> None:
             last = connection.execute(
@@ -104,7 +110,7 @@ class Groups:
         self.available.notify(count)
 
     async def of_step(self, kind: EpisodeKind, step: int) -> list[tuple[GroupRecord, list[Episode]]]:
-        """Return a step's groups in canonical order, each with its episodes."""
+        """Return the groups of a step in canonical order, each with its episodes."""
         return await self._db.read(lambda connection: _of_step(connection, kind, step))
 
     async def settled_of_step(self, kind: EpisodeKind, step: int) -> tuple[int, int]:
@@ -117,7 +123,7 @@ class Groups:
         return await self._db.read(query)
 
     async def discarded(self, kind: EpisodeKind) -> int:
-        """Return how many episodes of this kind were discarded."""
+        """Return how many episodes of this kind were discarded, over the whole run."""
         return await self._db.read(lambda connection: _discarded(connection, kind))
 
     async def discard_reasons(self, kind: EpisodeKind, step: int) -> list[str]:
@@ -135,7 +141,7 @@ class Groups:
         return await self._db.read(query)
 
     async def number_open(self, kind: EpisodeKind) -> int:
-        """Return the number of groups of which an episode may still be completed."""
+        """Return how many groups have an episode that may still be completed."""
         states = [state.value for state in OPEN_STATES]
         wanted = select(func.count(sa.distinct(episodes.c.group_index))).where(
             episodes.c.state.in_(states), episodes.c.kind == kind
@@ -143,13 +149,13 @@ class Groups:
         return await self._db.read(lambda connection: int(connection.execute(wanted).scalar_one()))
 
     async def wait_settled(self, kind: EpisodeKind, step: int, discarded: int) -> None:
-        """Return when no episode of a step is open, or an episode of its kind was discarded.
+        """Return when no episode of a step is open, or when an episode of its kind was discarded.
 
         Args:
             kind: of the step's episodes.
-            step: whose groups are looked at.
-            discarded: how many episodes of this kind were discarded when the caller looked; another number ends the
-                wait, because a group may have to be replaced.
+            step: the step to wait for.
+            discarded: how many episodes of this kind were discarded when the caller last read it; another number ends
+                the wait, because a group may have to be replaced.
         """
 
         def query(connection: Connection) -> tuple[bool, int]:
@@ -167,7 +173,12 @@ class Groups:
             await self.settled.wait(WAKE_SECONDS, seen)
 
     async def settle(self, kind: EpisodeKind, group_index: int, following: GroupState) -> None:
-        """Move a group from OPEN to READY or DROPPED; a group that is there already stays.
+        """Move a group from OPEN to READY or DROPPED; does nothing if the group is already in that state.
+
+        Args:
+            kind: of the group.
+            group_index: of the group.
+            following: READY or DROPPED.
 
         Raises:
             IllegalTransition: the group was settled in the other way.
@@ -184,12 +195,13 @@ class Groups:
         await self._db.write(change)
 
     async def next_index(self, kind: EpisodeKind) -> int:
-        """Return one more than the largest group index of this kind."""
+        """Return the index of the next group of this kind: one more than the largest."""
         wanted = select(func.coalesce(func.max(groups.c.group_index), -1) + 1).where(groups.c.kind == kind)
         return await self._db.read(lambda connection: int(connection.execute(wanted).scalar_one()))
 
 
 def _of_step(connection: Connection, kind: EpisodeKind, step: int) -> list[tuple[GroupRecord, list[Episode]]]:
+    """Read the groups of a step with their episodes, by two queries."""
     records = [
         GroupRecord(
             kind=row.kind,
@@ -220,12 +232,23 @@ def _of_step(connection: Connection, kind: EpisodeKind, step: int) -> list[tuple
 
 
 def _discarded(connection: Connection, kind: EpisodeKind) -> int:
+    """Return how many episodes of this kind were discarded."""
     return int(connection.execute(_COUNT, {"kind": kind, "state": EpisodeState.DISCARDED.value}).scalar_one())
 
 
 def _add_episodes(
     connection: Connection, kind: EpisodeKind, group_index: int, task_id: str, task_data: str, samples: range
 ) -> None:
+    """Insert registered episodes into a group.
+
+    Args:
+        connection: in a transaction of the writing thread.
+        kind: of the group.
+        group_index: of the group.
+        task_id: of the group's task.
+        task_data: its data, as JSON.
+        samples: the sample indices of the new episodes.
+    """
     connection.execute(
         episodes.insert(),
         [

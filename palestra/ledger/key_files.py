@@ -1,4 +1,4 @@
-"""The files of a run that hold its keys: `secret`, from which they are derived, and `api_key`, for people."""
+"""The files of a run that hold its keys: `secret`, from which keys are derived, and `api_key`, which people read."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _FORM = re.compile(rf"[0-9a-f]{{{2 * SECRET_BYTES}}}", re.ASCII)
 
 
 class SecretFile:
-    """A run's secret while its job runs; one that `rotate_keys` puts there counts from the next look on."""
+    """A run's secret while its job runs. A new one that `rotate_keys` writes is used from the next request on."""
 
     def __init__(self, folder: Path) -> None:
-        """Make the secret, where the run has none.
+        """Read the secret, after writing one if the run has none.
 
         Raises:
-            ConfigError: what stands in the file is no secret.
+            ConfigError: the file does not hold a secret.
         """
         self._folder = folder
         if not (folder / SECRET).exists():
@@ -35,7 +35,10 @@ class SecretFile:
         self._secret = read_secret(folder)
 
     def current(self) -> bytes:
-        """Return the secret; the one of before, where the file is gone or can't be used any more."""
+        """Return the secret, read again if the file has changed.
+
+        If the file is gone or damaged, the last good secret is returned, so that a running job stays reachable.
+        """
         seen = self._status()
         if seen is not None and seen != self._seen:
             self._seen = seen
@@ -46,6 +49,10 @@ class SecretFile:
         return self._secret
 
     def _status(self) -> tuple[int, int, int] | None:
+        """Return inode, modification time and size of the file, by which a change is noticed.
+
+        None: there is no file.
+        """
         try:
             status = os.stat(self._folder / SECRET)
         except OSError:
@@ -54,10 +61,10 @@ class SecretFile:
 
 
 def read_secret(folder: Path) -> bytes:
-    """Return what a run's keys are derived from.
+    """Return the secret from which a run's keys are derived.
 
     Raises:
-        ConfigError: the file is empty, short or something else: keys that open the run could be guessed.
+        ConfigError: the file is empty, short or damaged, so that keys of the run could be guessed.
     """
     path = folder / SECRET
     text = path.read_text(errors="replace").strip()
@@ -70,9 +77,9 @@ def read_secret(folder: Path) -> bytes:
 
 
 def rotate_keys(folder: Path, job: str) -> str:
-    """Give a run another secret, and return its new key; a running job takes both with the next request.
+    """Replace a run's secret, and return its new key. A running job uses both from the next request on.
 
-    The key of before opens nothing from then on, nor does the key of any episode that was claimed under it.
+    The old key, and the keys of all episodes that were claimed under it, then open nothing.
 
     Args:
         folder: of the run.
@@ -80,8 +87,8 @@ def rotate_keys(folder: Path, job: str) -> str:
 
     Raises:
         NotFound: the run has no keys yet.
-        Conflict: its key was given to it in the variable PALESTRA_API_KEY, so only another one there changes it.
-        ConfigError: its secret can't be used.
+        Conflict: the key was given to the run in the variable PALESTRA_API_KEY, and can only be changed there.
+        ConfigError: the secret can't be used.
     """
     try:
         present = (folder / API_KEY).read_text().strip()
@@ -100,17 +107,17 @@ def rotate_keys(folder: Path, job: str) -> str:
 
 
 def job_key(secret: bytes, job: str) -> str:
-    """Return the key of a job that is derived from its run's secret."""
+    """Return the key of a job, derived from its run's secret and its name."""
     return "pj-" + sign(secret, job, "job")
 
 
 def sign(secret: bytes, job: str, *parts: str) -> str:
-    """Return 160 bits of HMAC-SHA-256 as hexadecimal digits: what makes a key one that only this run can have made.
+    """Return 160 bits of HMAC-SHA-256 as hexadecimal digits, which only the owner of the secret can compute.
 
     Args:
         secret: of the run.
         job: the job's name.
-        parts: what the key is for; none of them has a NUL.
+        parts: what the key opens; no part contains a NUL, which separates them.
     """
     message = "\0".join((job, *parts)).encode()
     return hmac.new(secret, message, hashlib.sha256).hexdigest()[:40]
@@ -120,6 +127,6 @@ def write_private(path: Path, text: str) -> None:
     """Write a line into a file that only its owner can read, whole or not at all.
 
     Raises:
-        StoreError: it could not be written.
+        StoreError: the file could not be written.
     """
     write_whole(path, f"{text}\n".encode(), 0o600)

@@ -1,4 +1,4 @@
-"""Who holds which episode, and until when. In memory: a restart gives every live lease a full period."""
+"""Which worker holds which episode, and until when. In memory: a restart gives every live lease a full period."""
 
 from __future__ import annotations
 
@@ -12,29 +12,46 @@ from palestra.schemas.clock import Clock
 
 @dataclass(slots=True)
 class Lease:
-    """One claimed episode."""
+    """The lease of one claimed episode. Times are monotonic seconds.
+
+    Attributes:
+        fence: of the claim.
+        seconds: its period.
+        expires_at: when it expires; every call moves it forward.
+        deadline: when it expires in any case; never moved.
+        worker_id: the worker that claimed the episode.
+        claimed_at: of the claim; after a restart, of the restart.
+        held: calls in flight. While there are any, the server itself delays the worker, so the lease does not expire.
+    """
 
     fence: int
-    seconds: float  # its period
-    expires_at: float  # monotonic; moved forward by every call
-    deadline: float  # monotonic; never moved
-    worker_id: str  # who claimed it
-    claimed_at: float  # monotonic; for a lease of before a restart, of the restart
-    held: int = 0  # calls in flight: while the server itself delays the worker the lease can't run out
+    seconds: float
+    expires_at: float
+    deadline: float
+    worker_id: str
+    claimed_at: float
+    held: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Holder:
-    """Who holds an episode, for people to read."""
+    """The worker that holds an episode, for people to read.
+
+    Attributes:
+        episode_id: of the episode.
+        worker_id: of the worker.
+        claimed_seconds: since the claim, or since the server started.
+        heard_seconds: since the last call or heartbeat of the episode; 0 while a call is in flight.
+    """
 
     episode_id: str
     worker_id: str
-    claimed_seconds: float  # since the claim, or since the server started
-    heard_seconds: float  # since the last call or heartbeat of the episode; 0 while a call is in flight
+    claimed_seconds: float
+    heard_seconds: float
 
 
 class LeaseBook:
-    """Leases by episode id."""
+    """The leases of all claimed episodes, by episode id."""
 
     def __init__(self, clock: Clock, max_episode_seconds: float) -> None:
         self._clock, self._max = clock, max_episode_seconds
@@ -44,7 +61,7 @@ class LeaseBook:
         return len(self._leases)
 
     def grant(self, episode_id: str, fence: int, seconds: float, worker_id: str = "") -> None:
-        """Start a lease; where it is known already, start its period again.
+        """Start a lease; for a lease that is known already, start its period again.
 
         Args:
             episode_id: of the claimed episode.
@@ -69,7 +86,7 @@ class LeaseBook:
 
     @contextmanager
     def hold(self, episode_id: str, fence: int) -> Iterator[None]:
-        """Keep a lease from running out while a call of it is in flight; renews it at the end."""
+        """Keep a lease from expiring while a call under it is in flight, and renew it at the end."""
         lease = self._leases.get(episode_id)
         if lease is None or lease.fence != fence:
             yield
@@ -82,9 +99,9 @@ class LeaseBook:
             lease.expires_at = self._clock.monotonic() + lease.seconds
 
     def holders(self, limit: int) -> list[Holder]:
-        """Return who holds which episode: the `limit` episodes of which nothing was heard for the longest time.
+        """Return the workers of the `limit` episodes that have been silent for the longest time.
 
-        Other threads than the one that changes the leases may call this.
+        May be called from other threads than the one that changes the leases.
         """
         now = self._clock.monotonic()
         found = (
@@ -105,7 +122,7 @@ class LeaseBook:
             del self._leases[episode_id]
 
     def expired(self) -> list[tuple[str, int]]:
-        """Return (episode id, fence) of every lease whose time is over."""
+        """Return (episode id, fence) of every lease that has expired."""
         now = self._clock.monotonic()
         return [
             (episode_id, lease.fence)

@@ -1,6 +1,6 @@
 """The lifecycle of an episode, as operations on a connection.
 
-The writing thread runs one operation after the other, so each sees what all earlier ones did.
+The writing thread runs one operation after another, so each sees the changes of all earlier ones.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _NEXT = Prepared(
     .limit(1)
 )
 _OTHERS = episodes.alias()
-_NEXT_SHARED = Prepared(  # the next episode of a group of which the worker holds fewer than `most`
+# The next episode of a group of which the worker holds fewer than `most`.
+_NEXT_SHARED = Prepared(
     select(episodes)
     .where(
         episodes.c.state == EpisodeState.REGISTERED.value,
@@ -70,20 +71,25 @@ def episode_name(kind: EpisodeKind, group_index: int, sample_index: int) -> str:
 
 
 def kind_of(episode_id: str) -> str:
-    """Return the kind of the episode with this id."""
+    """Return the kind of an episode, with which its id begins."""
     return episode_id.partition("-")[0]
 
 
 def read(connection: Connection, episode_id: str) -> Episode:
-    """Return one episode.
+    """Return one episode as the connection's transaction sees it.
 
     Raises:
-        NotFound: no such episode.
+        NotFound: there is no such episode.
     """
     return _episode(_BY_ID.row(connection, {"episode_id": episode_id}), episode_id)
 
 
 def _episode(row: Any, episode_id: str) -> Episode:
+    """Return the episode of a row.
+
+    Raises:
+        NotFound: the row is None.
+    """
     if row is None:
         raise NotFound(f"there is no episode {episode_id!r}")
     return episode_of(row)
@@ -99,12 +105,12 @@ def claim(
     most: int | None,
     most_claimed: int | None,
 ) -> Episode | None:
-    """Claim the next registered episode in canonical order, or the one that is named: REGISTERED → CLAIMED.
+    """Claim the next registered episode in canonical order, or a named one: REGISTERED → CLAIMED.
 
     Args:
         connection: in a transaction of the writing thread.
         worker_id: of the worker that will hold the episode.
-        request_id: of the claim. A claim that is made again with the same id gets the same episode.
+        request_id: of the claim. A repeated claim with the same id gets the same episode.
         lease_seconds: the period of the lease, kept with the episode for a restart.
         episode_id: of the episode to claim; None: the next one.
         now: Unix seconds.
@@ -112,11 +118,11 @@ def claim(
         most_claimed: how many episodes all workers together may hold; None: any number.
 
     Returns:
-        The claimed episode; None where none is registered, or the limits do not allow another claim.
+        The claimed episode; None: none is registered, or the limits do not allow another claim.
 
     Raises:
         ClaimOver: the claim of this `request_id` is over.
-        NotFound, IllegalTransition: the episode that is named does not exist, or is not registered.
+        NotFound, IllegalTransition: the named episode does not exist, or is not registered.
     """
     known = _BY_REQUEST.row(connection, {"request_id": request_id})
     if known is not None:
@@ -152,16 +158,22 @@ def claim(
 
 
 def held(connection: Connection, episode_id: str, fence: int) -> Episode:
-    """Return the episode, if it is claimed under this fence.
+    """Return the episode if it is claimed under this fence.
+
+    Args:
+        connection: to the store.
+        episode_id: of the episode.
+        fence: of the lease.
 
     Raises:
-        EpisodeLeaseExpired, EpisodeEnded: it is not, or no longer.
-        NotFound: no such episode.
+        EpisodeLeaseExpired, EpisodeEnded: it is not, or not any more.
+        NotFound: there is no such episode.
     """
     return _held(read(connection, episode_id), fence)
 
 
 def _held(episode: Episode, fence: int) -> Episode:
+    """Return the episode if it is claimed under this fence; see `held`."""
     episode_id = episode.episode_id
     if episode.fence != fence or episode.state is EpisodeState.REGISTERED:
         raise EpisodeLeaseExpired(
@@ -183,7 +195,7 @@ def complete(
     extra: Mapping[str, Any],
     now: float,
 ) -> bool:
-    """Complete an episode: CLAIMED → COMPLETED. Its rewards and its state are written by one statement.
+    """Complete an episode: CLAIMED → COMPLETED. One statement writes its rewards and its state.
 
     Args:
         connection: in a transaction of the writing thread.
@@ -192,7 +204,7 @@ def complete(
         rewards: by agent.
         step_rewards: one for each TimeStep; None: the reward is for the whole episode.
         step_times: one for each TimeStep; None: not known.
-        extra: what the worker says of the episode, for people.
+        extra: what the worker says about the episode, for people.
         now: Unix seconds.
 
     Returns:
@@ -247,17 +259,17 @@ def give_back(
     now: float,
     counts: bool = True,
 ) -> EpisodeState:
-    """Give an episode back: CLAIMED → REGISTERED, or → DISCARDED where that is asked for or its attempts are used up.
+    """Give an episode back: CLAIMED → REGISTERED, or → DISCARDED on request or when its attempts are used up.
 
     Args:
         connection: in a transaction of the writing thread.
         episode_id: of the episode.
         fence: of the lease under which it was played.
         reason: why, for people.
-        discard: whether it is not to be played again.
+        discard: whether it must not be played again.
         max_attempts: how many attempts an episode has.
         now: Unix seconds.
-        counts: whether this attempt is one of them; else it is as if it had never been made.
+        counts: whether this attempt is one of them; False: the episode has as many attempts left as before the claim.
 
     Returns:
         The state that the episode has now.
@@ -275,17 +287,18 @@ def give_back(
 
 
 def number_claimed(connection: Connection) -> int:
-    """Return how many episodes are claimed."""
+    """Return how many episodes are claimed now, by all workers together."""
     return int(_CLAIMED.row(connection, {})[0])
 
 
 def live(connection: Connection) -> list[Episode]:
-    """Return all claimed episodes."""
+    """Return all claimed episodes, which a restart gives new leases."""
     rows = connection.execute(select(episodes).where(episodes.c.state == EpisodeState.CLAIMED.value))
     return [episode_of(row) for row in rows]
 
 
 def _next(connection: Connection, worker_id: str, most: int | None) -> Episode | None:
+    """Return the next registered episode in canonical order, validation first; None: there is none for this worker."""
     for kind in CLAIM_ORDER:
         if most is None:
             row = _NEXT.row(connection, {"kind": kind})
@@ -297,7 +310,7 @@ def _next(connection: Connection, worker_id: str, most: int | None) -> Episode |
 
 
 def _change(connection: Connection, episode: Episode, following: EpisodeState, values: Mapping[str, Any]) -> None:
-    """Give an episode a state, and new values to some columns. No other function writes an episode's state."""
+    """Set an episode's state and other columns. This is the only function that writes the state of an episode."""
     check_transition(f"episode {episode.episode_id}", episode.state, following)
     known = {"b_id": episode.episode_id, "b_fence": episode.fence, "b_state": following.value}
     _changing(tuple(values)).change(connection, known | {f"v_{name}": value for name, value in values.items()})
@@ -305,7 +318,7 @@ def _change(connection: Connection, episode: Episode, following: EpisodeState, v
 
 @cache
 def _changing(columns: tuple[str, ...]) -> Prepared:
-    """Return the statement that gives an episode a state, and new values to these columns."""
+    """Return the statement that sets an episode's state and these columns, compiled once."""
     return Prepared(
         sa.update(episodes)
         .where(episodes.c.episode_id == bindparam("b_id"), episodes.c.fence == bindparam("b_fence"))

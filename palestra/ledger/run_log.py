@@ -1,4 +1,4 @@
-"""What a job did, step by step: manifests, metrics, events, and small facts of the run."""
+"""The history of a job, step by step: manifests, metrics, events, and small facts of the run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from palestra.ledger.tables import events, manifests, meta, metric_rows
 from palestra.schemas.clock import Clock
 from palestra.schemas.records import BatchManifest, Event, PolicyVersion
 
-UNFINISHED = "unfinished_metrics"  # key of the row of a step that was trained and not yet evaluated
+UNFINISHED = "unfinished_metrics"  # fact that holds the row of a step that is trained but not evaluated
 
 
 class RunLog:
@@ -25,7 +25,7 @@ class RunLog:
         self._db, self._clock = db, clock
 
     async def commit_manifest(self, manifest: BatchManifest) -> None:
-        """Fix what a step trains on; the same manifest a second time changes nothing.
+        """Fix the batch on which a step trains; the same manifest a second time changes nothing.
 
         Raises:
             Conflict: the step has another manifest.
@@ -52,11 +52,11 @@ class RunLog:
         await self._db.write(commit, "manifest_commit")
 
     async def manifest(self, step: int) -> BatchManifest | None:
-        """Return what a step trains on; None until it is fixed."""
+        """Return the batch on which a step trains; None until it is fixed."""
         return await self._db.read(lambda connection: _manifest(connection, step))
 
     async def put_metrics(self, step: int, data: Mapping[str, float]) -> None:
-        """Write the finished row of a step, in the place of what is known of it.
+        """Write the finished row of a step, in place of an earlier one.
 
         Args:
             step: number of the step.
@@ -74,7 +74,7 @@ class RunLog:
     async def put_unfinished_metrics(self, data: Mapping[str, float]) -> None:
         """Keep the row of a trained step until `put_metrics` writes it with the step's evaluation.
 
-        `metrics` does not return the row before.
+        Until then `metrics` does not return the row.
         """
         await self._db.write(lambda connection: _set_fact(connection, UNFINISHED, to_json(dict(data))))
 
@@ -100,7 +100,7 @@ class RunLog:
         return await self._db.write(restore)
 
     async def metrics(self) -> list[dict[str, float]]:
-        """Return all finished rows, by step."""
+        """Return all finished rows, in order of their steps."""
 
         def query(connection: Connection) -> list[dict[str, float]]:
             rows = connection.execute(select(metric_rows.c.data).order_by(metric_rows.c.step)).scalars()
@@ -109,11 +109,11 @@ class RunLog:
         return await self._db.read(query)
 
     async def add_event(self, kind: str, data: Mapping[str, Any]) -> Event:
-        """Record that something happened now.
+        """Record an event of this moment, for people and programs that follow the job.
 
         Args:
             kind: what happened, such as `saved`.
-            data: what else there is to say, for people and programs that follow the job.
+            data: further values, JSON.
         """
         now = self._clock.now()
         return await self._db.write(lambda connection: insert_event(connection, kind, data, now))
@@ -123,7 +123,7 @@ class RunLog:
         return await self._db.read(lambda connection: read_events(connection, after, limit))
 
     async def fact(self, key: str) -> str | None:
-        """Return a small fact of the run; None where it was never set."""
+        """Return a small fact of the run, such as its incarnation; None: it was never set."""
         return await self._db.read(lambda connection: _fact(connection, key))
 
     async def set_fact(self, key: str, value: str) -> None:
@@ -132,12 +132,12 @@ class RunLog:
 
 
 def insert_event(connection: Connection, kind: str, data: Mapping[str, Any], now: float) -> Event:
-    """Append an event in the caller's transaction, together with the change that it tells of.
+    """Append an event in the caller's transaction, together with the change that the event reports.
 
     Args:
         connection: in a transaction of the writing thread.
         kind: what happened.
-        data: what else there is to say.
+        data: further values, JSON.
         now: Unix seconds.
     """
     result = connection.execute(events.insert(), {"at": now, "kind": kind, "data": to_json(dict(data))})
@@ -147,12 +147,19 @@ def insert_event(connection: Connection, kind: str, data: Mapping[str, Any], now
 
 
 def read_events(connection: Connection, after: int, limit: int) -> list[Event]:
-    """Return up to `limit` events with a larger id than `after`, oldest first, in this process or another one."""
+    """Return up to `limit` events with a larger id than `after`, oldest first. Works in any process.
+
+    Args:
+        connection: to the store, possibly read-only.
+        after: id of the newest event that the caller has; 0: none.
+        limit: the most events to return.
+    """
     rows = connection.execute(select(events).where(events.c.event_id > after).order_by(events.c.event_id).limit(limit))
     return [Event(event_id=r.event_id, at=r.at, kind=r.kind, data=orjson.loads(r.data)) for r in rows]
 
 
 def _manifest(connection: Connection, step: int) -> BatchManifest | None:
+    """Return the manifest of a step; None: there is none."""
     row = connection.execute(select(manifests).where(manifests.c.step == step)).first()
     if row is None:
         return None
@@ -166,6 +173,7 @@ def _manifest(connection: Connection, step: int) -> BatchManifest | None:
 
 
 def _unfinished_step(connection: Connection) -> int | None:
+    """Return the step whose row waits for its evaluation; None: no row does."""
     found = _fact(connection, UNFINISHED)
     return None if found is None else int(orjson.loads(found)["step"])
 

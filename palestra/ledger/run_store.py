@@ -1,4 +1,4 @@
-"""Opens the database of a run, and bundles what works on it."""
+"""Open the database of a run, and bundle the parts that work on it."""
 
 from __future__ import annotations
 
@@ -24,15 +24,17 @@ from palestra.schemas.clock import Clock, SystemClock
 
 @dataclass(frozen=True, kw_only=True)
 class RunStore:
-    """The store of one run, for wiring: a part is given only what it needs of it. A context manager that closes it.
+    """The store of one run: a bundle of parts, of which each component gets only those that it needs.
+
+    A context manager that closes the store.
 
     Attributes:
         db: the run's database.
-        clock: of all times that are recorded, and of the leases.
+        clock: of all recorded times, and of the leases.
         leases: of the episodes that are claimed now.
-        tasks: what the episodes play.
+        tasks: the inputs of the episodes.
         episodes: claims and ends, for workers.
-        calls: what was sampled, for sessions; and trajectories.
+        calls: the recorded calls, for sessions; and trajectories, for the learner.
         groups: episodes of one task, for the learner.
         log: manifests, metrics, events and facts of the run.
     """
@@ -47,7 +49,7 @@ class RunStore:
     log: RunLog
 
     def close(self) -> None:
-        """Finish what was submitted and close the file."""
+        """Finish the submitted operations and close the file."""
         self.db.close()
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""The tables of the run store, and how an older file is brought up to date."""
+"""The tables of the run store, and the migrations of files that earlier versions wrote."""
 
 from __future__ import annotations
 
@@ -93,8 +93,8 @@ chats = Table(
     Column("fork", Text),  # [reason, call, message, position]; NULL: none
     Column("temperature", Float, nullable=False),
     Column("max_tokens", Integer, nullable=False),
-    Column("sampling", Text),  # what else was asked for, a JSON object; NULL: nothing
-    Column("seed", String, nullable=False),  # up to 64 bits, which SQLite's integers don't hold unsigned
+    Column("sampling", Text),  # other parameters that differ from their defaults, a JSON object; NULL: none
+    Column("seed", String, nullable=False),  # up to 64 bits unsigned, which is too large for SQLite's integers
     Column("request_digest", String, nullable=False),
     Column("started_at", Float, nullable=False),
     Column("finished_at", Float, nullable=False),
@@ -139,10 +139,12 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
 
 
 def _read_version(connection: sa.Connection) -> int:
+    """Return the version of the tables in a file; 0: the file is empty."""
     return int(connection.exec_driver_sql("PRAGMA user_version").scalar_one())
 
 
 def _write_version(connection: sa.Connection, version: int) -> None:
+    """Record the version of the tables in the file."""
     connection.exec_driver_sql(f"PRAGMA user_version = {version}")
 
 

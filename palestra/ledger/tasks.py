@@ -1,4 +1,4 @@
-"""The tasks of a job: added in chunks until it is said that there are no more."""
+"""The tasks of a job: added in chunks until a client or a file says that there are no more."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from palestra.errors import Conflict
 from palestra.ledger.tables import meta, task_chunks, tasks
 from palestra.schemas.records import Task
 
-SEALED = "tasks_sealed"  # key of the row of `meta` that says that no more tasks will come
+SEALED = "tasks_sealed"  # key of the row in `meta` that seals the tasks
 
 
 class Tasks:
-    """Keeps what a job's episodes play, by split. A method that changes something returns when it is on disk."""
+    """Keeps the inputs of a job's episodes, by split. A method that changes something returns when it is on disk."""
 
     def __init__(self, db: Database) -> None:
         self._db = db
-        self._changed = Notifier()  # the tasks were sealed
+        self._changed = Notifier()  # notified when the tasks are sealed
 
     async def push(self, split: str, new: Sequence[Task], chunk_id: str) -> int:
-        """Add tasks to a split; return how many tasks the split has then.
+        """Add tasks to a split, and return how many tasks the split has then.
 
         Args:
             split: `train` or `validation`.
-            new: the tasks. A task that the split has already is left out.
-            chunk_id: the same chunk a second time changes nothing.
+            new: the tasks. Those that the split has already are left out.
+            chunk_id: names this chunk; the same chunk a second time changes nothing.
 
         Raises:
-            Conflict: the chunk, or a task id, was used before for other data; or no more tasks are taken.
+            Conflict: the chunk or a task id was used before for other data, or the tasks are sealed.
         """
 
         def push(connection: Connection) -> int:
@@ -60,7 +60,7 @@ class Tasks:
         return await self._db.write(push)
 
     async def seal(self) -> None:
-        """Record that no more tasks will come."""
+        """Record that no more tasks will come, so that training can start."""
 
         def set_it(connection: Connection) -> None:
             connection.execute(sa.delete(meta).where(meta.c.key == SEALED))
@@ -70,18 +70,18 @@ class Tasks:
         self._changed.notify()
 
     async def sealed(self) -> bool:
-        """Return whether no more tasks will come."""
+        """Return whether the tasks are sealed, so that no more will come."""
         return await self._db.read(_sealed)
 
     async def wait_sealed(self) -> None:
-        """Return when no more tasks will come."""
+        """Wait until the tasks are sealed, so that a job knows all of its inputs."""
         seen = self._changed.count
         while not await self.sealed():
             await self._changed.wait(WAKE_SECONDS, seen)
             seen = self._changed.count
 
     async def of_split(self, split: str) -> list[Task]:
-        """Return all tasks of a split, in the order in which they came."""
+        """Return all tasks of a split, in the order in which they were pushed."""
 
         def query(connection: Connection) -> list[Task]:
             rows = connection.execute(select(tasks).where(tasks.c.split == split).order_by(tasks.c.position))
@@ -91,11 +91,18 @@ class Tasks:
 
 
 def _sealed(connection: Connection) -> bool:
+    """Return whether the row that seals the tasks is there."""
     return connection.execute(select(meta.c.value).where(meta.c.key == SEALED)).first() is not None
 
 
 def _new_rows(connection: Connection, split: str, new: Sequence[Task], total: int) -> list[dict[str, Any]]:
-    """Return rows of `tasks` for those of `new` that the split, which has `total` tasks, does not have yet.
+    """Return the rows of `tasks` to insert: those of `new` that the split does not have yet.
+
+    Args:
+        connection: in a transaction of the writing thread.
+        split: `train` or `validation`.
+        new: the pushed tasks.
+        total: how many tasks the split has.
 
     Raises:
         Conflict: a task id was used before for other data.
