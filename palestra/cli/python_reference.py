@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -17,7 +17,8 @@ from palestra.client import control, exchange
 from palestra.client.worker import Worker
 
 FURTHER: tuple[Any, ...] = (Worker, control.Job, control.JobEvent)  # what the exported names give back, or are made for
-SECTIONS = ("Args:", "Raises:", "Returns:", "Yields:")
+ATTRIBUTES = "Attributes:"
+SECTIONS = ("Args:", ATTRIBUTES, "Raises:", "Returns:", "Yields:")
 _INTRODUCTION = """# Python API
 
 ```python
@@ -68,11 +69,14 @@ def _entry(found: Any, home: str) -> Iterator[str]:
         return
     if found.__init__ is not object.__init__:
         yield from ("```python", f"{found.__name__}{_signature(found)}", "```", "")
-    yield from _described(found)
+    described, meanings = _described(found), {}
+    if dataclasses.is_dataclass(found):
+        described, meanings = _without_attributes(described)
+    yield from described
     if not dataclasses.is_dataclass(found) and "__init__" in vars(found) and found.__init__.__doc__:
         yield from ("", *_described(found.__init__))
     if dataclasses.is_dataclass(found):
-        yield from ("", *_fields(found))
+        yield from ("", *_fields(found, meanings))
     for name, member in vars(found).items():
         if name.startswith("_") or not (inspect.isfunction(member) or isinstance(member, property)):
             continue
@@ -94,15 +98,39 @@ def _signature(found: Any) -> str:
     return re.sub(r"<factory>|<object object at 0x[0-9a-f]+>", "…", text).removesuffix(" -> None")
 
 
-def _fields(found: Any) -> Iterator[str]:
-    """A list of a dataclass's fields, each with the comment that stands behind it in the source."""
+def _fields(found: Any, meanings: Mapping[str, str]) -> Iterator[str]:
+    """Yield a list item for each public field of a dataclass.
+
+    Args:
+        found: the dataclass.
+        meanings: what its docstring says of its fields. For a field that the docstring leaves out, the comment behind
+            it in the source is taken.
+    """
     source = inspect.getsource(found)
     for field in dataclasses.fields(found):
         if field.name.startswith("_"):
             continue
         comment = re.search(rf"^    {field.name}: [^#\n]*#\s*(.*)$", source, re.MULTILINE)
+        meaning = meanings.get(field.name) or (comment.group(1) if comment is not None else "")
         kind = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", str(field.type))
-        yield f"- `{field.name}: {kind}`{'' if comment is None else ' – ' + comment.group(1)}"
+        yield f"- `{field.name}: {kind}`{' – ' + meaning if meaning else ''}"
+
+
+def _without_attributes(lines: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Split a docstring made by `_described` into its lines without the attributes, and the meaning of each attribute.
+
+    A dataclass's fields are listed with their types, so the attributes would otherwise be listed twice.
+    """
+    heading = f"**{ATTRIBUTES[:-1]}**"
+    if heading not in lines:
+        return list(lines), {}
+    start = lines.index(heading)
+    end = next((i for i in range(start + 2, len(lines)) if not lines[i].startswith("- ")), len(lines))
+    meanings: dict[str, str] = {}
+    for item in lines[start + 2 : end]:
+        names, _, meaning = item.removeprefix("- ").partition(": ")
+        meanings |= {name: meaning for name in names.split(", ")}
+    return "\n".join([*lines[:start], *lines[end:]]).strip().splitlines(), meanings
 
 
 def _described(found: Any) -> list[str]:
