@@ -1,4 +1,4 @@
-"""What happens between a call and its tokens: nobody but the session touches ids."""
+"""Sessions: everything between an agent's request and its tokens. No other room builds prompts or reads sampled ids."""
 
 from palestra.session.context import PolicyRuntime, SessionContext
 from palestra.session.history import Sameness

@@ -1,4 +1,4 @@
-"""Whether two JSON texts of a tool call's arguments say the same, number by number and without rounding."""
+"""Compare two JSON texts of a tool call's arguments by their value, number by number and without rounding."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any, NoReturn
 
 import orjson
 
-_EXACT = range(-(2**63), 2**64)  # integers that orjson reads as they are; it makes floats of all others
-_LONGEST = 20  # digits of the longest of them
+_EXACT = range(-(2**63), 2**64)  # integers that orjson reads exactly; it turns all others into floats
+_LONGEST = 20  # number of digits of the longest of them
 
 
 class _Number(str):
-    """A number that no integer of 64 bits is: the text of its exact value. Its `repr` is that of no JSON string."""
+    """A number that is no 64-bit integer, as the text of its exact value. Its `repr` can't be that of a JSON string."""
 
     __slots__ = ()
 
@@ -22,12 +22,12 @@ class _Number(str):
 
 
 def arguments_key(text: str) -> Hashable:
-    """Return a key that is equal for two JSON texts that hold the same value.
+    """Return a key that is equal for two JSON texts with the same value.
 
     Order of keys, white space and escapes in strings do not count; of equal keys in an object the last counts. Numbers
-    are compared by their exact decimal value, of any size: `1`, `1.0` and `10e-1` are the same, and two integers or
-    fractions that differ in any digit are not, even where a 64-bit float could not tell them apart. Text that is not
-    JSON (`NaN`, a cut object) equals itself only.
+    are compared by their exact decimal value, of any size: `1`, `1.0` and `10e-1` are equal, and two integers or
+    fractions that differ in any digit are not, even if a 64-bit float could not tell them apart. Text that is not JSON
+    (`NaN`, a cut object) equals only itself.
     """
     try:
         value = orjson.loads(text)
@@ -56,10 +56,12 @@ def _exact_key(text: str) -> Hashable:
         return read
 
     value = _decoder(number).decode(text)
-    return (True, repr(value)) if beyond else _sorted(value)  # such as 1.0: it has to get the key that 1 gets
+    # Without such a number the text may still contain 1.0, which needs the same key as 1.
+    return (True, repr(value)) if beyond else _sorted(value)
 
 
 def _decoder(number: Callable[[str], int | _Number]) -> json.JSONDecoder:
+    """Return a JSON decoder that reads numbers with `number`, refuses NaN and sorts keys."""
     return json.JSONDecoder(
         parse_int=number,
         parse_float=number,
@@ -69,14 +71,17 @@ def _decoder(number: Callable[[str], int | _Number]) -> json.JSONDecoder:
 
 
 def _refuse(constant: str) -> NoReturn:
+    """Refuse NaN and infinities, which Python's decoder would accept."""
     raise ValueError(f"{constant} is not JSON")
 
 
 def _sorted(value: Any) -> bytes:
+    """Return a value as compact JSON with sorted keys, by which values are compared."""
     return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
 
 
 def _has_float(value: Any) -> bool:
+    """Return whether a value contains a float, which may have been rounded when it was read."""
     values = [value]
     while values:
         value = values.pop()
@@ -90,13 +95,13 @@ def _has_float(value: Any) -> bool:
 
 
 def _decimal(written: str) -> int | _Number:
-    """Return the exact value of a JSON number: an integer where orjson reads it, else digits and a power of ten."""
+    """Return the exact value of a JSON number: an integer if orjson can read it, else digits and a power of ten."""
     mantissa, _, exponent = written.lower().removeprefix("-").partition("e")
     whole, _, fraction = mantissa.partition(".")
     digits = (whole + fraction).lstrip("0")
     if not digits:
         return 0
-    if len(exponent) > _LONGEST:  # beyond any use, and Python refuses to read integers of thousands of digits
+    if len(exponent) > _LONGEST:  # Python refuses to read integers of thousands of digits
         return _Number(written.lower())
     significant = digits.rstrip("0")
     power = int(exponent or 0) - len(fraction) + len(digits) - len(significant)

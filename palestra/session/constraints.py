@@ -1,4 +1,4 @@
-"""What a reply is made to match: JSON of a schema, calls of tools, or one of several texts."""
+"""The form that a reply is constrained to: JSON of a schema, tool calls, or one of several texts."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from palestra.chat.base import Tools
 from palestra.errors import GrammarRefused, InvalidRequest, UnsupportedField
 from palestra.session.request import GenerationRequest
 
-_MAX_CALLS = 8  # of one reply, where calls are required: a small model would go on until its limit
+_MAX_CALLS = 8  # of one reply if calls are required: a small model would write calls until its token limit
 
 
 class Constraint(NamedTuple):
-    """What a reply has to match.
+    """The grammar that a reply has to match.
 
     Attributes:
-        grammar: in a form that `llguidance` reads; it is not compiled yet. Empty: anything.
-        field: of the request, for errors.
+        grammar: in a form that `llguidance` reads, not yet compiled; "": anything.
+        field: of the request that asked for the constraint, for errors.
     """
 
     grammar: str
@@ -25,14 +25,18 @@ class Constraint(NamedTuple):
 
 
 def constraint_of(call: GenerationRequest, renderer: Renderer) -> Constraint:
-    """Return what a call asks for. A constrained reply has no reasoning in front of it.
+    """Return the constraint that a request asks for. A constrained reply has no reasoning before it.
 
-    Where there are tools and a `response_schema`, the reply may be calls or an answer, as `tool_choice` says.
+    If there are tools and a `response_schema`, the reply may be tool calls or an answer, depending on `tool_choice`.
+
+    Args:
+        call: the request.
+        renderer: writes the grammar in the model's format.
 
     Raises:
-        InvalidRequest: an unknown tool, or choices beside a schema.
+        InvalidRequest: an unknown tool, or choices together with tools or a schema.
         GrammarRefused: a schema that is nested too deep.
-        UnsupportedField: calls can't be constrained in the format of this model.
+        UnsupportedField: tool calls can't be constrained in the format of this model.
     """
     required = call.tool_choice == "required"
     if call.response_choices:
@@ -59,7 +63,7 @@ def constraint_of(call: GenerationRequest, renderer: Renderer) -> Constraint:
 
 
 def _callable(call: GenerationRequest) -> Tools:
-    """Return the tools that a reply may call where it has to match something.
+    """Return the tools that a constrained reply may call.
 
     Raises:
         InvalidRequest: there are none.

@@ -1,4 +1,4 @@
-"""What all sessions of a model server share."""
+"""The objects that all sessions of a model server share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,14 @@ from palestra.threads import WorkPool
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyRuntime:
-    """What a session needs of one policy."""
+    """Everything that a session needs to sample from one policy.
+
+    Attributes:
+        config: of the policy.
+        renderer: turns messages into ids and back.
+        engine: samples.
+        grammars: compiles the grammars of constrained replies.
+    """
 
     config: PolicyConfig
     renderer: Renderer
@@ -30,45 +37,59 @@ class PolicyRuntime:
 
     @property
     def token_bytes(self) -> Callable[[int], bytes]:
-        """The bytes of each token, control tokens included."""
+        """Return a function from a token to its bytes, also for control tokens."""
         return self.renderer.vocabulary.bytes_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SessionContext:
-    """Store, policies, the job's seed, and the counters that `/status` and `/metrics` show."""
+    """Store, policies, the job's seed, and the counters that `/status` and `/metrics` show.
+
+    Attributes:
+        store: where calls are recorded.
+        policies: by name.
+        seed: of the job.
+        strict_history: whether a call that would lose exact tokens of an earlier one is refused.
+        ignore_untrainable: whether sampling fields that training can't have are ignored and not refused.
+        sameness: changes of a reply after which a call still continues from its exact ids.
+        pool: threads for work that would block the event loop.
+        counts: of calls, tokens and forks, since the start.
+        times: seconds spent in each state, over all calls.
+        rate: tokens a second of the last ten seconds.
+    """
 
     store: RunStore
     policies: Mapping[str, PolicyRuntime]
     seed: int
-    strict_history: bool = False  # refuse a call that would lose exact tokens of an earlier one
-    ignore_untrainable: bool = False  # leave out sampling fields that training can't have, instead of refusing them
-    sameness: Sameness = EXACT  # changes of a reply after which a call goes on with its exact ids
-    pool: WorkPool = field(default_factory=WorkPool)  # for what would hold up the event loop
+    strict_history: bool = False
+    ignore_untrainable: bool = False
+    sameness: Sameness = EXACT
+    pool: WorkPool = field(default_factory=WorkPool)
     counts: Counter[str] = field(default_factory=Counter)
-    times: StateTimes = field(init=False)  # spent in each state, over all calls
-    rate: TokenRate = field(init=False)  # of late
+    times: StateTimes = field(init=False)
+    rate: TokenRate = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "times", StateTimes(self.store.clock))  # frozen, and of the same clock
+        # The class is frozen, and these two need the store's clock.
+        object.__setattr__(self, "times", StateTimes(self.store.clock))
         object.__setattr__(self, "rate", TokenRate(self.store.clock))
 
     @property
     def policy_name(self) -> str:
-        """The name of the policy that the job's episodes are played with."""
+        """Return the name of the policy with which the job's episodes are played."""
         (name,) = self.policies
         return name
 
     @property
     def clock(self) -> Clock:
-        """The store's clock."""
+        """Return the clock of the store, which all times of calls come from."""
         return self.store.clock
 
     def runtime(self, policy: str) -> PolicyRuntime:
-        """A policy by name.
+        """Return the runtime of a policy by its name.
 
         Raises:
-            NotFound: no such policy.
+            NotFound: there is no such policy.
         """
         runtime = self.policies.get(policy)
         if runtime is None:
@@ -76,7 +97,7 @@ class SessionContext:
         return runtime
 
     def count(self, chat: Chat) -> None:
-        """Add a finished call to the counters."""
+        """Add a recorded call to the counters."""
         self.counts["calls"] += 1
         self.counts["prompt_tokens"] += chat.prompt_tokens
         self.counts["completion_tokens"] += len(chat.completion_ids)

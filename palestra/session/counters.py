@@ -1,4 +1,4 @@
-"""What all calls of a server add up to: tokens a second, and the time spent in each state of a call."""
+"""Counters over all calls of a server: tokens a second, and the time spent in each state of a call."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ WINDOW_SECONDS = 10
 
 
 class TokenRate:
-    """Tokens a second of the calls that ended in the last ten seconds."""
+    """Counts the tokens of the calls that ended in the last ten seconds."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._ended: deque[tuple[int, int]] = deque()  # (second, tokens of the calls that ended in it)
 
     def add(self, tokens: int) -> None:
-        """Count a call that has ended, of so many tokens."""
+        """Count the tokens of a call that has ended now."""
         second = int(self._clock.monotonic())
         if self._ended and self._ended[-1][0] == second:
             tokens += self._ended.pop()[1]
@@ -28,32 +28,32 @@ class TokenRate:
 
     @property
     def per_second(self) -> float:
-        """Prompt and reply tokens a second."""
+        """Return prompt and reply tokens a second, over the last ten seconds."""
         since = int(self._clock.monotonic()) - WINDOW_SECONDS
         return sum(tokens for second, tokens in list(self._ended) if second > since) / WINDOW_SECONDS
 
 
 class StateTimes:
-    """Time spent in each state, over all calls of a server; those that are in it count up to now."""
+    """Time spent in each state, over all calls of a server. Calls that are in a state count up to now."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        # The sum of (leave - enter) of the calls that have left, less the times at which those inside have entered.
+        # Sum of (leave - enter) for calls that have left the state, minus the enter times of those that are in it.
         self._since: defaultdict[TurnState, float] = defaultdict(float)
         self._inside: Counter[TurnState] = Counter()
 
     def enter(self, state: TurnState) -> None:
-        """Count one more in this state."""
+        """Count a call that enters a state now."""
         self._since[state] -= self._clock.monotonic()
         self._inside[state] += 1
 
     def leave(self, state: TurnState) -> None:
-        """Count one less in this state."""
+        """Count a call that leaves a state now."""
         self._since[state] += self._clock.monotonic()
         self._inside[state] -= 1
 
     @property
     def seconds(self) -> dict[TurnState, float]:
-        """Seconds by state, for those that were ever entered."""
+        """Return the seconds spent in each state that was ever entered."""
         now = self._clock.monotonic()
         return {state: since + self._inside[state] * now for state, since in list(self._since.items())}

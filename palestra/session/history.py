@@ -1,4 +1,4 @@
-"""Who said what in an episode: finds the earlier call that a conversation goes on from, or where it left one."""
+"""The conversations of an episode: finds the earlier call that a request continues, or the point where it deviates."""
 
 from __future__ import annotations
 
@@ -18,56 +18,81 @@ _SPACED_TAG = re.compile(r"\s*(</?think>)\s*")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sameness:
-    """What may differ between a reply and what the agent sends back, without making it another message."""
+    """Changes of a reply that an agent sends back which do not make it another message.
 
-    reasoning: bool = False  # it may come back without its reasoning
-    whitespace: bool = False  # and with other white space around its text and its reasoning
+    Attributes:
+        reasoning: whether the reply may come back without its reasoning.
+        whitespace: whether it may come back with other white space around its text and its reasoning.
+    """
+
+    reasoning: bool = False
+    whitespace: bool = False
 
 
 EXACT = Sameness()
 
 
 class _Node:
-    """A message, after those above it."""
+    """A message in the tree of conversations; its parent is the message before it.
+
+    Attributes:
+        parent: None: the start of a conversation.
+        message: None: the start of a conversation.
+        depth: number of messages up to this one.
+        children: the messages that followed it, by their keys.
+        calls: the calls whose reply this message is.
+    """
 
     __slots__ = ("calls", "children", "depth", "message", "parent")
 
     def __init__(self, parent: _Node | None, message: ChatMessage | None) -> None:
         self.parent = parent
-        self.message = message  # None: the start of a conversation
+        self.message = message
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.children: dict[Hashable, _Node] = {}
-        self.calls: list[Chat] = []  # whose reply it is
+        self.calls: list[Chat] = []
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What an episode's calls have in common with a conversation."""
+    """The part of a conversation that an episode's earlier calls contain.
 
-    call: Chat | None  # the call whose messages and reply are the longest beginning of the conversation
-    messages: int  # how many messages that is
-    known: int  # leading messages that stood in any one call
-    left: Chat | None = None  # the call that the conversation left there; None: it left none
-    reason: ForkReason | None = None  # why; None: it goes on from where a call ended, or repeats one
+    Attributes:
+        call: the call whose messages and reply are the longest beginning of the conversation; None: there is none.
+        messages: how many messages of the conversation that is.
+        known: how many leading messages occurred in any one call.
+        left: the call from which the conversation deviates after them; None: it deviates from none.
+        reason: why it deviates; None: it continues where a call ended, or repeats a call.
+    """
+
+    call: Chat | None
+    messages: int
+    known: int
+    left: Chat | None = None
+    reason: ForkReason | None = None
 
 
 class History:
-    """The conversations of an episode, merged on equal messages."""
+    """The conversations of an episode as a tree, merged on equal messages."""
 
     def __init__(self, sameness: Sameness = EXACT) -> None:
-        """`sameness`: which changes of a reply keep it the same."""
+        """Start without calls.
+
+        Args:
+            sameness: which changes of a reply keep it the same message.
+        """
         self._sameness = sameness
-        self._starts: dict[str, _Node] = {}  # by policy
-        self._ends: dict[int, _Node] = {}  # by the call's index: its reply
+        self._starts: dict[str, _Node] = {}
+        self._ends: dict[int, _Node] = {}  # the node of a call's reply, by the call's index
         self._replies: dict[Hashable, list[Chat]] = {}
-        self._newest: dict[str, tuple[Chat, tuple[ChatMessage, ...]]] = {}  # by policy: a call, its messages and reply
+        self._newest: dict[str, tuple[Chat, tuple[ChatMessage, ...]]] = {}  # of each policy, with messages and reply
 
     def add(self, chat: Chat, keys: Mapping[int, Hashable] | None = None) -> None:
-        """Add a call, after its parent. One without messages is in no conversation.
+        """Add a call, whose parent must have been added before. A call without messages belongs to no conversation.
 
         Args:
             chat: the call.
-            keys: those of its messages that are known, by the `id` of the message; see `keys`.
+            keys: known keys of its messages, by the `id` of the message; see `keys`.
         """
         if is_raw(chat):
             self._ends[chat.index] = self._start(chat.policy)
@@ -94,7 +119,9 @@ class History:
         self._replies.setdefault(self._key(chat.reply), []).append(chat)
 
     def clear(self) -> None:
-        """Forget everything at once; see `TokenTrie.clear`."""
+        """Forget all calls, and cut the references between nodes, so that memory is freed without the garbage
+        collector.
+        """
         stack = list(self._starts.values())
         while stack:
             node = stack.pop()
@@ -106,16 +133,21 @@ class History:
         self._newest.clear()
 
     def same(self, policy: str, messages: Sequence[ChatMessage]) -> int:
-        """Return how many leading messages are the very objects of the newest call and its reply.
+        """Return how many leading messages are the same objects as those of the newest call and its reply.
 
-        So it is where an agent of this process goes on from that call; else it is 0.
+        0: not all of them.
+
+        An agent in this process continues its newest call with these objects, so that they need not be compared again.
         """
         newest, said = self._newest.get(policy, (None, ()))
         goes_on = newest is not None and len(messages) > len(said) and all(map(is_, said, messages))
         return len(said) if goes_on else 0
 
     def keys(self, messages: Sequence[ChatMessage]) -> dict[int, Hashable]:
-        """Return the keys of messages by their `id`, for as long as the messages are kept; safe in any thread."""
+        """Return the keys of messages by their `id`, which is valid as long as the messages are kept.
+
+        Safe in any thread.
+        """
         found = {}
         for message in messages:
             key = found[id(message)] = self._key(message)
@@ -123,12 +155,13 @@ class History:
         return found
 
     def match(self, policy: str, messages: Sequence[ChatMessage], keys: Mapping[int, Hashable] | None = None) -> Match:
-        """The longest call of the policy that these messages go on from, and where they leave what was said.
+        """Find the longest call of the policy that these messages continue, and where they deviate from earlier
+        conversations.
 
         Args:
             policy: by name.
             messages: the conversation.
-            keys: of those messages that are not the `same` as before. None: they are computed here.
+            keys: of those messages that `same` does not cover; None: they are computed here.
         """
         node = self._start(policy)
         replied, ends, known = None, 0, 0
@@ -143,7 +176,7 @@ class History:
             node, known = child, known + 1
             if node.calls and known < len(messages):
                 replied, ends = node, known
-        # Equal texts may have been sampled as other ids; any order of arrival has to choose the same.
+        # Several calls may have the same text in other ids. Arrival order is not deterministic, so the seed decides.
         call = None if replied is None else min(replied.calls, key=lambda chat: chat.sampling.seed)
         rest = messages[known:]
         if not rest or not node.children or (known and known == ends and not self._has_reply(rest)):
@@ -152,16 +185,24 @@ class History:
         return Match(call, ends, known, left, reason)
 
     def _key(self, message: ChatMessage) -> Hashable:
+        """Return the key by which messages are compared in this episode."""
         return message_key(message, self._sameness)
 
     def _start(self, policy: str) -> _Node:
+        """Return the root of a policy's conversations."""
         return self._starts.setdefault(policy, _Node(None, None))
 
     def _has_reply(self, messages: Sequence[ChatMessage]) -> bool:
+        """Return whether one of the messages is a reply of an earlier call."""
         return any(message.role == "assistant" and self._key(message) in self._replies for message in messages)
 
     def _left(self, node: _Node, rest: Sequence[ChatMessage]) -> tuple[Chat | None, ForkReason]:
-        """The conversation goes on with `rest` where others went on from `node` in other ways."""
+        """Return the call from which a conversation deviates at `node`, and why.
+
+        Args:
+            node: the last message that it has in common with earlier ones.
+            rest: its messages after that.
+        """
         others = list(node.children.values())
         if rest[0].role == "assistant":
             for other in others:
@@ -174,7 +215,10 @@ class History:
         return (_latest(others[-1]) if node.depth else None), ForkReason.NEW_CONVERSATION
 
     def _rewritten(self, now: ChatMessage, before: ChatMessage) -> ForkReason | None:
-        """Return how an assistant's message became another; None: in no way in which agents usually do."""
+        """Return why an assistant's message differs from an earlier one.
+
+        None: agents do not usually change messages this way.
+        """
         if before.role != "assistant":
             return None
         allowed = self._sameness
@@ -190,7 +234,10 @@ class History:
         return None
 
     def _keeper(self, node: _Node, rest: Sequence[ChatMessage]) -> Chat | None:
-        """The last call that went on from `node` and whose reply is the last one kept in `rest`."""
+        """Return the last call that continued from `node` and whose reply is the last one kept in `rest`.
+
+        None: there is none.
+        """
         for message in reversed(rest):
             if message.role == "assistant":
                 for chat in reversed(self._replies.get(self._key(message), ())):
@@ -203,22 +250,22 @@ class History:
 
 
 def is_raw(chat: Chat) -> bool:
-    """Whether the call had ids for a prompt, and no messages."""
+    """Return whether a call had text or ids as its prompt, and no messages."""
     return not chat.shared_messages and not chat.new_messages
 
 
 def _latest(node: _Node) -> Chat:
-    """The last call that has this message; whatever has no answer is a reply itself."""
+    """Return the last call that contains this message. A node without children is always a reply."""
     while node.children:
         node = next(reversed(node.children.values()))
     return node.calls[-1]
 
 
 def message_key(message: ChatMessage, sameness: Sameness = EXACT) -> Hashable:
-    """Return a key that is equal for messages that tell the model the same.
+    """Return a key that is equal for messages that the model reads alike.
 
-    Ids of tool calls do not count, nor does the way in which their arguments are written (`arguments_key`). Of an
-    assistant's message, what `sameness` names does not count either.
+    Ids of tool calls do not count, nor does the way in which arguments are written (`arguments_key`). In an assistant's
+    message, the changes that `sameness` allows do not count either.
     """
     content = message.content
     text = content[0].text if len(content) == 1 and isinstance(content[0], TextPart) else _parts(message)
@@ -232,7 +279,7 @@ def message_key(message: ChatMessage, sameness: Sameness = EXACT) -> Hashable:
 
 
 def _without(text: Hashable, thought: str | None, sameness: Sameness) -> tuple[Hashable, str | None]:
-    """Return a reply's text and reasoning without what `sameness` says does not count."""
+    """Return a reply's text and reasoning without the parts that `sameness` ignores."""
     if sameness.reasoning:
         thought = None
         text = _THOUGHT.sub("", text) if isinstance(text, str) else text
@@ -243,10 +290,12 @@ def _without(text: Hashable, thought: str | None, sameness: Sameness) -> tuple[H
 
 
 def _parts(message: ChatMessage) -> Hashable:
+    """Return the content of a message with several parts as a key: text, or text and digests of images."""
     if all(isinstance(part, TextPart) for part in message.content):
         return message.text
     return tuple(part.text if isinstance(part, TextPart) else (part.type, part.digest) for part in message.content)
 
 
 def _call_key(call: ToolCall) -> Hashable:
+    """Return the name and the arguments of a tool call as a key."""
     return (call.function.name, arguments_key(call.function.arguments))

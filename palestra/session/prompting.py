@@ -1,4 +1,4 @@
-"""From an agent's messages to the exact ids of a prompt, and what became of the episode's earlier ids on the way."""
+"""Turn an agent's messages into the exact ids of a prompt, and find out whether it keeps the ids of earlier calls."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from palestra.session.request import GenerationRequest
 from palestra.threads import WorkPool
 from palestra.trajectory import TokenTrie, common_tokens
 
-LONG_TEXT = 8_000  # characters, or as much work as so many, from which it leaves the event loop
-_VALUE = 40  # characters that take as long to render as one message, one call or one value of a tool takes beside them
-MANY_TOKENS = 4096  # of which decoding takes longer than handing them to a thread
+LONG_TEXT = 8_000  # characters (or as much other work) above which rendering is done in a thread
+_VALUE = 40  # a message, tool call or value of a tool costs as much as this many characters, besides its text
+MANY_TOKENS = 4096  # decoding more tokens takes longer than handing them to a thread
 
 T = TypeVar("T")
 Tools = tuple[dict[str, Any], ...]
@@ -30,16 +30,27 @@ Tools = tuple[dict[str, Any], ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """The prompt of a call, as its record will hold it."""
+    """The prompt of a call, with everything about it that the call's record holds.
 
-    ids: Ids  # [P]
+    Attributes:
+        ids: int32 [P].
+        parent: earlier call with which the prompt has most leading ids in common; None: there is none.
+        shared: how many leading ids are the parent's.
+        shared_messages: how many leading messages are the parent's.
+        new_messages: the other messages.
+        fork: where exact tokens of an earlier call are lost; None: none are.
+        media: images among the ids that are not shared, by their positions in `ids`.
+        keys: of its messages; see `History.add`.
+    """
+
+    ids: Ids
     parent: Chat | None
-    shared: int  # leading ids that are the parent's
+    shared: int
     shared_messages: int
     new_messages: tuple[ChatMessage, ...]
     fork: Fork | None
-    media: tuple[MediaSpan, ...] = ()  # images among the ids that are not shared, by their positions in `ids`
-    keys: Mapping[int, Hashable] = field(default_factory=dict, compare=False)  # see `History.add`
+    media: tuple[MediaSpan, ...] = ()
+    keys: Mapping[int, Hashable] = field(default_factory=dict, compare=False)
 
     @property
     def sequence(self) -> TokenSequence:
@@ -54,48 +65,52 @@ class Prompt:
 
     @property
     def tail(self) -> Ids:
-        """[P - shared], a copy: a view would keep the whole prompt alive for as long as the call is."""
+        """Return the ids that are not shared, [P - shared], as a copy: a view would keep the whole prompt in memory."""
         return self.ids[self.shared :].copy()
 
 
 class PromptBuilder:
-    """Builds the prompts of an episode. It knows the episode's calls: what was said, and in which ids."""
+    """Builds the prompts of an episode from the episode's earlier calls: their messages, and their exact ids.
+
+    Attributes:
+        calls: how many calls were added.
+    """
 
     def __init__(self, pool: WorkPool, sameness: Sameness, strict: bool) -> None:
-        """Begin without any call.
+        """Start without calls.
 
         Args:
             pool: threads for the work that grows with the messages or the tools.
-            sameness: which changes of a reply keep it the same; see `History`.
+            sameness: which changes of a reply keep it the same message; see `History`.
             strict: refuse a call that would lose exact tokens of an earlier one.
         """
         self.calls = 0
         self._trie = TokenTrie()
-        self._unmerged: list[Chat] = []  # calls that are not in it: most episodes never ask
+        self._unmerged: list[Chat] = []  # not yet in the trie, which most episodes never need
         self._history = History(sameness)
         self._aside = _Aside(pool)
         self._strict = strict
 
     @property
     def trie(self) -> TokenTrie:
-        """All calls, merged on their tokens."""
+        """Return all calls merged on their tokens, after adding those that were not merged yet."""
         while self._unmerged:
             self._trie.add(self._unmerged.pop())
         return self._trie
 
     def add(self, chat: Chat, keys: Mapping[int, Hashable] | None = None) -> None:
-        """Add a call that is on disk.
+        """Add a call that is on disk, so that later prompts can continue from it.
 
         Args:
             chat: the call.
-            keys: those of its prompt, if they are known; see `History.add`.
+            keys: the keys of its messages, if they are known; see `History.add`.
         """
         self.calls += 1
         self._unmerged.append(chat)
         self._history.add(chat, keys)
 
     def clear(self) -> None:
-        """Forget all calls, as the episode is over."""
+        """Forget all calls and free their memory, because the episode has ended."""
         self._unmerged.clear()
         self._trie.clear()
         self._history.clear()
@@ -103,17 +118,18 @@ class PromptBuilder:
     async def build(self, call: GenerationRequest, renderer: Renderer, max_context: int | None) -> Prompt:
         """Return the prompt of a call.
 
-        If the messages go on from an earlier call (from the longest, if from several), the prompt starts with the exact
-        ids of that call, sampled ones included, and the renderer adds what is new. Otherwise all is rendered, and the
-        earlier call with which most leading ids are in common becomes the parent.
+        If the messages continue an earlier call (the longest, if several), the prompt starts with the exact ids of that
+        call, including sampled ones, and the renderer adds what is new. Otherwise the whole conversation is rendered,
+        and the earlier call with which most leading ids are in common becomes the parent.
 
         Args:
-            call: what the agent asks for.
+            call: the request.
             renderer: of the call's policy.
-            max_context: how many tokens prompt and reply may have together. None: the prompt may have any number.
+            max_context: how many tokens prompt and reply may have together; None: any number.
 
         Raises:
-            ContextOverflow: the prompt leaves no room for a reply; of a long one that is found before all is tokenised.
+            ContextOverflow: the prompt leaves no room for a reply. For a long prompt it is raised before all is
+                tokenised.
             InvalidRequest: the prompt has no tokens, or the model's template can't show the messages.
             HistoryDrift: histories are strict, and exact ids would be lost.
         """
@@ -126,7 +142,7 @@ class PromptBuilder:
         except TooManyTokens as error:
             assert max_context is not None
             raise ContextOverflow(error.tokens, max_context, at_least=True) from None
-        except (ValueError, KeyError, TemplateError) as error:  # templates refuse what they have no place for
+        except (ValueError, KeyError, TemplateError) as error:  # templates refuse messages that they can't show
             text = " ".join(str(error).split())[:200]
             raise InvalidRequest(f"messages: this model's template can't show them: {text}", "messages") from error
         if max_context is not None and len(prompt.ids) >= max_context:
@@ -147,7 +163,10 @@ class PromptBuilder:
         return replace(prompt, keys=keys)
 
     async def _laid_out(self, prompt: str | tuple[int, ...], renderer: Renderer, room: int | None) -> Prompt:
-        """Build a prompt from text or ids that stand as they are; the call that it starts with becomes its parent."""
+        """Build a prompt from text or ids that the caller laid out.
+
+        The call with which it starts becomes its parent.
+        """
         vocabulary = renderer.vocabulary
         if isinstance(prompt, str):
             ids: Ids = await self._aside.run_if(len(prompt) > LONG_TEXT, vocabulary.encode, prompt, room)
@@ -165,13 +184,24 @@ class PromptBuilder:
     async def _extended(
         self, renderer: Renderer, match: Match, messages: tuple[ChatMessage, ...], tools: Tools, room: int | None
     ) -> Prompt | None:
-        """Keep the exact ids of the call that the messages go on from. None: there is none, or the format can't."""
+        """Build a prompt that keeps the exact ids of the call that the messages continue.
+
+        Args:
+            renderer: of the call's policy.
+            match: what earlier calls contain of the conversation.
+            messages: the conversation.
+            tools: that are offered.
+            room: the longest prompt, in tokens; None: any.
+
+        Returns:
+            None: there is no such call, or the model's format does not allow it.
+        """
         call = match.call
         if call is None or call.tools != tools:
             return None
         new = messages[match.messages :]
         room = None if room is None or not _is_long(new, ()) else max(room - call.tokens, 0)
-        # of the tools nothing is written again
+        # Only the new messages are rendered, so the tools do not count as work.
         tail = await self._aside.run(
             new, (), renderer.extend, lambda: call.prompt_ids, call.completion_ids, new, tools, room
         )
@@ -193,8 +223,11 @@ class PromptBuilder:
     async def _rendered(
         self, renderer: Renderer, match: Match, messages: tuple[ChatMessage, ...], tools: Tools, room: int | None
     ) -> Prompt:
-        """Render the whole conversation, and say why it does not start with an earlier call, if it should have."""
-        # A short prompt is tokenised whole: the answer to one that does not fit has the exact number of its tokens.
+        """Render the whole conversation, and find out why it does not start with an earlier call, if it should have.
+
+        The arguments are those of `_extended`.
+        """
+        # A short prompt is tokenised whole, so that the error for one that does not fit has its exact length.
         room = room if _is_long(messages, tools) else None
         whole: TokenSequence = await self._aside.run(messages, tools, renderer.render, messages, tools, room)
         exact = match.call is not None and common_tokens(whole, match.call.sequence) == match.call.tokens
@@ -219,7 +252,7 @@ class PromptBuilder:
 
 
 class _Aside:
-    """Does work on the event loop where there is little of it, and else in a thread."""
+    """Does work on the event loop if there is little of it, else in a thread."""
 
     def __init__(self, pool: WorkPool) -> None:
         self._pool = pool
@@ -227,16 +260,23 @@ class _Aside:
     async def run(
         self, messages: Sequence[ChatMessage], tools: Tools, function: Callable[..., T], *arguments: Any
     ) -> T:
-        """Call `function`, of which the work grows with these messages and tools."""
+        """Call `function`, in a thread if these messages and tools are long.
+
+        Args:
+            messages: those with which the work grows.
+            tools: those with which the work grows.
+            function: the work.
+            arguments: of `function`.
+        """
         return await self.run_if(_is_long(messages, tools), function, *arguments)
 
     async def run_if(self, long: bool, function: Callable[..., T], *arguments: Any) -> T:
-        """Call `function`, in a thread if `long`."""
+        """Call `function` with `arguments`, in a thread if `long`."""
         return await self._pool.run(function, *arguments) if long else function(*arguments)
 
 
 def _is_long(messages: Sequence[ChatMessage], tools: Tools) -> bool:
-    """Whether there is more than `LONG_TEXT` in all of these; looks no further than that."""
+    """Return whether messages and tools have more than `LONG_TEXT` characters together; stops counting there."""
     left = LONG_TEXT
     for message in messages:
         left -= _VALUE + len(message.text) + len(message.reasoning_content or "")
@@ -258,7 +298,7 @@ def _is_long(messages: Sequence[ChatMessage], tools: Tools) -> bool:
 
 
 def _from(media: Sequence[MediaSpan], start: int) -> tuple[MediaSpan, ...]:
-    """Return images as far as they lie behind the first `start` tokens."""
+    """Return the images behind the first `start` tokens; one that crosses that position is cut."""
     behind = (span for span in media if span.start + span.tokens > start)
     return tuple(
         MediaSpan(max(span.start, start), span.start + span.tokens - max(span.start, start), span.digest)
@@ -267,7 +307,14 @@ def _from(media: Sequence[MediaSpan], start: int) -> tuple[MediaSpan, ...]:
 
 
 def _fork(reason: ForkReason, left: Chat | None, message: int, prompt: TokenSequence) -> Fork:
-    """Say where a prompt left the call `left`."""
+    """Return the record of where a prompt leaves the ids of the call `left`.
+
+    Args:
+        reason: why.
+        left: the earlier call; None: it is a conversation of its own.
+        message: the first message that differs.
+        prompt: the new prompt.
+    """
     return Fork(
         reason=reason,
         call=None if left is None else left.index,
@@ -277,12 +324,19 @@ def _fork(reason: ForkReason, left: Chat | None, message: int, prompt: TokenSequ
 
 
 def _drift(call: Chat, prompt: TokenSequence, tools: Tools, decode: Callable[[Sequence[int]], str]) -> Fork:
-    """Say what the renderer changed where the messages go on from `call` and their ids do not start with its ids."""
+    """Return why the ids of a rendered prompt do not start with those of the call that its messages continue.
+
+    Args:
+        call: the earlier call.
+        prompt: the rendered prompt, [P].
+        tools: that are offered now.
+        decode: from ids to text.
+    """
     ids = prompt.ids
     position = common_tokens(prompt, call.sequence)
     owner = next(chat for chat, end in reversed(list(call.lineage())) if position < end)
     in_reply = position >= owner.prompt_tokens
-    before = owner if in_reply else owner.parent  # whose turn is written in another way
+    before = owner if in_reply else owner.parent  # the call whose turn the template writes differently
     if call.tools != tools:
         reason = ForkReason.TOOLS_CHANGED
     elif decode(ids.tolist()).startswith(decode(call.ids.tolist())):
@@ -300,11 +354,13 @@ def _drift(call: Chat, prompt: TokenSequence, tools: Tools, decode: Callable[[Se
 
 
 def _thought(reply: ChatMessage) -> str:
-    # Templates write reasoning without the white space around it; that alone drops nothing.
+    # Templates strip the white space around reasoning, which is not a loss of reasoning.
+    """Return the reasoning of a reply, from its own field or from its text."""
     return (reply.reasoning_content or reply.text.rpartition("</think>")[0]).strip()
 
 
 def _common_messages(a: Sequence[ChatMessage], b: Sequence[ChatMessage]) -> int:
+    """Return how many leading messages are equal."""
     common = 0
     for mine, theirs in zip(a, b, strict=False):
         if mine is not theirs and mine != theirs:

@@ -1,4 +1,4 @@
-"""Writes calls down: in the run store, or nowhere."""
+"""Record calls in the run store, or nowhere for calls outside any episode."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from palestra.session.registry import CallRegistry
 
 
 class CallStore(Protocol):
-    """Where a session leaves its calls: the run store's `Calls`, or nowhere."""
+    """The part of the run store that a session writes to: `Calls`, or `NoStore`."""
 
     def append(self, chat: Chat) -> asyncio.Future[None]:
-        """Record a call; the future is done when the call is on disk, even if its caller is gone by then.
+        """Record a call; the future is done when the call is on disk, even if the client has disconnected.
 
         Raises (the future):
-            EpisodeLeaseExpired, EpisodeEnded: the lease under which it was made is over.
+            EpisodeLeaseExpired, EpisodeEnded: the lease under which the call was made is over.
         """
         ...
 
 
 class NoStore:
-    """Implements `CallStore` for calls outside any episode: nothing is kept."""
+    """Implements `CallStore` for calls outside any episode: nothing is recorded."""
 
     def append(self, chat: Chat) -> asyncio.Future[None]:
-        """See `CallStore`."""
+        """Return a future that is done; see `CallStore.append`."""
         done = asyncio.get_running_loop().create_future()
         done.set_result(None)
         return done
 
 
 class Recorder:
-    """Records the calls of a session, and makes what is on disk part of what later calls can go on from."""
+    """Records the calls of a session, and lets later calls continue from those that are on disk."""
 
     def __init__(
         self, store: CallStore, context: SessionContext, registry: CallRegistry, prompts: PromptBuilder
@@ -46,24 +46,24 @@ class Recorder:
         self._over = False
 
     def close(self) -> None:
-        """End the session: what is still being written is recorded, and not remembered here."""
+        """End the session: calls that are still being written are recorded, but no later call can continue from
+        them.
+        """
         self._over = True
 
     async def record(self, chat: Chat, keys: Mapping[int, Hashable]) -> None:
-        """Record a call; return when it is on disk.
-
-        A caller that is cancelled meanwhile does not keep the call from being recorded.
+        """Record a call, and return when it is on disk. Cancelling the caller does not stop the recording.
 
         Args:
             chat: the call.
-            keys: see `History.add`.
+            keys: of its messages; see `History.add`.
 
         Raises:
             EpisodeLeaseExpired, EpisodeEnded: the lease is over, and nothing of the call is kept.
         """
         written = self._store.append(chat)
         self._registry.recording(chat, written)
-        # Before `shield` adds its own callback: the call is remembered when the caller, which waits for it, resumes.
+        # Added before the callback of `shield`, so that the call is registered when the caller resumes.
         written.add_done_callback(partial(self._written, chat, keys))
         await asyncio.shield(written)
 

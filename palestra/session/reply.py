@@ -1,4 +1,4 @@
-"""A reply while it is sampled: token by token to text, to where it ends, and to its message."""
+"""Read a reply while it is sampled: decode its tokens, find its end, and parse its message."""
 
 from __future__ import annotations
 
@@ -20,23 +20,27 @@ from palestra.schemas.records import FinishReason, Ids, SampledTokens, SamplingP
 from palestra.session.context import PolicyRuntime
 from palestra.session.request import GenerationRequest, ReplyPiece
 
-CALL_END = "</tool_call>"  # what `Chat.stop` says of a reply that its only call ended
+CALL_END = "</tool_call>"  # value of `Chat.stop` for a reply that ended with its only tool call
 
 
 class ReplyReader:
-    """Where a reply ends besides at a stop token or its limit, and what is certain of its message so far."""
+    """Finds the end of a reply that a stop string or its first tool call ends, and parses its message piece by piece.
+
+    Attributes:
+        stop: the stop string that ended the reply, or `CALL_END`; None: the reply has not ended so.
+    """
 
     def __init__(
         self, request: GenerationRequest, renderer: Renderer, min_tokens: int, prompt_ids: Ids, call_ids: str
     ) -> None:
-        """Begin with an empty reply.
+        """Start with an empty reply.
 
         Args:
-            request: what was asked for.
+            request: the request that is answered.
             renderer: of the model.
             min_tokens: how many tokens are sampled before a stop string counts.
-            prompt_ids: [P].
-            call_ids: what the ids of tool calls start with.
+            prompt_ids: int32 [P].
+            call_ids: prefix of the ids of tool calls.
         """
         self._request, self._renderer, self._min_tokens = request, renderer, min_tokens
         self._text = TextStream(renderer.vocabulary.decode, {*renderer.stop_ids, *request.stop_token_ids})
@@ -48,16 +52,23 @@ class ReplyReader:
             if request.prompt is not None
             else renderer.stream(lambda: prompt_ids, tools, call_ids, bool(tools) and not request.parallel_tool_calls)
         )
-        self.stop: str | None = None  # the string that ended it
+        self.stop: str | None = None
 
     def take(self, token: int) -> MessageDelta:
-        """Return what is certain of the message with this token. If `stop` is set after it, it was the last."""
+        """Add a token, and return the part of the message that is certain now.
+
+        If `stop` is set, this token was the last.
+        """
         self._tokens += 1
         text = self._text.add(token)
         return self._take(text) if text else NOTHING
 
     def finish(self, ids: Ids) -> tuple[MessageDelta, Reply]:
-        """Return what was not certain before, and the reply; `ids` are all that were taken, [C]."""
+        """Return the rest of the message, and the whole reply.
+
+        Args:
+            ids: all tokens that were taken, int32 [C].
+        """
         last = self._take(self._text.end()) if self.stop is None else NOTHING
         if self.stop is None:
             last += self._feed(self._stops.end())
@@ -65,12 +76,14 @@ class ReplyReader:
         return last + rest, reply
 
     def _take(self, text: str) -> MessageDelta:
+        """Search text for stop strings, unless the reply is still too short, and parse what is before them."""
         if self._tokens > self._min_tokens:
             text = self._stops.feed(text)
             self.stop = self._stops.found
         return self._feed(text)
 
     def _feed(self, text: str) -> MessageDelta:
+        """Parse text, and end the reply if it was its only tool call."""
         delta = self._stream.feed(text)
         if self._stream.over:
             self.stop = CALL_END
@@ -78,21 +91,36 @@ class ReplyReader:
 
 
 def without_own_stop(ids: Ids, request: GenerationRequest, renderer: Renderer) -> Ids:
-    """Return the ids of a reply without a stop token of the caller's own at its end, which is not part of it."""
+    """Return the ids [C] of a reply without a stop token that the caller requested, which is not a part of the message.
+
+    Args:
+        ids: int32 [C].
+        request: has the caller's stop tokens.
+        renderer: has the model's stop tokens, which stay.
+    """
     own = len(ids) and int(ids[-1]) in request.stop_token_ids and int(ids[-1]) not in renderer.stop_ids
     return ids[:-1] if own else ids
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampledReply:
-    """What the engine sampled, and the message that it stands for."""
+    """The tokens that the engine sampled, and the message that they encode.
 
-    ids: Ids  # [C]
-    logprobs: NDArray[np.float32]  # [C]
+    Attributes:
+        ids: int32 [C].
+        logprobs: float32 [C].
+        versions: of the policy, for consecutive tokens.
+        reply: the parsed message.
+        finish_reason: "length": the reply was cut at its token limit.
+        stop: stop string that ended the reply; None: a stop token or the limit did.
+    """
+
+    ids: Ids
+    logprobs: NDArray[np.float32]
     versions: tuple[VersionSpan, ...]
     reply: Reply
     finish_reason: FinishReason
-    stop: str | None  # the string that ended it; None: it was a stop token, or the limit
+    stop: str | None
 
 
 async def sample_reply(
@@ -103,19 +131,19 @@ async def sample_reply(
     call_ids: str,
     tell: Callable[[ReplyPiece], None] | None,
 ) -> SampledReply:
-    """Have a reply sampled, and read it: piece by piece where there is a listener, or where its text may end it.
+    """Have a reply sampled, and parse it. With a listener, or if its text may end it, that is done piece by piece.
 
     Args:
-        request: what was asked for.
+        request: the request that is answered.
         runtime: of the request's policy.
         prompt: [P] ids, with their images.
         sampling: how to sample.
-        call_ids: what the ids of tool calls start with.
-        tell: is called with each piece of the reply. None: there is no listener.
+        call_ids: prefix of the ids of tool calls.
+        tell: called with each piece of the reply; None: there is no listener.
 
     Raises:
-        EngineFailure: the engine could not finish, or gave no token.
-        GrammarRefused: the engine refused a token's grammar.
+        EngineFailure: the engine could not finish, or returned no token.
+        GrammarRefused: the reply's grammar took too much time or memory.
     """
     renderer = runtime.renderer
     reader = None
@@ -149,7 +177,14 @@ async def _sample(
     reader: ReplyReader | None,
     tell: Callable[[ReplyPiece], None] | None,
 ) -> list[SampledTokens]:
-    """Have a reply sampled; with a `reader` only until the reader finds the end, where the engine is stopped."""
+    """Have a reply sampled. With a `reader`, sampling stops as soon as the reader finds the end.
+
+    Args:
+        engine: samples.
+        request: what is sampled.
+        reader: parses the reply; None: it is parsed as a whole later.
+        tell: called with each piece of the reply; None: there is no listener.
+    """
     stream = engine.generate(request)
     if reader is None:
         return [piece async for piece in stream]
@@ -170,7 +205,7 @@ async def _sample(
 
 
 def _join(pieces: Sequence[SampledTokens]) -> tuple[Ids, NDArray[np.float32], tuple[VersionSpan, ...]]:
-    """Return the ids [C], logprobs [C] and versions of all pieces.
+    """Return ids int32 [C], logprobs float32 [C] and versions of all pieces together.
 
     Raises:
         EngineFailure: there is no token.

@@ -1,4 +1,4 @@
-"""What an agent asks of a model, and what it may hear while the reply is sampled."""
+"""The request of an agent for a reply, and the interface of a listener that follows its sampling."""
 
 from __future__ import annotations
 
@@ -12,82 +12,131 @@ from palestra.schemas.records import Chat, Ids, SamplingParams
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationRequest:
-    """One request: messages, or a prompt as it is, and how to sample."""
+    """One request for samples: messages, or a prompt that is used unchanged, and how to sample.
+
+    A dialect makes it from the body of a request. Values that the job fixes are applied later (`sampling_of`).
+
+    Attributes:
+        policy: name of the policy.
+        messages: the conversation; () with `prompt`.
+        prompt: text or token ids in place of messages; None: there are messages.
+        choices: how many samples; each is recorded as a Chat.
+        max_tokens: longest reply; None: as the job allows.
+        min_tokens: shortest reply.
+        thinking_budget: longest reasoning in tokens that the caller wants; None: not given.
+        temperature: used if the job does not fix it; None: the job's.
+        seed: used if the job does not fix it; None: derived from the job's.
+        top_p: 1: all tokens.
+        top_k: 0: all tokens.
+        stop: strings that end the reply and are not a part of it.
+        stop_token_ids: tokens that end the reply and are not a part of it, in addition to the policy's own.
+        presence_penalty: see `SamplingParams`.
+        frequency_penalty: see `SamplingParams`.
+        logit_bias: pairs of a token and what is added to its score.
+        top_logprobs: how many probable tokens to report to the listener at each position; they are not recorded.
+        tools: tools that the prompt describes, in OpenAI's shape.
+        tool_choice: with `none`, text that looks like a tool call stays text.
+        tool_name: with `required`: the tool to call; None: any.
+        parallel_tool_calls: False: the reply ends with its first tool call.
+        response_schema: JSON schema that the content has to match; None: any content.
+        response_choices: texts of which the content has to be one; (): any content.
+        agent: the agent that asks; a subagent's name starts with its parent's, as in "planner/search".
+        time_step: interaction with the environment; None: every call is a TimeStep of its own.
+        digest: of the request's body, to recognise a retry.
+        retry: whether the client says that it has sent this request before.
+    """
 
     policy: str
     messages: tuple[ChatMessage, ...] = ()
-    prompt: str | tuple[int, ...] | None = None  # instead of messages: text or token ids as they are
-    choices: int = 1  # how many samples; each is a Chat of its own
-    max_tokens: int | None = None  # None: as many as the job allows
+    prompt: str | tuple[int, ...] | None = None
+    choices: int = 1
+    max_tokens: int | None = None
     min_tokens: int = 0
-    thinking_budget: int | None = None  # tokens that the caller would have the reasoning take at most
-    temperature: float | None = None  # used where the job does not fix it
-    seed: int | None = None  # likewise
+    thinking_budget: int | None = None
+    temperature: float | None = None
+    seed: int | None = None
     top_p: float = 1.0
-    top_k: int = 0  # 0: all
-    stop: tuple[str, ...] = ()  # strings that end the reply, and are not part of it
-    stop_token_ids: tuple[int, ...] = ()  # likewise tokens, beside the policy's own
+    top_k: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, added to its score)
-    top_logprobs: int = 0  # told to the listener, not recorded
-    tools: tuple[dict[str, Any], ...] = ()  # that the model is told of, in OpenAI's shape
-    tool_choice: ToolChoice = "auto"  # none: what looks like a call stays text
-    tool_name: str | None = None  # with "required": this tool
-    parallel_tool_calls: bool = True  # False: the reply ends with its first call
-    response_schema: dict[str, Any] | None = None  # JSON schema that the content has to meet
-    response_choices: tuple[str, ...] = ()  # the content has to be one of these; none: anything
-    agent: str = "agent"  # a subagent's name starts with its parent's: "planner/search"
-    time_step: int | None = None  # None: every call is a TimeStep of its own
-    digest: str = ""  # of the request, to know a retry
-    retry: bool = False  # the client says that it has sent this before
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    top_logprobs: int = 0
+    tools: tuple[dict[str, Any], ...] = ()
+    tool_choice: ToolChoice = "auto"
+    tool_name: str | None = None
+    parallel_tool_calls: bool = True
+    response_schema: dict[str, Any] | None = None
+    response_choices: tuple[str, ...] = ()
+    agent: str = "agent"
+    time_step: int | None = None
+    digest: str = ""
+    retry: bool = False
 
     @property
     def callable_tools(self) -> tuple[dict[str, Any], ...]:
-        """Tools whose calls are looked for in the reply."""
+        """Return the tools whose calls are parsed in the reply."""
         return () if self.tool_choice == "none" else self.tools
 
     def choice_digest(self, choice: int) -> str:
-        """What a retry knows the choice by."""
+        """Return the digest by which a retry recognises a choice, by its number."""
         return self.digest if choice == 0 else f"{self.digest}.{choice}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallStart:
-    """What is known of a choice before its first token."""
+    """The facts about a choice that are known before its first token.
+
+    Attributes:
+        episode_id: of the episode.
+        fence: of the lease.
+        index: of the choice's Chat.
+        prompt_ids: int32 [P].
+        shared: how many of them are those of an earlier call.
+        sampling: how it is sampled.
+    """
 
     episode_id: str
     fence: int
-    index: int  # of its Chat
-    prompt_ids: Ids  # [P]
-    shared: int  # how many of them are those of an earlier call
+    index: int
+    prompt_ids: Ids
+    shared: int
     sampling: SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplyPiece:
-    """Tokens as they were sampled, and what became certain of the message with them. Either may be empty."""
+    """Tokens as they were sampled, and the part of the message that became certain with them. Either may be empty.
+
+    Attributes:
+        delta: the part of the message.
+        ids: the tokens.
+        logprobs: of the tokens.
+        top: see `SampledTokens`.
+    """
 
     delta: MessageDelta
     ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
-    top: tuple[tuple[tuple[int, float], ...], ...] = ()  # see `SampledTokens`
+    top: tuple[tuple[tuple[int, float], ...], ...] = ()
 
 
 class Listener(Protocol):
-    """Hears of each choice in this order: started once, sampled any number of times, finished once.
+    """Follows each choice while it is sampled: `started` once, `sampled` any number of times, `finished` once.
 
-    The pieces of a choice, put together, are its message and its tokens.
+    The pieces of a choice, put together, are its message and its tokens. Methods must return quickly, because they are
+    called on the event loop.
     """
 
     def started(self, choice: int, start: CallStart) -> None:
-        """The prompt is there."""
+        """Receive the prompt and the sampling parameters of a choice, before its first token."""
         ...
 
     def sampled(self, choice: int, piece: ReplyPiece) -> None:
-        """More of the reply."""
+        """Receive the next piece of a choice's reply."""
         ...
 
     def finished(self, choice: int, chat: Chat) -> None:
-        """The reply is complete, and on disk."""
+        """Receive the whole call, which is on disk now."""
         ...

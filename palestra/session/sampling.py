@@ -1,4 +1,6 @@
-"""How a call is sampled: what the job fixes, what the caller may choose, and what can't be trained on."""
+"""How a call is sampled: values that the job fixes, values that the caller may choose, and those that can't be
+trained.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from palestra.session.request import GenerationRequest
 _SEEDS = 2**63
 
 
-# What changes the distribution that tokens are drawn from, and the values with which it does not.
+# Fields that change the distribution from which tokens are sampled, with the values that leave it unchanged.
 _RESHAPING: dict[str, Any] = {
     "top_p": 1.0,
     "top_k": 0,
@@ -25,14 +27,15 @@ _RESHAPING: dict[str, Any] = {
 
 
 def trainable(call: GenerationRequest, ignore: bool) -> GenerationRequest:
-    """Return a call as it can be sampled in a training episode.
+    """Return a request without sampling fields that a training episode can't have.
 
     Args:
-        call: what the agent asks for.
-        ignore: leave out what can't be trained on, instead of refusing it.
+        call: the request.
+        ignore: whether such fields are reset; False: they are refused.
 
     Raises:
-        UnsupportedField: the trainer could not compute the probabilities that the call would be sampled with.
+        UnsupportedField: a field changes the distribution, so that the trainer could not compute the probabilities with
+            which the tokens would be sampled.
     """
     asked = [field for field, neutral in _RESHAPING.items() if getattr(call, field) != neutral]
     if not asked:
@@ -58,16 +61,16 @@ def sampling_of(
     choice: int,
     grammar: str,
 ) -> SamplingParams:
-    """Return the job's settings for training, greedy ones for validation, the caller's own for an ad-hoc episode.
+    """Return how a call is sampled: by the job's settings in training, greedily in validation, else as the caller says.
 
     Args:
-        call: what the agent asks for.
+        call: the request.
         config: of the policy.
         kind: of the episode.
-        prompt_tokens: how many tokens the prompt has; fewer than `max_context`.
-        seed: the call's own, used where the caller may not give one, or gives none.
+        prompt_tokens: length of the prompt in tokens, less than `max_context`.
+        seed: the call's own, used unless the caller may give one and does.
         choice: the number of the choice, which is added to a caller's seed.
-        grammar: what the reply has to match; empty: anything.
+        grammar: what the reply has to match; "": anything.
     """
     most = min(config.sampling.max_tokens, config.max_context - prompt_tokens)
     if call.max_tokens is not None:
@@ -94,10 +97,10 @@ def sampling_of(
 
 
 def overruled(call: GenerationRequest, used: SamplingParams, choice: int = 0) -> str | None:
-    """Return what the job fixed against the caller's wish, for people to read; None: nothing.
+    """Return which of the caller's values the job replaced, for people to read; None: none of them.
 
     Args:
-        call: what the agent asked for.
+        call: the request.
         used: how it was sampled.
         choice: the number of the choice.
     """

@@ -1,4 +1,4 @@
-"""A session: builds the prompt of each call, has it sampled, records it, and only then hands out the reply."""
+"""A session: builds the prompt of each call, has it sampled, records it, and only then returns the reply."""
 
 from __future__ import annotations
 
@@ -23,41 +23,60 @@ from palestra.session.sampling import overruled, sampling_of, trainable
 from palestra.session.turns import Turn, Turns
 from palestra.waiting import together
 
-GRAMMARS_AT_ONCE = 2  # of one session, that are being compiled or wait for it
+GRAMMARS_AT_ONCE = 2  # grammars of one session that are being compiled or wait to be
 
 
 @dataclass(kw_only=True, slots=True)
 class _Choice:
-    """One sample of a call on its way."""
+    """One sample of a call while it is in progress.
+
+    Attributes:
+        number: of the choice in its request.
+        turn: its way through the states.
+        reserved: its number and seed; None: the prompt is not built yet.
+        sampling: how it is sampled; None: the prompt is not built yet.
+        recorded: whether it is on disk.
+    """
 
     number: int
     turn: Turn
-    reserved: Reservation | None = None  # None: the prompt is not there yet
+    reserved: Reservation | None = None
     sampling: SamplingParams | None = None
     recorded: bool = False
 
 
 @dataclass(kw_only=True, slots=True)
 class _Call:
-    """What the choices of a call share."""
+    """The parts of a call that its choices share.
 
-    asked: GenerationRequest  # as the agent sent it
-    request: GenerationRequest  # as it is sampled
+    Attributes:
+        asked: the request as the agent sent it.
+        request: the request as it is sampled.
+        runtime: of its policy.
+        listener: follows the choices; None: nothing does.
+        constraint: what the replies have to match.
+        prompt: of all choices.
+        started_at: Unix seconds.
+        time_step: of all choices; None: the first recorded choice decides.
+    """
+
+    asked: GenerationRequest
+    request: GenerationRequest
     runtime: PolicyRuntime
     listener: Listener | None
     constraint: Constraint
     prompt: Prompt
     started_at: float
-    time_step: int | None  # None: of the first choice that is recorded
+    time_step: int | None
 
 
 class Session:
-    """Calls that share their history: of one lease of an episode, or of one request outside any episode.
+    """Calls that share their history: those of one lease of an episode, or of one request outside any episode.
 
     Attributes:
         episode_id: the episode; outside any, a random name.
         fence: of the lease.
-        kind: which of the job's settings for sampling hold.
+        kind: decides which of the job's settings for sampling apply.
     """
 
     def __init__(
@@ -69,10 +88,10 @@ class Session:
         kind: EpisodeKind,
         recorded: Sequence[Chat] = (),
     ) -> None:
-        """Begin with the calls that are on disk.
+        """Start with the calls that are on disk.
 
         Args:
-            context: what all sessions share.
+            context: the objects that all sessions share.
             store: where the calls are recorded.
             episode_id: see the class.
             fence: see the class.
@@ -85,7 +104,7 @@ class Session:
         self._registry = CallRegistry(context.seed, episode_id, recorded)
         self._recorder = Recorder(store, context, self._registry, self._prompts)
         self._turns = Turns(f"a call of episode {episode_id}", context.times)
-        # The queue of grammars to be compiled is one for all: an episode that asks for hundreds must not fill it.
+        # All sessions share one queue of grammars to compile, which a single episode must not fill with hundreds.
         self._checks = asyncio.Semaphore(GRAMMARS_AT_ONCE)
         self._in_flight: set[asyncio.Task[object]] = set()
         self._over: PalestraError | None = None
@@ -94,24 +113,24 @@ class Session:
 
     @property
     def state(self) -> TurnState:
-        """See `Turns.state`."""
+        """Return the state of the session; see `Turns.state`."""
         return self._turns.state(called=self._prompts.calls > 0)
 
     async def generate(self, request: GenerationRequest, listener: Listener | None = None) -> tuple[Chat, ...]:
-        """Sample all choices of a request at the same time. When it returns, they are on disk.
+        """Sample all choices of a request at the same time, and return when they are on disk.
 
-        A retry gets those choices that were recorded and have not been delivered.
+        A retry gets those choices that were recorded and were not delivered.
 
         Args:
             request: what the agent asks for.
-            listener: hears of the choices while they are sampled.
+            listener: follows the choices while they are sampled.
 
         Returns:
             One call for each choice.
 
         Raises:
-            NotFound: no such policy.
-            UnsupportedField: the episode is for training, and the call asks for what can't be trained on.
+            NotFound: there is no such policy.
+            UnsupportedField: the episode is for training, and the call asks for sampling that can't be trained.
             InvalidRequest: a schema, tool or token id that can't be used.
             GrammarRefused: a schema that takes too much time or memory, perhaps after some tokens of the reply.
             ContextOverflow: the prompt leaves no room for a reply.
@@ -134,15 +153,15 @@ class Session:
         return tuple(chats[number] for number in range(request.choices))
 
     async def generate_one(self, request: GenerationRequest, listener: Listener | None = None) -> Chat:
-        """Sample a request of one choice; see `generate`."""
+        """Sample a request of one choice, and return its call; see `generate`."""
         (chat,) = await self.generate(request, listener)
         return chat
 
     async def count_tokens(self, request: GenerationRequest) -> int:
-        """Return how many tokens the prompt of a request would have, without a limit; nothing is sampled or kept.
+        """Return how many tokens the prompt of a request would have, without a limit. Nothing is sampled or kept.
 
         Raises:
-            NotFound: no such policy.
+            NotFound: there is no such policy.
             InvalidRequest: the model's template can't show the messages.
         """
         if self._over is not None:
@@ -151,11 +170,11 @@ class Session:
         return len((await self._prompts.build(request, runtime.renderer, max_context=None)).ids)
 
     def delivered(self, chat: Chat) -> None:
-        """Note that a reply has left; a retry can no longer mean this call."""
+        """Record that a reply was sent, so that a retry can't mean this call any more."""
         self._registry.delivered(chat)
 
     def terminate(self, reason: PalestraError) -> None:
-        """End the session: calls in flight are cancelled, and those and all further ones raise `reason`."""
+        """End the session. Calls in flight are cancelled and raise `reason`, as do all later calls."""
         self._over = reason
         self._turns.terminate()
         self._recorder.close()
@@ -163,10 +182,8 @@ class Session:
             task.cancel()
         self._forget_if_over()
 
-    # The way of a call, in order
-
     async def _answer_again(self, request: GenerationRequest, listener: Listener | None) -> dict[int, Chat]:
-        """Return the choices of a retry that are on disk already, by number."""
+        """Return the choices of a retry that are on disk already, by number, after replaying them to the listener."""
         known = await self._registry.undelivered(request)
         for number, chat in known.items():
             self._context.counts["retries_answered"] += 1
@@ -175,7 +192,7 @@ class Session:
 
     @contextmanager
     def _in_flight_for(self, numbers: Sequence[int]) -> Iterator[list[_Choice]]:
-        """Hold the lease while choices are sampled, and give up those that are not recorded when the block fails."""
+        """Hold the lease while choices are sampled. If the block fails, give up the choices that are not recorded."""
         task = asyncio.current_task()
         assert task is not None
         choices = [_Choice(number=number, turn=self._turns.begin()) for number in numbers]
@@ -201,7 +218,14 @@ class Session:
         listener: Listener | None,
         known: Mapping[int, Chat],
     ) -> _Call:
-        """Check a request, have its grammar compiled, and build its prompt. `known` are choices recorded before."""
+        """Check a request, have its grammar compiled, and build its prompt.
+
+        Args:
+            asked: the request as the agent sent it.
+            runtime: of its policy.
+            listener: follows the choices.
+            known: choices that were recorded before, by number; their time step is kept.
+        """
         request = trainable(asked, self._context.ignore_untrainable) if self.kind == "train" else asked
         if request.callable_tools and not request.parallel_tool_calls and not runtime.renderer.incremental:
             raise UnsupportedField(
@@ -225,7 +249,7 @@ class Session:
         )
 
     def _reserve(self, call: _Call, choice: _Choice) -> None:
-        """Give a choice its number and its seed."""
+        """Give a choice its number, its seed and its sampling parameters, and report them to the listener."""
         reserved = choice.reserved = self._registry.reserve(call.prompt.ids)
         sampling = choice.sampling = sampling_of(
             call.request,
@@ -250,7 +274,7 @@ class Session:
             call.listener.started(choice.number, start)
 
     async def _sample(self, call: _Call, choice: _Choice) -> Chat:
-        """Sample a choice, read its reply, and record it."""
+        """Sample one choice, parse its reply, and record it."""
         reserved, sampling, listener, number = choice.reserved, choice.sampling, call.listener, choice.number
         assert reserved is not None
         assert sampling is not None
@@ -264,7 +288,7 @@ class Session:
                 call_ids=f"call_{reserved.seed:016x}",
                 tell=None if listener is None else (lambda piece: listener.sampled(number, piece)),
             )
-        except GrammarRefused as error:  # at a token of the reply; the engine does not know what the field was
+        except GrammarRefused as error:  # at a token of the reply; the engine does not know the request's field
             raise error.of_field(call.constraint.field) from None
         choice.turn.move(TurnState.INTERACTING)
         self._context.counts["malformed_tool_calls"] += len(sampled.reply.malformed)
@@ -276,7 +300,15 @@ class Session:
         return chat
 
     def _record_of(self, call: _Call, number: int, index: int, sampling: SamplingParams, sampled: SampledReply) -> Chat:
-        """Return the record of a choice."""
+        """Return the record of a choice.
+
+        Args:
+            call: what the choices share.
+            number: of the choice in its request.
+            index: of its Chat.
+            sampling: how it was sampled.
+            sampled: its tokens and message.
+        """
         if call.time_step is None:
             call.time_step = self._registry.time_step()
         request, prompt = call.request, call.prompt
@@ -308,7 +340,7 @@ class Session:
         )
 
     def _give_up(self, choice: _Choice) -> None:
-        """Free what a choice has reserved, unless it is recorded or perhaps will be."""
+        """Free what a choice has reserved, unless it is recorded or may still become so."""
         if choice.recorded:
             return
         if choice.reserved is not None and choice.turn.state is not TurnState.INTERACTING:
@@ -317,16 +349,22 @@ class Session:
         self._context.counts["calls_incomplete"] += 1
 
     def _forget_if_over(self) -> None:
-        """Free the memory of a session for which no prompt will be made any more."""
+        """Free the memory of a session that will build no further prompt."""
         if self._over is not None and not self._in_flight:
             self._prompts.clear()
 
 
 class EpisodeSession(Session):
-    """The calls of one lease of an episode, each in the run store before its reply is handed out."""
+    """The calls of one lease of an episode, each in the run store before its reply is returned."""
 
     def __init__(self, context: SessionContext, episode: Episode, recorded: Sequence[Chat] = ()) -> None:
-        """Begin with the calls that the store has of this lease, in the order of their indices."""
+        """Start with the calls that the store has of this lease.
+
+        Args:
+            context: the objects that all sessions share.
+            episode: claimed under the lease.
+            recorded: the calls of the lease, in the order of their indices.
+        """
         super().__init__(context, context.store.calls, episode.episode_id, episode.fence, episode.kind, recorded)
         self.episode = episode
 
@@ -335,7 +373,7 @@ class StatelessSession(Session):
     """The calls of one request outside any episode: sampled as their caller says, and not recorded.
 
     The session's name is random, and so are the seeds that follow from it: equal calls are different samples, unless
-    they have a seed of their own.
+    the caller gives a seed.
     """
 
     def __init__(self, context: SessionContext) -> None:
@@ -343,7 +381,7 @@ class StatelessSession(Session):
 
 
 def _replay(number: int, chat: Chat, listener: Listener | None) -> None:
-    """Tell a listener of a call that was recorded before."""
+    """Report a call that was recorded before to a listener, as if it was sampled now."""
     if listener is None:
         return
     listener.started(

@@ -1,4 +1,4 @@
-"""All open sessions of a model server."""
+"""The open sessions of a model server, by the lease of their episode."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ from palestra.session.session import EpisodeSession, StatelessSession
 
 
 class Sessions:
-    """Opens sessions, closes them when their leases end, and limits the calls in flight."""
+    """Opens sessions, closes them when their leases end, and limits the calls in flight.
+
+    Attributes:
+        context: the objects that all sessions share.
+        in_flight: how many calls are being answered now.
+    """
 
     def __init__(self, context: SessionContext, max_waiting_calls: int) -> None:
         self.context = context
@@ -24,17 +29,21 @@ class Sessions:
         context.store.episodes.on_lease_over.append(self._lease_over)
 
     async def open(self, episode_id: str, fence: int) -> EpisodeSession:
-        """Return the session of a lease, rebuilt from the store where it is not in memory; renew the lease.
+        """Return the session of a lease, rebuilt from the store if it is not in memory, and renew the lease.
+
+        Args:
+            episode_id: of the episode.
+            fence: of the lease.
 
         Raises:
-            EpisodeLeaseExpired, EpisodeEnded, NotFound: the lease is not, or no longer, the episode's.
+            EpisodeLeaseExpired, EpisodeEnded, NotFound: the lease is not the episode's, or not any more.
         """
         store = self.context.store
         await store.episodes.renew(episode_id, fence)
         session = self._episodes.get((episode_id, fence))
         if session is None:
             episode, recorded = await store.calls.of_lease(episode_id, fence)
-            if not store.leases.renew(episode_id, fence):  # it ended meanwhile
+            if not store.leases.renew(episode_id, fence):  # the lease ended while the calls were read
                 await store.episodes.renew(episode_id, fence)  # raises the reason
             session = self._episodes.setdefault((episode_id, fence), EpisodeSession(self.context, episode, recorded))
         return session
@@ -43,7 +52,7 @@ class Sessions:
     async def stateless(self) -> AsyncIterator[StatelessSession]:
         """Open a session for one request outside any episode; nothing of it is kept."""
         session = StatelessSession(self.context)
-        self._stateless.add(session)  # so that `stop` finds it
+        self._stateless.add(session)  # so that `stop` can end the session
         try:
             yield session
         finally:
@@ -51,7 +60,7 @@ class Sessions:
             session.terminate(EpisodeEnded("this call is over"))
 
     async def begin(self, episode: Episode) -> EpisodeSession:
-        """Return the session of a lease that this process was granted just now: nothing is recorded under it yet.
+        """Return the session of a lease that this process has just been granted, under which nothing is recorded yet.
 
         Raises:
             EpisodeLeaseExpired, EpisodeEnded, NotFound: the lease is not the episode's any more.
@@ -65,11 +74,11 @@ class Sessions:
 
     @contextmanager
     def admitted(self) -> Iterator[None]:
-        """Take a place for one call.
+        """Count one call of a client while the block runs, and refuse it if too many are in flight.
 
         Raises:
-            TooManyRequests: all places are taken.
-            PalestraError: what `stop` was given.
+            TooManyRequests: the limit is reached.
+            PalestraError: the reason that `stop` was given.
         """
         if self.in_flight >= self._limit and self._stopped is None:
             self.context.counts["calls_refused"] += 1
@@ -79,10 +88,10 @@ class Sessions:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Take a place for a call of this process, which has a limit of its own.
+        """Count one call of this process while the block runs. Such calls are limited elsewhere.
 
         Raises:
-            PalestraError: what `stop` was given.
+            PalestraError: the reason that `stop` was given.
         """
         if self._stopped is not None:
             raise self._stopped
@@ -93,7 +102,7 @@ class Sessions:
             self.in_flight -= 1
 
     def stop(self, reason: PalestraError) -> None:
-        """Take no more calls, and end those in flight; nothing of them is kept."""
+        """Take no more calls, and end those in flight; nothing of them is kept, and all raise `reason`."""
         self._stopped = reason
         for session in [*self._episodes.values(), *self._stateless]:
             session.terminate(reason)
@@ -101,6 +110,7 @@ class Sessions:
         self._stateless.clear()
 
     def _lease_over(self, episode_id: str, fence: int) -> None:
+        """End the session of a lease that is over."""
         session = self._episodes.pop((episode_id, fence), None)
         if session is not None:
             session.terminate(EpisodeLeaseExpired(f"episode {episode_id} ended, or its lease ran out, during the call"))

@@ -1,4 +1,4 @@
-"""The rollout machine of a call, PENDING → GENERATING → INTERACTING, and the state of a session of many calls."""
+"""The states of a call, PENDING → GENERATING → INTERACTING, and the state of a session of many calls."""
 
 from __future__ import annotations
 
@@ -9,22 +9,30 @@ from palestra.session.counters import StateTimes
 
 
 class Turn:
-    """One call's way through the states. Only tokens of GENERATING are trained.
+    """One call on its way through the states. Only tokens of GENERATING are trained.
 
-    After its reply it is the agent's move: `Turns` counts that, where it is known when the move ends.
+    After its reply the agent acts. `Turns` measures that time, because only a session knows when the next call comes.
+
+    Attributes:
+        state: the present state.
     """
 
     def __init__(self, subject: str, times: StateTimes) -> None:
-        """Begin as PENDING. `subject` is what an error calls the call."""
+        """Start as PENDING.
+
+        Args:
+            subject: name of the call in errors.
+            times: counts the time in each state.
+        """
         self._subject, self._times = subject, times
         self.state = TurnState.PENDING
         times.enter(self.state)
 
     def move(self, following: TurnState) -> None:
-        """Go to the next state.
+        """Change to the next state.
 
         Raises:
-            IllegalTransition: the machine does not have this move.
+            IllegalTransition: the lifecycle does not have this move.
         """
         check_transition(self._subject, self.state, following)
         if self.state in (TurnState.PENDING, TurnState.GENERATING):
@@ -35,38 +43,39 @@ class Turn:
 
 
 class Turns:
-    """The calls of a session that are in flight; while there are none it is the agent's move."""
+    """The calls of a session that are in flight. While there are none, the agent or its environment acts."""
 
     def __init__(self, subject: str, times: StateTimes) -> None:
-        """Begin without a call; see `Turn`."""
+        """Start without calls. The arguments are those of `Turn`."""
         self._subject, self._times = subject, times
         self._open: set[Turn] = set()
-        self._acting = False  # no call is in flight, and there was one
+        self._acting = False  # whether no call is in flight after there was one
         self._over = False
 
     def begin(self) -> Turn:
-        """Add a call, which ends the agent's move."""
+        """Add a call in flight, which ends the time of the agent's action."""
         self._acted()
         turn = Turn(self._subject, self._times)
         self._open.add(turn)
         return turn
 
     def end(self, turns: Iterable[Turn]) -> None:
-        """Take calls out. After the last one it is the agent's move."""
+        """Remove calls. After the last one the agent acts."""
         self._open.difference_update(turns)
         if not self._open and not self._over:
             self._acting = True
             self._times.enter(TurnState.INTERACTING)
 
     def terminate(self) -> None:
-        """End the agent's move for good: no call will come."""
+        """End the session: no further call will come, so the agent's time is not measured any more."""
         self._over = True
         self._acted()
 
     def state(self, called: bool) -> TurnState:
         """Return the state of the session.
 
-        GENERATING if any call is, else PENDING if any is; between calls the agent or its environment acts.
+        GENERATING if any call is, else PENDING if any is; between calls the agent or its environment acts
+        (INTERACTING).
 
         Args:
             called: whether there was any call before.
@@ -80,6 +89,7 @@ class Turns:
         return TurnState.INTERACTING if called else TurnState.PENDING
 
     def _acted(self) -> None:
+        """Stop measuring the time of the agent's action."""
         if self._acting:
             self._acting = False
             self._times.leave(TurnState.INTERACTING)
