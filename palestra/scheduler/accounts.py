@@ -1,4 +1,7 @@
-"""Tenants, users and their keys, as operations on a connection. Nothing is deleted: the audit log points at it."""
+"""Tenants, users and their keys, as operations on a connection.
+
+Nothing is deleted, because the audit log refers to it.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +21,32 @@ from palestra.scheduler.tables import keys, tenants, users
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UserRecord:
-    """One user of one tenant."""
+    """One user of one tenant.
+
+    Attributes:
+        tenant: the user's tenant.
+        name: unique in the tenant, also among removed users.
+        role: decides what the user may do.
+        created_at: Unix seconds.
+        removed_at: Unix seconds; None: the user was not removed.
+    """
 
     tenant: str
     name: str
     role: Role
-    created_at: float  # Unix seconds
-    removed_at: float | None  # Unix seconds; None: may come in
+    created_at: float
+    removed_at: float | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredKey:
-    """All that is needed to let somebody in."""
+    """Everything that is needed to authenticate a request by its key.
+
+    Attributes:
+        record: of the key.
+        digest: of its secret; see `keys.digest_of`.
+        role: that its user has now.
+    """
 
     record: KeyRecord
     digest: str
@@ -37,15 +54,20 @@ class StoredKey:
 
 
 def tenant_names(connection: Connection) -> list[str]:
-    """All tenants, by name."""
+    """Return the names of all tenants, in alphabetical order."""
     return sorted(connection.execute(select(tenants.c.name)).scalars())
 
 
 def add_tenant(connection: Connection, name: str, now: float) -> None:
-    """A tenant without users.
+    """Add a tenant, which has no users yet.
+
+    Args:
+        connection: in a transaction of the writing thread.
+        name: of the tenant.
+        now: Unix seconds.
 
     Raises:
-        Conflict: there is one.
+        Conflict: there is a tenant of this name.
     """
     if connection.execute(select(tenants.c.name).where(tenants.c.name == name)).first():
         raise Conflict(f"there is a tenant {name} already")
@@ -53,10 +75,15 @@ def add_tenant(connection: Connection, name: str, now: float) -> None:
 
 
 def user(connection: Connection, tenant: str, name: str) -> UserRecord:
-    """One user who was not removed.
+    """Return a user who was not removed.
+
+    Args:
+        connection: to the store.
+        tenant: the user's.
+        name: of the user.
 
     Raises:
-        NotFound: there is none.
+        NotFound: there is no such user.
     """
     row = connection.execute(
         select(users).where(users.c.tenant == tenant, users.c.name == name, users.c.removed_at.is_(None))
@@ -67,16 +94,23 @@ def user(connection: Connection, tenant: str, name: str) -> UserRecord:
 
 
 def users_of(connection: Connection, tenant: str) -> list[UserRecord]:
-    """All users, also those who were removed, by name."""
+    """Return all users of a tenant by name, also those who were removed."""
     rows = connection.execute(select(users).where(users.c.tenant == tenant))
     return sorted((_user_of(row) for row in rows), key=lambda known: known.name)
 
 
 def add_user(connection: Connection, tenant: str, name: str, role: Role, now: float) -> None:
-    """A user without keys.
+    """Add a user, who has no keys yet.
+
+    Args:
+        connection: in a transaction of the writing thread.
+        tenant: the user's.
+        name: of the user; the name of a removed user is not used again, so that the audit log stays clear.
+        role: of the user.
+        now: Unix seconds.
 
     Raises:
-        Conflict: there is one, or was: what one person did is never another's.
+        Conflict: there is, or was, a user of this name.
     """
     known = connection.execute(select(users.c.removed_at).where(users.c.tenant == tenant, users.c.name == name)).first()
     if known is not None:
@@ -85,11 +119,17 @@ def add_user(connection: Connection, tenant: str, name: str, role: Role, now: fl
 
 
 def change_role(connection: Connection, tenant: str, name: str, role: Role) -> None:
-    """What a user may do from now on.
+    """Give a user another role.
+
+    Args:
+        connection: in a transaction of the writing thread.
+        tenant: the user's.
+        name: of the user.
+        role: the new role.
 
     Raises:
         NotFound: there is no such user.
-        Conflict: nobody would be left to administer the tenant.
+        Conflict: the tenant would have no admin.
     """
     known = user(connection, tenant, name)
     if known.role is Role.ADMIN and role is not Role.ADMIN:
@@ -98,11 +138,17 @@ def change_role(connection: Connection, tenant: str, name: str, role: Role) -> N
 
 
 def remove_user(connection: Connection, tenant: str, name: str, now: float) -> None:
-    """Nobody comes in as this user any more; all keys are revoked.
+    """Remove a user, and revoke all of the user's keys.
+
+    Args:
+        connection: in a transaction of the writing thread.
+        tenant: the user's.
+        name: of the user.
+        now: Unix seconds.
 
     Raises:
         NotFound: there is no such user.
-        Conflict: nobody would be left to administer the tenant.
+        Conflict: the tenant would have no admin.
     """
     known = user(connection, tenant, name)
     if known.role is Role.ADMIN:
@@ -116,10 +162,15 @@ def remove_user(connection: Connection, tenant: str, name: str, now: float) -> N
 
 
 def add_key(connection: Connection, record: KeyRecord, digest: str) -> None:
-    """A new key of a user who is there.
+    """Add a key of a user who was not removed.
+
+    Args:
+        connection: in a transaction of the writing thread.
+        record: of the key.
+        digest: of its secret.
 
     Raises:
-        NotFound: the user is not.
+        NotFound: there is no such user.
     """
     user(connection, record.tenant, record.user)
     connection.execute(
@@ -139,7 +190,7 @@ def add_key(connection: Connection, record: KeyRecord, digest: str) -> None:
 
 
 def stored_key(connection: Connection, key_id: str) -> StoredKey | None:
-    """A key of a user who was not removed, with the role that the user has now."""
+    """Return a key with the present role of its user; None: there is no such key, or its user was removed."""
     row = connection.execute(
         select(keys, users.c.role)
         .join(users, (users.c.tenant == keys.c.tenant) & (users.c.name == keys.c.user_name))
@@ -149,10 +200,15 @@ def stored_key(connection: Connection, key_id: str) -> StoredKey | None:
 
 
 def key(connection: Connection, tenant: str, key_id: str) -> KeyRecord:
-    """One key of a tenant.
+    """Return the record of one key of a tenant.
+
+    Args:
+        connection: to the store.
+        tenant: the key's.
+        key_id: of the key.
 
     Raises:
-        NotFound: there is none, or it is another tenant's.
+        NotFound: there is no such key, or it is another tenant's.
     """
     row = connection.execute(select(keys).where(keys.c.tenant == tenant, keys.c.key_id == key_id)).first()
     if row is None:
@@ -161,7 +217,13 @@ def key(connection: Connection, tenant: str, key_id: str) -> KeyRecord:
 
 
 def keys_of(connection: Connection, tenant: str, name: str | None) -> list[KeyRecord]:
-    """The keys of a user, or of the whole tenant, newest first."""
+    """Return the keys of a user, newest first.
+
+    Args:
+        connection: to the store.
+        tenant: the user's.
+        name: of the user; None: all users of the tenant.
+    """
     wanted = select(keys).where(keys.c.tenant == tenant).order_by(keys.c.created_at.desc(), keys.c.key_id)
     if name is not None:
         wanted = wanted.where(keys.c.user_name == name)
@@ -169,23 +231,47 @@ def keys_of(connection: Connection, tenant: str, name: str | None) -> list[KeyRe
 
 
 def revoke_key(connection: Connection, key_id: str, now: float) -> None:
-    """The key opens nothing any more; a second time changes nothing."""
+    """Revoke a key; a second time changes nothing.
+
+    Args:
+        connection: in a transaction of the writing thread.
+        key_id: of the key.
+        now: Unix seconds.
+    """
     connection.execute(keys.update().where(keys.c.key_id == key_id, keys.c.revoked_at.is_(None)).values(revoked_at=now))
 
 
 def replace_key(connection: Connection, key_id: str, following: str, expires_at: float) -> None:
-    """The key was rotated, and opens until `expires_at`, or until its own end where that is earlier."""
+    """Record that a key was rotated.
+
+    Args:
+        connection: in a transaction of the writing thread.
+        key_id: of the old key.
+        following: id of the new key.
+        expires_at: Unix seconds at which the old key expires, unless it expires earlier anyway.
+    """
     earlier = func.coalesce(keys.c.expires_at, expires_at) < expires_at
     connection.execute(keys.update().where(keys.c.key_id == key_id, ~earlier).values(expires_at=expires_at))
     connection.execute(keys.update().where(keys.c.key_id == key_id).values(replaced_by=following))
 
 
 def touch_key(connection: Connection, key_id: str, now: float) -> None:
-    """The key was used."""
+    """Record the time at which a key was used last.
+
+    Args:
+        connection: in a transaction of the writing thread.
+        key_id: of the key.
+        now: Unix seconds.
+    """
     connection.execute(keys.update().where(keys.c.key_id == key_id).values(last_used_at=now))
 
 
 def _require_another_admin(connection: Connection, last: UserRecord) -> None:
+    """Refuse a change after which the tenant would have no admin.
+
+    Raises:
+        Conflict: `last` is the only admin.
+    """
     others = select(func.count()).where(
         users.c.tenant == last.tenant,
         users.c.name != last.name,
@@ -197,12 +283,14 @@ def _require_another_admin(connection: Connection, last: UserRecord) -> None:
 
 
 def _user_of(row: Any) -> UserRecord:
+    """Return the user that a row of `users` holds."""
     return UserRecord(
         tenant=row.tenant, name=row.name, role=Role(row.role), created_at=row.created_at, removed_at=row.removed_at
     )
 
 
 def _key_of(row: Any) -> KeyRecord:
+    """Return the key that a row of `keys` holds."""
     return KeyRecord(
         key_id=row.key_id,
         tenant=row.tenant,

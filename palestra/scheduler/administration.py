@@ -1,4 +1,4 @@
-"""What is done to tenants, users and keys: allowed by the table of permissions, and written into the audit log."""
+"""Changes of tenants, users and keys: checked against the table of permissions, and recorded in the audit log."""
 
 from __future__ import annotations
 
@@ -26,17 +26,25 @@ MOST_GRACE_SECONDS = 30 * 86400.0
 
 
 class Administration:
-    """Every method but the first two asks whether `by` may do it, and raises Forbidden if not."""
+    """The operations of the account routes.
+
+    Every method except `first_start` and `recover` checks whether `by` may do it, and raises Forbidden if not.
+    """
 
     def __init__(
         self, store: ControlStore, identities: Identities, random: Callable[[int], bytes] = secrets.token_bytes
     ) -> None:
+        """Administer the accounts of a store.
+
+        Args:
+            store: the control store.
+            identities: forgets the keys that a change concerns.
+            random: returns as many random bytes as it is asked for.
+        """
         self._store, self._identities, self._random = store, identities, random
 
-    # Without a key, by whoever can open the control store
-
     async def first_start(self) -> NewKey | None:
-        """Make the first tenant and its admin, whose key this is; None where there are tenants."""
+        """Create the first tenant and its admin, and return the admin's key; None: there are tenants already."""
 
         def work(connection: Connection, key: NewKey) -> bool:
             if accounts.tenant_names(connection):
@@ -49,7 +57,9 @@ class Administration:
         return key if await self._store.write(lambda c: work(c, key)) else None
 
     async def recover(self) -> NewKey:
-        """One more key of the first admin, for an operator who has lost them all.
+        """Return a new key of the first admin, for an operator who has lost all keys.
+
+        Needs access to the control store.
 
         Raises:
             NotFound: that user was removed.
@@ -64,19 +74,17 @@ class Administration:
         await self._store.write(work, lambda _: self._identities.forget(OPERATOR_TENANT, FIRST_USER))
         return key
 
-    # Tenants
-
     async def tenants(self, by: Identity) -> dict[str, Quota]:
-        """All tenants, by name, with their quotas."""
+        """Return all tenants by name, with their quotas."""
         by.require(Action.TENANT_LIST)
         found = await self._store.read(policy_store.quotas_of_all)
         return {name: quota or Quota() for name, quota in found.items()}
 
     async def add_tenant(self, by: Identity, name: str) -> NewKey:
-        """A tenant with one admin, whose key this is.
+        """Add a tenant with one admin, and return the admin's key.
 
         Raises:
-            Conflict: there is one.
+            Conflict: there is a tenant of this name.
         """
         by.require(Action.TENANT_ADD)
         check_identifier(name, "tenant")
@@ -90,12 +98,12 @@ class Administration:
         return key
 
     async def change_quota(self, by: Identity, tenant: str, changes: Mapping[str, float | None]) -> Quota:
-        """What a tenant may hold from now on; what runs goes on. Returns the whole quota.
+        """Change what a tenant may hold, and return the whole quota. Running jobs are not stopped.
 
         Args:
-            by: who changes it.
-            tenant: whose it is.
-            changes: amounts by the names of `Quota`. None: as much as there is. What is not named stays.
+            by: the caller.
+            tenant: whose quota it is.
+            changes: amounts by the names of `Quota`; None: as much as there is. Amounts that are not named stay.
 
         Raises:
             NotFound: there is no such tenant.
@@ -112,12 +120,12 @@ class Administration:
         return await self._store.write(work, lambda _: self._store.changed.notify())
 
     async def private_jobs(self, by: Identity) -> bool:
-        """Whether jobs of `by`'s tenant are private unless they say otherwise."""
+        """Return whether new jobs of `by`'s tenant are private by default."""
         by.require(Action.SELF_READ)
         return await self._store.read(lambda c: policy_store.are_private(c, by.tenant))
 
     async def set_private(self, by: Identity, on: bool) -> None:
-        """Whether jobs of `by`'s tenant that are submitted from now on are private unless they say otherwise."""
+        """Set whether jobs of `by`'s tenant that are submitted from now on are private by default."""
         by.require(Action.TENANT_SET_PRIVATE)
 
         def work(connection: Connection) -> None:
@@ -126,10 +134,8 @@ class Administration:
 
         await self._store.write(work)
 
-    # The cluster
-
     async def drain(self, by: Identity, on: bool) -> None:
-        """Start nothing more, also after a restart; or go on."""
+        """Stop starting jobs, also after a restart; with `on` False, start jobs again."""
         by.require(Action.CLUSTER_DRAIN)
 
         def work(connection: Connection) -> None:
@@ -138,18 +144,22 @@ class Administration:
 
         await self._store.write(work, lambda _: self._store.changed.notify())
 
-    # Users
-
     async def users(self, by: Identity) -> list[UserRecord]:
-        """All users of the tenant, also those who were removed."""
+        """Return all users of the caller's tenant, also those who were removed."""
         by.require(Action.USER_LIST)
         return await self._store.read(lambda c: accounts.users_of(c, by.tenant))
 
     async def add_user(self, by: Identity, name: str, role: Role, label: str = "first") -> NewKey:
-        """A user with one key. It can't do what `by`'s key can't.
+        """Add a user, and return the user's first key, which has no scope that `by`'s key has not.
+
+        Args:
+            by: the caller.
+            name: of the new user.
+            role: of the new user.
+            label: name of the key, for people.
 
         Raises:
-            Conflict: there is, or was, a user of that name.
+            Conflict: there is, or was, a user of this name.
         """
         by.require(Action.USER_ADD)
         check_identifier(name, "user")
@@ -165,10 +175,16 @@ class Administration:
         return key
 
     async def change_role(self, by: Identity, name: str, role: Role) -> None:
-        """What a user may do from now on; keys with more scopes than the role has are weaker at once.
+        """Give a user another role. Keys with more scopes than the role allows lose these scopes immediately.
+
+        Args:
+            by: the caller.
+            name: of the user.
+            role: the new role.
 
         Raises:
-            NotFound, Conflict: there is no such user; nobody would be left to administer the tenant.
+            NotFound: there is no such user.
+            Conflict: the tenant would have no admin.
         """
         by.require(Action.USER_CHANGE, name)
         _check_user(name)
@@ -180,10 +196,11 @@ class Administration:
         await self._store.write(work, lambda _: self._identities.forget(by.tenant, name))
 
     async def remove_user(self, by: Identity, name: str) -> None:
-        """Nobody comes in as this user any more.
+        """Remove a user; the user's keys are revoked immediately.
 
         Raises:
-            NotFound, Conflict: there is no such user; nobody would be left to administer the tenant.
+            NotFound: there is no such user.
+            Conflict: the tenant would have no admin.
         """
         by.require(Action.USER_REMOVE, name)
         _check_user(name)
@@ -195,10 +212,13 @@ class Administration:
 
         await self._store.write(work, lambda _: self._identities.forget(by.tenant, name))
 
-    # Keys
-
     async def keys(self, by: Identity, user: str | None = None) -> list[KeyRecord]:
-        """The keys of a user; None: one's own."""
+        """Return the keys of a user.
+
+        Args:
+            by: the caller.
+            user: by name; None: the caller.
+        """
         name = by.user if user is None else user
         by.require(Action.KEY_LIST, name)
         _check_user(name)
@@ -213,19 +233,19 @@ class Administration:
         lifetime_seconds: float | None = None,
         limits: Mapping[str, Any] | None = None,
     ) -> NewKey:
-        """A key of a user; None: one's own.
+        """Make a key of a user.
 
         Args:
-            by: who makes it.
-            user: whose it will be.
-            label: what to call it.
-            scopes: what it may be used for. None: all that the user's role and `by`'s key have.
-            lifetime_seconds: None: it does not expire.
-            limits: by the names of `KeyLimits`; only an admin may set them. None, and those left out: as `by`'s key.
+            by: the caller.
+            user: to whom the key will belong; None: the caller.
+            label: name of the key, for people.
+            scopes: what the key may be used for; None: all scopes that both the user's role and the caller's key have.
+            lifetime_seconds: until the key expires; None: it does not.
+            limits: by the names of `KeyLimits`; only an admin may set them. Those that are not named are the caller's.
 
         Raises:
             NotFound: there is no such user.
-            Forbidden: it would be stronger than `by`'s key or than the user's role.
+            Forbidden: the key would be stronger than the caller's key or the user's role.
         """
         name = by.user if user is None else user
         by.require(Action.KEY_MAKE, name)
@@ -251,7 +271,7 @@ class Administration:
         return key
 
     async def revoke_key(self, by: Identity, key_id: str) -> None:
-        """The key opens nothing from now on.
+        """Revoke a key immediately, so that it opens nothing any more.
 
         Raises:
             NotFound: there is no such key in the tenant.
@@ -266,11 +286,16 @@ class Administration:
         await self._store.write(work, lambda _: self._identities.forget(key.tenant, key.user))
 
     async def rotate_key(self, by: Identity, key_id: str, grace_seconds: float = 86400.0) -> NewKey:
-        """A new key like this one, with as long a life; this one opens for `grace_seconds` more.
+        """Make a new key like an old one, with the same lifetime, and let the old key expire.
+
+        Args:
+            by: the caller.
+            key_id: of the old key.
+            grace_seconds: how long the old key still works.
 
         Raises:
-            NotFound: there is no such key in the tenant, or it opens nothing any more.
-            Forbidden: it has scopes that `by`'s key has not.
+            NotFound: there is no such key in the tenant, or it has expired or was revoked.
+            Forbidden: it has scopes that the caller's key has not.
         """
         old = await self._key(by, Action.KEY_ROTATE, key_id)
         now = self._identities.expiry.now()
@@ -282,7 +307,7 @@ class Administration:
         key = self._new_key(old.tenant, old.user, old.label, old.scopes, lifetime, old.limits)
 
         def work(connection: Connection) -> None:
-            present = accounts.key(connection, old.tenant, key_id)  # it may have been revoked meanwhile
+            present = accounts.key(connection, old.tenant, key_id)  # read again: it may have been revoked meanwhile
             if present.revoked_at is not None or (present.expires_at is not None and present.expires_at <= now):
                 raise NotFound(f"key {key_id} opens nothing any more; make a new one")
             accounts.add_key(connection, key.record, digest_of(key.secret))
@@ -293,7 +318,7 @@ class Administration:
         return key
 
     async def _key(self, by: Identity, action: Action, key_id: str) -> KeyRecord:
-        """A key that `by` may do this to; one that it may not see is not there."""
+        """Return a key to which the caller may do `action`. A key that the caller may not see is not found."""
         by.require(action)
         if not (key_id.isascii() and key_id.isalnum() and len(key_id) <= 64):
             raise NotFound("there is no such key")
@@ -311,6 +336,7 @@ class Administration:
         lifetime_seconds: float | None = None,
         limits: KeyLimits | None = None,
     ) -> NewKey:
+        """Return a new key with a random id and secret; it is not stored yet."""
         key_id, secret = make_secret(self._random)
         now = self._identities.expiry.now()
         record = KeyRecord(
@@ -329,11 +355,13 @@ class Administration:
         return NewKey(record=record, secret=secret)
 
     def _found(self, connection: Connection, tenant: str, key: NewKey) -> None:
+        """Add a tenant with its first admin and the admin's key."""
         accounts.add_tenant(connection, tenant, key.record.created_at)
         accounts.add_user(connection, tenant, key.record.user, Role.ADMIN, key.record.created_at)
         accounts.add_key(connection, key.record, digest_of(key.secret))
 
     def _log(self, connection: Connection, by: Identity | None, tenant: str, action: Action, target: str) -> None:
+        """Append a successful action to the audit log, in the caller's transaction."""
         entry = AuditEntry(
             number=0,
             at=self._store.clock.now(),
@@ -347,6 +375,10 @@ class Administration:
 
 
 def _check_user(name: str) -> None:
-    """Raises NotFound for what can't be a user's name."""
+    """Refuse a name that no user can have.
+
+    Raises:
+        NotFound: no user can have this name.
+    """
     if IDENTIFIER.fullmatch(name) is None:
         raise NotFound("there is no such user")

@@ -1,4 +1,4 @@
-"""Who did what to whom, when, and what came of it; never with a secret. Operations on a connection."""
+"""The audit log: who did what to whom, when, and with which result; never with a secret. Operations on a connection."""
 
 from __future__ import annotations
 
@@ -14,19 +14,36 @@ MAX_TEXT = 1024  # characters of a target or an outcome
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AuditEntry:
-    """One line of the audit log of a tenant."""
+    """One line of the audit log of a tenant.
 
-    number: int  # 1, 2, … in the tenant; 0: not yet written
-    at: float  # Unix seconds
-    who: str  # a user's name, or what in Palestra did it
-    key_id: str | None  # None: not by a key
-    what: str  # an Action
+    Attributes:
+        number: 1, 2, … in the tenant; 0: not written yet.
+        at: Unix seconds.
+        who: name of a user, or of the part of Palestra that did it.
+        key_id: of the key that was used; None: it was not done with a key.
+        what: an Action.
+        target: what it was done to.
+        outcome: "ok", or the code of an error, with the number of similar ones that were not written before it.
+    """
+
+    number: int
+    at: float
+    who: str
+    key_id: str | None
+    what: str
     target: str
-    outcome: str  # "ok", or the code of an error, with how many like it were left out before
+    outcome: str
 
 
 def append(connection: Connection, tenant: str, entry_id: str, entry: AuditEntry) -> None:
-    """Add a line; the same `entry_id` again adds nothing."""
+    """Add a line to the log of a tenant; the same `entry_id` a second time adds nothing.
+
+    Args:
+        connection: in a transaction of the writing thread.
+        tenant: whose log it is.
+        entry_id: unique, so that a commit whose answer was lost can be repeated.
+        entry: the line; its number is chosen here.
+    """
     if connection.execute(select(audit.c.number).where(audit.c.entry_id == entry_id)).first():
         return
     last = select(func.coalesce(func.max(audit.c.number), 0)).where(audit.c.tenant == tenant)
@@ -47,7 +64,14 @@ def append(connection: Connection, tenant: str, entry_id: str, entry: AuditEntry
 
 
 def page(connection: Connection, tenant: str, before: int | None, limit: int) -> list[AuditEntry]:
-    """Up to `limit` lines, newest first, with a smaller number than `before`."""
+    """Return lines of a tenant's log, newest first.
+
+    Args:
+        connection: to the store.
+        tenant: whose log it is.
+        before: only lines with a smaller number; None: from the newest on.
+        limit: the most lines to return.
+    """
     wanted = select(audit).where(audit.c.tenant == tenant).order_by(audit.c.number.desc()).limit(limit)
     if before is not None:
         wanted = wanted.where(audit.c.number < before)

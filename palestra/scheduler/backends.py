@@ -1,9 +1,9 @@
-"""The control store's database, chosen by URL, and the right to write it, which one process has at a time.
+"""The control store's database, chosen by URL, and the lock that only one process at a time can hold to write it.
 
 SQLite: a lock on a file beside the database, which the operating system frees when the process dies. PostgreSQL: an
-advisory lock of the session that writes. Whatever ends that session ends the lock and the transaction with it, and a
-new session has to get the lock before it can write; so two schedulers can't write in turns, whatever clocks and
-networks do. A proxy that shares sessions between transactions (PgBouncer's transaction mode) would break this.
+advisory lock of the session that writes. If that session ends for any reason, the lock and the transaction end with it,
+and a new session has to get the lock before it can write. So two schedulers can't write alternately, whatever clocks
+and networks do. A proxy that shares sessions between transactions (PgBouncer's transaction mode) would break this.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from palestra.database import Backend
 from palestra.database.sqlite import open_engine
 from palestra.errors import ConfigError, PalestraError, StoreError, StoreUnreachable
 
-LOCK_SECONDS = 3.0  # how long a scheduler that has just been killed may take to lose its lock
-LOCK_NUMBER = 0x70616C6573747261  # of the advisory lock: "palestra"
+LOCK_SECONDS = 3.0  # how long a scheduler that was just killed may take to lose its lock
+LOCK_NUMBER = 0x70616C6573747261  # of the advisory lock: "palestra" in ASCII
 APPLICATION = "palestra scheduler"
 POSTGRES_READERS = 4
 # A connection whose other end is gone is noticed after about 30 s, by client and by server.
@@ -39,7 +39,7 @@ POSTGRES_OPTIONS = {
 
 
 def open_backend(url: str) -> Backend:
-    """Return connections to the database of a URL, and take the lock of a SQLite file.
+    """Open the database of a URL, and take the lock of a SQLite file.
 
     The lock of a PostgreSQL database is taken when the writing connection is made.
 
@@ -64,7 +64,10 @@ def open_backend(url: str) -> Backend:
 
 
 def in_words(error: Exception) -> Exception:
-    """Return a database's error with its message alone, without the statement and its values; a defect as it is."""
+    """Return the error that callers get for a database's error: its message without the statement and its values.
+
+    Defects of Palestra, such as a violated constraint, are returned unchanged.
+    """
     if not isinstance(error, sa.exc.DBAPIError) or isinstance(error, sa.exc.IntegrityError | sa.exc.ProgrammingError):
         return error
     said = " ".join(str(error.orig).split())
@@ -75,6 +78,7 @@ def in_words(error: Exception) -> Exception:
 
 
 def _open_sqlite(path: Path) -> Backend:
+    """Open a SQLite file that only its owner can read, and lock it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))  # SQLite gives its other files the same mode
@@ -90,6 +94,11 @@ def _open_sqlite(path: Path) -> Backend:
 
 
 def _lock_file(path: Path) -> Callable[[], None]:
+    """Lock a file, and return a function that unlocks it.
+
+    Raises:
+        StoreError: another process holds the lock for longer than `LOCK_SECONDS`.
+    """
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
     deadline = time.monotonic() + LOCK_SECONDS
     while True:
@@ -108,6 +117,7 @@ def _lock_file(path: Path) -> Callable[[], None]:
 
 
 def _open_postgres(url: sa.URL) -> Backend:
+    """Return connections to a PostgreSQL database; every new writing session takes the lock."""
     options = POSTGRES_OPTIONS | {"application_name": f"{APPLICATION}, {_this_process()}"[:63]}
     try:
         engine = sa.create_engine(url, connect_args=options, pool_size=1, max_overflow=0, hide_parameters=True)
@@ -117,7 +127,7 @@ def _open_postgres(url: sa.URL) -> Backend:
             pool_size=POSTGRES_READERS,
             max_overflow=0,
             pool_pre_ping=True,
-            isolation_level="REPEATABLE READ",  # one look sees one moment
+            isolation_level="REPEATABLE READ",  # so that all queries of one read see the same state
             execution_options={"postgresql_readonly": True},
             hide_parameters=True,
         )
@@ -132,7 +142,12 @@ def _open_postgres(url: sa.URL) -> Backend:
 
 
 def _lock_session(connection: Any) -> None:
-    """Take the lock for a new session, which is closed again where another one has it."""
+    """Take the lock for a new session. If another session holds it, the new one is closed.
+
+    Raises:
+        StoreUnreachable: the lock is still held by a session of this process that was cut off.
+        StoreError: another scheduler holds the lock.
+    """
     deadline = time.monotonic() + LOCK_SECONDS
     while True:
         taken = connection.execute("SELECT pg_try_advisory_lock(%s)", (LOCK_NUMBER,)).fetchone()[0]
@@ -155,10 +170,12 @@ def _lock_session(connection: Any) -> None:
 
 
 def _this_process() -> str:
+    """Return process id and host in words, by which an operator finds the holder of the lock."""
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 def _in_use(holder: str) -> PalestraError:
+    """Return the error for a store that another scheduler has locked."""
     return StoreError(
         f"this control store is in use by another scheduler ({holder or 'unknown'}); stop it first, or give this one "
         "another --database"

@@ -1,4 +1,4 @@
-"""The history of jobs: every move, with its time and its reason. Operations on a connection."""
+"""The history of jobs: every change of state, with its time and its reason. Operations on a connection."""
 
 from __future__ import annotations
 
@@ -21,7 +21,18 @@ def add(
     reason: str,
     now: float,
 ) -> None:
-    """Write a move down, under the next number of its tenant."""
+    """Record a change of state under the next number of its tenant.
+
+    Args:
+        connection: in a transaction of the writing thread.
+        tenant: whose job it is.
+        job_id: of the job.
+        change_id: unique, so that a commit whose answer was lost can be repeated.
+        previous: state before; None: the job was submitted.
+        following: state after.
+        reason: why, for people.
+        now: Unix seconds.
+    """
     last = select(func.coalesce(func.max(changes.c.number), 0)).where(changes.c.tenant == tenant)
     connection.execute(
         changes.insert(),
@@ -39,12 +50,18 @@ def add(
 
 
 def is_known(connection: Connection, change_id: str) -> bool:
-    """Whether this move was written down before."""
+    """Return whether this change was recorded before."""
     return connection.execute(select(changes.c.number).where(changes.c.change_id == change_id)).first() is not None
 
 
 def of_job(connection: Connection, job_id: str, number: int) -> list[JobChange]:
-    """What happened to a job, after the move with this number."""
+    """Return the changes of a job in order.
+
+    Args:
+        connection: to the store.
+        job_id: of the job.
+        number: only changes with a larger number are returned.
+    """
     rows = connection.execute(
         select(changes).where(changes.c.job_id == job_id, changes.c.number > number).order_by(changes.c.number)
     )
@@ -52,6 +69,7 @@ def of_job(connection: Connection, job_id: str, number: int) -> list[JobChange]:
 
 
 def _change_of(row: Any) -> JobChange:
+    """Return the change that a row of `changes` holds."""
     return JobChange(
         job_id=row.job_id,
         number=row.number,

@@ -1,7 +1,7 @@
-"""Which jobs the scheduler cancels by itself: their time limit is over, or the client of an attached one is gone.
+"""Jobs that the scheduler cancels by itself: their time limit is over, or the client of an attached one is gone.
 
-Deadlines are monotonic, so a clock that is set while a scheduler runs ends no job. A new scheduler takes what is left
-of a time limit from the control store, where the times of changes are Unix seconds.
+Deadlines are monotonic, so that setting the clock while a scheduler runs ends no job. A new scheduler computes what is
+left of a time limit from the control store, where the times of changes are Unix seconds.
 """
 
 from __future__ import annotations
@@ -13,19 +13,21 @@ from palestra.schemas.states import JobState
 
 
 class Deadlines:
-    """The deadlines of all jobs that are not over."""
+    """The deadlines of all jobs that have not ended."""
 
     def __init__(self, clock: Clock, absent_seconds: float) -> None:
-        """Args:
-        clock: of the control store.
-        absent_seconds: for so long the client of an attached job may be gone.
+        """Start without jobs.
+
+        Args:
+            clock: of the control store.
+            absent_seconds: how long the client of an attached job may be gone.
         """
         self._clock, self._absent_seconds = clock, absent_seconds
-        self._seen: dict[str, float] = {}  # when an attached job's client was last heard of, monotonic
-        self._limits: dict[str, tuple[float, str]] = {}  # the end of a running job's time limit, monotonic, in words
+        self._seen: dict[str, float] = {}  # last request of an attached job's client, monotonic seconds
+        self._limits: dict[str, tuple[float, str]] = {}  # end of a running job's time limit (monotonic), and the reason
 
     def watch(self, job: JobRecord) -> None:
-        """Begin to watch a job, if it is not watched: its client, and its time limit while it is RUNNING."""
+        """Start watching a job: its client if it is attached, and its time limit while it is RUNNING."""
         if job.attached:
             self._seen.setdefault(job.job_id, self._clock.monotonic())
         left = job.time_left(self._clock.now()) if job.state is JobState.RUNNING else None
@@ -33,16 +35,16 @@ class Deadlines:
             self._limits.setdefault(job.job_id, (self._clock.monotonic() + left, limit_is_over(job)))
 
     def seen(self, job_id: str) -> None:
-        """Note that a job's client is there."""
+        """Record that the client of an attached job has sent a request."""
         if job_id in self._seen:
             self._seen[job_id] = self._clock.monotonic()
 
     def stop_limit(self, job_id: str) -> None:
-        """Stop counting a job's time: its server has ended."""
+        """Stop counting a job's time, because its server has ended."""
         self._limits.pop(job_id, None)
 
     def remove(self, job_id: str) -> None:
-        """Forget a job that is over."""
+        """Forget a job that has ended."""
         self._seen.pop(job_id, None)
         self._limits.pop(job_id, None)
 
@@ -55,7 +57,7 @@ class Deadlines:
 
 
 def limit_is_over(job: JobRecord) -> str:
-    """Return why a job ends whose time limit is over, and what its user can do next."""
+    """Return the reason for which a job ends whose time limit is over, with what its user can do next."""
     assert job.time_limit_seconds is not None
     over = f"its time limit of {exact_duration(job.time_limit_seconds)} is over"
     if job.kind == "inference":

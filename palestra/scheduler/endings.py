@@ -1,4 +1,4 @@
-"""What becomes of a job when its model server has ended."""
+"""The state that a job gets when its model server has ended."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ TAIL_BYTES = 4000
 
 
 def following_state(job: JobRecord, ended: Ended, now: float) -> tuple[JobState, str, int]:
-    """The state after an ending, its reason, and how often the job may still be started again.
+    """Return the next state of a job whose server has ended, the reason, and how many restarts are left.
 
-    `now` (Unix seconds) is the time of the ending, by which the job's time limit may be over.
+    Args:
+        job: whose server it was.
+        ended: how the server ended.
+        now: Unix seconds of the ending, at which the job's time limit may be over.
     """
     left = job.restarts_left
     if ended.ending is Ending.COMPLETED:
@@ -25,7 +28,7 @@ def following_state(job: JobRecord, ended: Ended, now: float) -> tuple[JobState,
         return JobState.CANCELLED, f"{job.reason}; {ended.reason}" if ended.reason else job.reason, left
     if ended.ending is Ending.FAILED:
         return JobState.FAILED, ended.reason, left
-    if job.time_left(now) == 0.0:  # another start would have no time
+    if job.time_left(now) == 0.0:  # a restart would have no time left
         reason = limit_is_over(job)
         return JobState.CANCELLED, f"{reason}; {ended.reason}" if ended.reason else reason, left
     if ended.ending is Ending.LOST and left == 0:
@@ -37,7 +40,7 @@ def following_state(job: JobRecord, ended: Ended, now: float) -> tuple[JobState,
 
 
 def last_lines(path: Path) -> str | None:
-    """The last lines of a log."""
+    """Return the last lines of a log, at most `TAIL_BYTES`; None: the file can't be read."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)

@@ -1,4 +1,4 @@
-"""Who sends a request: from a key to a tenant, a user, and what they may do."""
+"""The sender of a request: from a key to a tenant, a user, and the actions that they may do."""
 
 from __future__ import annotations
 
@@ -17,26 +17,38 @@ from palestra.scheduler.limits import KeyLimits
 from palestra.scheduler.permissions import OPERATOR_TENANT, PERMISSIONS, Action, Role, Scope, scopes_of
 
 log = logging.getLogger("palestra")
-MOST_REMEMBERED = 4096  # keys
-TOUCH_SECONDS = 300.0  # how late `last_used_at` may be
+MOST_REMEMBERED = 4096
+TOUCH_SECONDS = 300.0  # how late `last_used_at` may be, which saves most writes
 UNKNOWN = "this key is not known; it may have been revoked"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Identity:
-    """Who sends a request, and what its key may do."""
+    """The sender of a request, with the rights of the key that was used.
+
+    Attributes:
+        tenant: the user's.
+        user: by name.
+        role: of the user.
+        key_id: None: keys are turned off, which is only for a server on this machine alone.
+        scopes: of the key, as far as the role has them.
+        limits: of the key.
+    """
 
     tenant: str
     user: str
     role: Role
-    key_id: str | None  # None: without keys, on this machine alone
+    key_id: str | None
     scopes: frozenset[Scope]
     limits: KeyLimits
 
     def may(self, action: Action, owner: str | None = None, private: bool = False) -> bool:
-        """Whether the table of permissions allows it, to what belongs to `owner`; None: to nobody, or to oneself.
+        """Return whether the table of permissions allows an action.
 
-        `private`: it is a private job.
+        Args:
+            action: what is to be done.
+            owner: to whom the object of the action belongs; None: to no user in particular, or to the sender.
+            private: whether the object is a private job.
         """
         rule = PERMISSIONS[action]
         return (
@@ -48,14 +60,18 @@ class Identity:
         )
 
     def sees(self, action: Action, owner: str | None) -> bool:
-        """Whether a private job of `owner` is there at all for who wants to do `action` to it."""
+        """Return whether a private job of `owner` is visible to this sender for an action."""
         return owner == self.user or self.role in PERMISSIONS[action].private
 
     def require(self, action: Action, owner: str | None = None) -> None:
-        """The same.
+        """Refuse an action that `may` does not allow.
+
+        Args:
+            action: what is to be done.
+            owner: see `may`.
 
         Raises:
-            Forbidden: it does not allow it; the message says what is missing.
+            Forbidden: the action is not allowed; the message says what is missing.
         """
         if self.may(action, owner):
             return
@@ -66,7 +82,9 @@ class Identity:
 
 
 def local_operator() -> Identity:
-    """Who everybody is where keys are turned off, which is only for a server that nobody else can reach."""
+    """Return the identity of every sender where keys are turned off, which is only for a server that no one else can
+    reach.
+    """
     return Identity(
         tenant=OPERATOR_TENANT,
         user="admin",
@@ -80,22 +98,26 @@ def local_operator() -> Identity:
 class Identities:
     """Looks keys up, and remembers them until they are changed.
 
-    What is remembered is right because all changes go through this process: it alone has the control store.
+    The memory is never stale, because all changes go through this process: only it has the control store.
+
+    Attributes:
+        expiry: the clock by which keys expire.
     """
 
     def __init__(self, store: ControlStore) -> None:
         self._store = store
         self.expiry = ExpiryClock(store.clock)
         self._known: OrderedDict[str, StoredKey] = OrderedDict()
-        self._changes = 0  # a look-up during which this grew is not remembered
-        self._touched: dict[str, float] = {}  # key id -> monotonic seconds
+        self._changes = 0  # a look-up during which this number grew is not remembered: it may be outdated
+        self._touched: dict[str, float] = {}  # last stored use of each key, monotonic seconds
         self._touching: set[asyncio.Task[None]] = set()
 
     async def authenticate(self, secret: str | None) -> Identity:
-        """Who has this key.
+        """Return the identity to which a key belongs.
 
         Raises:
-            Unauthorized: nobody; the message is the same whatever is wrong, unless the key is right and has expired.
+            Unauthorized: the key opens nothing. The message is always the same, unless the key is right and has
+                expired, so that it tells an attacker nothing.
         """
         if not secret:
             raise Unauthorized("no key; send the header `Authorization: Bearer <key>`")
@@ -111,7 +133,10 @@ class Identities:
         return _identity_of(stored)
 
     async def renewed(self, identity: Identity) -> Identity | None:
-        """The same, as it is now, for what goes on for long; None: its key opens nothing any more."""
+        """Return an identity with its present rights, for long-running requests.
+
+        None: its key opens nothing any more.
+        """
         if identity.key_id is None:
             return identity
         stored = await self._look_up(identity.key_id)
@@ -121,18 +146,19 @@ class Identities:
         return None if over else _identity_of(stored)
 
     def forget(self, tenant: str, user: str) -> None:
-        """Something about this user or a key of theirs was changed: look it up again."""
+        """Forget the keys of a user, because the user or one of the keys was changed."""
         self._changes += 1
         for key_id, stored in list(self._known.items()):
             if (stored.record.tenant, stored.record.user) == (tenant, user):
                 del self._known[key_id]
 
     async def settle(self) -> None:
-        """Wait until the last uses of keys are written down."""
+        """Wait until the last uses of keys are stored."""
         while self._touching:
             await asyncio.gather(*self._touching)
 
     async def _look_up(self, key_id: str) -> StoredKey | None:
+        """Return a key from memory or the store; None: there is no such key."""
         stored = self._known.get(key_id)
         if stored is not None:
             self._known.move_to_end(key_id)
@@ -147,6 +173,7 @@ class Identities:
         return stored
 
     def _touch(self, key_id: str) -> None:
+        """Store that a key was used now, at most once in `TOUCH_SECONDS`, without delaying the request."""
         now = self._store.clock.monotonic()
         last = self._touched.get(key_id)
         if last is not None and now - last < TOUCH_SECONDS:
@@ -157,6 +184,7 @@ class Identities:
         task.add_done_callback(self._touching.discard)
 
     async def _write_use(self, key_id: str, now: float) -> None:
+        """Store the last use of a key; a failure is only logged, because the request itself succeeded."""
         try:
             await self._store.write(lambda c: accounts.touch_key(c, key_id, now))
         except StoreError as error:
@@ -164,6 +192,7 @@ class Identities:
 
 
 def _identity_of(stored: StoredKey) -> Identity:
+    """Return the identity that a stored key gives to its sender."""
     key = stored.record
     return Identity(
         tenant=key.tenant,

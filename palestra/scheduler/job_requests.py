@@ -1,4 +1,4 @@
-"""What can be kept of what is submitted."""
+"""The check of a submitted job before it is stored."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ MOST_SECONDS = 1e10
 
 
 def check_request(request: JobRequest) -> None:
-    """Refuse what can't be kept as it is.
+    """Refuse a job that can't be stored unchanged.
 
     Raises:
-        InvalidRequest: a value is out of range, or a key stands in a text.
+        InvalidRequest: a value is out of range, or a text contains a key.
         PayloadTooLarge: the configuration is too long.
     """
     check_name(request.name, "name")
@@ -32,7 +32,7 @@ def check_request(request: JobRequest) -> None:
         raise InvalidRequest(f"time_limit_seconds has to be above 0 and below {MOST_SECONDS:g}", "time_limit_seconds")
     try:
         text = to_json(request.config)
-        same = orjson.loads(text) == request.config  # orjson writes NaN as null
+        same = orjson.loads(text) == request.config  # they differ if there is a NaN, which orjson writes as null
     except (TypeError, ValueError, RecursionError):
         same, text = False, ""
     if not same:

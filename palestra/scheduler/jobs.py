@@ -1,7 +1,7 @@
-"""Jobs, as operations on a connection. The writer runs one at a time, so each sees the truth.
+"""Jobs, as operations on a connection. The writing thread runs one at a time, so each sees the newest state.
 
-An operation may be run a second time where the database did not say whether it had been committed. So whatever it adds
-has an id that was made before, and finding that id means that it was done.
+An operation may be run a second time if the database did not say whether it had been committed. So each row that it
+adds has an id that was made before, and finding that id means that the operation was done.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAX_LOG_TAIL = 65536  # characters
 
 
 def record_of(row: Any) -> JobRecord:
-    """A row of `jobs`."""
+    """Return the job that a row of `jobs` holds."""
     return JobRecord(
         job_id=row.job_id,
         tenant=row.tenant,
@@ -44,7 +44,7 @@ def record_of(row: Any) -> JobRecord:
         name=row.name,
         kind=row.kind,
         priority=row.priority,
-        config=in_present_names(orjson.loads(row.config)),  # perhaps submitted to an earlier version
+        config=in_present_names(orjson.loads(row.config)),  # the job may have been submitted to an earlier version
         resources=Resources(cpus=row.cpus, gpus=row.gpus, memory_gib=row.memory_gib),
         attached=row.attached,
         private=row.private,
@@ -77,17 +77,28 @@ def submit(
     most_open: int | None,
     now: float,
 ) -> JobRecord:
-    """A new job in QUEUED, or the one that was submitted with the same key.
+    """Add a job in QUEUED, or return the one that was submitted with the same key.
+
+    Args:
+        connection: in a transaction of the writing thread.
+        tenant: the owner's.
+        user: the owner.
+        request: the job.
+        job_id: of the new job.
+        request_key: the client's idempotency key; None: there is none.
+        most_open: how many jobs of the user may be open; None: any number.
+        now: Unix seconds.
 
     Raises:
-        Conflict: the key was used for something else.
-        TooManyRequests: the user has `most_open` jobs that are not over.
+        Conflict: the key was used for another request.
+        TooManyRequests: the user has `most_open` open jobs.
     """
     config = to_json(request.config)
     asked = request.resources
     body = [user, request.name, request.kind, request.priority, config, asked.cpus, asked.gpus, asked.memory_gib]
     body += [request.attached, request.restarts_limit]
-    if request.from_job is not None:  # sent again, the newest checkpoint may be another
+    # A retry may find a newer checkpoint, so a step that was not requested is not a part of the digest.
+    if request.from_job is not None:
         body += [request.from_job, None if request.from_newest else request.from_step]
     if request.private:
         body += ["private"]
@@ -139,10 +150,15 @@ def submit(
 
 
 def read(connection: Connection, tenant: str | None, job_id: str) -> JobRecord:
-    """One job; of any tenant where that is None.
+    """Return one job.
+
+    Args:
+        connection: to the store.
+        tenant: the owner's; None: any.
+        job_id: of the job.
 
     Raises:
-        NotFound: there is none, or it is another tenant's: the answer is the same.
+        NotFound: there is no such job, or it is another tenant's; the answer is the same.
     """
     wanted = select(jobs).where(jobs.c.job_id == job_id)
     row = connection.execute(wanted if tenant is None else wanted.where(jobs.c.tenant == tenant)).first()
@@ -160,9 +176,16 @@ def page(
     limit: int,
     viewer: str | None,
 ) -> JobPage:
-    """Up to `limit` jobs of a tenant, newest first, that were submitted before the job `before`.
+    """Return a page of a tenant's jobs, newest first.
 
-    Of other users' private jobs the user `viewer` sees none; None: somebody who sees all.
+    Args:
+        connection: to the store.
+        tenant: whose jobs.
+        equal: values that columns must have.
+        states: only jobs in one of these; empty: in any.
+        before: id of the last job of the page before; None: the first page.
+        limit: the most jobs to return.
+        viewer: user who does not see private jobs of others; None: all jobs are returned.
 
     Raises:
         InvalidRequest: `before` is not a job of this tenant.
@@ -187,7 +210,7 @@ def page(
 
 
 def in_states(connection: Connection, states: Collection[JobState]) -> list[JobRecord]:
-    """Every job in one of these states, of all tenants, in order of submission."""
+    """Return every job in one of these states, of all tenants, in order of submission."""
     rows = connection.execute(select(jobs).where(jobs.c.state.in_(sorted(states))).order_by(jobs.c.number))
     return [record_of(row) for row in rows]
 
@@ -202,11 +225,21 @@ def change_state(
     fields: JobFields,
     now: float,
 ) -> JobRecord:
-    """Move a job, if it is in one of the states that are expected.
+    """Change the state of a job, if its present state is an expected one.
+
+    Args:
+        connection: in a transaction of the writing thread.
+        job_id: of the job.
+        change_id: of this change; if it is known, the change was made before.
+        expected: states in which the job may be.
+        following: the new state.
+        reason: why, for people.
+        fields: other columns to set.
+        now: Unix seconds.
 
     Raises:
         NotFound: there is no such job.
-        Conflict: somebody else moved it; or it would go back to the queue and its cancellation was requested.
+        Conflict: the job is in another state, or it would be queued although its cancellation was requested.
         IllegalTransition: the lifecycle does not have this move.
     """
     job = read(connection, None, job_id)
@@ -227,7 +260,8 @@ def change_state(
         values["ran_seconds"] = job.ran_seconds + max(now - job.changed_at, 0.0)
     reason = clean(reason, MAX_REASON)
     values |= {"state": following.value, "reason": reason, "changed_at": now}
-    if job.cancel_requested and following in LIVE_STATES:  # why it will end says more
+    # The reason for the cancellation says more than that for becoming live.
+    if job.cancel_requested and following in LIVE_STATES:
         values["reason"] = job.reason
     connection.execute(jobs.update().where(jobs.c.job_id == job_id).values(values))
     changes.add(connection, job.tenant, job_id, change_id, job.state, following, reason, now)
@@ -237,7 +271,15 @@ def change_state(
 def request_cancel(
     connection: Connection, tenant: str | None, job_id: str, change_id: str, reason: str, now: float
 ) -> JobRecord:
-    """A queued job is cancelled at once, a live one is marked, one that is over stays as it is.
+    """Cancel a queued job; mark a live one for the scheduler; leave one that has ended unchanged.
+
+    Args:
+        connection: in a transaction of the writing thread.
+        tenant: the owner's; None: any.
+        job_id: of the job.
+        change_id: of the change of state, if there is one.
+        reason: why, for people.
+        now: Unix seconds.
 
     Raises:
         NotFound: there is no such job in this tenant.
@@ -253,7 +295,13 @@ def request_cancel(
 
 
 def changes_of(connection: Connection, tenant: str | None, job_id: str, after: int) -> list[JobChange]:
-    """What happened to one job, after the change `after`.
+    """Return the changes of one job, oldest first.
+
+    Args:
+        connection: to the store.
+        tenant: the owner's; None: any.
+        job_id: of the job.
+        after: only changes with a larger number are returned.
 
     Raises:
         NotFound: there is no such job in this tenant.
@@ -263,6 +311,7 @@ def changes_of(connection: Connection, tenant: str | None, job_id: str, after: i
 
 
 def _count_open(connection: Connection, tenant: str, user: str) -> int:
+    """Return how many jobs of a user have not ended."""
     return connection.execute(
         select(func.count()).where(
             jobs.c.tenant == tenant, jobs.c.user_name == user, jobs.c.state.in_(sorted(OPEN_STATES))
@@ -271,10 +320,10 @@ def _count_open(connection: Connection, tenant: str, user: str) -> int:
 
 
 def _checked(fields: JobFields) -> dict[str, Any]:
-    """Only what may be set, and no key in what people read.
+    """Return fields that may be set, with keys in texts hidden.
 
     Raises:
-        TypeError: the state, or another field, was given; a defect of the caller.
+        TypeError: another field was given, such as the state, which is a defect of the caller.
     """
     unknown = fields.keys() - JobFields.__annotations__.keys()
     if unknown:

@@ -1,4 +1,4 @@
-"""What the scheduler asks of whatever runs model servers."""
+"""The interface of a launcher, which runs model servers for the scheduler, and how their endings are classified."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from palestra.scheduler.fitting import Node
 from palestra.schemas.jobs import Resources
 
 LOG_FILE = "log.txt"  # in a job's folder
-ENDED_FILE = "ended.json"  # likewise, since its server ended
+ENDED_FILE = "ended.json"  # in a job's folder, after its server has ended
 
-# A full disk or quota, a disk that fails or is gone, no memory, no descriptor, a folder that is read-only for now.
+# A full disk or quota, a failing or missing disk, no memory, no descriptor, a folder that is read-only at the moment.
 MACHINE_ERRORS = frozenset(
     (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EROFS)
 )
@@ -28,28 +28,35 @@ SQLITE_MACHINE_ERRORS = frozenset(
 
 
 class Ending(StrEnum):
-    """How a model server ended."""
+    """How a model server ended, which decides whether it is started again.
 
-    COMPLETED = "completed"  # its steps are done
-    STOPPED = "stopped"  # it was asked to; what was trained is in a checkpoint
-    FAILED = "failed"  # it can't go on, and says why: starting it again would not help
-    LOST = "lost"  # its process or its machine is gone; it can go on from its last checkpoint
+    Attributes:
+        COMPLETED: its steps are finished.
+        STOPPED: it was asked to stop, and what was trained is in a checkpoint.
+        FAILED: it can't continue, and says why; starting it again would not help.
+        LOST: its process or its machine is gone; it can continue from its last checkpoint.
+    """
+
+    COMPLETED = "completed"
+    STOPPED = "stopped"
+    FAILED = "failed"
+    LOST = "lost"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ended:
-    """What became of a model server."""
+    """How a model server ended, and the reason for people."""
 
     ending: Ending
     reason: str = ""
 
 
 def ending_of(error: BaseException) -> Ending:
-    """Return how a job ends that an error ends: the one rule for all of them.
+    """Classify an error that ends a job, by the one rule for all errors.
 
-    LOST, so it is started again as often as `restarts` allows, where another start may go better: an error that is
-    `retryable`, or one that is caused by what the machine is short of at the moment or by its disks (`MACHINE_ERRORS`).
-    FAILED for all others: the configuration, the model, a damaged store, a defect.
+    LOST, so that the job is started again as often as `restarts` allows, for an error that may not happen again: one
+    that is `retryable`, or that the machine's disks or its lack of a resource caused (`MACHINE_ERRORS`). FAILED for all
+    others: the configuration, the model, a damaged store, a defect.
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -57,7 +64,7 @@ def ending_of(error: BaseException) -> Ending:
             return Ending.LOST
         if isinstance(cause, MemoryError) or (isinstance(cause, OSError) and cause.errno in MACHINE_ERRORS):
             return Ending.LOST
-        # Python's own error, about text that is no UTF-8, has no code: the file is damaged.
+        # Python's own error for text that is not UTF-8 has no code, and means that the file is damaged.
         code = getattr(cause, "sqlite_errorcode", None)
         if isinstance(cause, sqlite3.OperationalError) and code is not None and code & 0xFF in SQLITE_MACHINE_ERRORS:
             return Ending.LOST
@@ -66,19 +73,19 @@ def ending_of(error: BaseException) -> Ending:
 
 
 def write_ended(folder: Path, ended: Ended) -> None:
-    """Leave in a job's folder how its server ended, for a scheduler that was not there to hear it."""
+    """Write into a job's folder how its server ended, for a scheduler that was not running then."""
     temporary = folder / f".{ENDED_FILE}"
     temporary.write_text(ended_text(ended))
     temporary.replace(folder / ENDED_FILE)
 
 
 def ended_text(ended: Ended) -> str:
-    """Return what `ENDED_FILE` holds for this ending."""
+    """Return the content of `ENDED_FILE` for this ending."""
     return json.dumps({"ending": ended.ending.value, "reason": ended.reason})
 
 
 def read_ended(folder: Path) -> Ended | None:
-    """What `write_ended` left; None: nothing, so the server did not come to its end."""
+    """Return how a server ended, from `ENDED_FILE`; None: there is no such file, because the server was killed."""
     try:
         found = json.loads((folder / ENDED_FILE).read_text())
         return Ended(ending=Ending(found["ending"]), reason=str(found["reason"]))
@@ -88,30 +95,45 @@ def read_ended(folder: Path) -> Ended | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerOrder:
-    """A model server to be started."""
+    """A model server to be started.
+
+    Attributes:
+        job_id: of the job that it runs.
+        config: a JobConfig as JSON.
+        folder: of the job: its run, and its log.
+        node: where to start it.
+        resources: what the job holds.
+        weights: an absolute folder, or a name of the hub; None: what the configuration's model names.
+        memory_gib: how much memory its processes may use before the job is ended; None: any amount.
+    """
 
     job_id: str
-    config: dict[str, Any]  # a JobConfig
-    folder: Path  # of the job: its run, and its log
+    config: dict[str, Any]
+    folder: Path
     node: str
     resources: Resources
-    weights: str | None = None  # an absolute folder, or a name of the hub; None: what the configuration's model names
-    memory_gib: float | None = None  # that its processes may use; a job that uses more is ended. None: any amount
+    weights: str | None = None
+    memory_gib: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Listening:
-    """A model server that answers."""
+    """A model server that accepts requests.
+
+    Attributes:
+        url: of its data plane.
+        devices: GPUs that it got, by their index on its machine; (): it does not say.
+    """
 
     url: str
-    devices: tuple[int, ...] = ()  # the GPUs that it was given, by their index on its machine; none: it does not say
+    devices: tuple[int, ...] = ()
 
 
 class Launcher(Protocol):
-    """Starts, watches and stops model servers. They outlive the scheduler."""
+    """Starts, watches and stops model servers, which outlive the scheduler."""
 
     async def nodes(self) -> list[Node]:
-        """The machines that there are, with all that they have.
+        """Return the machines of the cluster, with everything that they have.
 
         Raises:
             ServerFailed: the cluster does not answer.
@@ -119,35 +141,42 @@ class Launcher(Protocol):
         ...
 
     async def start(self, order: ServerOrder) -> Listening:
-        """Start a model server, or go on with the run that is in its folder; returns when it listens.
+        """Start a model server, or continue the run in its folder; return when the server listens.
 
         Raises:
-            PalestraError: it can't be started, and says why; nothing of it is left.
+            PalestraError: the server can't be started, for the reason in the message; nothing of it is left.
         """
         ...
 
     async def find(self, job_id: str) -> Listening | None:
-        """A server that was started before; None: there is none, and nothing is left of one."""
+        """Return a server that was started before; None: there is none, and nothing is left of one."""
         ...
 
     async def known(self) -> list[str]:
-        """The jobs of which there is anything, a server or what it holds, whoever started it."""
+        """Return the ids of all jobs of which there is a server, or resources that it held, also those of other
+        schedulers.
+        """
         ...
 
     async def ended(self, job_id: str, heard: Callable[[float | None], None]) -> Ended:
-        """Return when the server has ended, however it did; nothing of it is left then.
+        """Wait until the server has ended for any reason, and return how; nothing of it is left then.
 
         Args:
             job_id: of the job that the server runs.
             heard: called each time the server answers, with the job's own estimate of the seconds that it has left
-                (`JobProgress.seconds_left`). The estimate is None while there is none.
+                (`JobProgress.seconds_left`); None: there is no estimate yet.
         """
         ...
 
     async def stop(self, job_id: str, grace_seconds: float) -> None:
-        """Ask it to save and end; after the grace time its process is killed. Nothing of it is left then."""
+        """Ask a server to save and end, and return when nothing of it is left.
+
+        Args:
+            job_id: of the job that the server runs.
+            grace_seconds: how long the server may take until its process is killed.
+        """
         ...
 
     async def close(self) -> None:
-        """Let go of everything; servers go on."""
+        """Release everything that this object holds; the servers continue."""
         ...

@@ -1,4 +1,4 @@
-"""What one key may use. The numbers are data; the bucket is arithmetic on a clock that never goes back."""
+"""The limits of one key, and the token bucket that enforces its request rate on a clock that never goes back."""
 
 from __future__ import annotations
 
@@ -14,19 +14,27 @@ MOST_BUCKETS = 10_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeyLimits:
-    """Limits of one key."""
+    """The limits of one key.
+
+    Attributes:
+        requests_per_minute: sustained rate.
+        burst: requests that may arrive at the same moment.
+        open_jobs: jobs of its user that have not ended.
+        body_bytes: longest body of one request.
+        episodes_in_flight: episodes claimed at the same time, for each job that is submitted with the key.
+    """
 
     requests_per_minute: float = 1200.0
-    burst: int = 200  # requests that may come at the same moment
-    open_jobs: int = 100  # jobs of its user that are not over
-    body_bytes: int = 4 * 2**20  # of one request
-    episodes_in_flight: int = 10_000  # claimed at the same time, of each job that is submitted with it
+    burst: int = 200
+    open_jobs: int = 100
+    body_bytes: int = 4 * 2**20
+    episodes_in_flight: int = 10_000
 
     def __post_init__(self) -> None:
-        """Refuse what would shut a key out.
+        """Refuse limits that would lock a key out.
 
         Raises:
-            InvalidRequest: a limit is not a number from 1 on.
+            InvalidRequest: a limit is not a number of at least 1.
         """
         for name in self.__slots__:
             amount = getattr(self, name)
@@ -35,14 +43,17 @@ class KeyLimits:
 
 
 class TokenBucket:
-    """`burst` requests at once, then `per_second` of them."""
+    """A token bucket: allows `burst` requests immediately, and then `per_second` of them."""
 
     def __init__(self, per_second: float, burst: int, clock: Clock) -> None:
         self._per_second, self._burst, self._clock = per_second, float(burst), clock
         self._left, self._at = float(burst), clock.monotonic()
 
     def take(self, amount: float = 1.0) -> float:
-        """0.0 where it was taken; otherwise nothing is, and the answer is the seconds until it could be."""
+        """Take `amount` tokens and return 0.0.
+
+        If there are too few, take none and return the seconds until there are enough.
+        """
         now = self._clock.monotonic()
         self._left = min(self._burst, self._left + (now - self._at) * self._per_second)
         self._at = now
@@ -53,17 +64,21 @@ class TokenBucket:
 
 
 class RequestRates:
-    """A bucket for each key that was used lately. A bucket that is forgotten is a full one."""
+    """A token bucket for each key that was used recently. Forgetting a bucket is the same as filling it."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._buckets: OrderedDict[str, tuple[KeyLimits, TokenBucket]] = OrderedDict()
 
     def count(self, key_id: str, limits: KeyLimits) -> None:
-        """Count one request.
+        """Count one request of a key.
+
+        Args:
+            key_id: of the key.
+            limits: of the key; a change starts a new bucket.
 
         Raises:
-            TooManyRequests: the key has sent too many; it says when to come again.
+            TooManyRequests: the key has sent too many requests; the error says how long to wait.
         """
         known, bucket = self._buckets.pop(key_id, (None, None))
         if bucket is None or known != limits:

@@ -1,7 +1,7 @@
-"""Who may do what: one table, for the API and for the test that goes through it.
+"""The table of permissions: which role and scope each action needs. The API and the test of all routes read it.
 
-A key may do something if its user's role may, and the key's scopes contain the rule's, so a key can be weaker than its
-user and never stronger.
+A key may do an action if its user's role may, and if the key's scopes contain the rule's scope. So a key can be weaker
+than its user and never stronger.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ OPERATOR_TENANT = "default"  # its admins run the cluster; they do not see into 
 
 
 class Role(StrEnum):
-    """What a user is in its tenant."""
+    """The role of a user in its tenant, from most to fewest rights."""
 
     ADMIN = "admin"
     MEMBER = "member"
@@ -22,7 +22,7 @@ class Role(StrEnum):
 
 
 class Scope(StrEnum):
-    """What a key can be limited to."""
+    """A right to which a key can be limited."""
 
     JOBS_READ = "jobs:read"
     JOBS_WRITE = "jobs:write"
@@ -35,15 +35,22 @@ class Scope(StrEnum):
 
 
 class Action(StrEnum):
-    """Everything that a route can do."""
+    """Every action that a route can do.
+
+    Attributes:
+        JOB_READ: read a job's state, logs, events, metrics and artifacts.
+        JOB_ROTATE_KEY: replace the key of a job's data plane; the old one then opens nothing.
+        EPISODE_PLAY: get the address and the key of a job's data plane.
+        TENANT_SET_PRIVATE: set whether jobs of one's own tenant are private by default.
+    """
 
     JOB_SUBMIT = "job.submit"
     JOB_LIST = "job.list"
-    JOB_READ = "job.read"  # its state, logs, events, metrics and artifacts
+    JOB_READ = "job.read"
     JOB_CANCEL = "job.cancel"
     JOB_RESUBMIT = "job.resubmit"
-    JOB_ROTATE_KEY = "job.rotate_key"  # another key for its data plane; the one of before opens nothing any more
-    EPISODE_PLAY = "episode.play"  # be told a job's data plane and its key
+    JOB_ROTATE_KEY = "job.rotate_key"
+    EPISODE_PLAY = "episode.play"
     SELF_READ = "self.read"
     KEY_MAKE = "key.make"
     KEY_LIST = "key.list"
@@ -59,7 +66,7 @@ class Action(StrEnum):
     TENANT_LIST = "tenant.list"
     TENANT_ADD = "tenant.add"
     TENANT_CHANGE = "tenant.change"
-    TENANT_SET_PRIVATE = "tenant.set_private"  # whether jobs of one's own tenant are private unless they say otherwise
+    TENANT_SET_PRIVATE = "tenant.set_private"
 
 
 _ALL = frozenset(Role)
@@ -69,13 +76,21 @@ _ADMIN = frozenset({Role.ADMIN})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """What an action needs."""
+    """The requirements of an action.
 
-    scope: Scope | None  # None: any key will do
-    roles: frozenset[Role]  # who may do it
-    others: frozenset[Role]  # who may do it to what belongs to another user of the same tenant
-    private: frozenset[Role] = _ADMIN  # of `others`, who may do it also to a private job; the rest do not see it
-    operator: bool = False  # only in the tenant that runs the cluster
+    Attributes:
+        scope: that the key must have; None: any key will do.
+        roles: that may do the action.
+        others: roles that may do it to objects of other users of the same tenant.
+        private: of `others`, the roles that may also do it to private jobs; the rest do not see these.
+        operator: whether the action is only for the tenant that runs the cluster.
+    """
+
+    scope: Scope | None
+    roles: frozenset[Role]
+    others: frozenset[Role]
+    private: frozenset[Role] = _ADMIN
+    operator: bool = False
 
 
 PERMISSIONS: Mapping[Action, Rule] = {
@@ -106,5 +121,5 @@ PERMISSIONS: Mapping[Action, Rule] = {
 
 
 def scopes_of(role: Role) -> frozenset[Scope]:
-    """All that a role can use: what a new key has where nothing narrower is asked for."""
+    """Return all scopes that a role can use, which a new key has unless fewer are requested."""
     return frozenset(rule.scope for rule in PERMISSIONS.values() if rule.scope is not None and role in rule.roles)

@@ -205,7 +205,7 @@ class UserView(Body):
 
 
 class AddTenant(Body):
-    """Request of `POST /tenants`: add a tenant, which has no users yet."""
+    """Request of `POST /tenants`: add a tenant with one admin, whose key is in the answer."""
 
     name: Name
 
