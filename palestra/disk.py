@@ -54,6 +54,7 @@ def write_whole(path: Path, content: bytes, mode: int = 0o666) -> None:
             with os.fdopen(descriptor, "wb") as file:
                 file.write(content)
                 file.flush()
+                # Without it a crash after the rename could leave an empty file under the final name.
                 os.fsync(file.fileno())
             temporary.replace(path)
         except OSError:

@@ -1,4 +1,4 @@
-"""What a `Database` needs to know about its kind: SQLite or PostgreSQL."""
+"""The differences between SQLite and PostgreSQL, as a `Database` sees them."""
 
 from __future__ import annotations
 

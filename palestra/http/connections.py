@@ -27,10 +27,10 @@ LOG_SECONDS = 60.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConnectionLimits:
-    """How much one connection may send, and how long it may take.
+    """The limits of one connection: how much it may send, and how long it may take.
 
     Attributes:
-        connections: how many may be open.
+        connections: how many may be open in all.
         header_bytes: length of a request's line and headers together.
         header_fields: how many headers a request may have.
         header_seconds: from the first byte of a request, or from the connection, to the end of its headers.

@@ -53,7 +53,7 @@ class AttentionBackend(Protocol):
 
 
 class _Slot:
-    """Where the attention modules of one model find the backend of the forward pass that is running.
+    """Holds the backend of the forward pass that is running, for the attention modules of one model.
 
     None between passes.
     """

@@ -1,8 +1,8 @@
-"""Where an engine reads the weights of a policy: what a trainer gives, and what `Engine.sync_weights` takes.
+"""The weights of a policy on their way from a trainer to `Engine.sync_weights`.
 
 Trainer and engine do not know each other. A source stands between them, and says how the tensors travel. Today both are
-in one process, so there is one kind of source; this module loads no torch, because the fake trainer and the fake
-engine run without it.
+in one process, so there is one kind of source; this module loads no torch, because the fake trainer and the fake engine
+run without it.
 """
 
 from __future__ import annotations

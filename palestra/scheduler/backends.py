@@ -1,9 +1,9 @@
 """The control store's database, chosen by URL, and the lock that only one process at a time can hold to write it.
 
 SQLite: a lock on a file beside the database, which the operating system frees when the process dies. PostgreSQL: an
-advisory lock of the session that writes. If that session ends for any reason, the lock and the transaction end with it,
-and a new session has to get the lock before it can write. So two schedulers can't write alternately, whatever clocks
-and networks do. A proxy that shares sessions between transactions (PgBouncer's transaction mode) would break this.
+advisory lock of the session that writes. When that session ends for any reason, the lock and the transaction end with
+it, and a new session has to get the lock before it can write. So two schedulers can't write alternately, however clocks
+and networks behave. A proxy that shares sessions between transactions (PgBouncer's transaction mode) would break this.
 """
 
 from __future__ import annotations

@@ -193,7 +193,7 @@ class Room:
         return self.whole * SHARES >= needs.gpus
 
     def give(self, needs: Amounts, devices: Sequence[GpuShare], sign: int = 1) -> None:
-        """Subtract what a job will hold; with `sign` -1, add what it held.
+        """Take resources away that a job will hold; with `sign` -1, give back what it held.
 
         Args:
             needs: CPUs and memory of the job.

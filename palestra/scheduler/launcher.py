@@ -28,7 +28,7 @@ SQLITE_MACHINE_ERRORS = frozenset(
 
 
 class Ending(StrEnum):
-    """How a model server ended, which decides whether it is started again.
+    """The ways in which a model server can end; they decide whether it is started again.
 
     Attributes:
         COMPLETED: its steps are finished.
@@ -45,7 +45,7 @@ class Ending(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ended:
-    """How a model server ended, and the reason for people."""
+    """The ending of a model server, with the reason for people."""
 
     ending: Ending
     reason: str = ""

@@ -1,14 +1,14 @@
-"""Which job starts where: a pure function of what waits, what runs, the nodes, the policy and the time.
+"""Decide which job starts where: a pure function of the queue, the running jobs, the nodes, the policy and the time.
 
-Jobs have their turns in the order of `turns`. One that fits starts where the least is left over (`fitting`). For the
-first that fits nowhere a node is kept, and what comes behind it starts only where it does not delay it (backfill). A
-job that its tenant's quota stops keeps its part of the quota in the same way. Nothing waits for ever:
+Jobs have their turns in the order of `turns`. A job that fits starts where the least is left over (`fitting`). For the
+first job that fits nowhere a node is kept, and later jobs start only where they do not delay it (backfill). A job that
+its tenant's quota stops keeps its part of the quota in the same way. No job waits for ever:
 
 - a waiting job ages until it is overdue, once the finite number of jobs that its tenant submitted before it are over;
 - a finite number of jobs is overdue for longer than it is, so it becomes the first;
 - the node kept for an overdue job is chosen without trusting estimates, and the choice settles (`fitting.reserve`).
 
-What can't be promised: room that only opens when a dead node comes back, or when an endless job is stopped.
+Only room that opens when a dead node comes back, or when an endless job is stopped, can't be promised.
 
 With W waiting jobs, D different needs among them, S starts and N nodes a call takes O(W log W + (S + D) N).
 """
@@ -39,18 +39,32 @@ from palestra.scheduler.turns import Line, Turn, WaitingJob, in_order
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
-    """What the operator has decided."""
+    """The operator's settings of placement.
 
-    quotas: Mapping[str, Quota] = field(default_factory=dict)  # by tenant; the others have no limits
+    Attributes:
+        quotas: by tenant; other tenants have no limits.
+        starts_at_once: how many jobs may be STARTING at the same time.
+        draining: whether no job starts.
+        aging_seconds: waiting for so long raises a job by one priority class.
+        backfill: whether later jobs may start while a job waits for room.
+    """
+
+    quotas: Mapping[str, Quota] = field(default_factory=dict)
     starts_at_once: int = 2
-    draining: bool = False  # nothing starts
-    aging_seconds: float = 1800.0  # waiting for so long raises a job by one priority class
-    backfill: bool = True  # False: nothing starts behind a job that waits for room
+    draining: bool = False
+    aging_seconds: float = 1800.0
+    backfill: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Start:
-    """A job that starts now, and what it holds from now on, besides CPUs and memory as it needs."""
+    """A job that starts now.
+
+    Attributes:
+        job_id: of the job.
+        node_id: where it starts.
+        devices: GPUs that it holds from now on; CPUs and memory are those that it needs.
+    """
 
     job_id: str
     node_id: str
@@ -59,26 +73,33 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """Every waiting job is in exactly one of the first three."""
+    """The result of `place`. Every waiting job is in exactly one of the first three attributes.
+
+    Attributes:
+        starts: the jobs that start now.
+        waiting: reason by job.
+        impossible: reason by job that can never start, even on an empty cluster.
+        again_at: when the same call could start a job if nothing else happens, Unix seconds; None: never.
+    """
 
     starts: tuple[Start, ...]
-    waiting: Mapping[str, str]  # reason by job
-    impossible: Mapping[str, str]  # reason by job: it can never start, whatever ends
-    again_at: float | None  # when the same call could start something, if nothing else happens; None: never
+    waiting: Mapping[str, str]
+    impossible: Mapping[str, str]
+    again_at: float | None
 
 
 def place(
     queue: Iterable[WaitingJob], running: Iterable[RunningJob], nodes: Iterable[Node], policy: Policy, now: float
 ) -> Decision:
-    """Decide what starts now. The order in which jobs and nodes are given does not matter.
+    """Decide which jobs start now. The order in which jobs and nodes are given does not matter.
 
-    Call it when a job comes or ends, when a start is over, when a node or the policy changes, at `again_at`, and again
-    after a decision that starts something, for that changes whose turn it is.
+    Call it when a job is submitted or ends, when a start is finished, when a node or the policy changes, at `again_at`,
+    and again after a decision that starts a job, because that changes whose turn it is.
 
     Args:
         queue: all jobs that wait.
-        running: all jobs that hold something, those that are starting included.
-        nodes: all nodes that are known, those that are dead or draining included.
+        running: all jobs that hold resources, including those that are starting.
+        nodes: all known nodes, including dead and draining ones.
         policy: quotas and limits.
         now: seconds on the clock of all other times here.
     """
@@ -99,20 +120,22 @@ class _Call:
         self._starts_left = policy.starts_at_once - sum(job.starting for job in running)
         self._starts: list[Start] = []
         self._waiting: dict[str, str] = {}
-        self._turns: list[Turn] = []  # of those that wait
+        self._turns: list[Turn] = []  # of the jobs that wait
         self._impossible: dict[str, str] = {}
-        self._refusals: dict[Amounts, str | None] = {}  # by needs: why no node could ever hold it
+        # Answers that many jobs share, by their needs; the best fit with the number of starts when it was found.
+        self._refusals: dict[Amounts, str | None] = {}
         self._reached: dict[Amounts, bool] = {}
-        self._best: dict[Amounts, tuple[int, NodeRoom | None]] = {}  # by needs: best fit, and after how many starts
+        self._best: dict[Amounts, tuple[int, NodeRoom | None]] = {}
         self._short: list[tuple[str, Amounts]] = []  # jobs that wait for room
-        self._first: Turn | None = None  # of these the one that nothing may delay
-        self._kept: Reservation | None = None  # the node for it
-        self._kept_back: dict[Amounts, float] = {}  # needs that would delay it, with the soonest end of those seen
-        self._overtaken: set[tuple[str, str, Amounts]] = set()  # tenant, priority and needs of what is kept back
-        self._held = False  # a job waits for which there would be room
+        self._first: Turn | None = None  # the first of these, which no other job may delay
+        self._kept: Reservation | None = None
+        # Jobs that would delay the first one: the soonest end by needs, and (tenant, priority, needs).
+        self._kept_back: dict[Amounts, float] = {}
+        self._overtaken: set[tuple[str, str, Amounts]] = set()
+        self._held = False  # whether a job waits although there is room for it
 
     def lines(self, queue: Iterable[WaitingJob], running: Iterable[RunningJob]) -> list[Line]:
-        """The tenants' lines, with what each tenant holds."""
+        """Return the queue of each tenant, with what the tenant holds."""
         total = Amounts(*map(sum, zip((0, 0, 0), *(node.capacity for node in self._nodes if node.alive), strict=True)))
         waiting: dict[str, list[WaitingJob]] = {}
         held: dict[str, list[RunningJob]] = {}
@@ -129,7 +152,7 @@ class _Call:
         return lines
 
     def decide(self, turn: Turn) -> None:
-        """Start the job whose turn it is, or note why it waits."""
+        """Start the job whose turn it is, or record why it waits."""
         job, account, needs = turn.job, turn.line.account, counted(turn.job.needs)
         if refusal := account.refusal(needs) or self._too_large(needs):
             self._impossible[job.job_id] = refusal
@@ -144,7 +167,7 @@ class _Call:
             account.claim = Claim(name_of(job), (*needs, 1))
 
     def decision(self) -> Decision:
-        """What was decided."""
+        """Return the decision, after putting shortages into words."""
         shortage, told = Shortage(self._rooms, self._nodes), dict[Amounts, str]()
         for job_id, needs in self._short:
             if needs not in told:
@@ -160,7 +183,10 @@ class _Call:
         )
 
     def _obstacle(self, turn: Turn, needs: Amounts) -> str | None:
-        """What is in the way of a job, apart from the one that must not be delayed. A shortage is told at the end."""
+        """Return what prevents a job from starting, apart from the reservation; None: nothing does, "": a shortage.
+
+        Shortages are put into words at the end, when it is known what is left.
+        """
         account = turn.line.account
         if self._policy.draining:
             return "the cluster is draining, so nothing starts"
@@ -179,31 +205,35 @@ class _Call:
         return None
 
     def _too_large(self, needs: Amounts) -> str | None:
+        """Return why no node can ever hold a job with these needs; None: one can."""
         if needs not in self._refusals:
             self._refusals[needs] = too_large(needs, self._sizes)
         return self._refusals[needs]
 
     def _reachable(self, needs: Amounts) -> bool:
-        """Whether it will fit on a node on which jobs may start, when all that end have ended."""
+        """Return whether a job will fit on an open node when all jobs that ever end have ended."""
         if needs not in self._reached:
             self._reached[needs] = any(room.will_fit(needs) for room in self._rooms)
         return self._reached[needs]
 
     def _best_fit(self, needs: Amounts) -> NodeRoom | None:
-        """As things are now. What once did not fit never will in this call, as free amounts only shrink."""
+        """Return the best node for a job now; None: it fits nowhere.
+
+        A job that did not fit once will not fit later in this call, because free amounts only shrink.
+        """
         known, starts = self._best.get(needs), len(self._starts)
         if known is None or (known[1] is not None and known[0] != starts):
             known = self._best[needs] = starts, best_fit(self._rooms, needs)
         return known[1]
 
     def _keep_node(self, turn: Turn, needs: Amounts) -> None:
-        """For the first job that fits nowhere; an overdue one trusts no estimates."""
+        """Keep a node for the first job that fits nowhere. For an overdue job, estimated ends are not trusted."""
         if self._first is None and self._reachable(needs):
             self._kept = reserve(self._rooms, turn.job_id, needs, self._now, turn.below_overdue > 0)
             self._first = turn if self._kept else None
 
     def _find(self, turn: Turn, needs: Amounts) -> tuple[NodeRoom, tuple[GpuShare, ...]] | None:
-        """Where a job that would fit may start; None: nowhere without delaying the first."""
+        """Return where a job that fits may start; None: nowhere without delaying the first job."""
         room, kept = self._best_fit(needs), self._kept
         if kept:
             if not self._policy.backfill or self._is_kept_back(turn, needs):
@@ -216,14 +246,17 @@ class _Call:
         return (room, devices) if room and devices is not None else None
 
     def _is_kept_back(self, turn: Turn, needs: Amounts) -> bool:
-        """Whether an equal job was, that ends as soon, or that is of the same tenant and priority and so before it."""
+        """Return whether an equal job was kept back that ends as soon, or that has the same tenant and priority.
+
+        Then this job is kept back, too, without another search.
+        """
         soonest = self._kept_back.get(needs)
         if soonest is None:
             return False
         return soonest <= self._latest_end(turn.job) or (turn.job.tenant, turn.job.priority, needs) in self._overtaken
 
     def _behind(self, turn: Turn, needs: Amounts) -> str:
-        """Remember that a job is kept back, and tell why."""
+        """Record that a job is kept back for the first one, and return the reason in words."""
         if self._first is None or self._kept is None:
             raise AssertionError(f"job {turn.job_id} fits and nothing is in its way, but it does not start")
         self._held = True
@@ -232,14 +265,15 @@ class _Call:
         return behind(turn, self._first, self._kept.node.node_id if self._policy.backfill else None)
 
     def _ends(self, job: WaitingJob) -> float | None:
-        """When it ends if it starts now; None: nobody knows; infinite: it does not."""
+        """Return when a job ends if it starts now; None: unknown; infinite: it does not end."""
         return None if job.expected_seconds is None else self._now + job.expected_seconds
 
     def _latest_end(self, job: WaitingJob) -> float:
+        """Return when a job ends at the latest if it starts now; infinite if that is unknown."""
         return math.inf if job.expected_seconds is None else self._now + job.expected_seconds
 
     def _start(self, turn: Turn, needs: Amounts, room: NodeRoom, devices: tuple[GpuShare, ...]) -> None:
-        """Let it have this."""
+        """Give a job the node and the devices, and count what it holds."""
         job, ends = turn.job, self._ends(turn.job)
         if self._kept and self._kept.node is room:
             self._kept.lend(needs, devices, ends)
@@ -250,7 +284,7 @@ class _Call:
         self._starts_left -= 1
 
     def _again_at(self) -> float | None:
-        """When a job that is kept back could start because somebody has waited, or because a job ran on too long."""
+        """Return when a job that is kept back could start, because a job has aged or has exceeded its expected end."""
         if not self._held or self._starts_left <= 0:
             return None
         times = [turn.line.next_rise(turn.job, self._now) for turn in self._turns]
@@ -259,7 +293,7 @@ class _Call:
 
 
 def _rooms(nodes: Iterable[Node], running: Iterable[RunningJob]) -> list[NodeRoom]:
-    """The nodes on which jobs may start, with who is there."""
+    """Return the nodes on which jobs may start, with what their jobs hold."""
     rooms = {node.node_id: NodeRoom(node) for node in nodes if node.is_open}
     for job in running:
         if job.node_id in rooms:

@@ -1,4 +1,4 @@
-"""Why a job does not start, in words. A tenant reads them, so they name no job of another tenant."""
+"""The reasons for which jobs do not start, in words. Tenants read them, so they name no job of another tenant."""
 
 from __future__ import annotations
 
@@ -11,25 +11,31 @@ from palestra.scheduler.tenants import CPUS, GPUS, MEMORY, UNITS, Account, Quota
 from palestra.scheduler.turns import Turn, WaitingJob
 from palestra.schemas.jobs import SHARES, Resources
 
-SHOWN = 3  # nodes that are named
+SHOWN = 3  # how many nodes a reason names
 
 
 def refusal(needs: Resources, nodes: Sequence[Node], tenant: str = "", quota: Quota | None = None) -> str | None:
-    """Why a job can never start, not even when all else is over; None: it can. For whoever takes jobs.
+    """Return why a job can never start, not even on an empty cluster; None: it can. For checking submissions.
 
-    Nodes that are dead or draining count, for they may come back. Without any node nothing is refused.
+    Dead and draining nodes count, because they may come back. Without any node no job is refused.
+
+    Args:
+        needs: of the job.
+        nodes: all known nodes.
+        tenant: the owner's.
+        quota: of the tenant; None: no limits.
     """
     amounts, nothing = counted(needs), Amounts(0, 0, 0)
     return Account(tenant, quota or Quota(), nothing).refusal(amounts) or too_large(amounts, sizes_of(nodes))
 
 
 def sizes_of(nodes: Iterable[Node]) -> list[Amounts]:
-    """The different sizes of nodes."""
+    """Return the different sizes of nodes, ascending, each once."""
     return sorted({node.capacity for node in nodes})
 
 
 def too_large(needs: Amounts, sizes: Sequence[Amounts]) -> str | None:
-    """Why no node could hold it, with the largest that there is; None: one could."""
+    """Return why no node can hold a job, with the largest size that there is; None: a node can."""
     if not sizes or any(_within(needs, size) for size in sizes):
         return None
     for kind in (GPUS, CPUS, MEMORY):
@@ -42,12 +48,18 @@ def too_large(needs: Amounts, sizes: Sequence[Amounts]) -> str | None:
 
 
 def name_of(job: WaitingJob) -> str:
-    """Return what other users of a job's tenant are told of it."""
+    """Return how a job is named to other users of its tenant."""
     return "a private job" if job.private else f"job {job.job_id}"
 
 
 def behind(turn: Turn, first: Turn, node_id: str | None) -> str:
-    """A job would fit, but another one is first; `node_id` is the node that is kept for that one."""
+    """Return the reason of a job that would fit, but is kept back for the first one.
+
+    Args:
+        turn: of the job that waits.
+        first: of the job that must not be delayed.
+        node_id: the node that is kept for the first job; None: none is named.
+    """
     name = name_of(first.job) if turn.line is first.line else "a job of another tenant"
     if first.below_overdue == 0:
         text = f"behind {name} that has waited for too long"
@@ -59,10 +71,15 @@ def behind(turn: Turn, first: Turn, node_id: str | None) -> str:
 
 
 class Shortage:
-    """What is free at the end of a decision, the most first."""
+    """Explains what jobs wait for, by the resources that are free at the end of a decision."""
 
     def __init__(self, rooms: Sequence[NodeRoom], nodes: Sequence[Node]) -> None:
-        """`rooms` are the nodes on which jobs may start; `nodes` are all."""
+        """Take the nodes as they are at the end of a decision.
+
+        Args:
+            rooms: the nodes on which jobs may start.
+            nodes: all nodes.
+        """
         self._rooms, self._nodes = rooms, sorted(nodes, key=lambda node: node.node_id)
 
     @cached_property
@@ -82,12 +99,13 @@ class Shortage:
         return _most_first((max(room.devices, default=0), room) for room in self._rooms)
 
     def _by(self, kind: int, needs: Amounts) -> list[tuple[int, NodeRoom]]:
+        """Return the nodes by the free amount of a kind of resource, the largest first."""
         if kind == GPUS:
             return self._by_largest_part if needs.gpus < SHARES else self._by_whole_gpus
         return self._by_cpus if kind == CPUS else self._by_memory
 
     def told(self, needs: Amounts) -> str:
-        """What a job waits for that fits nowhere now: `waits for 2 GPUs: node a has 1 free, node b 0`."""
+        """Return what a job waits for that fits nowhere now: `waits for 2 GPUs: node a has 1 free, node b 0`."""
         for kind in (GPUS, CPUS, MEMORY):
             able = ((free, room) for free, room in self._by(kind, needs) if room.could_hold(needs))
             seen = list(islice(able, SHOWN + 1))
@@ -105,7 +123,7 @@ class Shortage:
         return f"waits for {told_needs(needs)} on one node: node {short(room.node_id)} has {told_needs(free)} free"
 
     def _closed(self, needs: Amounts) -> str:
-        """Only nodes on which nothing may start could hold it."""
+        """Return the reason of a job that only fits on nodes on which no job may start."""
         for node in self._nodes:
             if _within(needs, node.capacity):
                 return f"waits for node {short(node.node_id)}, which is {'draining' if node.alive else 'not alive'}"
@@ -113,13 +131,15 @@ class Shortage:
 
 
 def _within(needs: Amounts, size: Amounts) -> bool:
+    """Return whether a node of this size can hold these needs."""
     return all(map(int.__le__, needs, size))
 
 
 def _most_first(rooms: Iterable[tuple[int, NodeRoom]]) -> list[tuple[int, NodeRoom]]:
+    """Sort nodes by an amount, the largest first, and by name."""
     return sorted(rooms, key=lambda pair: (-pair[0], pair[1].node_id))
 
 
 def short(node_id: str) -> str:
-    """As much of a node's id as tells it from others."""
+    """Return enough of a node's id to tell nodes apart."""
     return node_id[:12]

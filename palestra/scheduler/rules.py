@@ -1,4 +1,4 @@
-"""What the operator of a service allows to jobs: the largest numbers of a configuration, and the models."""
+"""The operator's limits on submitted jobs: the largest numbers of a configuration, and the models."""
 
 from __future__ import annotations
 
@@ -85,11 +85,17 @@ EXEMPT: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rules:
-    """What an operator has decided about the configurations that are submitted."""
+    """The operator's limits on submitted configurations.
 
-    caps: Mapping[str, float] = field(default_factory=lambda: CAPS)  # the largest values, by dotted key
-    models: Mapping[str, str] = field(default_factory=dict)  # name -> absolute folder, or name of the hub
-    hub_models: bool = True  # any model of the hub may be named, beside those of `models`
+    Attributes:
+        caps: largest values, by dotted key.
+        models: absolute folder, or name of the hub, by the name under which tenants use the model.
+        hub_models: whether tenants may name any model of the hub.
+    """
+
+    caps: Mapping[str, float] = field(default_factory=lambda: CAPS)
+    models: Mapping[str, str] = field(default_factory=dict)
+    hub_models: bool = True
 
     def check(self, config: JobConfig) -> None:
         """Refuse a configuration that asks for more than the operator allows.
@@ -108,7 +114,7 @@ class Rules:
                 )
 
     def time_limit(self, asked: float | None) -> float | None:
-        """Return the time limit of a job: what was asked for, and the operator's cap where nothing was.
+        """Return the time limit of a job: what was requested, else the operator's cap.
 
         Args:
             asked: seconds; None: any time.
@@ -127,10 +133,12 @@ class Rules:
         return asked
 
     def weights(self, model: str) -> str | None:
-        """Return where a model of the operator's list is: a folder, or a name of the hub. None: it is where it says.
+        """Return the folder, or the hub's name, of a model in the operator's list.
+
+        None: the name itself says where it is.
 
         Raises:
-            ConfigError: a tenant may not use this model.
+            ConfigError: tenants may not use this model.
         """
         if model in self.models:
             return self.models[model]
@@ -145,10 +153,12 @@ class Rules:
 
 
 def load_rules(path: Path) -> Rules:
-    """Read the operator's TOML file: `hub_models`, `[models]` and `[caps]`; what it does not name stays as it is.
+    """Read the operator's TOML file with `hub_models`, `[models]` and `[caps]`.
+
+    Keys that it leaves out keep their defaults.
 
     Raises:
-        ConfigError: no such file, not TOML, a key that is not known, or a value that can't be.
+        ConfigError: no such file, not TOML, an unknown key, or a value out of range.
     """
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -170,11 +180,21 @@ def load_rules(path: Path) -> Rules:
 
 
 def numeric_keys() -> list[str]:
-    """Return the dotted keys of a JobConfig that take a number, `*` for the names that a user chooses."""
+    """Return the dotted keys of a JobConfig that take a number, with `*` for names that users choose."""
     return list(_numeric_keys(JobConfig, ""))
 
 
 def _cap(path: Path, key: str, value: Any) -> float:
+    """Return a cap of the file; `none` is infinite.
+
+    Args:
+        path: of the file, for the error.
+        key: of the cap.
+        value: from the file.
+
+    Raises:
+        ConfigError: the value is no cap.
+    """
     if value == "none":
         return float("inf")
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
@@ -183,6 +203,16 @@ def _cap(path: Path, key: str, value: Any) -> float:
 
 
 def _place(path: Path, name: str, place: Any) -> str:
+    """Return the folder or the hub's name of a model in the file.
+
+    Args:
+        path: of the file, to which relative folders relate.
+        name: of the model.
+        place: from the file.
+
+    Raises:
+        ConfigError: it is neither a folder nor a name of the hub, or the name is a built-in model's.
+    """
     if name in (SMOLLM2, TINY):
         raise ConfigError(f"{path}: models.{name} is the name of a model that Palestra has; take another name")
     if not isinstance(place, str) or not place:
@@ -196,6 +226,11 @@ def _place(path: Path, name: str, place: Any) -> str:
 
 
 def _require_known(path: Path, key: str, known: tuple[str, ...]) -> None:
+    """Refuse a key of the file that is not known, and name the closest one.
+
+    Raises:
+        ConfigError: the key is not known.
+    """
     if key not in known:
         near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
         raise ConfigError(
@@ -205,7 +240,9 @@ def _require_known(path: Path, key: str, known: tuple[str, ...]) -> None:
 
 
 def _numbers(values: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], float]]:
-    """All numbers of a configuration, by path; a name that a user chose may have dots in it."""
+    """Yield all numbers of a configuration with their paths, as tuples, because names that users chose may contain
+    dots.
+    """
     for name, value in values.items():
         if isinstance(value, dict):
             yield from _numbers(value, (*path, name))
@@ -214,6 +251,7 @@ def _numbers(values: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[
 
 
 def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested tables with their dotted keys."""
     for name, value in values.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{name}.")
@@ -222,13 +260,14 @@ def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _key(path: tuple[str, ...]) -> str:
-    """The dotted key of `CAPS` for a place in a configuration: `*` for a name that a user chose."""
+    """Return the key of `CAPS` for a path in a configuration, with `*` for a name that a user chose."""
     if path[0] == "policies":
         return ".".join(("policies", "*", *path[2:]))
     return _SETTINGS if path[:2] == ("environment", "settings") else ".".join(path)
 
 
 def _numeric_keys(section: type[BaseModel], prefix: str) -> Iterator[str]:
+    """Yield the dotted keys of a section's numbers, including those of its subsections."""
     for name, known in section.model_fields.items():
         for key, annotation in _leaves(known.annotation, f"{prefix}{name}"):
             if isinstance(annotation, type) and issubclass(annotation, BaseModel):
@@ -238,7 +277,7 @@ def _numeric_keys(section: type[BaseModel], prefix: str) -> Iterator[str]:
 
 
 def _leaves(annotation: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """The types that an annotation is made of, each once, with the key at which a value of it stands."""
+    """Yield each type of which an annotation is made, once, with the key of its value."""
     origin = get_origin(annotation)
     if origin is Annotated:
         yield from _leaves(get_args(annotation)[0], key)
@@ -251,4 +290,5 @@ def _leaves(annotation: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 
 def _told(value: float) -> str:
+    """Return a number as people write it, with commas."""
     return f"{value:,}" if isinstance(value, int) else f"{value:,g}"

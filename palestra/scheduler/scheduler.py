@@ -1,7 +1,7 @@
-"""The scheduler: starts jobs where there is room, watches them, and takes note of how they end.
+"""The scheduler: starts jobs where there is room, watches their servers, and records how they end.
 
-No token passes through it. What it decides is `placement.place`, a pure function; what it knows is in the control
-store. Model servers outlive it: one that is started anew finds them again, and goes on watching.
+No token passes through it. Its decisions are made by `placement.place`, a pure function, and its state is in the
+control store. Model servers outlive the scheduler: a restarted one finds them and continues to watch them.
 """
 
 from __future__ import annotations
@@ -50,13 +50,21 @@ from palestra.schemas.jobs import LIVE_STATES, SHARES, JobRecord, Resources
 from palestra.schemas.states import JobState
 
 log = logging.getLogger("palestra.scheduler")
-LOOK_SECONDS = 5.0  # machines come and go without telling; and what failed is tried again
-NOTE_SECONDS = 5.0  # when it ends, how long it may take to write down what has just happened
-RUN = "run"  # a job's folder has its run, and its log
+LOOK_SECONDS = 5.0  # machines come and go without a notification, and failures are tried again after this time
+NOTE_SECONDS = 5.0  # how long a scheduler that is stopped may take to record endings
+RUN = "run"  # name of the run's folder in a job's folder
 
 
 class Scheduler:
-    """One for a cluster."""
+    """Runs the jobs of one cluster. There is one scheduler for a cluster.
+
+    Attributes:
+        policy: as it was read for the last decision.
+        nodes: machines of the cluster, as they were at the last look.
+        running: what live jobs hold, by job id.
+        waiting: reasons of the queued jobs, by job id.
+        ready: set when the machines, and the jobs that run on them, are known.
+    """
 
     def __init__(
         self,
@@ -69,12 +77,16 @@ class Scheduler:
         stop_seconds: float = 120.0,
         absent_seconds: float = 120.0,
     ) -> None:
-        """Args:
-        folder: of all jobs, each in one of its own; every machine has to see it.
-        policy: its quotas, and whether it drains, are read from the store.
-        rules: of the operator, who has a list of models; None: those of an operator who says nothing.
-        stop_seconds: how long a job that is cancelled may take to save.
-        absent_seconds: for so long the client of an attached job may be gone.
+        """Create a scheduler, which starts to work in `run`.
+
+        Args:
+            store: the control store.
+            launcher: starts and stops model servers.
+            folder: of all jobs, each in a folder of its own; every machine has to see it.
+            policy: its quotas, and whether it drains, are replaced by the stored ones.
+            rules: the operator's, with a list of models; None: the default ones.
+            stop_seconds: how long a cancelled job may take to save.
+            absent_seconds: how long the client of an attached job may be gone.
         """
         self._store, self._launcher, self._folder = store, launcher, folder
         self.policy, self._rules = policy, rules or Rules()
@@ -82,22 +94,22 @@ class Scheduler:
         self._deadlines = Deadlines(store.clock, absent_seconds)
         self.nodes: list[Node] = []
         self.running: dict[str, RunningJob] = {}
-        self.waiting: Mapping[str, str] = {}  # why each job that waits does
-        self._lives: dict[str, asyncio.Task[None]] = {}
-        self._starting: dict[str, asyncio.Task[Listening]] = {}  # what of a life may be broken off without harm
-        self._cancelled: set[str] = set()  # of the lives
+        self.waiting: Mapping[str, str] = {}
+        self._lives: dict[str, asyncio.Task[None]] = {}  # one for each live job, from its start to its end
+        self._starting: dict[str, asyncio.Task[Listening]] = {}  # the part of a life that may be cancelled
+        self._cancelled: set[str] = set()  # jobs whose life is to end
         self._stops: dict[str, asyncio.Task[None]] = {}
-        self._notes: set[asyncio.Task[None]] = set()  # of endings, being written down
+        self._notes: set[asyncio.Task[None]] = set()  # endings that are being recorded
         self._changed = Notifier()
         self._closing = False
-        self.ready = asyncio.Event()  # set when it knows the machines, and what runs on them
+        self.ready = asyncio.Event()
 
     async def run(self) -> None:
-        """Schedule until cancelled. Jobs go on then.
+        """Schedule until cancelled. The jobs continue then.
 
         Raises:
-            PalestraError: the control store can't be used any more. Where it or the cluster only does not answer, that
-                is logged and tried again.
+            PalestraError: the control store can't be used any more. If the store or the cluster only does not answer,
+                that is logged and tried again.
         """
         try:
             while True:
@@ -125,7 +137,7 @@ class Scheduler:
                 await asyncio.wait(self._notes, timeout=NOTE_SECONDS)
 
     async def _round(self) -> float | None:
-        """Look at everything once; returns when it has to be looked at again, though nothing changes."""
+        """Look at everything once, and return when to look again even if nothing changes."""
         self.nodes = await self._launcher.nodes()
         await self._adopt()
         if not self.ready.is_set():
@@ -136,26 +148,29 @@ class Scheduler:
             self._deadlines.remove(job_id)
         return again_at
 
-    # What the API asks for
-
     def folder_of(self, job_id: str) -> Path:
-        """Where a job's run and log are."""
+        """Return the folder of a job, which contains its run and its log."""
         return self._folder / job_id
 
     async def quota_of(self, tenant: str) -> Quota:
-        """What a tenant may hold."""
+        """Return what the jobs of a tenant may hold at the same time."""
         return await self._store.read(lambda c: policy_store.quota_of(c, tenant)) or Quota()
 
     async def refusal(self, needs: Resources, tenant: str) -> str | None:
-        """Why a job with these needs could never start; None: it could."""
+        """Return why a job of a tenant with these needs could never start; None: it could."""
         return refusal(needs, self.nodes, tenant, await self.quota_of(tenant))
 
     def seen(self, job_id: str) -> None:
-        """A job's client is there."""
+        """Record that a job's client has sent a request."""
         self._deadlines.seen(job_id)
 
     async def cancel(self, tenant: str | None, job_id: str, reason: str) -> JobRecord:
-        """End a job; what it has trained is saved first.
+        """End a job, after it has saved what it trained.
+
+        Args:
+            tenant: the owner's; None: any.
+            job_id: of the job.
+            reason: why, for people.
 
         Raises:
             NotFound: there is no such job in this tenant.
@@ -169,11 +184,11 @@ class Scheduler:
             self._end(job_id)
         return job
 
-    # Deciding
-
     async def _place(self) -> float | None:
+        """Start the queued jobs that `place` chooses, and return when it could start others."""
         queued = await self._store.queue()
-        # Both at the same moment: a job that has just ended must not leave its room to others and not be in the queue.
+        # Queue and running jobs are read without an await between them: a job that has just ended must be in one of
+        # them, or its room could be given away while it is queued again.
         queue = {job.job_id: job for job in queued if job.job_id not in self._lives}
         running = list(self.running.values())
         now = self._store.clock.now()
@@ -191,7 +206,7 @@ class Scheduler:
             )
             for job in queue.values()
         ]
-        # After the queue: a job that was submitted under a new quota must not be started under the old one.
+        # Read after the queue, so that a job submitted under a new quota is not started under the old one.
         self.policy = await self._store.read(lambda c: policy_store.decided(c, self.policy))
         decision = place(waiting, running, self.nodes, self.policy, self._store.clock.now())
         self.waiting = {**decision.waiting, **decision.impossible}
@@ -202,7 +217,7 @@ class Scheduler:
         return decision.again_at
 
     async def _wait(self, seconds: float, seen: int, submitted: int) -> None:
-        """Until something changes, or the time is over."""
+        """Return when something changes, or when the time is over."""
         waits = [
             asyncio.ensure_future(self._changed.wait(seconds, seen)),
             asyncio.ensure_future(self._store.changed.wait(seconds, submitted)),
@@ -215,6 +230,7 @@ class Scheduler:
             await asyncio.gather(*waits, return_exceptions=True)
 
     def _hold(self, job: JobRecord, start: Start, *, starting: bool) -> None:
+        """Record what a job holds from now on."""
         now = self._store.clock.now()
         self.running[job.job_id] = RunningJob(
             job_id=job.job_id,
@@ -228,24 +244,24 @@ class Scheduler:
             starting=starting,
         )
 
-    # One job
-
     def _live(self, job_id: str, life: object) -> None:
+        """Run the coroutine that takes a job from its start, or its adoption, to its end."""
         task = asyncio.ensure_future(life)  # type: ignore[call-overload]
         self._lives[job_id] = task
         task.add_done_callback(lambda done: self._lived(job_id, done))
 
     def _lived(self, job_id: str, done: asyncio.Task[None]) -> None:
+        """Forget a job whose coroutine has ended; the next round adopts the job if that failed."""
         self._lives.pop(job_id, None)
         self.running.pop(job_id, None)
         self._cancelled.discard(job_id)
-        if not done.cancelled() and (error := done.exception()) is not None:  # the next round adopts the job
+        if not done.cancelled() and (error := done.exception()) is not None:
             log.error("job %s: %s: %s", job_id, type(error).__name__, error, exc_info=error)
         else:
             self._changed.notify()
 
     async def _start(self, job: JobRecord, start: Start) -> None:
-        """From QUEUED to its end."""
+        """Take a job from QUEUED to its end."""
         folder = self.folder_of(job.job_id)
         try:
             job = await self._store.change_state(
@@ -256,7 +272,7 @@ class Scheduler:
                 node=start.node_id,
                 run_dir=str(folder / RUN),
             )
-        except Conflict:  # it was cancelled meanwhile
+        except Conflict:  # the job was cancelled meanwhile
             return
         server = await self._started(job, start.node_id)
         if isinstance(server, Ended):
@@ -265,18 +281,18 @@ class Scheduler:
             await self._watch(job.job_id, server)
 
     async def _started(self, job: JobRecord, node_id: str) -> Listening | Ended:
-        """A new server, or why there is none."""
+        """Start a server, and return it, or how the start ended."""
         starting = asyncio.ensure_future(self._launch(job, node_id))
         self._starting[job.job_id] = starting
         try:
-            if job.job_id in self._cancelled:  # before there was anything to break off
+            if job.job_id in self._cancelled:  # cancelled before this task existed
                 self._end(job.job_id)
             return await starting
         except asyncio.CancelledError:
             if self._closing:
                 raise
             return Ended(ending=Ending.STOPPED)
-        except ConfigError as error:  # starting it again would not help
+        except ConfigError as error:  # starting the job again would not help
             return Ended(ending=Ending.FAILED, reason=str(error))
         except MachineGone as error:  # no fault of the job
             return Ended(ending=Ending.STOPPED, reason=str(error))
@@ -289,11 +305,12 @@ class Scheduler:
             del self._starting[job.job_id]
 
     async def _launch(self, job: JobRecord, node_id: str) -> Listening:
+        """Prepare a job's folder, and have the launcher start its server."""
         folder, config = self.folder_of(job.job_id), job.config
         if job.from_job is not None:
             source = self.folder_of(job.from_job) / RUN
             config = await asyncio.to_thread(with_own_weights, job, folder, source)
-        await asyncio.to_thread((folder / ENDED_FILE).unlink, missing_ok=True)  # of an earlier server of this job
+        await asyncio.to_thread((folder / ENDED_FILE).unlink, missing_ok=True)  # left by the job's previous server
         node = next((node for node in self.nodes if node.node_id == node_id), None)
         return await self._launcher.start(
             ServerOrder(
@@ -308,7 +325,7 @@ class Scheduler:
         )
 
     async def _watch(self, job_id: str, server: Listening) -> None:
-        """From a server that listens to its end."""
+        """Watch a server that listens until it has ended."""
         job = await self._store.job(None, job_id)
         if job.state is JobState.STARTING:
             job = await self._store.change_state(
@@ -319,7 +336,8 @@ class Scheduler:
         running = replace(self.running[job_id], starting=False, expected_end=expected_end)
         node = next((node for node in self.nodes if node.node_id == running.node_id), None)
         given = server.devices if running.needs.gpus else ()
-        if given and node is not None and max(given) < node.gpus:  # else the cluster counts them in another way
+        # Indices beyond the node's devices would mean that the cluster numbers devices differently.
+        if given and node is not None and max(given) < node.gpus:
             share = counted(running.needs).gpus // len(given)
             running = replace(running, devices=tuple(GpuShare(device, share) for device in given))
         self.running[job_id] = running
@@ -329,7 +347,7 @@ class Scheduler:
         )
 
     def _heard(self, job_id: str, latest: float | None, seconds_left: float | None) -> None:
-        """Expect the end of a running job when its learner does, if that is before `latest`."""
+        """Update the expected end of a running job from its learner's estimate, but not beyond `latest`."""
         running = self.running.get(job_id)
         if running is not None and seconds_left is not None and 0 <= seconds_left < math.inf:
             estimate = self._store.clock.now() + seconds_left
@@ -337,15 +355,18 @@ class Scheduler:
             self.running[job_id] = replace(running, expected_end=expected_end)
 
     async def _over(self, job_id: str, ended: Ended) -> None:
-        """Take note of how a model server ended; also when this scheduler ends meanwhile."""
+        """Record how a model server ended, even if this scheduler is stopped meanwhile."""
         note = asyncio.ensure_future(self._note(job_id, ended))
         self._notes.add(note)
         note.add_done_callback(self._notes.discard)
         await asyncio.shield(note)
 
     async def _note(self, job_id: str, ended: Ended) -> None:
+        """Write the ending of a server and the job's next state to the store, however long the store does not
+        answer.
+        """
         folder = self.folder_of(job_id)
-        if ended.ending is Ending.LOST:  # a server that could say no more may have left how it ended
+        if ended.ending is Ending.LOST:  # the server may have written how it ended before its process died
             written = await asyncio.to_thread(read_ended, folder)
             ended = ended if written is None else written
         tail = await asyncio.to_thread(last_lines, folder / LOG_FILE)
@@ -357,9 +378,9 @@ class Scheduler:
                 break
             except IllegalTransition:
                 raise
-            except Conflict:  # its cancellation was requested meanwhile, so it has another ending
+            except Conflict:  # the cancellation was requested meanwhile, which changes the ending
                 continue
-            except StoreUnreachable as error:  # a server that is gone can't be asked again
+            except StoreUnreachable as error:  # must not be lost: a server that is gone can't be asked again
                 log.error("the end of job %s could not be written down, tried again: %s", job_id, error)
                 await asyncio.sleep(LOOK_SECONDS)
         if following is JobState.QUEUED:
@@ -368,24 +389,23 @@ class Scheduler:
             self._deadlines.remove(job_id)
 
     def _end(self, job_id: str) -> None:
-        """Stop the server of a live job, or its start; asked for again, it changes nothing."""
+        """Stop the server of a live job, or break off its start. A second call changes nothing."""
         starting = self._starting.get(job_id)
         if starting is not None and not starting.done():
-            if not starting.cancelling():  # once more, and what clears up would be broken off
+            if not starting.cancelling():  # a second cancellation would interrupt the clean-up
                 starting.cancel()
         elif job_id not in self._stops:
             self._stops[job_id] = asyncio.ensure_future(self._launcher.stop(job_id, self._stop_seconds))
             self._stops[job_id].add_done_callback(lambda done: self._stopped(job_id, done))
 
     def _stopped(self, job_id: str, done: asyncio.Task[None]) -> None:
+        """Forget a stop that is done, and log why it failed if it did."""
         del self._stops[job_id]
         if not done.cancelled() and (error := done.exception()) is not None:
             log.error("job %s could not be stopped: %s: %s", job_id, type(error).__name__, error, exc_info=error)
 
-    # What nobody watches
-
     async def _adopt(self) -> None:
-        """Watch live jobs that nobody watches: an earlier scheduler's, and those whose watch failed."""
+        """Watch live jobs that are not watched: those of an earlier scheduler, and those whose watch failed."""
         for job in await self._store.live():
             if job.job_id in self._lives:
                 continue
@@ -397,9 +417,9 @@ class Scheduler:
             self._live(job.job_id, self._find(job.job_id))
 
     async def _find(self, job_id: str) -> None:
-        """Go on watching a job's server; put the job back to the queue where it is gone."""
+        """Watch the server of a live job again; if there is none, record how it ended."""
         job = await self._store.job(None, job_id)
-        if job.state not in LIVE_STATES:  # it ended while it was looked at
+        if job.state not in LIVE_STATES:  # the job ended since it was listed
             return
         server = await self._launcher.find(job_id)
         if server is not None:
@@ -413,18 +433,18 @@ class Scheduler:
             await self._over(job_id, ended or Ended(ending=Ending.LOST, reason="its model server is gone"))
 
     async def _clear_forgotten(self) -> None:
-        """End servers whose jobs do not run: a scheduler died before it could."""
+        """End servers whose jobs do not run, because a scheduler died before it could end them."""
         for job_id in await self._launcher.known():
             try:
                 job = await self._store.job(None, job_id)
-            except NotFound:  # another control plane's, on the same cluster
+            except NotFound:  # a job of another control plane on the same cluster
                 continue
             if job.state not in LIVE_STATES:
                 log.warning("job %s is %s, and something of its server was left; it is ended", job_id, job.state)
                 await self._launcher.stop(job_id, 0.0)
 
     def _devices(self, node_id: str, needs: Resources) -> tuple[GpuShare, ...]:
-        """Which devices a job may have that was started by an earlier scheduler: as many as it holds."""
+        """Return devices for a job that an earlier scheduler started: as many as it holds. Which ones is not known."""
         node = next((node for node in self.nodes if node.node_id == node_id), None)
         if node is None:
             return ()

@@ -1,4 +1,4 @@
-"""Weights that a job starts from: a checkpoint of another job of its tenant, of which it gets a copy of its own."""
+"""Weights from which a job starts: a checkpoint of another job of its tenant, of which the job gets its own copy."""
 
 from __future__ import annotations
 
@@ -13,10 +13,15 @@ CHECKPOINTS = "checkpoints"  # in a job's run
 
 
 def step_meant(run: Path, job_id: str, wanted: int | None) -> int:
-    """The step of a checkpoint in the run of `job_id`: `wanted`, or the newest.
+    """Return the step of a checkpoint of another job.
+
+    Args:
+        run: the other job's run folder.
+        job_id: of the other job, for the error.
+        wanted: the step; None: the newest.
 
     Raises:
-        NotFound: there is none, or not that one; the message says which there are.
+        NotFound: there is no checkpoint, or none of that step; the message lists those that there are.
     """
     steps = [checkpoint.step_of(path) for path in checkpoint.found(run / CHECKPOINTS)]
     if not steps:
@@ -30,9 +35,15 @@ def step_meant(run: Path, job_id: str, wanted: int | None) -> int:
 
 
 def with_own_weights(job: JobRecord, folder: Path, source_run: Path) -> dict[str, Any]:
-    """The configuration of a job with `from_job`, in which the model is a folder of its own in `folder`.
+    """Return the configuration of a job with `from_job`, whose model is a folder of the job's own.
 
-    At the first start that is made of hard links, so what the other job does with its checkpoints changes nothing.
+    At the first start the folder is filled with hard links to the checkpoint, so that the job does not depend on what
+    the other job does with its checkpoints.
+
+    Args:
+        job: has `from_job` and `from_step`.
+        folder: of the job.
+        source_run: run folder of the other job.
 
     Raises:
         CheckpointError: the checkpoint is gone or damaged.

@@ -1,4 +1,4 @@
-"""What text the control store takes: both databases can hold it, people can read it, and no key stands in it."""
+"""Checks of text before it is stored: both databases can hold it, people can read it, and it contains no key."""
 
 from __future__ import annotations
 
@@ -6,38 +6,42 @@ import re
 
 from palestra.errors import InvalidRequest
 
-IDENTIFIER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]{0,63}")  # of tenants and users
-MAX_NAME = 128  # characters of what a person calls something
-# Keys of users, and of jobs and episodes. What names a key stays; what opens something goes.
+IDENTIFIER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]{0,63}")  # names of tenants and users
+MAX_NAME = 128  # characters of a name that a person chose
+# Keys of users, jobs and episodes. Redaction keeps the part that names a key and removes the secret.
 _SECRETS = re.compile(r"(pk_[0-9a-f]{12}_)[A-Za-z0-9_-]{8,}|(pj-|pe-[\w-]{1,64}\.\d{1,9}\.)[0-9a-f]{16,}", re.ASCII)
 _NOT_STORED = re.compile("[\0\ud800-\udfff]")  # PostgreSQL has no NUL, and halves of a pair are not Unicode
 
 
 def redact(text: str) -> str:
-    """The text with every key in it made useless."""
+    """Return the text with the secret part of every key in it replaced."""
     return _SECRETS.sub(lambda found: (found[1] or found[2]) + "[hidden]", text)
 
 
 def has_secret(text: str) -> bool:
-    """Whether a key stands in the text."""
+    """Return whether the text contains a key that opens something."""
     return _SECRETS.search(text) is not None
 
 
 def clean(text: str, most: int) -> str:
-    """What Palestra itself writes down, log lines among them: the last `most` characters, storable, without keys."""
+    """Return the last `most` characters of a text of Palestra's, such as log lines, storable and without keys."""
     return _NOT_STORED.sub("\ufffd", redact(text))[-most:]
 
 
 def can_match(text: str) -> bool:
-    """Whether anything that is stored could equal this text; what could not is never sent to a database."""
+    """Return whether any stored text could equal this one. A text that could not is never sent to a database."""
     return len(text) <= MAX_NAME and _NOT_STORED.search(text) is None
 
 
 def check_identifier(text: str, field: str) -> str:
-    """A tenant's or user's name.
+    """Return the name of a tenant or user, if it is allowed.
+
+    Args:
+        text: the name.
+        field: of the request, for the error.
 
     Raises:
-        InvalidRequest: it is none, or it is a key.
+        InvalidRequest: it is not an identifier, or it contains a key.
     """
     if IDENTIFIER.fullmatch(text) is None:
         raise InvalidRequest(
@@ -48,10 +52,15 @@ def check_identifier(text: str, field: str) -> str:
 
 
 def check_name(text: str, field: str, may_be_empty: bool = False) -> str:
-    """What a person calls something: any writing, on one line.
+    """Return a name that a person chose for something, if it is allowed: any script, on one line.
+
+    Args:
+        text: the name.
+        field: of the request, for the error.
+        may_be_empty: whether "" is allowed.
 
     Raises:
-        InvalidRequest: it is empty, too long, has control characters, or a key in it.
+        InvalidRequest: it is empty, too long, has control characters, or contains a key.
     """
     if not (len(text) <= MAX_NAME and text.isprintable() and (may_be_empty or text.strip())):
         raise InvalidRequest(f"{field} has to have 1 to {MAX_NAME} characters that can be printed", field)
@@ -60,5 +69,10 @@ def check_name(text: str, field: str, may_be_empty: bool = False) -> str:
 
 
 def _refuse_secret(text: str, field: str) -> None:
+    """Refuse a text that contains a key.
+
+    Raises:
+        InvalidRequest: it does.
+    """
     if has_secret(text):
         raise InvalidRequest(f"there is a key in {field}; revoke it, for it may have been seen", field)

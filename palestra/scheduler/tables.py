@@ -1,4 +1,4 @@
-"""The tables of the control store, and how an older one is brought up to date. One set for both databases."""
+"""The tables of the control store, one set for both databases, and the migrations of earlier versions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ meta = Table("meta", metadata, Column("key", String, primary_key=True), Column("
 jobs = Table(
     "jobs",
     metadata,
-    Column("number", Integer, primary_key=True, autoincrement=True),  # the order of submission; nobody is shown it
+    # The order of submission. It is not shown to users, because it would tell them how many jobs others submit.
+    Column("number", Integer, primary_key=True, autoincrement=True),
     Column("job_id", String, nullable=False, unique=True),
     Column("tenant", String, nullable=False),
     Column("user_name", String, nullable=False),
@@ -47,7 +48,7 @@ jobs = Table(
     Column("from_job", String),  # NULL: it starts from the model of its configuration
     Column("from_step", Integer),  # of the checkpoint; NULL without `from_job`
     Column("time_limit_seconds", Double),  # NULL: any time
-    Column("ran_seconds", Double, nullable=False, server_default=sa.text("0")),  # RUNNING, until `changed_at`
+    Column("ran_seconds", Double, nullable=False, server_default=sa.text("0")),  # time RUNNING until `changed_at`
     UniqueConstraint("tenant", "request_key"),
     Index("jobs_of_tenant", "tenant", "number"),
     Index("jobs_by_state", "state", "number"),
@@ -83,7 +84,7 @@ users = Table(
     Column("name", String, primary_key=True),
     Column("role", String, nullable=False),
     Column("created_at", Double, nullable=False),
-    Column("removed_at", Double),  # NULL: may come in
+    Column("removed_at", Double),  # NULL: the user was not removed
 )
 
 keys = Table(
@@ -134,7 +135,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
 
 
 def _read_version(connection: sa.Connection) -> int:
-    """Return the version of a control store; 0 where the database has none of its tables.
+    """Return the version of a control store; 0: the database has none of its tables.
 
     Raises:
         StoreError: the database holds tables of another program.
@@ -151,6 +152,7 @@ def _read_version(connection: sa.Connection) -> int:
 
 
 def _write_version(connection: sa.Connection, version: int) -> None:
+    """Record the version of the tables in `meta`."""
     connection.execute(meta.delete().where(meta.c.key == VERSION_KEY))
     connection.execute(meta.insert(), {"key": VERSION_KEY, "value": str(version)})
 

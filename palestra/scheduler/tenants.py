@@ -1,4 +1,4 @@
-"""What a tenant holds, what it may hold, and its share of the cluster."""
+"""Tenants in placement: their quotas, what their jobs hold, and their shares of the cluster."""
 
 from __future__ import annotations
 
@@ -12,12 +12,19 @@ from palestra.schemas.jobs import SHARES
 
 KINDS = ("CPUs", "GPUs", "GiB", "jobs")
 CPUS, GPUS, MEMORY, JOBS = range(4)
-UNITS = (SHARES, SHARES, 1024, 1)  # how much of what is counted is one of these
+UNITS = (SHARES, SHARES, 1024, 1)  # the counted amount that is one CPU, GPU, GiB or job
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quota:
-    """What a tenant may hold at the same time; None: as much as there is."""
+    """The most that a tenant may hold at the same time; None: as much as there is.
+
+    Attributes:
+        jobs: live jobs; 0 is a pause.
+        cpus: cores.
+        gpus: GPUs.
+        memory_gib: memory that jobs asked for.
+    """
 
     jobs: int | None = None
     cpus: float | None = None
@@ -26,52 +33,78 @@ class Quota:
 
     @property
     def limits(self) -> tuple[int | None, ...]:
-        """As it is counted, in the order of KINDS."""
+        """Return the limits as whole numbers, in the order of KINDS."""
         given = (self.cpus, self.gpus, self.memory_gib, self.jobs)
         return tuple(None if n is None else int(n * unit + 1e-6) for n, unit in zip(given, UNITS, strict=True))
 
     @property
     def told(self) -> str:
-        """`8 CPUs, 2 GPUs`, or `none`."""
+        """Return the quota in words: `8 CPUs, 2 GPUs`, or `none`."""
         parts = [told_one(limit, kind) for kind, limit in enumerate(self.limits) if limit is not None]
         return ", ".join(parts) or "none"
 
 
 class Claim(NamedTuple):
-    """The first job of a tenant that could not start; its part of the quota is kept for it."""
+    """The part of a tenant's quota that is kept for its first job that could not start.
 
-    name: str  # what other users of the tenant are told of it
-    needs: tuple[int, ...]  # in the order of KINDS
+    Attributes:
+        name: how the job is named to other users of the tenant.
+        needs: in the order of KINDS.
+    """
+
+    name: str
+    needs: tuple[int, ...]
 
 
 class Account:
-    """One tenant's side of a decision."""
+    """One tenant's use of the cluster during a decision.
+
+    Attributes:
+        tenant: by name.
+        limits: of the quota, in the order of KINDS.
+        used: in the order of KINDS.
+        claim: set when a job of the tenant could not start; None: there is none.
+    """
 
     def __init__(self, tenant: str, quota: Quota, total: Amounts) -> None:
-        """`total` is what the whole cluster has."""
+        """Start with a tenant that holds nothing.
+
+        Args:
+            tenant: by name.
+            quota: of the tenant.
+            total: what the whole cluster has, for shares.
+        """
         self.tenant, self.limits, self._total = tenant, quota.limits, total
-        self.used = [0, 0, 0, 0]  # in the order of KINDS
-        self._lasting = [0, 0, 0, 0]  # of these what endless jobs hold
-        self.claim: Claim | None = None  # set by whoever decides
+        self.used = [0, 0, 0, 0]
+        self._lasting = [0, 0, 0, 0]  # the part of `used` that endless jobs hold
+        self.claim: Claim | None = None
 
     @property
     def dominant_share(self) -> float:
-        """The largest of its shares of CPUs, GPUs and memory; equal ones are equal floats: division rounds right."""
+        """Return the largest of the tenant's shares of CPUs, GPUs and memory.
+
+        Equal shares are equal floats, because division is correctly rounded; so the order of tenants is exact.
+        """
         return max((used / all_ for used, all_ in zip(self.used, self._total, strict=False) if all_), default=0.0)
 
     def hold(self, needs: Amounts, ends: float | None) -> None:
-        """One more job of this tenant runs; `ends` is infinite for one that runs until somebody stops it."""
+        """Add a job of this tenant that holds resources.
+
+        Args:
+            needs: of the job.
+            ends: expected end; infinite: it runs until it is stopped; None: unknown.
+        """
         self.used = [used + need for used, need in zip(self.used, (*needs, 1), strict=True)]
         if ends == math.inf:
             self._lasting = [held + need for held, need in zip(self._lasting, (*needs, 1), strict=True)]
 
     def will_allow(self, needs: Amounts) -> bool:
-        """Whether the quota allows this when all that end have ended."""
+        """Return whether the quota allows a job when all jobs that ever end have ended."""
         rows = zip(self.limits, self._lasting, (*needs, 1), strict=True)
         return all(limit is None or not need or held + need <= limit for limit, held, need in rows)
 
     def refusal(self, needs: Amounts) -> str | None:
-        """Why the quota can never allow this; None: it can. No jobs at all is a pause and refuses nothing."""
+        """Return why the quota can never allow a job; None: it can. A quota of 0 jobs is a pause and refuses none."""
         for kind in (GPUS, CPUS, MEMORY):
             limit, need = self.limits[kind], needs[kind]
             if limit is not None and need > limit:
@@ -80,7 +113,7 @@ class Account:
         return None
 
     def obstacle(self, needs: Amounts) -> str | None:
-        """Why the quota does not allow this now; None: it does."""
+        """Return why the quota does not allow a job now; None: it does."""
         for kind, unit, limit, used, need in zip(KINDS, UNITS, self.limits, self.used, (*needs, 1), strict=True):
             if limit is not None and need and used + need > limit:
                 text = f"quota of tenant {self.tenant}: {told(used, unit)} of {told(limit, unit)} {kind}"
@@ -88,7 +121,7 @@ class Account:
         return None
 
     def disturbs(self, needs: Amounts) -> Claim | None:
-        """The claim from whose part of the quota this would take; None: from none."""
+        """Return the claim whose part of the quota a job would take; None: it takes from none."""
         if self.claim is None:
             return None
         rows = zip(self.limits, self.used, self.claim.needs, (*needs, 1), strict=True)
@@ -98,17 +131,22 @@ class Account:
 
 
 def told(amount: int, unit: int) -> str:
-    """A counted amount as people write it."""
+    """Return a counted amount as people write it, without trailing zeros."""
     return f"{amount / unit:.4f}".rstrip("0").rstrip(".")
 
 
 def told_one(amount: int, kind: int) -> str:
-    """`2 GPUs`, `0.5 GPU`, `16 GiB`; `kind` is a place in KINDS."""
+    """Return an amount with its name: `2 GPUs`, `0.5 GPU`, `16 GiB`.
+
+    Args:
+        amount: as it is counted.
+        kind: index in KINDS.
+    """
     name = KINDS[kind] if kind == MEMORY or amount > UNITS[kind] else KINDS[kind][:-1]
     return f"{told(amount, UNITS[kind])} {name}"
 
 
 def told_needs(needs: Sequence[int]) -> str:
-    """`2 GPUs, 8 CPUs and 16 GiB`; what is not needed is left out."""
+    """Return needs in words: `2 GPUs, 8 CPUs and 16 GiB`. Zeros are left out."""
     parts = [told_one(needs[kind], kind) for kind in (GPUS, CPUS, MEMORY) if needs[kind]]
     return f"{', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else "".join(parts)

@@ -1,4 +1,4 @@
-"""Why the prompt of a call does not start with the exact token ids of the call whose messages it continues.
+"""The reasons for which a prompt does not start with the exact token ids of the call whose messages it continues.
 
 `MEANINGS` is the one table from which the docs, the metrics and the episode view take their texts.
 """

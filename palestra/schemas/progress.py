@@ -33,10 +33,10 @@ class Collecting:
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """How many of the episodes of a phase are settled.
+    """Progress of a phase that waits for episodes.
 
     Attributes:
-        done: completed or discarded.
+        done: episodes that are completed or discarded.
         due: all episodes that the phase waits for.
     """
 

@@ -31,7 +31,7 @@ class GroupRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counts:
-    """How many episodes are in each state, for people and for limits."""
+    """The number of episodes in each state, for people and for limits."""
 
     registered: int
     claimed: int

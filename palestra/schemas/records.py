@@ -101,7 +101,7 @@ class Episode:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How the tokens of one call are sampled.
+    """The parameters with which the tokens of one call are sampled.
 
     Attributes:
         temperature: 0: greedy.
@@ -150,7 +150,12 @@ class SampledTokens:
 
 
 class VersionSpan(NamedTuple):
-    """How many consecutive completion tokens (`tokens`) were sampled from one version of the policy."""
+    """A run of completion tokens that were sampled from one version of the policy.
+
+    Attributes:
+        version: of the weights.
+        tokens: how many consecutive tokens.
+    """
 
     version: PolicyVersion
     tokens: int

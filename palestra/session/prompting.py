@@ -54,7 +54,7 @@ class Prompt:
 
     @property
     def sequence(self) -> TokenSequence:
-        """The whole prompt, [P], with all of its images."""
+        """Return the whole prompt, [P], with all of its images, those of the parent included."""
         before = () if self.parent is None else self.parent.all_media
         kept = (
             span._replace(tokens=min(span.tokens, self.shared - span.start))

@@ -1,6 +1,4 @@
-"""How a call is sampled: values that the job fixes, values that the caller may choose, and those that can't be
-trained.
-"""
+"""The sampling of a call: values that the job fixes, that the caller may choose, and that can't be trained."""
 
 from __future__ import annotations
 

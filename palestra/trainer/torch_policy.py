@@ -247,7 +247,7 @@ class TorchPolicy:
         return OptimReport(learning_rate=params.learning_rate, grad_norm=norm if finite else 0.0, applied=finite)
 
     def save(self, folder: Path, state: Mapping[str, Any], keep: int) -> Path:
-        """Write a checkpoint that transformers can load as it is; see `Trainer.save`.
+        """Write a checkpoint that transformers can load without conversion; see `Trainer.save`.
 
         Args:
             folder: where the checkpoints are.

@@ -138,7 +138,7 @@ class TorchTrainer:
     async def save(self, policy: str, folder: Path, state: Mapping[str, Any], request_id: str) -> Path:
         """Write a checkpoint of `policy` into `folder` with `state`, once for each `request_id`; see `Trainer.save`.
 
-        The checkpoint's folder loads in transformers as it is.
+        transformers can load the checkpoint's folder without conversion.
         """
         mine = self._policy(policy)
         return await self._once(policy, request_id, lambda: mine.save(folder, state, self._keep))

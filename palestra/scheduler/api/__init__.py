@@ -1,4 +1,4 @@
-"""The ASGI application of the control plane."""
+"""The HTTP API of the control plane, as an ASGI application."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from palestra.scheduler.api.denials import note_denials
 from palestra.scheduler.api.jobs_api import add_job_routes, add_reading_routes
 
 MAX_BODY_BYTES = 4 * 2**20
-PUBLIC = ("/healthz", *http_app.PUBLIC)  # without a key
+PUBLIC = ("/healthz", *http_app.PUBLIC)  # paths that are answered without a key
 
 __all__ = ["PUBLIC", "ControlPlane", "create_control_app"]
 
 
 def create_control_app(plane: ControlPlane) -> FastAPI:
-    """All routes of the control plane."""
+    """Return the application with all routes of the control plane."""
 
     async def authenticate(request: Request) -> int:
         return (await plane.who(request)).limits.body_bytes

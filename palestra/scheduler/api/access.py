@@ -1,4 +1,4 @@
-"""Who may call a route: one action of the table of permissions for each."""
+"""Access to routes: each asks the table of permissions for one action."""
 
 from __future__ import annotations
 
@@ -23,12 +23,23 @@ from palestra.schemas.jobs import JobRecord
 from palestra.threads import WorkPool
 
 B = TypeVar("B", bound=BaseModel)
-_IDENTITY = "palestra.identity"  # where the scope of a request has its sender
+_IDENTITY = "palestra.identity"  # key in the ASGI scope of a request, whose value is its sender
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ControlPlane:
-    """What the routes use."""
+    """The objects that the routes of the control plane use.
+
+    Attributes:
+        scheduler: of the cluster.
+        store: the control store.
+        identities: of the senders of requests.
+        administration: of tenants, users and keys.
+        rates: of requests by key.
+        rules: the operator's limits on jobs.
+        without_keys: whether every request is the operator's; only on a server that no other user can reach.
+        pool: threads for work that would block the event loop.
+    """
 
     scheduler: Scheduler
     store: ControlStore
@@ -36,11 +47,11 @@ class ControlPlane:
     administration: Administration
     rates: RequestRates
     rules: Rules = field(default_factory=Rules)
-    without_keys: bool = False  # every request is the operator's; only where no other user can reach the server
-    pool: WorkPool = field(default_factory=WorkPool)  # for what would hold up the event loop
+    without_keys: bool = False
+    pool: WorkPool = field(default_factory=WorkPool)
 
     async def who(self, request: Request) -> Identity:
-        """Return who sends a request. The request counts, once, against the limits of its key.
+        """Return the sender of a request. The request counts once against the limits of its key.
 
         Raises:
             Unauthorized, TooManyRequests: see `Identities.authenticate` and the key's limits.
@@ -55,11 +66,11 @@ class ControlPlane:
         return identity
 
     async def body(self, kind: type[B], request: Request) -> B:
-        """Read and check the body of a request. Routes call it after their caller's permission was checked.
+        """Read and check the body of a request. Routes call it after the permission of their caller was checked.
 
         Args:
             kind: the model of the body.
-            request: its body is not read yet.
+            request: a request whose body was not read.
 
         Raises:
             InvalidRequest, ClientDisconnect: see `http.bodies`.
@@ -67,16 +78,17 @@ class ControlPlane:
         return await read_request(kind, request, self.pool)
 
     async def job(self, by: Identity, job_id: str, action: Action) -> JobRecord:
-        """Return a job to which `by` may do `action`. Routes get jobs here and nowhere else.
+        """Return a job to which the caller may do an action. Routes get jobs only by this method.
 
         Args:
-            by: who asks.
+            by: the caller.
             job_id: of the job.
             action: what is to be done to it.
 
         Raises:
-            NotFound: there is none in its tenant, or it is another user's private one: the answer is the same.
-            Forbidden: it may be seen, and not that.
+            NotFound: there is no such job in the caller's tenant, or it is another user's private one; the answer is
+                the same.
+            Forbidden: the caller may see the job, but not do that.
         """
         job = await self.store.job(by.tenant, job_id)
         if job.private and not by.sees(action, job.user):
@@ -85,7 +97,7 @@ class ControlPlane:
         return job
 
     def may(self, action: Action) -> Callable[[Request], Awaitable[Identity]]:
-        """Return a dependency of a route, whose caller has to be allowed `action`, at least on what is their own."""
+        """Return a dependency of a route, which refuses callers that may not do `action` even to their own objects."""
 
         async def allowed(request: Request) -> Identity:
             identity = await self.who(request)

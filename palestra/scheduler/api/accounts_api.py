@@ -1,4 +1,4 @@
-"""Tenants, users, keys, and the audit log."""
+"""Routes for tenants, users, keys, and the audit log."""
 
 from dataclasses import asdict
 from typing import Annotated
@@ -32,12 +32,12 @@ from palestra.schemas.control_wire import (
 
 
 def add_account_routes(app: FastAPI, plane: ControlPlane) -> None:
-    """Tenants, users, and the audit log."""
+    """Add the routes for tenants, users, and the audit log to the application."""
     accounts = plane.administration
 
     @app.get("/me", tags=["accounts"])
     async def me(by: Annotated[Identity, Depends(plane.may(Action.SELF_READ))]) -> IdentityView:
-        """Who this key is."""
+        """Return the tenant, the user and the rights of the calling key."""
         private = await accounts.private_jobs(by)
         return IdentityView(
             tenant=by.tenant, user=by.user, role=by.role.value, scopes=sorted(by.scopes), private_jobs=private
@@ -47,13 +47,13 @@ def add_account_routes(app: FastAPI, plane: ControlPlane) -> None:
     async def set_private(
         request: Request, by: Annotated[Identity, Depends(plane.may(Action.TENANT_SET_PRIVATE))]
     ) -> None:
-        """Whether the jobs of one's own tenant are private unless they say otherwise; those that are there stay."""
+        """Set whether new jobs of the caller's tenant are private by default; existing jobs stay as they are."""
         body = await plane.body(SetPrivate, request)
         await accounts.set_private(by, body.private_jobs)
 
     @app.get("/tenants", tags=["accounts"])
     async def tenants(by: Annotated[Identity, Depends(plane.may(Action.TENANT_LIST))]) -> list[TenantView]:
-        """All tenants, with their quotas."""
+        """Return all tenants, with their quotas."""
         found = await accounts.tenants(by)
         return [TenantView(name=name, quota=_quota(quota)) for name, quota in found.items()]
 
@@ -61,7 +61,7 @@ def add_account_routes(app: FastAPI, plane: ControlPlane) -> None:
     async def add_tenant(
         request: Request, by: Annotated[Identity, Depends(plane.may(Action.TENANT_ADD))]
     ) -> NewKeyView:
-        """A tenant with one admin; the answer has the admin's key."""
+        """Add a tenant with one admin; the answer has the admin's key, with its secret."""
         body = await plane.body(AddTenant, request)
         return _new_key(await accounts.add_tenant(by, body.name))
 
@@ -69,14 +69,17 @@ def add_account_routes(app: FastAPI, plane: ControlPlane) -> None:
     async def change_tenant(
         name: str, request: Request, by: Annotated[Identity, Depends(plane.may(Action.TENANT_CHANGE))]
     ) -> TenantView:
-        """Another quota, in force immediately: what is left out stays, null removes a limit. Running jobs stay."""
+        """Change a quota immediately: limits that are left out stay, and null removes a limit.
+
+        Running jobs are not stopped.
+        """
         body = await plane.body(ChangeTenant, request)
         quota = await accounts.change_quota(by, name, body.quota.model_dump(exclude_unset=True))
         return TenantView(name=name, quota=_quota(quota))
 
     @app.get("/users", tags=["accounts"])
     async def users(by: Annotated[Identity, Depends(plane.may(Action.USER_LIST))]) -> list[UserView]:
-        """All users of the tenant."""
+        """Return all users of the tenant, also those who were removed."""
         return [
             UserView(name=user.name, role=user.role.value, created_at=user.created_at, removed_at=user.removed_at)
             for user in await accounts.users(by)
@@ -84,7 +87,7 @@ def add_account_routes(app: FastAPI, plane: ControlPlane) -> None:
 
     @app.post("/users", tags=["accounts"], status_code=201, openapi_extra=request_schema(AddUser))
     async def add_user(request: Request, by: Annotated[Identity, Depends(plane.may(Action.USER_ADD))]) -> NewKeyView:
-        """A user with one key."""
+        """Add a user with one key; the answer has the key, with its secret."""
         body = await plane.body(AddUser, request)
         return _new_key(await accounts.add_user(by, body.name, Role(body.role)))
 
@@ -92,20 +95,20 @@ def add_account_routes(app: FastAPI, plane: ControlPlane) -> None:
     async def change_role(
         name: str, request: Request, by: Annotated[Identity, Depends(plane.may(Action.USER_CHANGE))]
     ) -> None:
-        """Another role, in force immediately."""
+        """Give a user another role, which applies immediately, also to the user's keys."""
         body = await plane.body(ChangeRole, request)
         await accounts.change_role(by, name, Role(body.role))
 
     @app.delete("/users/{name}", tags=["accounts"], status_code=204)
     async def remove_user(name: str, by: Annotated[Identity, Depends(plane.may(Action.USER_REMOVE))]) -> None:
-        """Remove a user: their keys open nothing any more."""
+        """Remove a user: the user's keys open nothing any more."""
         await accounts.remove_user(by, name)
 
     @app.get("/audit", tags=["accounts"])
     async def audit(
         by: Annotated[Identity, Depends(plane.may(Action.AUDIT_READ))], before: int | None = None, limit: int = 100
     ) -> list[AuditView]:
-        """The tenant's audit log, newest first."""
+        """Return the tenant's audit log, newest lines first."""
         return [
             AuditView(
                 number=entry.number,
@@ -121,19 +124,19 @@ def add_account_routes(app: FastAPI, plane: ControlPlane) -> None:
 
 
 def add_key_routes(app: FastAPI, plane: ControlPlane) -> None:
-    """Keys."""
+    """Add the routes for keys to the application."""
     accounts = plane.administration
 
     @app.get("/keys", tags=["accounts"])
     async def keys(
         by: Annotated[Identity, Depends(plane.may(Action.KEY_LIST))], user: str | None = None
     ) -> list[KeyView]:
-        """One's own keys, or, for an admin, another user's."""
+        """Return the caller's keys, or, for an admin, another user's."""
         return [KeyView.model_validate(_shown(key)) for key in await accounts.keys(by, user)]
 
     @app.post("/keys", tags=["accounts"], status_code=201, openapi_extra=request_schema(MakeKey))
     async def make_key(request: Request, by: Annotated[Identity, Depends(plane.may(Action.KEY_MAKE))]) -> NewKeyView:
-        """A key; its secret is in the answer, and nowhere else."""
+        """Make a key; its secret is in the answer, and can't be read again."""
         body = await plane.body(MakeKey, request)
         scopes = None if body.scopes is None else [_scope(name) for name in body.scopes]
         limits = None if body.limits is None else body.limits.model_dump(exclude_none=True)
@@ -143,17 +146,22 @@ def add_key_routes(app: FastAPI, plane: ControlPlane) -> None:
     async def rotate(
         key_id: str, request: Request, by: Annotated[Identity, Depends(plane.may(Action.KEY_ROTATE))]
     ) -> NewKeyView:
-        """A new key in the place of this one, which opens for a while still."""
+        """Make a new key in place of this one, which still works for a while."""
         body = await plane.body(RotateKey, request)
         return _new_key(await accounts.rotate_key(by, key_id, body.grace_seconds))
 
     @app.delete("/keys/{key_id}", tags=["accounts"], status_code=204)
     async def revoke(key_id: str, by: Annotated[Identity, Depends(plane.may(Action.KEY_REVOKE))]) -> None:
-        """The key opens nothing from now on."""
+        """Revoke a key, so that it opens nothing from now on."""
         await accounts.revoke_key(by, key_id)
 
 
 def _scope(name: str) -> Scope:
+    """Return a scope by its name.
+
+    Raises:
+        InvalidRequest: there is no such scope.
+    """
     try:
         return Scope(name)
     except ValueError:
@@ -161,13 +169,16 @@ def _scope(name: str) -> Scope:
 
 
 def _shown(key: KeyRecord) -> dict[str, object]:
+    """Return the fields of a key that answers show."""
     shown: dict[str, object] = {name: getattr(key, name) for name in KeyView.model_fields}
     return shown | {"scopes": sorted(key.scopes), "limits": asdict(key.limits)}
 
 
 def _quota(quota: Quota) -> QuotaBody:
+    """Return a quota as the body of an answer."""
     return QuotaBody.model_validate(asdict(quota))
 
 
 def _new_key(key: NewKey) -> NewKeyView:
+    """Return a new key with its secret as the body of an answer."""
     return NewKeyView.model_validate(_shown(key.record) | {"secret": key.secret})

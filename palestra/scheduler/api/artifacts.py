@@ -1,4 +1,4 @@
-"""Files of a job's run, and nothing beside them."""
+"""Files of a job's run, and no other files of the server."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 from palestra.errors import NotFound
 from palestra.schemas.control_wire import ArtifactView
 
-HIDDEN = ("secret", "api_key", ".lock")  # keys; and run.db is read through the events and `palestra export`
+HIDDEN = ("secret", "api_key", ".lock")  # run.db is hidden, too: clients read it by the route for events
 
 
 async def read_key(run: Path) -> str:
-    """The key of a run's data plane.
+    """Return the key of a run's data plane.
 
     Raises:
-        NotFound: the run has none yet.
+        NotFound: the run has no key yet.
     """
     try:
         return (await asyncio.to_thread((run / "api_key").read_text)).strip()
@@ -26,11 +26,12 @@ async def read_key(run: Path) -> str:
 
 
 async def listed(run: Path) -> list[ArtifactView]:
-    """All files, by path."""
+    """Return all files of a run that may be downloaded, by path."""
     return await asyncio.to_thread(_listed, run)
 
 
 def _listed(run: Path) -> list[ArtifactView]:
+    """Return the files by walking through the folder; see `listed`."""
     found = []
     for folder, _, names in os.walk(run):
         for path in (Path(folder, name) for name in names):
@@ -45,15 +46,20 @@ def _listed(run: Path) -> list[ArtifactView]:
 
 
 async def checked(run: Path, name: str) -> Path:
-    """The file that is meant.
+    """Return the path of a file that may be downloaded.
+
+    Args:
+        run: folder of the run.
+        name: of the file, relative to it.
 
     Raises:
-        NotFound: it is none of the run's.
+        NotFound: the run has no such file, or it may not be downloaded.
     """
     return await asyncio.to_thread(_checked, run, name)
 
 
 def _checked(run: Path, name: str) -> Path:
+    """Resolve a name, and refuse paths that lead out of the run; see `checked`."""
     missing = NotFound(f"the run has no file {name!r}")
     if "\0" in name or "\\" in name:
         raise missing
@@ -68,4 +74,5 @@ def _checked(run: Path, name: str) -> Path:
 
 
 def _shown(name: Path) -> bool:
+    """Return whether a file may be downloaded: not keys, hidden files or the database."""
     return not any(part in HIDDEN or part.startswith((".", "run.db")) for part in name.parts)

@@ -1,4 +1,4 @@
-"""The cluster: machines, what is free, and whether jobs may start."""
+"""Routes for the cluster: machines, what is free, and whether jobs may start."""
 
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -17,17 +17,17 @@ from palestra.schemas.control_wire import ClusterView, Drain, InUse, NodeView, Q
 
 
 def add_cluster_routes(app: FastAPI, plane: ControlPlane) -> None:
-    """All of them."""
+    """Add the routes for the cluster to the application."""
     scheduler = plane.scheduler
 
     @app.get("/healthz", tags=["cluster"])
     async def healthz() -> dict[str, str]:
-        """Answers, without a key, when requests are taken."""
+        """Answer, without a key, when the server accepts requests."""
         return {"status": "ok"}
 
     @app.get("/cluster", tags=["cluster"])
     async def cluster(by: Annotated[Identity, Depends(plane.may(Action.CLUSTER_READ))]) -> ClusterView:
-        """Machines, and what is free; nothing about whose jobs run there. And the tenant's own quota."""
+        """Return the machines and what is free, but not whose jobs run there, and the quota of the caller's tenant."""
         held = list(scheduler.running.values())
         nodes = []
         for node in scheduler.nodes:
@@ -57,12 +57,13 @@ def add_cluster_routes(app: FastAPI, plane: ControlPlane) -> None:
 
     @app.post("/cluster/drain", tags=["cluster"], status_code=204, openapi_extra=request_schema(Drain))
     async def drain(request: Request, by: Annotated[Identity, Depends(plane.may(Action.CLUSTER_DRAIN))]) -> None:
-        """Start nothing more, so that the cluster runs empty, also after a restart; or go on."""
+        """Stop starting jobs, so that the cluster runs empty, also after a restart; or start jobs again."""
         body = await plane.body(Drain, request)
         await plane.administration.drain(by, body.on)
 
 
 def _in_use(running: Iterable[RunningJob]) -> InUse:
+    """Return the sum of what jobs hold."""
     held = list(running)
     return InUse(
         jobs=len(held),

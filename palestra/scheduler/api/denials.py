@@ -1,4 +1,4 @@
-"""Denials in the audit log: of changes that a key does not allow, or to what its user can't see."""
+"""Write denials to the audit log: refused changes, and requests for objects that the user can't see."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from palestra.scheduler.limits import KeyLimits, RequestRates
 from palestra.scheduler.permissions import Action
 
 log = logging.getLogger("palestra.scheduler")
-WRITTEN = KeyLimits(requests_per_minute=6, burst=20)  # lines of one key; those between are counted in the next
+WRITTEN = KeyLimits(requests_per_minute=6, burst=20)  # lines of one key; the next line counts those left out
 READING = ("GET", "HEAD", "OPTIONS")
 
 
 class Denials:
-    """Writes denials into the audit log, but not so many that it is full of them."""
+    """Writes denials to the audit log, with a limit for each key, so that one client can't fill the log."""
 
     def __init__(self, plane: ControlPlane) -> None:
         self._store, self._rates = plane.store, RequestRates(plane.store.clock)
-        self._left_out: Counter[str] = Counter()  # by key, since its last line
+        self._left_out: Counter[str] = Counter()  # denials of a key since its last line
 
     async def note(self, by: Identity, action: Action, target: str, error: PalestraError) -> None:
-        """Write one denial, or count it where the key has had too many.
+        """Write one denial, or only count it if the key has had too many.
 
         Args:
-            by: who was denied.
-            action: what they asked for.
+            by: the sender of the request.
+            action: that was refused.
             target: method and path.
-            error: what they were answered.
+            error: the answer.
         """
         key = by.key_id or ""
         try:
@@ -46,12 +46,12 @@ class Denials:
         outcome = f"{error.code}, and {more} denials before it" if more else error.code
         try:
             await self._store.append_audit(by.tenant, by.user, by.key_id, action.value, target, outcome)
-        except StoreError as failure:  # the denial is answered even where it can't be written down
+        except StoreError as failure:  # the denial is answered even if it can't be recorded
             log.warning("a denial of %s to %s could not be written down: %s", action, by.user, failure)
 
 
 def note_denials(app: FastAPI, plane: ControlPlane) -> None:
-    """Have the application write down what it denies; its answers stay as they are."""
+    """Make the application write what it denies to the audit log; its answers do not change."""
     denials, answer = Denials(plane), app.exception_handlers[PalestraError]
 
     async def denied(request: Request, error: Exception) -> Response:

@@ -1,4 +1,4 @@
-"""Jobs: submit, look, cancel, read what they left."""
+"""Routes for jobs: submit, list, cancel, and read their logs, events and files."""
 
 import asyncio
 from typing import Annotated, Any
@@ -34,9 +34,9 @@ from palestra.schemas.states import JobState
 
 
 def add_job_routes(app: FastAPI, plane: ControlPlane) -> None:
-    """Submit, look, cancel."""
+    """Add the routes that submit, list and change jobs to the application."""
     store, scheduler = plane.store, plane.scheduler
-    rotating = asyncio.Lock()  # secret and key are two files; those of two changes at once would not fit together
+    rotating = asyncio.Lock()  # secret and key are two files, which two simultaneous changes could mix up
 
     def view(job: JobRecord) -> JobView:
         waits = scheduler.waiting.get(job.job_id) if job.state is JobState.QUEUED else None
@@ -48,7 +48,7 @@ def add_job_routes(app: FastAPI, plane: ControlPlane) -> None:
         by: Annotated[Identity, Depends(plane.may(Action.JOB_SUBMIT))],
         idempotency_key: Annotated[str | None, Header(max_length=200)] = None,
     ) -> JobView:
-        """Submit a job. One that could never start is refused, with the largest that could."""
+        """Submit a job. A job that could never start is refused, with the largest one that could."""
         body = await plane.body(SubmitJob, request)
         wanted = await request_of(plane, body, by)
         if reason := await scheduler.refusal(wanted.resources, by.tenant):
@@ -67,7 +67,7 @@ def add_job_routes(app: FastAPI, plane: ControlPlane) -> None:
         cursor: str | None = None,
         limit: int = 50,
     ) -> JobList:
-        """The tenant's jobs, newest first."""
+        """Return the tenant's jobs, newest first, a page at a time."""
         page = await store.jobs(
             by.tenant,
             states=state or (),
@@ -82,14 +82,14 @@ def add_job_routes(app: FastAPI, plane: ControlPlane) -> None:
 
     @app.get("/jobs/{job_id}", tags=["jobs"])
     async def one(job_id: str, by: Annotated[Identity, Depends(plane.may(Action.JOB_READ))]) -> JobView:
-        """One job."""
+        """Return one job, with the reason for its state."""
         job = await plane.job(by, job_id, Action.JOB_READ)
         scheduler.seen(job_id)
         return view(job)
 
     @app.delete("/jobs/{job_id}", tags=["jobs"])
     async def cancel(job_id: str, by: Annotated[Identity, Depends(plane.may(Action.JOB_CANCEL))]) -> JobView:
-        """Cancel a job; it saves what it has trained. One that is over stays as it is."""
+        """Cancel a job, which saves what it has trained first. A job that has ended stays as it is."""
         await plane.job(by, job_id, Action.JOB_CANCEL)
         job = await scheduler.cancel(by.tenant, job_id, f"cancelled by {by.user}")
         await store.append_audit(by.tenant, by.user, by.key_id, Action.JOB_CANCEL.value, job_id, "ok")
@@ -101,7 +101,7 @@ def add_job_routes(app: FastAPI, plane: ControlPlane) -> None:
         by: Annotated[Identity, Depends(plane.may(Action.JOB_RESUBMIT))],
         idempotency_key: Annotated[str | None, Header(max_length=200)] = None,
     ) -> JobView:
-        """A new job that is like this one; it begins from the start."""
+        """Submit a new job with the request of this one; it starts from the beginning."""
         job = await plane.job(by, job_id, Action.JOB_RESUBMIT)
         request = JobRequest(
             name=job.name,
@@ -122,7 +122,10 @@ def add_job_routes(app: FastAPI, plane: ControlPlane) -> None:
 
     @app.post("/jobs/{job_id}/rotate-key", tags=["jobs"])
     async def rotate_key(job_id: str, by: Annotated[Identity, Depends(plane.may(Action.JOB_ROTATE_KEY))]) -> JobKeyView:
-        """Another key for its data plane. Those of before, of the job and of its episodes, open nothing any more."""
+        """Replace the key of a job's data plane.
+
+        The old keys, of the job and of its episodes, open nothing any more.
+        """
         job = await plane.job(by, job_id, Action.JOB_ROTATE_KEY)
         run = scheduler.folder_of(job_id) / RUN
         async with rotating:
@@ -134,7 +137,7 @@ def add_job_routes(app: FastAPI, plane: ControlPlane) -> None:
     async def changes(
         job_id: str, by: Annotated[Identity, Depends(plane.may(Action.JOB_READ))], after: int = 0
     ) -> list[ChangeView]:
-        """Every change of state, with its time and reason."""
+        """Return every change of the job's state, with its time and reason."""
         await plane.job(by, job_id, Action.JOB_READ)
         found = await store.changes(by.tenant, job_id, after)
         return [
@@ -150,12 +153,12 @@ def add_job_routes(app: FastAPI, plane: ControlPlane) -> None:
 
 
 def add_reading_routes(app: FastAPI, plane: ControlPlane) -> None:
-    """What a job says and leaves."""
+    """Add the routes that read what a job reports and writes to the application."""
     scheduler = plane.scheduler
 
     @app.get("/jobs/{job_id}/server", tags=["jobs"])
     async def server(job_id: str, by: Annotated[Identity, Depends(plane.may(Action.EPISODE_PLAY))]) -> ServerView:
-        """Where its data plane is, and the key that opens it; 404 while it does not run."""
+        """Return the address of a job's data plane and the key that opens it; 404 while the job does not run."""
         job = await plane.job(by, job_id, Action.EPISODE_PLAY)
         scheduler.seen(job_id)
         if job.url is None:
@@ -171,7 +174,7 @@ def add_reading_routes(app: FastAPI, plane: ControlPlane) -> None:
         offset: Annotated[int, Query(ge=0, le=2**53)] = 0,
         follow: bool = False,
     ) -> StreamingResponse:
-        """Its log as text from the byte `offset` on; with `follow` until the job is over."""
+        """Return a job's log as text from the byte `offset` on; with `follow` until the job has ended."""
         await plane.job(by, job_id, Action.JOB_READ)
         path = scheduler.folder_of(job_id) / LOG_FILE
         return StreamingResponse(
@@ -185,9 +188,9 @@ def add_reading_routes(app: FastAPI, plane: ControlPlane) -> None:
         last_event_id: Annotated[str | None, Header()] = None,
         follow: bool = True,
     ) -> StreamingResponse:
-        """Server-sent events: changes of state, and what the job reports (a `step` has its metrics), from the start.
+        """Stream a job's changes of state, and what it reports (a `step` has its metrics), from the start.
 
-        After a lost connection the header `Last-Event-ID` continues after the last event that arrived.
+        After a lost connection, send the header `Last-Event-ID` to continue after the last event that arrived.
         """
         await plane.job(by, job_id, Action.JOB_READ)
         place = streams.Place.of(last_event_id)
@@ -196,7 +199,7 @@ def add_reading_routes(app: FastAPI, plane: ControlPlane) -> None:
 
     @app.get("/jobs/{job_id}/artifacts", tags=["jobs"])
     async def listing(job_id: str, by: Annotated[Identity, Depends(plane.may(Action.JOB_READ))]) -> list[ArtifactView]:
-        """The files of its run: checkpoints, metrics, curve, configuration."""
+        """Return the files of a job's run: checkpoints, metrics, curve, configuration."""
         await plane.job(by, job_id, Action.JOB_READ)
         return await artifacts.listed(scheduler.folder_of(job_id) / RUN)
 
@@ -204,13 +207,18 @@ def add_reading_routes(app: FastAPI, plane: ControlPlane) -> None:
     async def download(
         job_id: str, path: str, by: Annotated[Identity, Depends(plane.may(Action.JOB_READ))]
     ) -> FileResponse:
-        """One file."""
+        """Return the content of one file of a job's run."""
         await plane.job(by, job_id, Action.JOB_READ)
         return FileResponse(await artifacts.checked(scheduler.folder_of(job_id) / RUN, path))
 
 
 def job_view(job: JobRecord, waits: str | None) -> JobView:
-    """What its tenant is shown."""
+    """Return a job as users of its tenant see it.
+
+    Args:
+        job: the record.
+        waits: why a queued job does not start; None: the record's reason is shown.
+    """
     needs = job.resources
     shown: dict[str, Any] = {
         name: getattr(job, name) for name in JobView.model_fields if name not in ("resources", "reason", "state")

@@ -1,4 +1,4 @@
-"""Logs, changes of state and events of a run, as they happen; all can be read again from any place."""
+"""Streams of a run's log, changes of state and events, which can be read again from any point."""
 
 from __future__ import annotations
 
@@ -22,11 +22,16 @@ from palestra.schemas.records import Event
 
 CHUNK_BYTES = 2**16
 MOST_EVENTS = 500
-LARGEST = 2**53  # number of an event; more is no integer to SQLite
+LARGEST = 2**53  # the largest number of an event that is accepted; SQLite could not compare with a huge one
 
 
 class Place(NamedTuple):
-    """How far a client has read: changes of the job, and events of its run."""
+    """The position of a client in a stream of events.
+
+    Attributes:
+        change: number of the last change of state that was read.
+        event: id of the last event of the run that was read.
+    """
 
     change: int = 0
     event: int = 0
@@ -36,10 +41,10 @@ class Place(NamedTuple):
 
     @classmethod
     def of(cls, text: str | None) -> Self:
-        """Return the place that the header `Last-Event-ID` names; None: the start.
+        """Return the place in the header `Last-Event-ID`; None: the start.
 
         Raises:
-            InvalidRequest: no stream of the control plane has had this id.
+            InvalidRequest: no stream of the control plane has sent this id.
         """
         if text is None:
             return cls()
@@ -49,7 +54,7 @@ class Place(NamedTuple):
         return cls(min(int(change), LARGEST), min(int(event), LARGEST))
 
     def after(self, one: JobChange | Event) -> Self:
-        """Return the place behind a change or an event."""
+        """Return the place after a change or an event."""
         if isinstance(one, Event):
             return self._replace(event=one.event_id)
         return self._replace(change=one.number)
@@ -59,17 +64,17 @@ def events(plane: ControlPlane, by: Identity, job_id: str, run: Path, place: Pla
     """Yield a job's changes of state and what its run reports, as server-sent events.
 
     Args:
-        plane: where the job is.
-        by: who reads; the stream ends when their key does not open the job any more.
+        plane: the control plane.
+        by: the reader; the stream ends when the reader's key does not open the job any more.
         job_id: of the job.
         run: the folder of its run.
-        place: how far they have read.
-        wait: for what is still to happen.
+        place: how far the reader has read.
+        wait: whether to wait for future events.
     """
 
     async def look() -> News | None:
         nonlocal place
-        job = await _readable(plane, by, job_id)  # read first, so that nothing of the end is missed
+        job = await _readable(plane, by, job_id)  # read before the events, so that those of its end are not missed
         if job is None:
             return None
         changes = await plane.store.changes(by.tenant, job_id, place.change)
@@ -85,7 +90,16 @@ def events(plane: ControlPlane, by: Identity, job_id: str, run: Path, place: Pla
 
 
 def log(plane: ControlPlane, by: Identity, job_id: str, path: Path, offset: int, wait: bool) -> AsyncIterator[bytes]:
-    """Yield a job's log from a byte on; see `events` for the arguments."""
+    """Yield a job's log from a byte on.
+
+    Args:
+        plane: the control plane.
+        by: the reader; see `events`.
+        job_id: of the job.
+        path: of the log.
+        offset: number of the first byte.
+        wait: whether to wait for further lines.
+    """
 
     async def look() -> News | None:
         nonlocal offset
@@ -100,7 +114,7 @@ def log(plane: ControlPlane, by: Identity, job_id: str, path: Path, offset: int,
 
 
 async def _readable(plane: ControlPlane, by: Identity, job_id: str) -> JobRecord | None:
-    """Return the job; None: its reader's key has been revoked, or their role changed, since the stream began."""
+    """Return the job; None: the reader's key was revoked, or the reader's role changed, since the stream began."""
     now = await plane.identities.renewed(by)
     if now is None:
         return None
@@ -113,6 +127,7 @@ async def _readable(plane: ControlPlane, by: Identity, job_id: str) -> JobRecord
 
 
 def _encoded(place: Place, one: JobChange | Event) -> bytes:
+    """Return a change or an event as a server-sent event, whose id is the place after it."""
     if isinstance(one, Event):
         return encode_event(orjson.dumps({"at": one.at, **one.data}), one.kind, str(place))
     change = {"at": one.at, "state": one.following.value, "reason": one.reason}
@@ -120,18 +135,19 @@ def _encoded(place: Place, one: JobChange | Event) -> bytes:
 
 
 def _events_after(run: Path, last: int) -> list[Event]:
-    """Return what the run has reported after event `last`; nothing while it has no store."""
+    """Return what the run has reported after event `last`; [] while it has no store."""
     store = run / "run.db"
     if not store.exists():
         return []
     try:
         with browse(store) as connection:
             return read_events(connection, last, MOST_EVENTS)
-    except StoreError:  # it is being made
+    except StoreError:  # the store is just being created
         return []
 
 
 def _read(path: Path, offset: int) -> bytes:
+    """Return the next bytes of a log; b"" while there is no log."""
     try:
         with path.open("rb") as file:
             file.seek(offset)

@@ -1,4 +1,4 @@
-"""Submissions: checked and completed, so that a mistake is answered now, and not found when the job starts."""
+"""Check and complete submissions, so that a mistake is answered immediately and not found when the job starts."""
 
 from __future__ import annotations
 
@@ -19,12 +19,17 @@ from palestra.schemas.jobs import JobRecord, JobRequest, Resources
 
 
 async def request_of(plane: ControlPlane, body: SubmitJob, by: Identity) -> JobRequest:
-    """The job that a body asks for.
+    """Return the job that a body requests, checked and complete.
+
+    Args:
+        plane: the control plane.
+        body: of the request.
+        by: the caller.
 
     Raises:
-        ConfigError, InvalidRequest: it can't be run; the message says what is wrong.
+        ConfigError, InvalidRequest: the job can't be run, for the reason in the message.
         NotFound: `from_job` is no job of this tenant, or has no such checkpoint.
-        Forbidden: the key does not allow to read that job.
+        Forbidden: the key does not allow reading that job.
     """
     if body.from_step is not None and body.from_job is None:
         raise InvalidRequest("from_step is a checkpoint of from_job, which is missing", "from_step")
@@ -55,10 +60,15 @@ async def request_of(plane: ControlPlane, body: SubmitJob, by: Identity) -> JobR
 
 
 def allowed(given: dict[str, Any], by: Identity, rules: Rules) -> dict[str, Any]:
-    """A configuration that the operator allows, with no more episodes claimed at the same time than the key allows.
+    """Return a configuration that the operator allows, with `max_claimed` lowered to what the caller's key allows.
+
+    Args:
+        given: a JobConfig as JSON.
+        by: the caller.
+        rules: the operator's.
 
     Raises:
-        ConfigError: it is over a cap of the operator's.
+        ConfigError: a value is over a cap of the operator's.
     """
     config = parse_config(given)
     rules.check(config)
@@ -69,13 +79,19 @@ def allowed(given: dict[str, Any], by: Identity, rules: Rules) -> dict[str, Any]
 
 
 async def _private(plane: ControlPlane, body: SubmitJob, by: Identity, source: JobRecord | None) -> bool:
+    """Return whether the job will be private: as requested, else as its source, else as the tenant's default."""
     if body.private is not None:
         return body.private
     return (source is not None and source.private) or await plane.administration.private_jobs(by)
 
 
 def _config(body: SubmitJob, source: JobRecord | None) -> dict[str, Any]:
-    """The configuration, with its kind; without one, that of `from_job`."""
+    """Return the requested configuration with its kind, or that of `from_job` if none was given.
+
+    Raises:
+        ConfigError: body and configuration name different kinds.
+        InvalidRequest: there is neither a configuration nor `from_job`.
+    """
     if body.config is not None:
         given = dict(body.config)
         kind = given.get("kind", body.kind)
@@ -90,6 +106,11 @@ def _config(body: SubmitJob, source: JobRecord | None) -> dict[str, Any]:
 
 
 def _checked(given: dict[str, Any], rules: Rules) -> JobConfig:
+    """Return the parsed configuration, if a tenant may submit it.
+
+    Raises:
+        ConfigError, InvalidRequest: it is not valid, or names files, models or code that tenants may not use.
+    """
     for section, keys in (("tasks", ("train", "validation")), ("run_dir", ())):
         value = given.get(section)
         if value is not None and (not keys or (isinstance(value, dict) and any(value.get(key) for key in keys))):
@@ -105,10 +126,15 @@ def _checked(given: dict[str, Any], rules: Rules) -> JobConfig:
 
 
 def _with_model_of(source: JobRecord, given: dict[str, Any], config: JobConfig) -> dict[str, Any]:
-    """The configuration with the model that the checkpoint of `source` was made from.
+    """Return the configuration with the model from which the checkpoint of `source` was made.
+
+    Args:
+        source: the job of `from_job`.
+        given: a JobConfig as JSON.
+        config: the same, parsed.
 
     Raises:
-        ConfigError: it names another one.
+        ConfigError: the configuration names another model.
     """
     name, model = config.policy_name, parse_config(source.config).policy.model
     if "model" in config.policy.model_fields_set and config.policy.model != model:
