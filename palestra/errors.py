@@ -166,9 +166,7 @@ class ContextOverflow(PalestraError):
 
 
 class ConfigError(PalestraError):
-    """A job's configuration is wrong: a value is out of range, or does not fit this machine or the job's other
-    values.
-    """
+    """A job's configuration is wrong: a value is out of range, or does not fit other values or this machine."""
 
     http_status = 400
 
@@ -184,9 +182,7 @@ class Unauthorized(PalestraError):
 
 
 class Forbidden(PalestraError):
-    """The key is known, but does not open this route: it is an episode's key, say, or has not the scope that is
-    needed.
-    """
+    """The key is known, but does not open this route: it is an episode's key, say, or lacks a scope."""
 
     http_status = 403
 
@@ -211,9 +207,7 @@ class JobOver(Conflict):
 
 
 class IllegalTransition(Conflict):
-    """A change of state that the lifecycle's table in `schemas/states.py` does not have, such as from COMPLETED to
-    CLAIMED.
-    """
+    """A change of state that the lifecycle's table in `schemas/states.py` does not allow."""
 
 
 class ClaimOver(Conflict):
@@ -243,9 +237,7 @@ class HistoryDrift(Conflict):
 
 
 class EpisodeLeaseExpired(Conflict):
-    """The caller no longer holds the episode: its lease ran out without a heartbeat, or the episode was claimed
-    again.
-    """
+    """The caller no longer holds the episode: its lease expired without a heartbeat, or was given to another worker."""
 
 
 class EpisodeEnded(Conflict):
@@ -313,8 +305,7 @@ class NotScored(PalestraError):
 
 
 class RolloutFailed(PalestraError):
-    """An environment, an agent or the engine failed during an episode that Palestra played, or its time limit was
-    reached.
+    """An environment, agent or engine failed in an episode that Palestra played, or its time limit was reached.
 
     Attributes:
         termination: which of these it was; see `rollout.Termination`. `__cause__` is the exception of the user's code,

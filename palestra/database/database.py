@@ -1,6 +1,4 @@
-"""The database of a store: one thread that writes, threads that read, and retries while the database does not
-answer.
-"""
+"""The database of a store: one thread that writes, threads that read, and retries while it does not answer."""
 
 from __future__ import annotations
 
@@ -155,9 +153,7 @@ class Database:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Turn errors of the database, and of decoding damaged rows, into those that `Backend.explain` makes of
-        them.
-        """
+        """Turn errors of the database, or of decoding damaged rows, into those of `Backend.explain`."""
         try:
             yield
         except PalestraError:

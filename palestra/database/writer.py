@@ -112,9 +112,7 @@ class Writer:
         self._thread.join()
 
     def _loop(self) -> None:
-        """Take what has gathered from the queue, at most `MAX_BATCH` operations, and commit them together, until
-        `close`.
-        """
+        """Commit the operations that have gathered in the queue, at most `MAX_BATCH` together, until `close`."""
         with self._engine.connect() as connection:
             while (first := self._queue.get()) is not None:
                 group, last = first, False

@@ -87,9 +87,7 @@ def _grammar_process(own: socket.socket, tokenizer: LLTokenizer, bounds: dict[st
 
 
 def _confine(memory: int) -> None:
-    """Limit this process: it ends with its parent, writes nothing to the terminal, and may use `memory` further
-    bytes.
-    """
+    """Limit this process: it ends with its parent, prints nothing, and may use `memory` further bytes."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     with open(os.devnull, "wb") as nowhere:  # of llguidance's warnings and of Rust's backtraces
         os.dup2(nowhere.fileno(), 2)
@@ -144,8 +142,7 @@ class _Grammar:
         signal.setitimer(signal.ITIMER_PROF, seconds)
 
     def _compile(self, grammar: str) -> tuple[LLMatcher, bytes, str]:
-        """Return the matcher at the grammar's beginning, the mask there, and the reason why the grammar can't be used,
-        or "".
+        """Return a matcher at the grammar's beginning, the mask there, and why the grammar can't be used, or "".
 
         A few random replies are walked, because some grammars compile quickly and become expensive after a few tokens.
         """

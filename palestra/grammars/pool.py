@@ -244,9 +244,7 @@ class Grammars:
             self._known.popitem(last=False)
 
     def _ended(self, process: GrammarProcess, error: PalestraError) -> None:
-        """Drop a process that ended while a reply was sampled, and refuse its grammar from now on if the grammar is
-        to blame.
-        """
+        """Drop a process that ended during a reply, and refuse its grammar from now on if the grammar is to blame."""
         with self._lock:
             for key in [key for key, alive in self._alive.items() if alive is process]:
                 del self._alive[key]
@@ -254,8 +252,7 @@ class Grammars:
                     self._learn(key, error)
 
     def _take(self, key: bytes) -> Matcher | Future[None] | None:
-        """Return a matcher if the grammar's process runs, None if the grammar may be compiled, else a future to wait
-        for.
+        """Return a matcher if the grammar's process runs, None if it may be compiled, else a future to wait for.
 
         The future is done when another caller releases a process.
         """

@@ -132,7 +132,5 @@ def _explain(error: ValidationError) -> InvalidRequest:
 
 
 def _is_key(part: str) -> bool:
-    """Return whether a part of a path is a key of the body, and not the name of a type that pydantic adds for
-    unions.
-    """
+    """Return whether a part of a path is a key of the body, and not a type's name, which pydantic adds for unions."""
     return "[" not in part and "(" not in part

@@ -104,9 +104,7 @@ class Connections:
         return len(self._open)
 
     def fit_descriptors(self) -> None:
-        """Raise the process's limit of descriptors as far as allowed, and limit connections to those it has room
-        for.
-        """
+        """Raise the process's limit of descriptors as far as allowed, and limit the connections accordingly."""
         soft = raise_descriptor_limit()
         in_use = len(os.listdir("/proc/self/fd"))
         room = max(soft - in_use - RESERVED_DESCRIPTORS, FEWEST_CONNECTIONS)

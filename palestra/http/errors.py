@@ -1,6 +1,4 @@
-"""Errors as answers: status and headers are the same on every route, and the body has the form that its clients
-read.
-"""
+"""Errors as answers: the same status and headers on every route, and a body in the form that its clients read."""
 
 from __future__ import annotations
 

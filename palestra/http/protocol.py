@@ -119,9 +119,7 @@ class LimitedProtocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Start answering the request, unless its head is too large or too many requests wait (called by the
-        parser).
-        """
+        """Answer the request, unless its head is too large or too many wait (called by the parser)."""
         self._in_head, self._unparsed = False, 0
         if self._refused:
             return

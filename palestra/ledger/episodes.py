@@ -40,8 +40,7 @@ class Episodes:
     """
 
     def __init__(self, db: Database, leases: LeaseBook, rollout: RolloutConfig, clock: Clock) -> None:
-        """Read the claimed episodes, and give each a full period of its lease, because time passed while no server was
-        up.
+        """Give each claimed episode a full period of its lease, because time passed while no server was running.
 
         Args:
             db: the run's database, with the tables of `tables.SCHEMA`.
@@ -219,9 +218,7 @@ class Episodes:
         self._given_back(episode_id, fence, following)
 
     async def expire_leases(self) -> int:
-        """Give back every episode whose lease has expired, each with an event `lease_expired`, and return how many
-        there were.
-        """
+        """Give back every episode whose lease has expired, with an event `lease_expired`, and return their number."""
         expired = 0
         for episode_id, fence in self.leases.expired():
             try:

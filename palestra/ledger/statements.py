@@ -1,6 +1,4 @@
-"""Statements of hot paths, compiled once and executed on the raw driver, because SQLAlchemy takes longer than
-SQLite.
-"""
+"""Statements of hot paths, compiled once and run on the raw driver: SQLAlchemy takes longer than SQLite."""
 
 from __future__ import annotations
 

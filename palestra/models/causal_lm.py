@@ -231,9 +231,7 @@ class CausalLM:
         return torch.autocast(device.type, self.compute_dtype)
 
     def _embedded(self, out: Tensor) -> Tensor:
-        """Round embeddings to the compute precision, and return them in float32, [1, N, hidden], for the residual
-        stream.
-        """
+        """Round embeddings, [1, N, hidden], to the compute precision, and return them in float32."""
         return out if self.compute_dtype == torch.float32 else out.to(self.compute_dtype).float()
 
     def hidden(self, ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:

@@ -259,8 +259,9 @@ class NodeRoom(Room):
         return found and (found[0].ends or now, found[1])
 
     def soonest_by_age(self, needs: Amounts) -> tuple[float, Room] | None:
-        """Return what would be free for a job if others ended from the oldest on, with the start of the last one
-        that must end.
+        """Return the start of the youngest job that has to end if the oldest end first, and what is free then.
+
+        None: the job does not fit even when all jobs that ever end have ended.
         """
         found = self._released(needs, sorted(h for h in self.holdings if h.ends != math.inf))
         return found and (found[0].since, found[1])

@@ -82,9 +82,7 @@ class Identity:
 
 
 def local_operator() -> Identity:
-    """Return the identity of every sender where keys are turned off, which is only for a server that no one else can
-    reach.
-    """
+    """Return the identity of every sender where keys are turned off, on a server that no one else can reach."""
     return Identity(
         tenant=OPERATOR_TENANT,
         user="admin",

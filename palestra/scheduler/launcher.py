@@ -153,9 +153,7 @@ class Launcher(Protocol):
         ...
 
     async def known(self) -> list[str]:
-        """Return the ids of all jobs of which there is a server, or resources that it held, also those of other
-        schedulers.
-        """
+        """Return the ids of all jobs that have a server or hold resources, also those of other schedulers."""
         ...
 
     async def ended(self, job_id: str, heard: Callable[[float | None], None]) -> Ended:

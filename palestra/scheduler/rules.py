@@ -240,9 +240,7 @@ def _require_known(path: Path, key: str, known: tuple[str, ...]) -> None:
 
 
 def _numbers(values: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], float]]:
-    """Yield all numbers of a configuration with their paths, as tuples, because names that users chose may contain
-    dots.
-    """
+    """Yield all numbers of a configuration with their paths, as tuples: names that users chose may contain dots."""
     for name, value in values.items():
         if isinstance(value, dict):
             yield from _numbers(value, (*path, name))

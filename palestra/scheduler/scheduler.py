@@ -362,9 +362,7 @@ class Scheduler:
         await asyncio.shield(note)
 
     async def _note(self, job_id: str, ended: Ended) -> None:
-        """Write the ending of a server and the job's next state to the store, however long the store does not
-        answer.
-        """
+        """Write a server's ending and the job's next state to the store, and retry while the store does not answer."""
         folder = self.folder_of(job_id)
         if ended.ending is Ending.LOST:  # the server may have written how it ended before its process died
             written = await asyncio.to_thread(read_ended, folder)

@@ -1,5 +1,4 @@
-"""The order in which jobs get their turn: priority with aging, then the tenant with the smallest share, then
-submission.
+"""The order in which jobs get their turn: priority with aging, the tenant with the smallest share, submission.
 
 **Aging.** With every `aging_seconds` that it waits, a job rises by one priority class. A job that would rise above
 "high" is overdue, and goes before all that are not. Overdue jobs ignore shares: the one that has been overdue for

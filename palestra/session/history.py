@@ -119,9 +119,7 @@ class History:
         self._replies.setdefault(self._key(chat.reply), []).append(chat)
 
     def clear(self) -> None:
-        """Forget all calls, and cut the references between nodes, so that memory is freed without the garbage
-        collector.
-        """
+        """Forget all calls, and cut the references between nodes, which would wait for the garbage collector."""
         stack = list(self._starts.values())
         while stack:
             node = stack.pop()
@@ -155,8 +153,7 @@ class History:
         return found
 
     def match(self, policy: str, messages: Sequence[ChatMessage], keys: Mapping[int, Hashable] | None = None) -> Match:
-        """Find the longest call of the policy that these messages continue, and where they deviate from earlier
-        conversations.
+        """Find the longest call of the policy that these messages continue, and where they deviate from earlier ones.
 
         Args:
             policy: by name.

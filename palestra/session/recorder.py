@@ -46,8 +46,9 @@ class Recorder:
         self._over = False
 
     def close(self) -> None:
-        """End the session: calls that are still being written are recorded, but no later call can continue from
-        them.
+        """End the session.
+
+        Calls that are still being written are recorded, but no later call can continue from them.
         """
         self._over = True
 

@@ -80,9 +80,7 @@ class CallRegistry:
         return Reservation(index, seed, prompt, occurrence)
 
     def release(self, reservation: Reservation) -> None:
-        """Free the seed of a call that will not be recorded, so that the same call, sent again, gets the same
-        sample.
-        """
+        """Free the seed of a call that will not be recorded, so that sending the call again gives the same sample."""
         self._seeds.discard(reservation.seed)
         self._taken[reservation.prompt] = min(self._taken[reservation.prompt], reservation.occurrence)
 

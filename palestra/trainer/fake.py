@@ -82,8 +82,7 @@ class FakeTrainer:
     async def forward(
         self, policy: str, batch: Sequence[TrainSample], outputs: Collection[ForwardOutput]
     ) -> ForwardOutputs:
-        """Return the engine's logprobs of the rows of `batch`, for `outputs` of a `policy`: there is no model to
-        compute others.
+        """Return the engine's logprobs of the rows of `batch` as `outputs`: `policy` has no model to compute others.
 
         Returns:
             For `old_logprobs` one float32 [N] a row; see `Trainer.forward`.

@@ -42,9 +42,7 @@ class Tree:
         return len(self.ids)
 
     def shared(self, row: TokenRun) -> tuple[int, int]:
-        """Return (how many leading tokens a row has in common with the best of the rows so far, the number of that
-        row).
-        """
+        """Return (number of leading tokens in common with the best of the rows so far, the number of that row)."""
         best, which = 0, -1
         for number, known in enumerate(self._rows):
             common = known.common(row)

@@ -75,8 +75,7 @@ class TorchPolicy:
         self._grammars.close()
 
     def untrainable(self, batch: Sequence[TrainSample]) -> dict[str, str]:
-        """Find episodes that can't be trained: numbers that are not finite, unknown tokens, replies that miss their
-        grammar.
+        """Find episodes with numbers that are not finite, unknown tokens, or replies that miss their grammar.
 
         Returns:
             For each such episode its id and the reason; see `Trainer.untrainable`.
@@ -93,9 +92,7 @@ class TorchPolicy:
         return found
 
     def logprobs(self, batch: Sequence[TrainSample]) -> list[Floats]:
-        """Return for each row the logprobs of its trained tokens under the present weights, float32 [N], NaN
-        elsewhere.
-        """
+        """Return for each row the logprobs of its trained tokens under the present weights, float32 [N], else NaN."""
         found: list[Floats] = []
         for micro in pack(batch, self._micro_batch_tokens):
             with torch.no_grad():

@@ -10,9 +10,7 @@ from palestra.schemas.records import Floats, TrainSample
 
 
 def record_problems(batch: Sequence[TrainSample]) -> dict[str, str]:
-    """Return for each episode that can't be trained its id and the reason: a number recorded at sampling is not
-    finite.
-    """
+    """Return the id of each episode of which a number recorded at sampling is not finite, with the reason."""
     return not_finite(
         batch, [{"log-probability": sample.logprobs, "temperature": sample.temperatures} for sample in batch]
     )

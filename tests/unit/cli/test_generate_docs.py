@@ -43,3 +43,10 @@ def test_what_the_reference_says_of_a_method_is_its_docstring(made):
 def test_every_key_of_the_configuration_has_a_meaning(made):
     rows = [line.split("|") for line in made["configuration.md"].splitlines() if line.startswith("| `")]
     assert [row[1].strip() for row in rows if not row[-2].strip()] == []
+
+
+def test_a_field_of_a_dataclass_stands_once_with_its_meaning(made):
+    page = made["python.md"].partition("### `palestra.Chat`")[2].partition("\n### ")[0]
+    assert "\n- `fence: int` – of the lease under which the call was made.\n" in page
+    assert "\n- `finished_at: float` – Unix seconds.\n" in page  # which it shares with `started_at`
+    assert "Attributes" not in page
