@@ -103,7 +103,9 @@ class Grammars:
                 return
             matcher.closed = True
             matcher.process.users -= 1
-            matcher.process.drop(matcher.number)
+            # In this order, `closed` before `walked`: see `_open`.
+            if matcher.walked:
+                matcher.process.drop(matcher.number)
             while self._queue:
                 if not (waiting := self._queue.popleft()).done():
                     waiting.set_result(None)
@@ -121,6 +123,7 @@ class Grammars:
         errors: list[PalestraError | None] = [None] * len(matchers)
         for process, places in by_process.items():
             process.lock.acquire()
+            places[:] = [place for place in places if _open(matchers[place])]
             process.ask([(m.number, m.pending, [len(m.pending)]) for m in (matchers[place] for place in places)])
         for process, places in by_process.items():
             try:
@@ -162,6 +165,7 @@ class Grammars:
         parts = []
         try:
             with matcher.process.lock:
+                matcher.walked = True
                 for start in range(0, len(tokens), _CHUNK):
                     piece = [int(token) for token in tokens[start : start + _CHUNK]]
                     places = [int(place) - start for place in wanted if start <= place < start + len(piece)]
@@ -339,6 +343,16 @@ class Grammars:
             if self._server is None:
                 self._server = GrammarServer(self._vocabulary)
             return self._server
+
+
+def _open(matcher: Matcher) -> bool:
+    """Return whether a matcher is still in use, and note that its process has one from now on.
+
+    A reply may be over at any moment, in another thread. Noted first, and then looked: so either this sees that the
+    matcher is closed, or `release` sees that it was walked and has it dropped.
+    """
+    matcher.walked = True
+    return not matcher.closed
 
 
 def _key(grammar: str) -> bytes:

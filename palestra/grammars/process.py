@@ -121,6 +121,7 @@ class Matcher:
         self.process, self.number = process, number
         self.mask = process.first_mask  # [ceil(V / 32)] little-endian int32 as bytes, a bit for each token
         self.pending: list[int] = []  # accepted since the mask was made
+        self.walked = False  # whether the process may have a matcher of this number
         self.closed = False
 
     def accept(self, token: int) -> None:
@@ -136,6 +137,7 @@ class GrammarProcess:
         weakref.finalize(self, channel.close)
         self.first_mask = b""
         self.users = 0  # matchers that are open
+        self.matchers = 0  # that the process had at its last answer
         self.lock = threading.Lock()  # of the channel
         self._drop: deque[int] = deque()
         self._ended = threading.Lock()  # taken after `lock`, or without it
@@ -170,8 +172,13 @@ class GrammarProcess:
         raise refusal(problem)
 
     def drop(self, number: int) -> None:
-        """Forget a matcher, with the next request."""
+        """Forget a matcher that was walked, with the next request."""
         self._drop.append(number)
+
+    @property
+    def dropped(self) -> int:
+        """The number of matchers that the next request makes the process forget."""
+        return len(self._drop)
 
     def ask(self, walks: Sequence[tuple[int, Sequence[int], Sequence[int]]], masks: bool = True) -> None:
         """Send for each (matcher, tokens to accept, places whose masks are wanted); `answer` has what comes of it."""
@@ -187,8 +194,9 @@ class GrammarProcess:
             EngineFailure: the process was ended from outside.
         """
         try:
-            problems = receive_json(self._channel)["problems"]
-            return problems, bytes(receive_frame(self._channel))
+            found = receive_json(self._channel)
+            self.matchers = found["matchers"]
+            return found["problems"], bytes(receive_frame(self._channel))
         except (EOFError, OSError, ValueError) as error:
             raise self._cause(error, "a token of the reply", self._bounds.step_cpu_seconds) from None
 

@@ -306,3 +306,46 @@ def test_the_processes_load_no_torch_and_get_no_key(monkeypatch):
         assert "torch" not in Path(f"/proc/{server.pid}/maps").read_text()
     finally:
         server.close()
+
+
+async def test_matchers_of_replies_that_are_over_are_forgotten(make):
+    grammars = make()
+    process = (kept := await grammars.matcher(WORDS)).process
+    for _ in range(5):
+        replies = [await grammars.matcher(WORDS) for _ in range(20)]
+        for reply in replies:
+            reply.accept(ord("a"))
+        assert grammars.advance(replies) == [None] * 20
+        assert process.matchers == 20  # those of the round before are gone
+        for reply in replies:
+            grammars.release(reply)
+    kept.accept(ord("c"))
+    assert grammars.advance([kept]) == [None]
+    assert (process.matchers, process.dropped) == (1, 0)
+
+
+async def test_replies_that_were_never_walked_leave_nothing_to_forget(make):
+    grammars = make()
+    for _ in range(50):
+        grammars.release(matcher := await grammars.matcher(WORDS))
+    assert matcher.process.dropped == 0
+
+
+async def test_a_reply_that_ends_while_its_walk_is_asked_for_leaves_no_matcher(make, monkeypatch):
+    grammars = make()
+    one, other = await grammars.matcher(WORDS), await grammars.matcher(WORDS)
+    process, asked = one.process, one.process.ask
+
+    def released_before(walks, masks=True):
+        grammars.release(one)
+        asked(walks, masks)
+
+    one.accept(ord("a"))
+    monkeypatch.setattr(process, "ask", released_before)
+    grammars.advance([one])
+    monkeypatch.undo()
+    assert process.matchers == 0
+    grammars.release(other)
+    other.accept(ord("a"))
+    assert grammars.advance([other]) == [None]  # it is over: nothing is asked for it
+    assert (process.matchers, process.dropped) == (0, 0)
