@@ -99,6 +99,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         """A request begins."""
+        self._all.began(self)  # again: what has come may have ended another request before
         super().on_message_begin()
         self.scope[CONNECTION] = self  # type: ignore[literal-required]  # an extension of ours
         self._in_head, self._complete = True, False
@@ -141,8 +142,11 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         """The request is there to its end."""
         self._complete, self._unparsed = True, 0
-        if not self._refused:
-            super().on_message_complete()
+        if self._refused:
+            return
+        super().on_message_complete()
+        if self.cycle.response_complete:  # it was answered before its body was there
+            self._all.received(self)
 
     # uvicorn's
 
