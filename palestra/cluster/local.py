@@ -33,7 +33,7 @@ from palestra.http.server import listen, served, url_of
 from palestra.inference.base import Engine
 from palestra.learner import Learner, RunFolder
 from palestra.ledger import RunStore, open_run_store
-from palestra.ledger.key_files import API_KEY, SecretFile, write_private
+from palestra.ledger.key_files import SecretFile, publish_key
 from palestra.rollout import RolloutSpec, RolloutSyncLock, Runner, RunnerPool
 from palestra.schemas.progress import Collected, Collecting, JobProgress
 from palestra.schemas.records import Task
@@ -210,7 +210,7 @@ async def local_job(
             stack.callback(context.pool.close)
             progress = JobProgress(job=config.name, steps=config.steps, run_dir=str(folder.path))
             keys = KeyRing(SecretFile(folder.path).current, config.name, os.environ.get("PALESTRA_API_KEY"))
-            write_private(folder.path / API_KEY, keys.job_key)
+            publish_key(folder.path, lambda: keys.job_key)
             plane = DataPlane(
                 config=config,
                 store=store,
