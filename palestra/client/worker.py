@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import traceback
 from collections import Counter
@@ -16,6 +15,7 @@ from palestra.client.episode import Episode, ModelEndpoint, RolloutResult
 from palestra.client.heartbeats import renewed
 from palestra.client.protocol import is_scored
 from palestra.errors import Conflict, InvalidRequest, place_of
+from palestra.threads import is_async
 
 log = logging.getLogger("palestra.worker")
 Outcome = float | Mapping[str, float] | RolloutResult | None
@@ -33,9 +33,7 @@ class Worker:
 
     def __init__(self, client: AsyncClient, rollout: Rollout, concurrency: int) -> None:
         self._client, self._rollout, self._concurrency = client, rollout, concurrency
-        self._is_async = inspect.iscoroutinefunction(rollout) or inspect.iscoroutinefunction(
-            getattr(rollout, "__call__", None)  # noqa: B004 - an object whose __call__ is async
-        )
+        self._is_async = is_async(rollout)
         self._threads = None if self._is_async else ThreadPoolExecutor(concurrency, "palestra-rollout")
         self._in_a_row = 0
         self._draining = False

@@ -6,7 +6,6 @@ import asyncio
 import math
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 from palestra.envs.check_actions import Script, Task
@@ -18,23 +17,23 @@ from palestra.schemas.observations import Observation
 Seen = dict[str, list[Any]]  # by agent: what comes first between two of them is nobody's mistake
 
 
-def check_concurrent(
+async def check_concurrent(
     make: Callable[[], ConcurrentEnvironment],
     plan: Sequence[tuple[Task, Script]],
     max_steps: int,
     timeout_seconds: float,
 ) -> None:
-    """See `check_environment`. It has an event loop of its own, in a thread: the caller's may be running."""
-    with ThreadPoolExecutor(1, "palestra-check") as thread:
-        thread.submit(lambda: asyncio.run(_check(make, plan, max_steps, timeout_seconds))).result()
+    """Play episodes of a concurrent environment; see `check_environment`.
 
+    Args:
+        make: makes a new environment.
+        plan: a task and what its agents say, for each episode.
+        max_steps: an episode with more actions is taken to be endless.
+        timeout_seconds: how long nothing may be shown.
 
-async def _check(
-    make: Callable[[], ConcurrentEnvironment],
-    plan: Sequence[tuple[Task, Script]],
-    max_steps: int,
-    timeout_seconds: float,
-) -> None:
+    Raises:
+        EnvironmentMistake: the first mistake that was found.
+    """
     fresh = []
     for task, script in plan:
         for _ in range(2):
@@ -62,7 +61,12 @@ async def _check(
 async def _close(environment: ConcurrentEnvironment) -> None:
     await _call("abandon", environment.abandon())
     await _call("close", environment.close())
-    await asyncio.sleep(0)  # whatever was cancelled ends now
+    await check_nothing_left()
+
+
+async def check_nothing_left() -> None:
+    """Raise EnvironmentMistake if a task of this event loop still runs beside the caller's own."""
+    await asyncio.sleep(0)  # a task that was cancelled ends now
     left = asyncio.all_tasks() - {asyncio.current_task()}
     if left:
         names = ", ".join(sorted(str(getattr(task.get_coro(), "__qualname__", task.get_name())) for task in left))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from palestra.envs.environment import Environment
+from palestra.envs.environment import Environment, Step
 from palestra.envs.rewards import reward_function
 
 
@@ -22,7 +22,12 @@ class TaskEnvironment(Environment):
         reward_fn: Callable[..., Any],
         prompt: Callable[[Mapping[str, Any]], str] = task_prompt,
     ) -> None:
-        """`reward_fn` is `(task, answer) -> float`, or in TRL's form; `prompt` makes the question of a task."""
+        """Make an environment of one question.
+
+        Args:
+            reward_fn: `(task, answer) -> float`, or in TRL's form; sync or async.
+            prompt: makes the question of a task.
+        """
         self._reward, self._prompt = reward_function(reward_fn), prompt
         self._task: Mapping[str, Any] = {}
 
@@ -31,6 +36,15 @@ class TaskEnvironment(Environment):
         self._task = task
         return self._prompt(task), {}
 
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Score the answer."""
-        return "", self._reward(self._task, action), True, False, {}
+    def step(self, action: str) -> Step | Awaitable[Step]:
+        """Score the answer, and end."""
+        reward = self._reward(self._task, action)
+        return _last(reward) if isinstance(reward, float) else _last_of(reward)
+
+
+async def _last_of(reward: Awaitable[float]) -> Step:
+    return _last(await reward)
+
+
+def _last(reward: float) -> Step:
+    return "", reward, True, False, {}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from palestra.envs.concurrent import ConcurrentEnvironment
@@ -12,7 +13,7 @@ from palestra.envs.task import task_prompt
 from palestra.schemas.clock import Clock
 from palestra.schemas.messages import ChatMessage, text_message
 from palestra.schemas.observations import Observation
-from palestra.threads import in_thread
+from palestra.threads import call
 from palestra.tools import Finish, Tool, ToolManager, ToolResult
 
 
@@ -35,7 +36,7 @@ class ToolEnvironment(ConcurrentEnvironment):
         agent: str = "agent",
         clock: Clock | None = None,
     ) -> None:
-        """`reward_fn` is `(task, answer) -> float`, or in TRL's form; a tool may take `timeout_seconds`.
+        """`reward_fn` is `(task, answer) -> float`, or in TRL's form, sync or async; a tool may take `timeout_seconds`.
 
         Raises:
             ValueError: two tools have the same name, or no step is allowed.
@@ -66,9 +67,9 @@ class ToolEnvironment(ConcurrentEnvironment):
             self.emit(self._agent, messages, parents=(observation.id,), tools=self.manager.schemas)
             return
         said = action.text if answer is None else answer
-        reward = await in_thread(lambda: self.score(self._task, said), "palestra-reward")
+        reward = await call(partial(self.score, self._task, said), "palestra-reward")
         self.emit(self._agent, (), parents=(observation.id,), reward=reward, terminated=answer is not None)
 
-    def score(self, task: Mapping[str, Any], answer: str) -> float:
-        """The reward of an answer; `results` has what the calls before it came to. May block."""
+    def score(self, task: Mapping[str, Any], answer: str) -> float | Awaitable[float]:
+        """Return the reward of an answer; `results` has those of the calls before it. May block, or be `async`."""
         return self._reward(task, answer)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-from palestra.threads import in_thread
+from palestra.threads import call
 
 
 class BadArguments(ValueError):
@@ -40,9 +41,9 @@ class Tool(ABC):
         return dict(arguments)
 
     def apply(self, **arguments: Any) -> Any:
-        """Do it. May block; runs in a thread of its own."""
+        """Return the result of a call; blocks in a thread of its own, or runs on the event loop if `async`."""
         raise NotImplementedError(f"{type(self).__name__} has neither apply nor apply_async")
 
     async def apply_async(self, **arguments: Any) -> Any:
-        """Do it, on the event loop. Unless overridden, `apply` in a thread."""
-        return await in_thread(lambda: self.apply(**arguments), "palestra-tool")
+        """Return the result of a call, on the event loop. Unless it is overridden, `apply` does the work."""
+        return await call(partial(self.apply, **arguments), "palestra-tool")
