@@ -20,6 +20,7 @@ log = logging.getLogger("palestra")
 SECRET, API_KEY = "secret", "api_key"
 ROTATING = ".rotating"  # is there while the two may not fit each other, because one of them has not been replaced yet
 SECRET_BYTES = 32
+NO_KEY = "the job's data plane has no key yet; it gets one when it starts"
 _FORM = re.compile(rf"[0-9a-f]{{{2 * SECRET_BYTES}}}", re.ASCII)
 
 
@@ -93,7 +94,7 @@ def rotate_keys(folder: Path, job: str) -> str:
             present = (folder / API_KEY).read_text().strip()
             derived = job_key(read_secret(folder), job)
         except FileNotFoundError:
-            raise NotFound("the job's data plane has no key yet; it gets one when it starts") from None
+            raise NotFound(NO_KEY) from None
         # A key that was given does not fit the secret. Nor does one whose rotation was killed; that one was derived.
         if present != derived and not (folder / ROTATING).exists():
             raise Conflict(
@@ -141,7 +142,7 @@ def _locked(folder: Path) -> Iterator[None]:
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except StoreError as error:
         if isinstance(error.__cause__, FileNotFoundError):
-            raise NotFound(f"there is no run in {folder}") from None
+            raise NotFound(NO_KEY) from None
         raise
     try:
         with writing(folder):
