@@ -279,6 +279,8 @@ class Job:
     def wait_for_server(self) -> ServerView:
         """Wait until the job runs, and return where its data plane is and the key that opens it.
 
+        After a restart of the job its URL may be another one.
+
         Raises:
             JobOver: it is over.
         """
@@ -290,16 +292,6 @@ class Job:
                 with contextlib.suppress(NotFound):  # it has ended meanwhile
                     return self.server()
             time.sleep(random.uniform(0.5, 1.0))
-
-    @property
-    def url(self) -> str:
-        """Of its data plane, when it runs; after a restart it is another one. See `wait_for_server`."""
-        return self.wait_for_server().url
-
-    @property
-    def key(self) -> str:
-        """The key that opens its data plane, when it runs. See `wait_for_server`."""
-        return self.wait_for_server().api_key
 
     def client(self, **more: Any) -> Client:
         """A client of its data plane, when it runs."""
