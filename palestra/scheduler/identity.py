@@ -33,10 +33,12 @@ class Identity:
     scopes: frozenset[Scope]
     limits: KeyLimits
 
-    def may(self, action: Action, owner: str | None = None, private: bool = False) -> bool:
-        """Whether the table of permissions allows it, to what belongs to `owner`; None: to nobody, or to oneself.
+    def may(self, action: Action, owner: str | None = None) -> bool:
+        """Return whether the table of permissions allows an action. A private job has to be seen as well: `sees`.
 
-        `private`: it is a private job.
+        Args:
+            action: what is to be done.
+            owner: the user whom it is done to; None where that is no other user.
         """
         rule = PERMISSIONS[action]
         return (
@@ -44,7 +46,6 @@ class Identity:
             and (rule.scope is None or rule.scope in self.scopes)
             and (not rule.operator or self.tenant == OPERATOR_TENANT)
             and (owner is None or owner == self.user or self.role in rule.others)
-            and (not private or self.sees(action, owner))
         )
 
     def sees(self, action: Action, owner: str | None) -> bool:
