@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from palestra.agents.agent import Agent, PolicyHandle
+from palestra.client.arguments import checked_count
 from palestra.schemas.messages import ChatMessage, TextPart, ToolCall
 from palestra.schemas.observations import Observation
 from palestra.schemas.records import Chat
@@ -30,7 +31,10 @@ class ToolAgent(Agent):
 
         Raises:
             ValueError: two tools with one name, or no call is allowed.
+            ConfigError: `max_tokens` is below 1.
         """
+        if max_tokens is not None:
+            checked_count("max_tokens", max_tokens)
         if max_calls < 1:
             raise ValueError("max_calls is at least 1")
         self.manager = tools if isinstance(tools, ToolManager) else ToolManager(tools)

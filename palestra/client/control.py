@@ -18,6 +18,7 @@ from urllib.parse import quote
 import httpx2
 from pydantic import TypeAdapter
 
+from palestra.client.arguments import checked_amount, checked_count
 from palestra.client.client import Client, drive
 from palestra.client.exchange import Endpoint, checked_key, checked_url, exchange, trouble_of
 from palestra.errors import ConfigError, ConnectionLost, JobOver, NotFound
@@ -120,7 +121,7 @@ class ControlClient:
                 ends in time may start before larger ones that wait for room. None: any time.
 
         Raises:
-            InvalidRequest, ConfigError: it can't be run; the message says what is wrong.
+            InvalidRequest, ConfigError: it can't be run, or a number makes no sense; the message says what is wrong.
             NotFound: there is no such job to start from, or no such checkpoint.
         """
         body = {
@@ -129,12 +130,18 @@ class ControlClient:
             "kind": kind,
             "from_job": from_job,
             "from_step": from_step,
-            "resources": ResourcesBody(cpus=cpus, gpus=gpus, memory_gib=memory_gib).model_dump(),
+            "resources": ResourcesBody(
+                cpus=checked_amount("cpus", cpus),
+                gpus=checked_amount("gpus", gpus),
+                memory_gib=checked_amount("memory_gib", memory_gib),
+            ).model_dump(),
             "priority": priority,
             "private": private,
             "attached": attached,
-            "restarts": restarts,
-            "time_limit_seconds": time_limit_seconds,
+            "restarts": checked_count("restarts", restarts, 0),
+            "time_limit_seconds": None
+            if time_limit_seconds is None
+            else checked_amount("time_limit_seconds", time_limit_seconds, above_zero=True),
         }
         view = self.request("POST", "/jobs", JobView, json=body, headers={"idempotency-key": uuid.uuid4().hex})
         return Job(self, view.job_id)

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import httpx2
 
+from palestra.client.arguments import checked_amount
 from palestra.client.protocol import LONGEST_PAUSE_SECONDS, A, Call
 from palestra.errors import (
     ClaimOver,
@@ -100,8 +101,18 @@ class Endpoint:
     """A server as one client knows it: where it is, what opens it, and whether it answers at present."""
 
     def __init__(self, url: str, key: str, retry_seconds: float) -> None:
-        """`url` and `key` have been checked; `retry_seconds`: how long a request that may still succeed is sent."""
-        self.url, self.key, self.retry_seconds = url, key, retry_seconds
+        """Note where a server is.
+
+        Args:
+            url: it has been checked.
+            key: it has been checked.
+            retry_seconds: how long a request that may still succeed is sent.
+
+        Raises:
+            ConfigError: `retry_seconds` is no time.
+        """
+        self.url, self.key = url, key
+        self.retry_seconds = checked_amount("retry_seconds", retry_seconds, endless=True)
         self._draw = random.Random()
         self._lock = threading.Lock()
         self._failing_since: float | None = None  # monotonic; None: the last request was answered

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from palestra.client.arguments import checked_count
 from palestra.client.client import AsyncClient
 from palestra.client.episode import Episode, ModelEndpoint, RolloutResult
 from palestra.client.heartbeats import renewed
@@ -32,7 +33,18 @@ class Worker:
     """
 
     def __init__(self, client: AsyncClient, rollout: Rollout, concurrency: int) -> None:
-        self._client, self._rollout, self._concurrency = client, rollout, concurrency
+        """Make a worker; `run` starts it.
+
+        Args:
+            client: of the job.
+            rollout: see above.
+            concurrency: episodes that are played at the same time, at least 1.
+
+        Raises:
+            ConfigError: `concurrency` is no whole number, or below 1.
+        """
+        self._client, self._rollout = client, rollout
+        self._concurrency = concurrency = checked_count("concurrency", concurrency)
         self._is_async = is_async(rollout)
         self._threads = None if self._is_async else ThreadPoolExecutor(concurrency, "palestra-rollout")
         self._in_a_row = 0

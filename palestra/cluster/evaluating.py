@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import RenderableType
 from rich.text import Text
 
+from palestra.client.arguments import checked_count
 from palestra.client.worker import Rollout
 from palestra.cluster.arguments import (
     EnvironmentMaker,
@@ -122,7 +123,8 @@ def evaluate(
         The outcome of each task, in order, with the mean reward and its confidence interval.
 
     Raises:
-        ConfigError: nothing says what is played, or more than one argument does, or there is no task.
+        ConfigError: nothing says what is played, or more than one argument does, or there is no task, or `concurrency`
+            is below 1.
         PalestraError: the model can't be loaded, or nothing but failures came.
         KeyboardInterrupt, SystemExit: after SIGINT, or SIGTERM (exit code 143); what was played is kept in `run_dir`.
     """
@@ -152,6 +154,7 @@ def evaluate_until_stopped(
     quiet: bool = False,
 ) -> tuple[Evaluation, Interrupts]:
     """Score as `evaluate` does, and return what was scored, and the signal that stopped it, if one did."""
+    concurrency = checked_count("concurrency", concurrency)
     if config.run_dir is not None and (config.run_dir / "run.db").exists():
         raise ConfigError(
             f"{config.run_dir} has a run already; choose another folder for the episodes of an evaluation"

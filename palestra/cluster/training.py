@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from palestra.client import AsyncClient, Worker
+from palestra.client.arguments import checked_count
 from palestra.client.protocol import push_calls
 from palestra.client.worker import Rollout
 from palestra.cluster.arguments import (
@@ -71,7 +72,7 @@ def train(
 
     Raises:
         ConfigError: nothing says what is played, or more than one argument does, or an argument is of another kind than
-            what it is for.
+            what it is for, or `concurrency` is below 1.
         InvalidRequest: a task is no JSON object.
         PalestraError: the job failed; the message says why and what to do.
         KeyboardInterrupt: after Ctrl-C. The step that was being trained is finished, the run is saved, and `resume`
@@ -108,6 +109,8 @@ def train_until_stopped(
     quiet: bool = False,
 ) -> tuple[TrainResult, Interrupts]:
     """Train as `train` does, and return where the run stands, and the signal that stopped it, if one did."""
+    if concurrency is not None:
+        concurrency = checked_count("concurrency", concurrency)
     played = resolve_rollout(config, rollout, environment, reward)
     most = config.steps * config.rollout.groups_per_step
     splits = {
