@@ -197,13 +197,6 @@ class Grammars:
             if self._threads is not None:
                 self._threads.shutdown(wait=False)  # what has not begun finds that all is closed, and says so
 
-    @property
-    def pids(self) -> list[int]:
-        """Ids of the processes that run, that from which the others are forked first."""
-        with self._lock:
-            own = [] if self._server is None else [self._server.pid]
-            return own + [process.pid for process in self._alive.values()]
-
     # Compiling.
 
     def _is_known(self, key: bytes) -> bool:

@@ -69,11 +69,6 @@ class GrammarServer:
             raise EngineFailure("the process for grammars did not start; see the server's log") from error
 
     @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._popen.pid
-
-    @property
     def alive(self) -> bool:
         """Whether the process runs."""
         return self._popen.poll() is None
@@ -175,11 +170,6 @@ class GrammarProcess:
         """Forget a matcher that was walked, with the next request."""
         self._drop.append(number)
 
-    @property
-    def dropped(self) -> int:
-        """The number of matchers that the next request makes the process forget."""
-        return len(self._drop)
-
     def ask(self, walks: Sequence[tuple[int, Sequence[int], Sequence[int]]], masks: bool = True) -> None:
         """Send for each (matcher, tokens to accept, places whose masks are wanted); `answer` has what comes of it."""
         drop = [self._drop.popleft() for _ in range(len(self._drop))]
@@ -231,7 +221,8 @@ class GrammarProcess:
         if status == -signal.SIGPROF:
             return GrammarRefused(f"{what} takes more than {cpu_seconds:g} s of processor time", lasting=False)
         if status in (1, -signal.SIGABRT):
-            return GrammarRefused(f"{what} takes more than {bounds.memory_mib} MiB of memory")
+            replies = f" for {self.matchers} replies at the same time" if self.matchers > 1 else ""
+            return GrammarRefused(f"{what} takes more than {bounds.memory_mib} MiB of memory{replies}")
         if status == -signal.SIGKILL:
             return EngineFailure("this grammar's process was killed from outside; send the call again")
         return GrammarRefused(f"{what} ends its process (status {status}); it may be nested too deep")
