@@ -23,6 +23,7 @@ from palestra.scheduler.limits import RequestRates
 from palestra.scheduler.placement import Policy
 from palestra.scheduler.rules import Rules
 from palestra.scheduler.scheduler import Scheduler
+from palestra.waiting import race
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -91,9 +92,8 @@ async def control_plane(options: ServeOptions) -> AsyncIterator[ServedControlPla
         stack.callback(plane.pool.close)
         scheduling = asyncio.create_task(scheduler.run())
         try:
-            known = asyncio.ensure_future(scheduler.ready.wait())  # before, it would refuse whatever is submitted
-            await asyncio.wait((known, scheduling), return_when=asyncio.FIRST_COMPLETED)
-            known.cancel()
+            # Before it is ready, the scheduler would refuse whatever is submitted.
+            await race(scheduler.ready.wait(), asyncio.shield(scheduling))
             async with served(create_control_app(plane), listener):
                 yield ServedControlPlane(plane, url_of(listener), first, scheduling)
                 if scheduling.done():
@@ -120,6 +120,4 @@ async def serve_control(options: ServeOptions, ready: Callable[[str, NewKey | No
         for number in (signal.SIGINT, signal.SIGTERM):  # now: Ray, when it is joined, puts its own there
             loop.add_signal_handler(number, stop.set)
         ready(url, first)
-        stopping = asyncio.ensure_future(stop.wait())
-        await asyncio.wait((stopping, scheduling), return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
+        await race(stop.wait(), asyncio.shield(scheduling))

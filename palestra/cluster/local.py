@@ -41,6 +41,7 @@ from palestra.schemas.states import JobState
 from palestra.session import PolicyRuntime, Sameness, SessionContext, Sessions
 from palestra.threads import in_thread
 from palestra.trainer.base import PolicySpec
+from palestra.waiting import cancelled, race
 
 log = logging.getLogger("palestra")
 T = TypeVar("T")
@@ -103,15 +104,7 @@ class LocalJob:
         parts: list[Coroutine[Any, Any, None]] = [self._work.run(), self._engine_failed(), self._store_lost()]
         if self._pool is not None:
             parts.append(self._pool.run())
-        tasks = [asyncio.ensure_future(part) for part in parts]
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        await race(*parts)
 
     async def _engine_failed(self) -> None:
         """Without it every call would fail, and the job would wait for episodes for ever."""
@@ -290,8 +283,7 @@ async def _watched(store: RunStore, progress: JobProgress) -> AsyncIterator[None
     try:
         yield
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await cancelled(task)
 
 
 async def _count(store: RunStore, progress: JobProgress) -> None:

@@ -27,6 +27,7 @@ from palestra.cluster.run_dir import resolve_run_dir
 from palestra.config import JobConfig
 from palestra.errors import ConfigError
 from palestra.rollout import RolloutSpec
+from palestra.waiting import race
 
 SAVE_SECONDS = 120.0  # that a job may take to save after an error of what plays its episodes
 
@@ -165,14 +166,7 @@ async def play_until_over(server: JobThread, user: Rollouts) -> None:
             if user.rollout is None:
                 await server.ended.wait()
                 return
-            playing = asyncio.create_task(Worker(client, user.rollout, user.concurrency).run())
-            ended = asyncio.create_task(server.ended.wait())
-            await asyncio.wait((playing, ended), return_when=asyncio.FIRST_COMPLETED)
-            ended.cancel()
-            if not playing.done():
-                playing.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await playing
+            await race(Worker(client, user.rollout, user.concurrency).run(), server.ended.wait())
     except Exception:
         # The job saves what it has trained before the error is raised: the job's thread ends with the process.
         server.stop()
