@@ -1,10 +1,10 @@
 """Palestra: reinforcement learning for LLM agents, as a service.
 
-    from palestra import train, evaluate            # train a model on what an agent of yours does with it
+    from palestra import train, evaluate            # train a model on episodes that your own agent plays with it
     from palestra import Client                     # or play the episodes of a job that runs elsewhere
     from palestra import ControlClient              # or submit jobs to a team's server
 
-Names are loaded when they are first used, so that importing the client loads neither torch nor ray.
+A name is imported when it is first used, so that importing the client loads neither torch nor ray.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from palestra.extras import missing_extra
 
+# Type checkers and editors can't follow `__getattr__` below, so they get the imports here.
 if TYPE_CHECKING:
     from palestra.agents import Agent as Agent
     from palestra.agents import Chat as Chat
@@ -129,6 +130,7 @@ def __getattr__(name: str) -> Any:
     try:
         return getattr(import_module(_HOMES[name]), name)
     except ModuleNotFoundError as error:
+        # The light installation has no torch, for instance: name the extra to install instead of the missing module.
         if (said := missing_extra(error)) is None:
             raise
         raise ModuleNotFoundError(f"palestra.{name}: {said}", name=error.name) from error

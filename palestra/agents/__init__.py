@@ -1,4 +1,7 @@
-"""Agents that Palestra plays itself, and what one is written with. Loads neither torch nor ray."""
+"""Agents that Palestra plays itself, and the interface to write your own.
+
+Importing this package loads neither torch nor ray, so that a rollout worker stays small.
+"""
 
 from palestra.agents.agent import Agent, PolicyHandle
 from palestra.agents.model_agent import ModelAgent

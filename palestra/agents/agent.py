@@ -1,4 +1,4 @@
-"""What an agent is: a stateless way from an observation to an action."""
+"""The interface of an agent: a stateless way from an observation to an action."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ from palestra.schemas.records import Chat
 
 
 class PolicyHandle(Protocol):
-    """The model, for one turn of one agent in one episode."""
+    """The model, trained or frozen, as an agent sees it in one turn of one episode.
+
+    An agent calls `chat` as often as it needs; each call is recorded in the episode.
+    """
 
     @property
     def name(self) -> str:
-        """Of the policy."""
+        """Return the name of the policy, as the job's configuration has it."""
         ...
 
     @property
     def history(self) -> tuple[ChatMessage, ...]:
-        """The agent's conversation before this observation: what it saw, and what it did."""
+        """Return the agent's conversation before this observation: earlier observations and the agent's actions."""
         ...
 
     async def chat(
@@ -33,26 +36,37 @@ class PolicyHandle(Protocol):
         choices: Sequence[str] = (),
         tool_choice: ToolChoice = "auto",
     ) -> Chat:
-        """Sample a reply; recorded in the episode, token by token, when it returns.
+        """Sample a reply of the model. When the call returns, the reply is recorded in the episode, token by token.
 
         Args:
-            messages: the conversation.
-            tools: what the model may call, in OpenAI's shape.
-            max_tokens: of the reply; None: as many as the job allows.
-            choices: the reply is one of these, and only they are sampled from; none: anything.
-            tool_choice: "required": the reply is calls of `tools`, and only they are sampled from; "none": what looks
-                like a call stays text.
+            messages: the conversation to continue.
+            tools: tools that the model may call, in OpenAI's shape.
+            max_tokens: limit of the reply in tokens; None: as many as the job allows.
+            choices: the reply is one of these texts: only their tokens can be sampled. Empty: any reply.
+            tool_choice: "required": the reply is calls of `tools`: only their tokens can be sampled; "none": text that
+                looks like a call stays text; "auto": the model decides.
+
+        Returns:
+            The recorded call; its `reply` is the model's message.
         """
         ...
 
 
 class Agent(ABC):
-    """Keeps nothing from turn to turn, so one agent plays any number of episodes at once."""
+    """A way to answer observations with a model.
+
+    An agent keeps no state from turn to turn, so that one agent plays any number of episodes at the same time; the
+    conversation is in `policy.history`.
+    """
 
     @abstractmethod
     async def step(self, observation: Observation, policy: PolicyHandle) -> tuple[list[Chat], ChatMessage]:
         """Answer an observation.
 
+        Args:
+            observation: what the environment shows the agent now; `observation.content` continues `policy.history`.
+            policy: the model.
+
         Returns:
-            The calls that it took (a TimeStep may need several: a summary first, then an action), and the action.
+            The model calls of this TimeStep (one, or several: a summary first, then an action), and the action.
         """

@@ -1,4 +1,4 @@
-"""The agent that says what the model says."""
+"""`ModelAgent`: the agent whose action is the model's reply, unchanged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from palestra.schemas.records import Chat
 
 
 class ModelAgent(Agent):
-    """Sends the whole conversation, and takes the reply as the action, tool calls included."""
+    """Sends the whole conversation to the model and takes the reply as the action, tool calls included."""
 
     def __init__(
         self,
@@ -23,11 +23,13 @@ class ModelAgent(Agent):
         choices: Sequence[str] = (),
         tool_choice: ToolChoice = "auto",
     ) -> None:
-        """Args:
-        tools: offered beside those of the observation, in OpenAI's shape.
-        max_tokens: of a reply; None: as many as the job allows.
-        choices: a reply is one of these, such as the moves of a game; none: anything.
-        tool_choice: "required": every reply calls tools; see `PolicyHandle.chat`.
+        """Create the agent.
+
+        Args:
+            tools: tools that are offered beside those of the observation, in OpenAI's shape.
+            max_tokens: limit of each reply in tokens; None: as many as the job allows.
+            choices: every reply is one of these texts, such as the moves of a game. Empty: any reply.
+            tool_choice: "required": every reply calls tools; see `PolicyHandle.chat`.
 
         Raises:
             ConfigError: `max_tokens` is below 1.
@@ -38,7 +40,7 @@ class ModelAgent(Agent):
         self._choices, self._tool_choice = tuple(choices), tool_choice
 
     async def step(self, observation: Observation, policy: PolicyHandle) -> tuple[list[Chat], ChatMessage]:
-        """See `Agent`."""
+        """Sample one reply to the conversation, with this observation at its end, and return it as the action."""
         chat = await policy.chat(
             (*policy.history, *observation.content),
             tools=(*self._tools, *observation.tools),

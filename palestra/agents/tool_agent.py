@@ -1,4 +1,4 @@
-"""The agent that runs tools of its own before it acts."""
+"""`ToolAgent`: the agent that runs tools of its own before it acts."""
 
 from __future__ import annotations
 
@@ -13,24 +13,26 @@ from palestra.tools import Tool, ToolManager
 
 
 class ToolAgent(Agent):
-    """Several calls of the model in one TimeStep: its tools are run, and their results are shown to the model.
+    """Calls the model several times in one TimeStep: the agent's own tools are run, and the model reads their results.
 
-    The action is the first reply without a call, or with a call that only the environment can answer, or the last of
-    `max_calls` replies. A tool of the environment goes before one of the agent's own with the same name. Where a reply
-    calls both the agent's tools and the environment's, the former are run, and of the latter the model is told to call
-    them alone: an action is answered by the environment as a whole.
+    The action is the first reply that calls none of the agent's own tools, or the last of `max_calls` replies. If the
+    environment offers a tool of the same name as one of the agent's, the environment's is used. If a reply calls tools
+    of both, the agent's are run, and the model reads that it must call the environment's alone: the environment answers
+    an action as a whole, so it can't be given half of one.
     """
 
     def __init__(
         self, tools: Iterable[Tool] | ToolManager, *, max_calls: int = 8, max_tokens: int | None = None
     ) -> None:
-        """Args:
-            tools: the agent's own; a `ToolManager` has limits of its own.
-            max_calls: of the model, in one TimeStep.
-            max_tokens: of each reply; None: as many as the job allows.
+        """Create the agent.
+
+        Args:
+            tools: the agent's own tools, or a `ToolManager` with limits of its own.
+            max_calls: model calls in one TimeStep.
+            max_tokens: limit of each reply in tokens; None: as many as the job allows.
 
         Raises:
-            ValueError: two tools with one name, or no call is allowed.
+            ValueError: two tools have the same name, or `max_calls` is below 1.
             ConfigError: `max_tokens` is below 1.
         """
         if max_tokens is not None:
@@ -41,7 +43,7 @@ class ToolAgent(Agent):
         self._max_calls, self._max_tokens = max_calls, max_tokens
 
     async def step(self, observation: Observation, policy: PolicyHandle) -> tuple[list[Chat], ChatMessage]:
-        """See `Agent`."""
+        """Sample replies and run the agent's own tools until a reply is an action for the environment."""
         theirs = {tool["function"]["name"] for tool in observation.tools}
         own = tuple(tool for tool in self.manager.schemas if tool["function"]["name"] not in theirs)
         messages = (*policy.history, *observation.content)
@@ -51,12 +53,16 @@ class ToolAgent(Agent):
             chats.append(chat)
             calls = chat.reply.tool_calls
             mine = [call for call in calls if call.function.name not in theirs]
+            # At the limit the reply is the action as it is: the environment answers calls that it does not know.
+            # At the limit the reply is the action as it is: the environment answers calls that it does not know.
             if not mine or len(chats) == self._max_calls:
                 return chats, chat.reply
             messages = (*messages, chat.reply, *await self._answers(calls, mine))
 
     async def _answers(self, calls: Iterable[ToolCall], mine: Iterable[ToolCall]) -> list[ChatMessage]:
-        """One message for each call, in their order."""
+        """Run the calls in `mine` and return one message for each call in `calls`, in their order."""
+        # By object, not by the call's id: a model may write two calls with the same id.
+        # By object, not by the call's id: a model may write two calls with the same id.
         results = {
             id(call): result for call, result in zip(mine, await self.manager.execute_calls([*mine]), strict=True)
         }

@@ -1,1 +1,1 @@
-"""What turns rewards into a gradient: an algorithm gives advantages and names a loss; both are pure functions."""
+"""Algorithms: each turns rewards into advantages and names a loss. Both steps are pure functions."""

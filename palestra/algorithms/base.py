@@ -1,7 +1,7 @@
 """The interface of an algorithm: from groups of episodes to an advantage for each token, and the name of a loss.
 
-An algorithm is pure and knows no trainer. It runs where the learner runs, without torch; its loss runs where the
-trainer runs, perhaps in another process, and is therefore named, never handed over (see `LossSpec`).
+An algorithm is pure and knows no trainer. It runs in the learner's process, without torch. Its loss runs in the
+trainer, perhaps in another process, and is therefore passed by name, never as a callable (see `LossSpec`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from palestra.schemas.records import Floats, TrainSample, Trajectory
 StepOrder = Literal["observed", "acted"]
 ForwardOutput = Literal["old_logprobs", "reference_logprobs", "values", "teacher_logprobs"]
 ForwardOutputs = Mapping[ForwardOutput, Sequence[Floats]]
-"""What a trainer computed of the rows before the step, without a gradient: for each output one [N] a row, in the order
+"""Outputs of a forward pass before the step, without a gradient: for each output one float32 [N] per row, in the order
 of the rows, NaN where a token is not trained. `old_logprobs` are those of the policy that is trained."""
 
 
@@ -29,8 +29,8 @@ class Group:
 
     Attributes:
         trajectories: the episodes, in order of their sample index.
-        rows: what is trained of them; none where the algorithm learns nothing from the group, and none of an episode
-            that can't be trained. `episode_id` and `calls` of a row say which call sampled each token.
+        rows: the token rows to train. There are none if the algorithm learns nothing from the group, and none of an
+            episode that can't be trained. `episode_id` and `calls` of a row tell which call sampled each token.
     """
 
     trajectories: tuple[Trajectory, ...]
@@ -39,12 +39,12 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenAdvantages:
-    """What an algorithm says of each token of the rows, in the order of the groups and of the rows in them.
+    """The result of an algorithm: a number for each token of the rows, in the order of the groups and of their rows.
 
     Attributes:
-        advantages: [N] float32 a row; only tokens that are trained count.
-        importance_weights: [N] float32 a row, by which the loss weights are multiplied; None: 1 everywhere.
-        metrics: names as the algorithm declares them, without `train/`.
+        advantages: float32 [N] for each row; values of tokens that are not trained are ignored.
+        importance_weights: float32 [N] for each row, factors of the loss weights; None: 1 everywhere.
+        metrics: values by name, as the algorithm declares them in `metrics`, without `train/`.
     """
 
     advantages: Sequence[Floats]
@@ -53,7 +53,7 @@ class TokenAdvantages:
 
 
 class Algorithm(ABC):
-    """How rewards become a gradient.
+    """Turns rewards into a gradient. Subclass it for an algorithm of your own.
 
     Example:
         ```python
@@ -71,8 +71,8 @@ class Algorithm(ABC):
         ```
 
     Attributes:
-        metrics: what `TokenAdvantages.metrics` may contain, for the documentation.
-        needs: what the trainer has to compute of the rows before `advantages` is called, and what rows then carry to
+        metrics: the metrics that `TokenAdvantages.metrics` may contain, for the documentation.
+        needs: outputs that the trainer computes of the rows before `advantages` is called, and that rows then carry to
             the loss (`old_logprobs`). Empty: no additional forward pass.
     """
 
@@ -80,17 +80,17 @@ class Algorithm(ABC):
     needs: frozenset[ForwardOutput] = frozenset()
 
     def __init__(self, config: AlgorithmConfig, step_order: StepOrder = "observed") -> None:
-        """Keep the settings.
+        """Keep the settings in `self.config` and `self.step_order`.
 
         Args:
-            config: the job's `[algorithm]`.
-            step_order: of the TimeSteps of an episode in which several agents act at the same time.
+            config: the job's section `[algorithm]`.
+            step_order: order of the TimeSteps of an episode in which several agents act at the same time.
         """
         self.config = config
         self.step_order = step_order
 
     def learns_from(self, trajectories: Sequence[Trajectory]) -> bool:
-        """Return whether anything can be learned from a group; no row is made of one from which nothing can.
+        """Return whether anything can be learned from a group. If not, the group gets no rows. By default always true.
 
         Args:
             trajectories: the completed episodes of the group.
@@ -103,9 +103,9 @@ class Algorithm(ABC):
 
         Args:
             groups: all groups of the batch, in canonical order.
-            forward: what `needs` names; empty where it names nothing.
+            forward: the outputs that `needs` names, by name; empty if it names none.
         """
 
     @abstractmethod
     def loss(self) -> LossSpec:
-        """Return the name and the parameters of the loss of a token."""
+        """Return the name and the parameters of the loss of a token. The trainer looks the loss up in `LOSSES`."""

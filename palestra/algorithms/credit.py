@@ -1,4 +1,4 @@
-"""Credit: which return each call of an episode answers for, and with which others it is compared."""
+"""Credit assignment: the return that each call of an episode is credited with, and its baseline."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ CreditMode = Literal["episode", "step", "agent", "branch"]
 
 
 class BaselineKey(NamedTuple):
-    """What calls of one episode that are credited together have in common: more of them do not count more.
+    """Identifies calls of one episode that share one return.
+
+    However many calls share it, the return counts once in the baseline.
 
     Attributes:
-        baseline_group: keys of a group of episodes with the same one share a baseline.
-        name: tells the keys of one episode apart: a TimeStep's number, or an agent's name.
+        baseline_group: keys with the same value, of all episodes of a group, share a baseline.
+        name: distinguishes the keys of one episode: the number of a TimeStep, or the name of an agent.
     """
 
     baseline_group: str
@@ -30,7 +32,7 @@ class Returns:
     """The returns of one episode.
 
     Attributes:
-        values: a reward, or a discounted sum of rewards, by key.
+        values: the return, a reward or a discounted sum of rewards, by key.
         key_of: the key of each call, by the call's index.
     """
 
@@ -41,16 +43,16 @@ class Returns:
 def episode_returns(
     trajectory: Trajectory, mode: CreditMode, discount: float, order: StepOrder = "observed"
 ) -> Returns:
-    """Return what the calls of a completed episode are credited with.
+    """Return the returns with which the calls of a completed episode are credited.
 
     Args:
         trajectory: a completed episode.
         mode: `episode`: the sum of all rewards; `step`: the discounted sum of the TimeSteps' rewards from the call's
-            own on (Sutton and Barto 2018, equation 3.8), or the episode's reward, as the last TimeStep's, where they
-            have none; `agent`: the reward of the call's agent, compared with those of the same agent; `branch`: as
+            own on (Sutton and Barto 2018, equation 3.8); if TimeSteps have no rewards, the episode's reward counts as
+            the last one's; `agent`: the reward of the call's agent, compared with those of the same agent; `branch`: as
             `agent`, but a subagent is compared with all that its parent started.
-        discount: of one TimeStep, for `step`.
-        order: of the TimeSteps, for `step`: by their observations, or by their actions.
+        discount: discount factor of one TimeStep, for `step`.
+        order: order of the TimeSteps, for `step`: by their observations, or by their actions.
 
     Raises:
         ValueError: the episode has no reward.
@@ -78,11 +80,11 @@ def episode_returns(
 
 
 def agent_reward(agent: str, rewards: Mapping[str, float]) -> float:
-    """Return the agent's reward, or its nearest parent's (`planner` of `planner/search`), or else the sum of all.
+    """Return the reward of an agent, or of its nearest parent that has one, or else the sum of all rewards.
 
     Args:
-        agent: its name; a subagent's begins with its parent's and a slash.
-        rewards: by agent.
+        agent: name of the agent; a subagent's begins with its parent's: `planner/search`.
+        rewards: rewards by agent.
     """
     name = agent
     while name:
@@ -93,16 +95,17 @@ def agent_reward(agent: str, rewards: Mapping[str, float]) -> float:
 
 
 def step_returns(trajectory: Trajectory, total: float, discount: float, order: StepOrder = "observed") -> list[float]:
-    """Return G_t = r_t + discount x G_(t+1) by TimeStep; t counts them in the given order.
+    """Return G_t = r_t + discount x G_(t+1) for each TimeStep, where t counts TimeSteps in the given order.
 
-    Where several agents act at the same time, an action that was given later can't have earned what came before it:
-    `acted` says that the order of the actions counts. Without recorded times both are the TimeSteps' own order.
+    If several agents act at the same time, an action can't have earned a reward that came before it; with `acted`,
+    TimeSteps are therefore ordered by the times of their actions. Without recorded times both orders are the TimeSteps'
+    own.
 
     Args:
         trajectory: a completed episode.
-        total: the episode's reward, which is the last TimeStep's where TimeSteps have none.
-        discount: of one TimeStep.
-        order: of the TimeSteps.
+        total: the episode's reward, used as the last TimeStep's if TimeSteps have none.
+        discount: discount factor of one TimeStep.
+        order: order of the TimeSteps.
     """
     last = max((chat.time_step for chat in trajectory.chats), default=-1)
     rewards = trajectory.episode.step_rewards
@@ -120,11 +123,14 @@ def step_returns(trajectory: Trajectory, total: float, discount: float, order: S
 
 
 def _siblings(agent: str) -> str:
-    """Return `planner/` for `planner/search`; an agent without a parent is compared with itself."""
+    """Return `planner/` for `planner/search`, and the name itself for an agent without a parent."""
     parent, slash, _ = agent.rpartition("/")
     return parent + slash if slash else agent
 
 
 def _acted_at(times: StepTimes | None) -> float:
-    """Return when the action was given; a TimeStep without one earned nothing that came later, so it is last."""
+    """Return the time of the action, or infinity without one.
+
+    A TimeStep without an action earned no later reward, so it comes last in the order.
+    """
     return math.inf if times is None or times.acted_at is None else times.acted_at

@@ -1,12 +1,13 @@
-"""Importance sampling: tokens that were sampled from other probabilities than those that are trained from.
+"""Importance sampling: corrects for tokens that were sampled with other probabilities than those of the trained policy.
 
-A token may come from older weights, or from an engine that rounds otherwise than the trainer. The probability mu that
-it was sampled with then differs from pi, that of the policy before the step. With a correction the clipped ratio is
-taken to pi, and each token's loss is multiplied by a weight w made from pi / mu, as in decoupled PPO (Hilton et al.
-2022, "Batch size-invariance for policy optimization", equation 3); w is bounded as in truncated importance sampling
-(TIS: Ionides 2008; Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"), or 0
-beyond its bounds (masked importance sampling, MIS). TRL's `vllm_importance_sampling_mode` has the same four modes with
-the same meaning (`GRPOTrainer` clamps w, or fills it with 0 where it is masked); its lower bound is another setting.
+A token may come from older weights, or from an engine that rounds differently from the trainer. Its sampling
+probability mu then differs from pi, the probability under the policy before the step. With a correction, the clipped
+ratio is taken to pi, and each token's loss is multiplied by a weight w made from pi / mu, as in decoupled PPO (Hilton
+et al. 2022, "Batch size-invariance for policy optimization", equation 3). w is bounded as in truncated importance
+sampling (TIS: Ionides 2008; Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"),
+or is 0 beyond its bounds (masked importance sampling, MIS). TRL's `vllm_importance_sampling_mode` has the same four
+modes with the same meaning (`GRPOTrainer` clamps w, or sets it to 0 where it is masked); its lower bound is a separate
+setting.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ IMPORTANCE_METRICS = (
         "Share of trained tokens whose ratio was truncated to `importance_limit`, or masked: weight 0.",
     ),
 )
-_LARGEST = 20.0  # of a logarithm: e^20 is far beyond any limit, and finite
+_LARGEST = 20.0  # bound of |log ratio|: e^20 is far beyond any limit, and finite
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImportanceWeights:
-    """The weights w of all rows, [N] each, and what they did, by the names of `IMPORTANCE_METRICS`."""
+    """The weights w, float32 [N] for each row, and the values of `IMPORTANCE_METRICS` by name."""
 
     weights: list[Floats]
     metrics: dict[str, float]
@@ -48,14 +49,15 @@ class ImportanceWeights:
 def importance_weights(
     rows: Sequence[TrainSample], old_logprobs: Sequence[Floats], mode: ImportanceMode, limit: float
 ) -> ImportanceWeights:
-    """Return by how much the loss of each token is to be multiplied.
+    """Return the factors by which the losses of tokens are to be multiplied.
 
     Args:
-        rows: S rows with the logprobs that were recorded at sampling.
-        old_logprobs: [N] for each row: of the same tokens under the policy before the step; NaN where not trained.
-        mode: `token`: w is of the token; `sequence`: the product over all tokens of the call's reply, in whichever row
-            they stand. `truncate`: min(w, limit); `mask`: w where 1 / limit <= w <= limit, else 0.
-        limit: above 1.
+        rows: rows with the logprobs that were recorded at sampling.
+        old_logprobs: float32 [N] for each row: logprobs of the same tokens under the policy before the step; NaN where
+            a token is not trained.
+        mode: `token`: w is a token's ratio; `sequence`: the product of the ratios of all tokens of the call's reply, in
+            whichever rows they are. `truncate`: min(w, limit); `mask`: w where 1 / limit <= w <= limit, else 0.
+        limit: the largest weight, above 1.
     """
     raw = _ratios(rows, old_logprobs, whole_replies=mode.startswith("sequence"))
     weights: list[Floats] = []
@@ -77,13 +79,14 @@ def importance_weights(
 
 
 def _ratios(rows: Sequence[TrainSample], old_logprobs: Sequence[Floats], *, whole_replies: bool) -> list[Floats]:
-    """Return [N] for each row: pi / mu of each trained token, or of the reply that it belongs to; 1 elsewhere."""
+    """Return float32 [N] for each row: pi / mu of each trained token, or of the reply it belongs to; else 1."""
     logs = [
         np.where(row.loss_mask, old.astype(np.float64) - row.logprobs, 0.0)
         for row, old in zip(rows, old_logprobs, strict=True)
     ]
     if whole_replies:
         sums: defaultdict[tuple[str, int], float] = defaultdict(float)
+        # A reply may be cut into several rows, so all sums are complete before one is written back.
         for row, log in zip(rows, logs, strict=True):
             for call in np.unique(row.calls[row.loss_mask]):
                 sums[row.episode_id, int(call)] += float(log[row.loss_mask & (row.calls == call)].sum())

@@ -1,7 +1,7 @@
-"""The interface of a loss: [T] tensors of the trained tokens go in; a loss of each token, and metrics, come out.
+"""The interface of a loss: tensors [T] of the trained tokens in; a loss for each token, and metrics, out.
 
-A loss crosses the border to the trainer by its name and its parameters (`LossSpec`), never as a callable, so that the
-trainer may be another process. This module loads no torch: a learner names a loss without having it.
+A loss is passed to the trainer by its name and parameters (`LossSpec`), never as a callable, so that the trainer may be
+another process. This module loads no torch: a learner names a loss without having torch.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ LossType = TypeVar("LossType", bound="type[Loss]")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossInputs:
-    """What a loss sees of the T trained tokens of a micro-batch; without a gradient except where it is said.
+    """The inputs of a loss for the T trained tokens of a micro-batch; only `logprobs` has a gradient.
 
     Attributes:
-        logprobs: [T] float32, of the policy as it is now, with gradient; of the distribution that was sampled from, at
+        logprobs: float32 [T], under the present policy, with gradient; of the distribution that was sampled from, at
             the temperature and within the grammar of the call.
-        sampling_logprobs: [T] float32, as they were recorded when the token was sampled.
-        old_logprobs: [T] float32, of the policy before the step; None where the algorithm does not need them.
-        advantages: [T] float32.
-        on_policy: [T] bool, whether the token was sampled by the version that the trainer has now.
+        sampling_logprobs: float32 [T], as they were recorded when the tokens were sampled.
+        old_logprobs: float32 [T], under the policy before the step; None if the algorithm does not need them.
+        advantages: float32 [T].
+        on_policy: bool [T], whether the token was sampled by the version that the trainer has now.
     """
 
     logprobs: Tensor
@@ -48,7 +48,7 @@ class Mean:
 
     Attributes:
         values: [T], without gradient.
-        over: [T] bool, the tokens that count; None: all. Where none counts in a whole batch, the metric is left out.
+        over: bool [T], the tokens that count; None: all. If none counts in a whole batch, the metric is left out.
     """
 
     values: Tensor
@@ -74,12 +74,12 @@ Reduction = Mean | Sum | Max
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossOutput:
-    """What a loss says of T tokens.
+    """The result of a loss for T tokens.
 
     Attributes:
-        loss: [T] float32, of each token, with gradient. The trainer multiplies it by the token's loss weight and adds
-            all up, so no loss can make an episode count for more than it should.
-        metrics: by name, with the rule by which the trainer makes one number of the tokens of all micro-batches.
+        loss: float32 [T], the loss of each token, with gradient. The trainer multiplies it by the token's loss weight
+            and adds all up, so that no loss can make an episode count for more than it should.
+        metrics: by name, each with the rule by which the trainer reduces it over the tokens of all micro-batches.
     """
 
     loss: Tensor
@@ -88,13 +88,13 @@ class LossOutput:
 
 @dataclass(frozen=True, slots=True)
 class LossMetric(Metric):
-    """A metric of `forward_backward`: written as `train/<name>` after each step."""
+    """A metric of a loss, written as `train/<name>` after each step."""
 
-    epoch: Literal["first", "last"] = "last"  # of a step with several epochs, the one whose value is written
+    epoch: Literal["first", "last"] = "last"  # the epoch of a step whose value is written
 
 
 class LossSpec(BaseModel):
-    """A loss by its name in `LOSSES` and its parameters; JSON carries it over any border unchanged."""
+    """A loss by its name in `LOSSES`, and its parameters. It can be sent to another process as JSON."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
 
@@ -103,12 +103,12 @@ class LossSpec(BaseModel):
 
     @classmethod
     def of(cls, loss: Loss) -> LossSpec:
-        """Return the spec that `build_loss` makes an equal loss of."""
+        """Return the spec from which `build_loss` makes an equal loss."""
         return cls(name=loss.name, parameters=asdict(loss))  # type: ignore[call-overload]
 
 
 class Loss(ABC):
-    """The loss of a token: a frozen dataclass whose fields are its parameters, and a pure function of tensors.
+    """The loss of a token: a pure function of tensors, as a frozen dataclass whose fields are the loss's parameters.
 
     Example:
         ```python
@@ -124,11 +124,15 @@ class Loss(ABC):
     """
 
     name: ClassVar[str]  # set by `register_loss`
-    metrics: ClassVar[tuple[LossMetric, ...]] = ()  # every name that `LossOutput.metrics` has
+    metrics: ClassVar[tuple[LossMetric, ...]] = ()  # all metrics that `LossOutput.metrics` contains
 
     @abstractmethod
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        """Return the loss and the metrics of T tokens."""
+        """Return the loss [T] and the metrics of T tokens.
+
+        Args:
+            inputs: tensors [T] of the trained tokens; only `inputs.logprobs` has a gradient.
+        """
 
 
 LOSSES: dict[str, type[Loss]] = {}
@@ -136,14 +140,18 @@ LOSSES: dict[str, type[Loss]] = {}
 
 
 def register_loss(name: str) -> Callable[[LossType], LossType]:
-    """Return a decorator that enters a class into `LOSSES`.
+    """Return a class decorator that adds a loss to `LOSSES`.
 
     Args:
-        name: what `LossSpec.name` says; a name that another class has is refused with ValueError.
+        name: name of the loss, as in `LossSpec.name`.
+
+    Raises:
+        ValueError: another class has this name.
     """
 
     def enter(loss: LossType) -> LossType:
         known = LOSSES.get(name)
+        # The same class may be registered twice, when its module is imported again.
         if known is not None and (known.__module__, known.__qualname__) != (loss.__module__, loss.__qualname__):
             raise ValueError(f"the loss {name!r} is {known.__module__}.{known.__qualname__} already")
         loss.name = name
@@ -158,20 +166,20 @@ def token_weights(
     mode: Literal["seq-mean-token-mean", "token-mean", "seq-mean-token-sum-norm"],
     max_tokens: int,
 ) -> list[float]:
-    """Return the loss weight of each trained token of each rollout: how the losses of tokens become one number.
+    """Return the loss weight of each trained token of each rollout, by which the losses of tokens become one number.
 
-    How a rollout is cut into calls or rows does not matter: only its number of trained tokens does. The modes have
+    Only a rollout's number of trained tokens counts, not how the rollout is cut into calls or rows. The modes have
     verl's names (`loss_agg_mode`); a sequence is a rollout.
 
     Args:
-        tokens_R: trained tokens of each rollout (episode) of the batch, also of those whose advantage is 0.
-        mode: `seq-mean-token-mean`: each rollout weighs the same, its tokens share it (GRPO, DeepSeekMath equation 3);
-            `token-mean`: each token weighs the same (DAPO, Yu et al. 2025, equation 8); `seq-mean-token-sum-norm`: each
-            token weighs 1 / (rollouts x max_tokens) (Dr. GRPO, Liu et al. 2025).
+        tokens_R: trained tokens of each of R rollouts (episodes) of the batch, also of those whose advantage is 0.
+        mode: `seq-mean-token-mean`: rollouts have equal weights, which their tokens share (GRPO, DeepSeekMath equation
+            3); `token-mean`: tokens have equal weights (DAPO, Yu et al. 2025, equation 8); `seq-mean-token-sum-norm`:
+            each token weighs 1 / (rollouts x max_tokens) (Dr. GRPO, Liu et al. 2025).
         max_tokens: the divisor of `seq-mean-token-sum-norm`.
 
     Returns:
-        One weight a rollout, for each of its tokens; 0 where it has none.
+        One weight per rollout, for each of its tokens; 0 for a rollout without tokens.
     """
     rollouts = sum(1 for tokens in tokens_R if tokens)
     total = sum(tokens_R)

@@ -1,4 +1,4 @@
-"""The losses that Palestra ships, and the way from a loss's name to the loss."""
+"""The losses that Palestra ships, and `build_loss`, which makes a loss from its name and parameters."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from palestra.errors import ConfigError
 @register_loss("ppo-clip")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PPOClipLoss(Loss):
-    """-min(ratio x A, clip(ratio, 1 - clip_low, 1 + clip_high) x A), with ratio = pi(token) / reference(token).
+    """The clipped surrogate of PPO: -min(ratio x A, clip(ratio, 1 - clip_low, 1 + clip_high) x A).
 
-    Schulman et al. 2017, "Proximal Policy Optimization Algorithms", equation 7; with unequal bounds as in DAPO (Yu et
-    al. 2025, section 3.1). The reference is the policy before the step where the algorithm asked for its logprobs, as
-    in decoupled PPO, and otherwise the distribution that the token was sampled from.
+    The ratio is pi(token) / reference(token). Schulman et al. 2017, "Proximal Policy Optimization Algorithms", equation
+    7; with unequal bounds as in DAPO (Yu et al. 2025, section 3.1). The reference is the policy before the step if the
+    algorithm asked for its logprobs, as in decoupled PPO, and otherwise the distribution that the token was sampled
+    from.
 
     Attributes:
         clip_low: ratios below 1 - clip_low are clipped.
@@ -38,7 +39,7 @@ class PPOClipLoss(Loss):
     )
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        """See `Loss`."""
+        """Return the clipped surrogate loss, float32 [T], and the metrics of T tokens."""
         reference = inputs.sampling_logprobs if inputs.old_logprobs is None else inputs.old_logprobs
         ratio = (inputs.logprobs - reference).exp()
         plain = ratio * inputs.advantages
@@ -58,7 +59,7 @@ def build_loss(spec: LossSpec) -> Loss:
     """Return the loss that a spec names.
 
     Raises:
-        ConfigError: no loss of this process has the name, or its parameters are others.
+        ConfigError: this process has no loss of that name, or the loss has other parameters.
     """
     loss = LOSSES.get(spec.name)
     if loss is None:

@@ -1,4 +1,4 @@
-"""Algorithms by name: those that Palestra ships, and, where a user runs their own process, classes of their own."""
+"""Algorithms by name: those that Palestra ships and, only in a user's own process, the user's own classes."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def create_algorithm(
     """Return the algorithm that a job names.
 
     Args:
-        config: the job's `[algorithm]`.
+        config: the job's section `[algorithm]`.
         step_order: the job's `rollout.step_order`.
-        own_code: whether `package.module:Class` may be imported. True only where the user's own process calls
-            `palestra.train`: importing runs code, and no code of a tenant runs in a server.
+        own_code: whether `package.module:Class` may be imported. True only if the user's own process calls
+            `palestra.train`: importing runs code, and a server must not run a tenant's code.
 
     Raises:
-        ConfigError: no such algorithm, or code of one's own where it is not allowed.
+        ConfigError: there is no such algorithm, or the user's own code is not allowed here.
     """
     if ":" not in config.name:
         known = ALGORITHMS.get(config.name)
@@ -44,10 +44,10 @@ def create_algorithm(
 
 
 def _imported(name: str) -> type[Algorithm]:
-    """Return the class `package.module:Class`.
+    """Import and return the class `package.module:Class`.
 
     Raises:
-        ConfigError: it can't be imported, or is no algorithm.
+        ConfigError: the class can't be imported, or is not an algorithm.
     """
     module, _, attribute = name.partition(":")
     try:

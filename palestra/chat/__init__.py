@@ -1,4 +1,4 @@
-"""Messages to ids and back."""
+"""Renderers: each turns messages into token ids and token ids back into messages, for the chat format of one model."""
 
 from palestra.chat.base import (
     MessageDelta,

@@ -1,6 +1,6 @@
-r"""ChatML (SmolLM2, Qwen2.5): `<|im_start|>role\ncontent<|im_end|>\n`, with tools, reasoning and a bridge.
+r"""Renderer for ChatML (SmolLM2, Qwen2.5): `<|im_start|>role\ncontent<|im_end|>\n`, with tools, reasoning and a bridge.
 
-Message bodies, tools, calls and results are encoded as plain text: one that contains `<|im_end|>` can't close its turn.
+Messages, tools, calls and results are encoded as plain text: a text that contains `<|im_end|>` can't close its turn.
 """
 
 from __future__ import annotations
@@ -24,20 +24,24 @@ from palestra.threads import check_wanted
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatMLConfig:
-    """How a model's template differs from plain ChatML."""
+    """The settings in which a model's template differs from plain ChatML."""
 
-    default_system: str | None = None  # system message that the template adds where a conversation has none
-    developer: Literal["developer", "system"] = "developer"  # the role under which a developer's message stands
-    reasons: bool = False  # whether the template has a place for reasoning; it is written and read in any case
+    default_system: str | None = None  # system message that the template adds to a conversation without one
+    developer: Literal["developer", "system"] = "developer"  # role of a developer's message in the prompt
+    reasons: bool = False  # whether the template shows reasoning; it is written and read in any case
 
 
 class ChatMLRenderer(Renderer):
-    """Renders the ChatML family. Its bridge can always go on, and never needs the prompt."""
+    """Renders the ChatML family. Its `extend` always succeeds, and never needs the prompt."""
 
     incremental = True
 
     def __init__(self, tokenizer: Any, config: ChatMLConfig | None = None) -> None:
-        """Take a tokenizer with `encode`, `decode` and `convert_tokens_to_ids`, as transformers' tokenizers have them.
+        """Create a renderer for a tokenizer with `encode`, `decode` and `convert_tokens_to_ids`, as in transformers.
+
+        Args:
+            tokenizer: the model's tokenizer.
+            config: how the model's template differs from plain ChatML; None: it does not.
 
         Raises:
             ValueError: the tokenizer lacks ChatML's control tokens.
@@ -51,13 +55,21 @@ class ChatMLRenderer(Renderer):
         unknown = tokenizer.unk_token_id
         if None in (self._start, self._end) or (unknown in (self._start, self._end) and unknown is not None):
             raise ValueError("the tokenizer has no <|im_start|> and <|im_end|>")
-        known = end_of_text is not None and tokenizer.decode([end_of_text]) == "<|endoftext|>"  # not just "unknown"
+        known = (
+            end_of_text is not None and tokenizer.decode([end_of_text]) == "<|endoftext|>"
+        )  # an unknown token may also get an id
         self.stop_ids = (self._end, end_of_text) if known else (self._end,)
         self._encode = plain_encoder(tokenizer)
         self._long = LongText(tokenizer, self._encode)
 
     def render(self, messages: Sequence[ChatMessage], tools: Tools = (), room: int | None = None) -> TokenSequence:
-        """See `Renderer`."""
+        """Return the prompt of a conversation, int32 [P]. See `Renderer.render`.
+
+        Args:
+            messages: the conversation; at least one message.
+            tools: tools that the model is offered, in the system message.
+            room: the most tokens that are of use.
+        """
         if not messages:
             raise ValueError("no messages")
         ids = self._ids(self._turns(messages, tools), [], room)
@@ -71,14 +83,21 @@ class ChatMLRenderer(Renderer):
         tools: Tools = (),
         room: int | None = None,
     ) -> TokenSequence:
-        """See `Renderer`. A reply that was cut at its token limit is closed; only its last id is looked at."""
+        """Return the tokens, int32 [N], from the end of a reply to the start of the next one. See `Renderer.extend`.
+
+        A reply that was cut at its token limit gets its end token first; only the last of `completion_ids` [C] is
+        looked at, and `prompt_ids` and `tools` are not needed. `new_messages` and `room` are as in `Renderer.extend`.
+        """
         ids = self._ids(_turns(new_messages, self._role), self._closing(completion_ids), room)
         return TokenSequence(np.asarray(ids + self._opening(), np.int32))
 
     def parse(
         self, completion_ids: Ids, prompt_ids: Callable[[], Ids], tools: Tools = (), call_ids: str = "call"
     ) -> Reply:
-        """See `Renderer`."""
+        """Return the message of a completion, int32 [C]. See `Renderer.parse`.
+
+        `completion_ids`, `tools` and `call_ids` are as there; `prompt_ids` is not needed.
+        """
         ids = completion_ids.tolist()
         while ids and ids[-1] in self.stop_ids:
             ids.pop()
@@ -87,14 +106,17 @@ class ChatMLRenderer(Renderer):
     def stream(
         self, prompt_ids: Callable[[], Ids], tools: Tools = (), call_ids: str = "call", single_call: bool = False
     ) -> ChatMLStream:
-        """See `Renderer`."""
+        """Return a reader that takes reasoning, content and tool calls apart as text arrives. See `Renderer.stream`.
+
+        `tools`, `call_ids` and `single_call` are as there; `prompt_ids` is not needed.
+        """
         return ChatMLStream(bool(tools), call_ids, single_call)
 
     def _grammar_of_calls(self, tools: Tools, most_calls: int) -> str:
         return grammar_of_calls(tools, most_calls)
 
     def _turns(self, messages: Sequence[ChatMessage], tools: Tools) -> Iterator[str]:
-        """Yield the turns of a whole conversation; a system turn comes first where something has to stand in it."""
+        """Yield the turns of a whole conversation. A system turn comes first if there is a system message or a tool."""
         given = self._role(messages[0]) == "system"
         said = messages[0].text if given else self.config.default_system
         if said is not None or tools:
@@ -105,10 +127,10 @@ class ChatMLRenderer(Renderer):
         return self.config.developer if message.role == "developer" else message.role
 
     def _ids(self, turns: Iterable[str], ids: list[int], room: int | None) -> list[int]:
-        """Return `ids` and those of the turns.
+        """Return `ids` followed by the ids of the turns.
 
         Raises:
-            TooManyTokens: there are more than `room`.
+            TooManyTokens: there are more than `room` ids.
         """
         for text in turns:
             if room is None or len(text) <= PIECE:
@@ -130,9 +152,9 @@ class ChatMLRenderer(Renderer):
 
 
 def _turns(messages: Sequence[ChatMessage], role: Callable[[ChatMessage], str]) -> Iterator[str]:
-    """Yield what stands between the start and the end token of each turn.
+    """Yield the text between start token and end token of each turn.
 
-    Results of tools that follow one another share a user's turn.
+    Consecutive results of tools share one turn of the user, as in the templates of Qwen.
     """
     results: list[str] = []
     for message in messages:

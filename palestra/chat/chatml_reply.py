@@ -1,7 +1,7 @@
-"""A ChatML reply taken apart, as a whole or while it is sampled: its reasoning, its content and its tool calls.
+"""Parser for ChatML replies, whole or while they are sampled: reasoning, content and tool calls.
 
-What is certain of a reply is given out as soon as it is. A tool call comes in one piece, when its closing tag is there:
-before, it may turn out to be content.
+Each part of a reply is given out as soon as it is certain. A tool call is given out whole, when its closing tag has
+arrived: before that it may turn out to be content.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ _SPACE = " \t\r\n"
 
 
 def write_thought(reasoning: str) -> str:
-    """Return what stands before an answer that has reasoning."""
+    """Return the text for reasoning in front of an answer."""
     return f"{_THINK}\n{reasoning}\n{_THOUGHT}\n\n"
 
 
 def read_thought(text: str) -> tuple[str | None, str]:
-    """Return a reply's reasoning (None: it has none) and the rest. Reasoning that was cut off leaves no rest."""
+    """Return a reply's reasoning, or None, and the rest of its text.
+
+    If the reasoning was cut off, the rest is empty.
+    """
     match = _LEADING_THOUGHT.match(text)
     if match is None:
         return None, text
@@ -33,21 +36,27 @@ def read_thought(text: str) -> tuple[str | None, str]:
 
 
 def read_reply(text: str, calls: bool) -> tuple[str | None, str, list[Attempt]]:
-    """Return reasoning (None: there is none), content and, with `calls`, the tool calls of a whole reply."""
+    """Return reasoning (or None), content and, if `calls` is set, the tool calls of a whole reply."""
     reasoning, content = read_thought(text)
     return (reasoning, content, []) if not calls else (reasoning, *read_calls(content))
 
 
 class ChatMLStream(ReplyStream):
-    """Reads a reply while it is sampled."""
+    """Reads a ChatML reply while it is sampled, by means of a `ReplySplitter`."""
 
     def __init__(self, calls: bool, call_ids: str, single_call: bool) -> None:
-        """See `ReplySplitter`."""
+        """Create a reader.
+
+        Args:
+            calls: whether to look for tool calls.
+            call_ids: prefix of the calls' ids.
+            single_call: whether the first call ends the reply.
+        """
         self._splitter = ReplySplitter(calls, call_ids, single_call)
         self._told: list[MessageDelta] = []
 
     def feed(self, text: str) -> MessageDelta:
-        """See `ReplyStream`."""
+        """Return the part of the message that is certain with this text."""
         delta = self._splitter.feed(text)
         self.over = self._splitter.over
         if delta:
@@ -55,7 +64,10 @@ class ChatMLStream(ReplyStream):
         return delta
 
     def finish(self, completion_ids: Ids, cut: bool) -> tuple[MessageDelta, Reply]:
-        """See `ReplyStream`. The text that was fed says it all."""
+        """Return the rest and the whole reply.
+
+        The text was fed completely, so `completion_ids` [C] and `cut` are not needed.
+        """
         rest = self._splitter.end()
         told = [*self._told, rest]
         message = text_message("assistant", "".join(delta.content for delta in told)).model_copy(
@@ -68,28 +80,34 @@ class ChatMLStream(ReplyStream):
 
 
 class ReplySplitter:
-    """Text in pieces to deltas, in time linear in the text."""
+    """Splits text that arrives in pieces into deltas, in time linear in the text."""
 
     def __init__(self, calls: bool, call_ids: str = "call", single: bool = False) -> None:
-        """`calls`: tool calls are looked for; their ids start with `call_ids`. `single`: the first ends the reply."""
+        """Create a splitter.
+
+        Args:
+            calls: whether to look for tool calls.
+            call_ids: prefix of the calls' ids.
+            single: whether the first call ends the reply.
+        """
         self._calls, self._call_ids, self._single = calls, call_ids, single
         self._thought = _ThoughtSplitter()
         self._content = _CallSplitter(single)
-        self.calls = 0  # complete ones so far
-        self.malformed = 0  # so many could not be understood; their text is in the content
+        self.calls = 0  # number of complete calls
+        self.malformed = 0  # number of malformed calls; their text is in the content
 
     @property
     def over(self) -> bool:
-        """Whether the one call is complete; what follows is not looked at."""
+        """Return whether the reply's only call is complete, so that later text is ignored."""
         return self._single and self.calls > 0
 
     def feed(self, text: str) -> MessageDelta:
-        """What is certain with this text."""
+        """Return the part of the message that is certain with this text."""
         reasoning, content = self._thought.feed(text)
         return self._delta(reasoning, content, last=False)
 
     def end(self) -> MessageDelta:
-        """The rest; the text is over."""
+        """Return the rest of the message, because no more text will come."""
         reasoning, content = self._thought.end()
         return self._delta(reasoning, content, last=True)
 
@@ -107,15 +125,15 @@ class ReplySplitter:
 
 
 class _ThoughtSplitter:
-    """Reasoning and the rest, as `read_thought` takes them apart."""
+    """Splits a reply into reasoning and the rest while it arrives, with the same result as `read_thought`."""
 
     def __init__(self) -> None:
-        self._state = "start"  # then: thinking, between (the blank lines after a thought), content
+        self._state = "start"  # then: "thinking", "between" (blank lines after reasoning), "content"
         self._held = ""
-        self._begun = False  # the reasoning has a character other than a line feed
+        self._begun = False  # whether the reasoning has a character other than a line feed
 
     def feed(self, text: str) -> tuple[str, str]:
-        """(reasoning, content) that are certain."""
+        """Return the reasoning and the content that are certain with this text."""
         if self._state == "content":
             return "", text
         text = self._held + text
@@ -141,14 +159,14 @@ class _ThoughtSplitter:
         return reasoning, text
 
     def end(self) -> tuple[str, str]:
-        """What was held back."""
+        """Return the text that was held back, as reasoning or as content."""
         held, self._held = self._held, ""
         if self._state == "thinking":
             return (held if self._begun else held.lstrip("\n")).rstrip("\n"), ""
         return "", held
 
     def _think(self, text: str) -> tuple[str, bool, str]:
-        """(reasoning, whether it is closed, what follows); line feeds at its ends are not part of it."""
+        """Return reasoning, whether it is closed, and the text after it, without line feeds at the reasoning's ends."""
         thought, found, rest = text.partition(_THOUGHT)
         if not found:
             certain = len(text) - _ending(text, _THOUGHT)
@@ -162,16 +180,16 @@ class _ThoughtSplitter:
 
 
 class _CallSplitter:
-    """Content and tool calls, as `read_calls` takes them apart."""
+    """Splits text into content and tool calls while it arrives, with the same result as `read_calls`."""
 
     def __init__(self, single: bool) -> None:
         self._single = single
-        self._held = ""  # in front of a call: what may be its opening; in one: all of it, from its opening tag
-        self._line = ""  # the line feed in front of it, which belongs to the call if it is one
+        self._held = ""  # text that may be an opening tag, or an open call from its opening tag on
+        self._line = ""  # the line feed before that call, which is not content if the call is good
         self._call: _CallScanner | None = None
 
     def feed(self, text: str, last: bool) -> tuple[str, list[Attempt]]:
-        """Content and attempted calls that are certain; with `last` all of them."""
+        """Return content and attempted calls that are certain with this text, or all of them if it is the `last`."""
         content: list[str] = []
         attempts: list[Attempt] = []
         self._held += text
@@ -197,7 +215,7 @@ class _CallSplitter:
         return "".join(content), attempts
 
     def _open(self, content: list[str], last: bool) -> bool:
-        """Go on to the next opening tag; False: there is none yet."""
+        """Give out content up to the next opening tag. Returns False if there is no such tag yet."""
         start = self._held.find(OPEN)
         if start < 0:
             certain = len(self._held) - (0 if last else _ending(self._held, OPEN))
@@ -221,19 +239,19 @@ class _CallSplitter:
 
 
 class _CallScanner:
-    """Finds where a call is over: looks at each character once, and parses once."""
+    """Finds the end of a call, by looking at each character once and parsing the JSON once."""
 
     def __init__(self) -> None:
         self._at = len(OPEN)
         self._depth = 0
         self._string = False
         self._escaped = False
-        self._object_end: int | None = None  # of a JSON object that can be read
-        self._broken = False  # there is none
-        self._searched = len(OPEN)  # no tag begins before
+        self._object_end: int | None = None  # end of the call's JSON object, if it can be parsed
+        self._broken = False  # whether the call has no JSON object that can be parsed
+        self._searched = len(OPEN)  # no tag begins before this place this place
 
     def end(self, text: str) -> int | None:
-        """How much of `text`, which begins with the opening tag, the call is; None: what follows can still decide."""
+        """Return the length of the call with which `text` begins, or None if later text can still decide it."""
         if self._object_end is None and not self._broken:
             self._scan(text)
         if self._object_end is not None:
@@ -245,7 +263,7 @@ class _CallScanner:
         return self._next_tag(text) if self._broken else None
 
     def _next_tag(self, text: str) -> int | None:
-        """A call that can't be read ends with its closing tag, or where the next one opens."""
+        """Return the end of a call that can't be parsed: after its closing tag, or before the next opening tag."""
         following, closing = text.find(OPEN, self._searched), text.find(CLOSE, self._searched)
         self._searched = max(self._searched, len(text) - len(CLOSE))
         if closing >= 0 and (following < 0 or closing < following):
@@ -284,7 +302,7 @@ class _CallScanner:
 
 
 def _until_first_call(text: str, attempts: list[Attempt]) -> str:
-    """The text as far as the first attempt that is a call; all of it, if there is none."""
+    """Return the text up to the end of the first well-formed call, or all of it if there is none."""
     at = 0
     for attempt in attempts:
         at = text.index(attempt.text, at) + len(attempt.text)
@@ -294,7 +312,7 @@ def _until_first_call(text: str, attempts: list[Attempt]) -> str:
 
 
 def _ending(text: str, tag: str) -> int:
-    """How many characters at the end of the text are a beginning of the tag, without being all of it."""
+    """Return how many characters at the end of `text` are a proper beginning of `tag`."""
     for length in range(min(len(tag) - 1, len(text)), 0, -1):
         if text.endswith(tag[:length]):
             return length

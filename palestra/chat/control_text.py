@@ -1,10 +1,11 @@
-"""Text of messages that spells a control token: found, marked before a template writes it, and encoded as plain text.
+"""Text in messages that spells a control token: found, marked before a template writes it, and encoded as plain text.
 
-A template writes its own control tokens and the messages into one string, and a tokenizer makes ids of that string:
-what a user typed as `<|im_end|>` would close the turn. So a marker that no text contains is put into each such place of
-a message. The string is then encoded by a copy of the tokenizer in which the control tokens have the marker in their
-names: the template's are written with it and the messages' without, so that only the template's are control tokens.
-Everything else (merges, normalization, white space beside a control token) is the tokenizer's own.
+A template writes its own control tokens and the messages into one string, and a tokenizer turns that string into ids: a
+user's `<|im_end|>` would close the turn. Therefore a marker that no text contains is put into each such place of a
+message. The string is then encoded by a copy of the tokenizer in which the names of control tokens contain the marker:
+the template's control tokens are written with the marker and those in messages without, so that only the template's
+become control tokens. Everything else (merges, normalization, white space beside a control token) is the tokenizer's
+own.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Callable, Collection
 from functools import cached_property, lru_cache
 from typing import Any
 
-_CACHED_LENGTH = 4096  # characters; longer texts are not said twice often enough to be kept
+_CACHED_LENGTH = 4096  # characters; longer texts rarely occur twice, so they are not cached
 _SHAPED = re.compile(r"<[|｜].+[|｜]>|[|｜].+[|｜]|\[/?[A-Z_]+\]", re.DOTALL)
 _UNIT = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\.|.", re.DOTALL)
 _ESCAPES = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
@@ -26,9 +27,9 @@ _ESCAPES = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
 def control_tokens(backend: Any, stop_ids: Collection[int] = ()) -> dict[str, int]:
     """Return the control tokens of a `tokenizers.Tokenizer` and their ids.
 
-    These are all that it calls special, all of `stop_ids`, and of its other added tokens those written as control
-    tokens are (DeepSeek's `<｜User｜>`). Tags such as `<think>` and `<tool_call>` that are added and not special are
-    words of the text, and so are runs of white space.
+    These are all tokens that the tokenizer marks as special, all of `stop_ids`, and those of its other added tokens
+    that are written like control tokens (DeepSeek's `<｜User｜>`). Tags such as `<think>` and `<tool_call>` that are
+    added and not special count as ordinary text, and so do runs of white space.
     """
     return {
         token.content: number
@@ -38,17 +39,23 @@ def control_tokens(backend: Any, stop_ids: Collection[int] = ()) -> dict[str, in
 
 
 class ControlText:
-    """What the text of messages must not become, for one tokenizer."""
+    """Finds, marks and encodes text that spells a control token of one tokenizer."""
 
     def __init__(self, tokens: dict[str, int], backend: Any) -> None:
-        """`tokens`: see `control_tokens`. `backend`: a `tokenizers.Tokenizer`; None: nothing can be encoded here."""
+        """Prepare the search for control tokens.
+
+        Args:
+            tokens: control tokens and their ids; see `control_tokens`.
+            backend: a `tokenizers.Tokenizer`; None: text can be searched and marked, but not encoded.
+        """
         self.tokens = tokens
         self._backend = backend
-        # One capital letter, at the start: no end of the marker is a beginning of it, so none can arise by accident.
+        # One capital letter, at the start: no end of the marker is also its beginning, so text beside a marker can't
+        # form a second one.
         self.marker = "Q" + secrets.token_bytes(9).hex()
         names = _one_of(tokens)
         self._any = re.compile(names)
-        self._each = re.compile(_one_of(tokens, ahead=True))  # also where two of them overlap
+        self._each = re.compile(_one_of(tokens, ahead=True))  # finds overlapping ones, too
         self._armed = re.compile(f"{self.marker}|{names}")
         self._firsts = re.compile(_one_of({name[0] for name in tokens}))
         self._lasts = re.compile(_one_of({name[-1] for name in tokens}))
@@ -57,17 +64,17 @@ class ControlText:
         self._longest = max(map(len, tokens), default=0)
 
     def find(self, text: str) -> str | None:
-        """Return the first control token that the text spells, also in JSON's escapes; None: it spells none."""
+        """Return the first control token that the text spells, also in JSON's escapes, or None."""
         found = self._any.search(text)
         if found is None and "\\" in text:
             found = self._any.search("".join(map(_unescaped, _UNIT.findall(text))))
         return None if found is None else found[0]
 
     def mark(self, text: str) -> str:
-        """Return the text with the marker within everything that is a control token or could become part of one.
+        """Return the text with the marker in every place that is a control token or could become part of one.
 
-        That includes control tokens in JSON's escapes, which a template may decode, and the beginning or the rest of
-        one at either edge, beside which a template may write other text.
+        Included are control tokens in JSON's escapes, which a template may decode, and a beginning or an end of a
+        control token at the edges of the text, beside which a template may write other text.
         """
         places = {found.start() + 1 for found in self._each.finditer(text)} | self._edges(text)
         if "\\" in text:
@@ -81,14 +88,14 @@ class ControlText:
         return text
 
     def encode(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Return the ids of a string with marks in it, and for each id where its characters are in that string."""
-        starts, ends, longer = [0], [0], [0]  # from each place of the encoded string on the given one is so much longer
+        """Return the ids of a marked string, and for each id the range of its characters in that string."""
+        starts, ends, longer = [0], [0], [0]  # by place in the encoded string: how much longer the given one is
 
         def swapped(found: re.Match[str]) -> str:
             out = "" if found[0] == self.marker else self._named(found[0])
             place = found.start() - longer[-1] + len(out)
             starts.append(place)
-            ends.append(place if out else place + 1)  # a token that ends at a marker does not reach behind it
+            ends.append(place if out else place + 1)  # a token that ends at a marker excludes it
             longer.append(longer[-1] + len(found[0]) - len(out))
             return out
 
@@ -101,13 +108,13 @@ class ControlText:
         return list(encoding.ids), offsets
 
     def encode_plain(self, text: str) -> list[int]:
-        """Return the ids of a text that is no template's: none of them is a control token."""
+        """Return the ids of a text in which nothing is a control token."""
         text = text.encode("utf-8", errors="replace").decode("utf-8")
         return list(self._plain.encode(text, add_special_tokens=False).ids)
 
     @cached_property
     def _plain(self) -> Any:
-        """The tokenizer, with the marker in the names of its control tokens."""
+        """Return a copy of the tokenizer with the marker in the names of its control tokens."""
         data = json.loads(self._backend.to_str())
         names = {name: self._named(name) for name in self.tokens}
         model = data["model"]
@@ -118,7 +125,7 @@ class ControlText:
             model["vocab"] = {names.get(name, name): number for name, number in vocabulary.items()}
         else:
             model["vocab"] = [[names.get(name, name), score] for name, score in vocabulary]
-        if "merges" in model:  # that would make a control token of plain text
+        if "merges" in model:  # drop merges that build a control token from plain text
             pairs = (pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"])
             model["merges"] = [pair for pair in pairs if "".join(pair) not in names]
         if model.get("unk_token") in names:
@@ -134,7 +141,7 @@ class ControlText:
         return name[0] + self.marker + name[1:]
 
     def _edges(self, text: str) -> set[int]:
-        """Where the text without white space around it begins or ends with part of a control token."""
+        """Return where the text, without white space around it, begins or ends with part of a control token."""
         start = len(text) - len(text.lstrip())
         end = len(text.rstrip())
         most = min(self._longest, end - start)
@@ -147,7 +154,7 @@ class ControlText:
 
 
 def plain_encoder(tokenizer: Any) -> Callable[[str], tuple[int, ...]]:
-    """Return a function from text to ids in which no text makes a control token."""
+    """Return a function from text to ids that never makes a control token of text."""
     encode = _encoder(tokenizer)
     cached = lru_cache(maxsize=4096)(encode)
     return lambda text: cached(text) if len(text) <= _CACHED_LENGTH else encode(text)
@@ -155,17 +162,17 @@ def plain_encoder(tokenizer: Any) -> Callable[[str], tuple[int, ...]]:
 
 def _encoder(tokenizer: Any) -> Callable[[str], tuple[int, ...]]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:  # a tokenizer that has no special tokens in text, such as ByteTokenizer
+    if backend is None:  # ByteTokenizer, for instance, finds no special tokens in text
         return lambda text: tuple(tokenizer.encode(text, add_special_tokens=False))
     control = ControlText(control_tokens(backend), backend)
     return lambda text: tuple(control.encode_plain(text))
 
 
 def _one_of(names: Collection[str], ahead: bool = False) -> str:
-    """Return a pattern that matches the longest of the names that begin at a place, character by character.
+    """Return a pattern that matches the longest of the names that begin at a place.
 
-    Names share their beginnings in it: a vocabulary may have a thousand control tokens. With `ahead` only the first
-    character is matched, and the others have to follow it.
+    The pattern is a tree of shared beginnings, because a vocabulary may have a thousand control tokens. With `ahead`,
+    only the first character is matched, and the others must follow it.
     """
     if not names:
         return r"(?!)"
@@ -174,7 +181,7 @@ def _one_of(names: Collection[str], ahead: bool = False) -> str:
         rests = [name[1:] for name in names if name[:1] == first]
         rest = "" if rests == [""] else _one_of(rests)
         branches.append(re.escape(first) + (f"(?={rest})" if ahead else rest))
-    if "" in names:  # a name ends here; the longer ones come first
+    if "" in names:  # a name ends here; longer names are tried first
         branches.append("")
     return branches[0] if len(branches) == 1 else f"(?:{'|'.join(branches)})"
 
@@ -188,7 +195,7 @@ def _unescaped(unit: str) -> str:
 
 
 def _offsets(units: list[str]) -> list[int]:
-    """Return for each character of the unescaped text, and for its end, its place in the text as it was written."""
+    """Return the place in the escaped text of each character of the unescaped text, and of its end."""
     out, place = [], 0
     for unit in units:
         out += [place] * len(_unescaped(unit))

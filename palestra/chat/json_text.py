@@ -1,4 +1,4 @@
-"""Members of a JSON object as they were written: text that is parsed and printed again may be other text."""
+"""JSON objects with their members as they were written, because parsing and printing again may change the text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A value and the text that it was read from."""
+    """A value of a JSON object, and the text from which it was parsed."""
 
     value: Any
     text: str
@@ -24,10 +24,17 @@ _SPACE = " \t\r\n"
 
 
 def read_object(text: str, at: int = 0) -> tuple[dict[str, Member], int]:
-    """The object that begins at `at` (after white space), and the index after it. Of equal keys the last counts.
+    """Parse the JSON object that begins at a place of a text, after white space.
+
+    Args:
+        text: the text.
+        at: index at which to begin.
+
+    Returns:
+        The object's members, of equal keys the last, and the index after the object.
 
     Raises:
-        ValueError: there is no whole JSON object; also where it is nested too deep to be read.
+        ValueError: there is no complete JSON object, or it is nested too deep.
     """
     at = _expect(text, at, "{")
     members: dict[str, Member] = {}
@@ -46,7 +53,7 @@ def read_object(text: str, at: int = 0) -> tuple[dict[str, Member], int]:
 
 
 def object_text(text: str) -> str | None:
-    """`text` without white space around it, if it is a JSON object; else None."""
+    """Return `text` without white space around it if it is a JSON object, else None."""
     try:
         end = read_object(text)[1]
     except ValueError:

@@ -1,7 +1,7 @@
-"""Long texts: how few tokens one can have, where it may be cut, and its ids as far as there is room for them.
+"""Tokenising long texts: a lower bound of their tokens, and encoding in pieces, up to a limit.
 
-What can't fit into a model's context is found before all of it is tokenised. Never is a text refused that would fit:
-the bound below holds for every text, and a text is cut only where the tokenizer cuts it, too.
+A text that can't fit into a model's context is found before all of it is tokenised. A text that fits is never refused:
+the bound holds for every text, and a text is cut only where the tokenizer itself would cut it.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Any
 from palestra.chat.token_bytes import BYTES
 from palestra.threads import check_wanted
 
-PIECE = 4096  # characters that are encoded in one go: about 2 ms, during which no other thread runs
+PIECE = 4096  # characters per call of the tokenizer: about 2 ms, during which no other thread runs
 _SPACE_BETWEEN_WORDS = re.compile(r"(?<=[A-Za-z]) (?=[A-Za-z])")
-_NORMALIZERS = {"Prepend", "Replace"}  # of those that may stand beside NFC and the like: SentencePiece's
+_NORMALIZERS = {"Prepend", "Replace"}  # SentencePiece's, which may stand beside those of `_COMPOSING`
 _COMPOSING = {"NFC", "NFKC", "NFD", "NFKD"}
-_COMPOSED = 4  # the most characters that composition makes one of
+_COMPOSED = 4  # the most characters that Unicode composition turns into one
 _SAMPLES = ("ab cd", "a b", "The quick brown fox Jumps", "x1 y z", "don't stop I'll go", "été ab Über", "a\n b c\t d e")
 
-_CHARACTERS = {byte: character for character, byte in BYTES.items()}  # as byte-level BPE writes them
+_CHARACTERS = {byte: character for character, byte in BYTES.items()}  # byte to its character in byte-level BPE
 Encode = Callable[[str], Sequence[int]]
 
 
 class TooManyTokens(Exception):
-    """A text has more tokens than there is room for: at least `tokens`."""
+    """Raised for a text that has more tokens than there is room for; `tokens` is a lower bound."""
 
     def __init__(self, tokens: int) -> None:
         super().__init__(f"at least {tokens} tokens")
@@ -34,18 +34,23 @@ class TooManyTokens(Exception):
 
 
 class LongText:
-    """What is known of how one tokenizer treats long texts."""
+    """Properties of one tokenizer that allow bounds and cuts for long texts."""
 
     def __init__(self, tokenizer: Any, encode: Encode) -> None:
-        """`tokenizer`: of transformers, or `ByteTokenizer`. `encode`: text to its ids, with none added around them."""
+        """Examine a tokenizer.
+
+        Args:
+            tokenizer: a tokenizer of transformers, or a `ByteTokenizer`.
+            encode: text to its ids, without ids that are added around a text.
+        """
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._encode = encode
-        self._longest = 1 if backend is None else _longest_token(backend)  # None: not known
-        self._lost = "" if backend is None else _lost_characters(backend)  # they become no token
+        self._longest = 1 if backend is None else _longest_token(backend)  # in characters; None: unknown
+        self._lost = "" if backend is None else _lost_characters(backend)  # characters that become no token
         self._cuttable = backend is not None and _cuts_between_words(backend, encode)
 
     def fewest(self, text: str) -> int:
-        """Return how many tokens a text has at least; found without making them."""
+        """Return a lower bound of the number of tokens of a text, without tokenising it."""
         if self._longest is None:
             return 0
         return -(-(len(text) - sum(map(text.count, self._lost))) // self._longest)
@@ -53,9 +58,12 @@ class LongText:
     def encode(self, text: str, room: int) -> list[int]:
         """Return the ids of a text.
 
+        Args:
+            text: the text.
+            room: the most ids that are of use.
+
         Raises:
-            TooManyTokens: there are more than `room`. Where the tokenizer allows to cut the text, not much more than so
-                many have been made.
+            TooManyTokens: there are more than `room` ids. If the tokenizer allows cuts, not many more have been made.
             Abandoned: see `check_wanted`.
         """
         fewest = self.fewest(text)
@@ -70,7 +78,7 @@ class LongText:
         return ids
 
     def pieces(self, text: str) -> Iterator[str]:
-        """Yield pieces of a text whose ids, put together, are those of the text."""
+        """Yield pieces of a text whose ids, joined, are those of the text."""
         start = 0
         while self._cuttable and len(text) - start > PIECE:
             end = _cut(text, start + PIECE)
@@ -82,9 +90,9 @@ class LongText:
 
 
 def _cut(text: str, start: int) -> int | None:
-    """Return the first place from `start` on where a text may be cut; None: there is none."""
+    """Return the first place from `start` on at which a text may be cut, or None."""
     while start < len(text):
-        found = _SPACE_BETWEEN_WORDS.search(text, start, start + PIECE + 1)  # the letter behind it has to be seen
+        found = _SPACE_BETWEEN_WORDS.search(text, start, start + PIECE + 1)  # + 1: the letter after the space
         if found is not None:
             return found.start()
         start += PIECE
@@ -92,12 +100,12 @@ def _cut(text: str, start: int) -> int | None:
 
 
 def _longest_token(backend: Any) -> int | None:
-    """Return how many characters one token stands for at most; None: there is no such number, or it is not known."""
+    """Return the most characters that one token can stand for, or None if that is unbounded or unknown."""
     model, vocabulary = backend.model, backend.get_vocab(with_added_tokens=True)
     if type(model).__name__ != "BPE":
-        return None  # others make a single token of a run, or of a word, that they do not know
+        return None  # other models turn a whole unknown run or word into one token
     if any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values()):
-        return None  # they swallow any number of spaces
+        return None  # such tokens take in any number of spaces
     splits = _parts(backend.pre_tokenizer, "pretokenizers")
     if any(split["type"] not in ("ByteLevel", "Metaspace", "Digits", "Split") for split in splits):
         return None
@@ -108,17 +116,19 @@ def _longest_token(backend: Any) -> int | None:
     if not kinds <= _NORMALIZERS | _COMPOSING or _removes(normalizers):
         return None
     if "ByteLevel" in {split["type"] for split in splits}:
-        whole = all(_CHARACTERS[byte] in vocabulary for byte in range(0x80, 0xC0))  # one at least of each character's
+        whole = all(
+            _CHARACTERS[byte] in vocabulary for byte in range(0x80, 0xC0)
+        )  # at least one byte of each character
     else:
         whole = model.byte_fallback and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
     if not whole:
-        return None  # what the tokenizer does not know becomes no token, or a single one
+        return None  # unknown text becomes no token, or a single one
     longest = max(map(len, vocabulary))
     return longest * (_COMPOSED if kinds & _COMPOSING else 1)
 
 
 def _lost_characters(backend: Any) -> str:
-    """Return the ASCII characters for which a byte-level tokenizer has no token: they are left out."""
+    """Return the ASCII characters for which a byte-level tokenizer has no token and which it therefore drops."""
     if "ByteLevel" not in {split["type"] for split in _parts(backend.pre_tokenizer, "pretokenizers")}:
         return ""
     vocabulary = backend.get_vocab(with_added_tokens=True)
@@ -126,13 +136,13 @@ def _lost_characters(backend: Any) -> str:
 
 
 def _removes(normalizers: Sequence[Any]) -> bool:
-    """Whether a replacement makes a text shorter, as far as can be seen."""
+    """Return whether a normalizer may make a text shorter, as far as its settings show."""
     replaced = [n for n in normalizers if n["type"] == "Replace"]
     return any(len(n["pattern"].get("String", "")) not in range(1, len(n["content"]) + 1) for n in replaced)
 
 
 def _cuts_between_words(backend: Any, encode: Encode) -> bool:
-    """Return whether no token, and no merge, reaches over a space between two ASCII letters."""
+    """Return whether no token, and no merge, spans a space between two ASCII letters."""
     splits = _parts(backend.pre_tokenizer, "pretokenizers")
     kinds = {split["type"] for split in splits}
     if "ByteLevel" not in kinds or not kinds <= {"ByteLevel", "Digits", "Split"}:
@@ -154,7 +164,7 @@ def _alike(text: str, encode: Encode) -> bool:
 
 
 def _parts(component: Any, members: str) -> list[Any]:
-    """Return the settings of a normalizer or a pre-tokenizer; of one that is a sequence, those of its members."""
+    """Return the settings of a normalizer or a pre-tokenizer, or of its members if it is a sequence."""
     return [] if component is None else _flat(json.loads(component.__getstate__()), members)
 
 

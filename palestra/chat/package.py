@@ -1,4 +1,4 @@
-"""Renderers of the `renderers` package, with messages whose text is never a control token."""
+"""Renderers of the package `renderers`, guarded so that text in messages never becomes a control token."""
 
 from __future__ import annotations
 
@@ -29,21 +29,26 @@ from palestra.errors import ControlTokenInText, InvalidRequest
 from palestra.schemas.messages import ChatMessage
 from palestra.schemas.records import Ids, TokenSequence
 
-# Its library (harmony) encodes each text without control tokens, and with a vocabulary of its own: marks would stay.
+# Its library (harmony) never encodes text as control tokens, and has its own vocabulary: marks would stay in the text.
 _SAFE = frozenset({"gpt-oss"})
 
 
 class PackageRenderer(Renderer):
     """A renderer of the package. Text that spells a control token becomes ordinary tokens, or is refused.
 
-    Messages without such text take the package's own way, untouched. A bridge of the package is taken only where it
-    begins with the exact ids. Replies are read as a whole.
+    Messages without such text are rendered by the package unchanged. The package's bridge to the next turn is used only
+    if its result begins with the exact ids. Replies are parsed as a whole.
     """
 
     incremental = False
 
     def __init__(self, tokenizer: Any, inner: Any) -> None:
-        """Take a tokenizer of transformers, and a renderer that the package made for it."""
+        """Wrap a renderer.
+
+        Args:
+            tokenizer: the model's tokenizer, of transformers.
+            inner: the renderer that the package made for the tokenizer.
+        """
         self._tokenizer = tokenizer
         self._inner = inner
         self.config = inner.config
@@ -52,7 +57,10 @@ class PackageRenderer(Renderer):
         self.reasons = self._opens_reasoning() or shows_reasoning(self._shown)
 
     def render(self, messages: Sequence[ChatMessage], tools: Tools = (), room: int | None = None) -> TokenSequence:
-        """See `Renderer`."""
+        """Return the prompt of a conversation, int32 [P].
+
+        See `Renderer.render` for `messages`, `tools`, `room` and errors.
+        """
         self._check_room(messages, room)
         renderer, given, offered = self._guarded(_dicts(messages), _given(tools))
         return TokenSequence(
@@ -67,7 +75,11 @@ class PackageRenderer(Renderer):
         tools: Tools = (),
         room: int | None = None,
     ) -> TokenSequence | None:
-        """See `Renderer`."""
+        """Return the tokens, int32 [N], after a call's prompt and completion, or None. See `Renderer.extend`.
+
+        `prompt_ids`, `completion_ids`, `new_messages`, `tools` and `room` are as there. None: the package has no bridge
+        for these messages, or its bridge would change earlier ids.
+        """
         self._check_room(new_messages, room)
         prompt, completion = prompt_ids().tolist(), completion_ids.tolist()
         names: dict[str, str] = {}
@@ -86,13 +98,22 @@ class PackageRenderer(Renderer):
     def parse(
         self, completion_ids: Ids, prompt_ids: Callable[[], Ids], tools: Tools = (), call_ids: str = "call"
     ) -> Reply:
-        """See `Renderer`."""
+        """Return the message of a completion, int32 [C], as the package parses it. See `Renderer.parse`.
+
+        `completion_ids`, `prompt_ids`, `tools` and `call_ids` are as there.
+        """
         return reply_of(*self._read(completion_ids, prompt_ids, tools), call_ids)
 
     def stream(
         self, prompt_ids: Callable[[], Ids], tools: Tools = (), call_ids: str = "call", single_call: bool = False
     ) -> ReplyStream:
-        """See `Renderer`."""
+        """Return a reader that parses the reply when it is over. See `Renderer.stream`.
+
+        `prompt_ids`, `tools` and `call_ids` are as there.
+
+        Raises:
+            NotInThisFormat: `single_call` is set: the package can't notice the end of a call.
+        """
         if single_call:
             raise NotInThisFormat("the end of a call is not noticed")
         return WholeReplyStream(self, prompt_ids, tools, call_ids)
@@ -101,12 +122,12 @@ class PackageRenderer(Renderer):
         raise NotInThisFormat("calls can't be constrained")
 
     def _check_room(self, messages: Sequence[ChatMessage], room: int | None) -> None:
-        """Refuse what no template could make fit.
+        """Refuse messages that no template could make fit.
 
-        Every template writes what users say, but perhaps not the white space at its edges.
+        Every template writes the text of users, though perhaps not the white space at its edges.
 
         Raises:
-            TooManyTokens: there are more than `room`.
+            TooManyTokens: there are more than `room` tokens.
         """
         said = [message.text.strip() for message in messages if message.role == "user"]
         if room is not None and sum(map(len, said)) > PIECE:
@@ -117,11 +138,11 @@ class PackageRenderer(Renderer):
     def _read(
         self, completion_ids: Ids, prompt_ids: Callable[[], Ids], tools: Tools
     ) -> tuple[str | None, str, list[Attempt]]:
-        """Return reasoning (None: there is none), content and tool calls of a reply, as the package reads it."""
+        """Return reasoning (or None), content and tool calls of a reply [C], as the package parses them."""
         ids = completion_ids.tolist()
         try:
             parsed = self._inner.parse_response(ids, tools=_given(tools), prompt_ids=prompt_ids().tolist())
-        except RecursionError:  # a model can write JSON that no parser of the package can read
+        except RecursionError:  # a model can write JSON that is nested too deep for the package
             end = next((k for k, token in enumerate(ids) if token in self.stop_ids), len(ids))
             text = self._tokenizer.decode(ids[:end])
             return None, text, [Attempt(text=text, problem="it is nested too deep")] if tools else []
@@ -131,12 +152,12 @@ class PackageRenderer(Renderer):
         return parsed.reasoning_content or None, content, attempts if tools else []
 
     def _opens_reasoning(self) -> bool:
-        """Return whether the prompt ends where the model has to begin to think."""
+        """Return whether the prompt ends with the start of reasoning."""
         ids = self._shown(PLAIN[0])
         return ids is not None and str(self._tokenizer.decode(ids[-16:])).rstrip().endswith("<think>")
 
     def _shown(self, probe: Probe) -> list[int] | None:
-        """Return the ids of a conversation; None where the renderer refuses it."""
+        """Return the ids of a conversation, or None if the renderer refuses it."""
         messages, tools = list(probe.messages), list(probe.tools) or None
         try:
             return list(self._inner.render_ids(messages, tools=tools, add_generation_prompt=True))
@@ -144,7 +165,7 @@ class PackageRenderer(Renderer):
             return None
 
     def _guarded(self, messages: Sequence[Any], tools: Sequence[Any] | None) -> tuple[Any, Any, Any]:
-        """Return the renderer that has to be used, and the messages and tools to give to it."""
+        """Return the renderer to use, and the messages and tools to give to it."""
         if self.config.name in _SAFE:
             return self._inner, messages, tools
         try:
@@ -157,7 +178,7 @@ class PackageRenderer(Renderer):
             for where, value in (("a tool", tools), *((f"a message of role {m['role']}", m) for m in messages)):
                 if (token := _found(value, self._control)) is not None:
                     raise ControlTokenInText(where, token)
-            return self._inner, messages, tools  # only an edge of a text looks like part of a control token
+            return self._inner, messages, tools  # only an edge of a text resembles a control token
         return self._marking, given, offered
 
     @cached_property
@@ -170,7 +191,7 @@ class PackageRenderer(Renderer):
 
     @cached_property
     def _marking(self) -> Any | None:
-        """The same renderer with a tokenizer that understands marks; None: there can be none."""
+        """Return the same renderer with a tokenizer that understands marks, or None if there can be none."""
         if getattr(self._tokenizer, "backend_tokenizer", None) is None:
             return None
         from renderers import create_renderer
@@ -179,7 +200,7 @@ class PackageRenderer(Renderer):
 
 
 def _attempt(call: Any) -> Attempt:
-    """Return a call that the package has read, or has tried to."""
+    """Return a call, well-formed or not, as the package has parsed it."""
     if call.status != "ok" or not call.name:
         return Attempt(text=call.raw, problem=str(call.status))
     arguments = _arguments(call.raw, call.arguments)
@@ -188,7 +209,7 @@ def _attempt(call: Any) -> Attempt:
 
 
 def _arguments(raw: str, value: Any) -> str | None:
-    """Return arguments as the model wrote them, where that is JSON; else their value as JSON. None: it is no object."""
+    """Return a call's arguments as the model wrote them, or else their value as JSON. None: they are not an object."""
     if isinstance(value, str):
         return object_text(value)
     try:
@@ -209,14 +230,14 @@ def _given(tools: Tools) -> list[dict[str, Any]] | None:
 
 
 def _names(called: Sequence[str], answers: Sequence[ChatMessage]) -> dict[str, str]:
-    """Return the names of tools by the ids of calls; `reply_of` ends the id of call k with `_k`."""
+    """Return the names of tools by the ids of their calls; `reply_of` ends the id of call k with `_k`."""
     ids = [m.tool_call_id for m in answers if m.tool_call_id is not None]
     numbers = {call: call.rpartition("_")[2] for call in ids}
     return {call: called[int(k)] for call, k in numbers.items() if k in {str(i) for i in range(len(called))}}
 
 
 def _dicts(messages: Sequence[ChatMessage], names: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
-    """Return messages as the package takes them, the answers of tools with the tools' names: some formats show them."""
+    """Return messages as the package takes them. Results of tools get the tools' names, which some formats show."""
     named = {**(names or {}), **{call.id: call.function.name for m in messages for call in m.tool_calls}}
     return [_dict(message, named) for message in messages]
 
@@ -236,7 +257,7 @@ def _dict(message: ChatMessage, names: Mapping[str, str]) -> dict[str, Any]:
 
 
 class _MarkedTokenizer:
-    """A tokenizer that encodes marked strings as `ControlText` says, and is in all else the one that it has."""
+    """A tokenizer that encodes marked strings as `ControlText` does, and otherwise behaves like the one it wraps."""
 
     def __init__(self, tokenizer: Any, control: ControlText) -> None:
         self._tokenizer = tokenizer
@@ -262,7 +283,7 @@ class _MarkedTokenizer:
 
 
 def _marked(value: Any, control: ControlText) -> Any:
-    """Return the value with marks in all strings of it; the value itself where none needs any."""
+    """Return the value with marks in all of its strings, or the value itself if no string needs one."""
     if isinstance(value, str):
         return control.mark(value)
     if isinstance(value, Mapping):
@@ -276,7 +297,7 @@ def _marked(value: Any, control: ControlText) -> Any:
 
 
 def _found(value: Any, control: ControlText) -> str | None:
-    """Return the first control token that a string of the value spells."""
+    """Return the first control token that a string in the value spells, or None."""
     if isinstance(value, str):
         return control.find(value)
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Conversations on which a renderer must give what a model's own template gives before it is chosen for the model."""
+"""Probe conversations: a renderer is chosen for a model only if its ids on them are those of the model's template."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from palestra.schemas.messages import ChatMessage
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A conversation; arguments of calls are objects, since many templates take nothing else."""
+    """A conversation. Arguments of calls are objects, because many templates take nothing else."""
 
     messages: Sequence[dict[str, Any]]
     tools: Sequence[dict[str, Any]] = ()
@@ -96,10 +96,10 @@ def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def shows_reasoning(show: Callable[[Probe], object]) -> bool:
-    """Return whether the reasoning of a reply is shown to the model when the conversation goes on.
+    """Return whether earlier replies are shown to the model with their reasoning.
 
     Args:
-        show: a conversation to its text, or to its ids.
+        show: returns the text or the ids of a conversation.
     """
 
     def without(message: dict[str, Any]) -> dict[str, Any]:

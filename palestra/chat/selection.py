@@ -1,4 +1,4 @@
-"""Which renderer a model gets: found by its name, or by trying what gives the same ids as its own template."""
+"""Selection of a model's renderer: by the model's name, or by comparing ids with the model's own template."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from palestra.chat.probes import PLAIN, REASONING, TOOLS, WITH_TOOLS, Probe, mes
 
 
 class _Candidate(NamedTuple):
-    """A renderer that may be what a model's template is: ours, or one of the package as the package made it."""
+    """A renderer to try: a `ChatMLRenderer`, or one of the package."""
 
     made: Any
-    show: Callable[[Probe], Sequence[int]]  # the ids of a conversation
+    show: Callable[[Probe], Sequence[int]]  # returns the ids of a conversation
 
 
 def select_renderer(tokenizer: Any, keep_reasoning: bool = False) -> Renderer:
     """Return the renderer for a model.
 
     Args:
-        tokenizer: one of transformers.
-        keep_reasoning: whether a conversation keeps the reasoning of earlier replies even where the model's template
-            drops it as soon as a user speaks again. `ChatMLRenderer` always keeps it.
+        tokenizer: the model's tokenizer, of transformers.
+        keep_reasoning: whether a conversation keeps the reasoning of earlier replies even if the model's template drops
+            it when the user speaks again. `ChatMLRenderer` always keeps it.
     """
     found = _select(tokenizer)
     if isinstance(found, ChatMLRenderer):
@@ -40,14 +40,14 @@ def select_renderer(tokenizer: Any, keep_reasoning: bool = False) -> Renderer:
 
 
 def _select(tokenizer: Any) -> Any:
-    """Choose a renderer: a `ChatMLRenderer`, or what the package made.
+    """Choose a renderer: a `ChatMLRenderer`, or an unwrapped one of the package.
 
-    One made for the model's name in `renderers`; else ours, if it gives exactly what the model's own ChatML template
-    gives on some conversations; else one of `renderers` of which the same is true (a model in a folder has no name to
-    be found by); else the template itself, which has no bridge.
+    The choices, in order: the package's renderer for the model's name; `ChatMLRenderer`, if it gives exactly the ids of
+    the model's own template on the probe conversations; another renderer of the package of which that is true (a model
+    in a folder has no name to be found by); the template itself, which has no bridge.
 
-    Where a template has no place for tools, conversations with tools are not compared: ours follows the convention of
-    Hermes and Qwen there. Where it has one, its format must be ours. The same holds for reasoning.
+    If a template has no place for tools, conversations with tools are not compared: `ChatMLRenderer` then follows the
+    convention of Hermes and Qwen. If it has one, the formats must agree. The same holds for reasoning.
     """
     from renderers import DefaultRendererConfig, create_renderer
     from renderers.base import MODEL_RENDERER_MAP
@@ -63,7 +63,7 @@ def _select(tokenizer: Any) -> Any:
 
 
 def _probes(tokenizer: Any) -> list[Probe]:
-    """Return the conversations that the template has a place for."""
+    """Return the probe conversations that the template can show."""
     tools = _has_place_for_tools(tokenizer)
     probes = [*PLAIN, *(WITH_TOOLS if tools else ())]
     if shows_reasoning(lambda probe: _text(tokenizer, probe)):
@@ -72,7 +72,7 @@ def _probes(tokenizer: Any) -> list[Probe]:
 
 
 def _candidates(tokenizer: Any) -> Iterator[_Candidate]:
-    """Yield ours, then those of the package that the tokenizer has the control tokens for."""
+    """Yield `ChatMLRenderer`, then the package's renderers for whose control tokens the tokenizer has ids."""
     from pydantic import TypeAdapter
     from renderers import RendererConfig, create_renderer
     from renderers.base import MODEL_RENDERER_MAP
@@ -81,9 +81,9 @@ def _candidates(tokenizer: Any) -> Iterator[_Candidate]:
         ours = ChatMLRenderer(tokenizer, _config(tokenizer))
         yield _Candidate(ours, lambda probe: ours.render(messages_of(probe), probe.tools).ids.tolist())
     for name in dict.fromkeys(MODEL_RENDERER_MAP.values()):
-        if name == "gpt-oss":  # reads a vocabulary from the network when it is made
+        if name == "gpt-oss":  # it would fetch a vocabulary from the network
             continue
-        with suppress(AssertionError, ValueError, TypeError):  # how they say that the tokenizer lacks a token
+        with suppress(AssertionError, ValueError, TypeError):  # raised if the tokenizer lacks a token
             made = create_renderer(tokenizer, TypeAdapter(RendererConfig).validate_python({"name": name}))
             yield _Candidate(made, partial(_show, made))
 
@@ -106,7 +106,7 @@ def _config(tokenizer: Any) -> ChatMLConfig:
 
 
 def _has_place_for_tools(tokenizer: Any) -> bool:
-    """Return whether tools, calls or results make a difference, other than that the result's role is `tool`."""
+    """Return whether the template shows tools, calls or results, beyond a result's role `tool`."""
     asked = {"role": "user", "content": "Hi."}
     called = {"role": "assistant", "content": "", "tool_calls": WITH_TOOLS[1].messages[1]["tool_calls"]}
     result = {"role": "tool", "content": "sunny"}
@@ -121,7 +121,7 @@ def _has_place_for_tools(tokenizer: Any) -> bool:
 
 
 def _text(tokenizer: Any, probe: Probe) -> str | None:
-    """Return what the template writes; None where it refuses."""
+    """Return the text that the template makes of a conversation, or None if it refuses it."""
     from jinja2 import TemplateError
 
     try:
@@ -134,7 +134,7 @@ def _text(tokenizer: Any, probe: Probe) -> str | None:
 
 
 def _agree(tokenizer: Any, candidate: _Candidate, probe: Probe) -> bool:
-    """Return whether both give the same ids, or the template refuses the conversation."""
+    """Return whether candidate and template give the same ids, or the template refuses the conversation."""
     if _text(tokenizer, probe) is None:
         return True
     wanted: Sequence[int] = tokenizer.apply_chat_template(
@@ -146,6 +146,6 @@ def _agree(tokenizer: Any, candidate: _Candidate, probe: Probe) -> bool:
     )
     try:
         found = candidate.show(probe)
-    except (KeyError, TypeError, ValueError):  # what the template can say, this renderer can't
+    except (KeyError, TypeError, ValueError):  # the template can show this, and the renderer can't
         return False
     return list(wanted) == list(found)

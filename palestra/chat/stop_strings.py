@@ -1,4 +1,4 @@
-"""Stop strings, found in text as it comes; text that may become one is held back."""
+"""Search for stop strings in text that arrives in pieces; text that may become a stop string is held back."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Looks for several strings at once, in time linear in the text, however it is cut into pieces.
+    """Searches for several strings together, in time linear in the text, however the text is cut into pieces.
 
     The string that is complete first ends the text; of several that are complete with the same character, the longest.
     The search is that of Knuth, Morris and Pratt (SIAM J. Comput. 6, 1977).
@@ -15,12 +15,15 @@ class StopStrings:
     def __init__(self, strings: Sequence[str]) -> None:
         self._strings = sorted(filter(None, strings), key=len, reverse=True)
         self._borders = [_borders(string) for string in self._strings]
-        self._matched = [0] * len(self._strings)  # how many characters of each the text ends with
+        self._matched = [0] * len(self._strings)  # for each string: how many of its characters end the text
         self._held = ""
         self.found: str | None = None
 
     def feed(self, text: str) -> str:
-        """The text that is certain to come before any stop string. When one is found, nothing more is let go."""
+        """Return the text that certainly precedes any stop string.
+
+        After a stop string was found, no more text is given out.
+        """
         if not self._strings:
             return text
         if self.found is not None:
@@ -40,7 +43,7 @@ class StopStrings:
         return whole[:certain]
 
     def end(self) -> str:
-        """What was held back; the text is over without a stop string, or with one that was found."""
+        """Return the text that was held back, when the text is over."""
         held, self._held = self._held, ""
         return held
 
@@ -52,7 +55,7 @@ class StopStrings:
 
 
 def _borders(string: str) -> list[int]:
-    """For each length of a beginning, the longest shorter beginning that it ends with."""
+    """Return for each length of a beginning of the string the longest shorter beginning with which it ends."""
     borders = [0, 0]
     for character in string[1:]:
         border = borders[-1]

@@ -1,4 +1,4 @@
-"""The bytes that a token stands for, which its text alone does not say where it is half a character."""
+"""The bytes that a token stands for. Its text alone does not determine them if the token is part of a character."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 def token_bytes(tokenizer: Any) -> Callable[[int], bytes]:
     """Return a function from a token's id to its bytes.
 
-    The bytes of a reply's tokens, one after another, are those of its text. Tokens that the tokenizer's own rules do
-    not write byte by byte (other formats than byte-level BPE and SentencePiece) have the bytes of their text.
+    The bytes of a reply's tokens, joined, are those of its text. Tokens of formats other than byte-level BPE and
+    SentencePiece have the bytes of their text.
 
     Args:
-        tokenizer: of transformers, or `ByteTokenizer`.
+        tokenizer: a tokenizer of transformers, or a `ByteTokenizer`.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -48,7 +48,7 @@ def _of_byte(tokenizer: Any, token: int) -> bytes:
 
 
 def _decoders(backend: Any) -> set[str]:
-    """Return the kinds of a tokenizer's decoders."""
+    """Return the types of a tokenizer's decoders."""
     if backend.decoder is None:
         return set()
     part = json.loads(backend.decoder.__getstate__())
@@ -56,7 +56,7 @@ def _decoders(backend: Any) -> set[str]:
 
 
 def _byte_level() -> dict[str, int]:
-    """Return the bytes for which byte-level BPE writes other characters: those that can't be printed come last."""
+    """Return the byte for each character of byte-level BPE, which writes unprintable bytes as other characters."""
     shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {chr(256 + number): byte for number, byte in enumerate(others)}

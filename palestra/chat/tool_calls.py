@@ -1,7 +1,7 @@
-r"""Tools in the convention of Hermes and Qwen2.5: how they are offered, called and answered in text.
+r"""The text form of tools in the convention of Hermes and Qwen2.5: how they are offered, called and answered.
 
-Offered in the system message, called by `<tool_call>\n{"name": …, "arguments": {…}}\n</tool_call>` in the assistant's
-turn, answered by `<tool_response>\n…\n</tool_response>` in a user's turn.
+Tools are offered in the system message, called by `<tool_call>\n{"name": …, "arguments": {…}}\n</tool_call>` in the
+assistant's turn, and answered by `<tool_response>\n…\n</tool_response>` in a turn of the user.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ For each function call, return a json object with function name and arguments wi
 
 
 def offer(tools: Tools) -> str:
-    """Return what the system message says of the tools."""
+    """Return the text in the system message that offers the tools."""
     return _OFFER.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
 
 
 def write_call(call: ToolCall) -> str:
-    """Return a call as text. Arguments that are a JSON object stand as they are written; others become a string."""
+    """Return a call as text. Arguments that are a JSON object are written as they are; others become a string."""
     written = call.function.arguments
     arguments = object_text(written)
     if arguments is None:
@@ -43,14 +43,14 @@ def write_call(call: ToolCall) -> str:
 
 
 def grammar_of_calls(tools: Tools, most_calls: int) -> str:
-    """Return rules for `llguidance`, of which `calls` stands for one call of these tools to `most_calls`."""
+    """Return rules for `llguidance`; the rule `calls` matches one to `most_calls` calls of these tools."""
     functions = [tool["function"] for tool in tools]
     rules = ["calls: call\n" if most_calls == 1 else f'calls: call ("\\n" call){{0,{most_calls - 1}}}\n']
     rules.append("call: " + " | ".join(f"call_{k}" for k in range(len(functions))) + "\n")
     for k, function in enumerate(functions):
         head = json.dumps(f'{OPEN}\n{{"name": {json.dumps(function["name"])}, "arguments": ')
         parameters = {"type": "object"} | (function.get("parameters") or {})
-        if "properties" in parameters:  # a small model would make up further ones until its limit
+        if "properties" in parameters:  # a small model would invent more until its limit
             parameters = {"additionalProperties": False} | parameters
         rules.append(f'call_{k}: {head} arguments_{k} "}}\\n{CLOSE}"\n')
         rules.append(f"arguments_{k}: %json {json.dumps(parameters)}\n")
@@ -58,12 +58,12 @@ def grammar_of_calls(tools: Tools, most_calls: int) -> str:
 
 
 def write_result(content: str) -> str:
-    """Return the answer of one tool as text."""
+    """Return the result of one tool as text."""
     return f"<tool_response>\n{content}\n</tool_response>"
 
 
 def read_calls(text: str) -> tuple[str, list[Attempt]]:
-    """Return a reply's content and its calls, in order. A call that can't be understood stays in the content, too."""
+    """Return a reply's content and its calls, in order. The text of a malformed call stays in the content."""
     content: list[str] = []
     attempts: list[Attempt] = []
     at = 0
@@ -80,7 +80,10 @@ def read_calls(text: str) -> tuple[str, list[Attempt]]:
 
 
 def _read_call(text: str, start: int) -> Attempt:
-    """Return the call whose opening tag is at `start`. Its JSON is read first: a string may hold the closing tag."""
+    """Return the call whose opening tag is at `start`.
+
+    Its JSON is parsed first, because a string may hold the closing tag.
+    """
     body = start + len(OPEN)
     try:
         members, end = read_object(text, body)

@@ -16,25 +16,25 @@ SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
 class Vocabulary:
-    """One tokenizer."""
+    """One tokenizer behind the methods that Palestra needs."""
 
     def __init__(self, tokenizer: Any) -> None:
-        """Take a tokenizer of transformers, or a `ByteTokenizer`."""
+        """Wrap a tokenizer of transformers, or a `ByteTokenizer`."""
         self._tokenizer = tokenizer
 
     def __len__(self) -> int:
-        """Return from which id on ids are no tokens."""
+        """Return the first id that is not a token; all lower ids may be."""
         return len(self._tokenizer) if hasattr(self._tokenizer, "__len__") else int(self._tokenizer.vocab_size)
 
     def encode(self, text: str, room: int | None = None) -> Ids:
-        """Return the ids of a text that a caller has laid out, [N]: control tokens in it are meant.
+        """Return the ids of a raw prompt, int32 [N]. Text that spells a control token becomes that token.
 
         Args:
-            text: any text. What the tokenizer puts in front of every text, if it does, is put there.
-            room: how many tokens there may be. None: any number.
+            text: any text. Tokens that the tokenizer adds around every text are added.
+            room: the most tokens that are of use. None: any number.
 
         Raises:
-            TooManyTokens: there are more than `room`; found before all of a long text is tokenised.
+            TooManyTokens: there are more than `room` tokens; raised before all of a long text is tokenised.
         """
         text = text.encode("utf-8", errors="replace").decode("utf-8")  # lone surrogates
         if room is None or len(text) <= PIECE:
@@ -48,17 +48,20 @@ class Vocabulary:
 
     @cached_property
     def bytes_of(self) -> Callable[[int], bytes]:
-        """See `token_bytes`: a token's id to its bytes, of a control token those of its name."""
+        """Return a function from a token's id to its bytes; a control token has the bytes of its name.
+
+        See `token_bytes`.
+        """
         return token_bytes(self._tokenizer)
 
     @cached_property
     def long_text(self) -> LongText:
-        """What is known of long texts of this tokenizer, control tokens in them included."""
+        """Return bounds and cuts for long texts, in which control tokens are recognized."""
         return LongText(self._tokenizer, lambda text: self._tokenizer.encode(text, add_special_tokens=False))
 
     @cached_property
     def _around(self) -> tuple[list[int], list[int]]:
-        """What the tokenizer puts in front of every text, and behind it."""
+        """Return the ids that the tokenizer adds before and after every text."""
         whole = list(self._tokenizer.encode("a"))
         bare = list(self._tokenizer.encode("a", add_special_tokens=False))
         at = next(k for k in range(len(whole) - len(bare) + 1) if whole[k : k + len(bare)] == bare)
@@ -66,9 +69,9 @@ class Vocabulary:
 
 
 class ByteTokenizer:
-    """A tokenizer without a file, for the fake engine: one token a byte, and ChatML's control tokens.
+    """A tokenizer without a file, for the fake engine: one token per byte, and ChatML's control tokens.
 
-    Ids 0 to 255 are bytes; 256, 257, 258 are `SPECIALS`, which text can't produce.
+    Ids 0 to 255 are bytes; 256, 257 and 258 are `SPECIALS`, which text can't produce.
     """
 
     eos_token_id = 258
@@ -81,7 +84,7 @@ class ByteTokenizer:
         return list(text.encode("utf-8", errors="replace"))
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """Return the text of ids; bytes that are no UTF-8, and ids that are no token, become U+FFFD."""
+        """Return the text of ids. Bytes that are not UTF-8, and unknown ids, become U+FFFD."""
         pieces, run = [], bytearray()
         for token in token_ids:
             if token < 256:
@@ -96,5 +99,5 @@ class ByteTokenizer:
         return "".join(pieces) + run.decode("utf-8", errors="replace")
 
     def convert_tokens_to_ids(self, token: str) -> int | None:
-        """Return the id of a control token; None for anything else."""
+        """Return the id of a control token, or None for any other text."""
         return 256 + SPECIALS.index(token) if token in SPECIALS else None

@@ -1,4 +1,7 @@
-"""What a user's script needs: claim episodes, hand in rewards. Loads neither torch nor ray."""
+"""Clients of a job, for the scripts of users: claim episodes, call the model, hand in rewards.
+
+Importing this package loads neither torch nor ray, so that it is quick to install and to start.
+"""
 
 from palestra.client.client import AsyncClient, Client
 from palestra.client.episode import Episode, ModelEndpoint, RolloutResult

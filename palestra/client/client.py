@@ -1,4 +1,7 @@
-"""The client of a data plane, for scripts (`Client`) and for event loops (`AsyncClient`)."""
+"""The client of a data plane, for scripts (`Client`) and for event loops (`AsyncClient`).
+
+The data plane is the HTTP server of one job. Both clients have the same methods.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +33,17 @@ from palestra.threads import in_thread
 log = logging.getLogger("palestra.client")
 T = TypeVar("T")
 Reward = float | Mapping[str, float]
-Find = Callable[[], tuple[str, str]]  # returns a data plane's URL and key, now; it may block, and raises JobOver
+# Returns the present URL and key of a data plane. May block; raises JobOver if the job is over.
+Find = Callable[[], tuple[str, str]]
 _LIMITS = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
-GIVE_BACK_SECONDS = 5.0  # how long a block that failed tries to give its episode back; else the lease runs out
+GIVE_BACK_SECONDS = 5.0  # limit for giving an episode back after an error; later, its lease runs out
 
 
 class AsyncClient:
-    """Asynchronous client. Every call is safe to send again, and is, for up to `retry_seconds`."""
+    """The asynchronous client of a data plane; see `Client` for leases.
+
+    Every call is safe to send again, and is sent again for up to `retry_seconds` while the server can't be reached.
+    """
 
     def __init__(
         self,
@@ -47,7 +54,19 @@ class AsyncClient:
         retry_seconds: float = 300.0,
         find: Find | None = None,
     ) -> None:
-        """As `Client`. `find` is asked again whenever the server can't be reached: it may be back somewhere else."""
+        """Create a client of the data plane at `url`.
+
+        Args:
+            url: URL of the server, as `palestra run` prints it, e.g. `http://127.0.0.1:7411`.
+            api_key: the job's key; None: the environment variable PALESTRA_API_KEY.
+            worker_id: a name to be recorded with each episode.
+            retry_seconds: how long a call is sent again while the server can't be reached.
+            find: returns the server's present URL and key. Called whenever the server can't be reached, because a job
+                that was started again may have another address.
+
+        Raises:
+            ConfigError: there is no key, or `url` can't be the URL of a data plane.
+        """
         self._settings = Settings(url, api_key, worker_id, retry_seconds)
         self._http = httpx2.AsyncClient(limits=_LIMITS)
         self._find, self._finding = find, asyncio.Lock()
@@ -59,11 +78,15 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close the connections. `async with` does it at the end of its block."""
         await self._http.aclose()
 
     async def begin_episode(self, *, allow_discard_timeout: float | None = None) -> Episode | None:
-        """See `Client.begin_episode`."""
+        """Claim the next episode, waiting for one; None when the job is over. See `Client.begin_episode`.
+
+        Args:
+            allow_discard_timeout: lease of the episode in seconds; None: the job's setting.
+        """
         while True:
             try:
                 answer = await self._send(claim_call(self._settings.worker_id, allow_discard_timeout))
@@ -83,27 +106,45 @@ class AsyncClient:
         step_rewards: Sequence[float] | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
-        """See `Client.end_episode`."""
+        """Hand in the reward of an episode. See `Client.end_episode`, also for errors.
+
+        Args:
+            episode: the claimed episode.
+            reward: a finite number, or one for each agent by name.
+            step_rewards: a reward for each TimeStep, in order; None: none.
+            metadata: JSON to record with the episode.
+        """
         await self._send(end_call(episode, reward, step_rewards, metadata))
 
     async def abort_episode(self, episode: Episode, reason: str = "", *, discard: bool = False) -> None:
-        """See `Client.abort_episode`."""
+        """Give an episode back without a reward, because of a failure that is not the policy's doing.
+
+        Args:
+            episode: the claimed episode.
+            reason: text to record with the attempt.
+            discard: whether to drop the episode instead of having it played again.
+        """
         await self._send(abort_call(episode, reason, discard))
 
     async def heartbeat(self, episode: Episode) -> None:
-        """See `Client.heartbeat`."""
+        """Renew the lease of an episode outside of `async with client.episode()`. See `Client.heartbeat`."""
         await self._send(heartbeat_call(episode))
 
     async def push_tasks(
         self, train: Sequence[Mapping[str, Any]], validation: Sequence[Mapping[str, Any]] = ()
     ) -> None:
-        """See `Client.push_tasks`."""
+        """Give the job all of its tasks in one push. See `Client.push_tasks`.
+
+        Args:
+            train: tasks to train on; JSON objects.
+            validation: tasks to evaluate on; JSON objects.
+        """
         for call in push_calls({"validation": validation, "train": train}):
             await self._send(call)
 
     @asynccontextmanager
     async def episode(self) -> AsyncIterator[Episode | None]:
-        """See `Client.episode`."""
+        """Claim an episode for an `async with` block, in which `episode.reward` is set. See `Client.episode`."""
         episode = await self.begin_episode()
         if episode is None:
             yield None
@@ -134,13 +175,14 @@ class AsyncClient:
                     reply = await self._http.request(**action)
                 except httpx2.RequestError as error:
                     reply = error
+                    # A server at a new address gets the whole `retry_seconds` again.
                     if await self._has_moved(url):
                         steps, reply = send_call(self._settings, call, retry_seconds), None
         except StopIteration as end:
             return end.value
 
     async def _has_moved(self, url: str) -> bool:
-        """Whether the server is somewhere else than at `url` now. Many calls may ask, one finds it out."""
+        """Return whether the server's address differs from `url` now. Of several concurrent calls, one looks it up."""
         if self._find is None:
             return False
         async with self._finding:
@@ -151,11 +193,11 @@ class AsyncClient:
 
 
 class Client:
-    """Synchronous client; safe to share between threads.
+    """The synchronous client of a data plane; safe to share between threads.
 
-    An episode belongs to the client that claimed it while its lease is renewed: by the server during each model call
-    of the episode, by `with client.episode()` as long as the block is open, and by `heartbeat`. An episode of which
-    nothing is heard for the time of its lease (`rollout.lease_seconds`) is given to another worker.
+    An episode belongs to the client that claimed it for as long as its lease is renewed: by the server during each
+    model call of the episode, by `with client.episode()` while the block is open, and by `heartbeat`. When a lease has
+    not been renewed for its duration (`rollout.lease_seconds`), the episode is given to another worker.
     """
 
     def __init__(
@@ -166,17 +208,18 @@ class Client:
         worker_id: str | None = None,
         retry_seconds: float = 300.0,
     ) -> None:
-        """Talk to the data plane at `url`.
+        """Create a client of the data plane at `url`.
 
         Args:
-            url: as `palestra run` prints it, e.g. `http://127.0.0.1:7411`.
+            url: URL of the server, as `palestra run` prints it, e.g. `http://127.0.0.1:7411`.
             api_key: the job's key; None: the environment variable PALESTRA_API_KEY.
             worker_id: a name to be recorded with each episode.
-            retry_seconds: how long to try when the server can't be reached, for instance while it restarts. The first
-                failure, and the server's return, are logged as warnings of the logger `palestra.client`.
+            retry_seconds: how long a call is sent again while the server can't be reached, for instance while it
+                restarts. The first failure, and the server's return, are logged as warnings of the logger
+                `palestra.client`.
 
         Raises:
-            ConfigError: no key, or a URL that can be none of a data plane.
+            ConfigError: there is no key, or `url` can't be the URL of a data plane.
         """
         self._settings = Settings(url, api_key, worker_id, retry_seconds)
         self._http = httpx2.Client(limits=_LIMITS)
@@ -191,19 +234,19 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close the connections and stop the heartbeats."""
+        """Close the connections and stop the heartbeats. `with` does it at the end of its block."""
         self._heartbeats.close()
         self._http.close()
 
     def begin_episode(self, *, allow_discard_timeout: float | None = None) -> Episode | None:
         """Claim the next episode, waiting for one; None when the job is over.
 
-        Only the episode's own calls renew its lease then: prefer `with client.episode()`, or call `heartbeat` where
-        more than the lease passes between two calls.
+        The lease of an episode that is claimed in this way is only renewed by its model calls. Prefer `with
+        client.episode()`, or call `heartbeat` if more time than the lease may pass between two calls.
 
         Args:
-            allow_discard_timeout: seconds without any sign of life after which the episode is given to another
-                worker; None: the job's setting.
+            allow_discard_timeout: lease of the episode in seconds: without a sign of life for so long, the episode is
+                given to another worker. None: the job's setting.
 
         Raises:
             Unauthorized: the key is not the job's.
@@ -226,40 +269,59 @@ class Client:
         step_rewards: Sequence[float] | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
-        """Hand in the reward (or rewards by agent). When it returns, it is on the server's disk.
+        """Hand in the reward of an episode. When the call returns, the reward is on the server's disk.
+
+        Args:
+            episode: the claimed episode.
+            reward: a finite number, or one for each agent by name.
+            step_rewards: a reward for each TimeStep, in order; None: none.
+            metadata: JSON to record with the episode; `palestra episodes` shows it.
 
         Raises:
             Conflict: the episode was given to another worker, or ended before with another reward.
-            InvalidRequest: the reward is not a finite number.
+            InvalidRequest: a reward is not a finite number, or the metadata is not JSON.
         """
         self._send(end_call(episode, reward, step_rewards, metadata))
 
     def abort_episode(self, episode: Episode, reason: str = "", *, discard: bool = False) -> None:
-        """Give the episode back without a reward: something failed that is not the policy's doing."""
+        """Give an episode back without a reward, because of a failure that is not the policy's doing.
+
+        Args:
+            episode: the claimed episode.
+            reason: text to record with the attempt.
+            discard: whether to drop the episode instead of having it played again.
+        """
         self._send(abort_call(episode, reason, discard))
 
     def heartbeat(self, episode: Episode) -> None:
-        """Renew the lease; needed only outside of a `with` block, where an episode makes no call for long.
+        """Renew the lease of an episode that is played outside of a `with` block.
+
+        Needed only if more time than the lease may pass between two model calls of the episode.
 
         Raises:
-            EpisodeLeaseExpired, EpisodeEnded: the episode is not this client's any more.
+            EpisodeLeaseExpired, EpisodeEnded: the episode does not belong to this client any more.
         """
         self._send(heartbeat_call(episode))
 
     def push_tasks(self, train: Sequence[Mapping[str, Any]], validation: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Give the job its tasks, all at once; the same again changes nothing. A key `id` names a task."""
+        """Give the job all of its tasks in one push; pushing the same tasks again changes nothing.
+
+        Args:
+            train: tasks to train on: JSON objects, whose key `id`, if present, names the task.
+            validation: tasks to evaluate on, in the same form.
+        """
         for call in push_calls({"validation": validation, "train": train}):
             self._send(call)
 
     @contextmanager
     def episode(self) -> Iterator[Episode | None]:
-        """Claim an episode for a `with` block; set `episode.reward` inside it. None when the job is over.
+        """Claim an episode for a `with` block, in which `episode.reward` is set. Gives None when the job is over.
 
-        The lease is renewed as long as the block is open. Its end hands in the reward; an exception, KeyboardInterrupt
-        and SystemExit too, gives the episode back for another attempt, and goes on.
+        The lease is renewed while the block is open, and its end hands in the reward. An exception in the block,
+        KeyboardInterrupt and SystemExit too, gives the episode back for another attempt and is raised again.
 
         Raises:
-            InvalidRequest: the block has ended without a reward; the episode was given back.
+            InvalidRequest: the block ended without setting a reward; the episode was given back.
         """
         episode = self.begin_episode()
         if episode is None:
@@ -281,7 +343,12 @@ class Client:
 
 
 def drive(http: httpx2.Client, steps: Generator[Action, Reply, T]) -> T:
-    """Do what an exchange says, and return its result."""
+    """Carry out the actions that an exchange yields, and return its result.
+
+    Args:
+        http: the client to send requests with.
+        steps: generator of `exchange`, which yields requests to send and pauses to make.
+    """
     reply: Reply = None
     try:
         while True:
@@ -304,7 +371,10 @@ def _reason(error: BaseException) -> str:
 
 
 def _not_given_back(episode: Episode, problem: PalestraError) -> None:
-    """Only said: what the block raised is what its user has to see, and the lease ends by itself."""
+    """Log that an episode could not be given back.
+
+    The block's own exception is the one that the user has to see, and the lease ends by itself.
+    """
     if isinstance(problem, Conflict):
         log.info("episode %s is not this client's any more: %s", episode.episode_id, problem)
     else:

@@ -1,4 +1,4 @@
-"""The client of a control plane: submit jobs from a laptop, watch them, get what they made."""
+"""The client of a control plane: submit jobs from a laptop, watch them, download their results."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from palestra.schemas.control_wire import (
 )
 
 OVER = ("completed", "failed", "cancelled")
-SAFE_METHODS = ("GET", "PUT", "PATCH", "DELETE")  # and POST with an idempotency key
+SAFE_METHODS = ("GET", "PUT", "PATCH", "DELETE")  # POST is safe too if it has an idempotency key
 
 
 @dataclass(frozen=True, slots=True)
 class JobEvent:
-    """Something that happened in a job: `state`, `step` (with its metrics), `evaluated`, `saved`, …"""
+    """An event in the life of a job; `kind` is `state`, `step` (with its metrics), `evaluated`, `saved`, …"""
 
     event_id: str
     kind: str
@@ -46,13 +46,18 @@ class JobEvent:
 
 
 class ControlClient:
-    """Talks to `palestra serve`. A request that is safe to send again is, for up to `retry_seconds`."""
+    """Client of `palestra serve`. Requests that are safe to send again are sent again, for up to `retry_seconds`."""
 
     def __init__(self, url: str | None = None, key: str | None = None, *, retry_seconds: float = 60.0) -> None:
-        """`url` and `key`: None: the variables PALESTRA_URL and PALESTRA_KEY.
+        """Create a client of the control plane at `url`.
+
+        Args:
+            url: URL of the server; None: the environment variable PALESTRA_URL.
+            key: your API key; None: the environment variable PALESTRA_KEY.
+            retry_seconds: how long a request is sent again while the server can't be reached.
 
         Raises:
-            ConfigError: no URL, or what can't be one or a key.
+            ConfigError: there is no URL, or `url` or `key` can't be one.
         """
         url = url or os.environ.get("PALESTRA_URL")
         if not url:
@@ -65,12 +70,12 @@ class ControlClient:
 
     @property
     def url(self) -> str:
-        """Of the control plane."""
+        """Return the URL of the control plane."""
         return self._endpoint.url
 
     @property
     def retry_seconds(self) -> float:
-        """How long a request is sent again."""
+        """Return for how many seconds a request is sent again."""
         return self._endpoint.retry_seconds
 
     def __enter__(self) -> Self:
@@ -80,7 +85,7 @@ class ControlClient:
         self.close()
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections. `with` does it at the end of its block."""
         self._http.close()
 
     def submit(
@@ -100,29 +105,33 @@ class ControlClient:
         restarts: int = 3,
         time_limit_seconds: float | None = None,
     ) -> Job:
-        """Submit a job: one that trains a model, or one that serves it.
+        """Submit a job that trains a model, or one that serves a trained one.
 
         Args:
-            config: a JobConfig as a mapping, such as `JobConfig.model_dump(mode="json", exclude_none=True)`. None: that
-                of `from_job`, to be served unless `kind` says otherwise.
-            kind: `training` or `inference`. None: what the configuration says.
-            from_job: a job of the same tenant with whose weights this one starts, in the place of a model.
-            from_step: of that job's checkpoint. None: the newest.
-            name: for people; None: the configuration's, or that of `from_job`.
-            cpus: cores that it holds while it runs.
-            gpus: GPUs that it holds while it runs: a part of one below 1, whole ones above.
-            memory_gib: memory that it holds while it runs, in GiB; a job that uses more is ended. 0: a share of its
-                machine (docs/operations.md).
+            config: a JobConfig as a mapping, such as `JobConfig.model_dump(mode="json", exclude_none=True)`. None: the
+                configuration of `from_job`, to be served unless `kind` says otherwise.
+            kind: `training` or `inference`. None: as the configuration says.
+            from_job: a job of the same tenant; this job starts with its weights instead of a model's.
+            from_step: the step of that job's checkpoint. None: the newest.
+            name: a name for people; None: the configuration's, or that of `from_job`.
+            cpus: cores that the job holds while it runs.
+            gpus: GPUs that the job holds while it runs: a part of one below 1, whole ones above.
+            memory_gib: memory that the job holds while it runs, in GiB; a job that uses more is ended. 0: a share of
+                its machine (docs/operations.md).
             priority: `low`, `normal` or `high`.
-            private: only you and the tenant's admins see it. None: what the tenant's admins have decided.
-            attached: cancel it when nobody has asked for it for a while.
-            restarts: how often it is started again after its server was lost.
-            time_limit_seconds: how long it may run, over all of its starts; then it saves and is cancelled. A job that
-                ends in time may start before larger ones that wait for room. None: any time.
+            private: whether only you and the tenant's admins see the job. None: as the tenant's admins have decided.
+            attached: whether to cancel the job when no client has asked for it for a while.
+            restarts: how often the job is started again after its server was lost.
+            time_limit_seconds: how long the job may run, over all of its starts; then it saves and is cancelled. A job
+                that ends in time may start before larger ones that wait for resources. None: no limit.
+
+        Returns:
+            The submitted job, which may still be waiting.
 
         Raises:
-            InvalidRequest, ConfigError: it can't be run, or a number makes no sense; the message says what is wrong.
-            NotFound: there is no such job to start from, or no such checkpoint.
+            InvalidRequest, ConfigError: the job can't be run, or a number makes no sense; the message
+                says why.
+            NotFound: `from_job` or its checkpoint does not exist.
         """
         body = {
             "name": name or (config or {}).get("name"),
@@ -147,7 +156,11 @@ class ControlClient:
         return Job(self, view.job_id)
 
     def jobs(self, **filters: Any) -> Iterator[JobView]:
-        """The tenant's jobs, newest first. `filters`: state, user, name, kind."""
+        """Iterate over the tenant's jobs, newest first.
+
+        Args:
+            **filters: values that jobs must have: `state`, `user`, `name` or `kind`.
+        """
         cursor = None
         while True:
             params = filters | ({"cursor": cursor} if cursor else {})
@@ -158,21 +171,21 @@ class ControlClient:
             cursor = page.cursor
 
     def job(self, job_id: str) -> Job:
-        """A job by its id. Whether there is one shows when it is asked something."""
+        """Return a job by its id, without asking the server: a wrong id is noticed at the first request."""
         return Job(self, job_id)
 
     def request(self, method: str, path: str, answer: Any = Any, **more: Any) -> Any:
         """Send a request and return its answer; see `palestra.client.exchange` for when it is sent again.
 
         Args:
-            method: of HTTP.
-            path: of the route.
-            answer: the type of the answer; Any: JSON as it comes, None where there is none.
-            **more: arguments of `httpx2.Client.request`.
+            method: HTTP method.
+            path: path of the route.
+            answer: type to validate the answer with. Any: JSON as it is; None if the answer is empty.
+            **more: arguments for `httpx2.Client.request`.
 
         Raises:
-            PalestraError: what the server answered.
-            ConnectionLost: it could not be reached.
+            PalestraError: the error that the server answered with.
+            ConnectionLost: the server could not be reached.
         """
         arguments = {"method": method, "url": path, **more}
         safe = method in SAFE_METHODS or "idempotency-key" in more.get("headers", {})
@@ -186,11 +199,16 @@ class ControlClient:
         return drive(self._http, exchange(self._endpoint, lambda: arguments, read, safe=safe))
 
     def stream(self, path: str, **more: Any) -> Any:
-        """A streamed answer, as a context manager."""
+        """Open a streamed answer to GET `path`, as a context manager. It is sent once; the caller retries."""
         return self._http.stream("GET", path, **more)
 
     def check(self, answer: httpx2.Response) -> None:
-        """Raise what a streamed answer says, if it is an error; ConnectionLost where it may be asked again."""
+        """Raise the error of a streamed answer, if it is one.
+
+        Raises:
+            ConnectionLost: the request may succeed if it is sent again.
+            PalestraError: any other error that the server answered with.
+        """
         if answer.status_code >= 300:
             answer.read()
         trouble = trouble_of(self.url, answer)
@@ -199,24 +217,24 @@ class ControlClient:
 
 
 class Job:
-    """A job that was submitted."""
+    """A job of a control plane, by its id; every method asks the server."""
 
     def __init__(self, control: ControlClient, job_id: str) -> None:
         self._control, self.job_id = control, job_id
-        # A job's id may be anything that somebody has pasted: `../keys/ID` must not become another path.
+        # Ids may be pasted from anywhere; quoted, `../keys/ID` can't become the path of another route.
         self._path = f"/jobs/{quote(job_id, safe='')}"
 
     def view(self) -> JobView:
-        """How it is now."""
+        """Return the job's state and what is known of it now."""
         return self._view("GET")
 
     def changes(self) -> list[ChangeView]:
-        """Every change of its state."""
+        """Return every change of the job's state so far, in order."""
         found: list[ChangeView] = self._control.request("GET", f"{self._path}/changes", list[ChangeView])
         return found
 
     def cancel(self) -> JobView:
-        """End it; what it has trained is saved."""
+        """Cancel the job and return its view. A training job first saves the steps that it has trained."""
         return self._view("DELETE")
 
     def _view(self, method: str) -> JobView:
@@ -224,13 +242,17 @@ class Job:
         return view
 
     def wait(self) -> JobView:
-        """Wait until it is over, however it ends."""
+        """Wait until the job is over, in any of its final states, and return its view."""
         for _ in self.events():
             pass
         return self.view()
 
     def events(self) -> Iterator[JobEvent]:
-        """All that happens, from its start until it is over; after a lost connection it goes on where it was."""
+        """Iterate over all events from the job's start until it is over; a lost connection is resumed without a gap.
+
+        Raises:
+            ConnectionLost: the control plane could not be reached for `retry_seconds`.
+        """
         last: str | None = None
         while True:
             headers = {"last-event-id": last} if last else {}
@@ -241,14 +263,22 @@ class Job:
                         last = event.event_id
                         yield event
             except (httpx2.RequestError, ConnectionLost):
-                self.view()  # raises where it stays unreachable
+                self.view()  # waits for the server, and raises if it can't be reached for `retry_seconds`
             else:
                 if self.view().state in OVER:
                     return
             time.sleep(0.2 * random.uniform(0.5, 1.0))
 
     def logs(self, *, follow: bool = False, offset: int = 0) -> Iterator[str]:
-        """Its log, a piece at a time; with `follow` until it is over."""
+        """Iterate over pieces of the job's log.
+
+        Args:
+            follow: whether to wait for more text until the job is over.
+            offset: first byte to read.
+
+        Raises:
+            ConnectionLost: the control plane could not be reached for `retry_seconds`.
+        """
         params = {"follow": follow, "offset": offset}
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a piece may end within a character
         while True:
@@ -262,60 +292,71 @@ class Job:
                 if not follow or self.view().state in OVER:
                     return
             except (httpx2.RequestError, ConnectionLost):
-                self.view()  # raises where it stays unreachable
+                self.view()  # waits for the server, and raises if it can't be reached for `retry_seconds`
                 time.sleep(0.2)
 
     def server(self) -> ServerView:
-        """Where its data plane is, and the key that opens it.
+        """Return the URL of the job's data plane and the key that opens it.
 
         Raises:
-            NotFound: it does not run now.
+            NotFound: the job is not running now.
         """
         found: ServerView = self._control.request("GET", f"{self._path}/server", ServerView)
         return found
 
     def rotate_key(self) -> str:
-        """Give its data plane another key, and return it; those of before, and of its episodes, open nothing any more.
+        """Give the job's data plane a new key and return it. Earlier keys, and those of open episodes, stop working.
 
         Raises:
-            Forbidden: it is another user's.
-            NotFound: it has no key yet.
+            Forbidden: the job belongs to another user.
+            NotFound: the job has no key yet.
         """
         return JobKeyView.model_validate(self._control.request("POST", f"{self._path}/rotate-key")).api_key
 
     def wait_for_server(self) -> ServerView:
-        """Wait until the job runs, and return where its data plane is and the key that opens it.
+        """Wait until the job runs, and return the URL of its data plane and the key that opens it.
 
         After a restart of the job its URL may be another one.
 
         Raises:
-            JobOver: it is over.
+            JobOver: the job is over, so it will not run.
         """
         while True:
             view = self.view()
             if view.state in OVER:
                 raise JobOver(f"job {self.job_id} is {view.state}: {view.reason}")
             if view.state == "running":
-                with contextlib.suppress(NotFound):  # it has ended meanwhile
+                with contextlib.suppress(NotFound):  # the job may have ended since `view`
                     return self.server()
             time.sleep(random.uniform(0.5, 1.0))
 
     def client(self, **more: Any) -> Client:
-        """A client of its data plane, when it runs."""
+        """Return a client of the job's data plane; blocks without a limit until the job runs.
+
+        Args:
+            **more: arguments of `Client`, such as `worker_id`.
+
+        Raises:
+            JobOver: the job is over, so it will not run.
+        """
         found = self.wait_for_server()
         return Client(found.url, found.api_key, **more)
 
     def artifacts(self) -> list[ArtifactView]:
-        """The files of its run."""
+        """Return the files of the job's run, with sizes, for `download`."""
         found: list[ArtifactView] = self._control.request("GET", f"{self._path}/artifacts", list[ArtifactView])
         return found
 
     def download(self, path: str, to: Path) -> None:
-        """One file, whole or not at all; after a lost connection it goes on where it was.
+        """Download one file of the job's run. The file at `to` is complete or absent; a lost connection is resumed.
+
+        Args:
+            path: path of the file, as `artifacts` lists it.
+            to: where to write it; missing folders are made.
 
         Raises:
             NotFound: the run has no such file.
-            ConnectionLost: nothing of it came for `retry_seconds`.
+            ConnectionLost: no byte of it arrived for `retry_seconds`.
         """
         to.parent.mkdir(parents=True, exist_ok=True)
         temporary = to.with_name(f".{to.name}.part")
@@ -343,7 +384,7 @@ class Job:
 
 
 class _Part:
-    """A file that is being fetched: what is there of it, and which version of it that is."""
+    """A file that is being downloaded: how much has arrived, and of which version (ETag) of the file."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self._version = file, ""
@@ -354,7 +395,7 @@ class _Part:
 
     @property
     def headers(self) -> dict[str, str]:
-        """What to ask for: the rest, or all where the file is another one by now."""
+        """Return headers that ask for the rest of the file, or for all of it if the server's version differs by now."""
         rest = {"range": f"bytes={self.size}-", "if-range": self._version} if self.size and self._version else {}
         return {"accept-encoding": "identity", **rest}
 
@@ -368,10 +409,10 @@ class _Part:
 
 
 def _events(lines: Iterator[str]) -> Iterator[JobEvent]:
-    """Read server-sent events.
+    """Parse lines of server-sent events.
 
     Raises:
-        ConnectionLost: what came is none of ours.
+        ConnectionLost: the lines are not events of Palestra, so something between client and server sent them.
     """
     found: dict[str, str] = {}
     for line in lines:

@@ -1,4 +1,4 @@
-"""What a worker holds while it plays."""
+"""The records that a worker holds while it plays: the episode, and the model under training."""
 
 from __future__ import annotations
 
@@ -9,24 +9,33 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelEndpoint:
-    """The model under training, for an OpenAI client: `OpenAI(base_url=policy.base_url, api_key=policy.api_key)`."""
+    """The model under training, for an OpenAI client: `OpenAI(base_url=policy.base_url, api_key=policy.api_key)`.
+
+    The key is the episode's: calls that are made with it are recorded in the episode.
+    """
 
     base_url: str
     api_key: str
     model: str
-    version: str  # (incarnation.n) when the episode was claimed
+    version: str  # weights when the episode was claimed: "incarnation.n", n counts updates
 
     @property
     def anthropic_url(self) -> str:
-        """For Anthropic's client, which adds `/v1` itself: `Anthropic(base_url=policy.anthropic_url)`."""
+        """Return the URL for Anthropic's client, which adds `/v1` itself.
+
+        Use it as `Anthropic(base_url=policy.anthropic_url, api_key=policy.api_key)`.
+        """
         return self.base_url.removesuffix("/v1")
 
     def headers(self, agent: str | None = None, step: int | None = None) -> dict[str, str]:
-        """To say who calls and why: `extra_headers=policy.headers(agent="planner/search", step=3)`.
+        """Return headers that say which agent makes a call, and in which TimeStep.
+
+        Pass them to a call of the model: `extra_headers=policy.headers(agent="planner/search", step=3)`.
 
         Args:
-            agent: who calls; a subagent's name starts with its parent's. Rewards can be given by these names.
-            step: the TimeStep, from 0, that the call belongs to. None: every call is one of its own.
+            agent: name of the calling agent; a subagent's name starts with its parent's. Rewards can be given by these
+                names.
+            step: the TimeStep, from 0, that the call belongs to. None: the call is a TimeStep of its own.
         """
         names = {"x-palestra-agent": agent, "x-palestra-step": None if step is None else str(step)}
         return {name: value for name, value in names.items() if value is not None}
@@ -34,7 +43,11 @@ class ModelEndpoint:
 
 @dataclass(kw_only=True, slots=True)
 class Episode:
-    """A claimed episode. `reward` and `metadata` are for `with client.episode()`; see there."""
+    """A claimed episode: its task, and the model to play it with.
+
+    Inside `with client.episode()`, set `reward` (a number, or numbers by agent) and optionally `metadata` (JSON to
+    record with the episode); the end of the block hands them in.
+    """
 
     episode_id: str
     kind: str  # "train", "validation" or "adhoc"
@@ -46,34 +59,42 @@ class Episode:
     metadata: dict[str, Any] = field(default_factory=dict)
 
     def headers(self, agent: str | None = None, step: int | None = None) -> dict[str, str]:
-        """See `ModelEndpoint.headers`."""
+        """Return headers that say which agent makes a call, and in which TimeStep; see `ModelEndpoint.headers`.
+
+        Args:
+            agent: name of the calling agent.
+            step: the TimeStep, from 0, that the call belongs to.
+        """
         return self.policy.headers(agent, step)
 
     @property
     def base_url(self) -> str:
-        """For an OpenAI client."""
+        """Return the base URL for an OpenAI client; it ends with `/v1`."""
         return self.policy.base_url
 
     @property
     def anthropic_url(self) -> str:
-        """See `ModelEndpoint.anthropic_url`."""
+        """Return the base URL for Anthropic's client; see `ModelEndpoint.anthropic_url`."""
         return self.policy.anthropic_url
 
     @property
     def api_key(self) -> str:
-        """Opens this episode and nothing else."""
+        """Return the key of this episode, which opens its model calls and no other route of the job."""
         return self.policy.api_key
 
     @property
     def model(self) -> str:
-        """The name to send as `model`."""
+        """Return the name to send as `model` in requests."""
         return self.policy.model
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutResult:
-    """What a rollout function may return instead of a plain reward."""
+    """What a rollout function may return instead of a plain reward.
 
-    reward: float | Mapping[str, float] | None  # or by agent; None: the episode is not scored, and left out
+    A `reward` of None leaves the episode out of training, without playing it again.
+    """
+
+    reward: float | Mapping[str, float] | None  # one number, or one by agent; None: not scored
     step_rewards: Sequence[float] | None = None  # by TimeStep
     metadata: Mapping[str, Any] = field(default_factory=dict)  # JSON; shown by `palestra episodes`

@@ -1,10 +1,10 @@
-"""How a request is sent until it is answered: the decisions alone, without any input or output.
+"""The rule by which a request is sent until it is answered: only the decisions, without any input or output.
 
-Both clients, of a data plane and of a control plane, send by this rule. A request is sent again, for up to
-`retry_seconds`, while the server can't be reached, answers 408, 425, 429 or 5xx, or answers with something that is not
-an answer of Palestra. The pauses grow from 0.1 s to LONGEST_PAUSE_SECONDS, and are longer where the server asks for it
-with `Retry-After`. The first failure of an outage is logged as a warning, and so is its end. What can't get better by
-waiting (a URL that is none, a TLS mismatch, a refusal) is raised at the first answer.
+The clients of data plane and control plane both send by this rule. A request is sent again, for up to `retry_seconds`,
+while the server can't be reached, answers 408, 425, 429 or 5xx, or answers with something that is not an answer of
+Palestra. The pauses grow from 0.1 s to LONGEST_PAUSE_SECONDS, and are longer if the server asks for it with
+`Retry-After`. The first failure of an outage is logged as a warning, and so is its end. Errors that waiting can't mend
+(an invalid URL, a TLS mismatch, a refusal) are raised at the first answer.
 """
 
 from __future__ import annotations
@@ -98,15 +98,15 @@ def checked_key(key: str) -> str:
 
 
 class Endpoint:
-    """A server as one client knows it: where it is, what opens it, and whether it answers at present."""
+    """A server as one client knows it: its address and key, and whether it answers at present."""
 
     def __init__(self, url: str, key: str, retry_seconds: float) -> None:
-        """Note where a server is.
+        """Create the record of a server.
 
         Args:
-            url: it has been checked.
-            key: it has been checked.
-            retry_seconds: how long a request that may still succeed is sent.
+            url: the server's URL, checked by `checked_url`.
+            key: the key that opens it, checked by `checked_key`.
+            retry_seconds: how long a request that may still succeed is sent again.
 
         Raises:
             ConfigError: `retry_seconds` is no time.
@@ -118,11 +118,16 @@ class Endpoint:
         self._failing_since: float | None = None  # monotonic; None: the last request was answered
 
     def backoff(self, attempt: int) -> float:
-        """Return the pause in seconds after so many failed attempts."""
+        """Return the pause in seconds after `attempt` failed attempts, with jitter, so that clients spread out."""
         return min(LONGEST_PAUSE_SECONDS, 0.1 * 2.0 ** min(attempt, 16)) * (0.5 + self._draw.random() / 2)
 
     def failed(self, error: PalestraError, retry_seconds: float) -> None:
-        """Note that a request has failed and will be sent again; logged once an outage, not once a request."""
+        """Note that a request has failed and will be sent again. Only the first failure of an outage is logged.
+
+        Args:
+            error: why the request failed.
+            retry_seconds: how long it will be sent again, for the log.
+        """
         with self._lock:
             if self._failing_since is not None:
                 return
@@ -130,7 +135,7 @@ class Endpoint:
         log.warning("%s; trying again for up to %g s", error, retry_seconds)
 
     def answered(self) -> None:
-        """Note that the server answers."""
+        """Note that the server answers, and log it if that ends an outage."""
         if self._failing_since is None:
             return
         with self._lock:
@@ -140,7 +145,7 @@ class Endpoint:
 
 
 class Settings(Endpoint):
-    """A data plane, and who its client is."""
+    """A data plane as one client knows it, and the client's own name."""
 
     def __init__(self, url: str, api_key: str | None, worker_id: str | None, retry_seconds: float) -> None:
         key = api_key or os.environ.get("PALESTRA_API_KEY")
@@ -152,11 +157,16 @@ class Settings(Endpoint):
         self.worker_id = worker_id or f"{os.uname().nodename}-{os.getpid()}"
 
     def move(self, url: str, key: str) -> None:
-        """Go on with a server that is somewhere else now."""
+        """Use the server's new address and key from now on.
+
+        Args:
+            url: the server's URL.
+            key: the key that opens it.
+        """
         self.url, self.key = checked_url(url, "http://127.0.0.1:7411"), checked_key(key)
 
     def request(self, call: Call[Any]) -> dict[str, Any]:
-        """Arguments of `httpx2.Client.request`."""
+        """Return the arguments of `httpx2.Client.request` for a call."""
         return {
             "method": "POST",
             "url": self.url + call.path,
@@ -167,7 +177,13 @@ class Settings(Endpoint):
 
 
 def send_call(settings: Settings, call: Call[A], retry_seconds: float | None = None) -> Generator[Action, Reply, A]:
-    """`exchange` for a call of a data plane; every one of them is safe to send again."""
+    """Return the exchange for a call of a data plane. Every such call is idempotent, so it may always be sent again.
+
+    Args:
+        settings: the data plane.
+        call: the request.
+        retry_seconds: how long to send it again; None: as `settings` has it.
+    """
     return exchange(
         settings,
         lambda: settings.request(call),
@@ -184,20 +200,20 @@ def exchange(
     safe: bool = True,
     retry_seconds: float | None = None,
 ) -> Generator[Action, Reply, T]:
-    """Yield what to do: send a request with these arguments (and send the reply in), or pause for these seconds.
+    """Yield what to do next: a request to send (its reply is sent into the generator), or seconds to pause.
 
     Args:
         endpoint: the server.
         request: makes the arguments of the request, before each attempt.
-        read: makes the result of an answer below 300; a ValueError means that it is not an answer of Palestra.
-        safe: whether the request may be sent again where the server may have acted on it already.
-        retry_seconds: None: the endpoint's.
+        read: makes the result of an answer below 300; a ValueError means that the answer is not Palestra's.
+        safe: whether the request may be sent again although the server may have acted on it.
+        retry_seconds: how long to send it again; None: as `endpoint` has it.
 
     Returns:
-        What `read` made.
+        The result that `read` made.
 
     Raises:
-        PalestraError: the server refuses, or did not answer in time (ConnectionLost).
+        PalestraError: the server refused the request, or did not answer in time (ConnectionLost).
     """
     seconds = endpoint.retry_seconds if retry_seconds is None else retry_seconds
     until, attempt = time.monotonic() + seconds, 0
@@ -217,7 +233,7 @@ def exchange(
         pause = max(endpoint.backoff(attempt), trouble.pause_seconds)
         if not trouble.passing or not (safe or trouble.unsent) or time.monotonic() + pause > until:
             raise trouble.error
-        if not isinstance(trouble.error, TooManyRequests):  # a server that is busy is there
+        if not isinstance(trouble.error, TooManyRequests):  # a busy server is not an outage
             endpoint.failed(trouble.error, seconds)
         attempt += 1
         yield pause
@@ -225,16 +241,21 @@ def exchange(
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """Why a request has no answer."""
+    """Why a request has no answer, and what the client may do about it."""
 
     error: PalestraError
-    passing: bool = False  # whether the same request may succeed later
-    unsent: bool = False  # whether the server has certainly not acted on it
-    pause_seconds: float = 0.0  # what the server asks for
+    passing: bool = False  # the same request may succeed later
+    unsent: bool = False  # the server has certainly not acted on the request
+    pause_seconds: float = 0.0  # as the server asks for
 
 
 def trouble_of(url: str, reply: httpx2.Response | httpx2.RequestError) -> Trouble | None:
-    """Say why a request has no answer; None: the reply is one."""
+    """Return why a request has no usable answer, or None if `reply` is one.
+
+    Args:
+        url: the server's URL, for messages.
+        reply: the answer, or the error in place of one.
+    """
     if isinstance(reply, httpx2.RequestError):
         return _unreachable(url, reply)
     if reply.status_code < 300:
@@ -287,7 +308,7 @@ def problem_of(reply: httpx2.Response) -> PalestraError:
     try:
         error = reply.json()["error"]
         message, code = str(error["message"]), error["code"]
-    except (ValueError, KeyError, TypeError, RecursionError):  # not one of ours: a proxy in between, perhaps
+    except (ValueError, KeyError, TypeError, RecursionError):  # not Palestra's: perhaps a proxy's
         message = f"{message}: {reply.text[:200]}"
     if isinstance(code, str) and code in _BY_CODE:
         return _BY_CODE[code](message)

@@ -1,4 +1,4 @@
-"""Worker processes of one machine: those that crash are started again, and a drain lets all finish what they play."""
+"""Worker processes of one machine: crashed ones are started again, and a drain lets all finish their episodes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 from palestra.errors import WorkersCrash
 
-CRASHES, CRASHES_SECONDS = 5, 60.0  # so many in so long, and it is no use
+CRASHES, CRASHES_SECONDS = 5, 60.0  # a process that crashes so often in so many seconds is given up
 POLL_SECONDS = 0.05
-REFUSED = 2  # exit code of a child that says why it can't work; starting it again would not help
+REFUSED = 2  # exit code of a child that has said why it can't work; starting it again would not help
 
 
 @dataclass(slots=True)
@@ -25,22 +25,32 @@ class _Child:
 
 
 class Fleet:
-    """Keeps `processes` children running until each has ended well."""
+    """Keeps `processes` child processes running until each has ended well."""
 
     def __init__(self, command: Sequence[str], processes: int, drain_seconds: float) -> None:
-        """`command` starts a child; it ends with 0 when the job is over. `drain_seconds`: then it is killed."""
+        """Create a fleet; `run` starts the processes.
+
+        Args:
+            command: command line of a child, which exits with 0 when the job is over.
+            processes: number of children.
+            drain_seconds: how long children may take to finish after `drain`, before they are killed.
+        """
         self._command, self._processes, self._drain_seconds = list(command), processes, drain_seconds
         self._kill_at: float | None = None  # monotonic; None: not draining
 
     def drain(self) -> None:
-        """Let the children finish what they play. Called once more, they are killed."""
+        """Let the children finish their episodes and claim no more. A second call kills them."""
         self._kill_at = time.monotonic() + (0.0 if self._kill_at is not None else self._drain_seconds)
 
     def run(self) -> int:
-        """Returns the exit code: 0 when the job is over or the drain is done.
+        """Start the children and wait until all have ended.
+
+        Returns:
+            The exit code: 0 when the job is over or the drain is done, 1 if children had to be killed, 2 if one
+            refused.
 
         Raises:
-            WorkersCrash: children die again and again.
+            WorkersCrash: a child crashed again and again.
         """
         children = [self._start(number) for number in range(self._processes)]
         told = False

@@ -1,4 +1,4 @@
-"""Leases that are renewed in the background, while a `with` block is open or a rollout function runs, and no longer."""
+"""Renewal of leases in the background, exactly while a `with` block is open or a rollout function runs."""
 
 from __future__ import annotations
 
@@ -17,13 +17,18 @@ SHORTEST_SECONDS = 0.1  # between two heartbeats of one episode
 
 
 def period(episode: Episode) -> float:
-    """Return the seconds between two heartbeats: three of them in the time of a lease."""
+    """Return the seconds between two heartbeats, a third of the lease: two may be lost before the lease is."""
     return max(SHORTEST_SECONDS, episode.lease_seconds / 3)
 
 
 @asynccontextmanager
 async def renewed(heartbeat: Callable[[Episode], Awaitable[None]], episode: Episode) -> AsyncIterator[None]:
-    """Renew a lease while the block is open, with `heartbeat`, which sends one."""
+    """Renew the lease of an episode while the block is open.
+
+    Args:
+        heartbeat: sends one heartbeat.
+        episode: the claimed episode.
+    """
 
     async def beat() -> None:
         while True:
@@ -32,7 +37,8 @@ async def renewed(heartbeat: Callable[[Episode], Awaitable[None]], episode: Epis
                 await heartbeat(episode)
             except PalestraError as error:
                 log.warning("heartbeat of %s: %s", episode.episode_id, error)
-                if not error.retryable:  # the lease is lost; the next call of the episode is told the same
+                # The lease is lost: the next call of the episode raises the same error where the user sees it.
+                if not error.retryable:
                     return
 
     beating = asyncio.create_task(beat())
@@ -43,10 +49,14 @@ async def renewed(heartbeat: Callable[[Episode], Awaitable[None]], episode: Epis
 
 
 class Heartbeats:
-    """Renews the leases of all open blocks in one thread, which is started with the first of them."""
+    """Renews the leases of all open blocks in one thread, which starts with the first block."""
 
     def __init__(self, heartbeat: Callable[[Episode], None]) -> None:
-        """`heartbeat` sends one, and tries only once: it is sent again at the next beat."""
+        """Create the renewal without its thread.
+
+        Args:
+            heartbeat: sends one heartbeat, without retries: the next beat is the retry.
+        """
         self._heartbeat = heartbeat
         self._due: dict[str, tuple[float, Episode]] = {}  # by episode id: the monotonic time of its next heartbeat
         self._changed = threading.Condition()
@@ -55,7 +65,7 @@ class Heartbeats:
 
     @contextmanager
     def of(self, episode: Episode) -> Iterator[None]:
-        """Renew a lease while the block is open."""
+        """Renew the lease of an episode while the block is open."""
         with self._changed:
             self._due[episode.episode_id] = time.monotonic() + period(episode), episode
             if self._thread is None:
@@ -69,7 +79,7 @@ class Heartbeats:
                 self._due.pop(episode.episode_id, None)
 
     def close(self) -> None:
-        """Stop the thread."""
+        """Stop the thread and wait for its end."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -81,15 +91,15 @@ class Heartbeats:
             try:
                 self._heartbeat(episode)
             except PalestraError as error:
-                if error.retryable:  # not reachable now; the next beat tries again
+                if error.retryable:  # the next beat tries again
                     log.info("heartbeat of %s: %s", episode.episode_id, error)
                     continue
                 log.warning("heartbeat of %s: %s", episode.episode_id, error)
-                with self._changed:  # the lease is lost; the next call of the episode is told the same
+                with self._changed:  # the lease is lost; the episode's next call raises the same error
                     self._due.pop(episode.episode_id, None)
 
     def _next(self) -> Episode | None:
-        """Wait until a heartbeat is due, and return its episode; None when the client is closed."""
+        """Wait until a heartbeat is due and return its episode, or None when the client is closed."""
         with self._changed:
             while not self._closed:
                 first = min(self._due.values(), key=lambda entry: entry[0], default=None)

@@ -1,4 +1,4 @@
-"""What both clients say: one function a request."""
+"""The requests of both clients and how answers are read, one function for each request."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from palestra.schemas.wire import (
 A = TypeVar("A", bound=BaseModel)
 
 POLL_SECONDS = 20.0
-HEARTBEAT_SECONDS = 10.0  # the longest that a heartbeat may wait for its answer
+HEARTBEAT_SECONDS = 10.0  # limit for the answer to a heartbeat
 CHUNK_TASKS = 1000
 CHUNK_BYTES = 2**20
-LONGEST_PAUSE_SECONDS = 2.0  # between two tries; a server that is back waits so long for its workers
+LONGEST_PAUSE_SECONDS = 2.0  # between two attempts: workers find a restarted server within this time
 
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[A]):
-    """One request: `key` None means the job's."""
+    """One request to a data plane and the type of its answer. A `key` of None stands for the job's key."""
 
     path: str
     body: Any
@@ -49,7 +49,13 @@ class Call(Generic[A]):
 def claim_call(
     worker_id: str, allow_discard_timeout: float | None, wait_seconds: float = POLL_SECONDS
 ) -> Call[ClaimAnswer]:
-    """Ask for an episode; sent again as it is, it gets the same one."""
+    """Build the request that claims an episode. Sent again unchanged, it gets the same episode.
+
+    Args:
+        worker_id: name of the client, recorded with the episode.
+        allow_discard_timeout: lease in seconds; None: the job's setting.
+        wait_seconds: how long the server may wait for an episode before it answers that there is none.
+    """
     body = ClaimEpisode(
         worker_id=worker_id,
         request_id=uuid.uuid4().hex,
@@ -62,7 +68,7 @@ def claim_call(
 
 
 def read_claim(answer: ClaimAnswer) -> tuple[Episode | None, bool]:
-    """(the episode if there is one, whether the job is over)."""
+    """Return the claimed episode, or None, and whether the job is over."""
     claimed = answer.episode
     if claimed is None:
         return None, answer.status == "finished"
@@ -86,10 +92,16 @@ def end_call(
     step_rewards: Sequence[float] | None,
     metadata: Mapping[str, Any] | None,
 ) -> Call[EpisodeAnswer]:
-    """Hand in a reward; sent again as it is, it changes nothing.
+    """Build the request that hands in a reward. Sent again unchanged, it changes nothing.
+
+    Args:
+        episode: the claimed episode.
+        reward: a finite number, or one for each agent by name.
+        step_rewards: a reward for each TimeStep, in order; None: none.
+        metadata: JSON to record with the episode; None: none.
 
     Raises:
-        InvalidRequest: a reward that is no finite number, or metadata that is no JSON.
+        InvalidRequest: a reward is not a finite number, or the metadata is not JSON.
     """
     by_agent = isinstance(reward, Mapping)
     with _checked():
@@ -104,10 +116,10 @@ def end_call(
 
 
 def _number(value: Any) -> float:
-    """Return a reward as a float; a bool, and a scalar of numpy or torch, are welcome."""
+    """Return a reward as a float; accepts a bool and a scalar of numpy or torch as well."""
     try:
         number = float(value if not isinstance(value, str | bytes) else None)  # type: ignore[arg-type]
-    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several numbers
+    except (TypeError, ValueError, RuntimeError):  # torch raises RuntimeError for a tensor of several numbers
         number = math.nan
     if not math.isfinite(number):
         raise InvalidRequest(
@@ -118,13 +130,13 @@ def _number(value: Any) -> float:
 
 
 def is_scored(reward: Any) -> TypeGuard[float | Mapping[str, float]]:
-    """Whether an episode has a reward: it is not None, and no agent's is."""
+    """Return whether an episode has a reward: neither `reward` nor any agent's reward in it is None."""
     return None not in reward.values() if isinstance(reward, Mapping) else reward is not None
 
 
 @contextmanager
 def _checked() -> Iterator[None]:
-    """What the server would refuse is refused here, with the same error."""
+    """Raise what the server would refuse as `InvalidRequest` before it is sent, with the server's error."""
     try:
         yield
     except ValidationError as error:
@@ -134,19 +146,28 @@ def _checked() -> Iterator[None]:
 
 
 def abort_call(episode: Episode, reason: str, discard: bool) -> Call[EpisodeAnswer]:
-    """Give an episode back."""
+    """Build the request that gives an episode back.
+
+    Args:
+        episode: the claimed episode.
+        reason: text to record with the attempt; cut to 2,000 characters.
+        discard: whether to drop the episode instead of having it played again.
+    """
     body = AbortEpisode(episode_id=episode.episode_id, reason=reason[:2000], discard=discard)
     return Call("/abort_episode", body, EpisodeAnswer, episode.api_key)
 
 
 def heartbeat_call(episode: Episode) -> Call[EpisodeAnswer]:
-    """Renew a lease."""
+    """Build the request that renews the lease of an episode."""
     body = HeartbeatEpisode(episode_id=episode.episode_id)
     return Call("/heartbeat_episode", body, EpisodeAnswer, episode.api_key, HEARTBEAT_SECONDS)
 
 
 def push_calls(tasks: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[Call[TasksPushed]]:
-    """Tasks by split, in chunks named by their place, so that a push that broke off can be sent again whole."""
+    """Build the requests that push tasks by split, in chunks.
+
+    A chunk's id is its split and place, so that a push that was interrupted can be sent again as a whole.
+    """
     chunks = [(split, start, bodies) for split, rows in tasks.items() for start, bodies in _chunks(rows)]
     for number, (split, start, bodies) in enumerate(chunks):
         final = number == len(chunks) - 1
@@ -155,7 +176,10 @@ def push_calls(tasks: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[Cal
 
 
 def _chunks(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, list[TaskBody]]]:
-    """(index of the first task, tasks): at most CHUNK_TASKS, and CHUNK_BYTES unless one task alone is larger."""
+    """Yield the index of the first task of each chunk, and the chunk.
+
+    A chunk has at most CHUNK_TASKS tasks and CHUNK_BYTES bytes; a larger task is a chunk alone.
+    """
     start, size, bodies = 0, 0, list[TaskBody]()
     for index, row in enumerate(rows):
         body = _task_body(row)

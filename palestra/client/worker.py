@@ -1,4 +1,4 @@
-"""Plays a user's rollout function, many episodes side by side, until the job is over."""
+"""`Worker`: plays a user's rollout function, many episodes concurrently, until the job is over."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ FAILURES_IN_A_ROW = 20
 class Worker:
     """Claims up to `concurrency` episodes at a time and plays each with `rollout(task, policy)`.
 
-    `rollout` is sync (run in threads) or async, and returns a reward, rewards by agent, or a `RolloutResult`. An
-    exception, or something that is no reward, gives the episode back; it is never a reward. After many failures without
-    one success the last is raised. None in the place of a reward leaves the episode out: it is not played again.
+    `rollout` is a function (run in threads) or a coroutine function; it returns a reward, rewards by agent, or a
+    `RolloutResult`. An exception, or a value that is not a reward, gives the episode back and is never a reward. After
+    FAILURES_IN_A_ROW failures without a success between them, the last error is raised. None in place of a reward
+    leaves the episode out of training, and it is not played again.
     """
 
     def __init__(self, client: AsyncClient, rollout: Rollout, concurrency: int) -> None:
@@ -53,17 +54,17 @@ class Worker:
         self.counts: Counter[str] = Counter()
 
     def drain(self) -> None:
-        """Claim nothing more; `run` returns when the episodes that are being played have ended."""
+        """Claim no further episodes; `run` returns when the open ones have ended."""
         self._draining = True
         for claiming in self._claiming:
             claiming.cancel()
 
     async def run(self) -> None:
-        """Play until the job is over, or `drain` is called.
+        """Play episodes until the job is over, or `drain` is called.
 
         Raises:
             PalestraError: the server refuses the worker, or can't be reached for long.
-            Exception: what the rollout function raised, when it did nothing else.
+            Exception: the last error of the rollout function, after FAILURES_IN_A_ROW failures in a row.
         """
         try:
             async with asyncio.TaskGroup() as group:
@@ -80,7 +81,7 @@ class Worker:
             await self._play(episode)
 
     async def _claim(self) -> Episode | None:
-        """The next episode; None when there is none for this worker any more."""
+        """Return the next episode, or None when the job is over or the worker drains."""
         claiming = asyncio.ensure_future(self._client.begin_episode())
         self._claiming.add(claiming)
         try:
@@ -102,7 +103,7 @@ class Worker:
                 await self._client.end_episode(
                     episode, result.reward, step_rewards=result.step_rewards, metadata=result.metadata
                 )
-        except Conflict as error:  # the lease was lost; somebody else plays it now
+        except Conflict as error:  # the lease was lost; another worker plays the episode now
             self.counts["lost"] += 1
             log.warning("%s", error)
         except asyncio.CancelledError:
@@ -131,7 +132,7 @@ class Worker:
         reason = "".join(traceback.format_exception_only(error)).strip() + place_of(error)
         try:
             await self._client.abort_episode(episode, reason)
-        except Conflict:  # it has been given to another worker already
+        except Conflict:  # the lease was lost; the episode needs no giving back
             self.counts["lost"] += 1
 
 

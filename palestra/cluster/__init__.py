@@ -1,1 +1,1 @@
-"""Where everything is wired: a job in one process, training, playing and scoring, and many jobs on a Ray cluster."""
+"""Wiring: a job in one process, `train` and `evaluate`, the console, and many jobs on a Ray cluster."""

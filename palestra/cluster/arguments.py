@@ -1,4 +1,4 @@
-"""What a script gives to `train` and `evaluate`, checked and brought into one form before anything is loaded."""
+"""The arguments of `train` and `evaluate`, checked and brought into one form before anything is loaded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RewardFunction = Callable[..., Any]
 def resolve_config(
     config: JobConfig | None, model: str | None, environment: EnvironmentMaker | str | None
 ) -> JobConfig:
-    """Return the job of a configuration and of what is given beside it.
+    """Return the job that a configuration and the arguments beside it describe.
 
     Args:
         config: the job; None for the defaults.
@@ -31,7 +31,7 @@ def resolve_config(
         environment: a name sets `environment.name`; anything else leaves it.
 
     Raises:
-        ConfigError: `config` is of another kind, or names another environment.
+        ConfigError: `config` is not a JobConfig, or names another environment.
     """
     if config is not None and not isinstance(config, JobConfig):
         raise ConfigError(f"the configuration is a {type(config).__name__}; write palestra.JobConfig(steps=30, …)")
@@ -60,19 +60,19 @@ def resolve_rollout(
     environment: EnvironmentMaker | str | None,
     reward: RewardFunction | None,
 ) -> Rollout | RolloutSpec | None:
-    """Return what plays an episode: a function of the user's, or agents in an environment.
+    """Return what plays an episode: a rollout function of the user's, or agents in an environment.
 
     Args:
-        config: the job, in which `environment.name` may say what is played.
+        config: the job, whose `environment.name` may name an environment.
         rollout: a function `(task, endpoint)`, or a `RolloutSpec`.
-        environment: an environment's class, or a function without arguments that makes one, or a name.
+        environment: the class of an environment, or a function without arguments that makes one, or a name.
         reward: scores the answer to a task's `prompt`.
 
     Returns:
-        None where `config.environment` says it.
+        The function or spec, or None if `config.environment` names the environment.
 
     Raises:
-        ConfigError: none of them says what is played, or more than one does, or one is of another kind.
+        ConfigError: none of the arguments says what is played, or more than one does, or one has a wrong type.
     """
     named = config.environment.name
     _check_rollout(rollout)
@@ -123,15 +123,15 @@ def _check_rollout(rollout: object) -> None:
 
 
 def resolve_tasks(name: str, tasks: Tasks, most: int | None = None) -> list[dict[str, Any]]:
-    """Return tasks as a list of objects.
+    """Return tasks as a list of JSON objects.
 
     Args:
-        name: of the argument, for messages.
+        name: name of the argument, for messages.
         tasks: a sequence or an iterator of JSON objects, a data set of `datasets`, or the path of a JSONL file.
-        most: tasks that are taken from an iterator, which may be endless; None: all.
+        most: number of tasks to take from an iterator, which may be endless; None: all.
 
     Raises:
-        ConfigError: it is none of these, or the file has a line that is no task.
+        ConfigError: `tasks` has none of these types, or the file has a line that is not a task.
     """
     if isinstance(tasks, str | Path):
         return [{"id": task.task_id, **task.data} for task in read_tasks(Path(tasks))]
@@ -144,6 +144,6 @@ def resolve_tasks(name: str, tasks: Tasks, most: int | None = None) -> list[dict
         raise ConfigError(
             f"`{name}` has the type {type(tasks).__name__}; give a list of JSON objects, or a JSONL file's path"
         )
-    # Whether each is an object is not certain before the tasks are checked as those that a client pushes.
+    # Entries that are not objects pass here: the check of pushed tasks, which all tasks go through, refuses them.
     found: list[Any] = list(tasks) if hasattr(tasks, "__len__") else list(islice(tasks, most))
     return [dict(task) if isinstance(task, Mapping) else task for task in found]

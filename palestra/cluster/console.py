@@ -1,4 +1,4 @@
-"""What a person sees while a job runs: one line a step, and below it what is going on and how long it will take."""
+"""Console output while a job runs: one line for each step, and below it the present phase and the time left."""
 
 from __future__ import annotations
 
@@ -26,17 +26,24 @@ if TYPE_CHECKING:
 
 REFRESH_SECONDS = 0.25
 LOADING = "loading the model"
-MOST_HOLDERS = 10_000  # held episodes that are looked at, to say who holds how many
+MOST_HOLDERS = 10_000  # the most held episodes that are counted by worker
 SHOWN_STATES = (TurnState.PENDING, TurnState.GENERATING, TurnState.INTERACTING)
 
 
 class Console:
-    """Shows a job on a terminal, or as plain lines where the output is no terminal."""
+    """Shows a job on a terminal, or as plain lines if the output is not a terminal."""
 
     def __init__(
         self, config: JobConfig, quiet: bool = False, file: IO[str] | None = None, notes: Sequence[str] = ()
     ) -> None:
-        """`file` gets the lines instead of standard output; `notes` are the first of them."""
+        """Prepare the output; it begins when the console is entered.
+
+        Args:
+            config: the job.
+            quiet: whether to print nothing.
+            file: gets the lines instead of standard output.
+            notes: lines to print first.
+        """
         self._notes = notes
         self._config = config
         self._out = TerminalConsole(quiet=quiet, highlight=False, soft_wrap=True, file=file)
@@ -51,7 +58,10 @@ class Console:
         shown = not quiet and file is None and sys.stdout.isatty()
         self._live = Live(console=self._out, transient=True, auto_refresh=False) if shown else None
         self._plain = None if quiet or shown else PlainLines(time.monotonic())
-        self._moved: tuple[tuple[object, ...], float] = ((), time.monotonic())  # what was last seen to change, and when
+        self._moved: tuple[tuple[object, ...], float] = (
+            (),
+            time.monotonic(),
+        )  # the last change that was seen, and when
         self._job: LocalJob | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._refresh, name="palestra-console", daemon=True)
@@ -76,14 +86,19 @@ class Console:
             self._live.stop()
 
     def ready(self, job: LocalJob) -> None:
-        """The data plane listens."""
+        """Note that the data plane of `job` listens, and print its URL."""
         self._job = job
         self._say(f"data plane at {job.url}, its key in {job.folder.path / 'api_key'}")
 
     def report(self, kind: str, data: dict[str, Any]) -> None:
-        """An event of the job."""
+        """Print a line for an event of the job, if it is of interest.
+
+        Args:
+            kind: kind of the event.
+            data: data of the event.
+        """
         if kind == "running" and data["step"]:
-            self._say(f"going on after step {data['step']}")
+            self._say(f"resumed after step {data['step']}")
         elif kind == "evaluated" and data["step"] == 0 and "validation/reward_mean" in data:
             self._say(f"before training: {_validation(data)}")
         elif kind == "step" and data["step"]:
@@ -92,7 +107,12 @@ class Console:
             self._say(f"[yellow]warning:[/] {escape(data['text'])}")
 
     def finished(self, state: str, checkpoint: Path | None) -> None:
-        """The job is over, or was stopped."""
+        """Print where the results are, or how to continue, when the job is over or was stopped.
+
+        Args:
+            state: the job's last state.
+            checkpoint: folder of the newest checkpoint, if any.
+        """
         folder = self._config.folder
         if state != "completed":
             self._out.print(f"stopped; go on with --resume (the run is in {folder})")
@@ -119,7 +139,7 @@ class Console:
         return f"{self._config.policy.model}, {self._config.steps} steps"
 
     def _say(self, text: str) -> None:
-        """Write a line that stays."""
+        """Print a line that stays on the screen."""
         self._out.print(text)
         if self._plain is not None:
             self._plain.wrote(time.monotonic())
@@ -137,7 +157,7 @@ class Console:
                     self._out.print(text, markup=False)
 
     def _situation(self, job: LocalJob | None) -> tuple[object, str]:
-        """(what changes where there are news, what is going on, in a line); an empty line is not worth one."""
+        """Return a value that changes when there are news, and the job's situation as a line, which may be empty."""
         if job is None:
             return LOADING, LOADING
         now, at = situation_of(job), time.monotonic()
@@ -148,7 +168,7 @@ class Console:
         return (now.moved, now.waits_for_workers, still >= STALLED_SECONDS), describe(now, still, holders)
 
     def _now(self, job: LocalJob | None) -> Sequence[RenderableType]:
-        """What stands below the lines; None: the model is being loaded."""
+        """Return the output below the lines; `job` is None while the model is being loaded."""
         lines = [LOADING]
         if job is not None:
             self._bars.update(self._bar, completed=job.progress.step)
@@ -156,7 +176,7 @@ class Console:
         return self._bars, *(Text(line, style="dim", no_wrap=False, overflow="fold") for line in lines)
 
     def _going_on(self, job: LocalJob) -> list[str]:
-        """Episodes, calls, tokens and rewards as they are now; where the time goes."""
+        """Return lines about episodes, calls, tokens and rewards now, and where the time is spent."""
         context, store, episodes = job.plane.sessions.context, job.plane.store, job.progress.episodes
         parts = (
             []

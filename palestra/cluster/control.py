@@ -1,4 +1,4 @@
-"""`palestra serve`: the scheduler, its API, and the cluster that it starts model servers on."""
+"""`palestra serve`: the scheduler, its API, and the Ray cluster on which it starts model servers."""
 
 from __future__ import annotations
 
@@ -30,41 +30,54 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServeOptions:
-    """What an operator says."""
+    """An operator's options of `palestra serve`.
+
+    Attributes:
+        state_dir: folder of the control store, of jobs, and of what is known of the local cluster.
+        host: address to listen on.
+        port: port to listen on.
+        database: URL of the control store's database; None: SQLite in `state_dir`.
+        ray_address: address of a Ray cluster to join; None: a local one.
+        local: resources of a local cluster that is started.
+        without_keys: whether requests need no key; only allowed on loopback.
+        rules: caps of jobs' configurations, and the models that they may use.
+        pass_env: names of variables that jobs get beside those of `job_environment`.
+        new_admin_key: whether to make a new key for the first admin, because all earlier ones were lost.
+    """
 
     state_dir: Path
     host: str = "127.0.0.1"
     port: int = 7400
-    database: str | None = None  # None: SQLite in state_dir
-    ray_address: str | None = None  # None: a local cluster
+    database: str | None = None
+    ray_address: str | None = None
     local: LocalRay = field(default_factory=LocalRay)
     without_keys: bool = False
-    rules: Rules = field(default_factory=Rules)  # caps of configurations, and models
-    pass_env: tuple[str, ...] = ()  # variables that jobs have beside those of `job_environment`
-    new_admin_key: bool = False  # for an operator who has lost all keys of the first admin
+    rules: Rules = field(default_factory=Rules)
+    pass_env: tuple[str, ...] = ()
+    new_admin_key: bool = False
 
 
 class ServedControlPlane(NamedTuple):
-    """A control plane that is served."""
+    """A control plane that is being served."""
 
     plane: ControlPlane
     url: str
-    first: NewKey | None  # the admin's, on the first start, or where a new one is asked for
-    scheduling: asyncio.Task[None]  # ends by itself only with an error, and then nothing is started any more
+    first: NewKey | None  # the admin's key, if this start has made one
+    scheduling: asyncio.Task[None]  # ends by itself only with an error; no job starts afterwards
 
 
 @asynccontextmanager
 async def control_plane(options: ServeOptions) -> AsyncIterator[ServedControlPlane]:
-    """The control plane while it is served.
+    """Serve the control plane while the block is open.
 
     Raises:
-        ConfigError: the port or the store is in use, no Ray cluster can be had, or keys are turned off where others
-            could reach the server.
+        ConfigError: the port or the store is in use, no Ray cluster can be joined or started, or keys are turned off
+            where others could reach the server.
         StoreError: the control store can't be opened.
     """
     if options.without_keys and options.host not in LOOPBACK:
         raise ConfigError(f"without keys only loopback may be listened on, and not {options.host}")
-    options.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # runs have their users' prompts, and keys
+    options.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # runs contain prompts and keys
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(listen(options.host, options.port))
         url = options.database or f"sqlite:///{options.state_dir.resolve() / 'control.db'}"
@@ -92,7 +105,7 @@ async def control_plane(options: ServeOptions) -> AsyncIterator[ServedControlPla
         stack.callback(plane.pool.close)
         scheduling = asyncio.create_task(scheduler.run())
         try:
-            # Before it is ready, the scheduler would refuse whatever is submitted.
+            # Until it knows the cluster's nodes, the scheduler would refuse every job, so the API opens only then.
             await race(scheduler.ready.wait(), asyncio.shield(scheduling))
             async with served(create_control_app(plane), listener):
                 yield ServedControlPlane(plane, url_of(listener), first, scheduling)
@@ -109,7 +122,11 @@ async def control_plane(options: ServeOptions) -> AsyncIterator[ServedControlPla
 
 
 async def serve_control(options: ServeOptions, ready: Callable[[str, NewKey | None], None]) -> None:
-    """Serve until SIGINT or SIGTERM; jobs go on then.
+    """Serve the control plane until SIGINT or SIGTERM; running jobs continue without it.
+
+    Args:
+        options: the operator's options.
+        ready: is called with the URL, and with the admin's key if one was made, when the server listens.
 
     Raises:
         PalestraError: see `control_plane` and `Scheduler.run`.
@@ -117,7 +134,7 @@ async def serve_control(options: ServeOptions, ready: Callable[[str, NewKey | No
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     async with control_plane(options) as (_, url, first, scheduling):
-        for number in (signal.SIGINT, signal.SIGTERM):  # now: Ray, when it is joined, puts its own there
+        for number in (signal.SIGINT, signal.SIGTERM):  # after `ray.init`, which sets handlers of its own
             loop.add_signal_handler(number, stop.set)
         ready(url, first)
         await race(stop.wait(), asyncio.shield(scheduling))

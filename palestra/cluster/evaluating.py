@@ -1,4 +1,4 @@
-"""`palestra eval`: a model, or a checkpoint, scored once on each task, greedily, as validation does while training."""
+"""`evaluate` and `palestra eval`: a model is scored once on each task, greedily, as validation does during training."""
 
 from __future__ import annotations
 
@@ -38,43 +38,44 @@ from palestra.schemas.records import Trajectory
 if TYPE_CHECKING:
     from palestra.cluster.local import LocalJob
 
-NORMAL_95 = 1.959964  # of the normal distribution: 95 % lie within so many standard deviations
+NORMAL_95 = 1.959964  # 95 % of a normal distribution lie within so many standard deviations
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskOutcome:
-    """What became of one task."""
+    """The outcome of one task of an evaluation: its reward, or why there is none."""
 
     task_id: str
     episode_id: str
-    reward: float | None  # the sum over agents; None: every attempt failed
-    reason: str | None  # why the last attempt failed; None where there is a reward
-    trajectory: Trajectory | None = None  # None: it was not asked for
+    reward: float | None  # sum of the rewards of all agents; None: every attempt failed
+    reason: str | None  # why the last attempt failed; None if there is a reward
+    trajectory: Trajectory | None = None  # messages, tokens, logprobs and steps; None unless they were asked for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """The outcomes of all tasks, in their order."""
+    """The outcomes of all tasks, in their order, with their mean and its confidence interval."""
 
     outcomes: tuple[TaskOutcome, ...]
-    complete: bool  # False: it was stopped before the end
+    complete: bool  # False: the evaluation was stopped before its end
 
     @property
     def rewards(self) -> list[float]:
-        """Of the tasks that were scored."""
+        """Return the rewards of the tasks that were scored."""
         return [outcome.reward for outcome in self.outcomes if outcome.reward is not None]
 
     @property
     def mean(self) -> float | None:
-        """Mean reward of the tasks that were scored; None without one."""
+        """Return the mean reward of the tasks that were scored, or None if there is none."""
         rewards = self.rewards
         return math.fsum(rewards) / len(rewards) if rewards else None
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """95 % confidence interval of the mean over tasks; None with fewer than two.
+        """Return the 95 % confidence interval of the mean over tasks, or None with fewer than two rewards.
 
-        For rewards of 0 and 1 Wilson's score interval (1927), else the mean plus and minus 1.96 standard errors.
+        For rewards of 0 and 1 this is Wilson's score interval (1927), otherwise the mean plus and minus 1.96 standard
+        errors.
         """
         rewards, mean = self.rewards, self.mean
         count = len(rewards)
@@ -108,25 +109,25 @@ def evaluate(
     Args:
         rollout: a function `(task, endpoint)`, or a `RolloutSpec`; see `train`.
         tasks: JSON objects: a list, an iterator that ends, a data set of `datasets`, or the path of a JSONL file; a key
-            `id` names a task. Where it is empty, an environment that ships makes its validation tasks.
-        config: the job, of which what is about training is not used; None for the defaults. Episodes are kept where it
-            has a `run_dir`, for `palestra episodes`.
-        model: the name of a model, or the folder of one or of a checkpoint; None: the configuration's.
-        environment: the class of an environment, a function without arguments that makes one, or the name of one that
-            ships (`palestra environments`).
+            `id` names a task. If it is empty, an environment that ships with Palestra makes its validation tasks.
+        config: the job, whose settings about training are not used; None for the defaults. If it has a `run_dir`,
+            episodes are kept there, for `palestra episodes`.
+        model: name of a model, or folder of a model or of a checkpoint; None: the configuration's.
+        environment: class of an environment, a function without arguments that makes one, or the name of one that ships
+            with Palestra (`palestra environments`).
         reward: scores one answer to each task's `prompt`: `(task, answer) -> float`, or one of TRL's reward functions.
         trajectories: whether each outcome has its trajectory: messages, tokens, logprobs, steps.
-        concurrency: episodes played at the same time.
-        quiet: print nothing.
+        concurrency: number of episodes that are played at the same time.
+        quiet: whether to print nothing.
 
     Returns:
         The outcome of each task, in order, with the mean reward and its confidence interval.
 
     Raises:
-        ConfigError: nothing says what is played, or more than one argument does, or there is no task, or `concurrency`
-            is below 1.
-        PalestraError: the model can't be loaded, or nothing but failures came.
-        KeyboardInterrupt, SystemExit: after SIGINT, or SIGTERM (exit code 143); what was played is kept in `run_dir`.
+        ConfigError: none of the arguments says what is played, or more than one does, or there is no task, or
+            `concurrency` is below 1.
+        PalestraError: the model can't be loaded, or many episodes in a row have failed.
+        KeyboardInterrupt, SystemExit: after SIGINT, or SIGTERM (exit code 143); episodes are kept in `run_dir`.
     """
     found, interrupts = evaluate_until_stopped(
         rollout,
@@ -153,7 +154,11 @@ def evaluate_until_stopped(
     concurrency: int = 64,
     quiet: bool = False,
 ) -> tuple[Evaluation, Interrupts]:
-    """Score as `evaluate` does, and return what was scored, and the signal that stopped it, if one did."""
+    """Evaluate as `evaluate` does, and also return the received signals, so that a caller may end as it likes.
+
+    `rollout`, `tasks`, `config`, `environment`, `reward`, `trajectories`, `concurrency` and `quiet` are those of
+    `evaluate`.
+    """
     concurrency = checked_count("concurrency", concurrency)
     if config.run_dir is not None and (config.run_dir / "run.db").exists():
         raise ConfigError(
@@ -176,7 +181,7 @@ def evaluate_until_stopped(
         spec = played if isinstance(played, RolloutSpec) else None
         function = None if isinstance(played, RolloutSpec) else played
         thread = JobThread(job, console, spec, scored=scored)
-        # A signal ends the playing; what was scored until then is returned, and marked as incomplete.
+        # After a signal, the outcomes so far are returned and marked as incomplete.
         with console, Interrupts(thread.stop) as interrupts:
             run(play_until_over(thread, Rollouts(function, (), (), concurrency)))
             result = thread.result()
@@ -211,7 +216,7 @@ def _tasks(tasks: Tasks, config: JobConfig) -> list[dict[str, Any]]:
 
 
 class _Console(Console):
-    """Shows how far an evaluation is."""
+    """Shows the progress of an evaluation."""
 
     def ready(self, job: LocalJob) -> None:
         self._job = job

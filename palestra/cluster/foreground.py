@@ -1,4 +1,4 @@
-"""Work that holds its caller until it is done, and what SIGINT and SIGTERM do meanwhile."""
+"""Work that blocks its caller until it is done, and the handling of SIGINT and SIGTERM meanwhile."""
 
 from __future__ import annotations
 
@@ -15,14 +15,19 @@ NUMBERS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupts:
-    """While it is entered, SIGINT and SIGTERM ask for a stop; `raise_received` then ends the caller's script.
+    """A context manager in which SIGINT and SIGTERM ask for a stop; `raise_received` then ends the caller's script.
 
-    The handlers are those of Python, not of an event loop, so they also work where the caller blocks inside of a
-    running one (a notebook). Outside of the main thread there are none: Python gives signals to the main thread only.
+    The handlers are Python's, not those of an event loop, so that they also work if the caller blocks inside of a
+    running loop (a notebook). Outside of the main thread there are none, because Python delivers signals to the main
+    thread only.
     """
 
     def __init__(self, stop: Callable[[], bool]) -> None:
-        """`stop` asks the work to end; it returns False if nothing has to be waited for."""
+        """Prepare the handlers, which are set while the block is open.
+
+        Args:
+            stop: asks the work to end; returns False if there is nothing to wait for.
+        """
         self._stop = stop
         self._before: dict[signal.Signals, Any] = {}
         self.received: signal.Signals | None = None
@@ -39,10 +44,14 @@ class Interrupts:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: it was not set by Python
 
     def raise_received(self, said: str) -> None:
-        """End the script if a signal came: KeyboardInterrupt after SIGINT, and exit code 143 after SIGTERM.
+        """End the script if a signal was received: KeyboardInterrupt after SIGINT, exit code 143 after SIGTERM.
+
+        Args:
+            said: text of the KeyboardInterrupt.
 
         Raises:
-            KeyboardInterrupt, SystemExit: which no `except Exception` of a script takes for a failed step.
+            KeyboardInterrupt, SystemExit: not subclasses of Exception, so that no handler in a script takes them for a
+                failed step.
         """
         if self.received is signal.SIGINT:
             raise KeyboardInterrupt(said)
@@ -51,12 +60,12 @@ class Interrupts:
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         again, self.received = self.received is not None, signal.Signals(number)
-        if not self._stop() or again:  # who asks twice does not want to wait
+        if not self._stop() or again:  # a second signal does not wait
             self.raise_received("interrupted before anything could be saved" if not again else "interrupted twice")
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine here, or in a thread of its own where an event loop is running (a notebook)."""
+    """Run a coroutine here, or in a thread of its own if an event loop is running here (a notebook)."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -69,5 +78,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
         except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
             done.set_exception(error)
 
-    threading.Thread(target=body, name="palestra-foreground", daemon=True).start()  # a second Ctrl-C leaves it behind
+    threading.Thread(
+        target=body, name="palestra-foreground", daemon=True
+    ).start()  # daemon: a second Ctrl-C ends the process without it
     return done.result()

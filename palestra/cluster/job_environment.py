@@ -1,4 +1,4 @@
-"""The variables that a job's process has: a named list of the operator's, so that no secret of theirs is among them."""
+"""The environment variables of a job's process: only named ones, so that no secret of the operator reaches a job."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ NAMES = frozenset(
     )
 )
 PREFIXES = ("LC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "MALLOC_", "CUDA_", "NVIDIA_", "NCCL_", "RAY_")
-# Folders, which a job's process, with a working directory of its own, would look for in another place.
+# Variables that hold folders. A job's process has another working directory, so relative ones are made absolute.
 _FOLDERS = ("PYTHONPATH", "XDG_CACHE_HOME", "PALESTRA_CACHE", "HF_HOME", "HF_HUB_CACHE")
 
 
 def job_environment(environment: Mapping[str, str], more: Collection[str] = ()) -> dict[str, str]:
-    """Return the variables of `environment` that a job's process may have, relative folders made absolute.
+    """Return the variables of `environment` that a job's process may have, with relative folders made absolute.
 
     Args:
         environment: the operator's variables, by name.
-        more: names that the operator passes on beside `NAMES` and `PREFIXES`.
+        more: names that the operator passes on in addition to `NAMES` and `PREFIXES`.
     """
     found = {name: value for name, value in environment.items() if _passes(name, more)}
     for name in _FOLDERS:
@@ -52,16 +52,20 @@ def job_environment(environment: Mapping[str, str], more: Collection[str] = ()) 
             found[name] = os.pathsep.join(
                 part if part.startswith("~") else os.path.abspath(part) for part in parts if part
             )
-    if "HF_TOKEN" not in found:  # nor the token in the operator's home: it opens models that tenants have no right to
+    if "HF_TOKEN" not in found:  # the token in the operator's home opens models that tenants have no right to
         found["HF_HUB_DISABLE_IMPLICIT_TOKEN"] = "1"
     return found
 
 
 def limit_environment(environment: MutableMapping[str, str], more: Collection[str] = ()) -> None:
-    """Leave in `environment` only what `job_environment` returns.
+    """Remove from `environment` what `job_environment` does not return.
 
-    For the processes of a cluster that somebody else started; the kernel still shows (`/proc/PID/environ`) what they
-    were started with.
+    For processes of a cluster that Palestra has not started. The kernel still shows (`/proc/PID/environ`) the variables
+    with which they were started.
+
+    Args:
+        environment: the process's own variables, which are changed.
+        more: names that the operator passes on in addition.
     """
     kept = job_environment(environment, more)
     for name in [name for name in environment if name not in kept]:

@@ -1,4 +1,4 @@
-"""A job in a thread with an event loop of its own."""
+"""`JobThread`: a job in a thread with an event loop of its own."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from palestra.schemas.records import Task
 from palestra.trainer.checkpoint import newest_path
 from palestra.waiting import race
 
-OWN_WORKER = "palestra-train"  # plays a user's rollout function in the job's process, and ends with it
+OWN_WORKER = "palestra-train"  # worker id of the rollout function that runs in the job's own process
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainResult:
-    """What a training run left behind."""
+    """The result of a training run: its state, folder, metrics and newest checkpoint."""
 
-    state: str  # "completed"; "running" where it was stopped before all was done, which `train` does not return
+    state: str  # "completed", or "running" if the run was stopped (`train` then raises)
     run_dir: Path
     metrics: list[dict[str, float]]  # the rows of metrics.jsonl
-    checkpoint: Path | None  # loads in transformers; None if none was written
+    checkpoint: Path | None  # newest checkpoint, which loads in transformers; None: none
 
 
 class JobThread:
-    """The job in a thread with an event loop of its own, where no rollout function of the user can hold it up."""
+    """A job in a thread with an event loop of its own, where a user's rollout function can't block it."""
 
     def __init__(
         self,
@@ -44,7 +44,16 @@ class JobThread:
         scored: Sequence[Task] | None = None,
         own_code: bool = False,
     ) -> None:
-        """`play`, `weights`, `scored` and `own_code`: see `local_job`."""
+        """Prepare the thread; `start` starts it.
+
+        Args:
+            config: the job.
+            console: is notified of the job's events.
+            play: what the process plays itself; see `local_job`.
+            weights: folder to load the model from; see `local_job`.
+            scored: tasks to score the model on; see `local_job`.
+            own_code: whether the user's own classes may be imported; see `local_job`.
+        """
         self._config, self._console, self._play = config, console, play
         self._weights, self._scored, self._own_code = weights, scored, own_code
         self._job: LocalJob | None = None
@@ -55,7 +64,7 @@ class JobThread:
         self._thread = threading.Thread(target=self._main, name="palestra-server", daemon=True)
 
     async def start(self) -> LocalJob:
-        """Returns when the data plane listens.
+        """Start the job, and return it when its data plane listens.
 
         Raises:
             PalestraError: the job can't be started.
@@ -72,21 +81,21 @@ class JobThread:
         return job
 
     def stop(self) -> bool:
-        """Ask the job to end. Return False where it does not listen yet: it ends as soon as it would."""
-        self._stopping = True  # first: the job looks at it when it is there
+        """Ask the job to end. Returns False if it does not listen yet; it then ends as soon as it would."""
+        self._stopping = True  # before the check: a job that starts now reads it
         if self._loop is None or self._job is None:
             return False
-        with contextlib.suppress(RuntimeError):  # it has ended
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the job has ended
             self._loop.call_soon_threadsafe(self._job.stop)
         return True
 
     @property
     def seconds_left(self) -> float | None:
-        """The learner's estimate of the seconds until its last step is done; None: there is none."""
+        """Return the learner's estimate of the seconds until its last step is done, or None."""
         return None if self._job is None else self._job.progress.seconds_left
 
     async def answer(self) -> None:
-        """Return when the job's event loop has done what it was asked before, or has ended."""
+        """Return when the job's event loop has done everything that it was asked before, or has ended."""
         answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if self._loop is None:
             return
@@ -97,7 +106,7 @@ class JobThread:
         await race(answered, self.ended.wait())
 
     def result(self) -> TrainResult:
-        """Wait for the end.
+        """Wait for the end of the job and return its result.
 
         Raises:
             PalestraError: the job failed.
@@ -141,13 +150,13 @@ class JobThread:
                 state=job.progress.state.value,
                 run_dir=job.folder.path,
                 metrics=await job.plane.store.log.metrics(),
-                # In a thread: whoever stops the job asks whether its event loop answers, and hashes may take long.
+                # In a thread, because hashing takes long: a caller of `stop` checks that the event loop answers.
                 checkpoint=await asyncio.to_thread(newest_path, job.folder.checkpoints),
             )
 
 
 async def _give_back_of_before(job: LocalJob) -> None:
-    """Give back what the process before this one was playing with a rollout function: it need not wait for a lease."""
+    """Give back episodes that an earlier process of this job was playing, before their leases run out."""
     episodes = job.plane.store.episodes
     for episode in await episodes.claimed_by(OWN_WORKER):
         reason = "cancelled: the job was started anew"
@@ -155,7 +164,7 @@ async def _give_back_of_before(job: LocalJob) -> None:
 
 
 def _from_other_thread(target: asyncio.Future[Any] | asyncio.Event) -> Callable[[Any], None]:
-    """A function that sets `target`, on the event loop of whoever calls this."""
+    """Return a function, callable from any thread, that sets `target` on the event loop of this caller."""
     loop = asyncio.get_running_loop()
 
     def set_it(value: Any) -> None:
@@ -165,7 +174,7 @@ def _from_other_thread(target: asyncio.Future[Any] | asyncio.Event) -> Callable[
             target.set_result(value)
 
     def call(value: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed: no caller waits any more
             loop.call_soon_threadsafe(set_it, value)
 
     return call

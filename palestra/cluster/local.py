@@ -1,4 +1,4 @@
-"""One job in one process: store, engine, trainer and learner where it trains, and the data plane on a port."""
+"""One job in one process: store, engine, trainer and learner (if it trains), and the data plane on a port."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ from palestra.waiting import cancelled, race
 
 log = logging.getLogger("palestra")
 T = TypeVar("T")
-MOST_AT_ONCE = 256  # episodes, unless the job says otherwise
-LINGER_SECONDS = 10.0  # how long workers may take to hear that the job is over
-RETURN_SECONDS = LONGEST_PAUSE_SECONDS + 0.5  # after a restart, all workers of before have tried again by then
+MOST_AT_ONCE = 256  # episodes played concurrently, unless the job sets another number
+LINGER_SECONDS = 10.0  # limit for notifying workers that the job is over
+RETURN_SECONDS = LONGEST_PAUSE_SECONDS + 0.5  # after a restart, all earlier workers have retried within this time
 Report = Callable[[str, dict[str, Any]], None]
 
 
 class LocalJob:
-    """A running job: what its owner may look at and do."""
+    """A running job, with what its owner may see and do."""
 
     def __init__(
         self,
@@ -64,33 +64,43 @@ class LocalJob:
         resumed: bool,
         pool: RunnerPool | None,
     ) -> None:
-        """`resumed`: workers of before may come back; `pool`: None where no episodes are played in this process."""
+        """Assemble a job; `run` runs it.
+
+        Args:
+            work: trains, serves or scores.
+            plane: the state of the job's data plane.
+            engine: the engine that samples.
+            url: URL of the data plane.
+            folder: files of the run.
+            resumed: whether workers of an earlier process may come back.
+            pool: plays episodes in this process; None: no episodes are played here.
+        """
         self._work, self.plane, self.url, self.folder = work, plane, url, folder
         self._engine, self._pool = engine, pool
         self._all_back_at = time.monotonic() + (RETURN_SECONDS if resumed else 0.0)
-        self.over = asyncio.Event()  # set when nothing more will be trained
+        self.over = asyncio.Event()  # set when `run` has ended
 
     @property
     def progress(self) -> JobProgress:
-        """Where the job stands."""
+        """Return the job's progress, which is updated while the job runs."""
         return self.plane.progress
 
     @property
     def plays_itself(self) -> bool:
-        """Whether this process plays the episodes."""
+        """Return whether this process plays the episodes."""
         return self._pool is not None
 
     @property
     def api_key(self) -> str:
-        """The job's key."""
+        """Return the job's present key, which opens its data plane."""
         return self.plane.keys.job_key
 
     def stop(self) -> None:
-        """Finish or drop the present step, save, and end; or end serving."""
+        """Make the job save and end, after finishing or dropping the present step; end the serving of a model."""
         self._work.stop()
 
     async def run(self) -> None:
-        """Train until the steps are done, or serve until `stop`; on failure the job's state says why."""
+        """Train until the steps are done, or serve until `stop`; after a failure the job's state says why."""
         try:
             await self._play_and_work()
         except PalestraError as error:
@@ -100,26 +110,25 @@ class LocalJob:
             self.over.set()
 
     async def _play_and_work(self) -> None:
-        """The learner's loop, beside it the runners, if there are any, and the engine; whoever fails ends all."""
+        """Run the work, the runners if there are any, and the watches of engine and store; an error in one ends all."""
         parts: list[Coroutine[Any, Any, None]] = [self._work.run(), self._engine_failed(), self._store_lost()]
         if self._pool is not None:
             parts.append(self._pool.run())
         await race(*parts)
 
     async def _engine_failed(self) -> None:
-        """Without it every call would fail, and the job would wait for episodes for ever."""
+        """Fail the job when the engine fails: every call would fail, and the job would wait for episodes for ever."""
         raise EngineFailure(await self._engine.failure())
 
     async def _store_lost(self) -> None:
-        """Fail the job whose file was deleted: what it is told would be lost."""
+        """Fail the job when the store's file was deleted: results that are handed in would be lost."""
         raise await self.plane.store.db.lost()
 
     async def _failed(self, error: PalestraError) -> None:
         try:
-            await self.plane.store.log.add_event(
-                "failed", {"reason": str(error)}
-            )  # first: who follows hears the reason
-        except StoreError as unrecorded:  # a full disk, perhaps, or the very reason why it failed
+            # Before the state changes, so that followers of events see the reason.
+            await self.plane.store.log.add_event("failed", {"reason": str(error)})
+        except StoreError as unrecorded:  # a full disk, perhaps, or the same error as the failure's
             if str(unrecorded) != str(error):
                 log.error("why the job failed could not be recorded: %s", unrecorded)
         finally:
@@ -128,7 +137,7 @@ class LocalJob:
             self.plane.store.episodes.available.notify()
 
     async def linger(self) -> None:
-        """Let workers that are still there hear that the job is over, for a while."""
+        """Wait until connected workers have been notified that the job is over, for LINGER_SECONDS at most."""
         until = time.monotonic() + LINGER_SECONDS
         while self.progress.over and time.monotonic() < until:
             if self.plane.workers.all_notified and time.monotonic() >= self._all_back_at:
@@ -146,23 +155,24 @@ async def local_job(
     scored: Sequence[Task] | None = None,
     own_code: bool = False,
 ) -> AsyncIterator[LocalJob]:
-    """Open a job and serve its data plane; nothing is trained until `run` is called, and nothing in an inference job.
+    """Open a job and serve its data plane while the block is open. Nothing is trained until `run` is called.
 
     Args:
         config: the job.
-        report: is given every event of the job, with its data.
-        play: what this process plays itself; None: what `config.environment` names, or nothing.
-        weights: a folder that the model is loaded from, in the place of what the policy's `model` names.
-        scored: tasks on each of which the model is only scored, once. None: the job is what its configuration says.
-        own_code: whether `algorithm.name` may be a class of the user's own; never in a server.
+        report: is called with every event of the job, and its data.
+        play: what this process plays itself; None: the environment that `config.environment` names, or nothing.
+        weights: folder to load the model from, instead of the policy's `model`.
+        scored: tasks to score the model on, once each, without training. None: the job does what its configuration
+            says.
+        own_code: whether `algorithm.name` may be a class of the user's own; never true in a server.
 
     Raises:
         ConfigError: the port is in use, the folder belongs to a running job, or the configuration can't be met.
-        ModelError: missing weights.
+        ModelError: weights are missing.
     """
     known = (config.folder / "run.db").exists()
     resumed = known and config.kind == "training"
-    tasks = None if known or scored is not None else read_files(config)  # first: loading a model takes long
+    tasks = None if known or scored is not None else read_files(config)  # before the model, whose loading takes long
     algorithm = None
     if config.kind == "training" and scored is None:
         algorithm = create_algorithm(config.algorithm, config.rollout.step_order, own_code=own_code)
@@ -170,12 +180,14 @@ async def local_job(
         start = stack.enter_context(starting_in(config.folder))
         folder = RunFolder(config.folder)
         listener = stack.enter_context(listen(config.server.host, config.server.port))
-        trained = config if scored is None else config.model_copy(update={"kind": "inference"})  # else: no trainer
-        parts = await in_thread(lambda: build_parts(trained, weights))  # not in a pool's: see there
+        trained = (
+            config if scored is None else config.model_copy(update={"kind": "inference"})
+        )  # scoring needs no trainer
+        parts = await in_thread(lambda: build_parts(trained, weights))  # in a thread of its own, not of a pool
         if parts.max_context is not None:
             config = config.with_max_context(parts.max_context)
         if resumed:
-            await parts.engine.pause()  # until the learner has given it the weights that the run had come to
+            await parts.engine.pause()  # until the learner has published the run's weights
         store = stack.enter_context(open_run_store(folder.store, config.rollout, config.store))
         try:
             if parts.trainer is not None:
@@ -233,14 +245,14 @@ async def local_job(
 def _runners(
     config: JobConfig, sessions: Sessions, progress: JobProgress, play: RolloutSpec | None
 ) -> tuple[RunnerPool | None, RolloutSyncLock | None]:
-    """What plays episodes in this process, if anything does, and what keeps weights from changing in between."""
+    """Return the pool that plays episodes here, if any, and the lock that keeps weights fixed during an episode."""
     chosen = config.environment
     if config.kind == "inference":
         return None, None
     if play is None and chosen.name is not None:
         make = catalog_entry(chosen.name).make
         settings: dict[str, Any] = dict(chosen.settings)
-        made = make(**settings)  # now, so that a wrong setting is refused before anything begins
+        made = make(**settings)  # a wrong setting is refused now
         if chosen.system is not None and isinstance(made, ConcurrentEnvironment):
             settings["system"] = chosen.system
             make(**settings)
@@ -261,7 +273,7 @@ def _runners(
 
 @asynccontextmanager
 async def _watched(store: RunStore, progress: JobProgress) -> AsyncIterator[None]:
-    """Gives back episodes whose leases ran out, and keeps their number up to date for whoever looks."""
+    """Expire leases, and keep the counts of episodes up to date, while the block is open."""
 
     async def watch() -> None:
         counted: tuple[int, Collecting | None] = (-1, None)
@@ -274,7 +286,7 @@ async def _watched(store: RunStore, progress: JobProgress) -> AsyncIterator[None
                     counted = (store.db.commits, progress.collecting)
                     await _count(store, progress)
                 said = ""
-            except Exception as error:  # noqa: BLE001 - a full disk, perhaps; when there is room, leases run out again
+            except Exception as error:  # noqa: BLE001 - a full disk, perhaps: try again
                 if str(error) != said:
                     said = str(error)
                     log.error("leases can't be looked after now: %s: %s", type(error).__name__, error)
@@ -287,7 +299,7 @@ async def _watched(store: RunStore, progress: JobProgress) -> AsyncIterator[None
 
 
 async def _count(store: RunStore, progress: JobProgress) -> None:
-    """Bring the numbers of episodes up to date."""
+    """Update the counts of episodes in `progress`."""
     progress.episodes = await store.episodes.counts()
     if (wanted := progress.collecting) is not None:
         found = Collected(*await store.groups.settled_of_step(wanted.kind, wanted.step))
@@ -296,19 +308,25 @@ async def _count(store: RunStore, progress: JobProgress) -> None:
 
 
 def run_on_uvloop(work: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run` on the faster event loop, for the threads and processes that serve."""
+    """Run a coroutine as `asyncio.run` does, on uvloop, which is faster, for threads and processes that serve."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(work)
 
 
 def collect_seldom() -> None:
-    """Garbage collection for a process that does nothing but run a job."""
-    gc.freeze()  # what was imported is not looked at again
-    gc.set_threshold(50_000, 20, 10)  # recorded calls are many small objects, and hardly any of them is in a cycle
+    """Make garbage collection rare, for a process that only runs a job."""
+    gc.freeze()  # objects of imported modules are not examined again
+    gc.set_threshold(50_000, 20, 10)  # recorded calls are many small objects, hardly any in a cycle
 
 
 async def serve(config: JobConfig, report: Report, ready: Callable[[LocalJob], None]) -> JobProgress:
-    """Run a job in the foreground until its steps are done, or SIGINT or SIGTERM. `ready` is told when it listens."""
+    """Run a job in the foreground until its steps are done, or until SIGINT or SIGTERM.
+
+    Args:
+        config: the job.
+        report: is called with every event of the job, and its data.
+        ready: is called with the job when its data plane listens.
+    """
     collect_seldom()
     async with local_job(config, report) as job:
         loop = asyncio.get_running_loop()

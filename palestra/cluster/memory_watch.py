@@ -1,9 +1,9 @@
-"""Ends a job whose processes use more memory than it may. A process of its own, so that no job can hold it up.
+"""Ends a job whose processes use more memory than allowed. A process of its own, so that no job can block it.
 
-A script of the standard library alone (`python -I -S memory_watch.py …`): it costs about 10 MiB a job, and it must not
-need memory or imports when memory is short. Counted is what the kernel can't take back: anonymous and shared memory,
-also where it is swapped out; neither address space that was only reserved, nor pages of files. What a process has in
-common with its children is counted once: each has its proportional share.
+A script that needs the standard library only (`python -I -S memory_watch.py …`): it costs about 10 MiB per job, and
+must not need memory or imports when memory is short. Counted is memory that the kernel can't take back: anonymous and
+shared memory, also if it is swapped out, but neither reserved address space nor pages of files. Memory that a process
+shares with its children is counted once: each has its proportional share.
 """
 
 from __future__ import annotations
@@ -16,17 +16,22 @@ import time
 from pathlib import Path
 
 LOOK_SECONDS = 0.25
-LOOKS_A_SCAN = 4  # how often children are searched for
-USED = "@USED@"  # stands in the text of the ending for the GiB that were in use
+LOOKS_A_SCAN = 4  # children are searched for at every fourth look
+USED = "@USED@"  # placeholder in the text of the ending for the GiB in use
 _WHOLE = ("RssAnon:", "RssShmem:", "VmSwap:")
 _SHARE = ("Pss_Anon:", "Pss_Shmem:", "SwapPss:")
 
 
 def used_bytes(pid: int, children: list[int], limit_bytes: int) -> int:
-    """Return the memory of a process and its children, in bytes; a process that is gone has none.
+    """Return the memory of a process and its children, in bytes; a process that has ended uses none.
 
-    Shares are only looked at where more than `limit_bytes` would be used without them: the kernel walks through all
-    pages for that.
+    Proportional shares are computed only if more than `limit_bytes` would be used without them, because the kernel
+    walks through all pages for them.
+
+    Args:
+        pid: the process.
+        children: its descendants.
+        limit_bytes: up to this sum, shared memory may be counted more than once.
     """
     total = sum(_sum(f"/proc/{process}/status", _WHOLE) for process in (pid, *children))
     if total <= limit_bytes or not children:
@@ -42,30 +47,30 @@ def descendants(pid: int) -> list[int]:
         if fields is not None:
             children.setdefault(int(fields[1]), []).append(int(entry))
     found = [pid]
-    for parent in found:  # grows while it is walked
+    for parent in found:  # the list grows during the loop
         found.extend(children.get(parent, ()))
     return [child for child in found if child not in (pid, os.getpid())]
 
 
 def start_time(pid: int) -> str | None:
-    """Return when a process was started, in ticks of the kernel; None: there is none any more."""
+    """Return when a process was started, in ticks of the kernel, or None if it has ended."""
     fields = _stat(pid)
     return None if fields is None or fields[0] in ("Z", "X") else fields[19]
 
 
 def watch(pid: int, limit_bytes: int, ended: Path, text: str, log: Path) -> bool:
-    """Look at a process until it is gone, or end it; returns whether it was ended.
+    """Watch a process until it ends, or end it; returns whether it was ended.
 
     Args:
-        pid: of the job's process.
-        limit_bytes: what it and its children may use.
-        ended: the file that says how the job ended; written before the process is ended.
-        text: what `ended` is to hold, with `USED` in it.
-        log: the job's log, which gets the same.
+        pid: the job's process.
+        limit_bytes: memory that the process and its children may use.
+        ended: file that says how the job ended; written before the process is ended.
+        text: content of `ended`, with the placeholder `USED` in it.
+        log: the job's log, to which the text is added.
     """
     started, children, looks = start_time(pid), list[int](), 0
     while started is not None and start_time(pid) == started:
-        if looks % LOOKS_A_SCAN == 0:  # all processes of the machine are looked through for it
+        if looks % LOOKS_A_SCAN == 0:  # not at every look: it reads all processes of the machine
             children = descendants(pid)
         looks += 1
         used = used_bytes(pid, children, limit_bytes)
@@ -86,7 +91,7 @@ def watch(pid: int, limit_bytes: int, ended: Path, text: str, log: Path) -> bool
 
 
 def _stat(pid: int) -> list[str] | None:
-    """What the kernel says of a process, from its state on; None: there is none."""
+    """Return the fields of `/proc/PID/stat` from the state on, or None if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -94,7 +99,7 @@ def _stat(pid: int) -> list[str] | None:
 
 
 def _sum(path: str, names: tuple[str, ...]) -> int:
-    """The lines of a file of /proc that begin with one of `names`, added up, in bytes."""
+    """Return the sum, in bytes, of the lines of a file in /proc that begin with one of `names`."""
     try:
         lines = Path(path).read_text().splitlines()
     except OSError:

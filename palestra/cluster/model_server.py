@@ -1,4 +1,4 @@
-"""One job in a process that somebody else starts and watches. It knows nothing of who that is."""
+"""`ModelServer`: one job in a process that another component starts and watches, for instance as a Ray actor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from palestra.threads import in_thread
 
 
 class ModelServer:
-    """Runs a job in `folder`: its run in `folder/run`, what it says in `folder/log.txt`."""
+    """Runs a job in `folder`: its run is in `folder/run`, its log in `folder/log.txt`."""
 
     def __init__(self) -> None:
         self._thread: JobThread | None = None
@@ -30,18 +30,18 @@ class ModelServer:
         self._log: IO[str] | None = None
 
     async def start(self, config: dict[str, Any], folder: str, host: str, weights: str | None = None) -> str:
-        """Start the job, or go on with the run that is there; returns its URL when it listens.
+        """Start the job, or resume the run in its folder; returns the URL when the data plane listens.
 
         Args:
-            config: a JobConfig.
-            folder: of the job.
-            host: what its data plane listens on.
-            weights: an absolute folder, or a name of the hub; None: what the configuration's model names.
+            config: a JobConfig, as a mapping.
+            folder: folder of the job.
+            host: address for the data plane to listen on.
+            weights: an absolute folder, or a name of the hub; None: the configuration's model.
 
         Raises:
-            PalestraError: it can't be started.
+            PalestraError: the job can't be started.
         """
-        os.environ.pop("PALESTRA_API_KEY", None)  # the operator's, if there is one; every job has a key of its own
+        os.environ.pop("PALESTRA_API_KEY", None)  # that would be the operator's; every job has a key of its own
         try:
             return await self._start(config, Path(folder), host, weights)
         except Exception as error:
@@ -69,41 +69,41 @@ class ModelServer:
         return self._url
 
     async def address(self) -> str | None:
-        """Where it listens; None: it does not yet."""
+        """Return the URL of the data plane, or None if it does not listen yet."""
         return self._url
 
     async def ended(self) -> Ended:
-        """Wait until the job has ended, and say how."""
+        """Wait until the job has ended, and return how it ended."""
         assert self._thread is not None, "start it first"
         await self._thread.ended.wait()
         try:
             result = await asyncio.to_thread(self._thread.result)
         except PalestraError as error:
             return self._ended(ending_of(error), str(error))
-        except Exception as error:  # noqa: BLE001 - told to whoever submitted the job, with the log
+        except Exception as error:  # noqa: BLE001 - becomes the job's reason, and is logged
             self._say(traceback.format_exc())
             return self._ended(ending_of(error), f"{type(error).__name__}: {error}")
-        done = self._trains and result.state == "completed"  # what is served goes on until it is stopped
+        done = self._trains and result.state == "completed"  # a served model only ends when it is stopped
         return self._ended(Ending.COMPLETED if done else Ending.STOPPED, "")
 
     async def stop(self) -> None:
-        """Ask the job to save and end; returns when its event loop has heard it."""
+        """Ask the job to save and end; returns when its event loop has received that."""
         if self._thread is not None:
             self._thread.stop()
             await self._thread.answer()
 
     async def answer(self) -> None:
-        """Return when the job's event loop does something, which one that is blocked does not."""
+        """Return when the job's event loop responds, which a blocked loop does not."""
         if self._thread is not None:
             await self._thread.answer()
 
     async def ping(self) -> float | None:
-        """Return the job's own estimate of the seconds that it has left; None: there is none."""
+        """Return the job's own estimate of the seconds it has left, or None."""
         return None if self._thread is None else self._thread.seconds_left
 
     def _ended(self, ending: Ending, reason: str) -> Ended:
         ended = Ended(ending=ending, reason=reason)
-        with contextlib.suppress(OSError):  # a full disk, perhaps; a scheduler that listens is told all the same
+        with contextlib.suppress(OSError):  # a full disk, perhaps; the scheduler gets the return value
             write_ended(self._folder, ended)
             self._say(f"{ending.value}{': ' if reason else ''}{reason}\n")
         return ended
@@ -114,6 +114,6 @@ class ModelServer:
 
 
 def _opened(folder: Path) -> IO[str]:
-    """The job's log, a line at a time."""
+    """Open the job's log for appending, line by line."""
     folder.mkdir(parents=True, exist_ok=True)
     return (folder / LOG_FILE).open("a", buffering=1, encoding="utf-8")

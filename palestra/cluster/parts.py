@@ -1,4 +1,4 @@
-"""Builds the parts of a job from its configuration: engine, trainer, renderer."""
+"""Builds the parts of a job from its configuration: engine, trainer, renderer, grammars."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from palestra.trainer.base import Trainer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
-    """What differs between a real job and one with a fake engine."""
+    """The parts that differ between a real job and one with a fake engine."""
 
     engine: Engine
-    trainer: Trainer | None  # without a policy yet; None: the model is served, and not trained
+    trainer: Trainer | None  # without a policy yet; None: nothing is trained
     renderer: Renderer
-    grammars: Grammars  # of sessions and of the engine
-    max_context: int | None = None  # tokens; None: as it is configured
+    grammars: Grammars  # used by sessions and by the engine
+    max_context: int | None = None  # in tokens; None: as configured
 
 
 def build_parts(config: JobConfig, weights: str | None = None) -> Parts:
-    """Load the model to sample from, in bf16. Where it is trained, the trainer loads it again, when it has a policy.
+    """Build the parts of a job, and load the model to sample from. A trainer loads its own copy when it gets a policy.
 
     Args:
         config: the job.
-        weights: a folder, in the place of what the policy's `model` names.
+        weights: folder to load the model from, instead of the policy's `model`.
 
     Raises:
-        ModelError: missing weights, or an unsupported architecture.
-        ConfigError: max_context is more than the model has.
+        ModelError: weights are missing, or the architecture is not supported.
+        ConfigError: `max_context` is more than the model has.
     """
     if isinstance(config.engine, FakeEngineConfig):
         return _fake(config, config.engine)

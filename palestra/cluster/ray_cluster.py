@@ -1,4 +1,4 @@
-"""A Ray cluster: one that is there, or one of this machine's own, which goes on when the scheduler ends."""
+"""Joins a Ray cluster, or starts a local one on this machine, which keeps running when the scheduler ends."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _FILE = "ray.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalRay:
-    """What this machine gives to jobs, where no cluster is joined. None: all that it has."""
+    """Resources that this machine gives to jobs if no cluster is joined. None: all that it has."""
 
     cpus: float | None = None
     gpus: int | None = None
@@ -36,13 +36,13 @@ class LocalRay:
 
 
 def connect(address: str | None, state_dir: Path, local: LocalRay, pass_env: Collection[str] = ()) -> str:
-    """Join the cluster at `address`, or the local one that was started before, or start one; returns its address.
+    """Join a Ray cluster and return its address; a local one is started if none is running.
 
     Args:
-        address: of a cluster; None: the local one.
-        state_dir: has what is known of the local one.
-        local: what a local one that is started gives to jobs.
-        pass_env: variables of the operator that its jobs have beside those of `job_environment`.
+        address: address of a cluster; None: the local one, which an earlier scheduler may have started.
+        state_dir: folder with the record of the local cluster.
+        local: resources of a local cluster that is started.
+        pass_env: variables of the operator that jobs get beside those of `job_environment`.
 
     Raises:
         ConfigError: there is no cluster at the address, or none can be started.
@@ -72,22 +72,22 @@ def connect(address: str | None, state_dir: Path, local: LocalRay, pass_env: Col
 
 
 def disconnect() -> None:
-    """Leave the cluster, which goes on."""
+    """Leave the cluster, which keeps running with its jobs."""
     import ray
 
     ray.shutdown()
 
 
 def stop_local(state_dir: Path) -> None:
-    """End the cluster that `connect` started on this machine, with everything that runs on it."""
+    """End the cluster that `connect` started on this machine, and every process that runs on it."""
     found = _read(state_dir)
     if found is None:
         return
-    family: dict[int, str] = {}  # those that were ever seen: a process is still of it when its parent has ended
+    family: dict[int, str] = {}  # every process ever seen: children outlive their parents
     for number, seconds in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
         until, told = time.monotonic() + seconds, set[int]()
         while True:
-            family |= _family(found)  # again and again, for it may grow meanwhile
+            family |= _family(found)  # again each time, because new processes may start
             left = [pid for pid, started in family.items() if _started(pid) == started]
             for pid in left:
                 if pid not in told:
@@ -101,19 +101,19 @@ def stop_local(state_dir: Path) -> None:
 
 
 def _use_own_token(state_dir: Path) -> None:
-    """The local cluster takes nobody who can't read this file; a cluster that is joined has a token of its own."""
-    path = state_dir.resolve() / "ray_token"  # Ray has another working directory
+    """Make clients of the local cluster need a token that only this user can read. A joined cluster has its own."""
+    path = state_dir.resolve() / "ray_token"  # absolute: Ray has another working directory
     if not path.exists():
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as file:
             file.write(secrets.token_hex(32))
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN_PATH"] = str(path)
-    os.environ.pop("RAY_AUTH_TOKEN", None)  # of another cluster; it would go before the file
+    os.environ.pop("RAY_AUTH_TOKEN", None)  # another cluster's token would take precedence
 
 
 def _start(state_dir: Path, local: LocalRay, pass_env: Collection[str]) -> str:
-    """`ray start --head` in a session of its own, with the variables and the folder that its jobs are to have."""
+    """Run `ray start --head` in a session of its own, with the variables and the working directory for its jobs."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -123,9 +123,9 @@ def _start(state_dir: Path, local: LocalRay, pass_env: Collection[str]) -> str:
         command += [] if value is None else [f"--{option}={value:g}"]
     if local.memory_gib is not None:
         command.append(f"--memory={int(local.memory_gib * 2**30)}")
-    command.append(f"--object-store-memory={128 * 2**20}")  # nothing of a job goes through it
+    command.append(f"--object-store-memory={128 * 2**20}")  # jobs do not use the object store
     log, work = state_dir / "ray.log", state_dir / "work"
-    work.mkdir(mode=0o700, exist_ok=True)  # empty: nothing is found there by a relative name
+    work.mkdir(mode=0o700, exist_ok=True)  # empty, so that no relative name finds a file
     with log.open("ab") as out:
         head = subprocess.Popen(
             command,
@@ -146,10 +146,10 @@ def _start(state_dir: Path, local: LocalRay, pass_env: Collection[str]) -> str:
 
 
 def _wait(head: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    """Until it can be joined.
+    """Wait until the cluster can be joined.
 
     Raises:
-        ConfigError: it has ended, or takes too long.
+        ConfigError: the cluster has ended, or takes too long.
     """
     until = time.monotonic() + START_SECONDS
     while time.monotonic() < until:
@@ -163,7 +163,7 @@ def _wait(head: subprocess.Popen[bytes], port: int, log: Path) -> None:
 
 
 def _known(state_dir: Path) -> str | None:
-    """The address of the cluster that an earlier scheduler started here, if it is still there."""
+    """Return the address of the cluster that an earlier scheduler started here, if it is still running."""
     found = _read(state_dir)
     return str(found["address"]) if found is not None and _alive(found) else None
 
@@ -177,24 +177,24 @@ def _read(state_dir: Path) -> dict[str, Any] | None:
 
 
 def _write(state_dir: Path, data: dict[str, Any]) -> None:
-    temporary = state_dir / f"{_FILE}.part"  # a scheduler that is killed here leaves no half of it
+    temporary = state_dir / f"{_FILE}.part"  # renamed when complete, so that no half-written file remains
     temporary.write_text(json.dumps(data))
     temporary.replace(state_dir / _FILE)
 
 
 def _alive(found: dict[str, Any]) -> bool:
-    """Whether it is still the same process, and not another one with its number."""
+    """Return whether the cluster's process is still running, and not another process with its number."""
     return found["started"] is not None and bool(_started(int(found["pid"])) == found["started"])
 
 
 def _started(pid: int) -> str | None:
-    """When a process was started, in ticks of the kernel; None: there is none."""
+    """Return when a process was started, in ticks of the kernel, or None if there is no such process."""
     fields = _stat(pid)
     return None if fields is None or fields[0] == "Z" else fields[19]
 
 
 def _stat(pid: int) -> list[str] | None:
-    """What the kernel says of a process, from its state on; None: there is none."""
+    """Return the fields of `/proc/PID/stat` from the state on, or None if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -202,9 +202,9 @@ def _stat(pid: int) -> list[str] | None:
 
 
 def _family(found: dict[str, Any]) -> dict[int, str]:
-    """When each process of a cluster was started, by its number, the youngest first: the head's session and offspring.
+    """Return the start time of each process of a cluster, youngest first: the head's session and its descendants.
 
-    The session stays when the head has ended, and until it is empty no other process gets the head's number.
+    The session exists until it is empty, even without the head, and until then no other process gets the head's number.
     """
     head = int(found["pid"])
     if _started(head) not in (None, found["started"]):
@@ -215,7 +215,7 @@ def _family(found: dict[str, Any]) -> dict[int, str]:
         if fields is not None:
             children.setdefault(int(fields[1]), []).append(pid)
     family = [pid for pid, fields in known.items() if pid == head or (fields is not None and int(fields[3]) == head)]
-    for pid in family:  # grows while it is walked
+    for pid in family:  # the list grows during the loop
         family.extend(child for child in children.get(pid, ()) if child not in family)
     stats = {pid: fields for pid in reversed(family) if (fields := known[pid]) is not None and fields[0] != "Z"}
     return {pid: fields[19] for pid, fields in stats.items()}

@@ -44,31 +44,33 @@ from palestra.scheduler.launcher import (
 from palestra.waiting import race
 
 log = logging.getLogger("palestra.cluster")
-ROOM_SECONDS = 60.0  # for a machine to have free what is free by our books; it may be gone meanwhile
-NODE_SECONDS = 2.0  # between two looks at whether the machine that was chosen is there
-START_SECONDS = 600.0  # a large model takes a while to load
-IN_USE_SECONDS = 5.0  # between two looks at whether another process still runs the job
-PING_SECONDS, PING_LIMIT_SECONDS = 5.0, 30.0  # a server that does not answer for so long is killed
-STUCK_SECONDS = 5.0  # a job that is to end, and whose event loop does nothing for so long, is killed
-WORK = "work"  # in a job's folder: the working directory of its process, in which there is nothing to be found by name
+ROOM_SECONDS = 60.0  # limit for a node to free the resources that the scheduler counts as free
+NODE_SECONDS = 2.0  # between two checks that the chosen node is alive
+START_SECONDS = 600.0  # a large model takes long to load
+IN_USE_SECONDS = 5.0  # between two checks whether another process still runs the job
+PING_SECONDS, PING_LIMIT_SECONDS = 5.0, 30.0  # a server that does not answer within the limit is killed
+STUCK_SECONDS = 5.0  # a stopping job whose event loop is blocked for so long is killed
+WORK = "work"  # the empty working directory of a job's process, in the job's folder
 WATCH = Path(memory_watch.__file__)
 GIB = 2**30
-PREFIX = "palestra-"  # of names in the cluster
+PREFIX = "palestra-"  # prefix of actors' and placement groups' names
 
 
 class RayServers:
-    """Implements `Launcher`."""
+    """Implements `Launcher`: starts, finds, watches and stops model servers on a Ray cluster."""
 
     def __init__(self, host: str | None = None, pass_env: Collection[str] = ()) -> None:
-        """Args:
-        host: what data planes listen on; None: their machine's address in the cluster.
-        pass_env: variables of the operator that jobs have beside those of `job_environment`.
+        """Use the cluster that this process has joined.
+
+        Args:
+            host: address for data planes to listen on; None: their node's address in the cluster.
+            pass_env: variables of the operator that jobs get beside those of `job_environment`.
         """
         self._host, self._pass_env = host, tuple(pass_env)
-        self._killed: dict[str, str] = {}  # jobs that did not end when they were to, with what they did instead
+        self._killed: dict[str, str] = {}  # jobs that did not stop when asked, and why they were killed
 
     async def nodes(self) -> list[Node]:
-        """See `Launcher`."""
+        """Return the nodes of the cluster with their resources. See `Launcher.nodes`."""
         found = []
         try:
             nodes = await asyncio.to_thread(ray.nodes)
@@ -88,7 +90,7 @@ class RayServers:
         return found
 
     async def start(self, order: ServerOrder) -> Listening:
-        """See `Launcher`."""
+        """Start a model server on the node of `order`, and return its URL when it listens. See `Launcher.start`."""
         needs = order.resources
         memory = int(needs.memory_gib * GIB)
         bundle: dict[str, float] = {"CPU": needs.cpus, "GPU": needs.gpus, "memory": memory}
@@ -101,7 +103,7 @@ class RayServers:
                 strategy="STRICT_PACK",
                 name=_name(order.job_id),
                 lifetime="detached",
-                bundle_label_selector=[{"ray.io/node-id": order.node}],  # elsewhere it would take what is another's
+                bundle_label_selector=[{"ray.io/node-id": order.node}],  # another node's resources are not this job's
             )
             async with asyncio.timeout(ROOM_SECONDS):
                 await _until_ready(group, order.node)
@@ -132,7 +134,10 @@ class RayServers:
         return listening
 
     async def find(self, job_id: str) -> Listening | None:
-        """See `Launcher`."""
+        """Return the running model server of a job, or clear what is left of it and return None.
+
+        See `Launcher.find`.
+        """
         actor, listening = await _actor(job_id), None
         if actor is not None:
             with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
@@ -143,13 +148,18 @@ class RayServers:
         return listening
 
     async def known(self) -> list[str]:
-        """See `Launcher`."""
+        """Return the ids of all jobs that have an actor or hold resources in the cluster. See `Launcher.known`."""
         actors, groups = await asyncio.to_thread(lambda: (ray.util.list_named_actors(), placement_group_table()))
         names = {*actors, *(group["name"] for group in groups.values() if group["state"] != "REMOVED")}
         return sorted(name.removeprefix(PREFIX) for name in names if name.startswith(PREFIX))
 
     async def ended(self, job_id: str, heard: Callable[[float | None], None]) -> Ended:
-        """See `Launcher`."""
+        """Wait until a model server has ended or fallen silent, clear what is left, and return how it ended.
+
+        Args:
+            job_id: id of the job.
+            heard: is called with the job's estimate of its seconds left, at every answer.
+        """
         actor = await _actor(job_id)
         if actor is None:
             return Ended(ending=Ending.LOST, reason="the model server is gone")
@@ -163,22 +173,25 @@ class RayServers:
             return ended
         finally:
             self._killed.pop(job_id, None)
-            if not asyncio.current_task().cancelling():  # type: ignore[union-attr]  # else it goes on
+            if not asyncio.current_task().cancelling():  # type: ignore[union-attr]  # if cancelled, the server stays
                 await self._clear(job_id)
 
     async def stop(self, job_id: str, grace_seconds: float) -> None:
-        """See `Launcher`."""
+        """Ask a model server to save and end, wait at most `grace_seconds`, then kill what is left.
+
+        See `Launcher.stop`.
+        """
         actor = await _actor(job_id)
         if actor is not None and grace_seconds > 0 and (problem := await _stopped(actor, grace_seconds)):
             self._killed[job_id] = problem
         await self._clear(job_id)
 
     async def close(self) -> None:
-        """See `Launcher`."""
+        """Leave the cluster; model servers keep running. See `Launcher.close`."""
         await asyncio.to_thread(disconnect)
 
     async def _clear(self, job_id: str) -> None:
-        """Kill what is left, and free what it held."""
+        """Kill the actor of a job, and free its resources."""
         if (actor := await _actor(job_id)) is not None:
             ray.kill(actor)
         group = await _group(job_id)
@@ -187,7 +200,7 @@ class RayServers:
 
 
 class _Actor:
-    """`ModelServer` in a process of its own, which has the variables, the folder and the memory of a job."""
+    """A `ModelServer` in a process of its own, with the variables, working directory and memory limit of a job."""
 
     def __init__(self, pass_env: Collection[str]) -> None:
         limit_environment(os.environ, pass_env)
@@ -203,7 +216,7 @@ class _Actor:
         while True:
             try:
                 return _at(await self._server.start(order.config, str(order.folder), here, order.weights))
-            except RunInUse:  # a server of a machine that Ray has given up lives on; two must not write one run
+            except RunInUse:  # a server on a node that Ray has lost may still run; two must not write one run
                 await asyncio.sleep(IN_USE_SECONDS)
 
     async def listening(self) -> Listening | None:
@@ -224,7 +237,7 @@ class _Actor:
 
 
 def _limit_memory(order: ServerOrder) -> None:
-    """Have this process and its children ended when they use more memory than the job may; see `memory_watch`."""
+    """Start a watcher that ends this process and its children if they use too much memory; see `memory_watch`."""
     limit, asked = order.memory_gib, order.resources.memory_gib
     if limit is None:
         return
@@ -237,7 +250,7 @@ def _limit_memory(order: ServerOrder) -> None:
     command += [str(order.folder / ENDED_FILE), text, str(order.folder / LOG_FILE)]
 
     def keep_watching() -> None:
-        while True:  # a watcher that was killed, when the machine was short of memory perhaps, is started again
+        while True:  # restart the watcher if it was killed, perhaps because the machine was short of memory
             subprocess.run(command, check=False)
             time.sleep(1.0)
 
@@ -245,7 +258,7 @@ def _limit_memory(order: ServerOrder) -> None:
 
 
 def _at(url: str) -> Listening:
-    """The server of this process, with the devices that Ray chose for it, by rules of its own."""
+    """Return the address of this process's server, with the GPUs that Ray has assigned to it."""
     found = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
     return Listening(url=url, devices=tuple(int(name) for name in found if str(name).isdigit()))
 
@@ -257,7 +270,7 @@ def _name(job_id: str) -> str:
 async def _actor(job_id: str) -> Any | None:
     try:
         return await asyncio.to_thread(ray.get_actor, _name(job_id), namespace=NAMESPACE)
-    except ValueError:  # Ray's word for: there is none
+    except ValueError:  # Ray raises this if there is no such actor
         return None
 
 
@@ -270,7 +283,10 @@ async def _group(job_id: str) -> PlacementGroup | None:
 
 
 async def _made(make: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
-    """What is made in a thread. Where this is cancelled, it ends when that is there, and so can be cleared up."""
+    """Call `make` in a thread.
+
+    If this is cancelled, wait for the thread first, so that its result can be cleared up.
+    """
     making = asyncio.ensure_future(asyncio.to_thread(make, *arguments, **more))
     try:
         return await asyncio.shield(making)
@@ -279,10 +295,10 @@ async def _made(make: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
 
 
 async def _until_ready(group: PlacementGroup, node_id: str) -> None:
-    """Wait until the group holds its resources.
+    """Wait until the placement group holds its resources.
 
     Raises:
-        MachineGone: the machine is dead, which Ray says only a while after the end of what ran on it.
+        MachineGone: the node is dead; Ray reports that only some time after the processes on it have ended.
     """
     ready = asyncio.ensure_future(_awaited(group.ready()))
     try:
@@ -304,7 +320,7 @@ async def _result(actor: Any) -> Ended:
     while True:
         try:
             found: Ended = await actor.ended.remote()
-        except ray.exceptions.ActorUnavailableError:  # for a while, perhaps; `_until_silent` says when it is too long
+        except ray.exceptions.ActorUnavailableError:  # perhaps only for a while; `_until_silent` decides
             await asyncio.sleep(1.0)
         except ray.exceptions.RayError as error:
             return Ended(ending=Ending.LOST, reason=f"its process or its machine is gone: {_first_line(error)}")
@@ -313,15 +329,15 @@ async def _result(actor: Any) -> Ended:
 
 
 async def _listening(actor: Any, order: ServerOrder, host: str | None) -> Listening:
-    """A new server, when it listens.
+    """Start a new server and return its address when it listens.
 
     Raises:
-        ServerFailed: its process was there, and does not answer any more.
+        ServerFailed: its process was running and stopped answering.
     """
 
     async def until_silent() -> None:
-        with contextlib.suppress(ray.exceptions.RayError):  # `start` says the same
-            await actor.ping.remote()  # when there is a process, which may take as long as it likes
+        with contextlib.suppress(ray.exceptions.RayError):  # `start` raises the same error
+            await actor.ping.remote()  # answered once the process exists, which has no time limit
         await _until_silent(actor.ping.remote, PING_SECONDS, PING_LIMIT_SECONDS)
 
     listening: Listening | None = (await race(_awaited(actor.start.remote(order, host)), until_silent())).result
@@ -331,14 +347,14 @@ async def _listening(actor: Any, order: ServerOrder, host: str | None) -> Listen
 
 
 async def _stopped(actor: Any, grace_seconds: float) -> str | None:
-    """Ask a job to save and end, and wait until it has; return why it is not waited for any longer, or None."""
+    """Ask a job to save and end, and wait. Returns None if it has ended, or why it is not waited for any longer."""
     silence = _until_silent(actor.answer.remote, STUCK_SECONDS / 5, STUCK_SECONDS)
     first = (await race(_end(actor), silence, asyncio.sleep(grace_seconds))).index
     return (None, f"it did not answer for {STUCK_SECONDS:g} s", f"it took over {grace_seconds:g} s to end")[first]
 
 
 async def _end(actor: Any) -> None:
-    with contextlib.suppress(ray.exceptions.RayError):  # it is gone
+    with contextlib.suppress(ray.exceptions.RayError):  # the actor is gone
         await actor.stop.remote()
         await actor.ended.remote()
 
@@ -349,11 +365,11 @@ async def _until_silent(
     limit_seconds: float,
     heard: Callable[[Any], None] = lambda _: None,
 ) -> None:
-    """Return when a server has not answered `ping` for `limit_seconds`; its death is noticed elsewhere, at once.
+    """Return when a server has not answered `ping` for `limit_seconds`. The server's death is noticed elsewhere.
 
-    `heard` is called with every answer.
+    Silence is counted in waits, not by the clock: a process that stands still itself hears no answer.
 
-    Silence is counted in waits, not by the clock: while this process itself stands still, it hears nobody.
+    `every_seconds` is the time between two pings, and `heard` is called with every answer.
     """
     silent_seconds, asked = 0.0, None
     try:

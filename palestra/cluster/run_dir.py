@@ -1,4 +1,4 @@
-"""The folder of a run: which one it is, who may use it, and that a start which fails leaves none behind."""
+"""The folder of a run: its choice, its lock, and its removal if the start of the run fails."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from palestra.config import JobConfig
 from palestra.errors import ConfigError, RunInUse
 
 LOCK = ".lock"
-ATTEMPTS = 100  # to lock a folder that other starts remove when they fail
+ATTEMPTS = 100  # attempts to lock a folder, which failing starts of other processes may remove
 MADE_BY_A_START = ("secret", "api_key", "run.db", "run.db-wal", "run.db-shm")
 
 
 def resolve_run_dir(config: JobConfig, resume: bool, say: Callable[[str], None] = lambda text: None) -> JobConfig:
-    """Fix the run's folder: the one configured, or a new `runs/<name>`, `runs/<name>-2`, …
+    """Return the configuration with the run's folder: the configured one, or a new `runs/<name>`, `runs/<name>-2`, …
 
     Args:
         config: the job.
-        resume: whether to go on with a run, the newest of its name where no folder is configured.
-        say: is told, in a sentence for people, where another folder than `runs/<name>` is taken.
+        resume: whether to continue a run; the newest of the job's name if no folder is configured.
+        say: is called with a sentence for people if a folder other than `runs/<name>` is chosen.
 
     Raises:
-        ConfigError: the folder has a run already and `resume` is False, or has none and it is True.
+        ConfigError: the folder has a run and `resume` is False, or has none and `resume` is True.
     """
     if config.run_dir is None:
         number, folder, newest = 1, config.folder, None
@@ -48,25 +48,25 @@ def resolve_run_dir(config: JobConfig, resume: bool, say: Callable[[str], None] 
 
 
 class Start:
-    """A run that is being started."""
+    """The start of a run in a folder, which can be undone."""
 
     def __init__(self, folder: Path) -> None:
-        """Look at the folder before anything is made in it."""
+        """Note which folders and files exist before anything is made."""
         self._folder = folder
         missing = (parent for parent in (folder, *folder.parents) if not parent.exists())
-        self._new_folders = list(missing)  # the deepest first
+        self._new_folders = list(missing)  # deepest first
         self._made: tuple[str, ...] = () if (folder / LOCK).exists() else (LOCK,)
         self._is_new = False
         self.succeeded = False
 
     def locked(self) -> None:
-        """Look at the files: no other process makes a run here from now on."""
+        """Note which files exist, now that the folder is locked and no other process makes a run here."""
         self._is_new = not (self._folder / "run.db").exists()
-        # The lock comes last: who gets another one while a run is being removed would begin with what is left of it.
+        # The lock is removed last: with a new lock, another process would start with the remains of this run.
         self._made = (*(name for name in MADE_BY_A_START if not (self._folder / name).exists()), *self._made)
 
     def undo(self) -> None:
-        """Remove what the start has made, if there was no run before and it did not succeed."""
+        """Remove the files and folders that the start has made, if it did not succeed and there was no run before."""
         if self.succeeded or not self._is_new:
             return
         for name in self._made:
@@ -80,11 +80,11 @@ class Start:
 
 @contextlib.contextmanager
 def starting_in(folder: Path) -> Iterator[Start]:
-    """Hold the folder for this process alone; unless `succeeded` is set, leave it as it was.
+    """Lock the folder for this process while the block is open; undo the start unless `succeeded` is set.
 
     Raises:
-        RunInUse: another process runs the job in it.
-        ConfigError: it can't be made or written.
+        RunInUse: another process runs the job in this folder.
+        ConfigError: the folder can't be made or written.
     """
     start = Start(folder)
     lock = _locked(folder)
@@ -97,17 +97,17 @@ def starting_in(folder: Path) -> Iterator[Start]:
 
 
 def _locked(folder: Path) -> IO[str]:
-    """Return the lock file of a run, locked.
+    """Return the lock file of a run, locked by this process.
 
     Raises:
         RunInUse: another process has locked it.
-        ConfigError: it can't be made or locked.
+        ConfigError: the file can't be made or locked.
     """
     for _ in range(ATTEMPTS):
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # a run has its users' prompts
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # private: a run contains prompts
             lock: IO[str] = (folder / LOCK).open("w")
-        except FileNotFoundError:  # a start that failed has just removed the folder, or the working folder is gone
+        except FileNotFoundError:  # a failing start has just removed the folder, or the working directory is gone
             continue
         except OSError as error:
             raise ConfigError(f"{folder} can't be used as a run's folder: {error.strerror}") from error
@@ -122,7 +122,7 @@ def _locked(folder: Path) -> IO[str]:
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(lock.fileno()), (folder / LOCK).stat()):
                 return lock
-        lock.close()  # a start that failed has removed this file; there may be another one by now
+        lock.close()  # a failing start has removed this file, and there may be a new one
     raise ConfigError(
         f"{folder} can't be used as a run's folder: it, or the folder that it is in, is deleted each time"
     )

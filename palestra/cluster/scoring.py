@@ -1,4 +1,4 @@
-"""What an evaluation does instead of learning: it registers each task once, and waits until all are played."""
+"""`Scoring`: the work of an evaluation. It registers each task once and waits until all are played."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from palestra.waiting import race
 
 
 class Scoring:
-    """Scores one policy on some tasks; beside it there is a learner for jobs that train."""
+    """Scores one policy on some tasks, in the place where a training job has its `Learner`."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class Scoring:
         self._stopping = asyncio.Event()
 
     def stop(self) -> None:
-        """Return from `run`, with the tasks that were scored until then."""
+        """Make `run` return, with the tasks that are scored so far."""
         self._stopping.set()
 
     async def run(self) -> None:

@@ -1,4 +1,4 @@
-"""What an inference job does instead of learning: it lets its model be called, until it is told to stop."""
+"""`Serving`: the work of an inference job. Its model can be called until the job is stopped."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from palestra.ledger import RunLog
 from palestra.schemas.progress import JobProgress
 from palestra.schemas.states import JobState
 
-SERVED = ("calls", "prompt_tokens", "completion_tokens")  # what is told at the end, of the counters
+SERVED = ("calls", "prompt_tokens", "completion_tokens")  # counters that are reported at the end
 Report = Callable[[str, dict[str, Any]], None]
 
 
 class Serving:
-    """Serves one policy of one job; beside it there is a learner for jobs that train."""
+    """Serves one policy of one job, in the place where a training job has its `Learner`."""
 
     def __init__(
         self,
@@ -29,20 +29,29 @@ class Serving:
         report: Report,
         counts: Mapping[str, int],
     ) -> None:
-        """`report` is told of every event, as it is recorded; `counts` are those of `SessionContext`."""
+        """Assemble the work; `run` serves.
+
+        Args:
+            config: the job.
+            run_log: the store's log of events.
+            folder: files of the run.
+            progress: the state that `/status` shows.
+            report: is called with every event, as it is recorded.
+            counts: the counters of `SessionContext`.
+        """
         self._config, self._log, self._folder, self._progress, self._report = config, run_log, folder, progress, report
         self._counts = counts
         self._stopping = asyncio.Event()
 
     def stop(self) -> None:
-        """Return from `run`."""
+        """Make `run` record what was served and return."""
         self._stopping.set()
 
     async def run(self) -> None:
         """Serve until `stop` is called.
 
         Raises:
-            ConfigError: the folder has a run that trains.
+            ConfigError: the folder has the run of a training job.
         """
         if await self._log.fact("config_digest") is not None:
             raise ConfigError(

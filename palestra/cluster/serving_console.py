@@ -1,4 +1,4 @@
-"""What a person sees while a model is served: what it is, how many calls it answers, and how fast."""
+"""Console output while a model is served: which model, how many calls it answers, and how fast."""
 
 from __future__ import annotations
 
@@ -17,21 +17,31 @@ if TYPE_CHECKING:
 
 
 def console_of(config: JobConfig, file: IO[str] | None = None) -> Console:
-    """The console for a kind of job; `file` gets the lines instead of standard output."""
+    """Return the console for this kind of job; `file` gets the lines instead of standard output."""
     return (ServingConsole if config.kind == "inference" else Console)(config, file=file)
 
 
 class ServingConsole(Console):
-    """Shows an inference job."""
+    """Shows an inference job on a terminal, or as plain lines."""
 
     def report(self, kind: str, data: dict[str, Any]) -> None:
-        """An event of the job."""
+        """Print the totals when the job has ended; other events are not shown.
+
+        Args:
+            kind: kind of the event.
+            data: data of the event.
+        """
         if kind == "served":
             tokens = data["prompt_tokens"] + data["completion_tokens"]
             self._out.print(f"served {data['calls']:,} calls, {tokens:,} tokens")
 
     def finished(self, state: str, checkpoint: Path | None) -> None:
-        """The job is over."""
+        """Print how to serve the model again.
+
+        Args:
+            state: the job's last state.
+            checkpoint: not used: nothing is trained.
+        """
         folder = self._config.folder
         self._out.print(f"stopped; serve it again under the same key with --resume (the run is in {folder})")
 
@@ -39,7 +49,7 @@ class ServingConsole(Console):
         return f"serving {self._config.policy.model}"
 
     def _situation(self, job: LocalJob | None) -> tuple[object, str]:
-        return super()._situation(None) if job is None else ("", "")  # nobody wants a log of calls
+        return super()._situation(None) if job is None else ("", "")  # plain lines about calls would only fill a log
 
     def _now(self, job: LocalJob | None) -> Sequence[RenderableType]:
         if job is None:

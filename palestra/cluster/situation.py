@@ -1,4 +1,4 @@
-"""What a job is doing, in a line for people: how far a phase is, and for whom it waits."""
+"""A job's present situation as a line for people: how far its phase is, and what it waits for."""
 
 from __future__ import annotations
 
@@ -13,42 +13,53 @@ from palestra.schemas.progress import Collected, duration
 if TYPE_CHECKING:
     from palestra.cluster.local import LocalJob
 
-STALLED_SECONDS = 60.0  # without any progress; then the line says who holds the episodes
+STALLED_SECONDS = 60.0  # without progress for so long, the line names the holders of episodes
 SHOWN_HOLDERS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Situation:
-    """A look at a job."""
+    """The state of a job at one moment.
+
+    Attributes:
+        phase: present phase, in words.
+        step: number of steps that are done.
+        steps: number of steps of the job.
+        collected: progress of the phase's episodes; None: the phase has none, or they are not counted yet.
+        claimed: number of episodes that workers hold.
+        calls: number of model calls that were answered since the start.
+        busy_workers: number of workers that claim or play an episode now.
+        known_workers: number of workers that are connected.
+        plays_itself: whether this process plays the episodes.
+        seconds_left: estimate of the time until the last step is done; None: unknown.
+    """
 
     phase: str
-    step: int  # steps that are done
+    step: int
     steps: int
-    collected: (
-        Collected | None
-    )  # how far the phase's episodes are; None: it waits for none, or they are not counted yet
-    claimed: int = 0  # episodes that somebody holds
-    calls: int = 0  # model calls that were answered since the start
-    busy_workers: int = 0  # that ask for an episode or play one now
+    collected: Collected | None
+    claimed: int = 0
+    calls: int = 0
+    busy_workers: int = 0
     known_workers: int = 0
-    plays_itself: bool = False  # whether this process plays the episodes
+    plays_itself: bool = False
     seconds_left: float | None = None
 
     @property
     def waits_for_workers(self) -> bool:
-        """Whether there are episodes, and no worker that would play them."""
+        """Return whether there are episodes to play, and no worker that plays or claims them."""
         left = self.collected is not None and self.collected.done < self.collected.due
         return left and not (self.claimed or self.busy_workers or self.plays_itself)
 
     @property
     def moved(self) -> tuple[object, ...]:
-        """What changes when the job makes progress, or when the wait for workers begins or ends."""
-        # A worker that comes after a long wait is not to be shown as one that has made no progress for all that time.
+        """Return values that change when the job makes progress, or when the wait for workers begins or ends."""
+        # The wait for workers is part of it, so that a worker that arrives after a long wait does not show as stalled.
         return (self.phase, self.step, self.collected, self.calls, self.waits_for_workers)
 
 
 def situation_of(job: LocalJob) -> Situation:
-    """Look at a job; from any thread."""
+    """Return the job's present situation; may be called from any thread."""
     plane, progress = job.plane, job.progress
     return Situation(
         phase=progress.phase,
@@ -65,12 +76,12 @@ def situation_of(job: LocalJob) -> Situation:
 
 
 def describe(now: Situation, still_seconds: float, holders: Sequence[Holder] = ()) -> str:
-    """Return the line that says what a job is doing.
+    """Return a line that describes what a job is doing.
 
     Args:
-        now: the look at it.
-        still_seconds: for how long it has made no progress.
-        holders: who holds its episodes; said after STALLED_SECONDS.
+        now: the job's situation.
+        still_seconds: for how long the job has made no progress.
+        holders: holders of its episodes, named after STALLED_SECONDS.
     """
     text = now.phase
     if now.collected is not None:
@@ -87,7 +98,7 @@ def describe(now: Situation, still_seconds: float, holders: Sequence[Holder] = (
 
 
 def held_by(holders: Sequence[Holder]) -> str:
-    """Say who holds how many episodes, since when, and when something of them was last heard."""
+    """Return a text about the workers with most episodes: how many, for how long, and the last sign of life."""
     count = Counter(holder.worker_id for holder in holders)
     parts = []
     for worker, number in count.most_common(SHOWN_HOLDERS):
@@ -102,16 +113,16 @@ def held_by(holders: Sequence[Holder]) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Return a time span as `1:05` or `2:00:07`."""
+    """Return a duration as text: `1:05` or `2:00:07`."""
     minutes, left = divmod(int(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{left:02d}" if minutes >= 60 else f"{minutes}:{left:02d}"
 
 
 class PlainLines:
-    """Decides when a line is worth being written where no terminal shows what is going on.
+    """Decides when to write a line about the situation if no terminal shows it continuously.
 
-    A line that says something new comes PLAIN_SECONDS after the last line of any kind at the earliest; the same one
-    again after REPEAT_SECONDS, then after twice as long each time.
+    A line with news comes PLAIN_SECONDS after the last line of any kind at the earliest. An unchanged line is repeated
+    after REPEAT_SECONDS, then after twice as long each time.
     """
 
     PLAIN_SECONDS = 10.0
@@ -119,16 +130,21 @@ class PlainLines:
     MOST_SECONDS = 600.0
 
     def __init__(self, now: float) -> None:
-        """`now`: monotonic seconds."""
+        """Start at the time `now`, in monotonic seconds."""
         self._at, self._repeat = now, self.REPEAT_SECONDS
         self._news: object = None
 
     def wrote(self, now: float) -> None:
-        """Another line was written."""
+        """Note that another line was written at the time `now`."""
         self._at, self._repeat = now, self.REPEAT_SECONDS
 
     def due(self, news: object, now: float) -> bool:
-        """Whether a line is to be written now; equal `news` are no news."""
+        """Return whether to write a line now.
+
+        Args:
+            news: a value that differs from that of the last line if there are news.
+            now: monotonic seconds.
+        """
         since = now - self._at
         if news == self._news:
             if since < self._repeat:

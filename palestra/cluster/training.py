@@ -1,4 +1,4 @@
-"""`palestra.train`: a rollout function, or an environment, and tasks in; a trained model out."""
+"""`train`: a rollout function or an environment, and tasks, go in; a trained model comes out."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from palestra.errors import ConfigError
 from palestra.rollout import RolloutSpec
 from palestra.waiting import race
 
-SAVE_SECONDS = 120.0  # that a job may take to save after an error of what plays its episodes
+SAVE_SECONDS = 120.0  # limit for saving after an error of the rollout function
 
 
 def train(
@@ -45,38 +45,38 @@ def train(
     resume: bool = False,
     quiet: bool = False,
 ) -> TrainResult:
-    """Train a model on what it does, in this process, showing progress.
+    """Train a model on episodes that are played in this process, showing progress.
 
-    What it does is said by one of `rollout`, `environment`, `reward` and `config.environment`. A rollout function talks
-    to the model server, which listens on a loopback port, as it would to one far away. Environments run beside the
-    server, without HTTP: what they do on the event loop must not block.
+    Exactly one of `rollout`, `environment`, `reward` and `config.environment` says how an episode is played. A rollout
+    function calls the model server, which listens on a loopback port, like a remote one. Environments run beside the
+    server, without HTTP: their code on the event loop must not block.
 
     Args:
         rollout: a function `(task, endpoint)`, sync or async; it gets a task and a `ModelEndpoint` (base_url, api_key,
             model for any OpenAI client) and returns a reward, rewards by agent, or a `RolloutResult`. An exception
-            gives the episode back and is no reward. Or a `RolloutSpec`: an environment, and who acts in it.
+            gives the episode back and is no reward. Or a `RolloutSpec`: an environment, and the agents that act in it.
         tasks: JSON objects: a list, an iterator, a data set of `datasets`, or the path of a JSONL file; a key `id`
-            names a task. Of an iterator, which may be endless, as many are taken as the job has groups. May be empty
-            where the configuration names files, or an environment that makes its own.
+            names a task. From an iterator, which may be endless, as many are taken as the job has groups. May be empty
+            if the configuration names files, or an environment that makes its own tasks.
         config: the job; None for the defaults.
-        model: the name of a model or the folder of one or of a checkpoint; None: the configuration's.
-        environment: the class of an environment, a function without arguments that makes one, or the name of one that
-            ships (`palestra environments`).
+        model: name of a model, or folder of a model or of a checkpoint; None: the configuration's.
+        environment: class of an environment, a function without arguments that makes one, or the name of one that ships
+            with Palestra (`palestra environments`).
         reward: scores one answer to each task's `prompt`: `(task, answer) -> float`, or one of TRL's reward functions.
-        validation_tasks: held out, in the same forms; scored greedily every `evaluation.every_steps` steps.
-        concurrency: episodes played at the same time; None: one step's worth, at most 64.
-        resume: continue the run in the configured folder (or the newest of the job's name).
-        quiet: print nothing.
+        validation_tasks: held-out tasks, in the same forms; scored greedily every `evaluation.every_steps` steps.
+        concurrency: number of episodes that are played at the same time; None: one step's episodes, at most 64.
+        resume: whether to continue the run in the configured folder (or the newest of the job's name).
+        quiet: whether to print nothing.
 
     Returns:
-        Where the run's folder and its newest checkpoint are, and the rows of its metrics.
+        The run's folder, its newest checkpoint, and the rows of its metrics.
 
     Raises:
-        ConfigError: nothing says what is played, or more than one argument does, or an argument is of another kind than
-            what it is for, or `concurrency` is below 1.
-        InvalidRequest: a task is no JSON object.
+        ConfigError: none of the arguments says what is played, or more than one does, or an argument has a wrong type,
+            or `concurrency` is below 1.
+        InvalidRequest: a task is not a JSON object.
         PalestraError: the job failed; the message says why and what to do.
-        KeyboardInterrupt: after Ctrl-C. The step that was being trained is finished, the run is saved, and `resume`
+        KeyboardInterrupt: after Ctrl-C. The step that is being trained is finished, the run is saved, and `resume`
             continues it. A second Ctrl-C does not wait for that.
         SystemExit: after SIGTERM, with exit code 143; the run is saved in the same way.
     """
@@ -109,7 +109,11 @@ def train_until_stopped(
     resume: bool = False,
     quiet: bool = False,
 ) -> tuple[TrainResult, Interrupts]:
-    """Train as `train` does, and return where the run stands, and the signal that stopped it, if one did."""
+    """Train as `train` does, and also return the received signals, so that a caller may end as it likes.
+
+    `rollout`, `tasks`, `config`, `environment`, `reward`, `validation_tasks`, `concurrency`, `resume` and `quiet` are
+    those of `train`.
+    """
     if concurrency is not None:
         concurrency = checked_count("concurrency", concurrency)
     played = resolve_rollout(config, rollout, environment, reward)
@@ -141,9 +145,9 @@ def train_until_stopped(
 
 @dataclass(frozen=True, slots=True)
 class Rollouts:
-    """What a user gave to `train`."""
+    """The rollout function and the tasks that a user gave to `train`."""
 
-    rollout: Rollout | None  # None: the server plays itself
+    rollout: Rollout | None  # None: the server plays the episodes itself
     tasks: Sequence[TaskData]
     validation_tasks: Sequence[TaskData]
     concurrency: int
@@ -157,7 +161,12 @@ def _check_job(config: JobConfig, tasks: Sequence[TaskData]) -> None:
 
 
 async def play_until_over(server: JobThread, user: Rollouts) -> None:
-    """Push the tasks and play episodes until the job is over, or has been stopped."""
+    """Push the tasks and play episodes until the job is over or was stopped.
+
+    Args:
+        server: the job, which is started here.
+        user: the rollout function and its tasks.
+    """
     job = await server.start()
     try:
         async with AsyncClient(job.url, job.api_key, worker_id=OWN_WORKER) as client:

@@ -1,4 +1,4 @@
-"""What a job is: typed, checked, without torch. `JobConfig` is the root; `load_config` reads it from TOML."""
+"""The configuration of a job: typed and checked, without torch. `load_config` reads a `JobConfig` from TOML."""
 
 from palestra.config.engine import EmbeddedEngineConfig, EngineConfig, FakeEngineConfig
 from palestra.config.job import (

@@ -1,4 +1,4 @@
-"""The `[engine]` table: each kind of engine has keys of its own, and refuses those of the others."""
+"""The `[engine]` table: each kind of engine has keys of its own, and refuses the keys of other kinds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ class EmbeddedEngineConfig(Section):
     max_batch: Annotated[int, Field(ge=2)] = Field(64, description="Sequences that are decoded at the same time.")
     prefill_tokens: Positive = Field(2048, description="Most prompt tokens in one forward pass.")
     prefill_chunk: Positive = Field(
-        512, description="The same while replies are being sampled, so that a long prompt does not hold them up."
+        512,
+        description="Most prompt tokens in one forward pass while replies are being sampled, so that a long prompt "
+        "does not delay them.",
     )
     cache_gib: float | None = Field(
         None,
@@ -32,8 +34,8 @@ class EmbeddedEngineConfig(Section):
     )
     in_flight_updates: Literal["continue", "finish"] = Field(
         "continue",
-        description="Replies that are being sampled when new weights come: `continue` under the new ones (each token "
-        "has its version), or `finish` first.",
+        description="How to treat replies that are being sampled when new weights arrive. `continue`: under the new "
+        "weights (each token records its version); `finish`: the weights wait until the replies are complete.",
     )
     prefix_cache_tokens: int = Field(
         32768, ge=0, description="Prompt tokens of each policy whose keys and values are kept."
@@ -44,17 +46,17 @@ class FakeEngineConfig(Section):
     """`kind = "fake"`: digits that follow from the seed, without a model; for tests."""
 
     kind: Literal["fake"] = Field("fake", description="The kind of engine; each has keys of its own.")
-    delay_seconds: float = Field(0.0, ge=0, description="How long the engine takes for a reply.")
+    delay_seconds: float = Field(0.0, ge=0, description="Time that the engine takes for a reply, in seconds.")
     reply_tokens: Positive = Field(32, description="Longest reply, in tokens.")
 
 
 def _kind_of(value: Any) -> Any:
-    """Return the kind of an engine that is given as a table or as a section; a table without one is `embedded`."""
+    """Return the kind of an engine, given as a table or as a section; a table without a kind is `embedded`."""
     return value.get("kind", "embedded") if isinstance(value, dict) else getattr(value, "kind", None)
 
 
 def _known_kind(value: Any) -> Any:
-    """Refuse a kind that there is not, by the name of the key, which the union's own error does not have."""
+    """Refuse an unknown kind of engine, because the error of pydantic's union would not name the key."""
     kind = _kind_of(value)
     if not isinstance(value, dict | Section):
         raise ValueError(f"it is a table, such as {{kind = 'fake'}}, and not {value!r}")

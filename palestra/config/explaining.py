@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, in one line that names the key, the value, and the nearest known key."""
+"""Error messages for configurations: one line that names the key, the value, and the nearest known key."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pydantic import BaseModel, ValidationError
 
 from palestra.config.renames import new_name, new_value
 
-SHOWN = (int, float, str, bool, type(None), list, tuple)  # values that are short enough to be shown, if cut
+SHOWN = (int, float, str, bool, type(None), list, tuple)  # types whose values can be shown in a message, shortened
 
 
 def explain(error: ValidationError, root: type[BaseModel]) -> str:
-    """Return the first mistake in words.
+    """Return the first mistake of a configuration as a sentence.
 
     Args:
-        error: what pydantic found.
+        error: the error that pydantic raised.
         root: the section that was checked; the keys in `error` are below it.
     """
     first = error.errors()[0]
@@ -32,7 +32,7 @@ def explain(error: ValidationError, root: type[BaseModel]) -> str:
 
 
 def sections_of(annotation: Any) -> list[type[BaseModel]]:
-    """Return the sections that a field may hold: one, or the kinds of a union; none where it holds values."""
+    """Return the sections that a field may hold: one, the kinds of a union, or none if it holds values."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [section for part in get_args(annotation) for section in sections_of(part)]
@@ -55,7 +55,7 @@ def _unknown(place: tuple[str, ...], section: type[BaseModel], root: type[BaseMo
 
 
 def _given(kind: str, value: Any) -> str:
-    """Return the value that was refused, where the message does not speak of it."""
+    """Return the refused value as the end of a sentence, unless the message has it already."""
     if kind == "value_error" or not isinstance(value, SHOWN):
         return ""
     shown = repr(value)
@@ -89,12 +89,12 @@ def _walk(root: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[tuple[str,
 
 
 def _kind(section: type[BaseModel]) -> str:
-    """Return the value of `kind` that a section of a union is chosen by."""
+    """Return the value of `kind` by which a section of a union is chosen."""
     return str(section.model_fields["kind"].default)
 
 
 def _alternatives(root: type[BaseModel], path: Sequence[str]) -> list[type[BaseModel]]:
-    """Return the kinds of section that may stand at a path; one or none where there is no choice."""
+    """Return the kinds of section that a path may hold; one or none if there is no choice."""
     annotation: Any = root
     for step in path:
         fields = [section.model_fields[step] for section in sections_of(annotation) if step in section.model_fields]

@@ -1,4 +1,4 @@
-"""`JobConfig` and its parts. Every field says its unit; unknown keys are refused (see `loading`)."""
+"""`JobConfig` and its sections. Every field says its unit; unknown keys are refused (see `config.loading`)."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ Identifier = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 JobKind = Literal["training", "inference"]
 
 DEFAULT_CONTEXT = 4096
-SMOLLM2, TINY = "SmolLM2-135M-Instruct", "tiny-random"  # models that need no hub
+SMOLLM2, TINY = "SmolLM2-135M-Instruct", "tiny-random"  # models that need no download from a hub
 
 
 class SamplingConfig(Section):
-    """How training episodes are sampled. A job fixes these, whatever a call asks for."""
+    """Sampling of training episodes. A job fixes these parameters, so that a call can't change them."""
 
     temperature: float = Field(1.0, gt=0, le=10, description="Softmax temperature, also used by the trainer.")
     max_tokens: Positive = Field(1024, description="Most tokens a call may sample; a call may ask for fewer.")
 
 
 class OptimizerConfig(Section):
-    """AdamW on float32 master weights."""
+    """AdamW on float32 master weights: learning rate and its schedule, decay and clipping."""
 
     learning_rate: float = Field(2e-5, gt=0, description="Peak learning rate.")
     schedule: Literal["constant", "linear", "cosine"] = Field(
@@ -48,7 +48,7 @@ class OptimizerConfig(Section):
 
 
 class PolicyConfig(Section):
-    """One model being trained."""
+    """One model that is trained: its weights, context, sampling and optimizer."""
 
     model: str = Field(
         "SmolLM2-135M-Instruct",
@@ -58,63 +58,63 @@ class PolicyConfig(Section):
     )
     max_context: Positive = Field(
         DEFAULT_CONTEXT,
-        description=f"Most tokens of prompt and reply together. {DEFAULT_CONTEXT}, the default, stands for what the "
-        "model has where that is less; any other number that is more than the model has is refused.",
+        description=f"Most tokens of prompt and reply together. The default, {DEFAULT_CONTEXT}, is lowered to the "
+        "model's own limit; any other number above that limit is refused.",
     )
     sampling: SamplingConfig = SamplingConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
 
 
 class TasksConfig(Section):
-    """Where tasks come from. With no file, clients push them with `POST /tasks`."""
+    """Files of tasks. Without a file, an environment generates tasks, or clients push them with `POST /tasks`."""
 
-    train: Path | None = Field(None, description="JSONL file: one task a line, an object; `id` is optional.")
+    train: Path | None = Field(None, description="JSONL file of tasks: one JSON object per line; `id` is optional.")
     validation: Path | None = Field(None, description="JSONL file of held-out tasks, never trained on.")
 
 
 class EnvironmentConfig(Section):
-    """An environment that ships with Palestra, and that this process plays itself."""
+    """An environment that ships with Palestra, whose episodes the job's own process plays."""
 
     name: str | None = Field(
         None,
         description="`arithmetic`, `calculator`, `countdown`, `frozen-lake`, `gomoku`, `gsm-symbolic` or `subagents`. "
-        "None: workers outside play, or the environment given to `palestra.train`.",
+        "None: remote workers play, or the environment given to `palestra.train`.",
     )
-    settings: dict[str, bool | int | float | str] = Field({}, description="Of the environment.")
-    train_tasks: Positive = Field(512, description="Tasks to generate, where no files name any.")
-    validation_tasks: int = Field(64, ge=0, description="Held-out tasks to generate, likewise.")
+    settings: dict[str, bool | int | float | str] = Field({}, description="Settings of the environment.")
+    train_tasks: Positive = Field(512, description="Tasks to generate, if no file names any.")
+    validation_tasks: int = Field(64, ge=0, description="Held-out tasks to generate, if no file names any.")
     system: str | None = Field(None, description="System message. None: the environment's own, if it has one.")
     max_concurrency: Positive | None = Field(
-        None, description="Episodes that are played at the same time. None: one step's, at most 256."
+        None, description="Episodes that are played at the same time. None: as many as a step has, at most 256."
     )
     timeout_seconds: Seconds | None = Field(
-        None, description="Of one attempt at an episode. None: `rollout.max_episode_seconds` alone."
+        None, description="Limit for one attempt at an episode. None: only `rollout.max_episode_seconds` applies."
     )
 
 
 class RolloutConfig(Section):
-    """Groups, episodes and leases."""
+    """Episodes: the sizes of groups, leases of workers, staleness, and how calls are recorded."""
 
-    group_size: Positive = Field(8, description="Episodes of one task, compared with one another.")
-    groups_per_step: Positive = Field(8, description="Tasks that one training step is made from.")
+    group_size: Positive = Field(8, description="Episodes of one task, which are compared with one another.")
+    groups_per_step: Positive = Field(8, description="Tasks in one training step; each makes a group of episodes.")
     min_group_size: Positive = Field(
         2,
-        description="A group that lost episodes is trained if this many are left, else dropped and replaced.",
+        description="Completed episodes that a group needs to be trained; a group with fewer is dropped and replaced.",
     )
-    max_attempts: Positive = Field(3, description="Claims an episode may use up before it is discarded.")
+    max_attempts: Positive = Field(3, description="Attempts at an episode before it is discarded.")
     lease_seconds: Seconds = Field(
         120.0,
-        description="A claimed episode is given back after this long without any call or heartbeat of it "
-        "(`allow_discard_timeout`).",
+        description="A claimed episode is given to another worker after so long without a model call or a heartbeat "
+        "of it (`allow_discard_timeout`).",
     )
     max_lease_seconds: Seconds = Field(3600.0, description="The longest lease that a claim may ask for.")
-    max_episode_seconds: Seconds = Field(3600.0, description="The longest that one attempt may take in all.")
+    max_episode_seconds: Seconds = Field(3600.0, description="Longest duration of one attempt at an episode.")
     max_staleness: int = Field(
         0,
         ge=0,
         le=16,
-        description="How many steps older than the policy that is trained a token may be. 0: synchronous; else the "
-        "episodes of so many steps to come are played while earlier ones are trained.",
+        description="Most steps by which a token may be older than the policy that is trained. 0: episodes are played "
+        "and trained in turn; above 0: the episodes of so many later steps are played while a step is trained.",
     )
 
     max_open_buckets: Positive | None = Field(
@@ -130,37 +130,38 @@ class RolloutConfig(Section):
     )
     step_order: Literal["observed", "acted"] = Field(
         "observed",
-        description="Order of the TimeSteps of an episode in which several agents act at once, for credit by step: "
-        "by the time of their observations, or of their actions. Both are recorded.",
+        description="Order of the TimeSteps of an episode in which several agents act at the same time, for credit by "
+        "step: by the time of their observations, or of their actions. Both times are recorded.",
     )
     weight_sync: Literal["any_time", "between_episodes"] = Field(
         "any_time",
-        description="When episodes that Palestra plays itself get new weights: as soon as they are there (each token "
-        "has its version), or when none of them is being played.",
+        description="When episodes that Palestra plays itself get new weights. `any_time`: as soon as there are new "
+        "ones (each token records its version); `between_episodes`: when no episode is being played.",
     )
 
     strict_history: bool = Field(
         False,
-        description="Refuse, with 409, a call that goes on from an earlier one and would lose its exact tokens.",
+        description="Refuse, with 409, a call that continues an earlier one and can't reuse its exact tokens.",
     )
 
     dropped_reasoning: Literal["fork", "keep"] = Field(
         "fork",
-        description="What a reply that the agent sends back without its reasoning means. `fork`: the model is not to "
-        "see the reasoning again, so the tokens fork; `keep`: nothing, the exact tokens stay.",
+        description="How to treat an assistant message that the agent returns without its reasoning. `fork`: the model "
+        "does not see the reasoning again, so the tokens fork; `keep`: the exact tokens stay, reasoning included.",
     )
     stripped_whitespace: Literal["fork", "keep"] = Field(
         "fork",
-        description="What a reply means that the agent sends back with other white space around its text or its "
-        "reasoning, as after `.strip()`. `fork`: the model is to see the new text, so the tokens fork; `keep`: "
-        "nothing, the exact tokens stay.",
+        description="How to treat an assistant message that the agent returns with other white space around its text "
+        "or its reasoning, as after `.strip()`. `fork`: the model sees the new text, so the tokens fork; `keep`: the "
+        "exact tokens stay.",
     )
 
     untrainable_sampling: Literal["refuse", "ignore"] = Field(
         "refuse",
-        description="Sampling fields that a training episode can't have, because the trainer could not compute the "
-        "probabilities: `top_p` below 1, `top_k`, `min_tokens`, penalties, `logit_bias`. `refuse`: with 400; `ignore`: "
-        "sampled as if they were not there, as `x-palestra-sampling` then says; for frameworks that always send them.",
+        description="How to treat sampling fields that are not possible in a training episode, because the trainer "
+        "could not compute the probabilities: `top_p` below 1, `top_k`, `min_tokens`, penalties, `logit_bias`. "
+        "`refuse`: the call is refused with 400; `ignore`: the fields are ignored, and the header "
+        "`x-palestra-sampling` says so, for frameworks that always send them.",
     )
 
     @model_validator(mode="after")
@@ -178,7 +179,7 @@ class RolloutConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """How rewards become a gradient. GRPO: a group's rewards are its baseline (Shao et al. 2024, DeepSeekMath, 4.1)."""
+    """How rewards become a gradient: GRPO (Shao et al. 2024, DeepSeekMath, section 4.1) or an algorithm of your own."""
 
     name: str = Field(
         "grpo",
@@ -200,48 +201,48 @@ class AlgorithmConfig(Section):
     )
     credit: Literal["episode", "step", "agent", "branch"] = Field(
         "episode",
-        description="What a call's tokens are credited with. `episode`: the sum of all rewards; `step`: the discounted "
-        "sum of the TimeSteps' rewards from its own on; `agent`: the reward of its agent, or of the nearest parent "
-        "that has one (`planner` for `planner/search`), compared with those of the same agent; `branch`: as `agent`, "
-        "but subagents are compared with all that the same parent started.",
+        description="The return with which a call's tokens are credited. `episode`: the sum of all rewards; `step`: "
+        "the discounted sum of rewards from the call's own TimeStep on; `agent`: the reward of the call's agent, or of "
+        "the nearest parent that has one (`planner` for `planner/search`), compared with those of the same agent; "
+        "`branch`: as `agent`, but subagents are compared with all that the same parent started.",
     )
-    discount: float = Field(1.0, ge=0, le=1, description="Of one TimeStep, where credit is by step.")
+    discount: float = Field(1.0, ge=0, le=1, description="Discount factor of one TimeStep, for `credit = step`.")
     importance_sampling: Literal["none", "token-truncate", "token-mask", "sequence-truncate", "sequence-mask"] = Field(
         "none",
-        description="Correction for tokens that were sampled from other probabilities than those of the policy before "
-        "the step (older weights, or an engine that computes otherwise). `none`: the clipped ratio is to the sampled "
-        "probability itself. Else the ratio is to the policy before the step, and each token's loss is multiplied by "
+        description="Correction for tokens that were sampled with other probabilities than those of the policy before "
+        "the step (older weights, or an engine that rounds differently). `none`: the clipped ratio is to the sampling "
+        "probability. Otherwise the ratio is to the policy before the step, and each token's loss is multiplied by "
         "w = policy before the step / sampled, of the token or of the call's whole reply (sequence); `truncate`: at "
         "most `importance_limit` (truncated importance sampling, TIS: Yao et al. 2025); `mask`: w itself between "
         "1 / `importance_limit` and `importance_limit`, and 0 outside (masked importance sampling, MIS).",
     )
-    importance_limit: float = Field(2.0, gt=1, description="See `importance_sampling`.")
+    importance_limit: float = Field(2.0, gt=1, description="Bound of the weights of `importance_sampling`.")
     train_on: Literal["all-calls", "final-branch"] = Field(
         "all-calls",
-        description="`all-calls`: every call of an episode is trained; `final-branch`: only those whose tokens stand "
-        "in the last call of an agent, and others, such as attempts that were given up, are left out and counted.",
+        description="`all-calls`: every call of an episode is trained; `final-branch`: only calls whose tokens are in "
+        "the last call of an agent; others, such as attempts that were given up, are left out and counted.",
     )
     epochs: Positive = Field(1, description="Optimizer steps made from one batch.")
 
 
 class EvaluationConfig(Section):
-    """Validation through the same claim path, greedy, on a pinned version."""
+    """Validation on held-out tasks: greedy, through the same claims as training, while no weight changes."""
 
     every_steps: int = Field(
-        5, ge=0, description="Evaluate each so many steps, before the first and after the last. 0: never."
+        5, ge=0, description="Evaluate every so many steps, before the first and after the last. 0: never."
     )
-    max_tasks: Positive | None = Field(None, description="Use only the first so many validation tasks.")
+    max_tasks: Positive | None = Field(None, description="Use at most so many validation tasks, the first ones.")
 
 
 class CheckpointConfig(Section):
-    """Weights, optimizer and cursor."""
+    """Checkpoints, which hold weights, optimizer state and the step to resume from."""
 
-    every_steps: Positive = Field(10, description="Save each so many steps; the last step is always saved.")
-    keep: int = Field(2, ge=2, description="How many to keep; at least two, so that a damaged one has one before it.")
+    every_steps: Positive = Field(10, description="Save every so many steps; the last step is always saved.")
+    keep: int = Field(2, ge=2, description="Checkpoints to keep; at least two, in case one is damaged.")
 
 
 class TrainerConfig(Section):
-    """How gradients are computed."""
+    """The trainer: precision, device and batch sizes of the computation of gradients."""
 
     dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="Precision of products; weights are float32.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="`auto`: the GPU, if there is one.")
@@ -251,48 +252,48 @@ class TrainerConfig(Section):
         description="Most tokens in one forward and backward pass: memory grows with it. None: 1,024 on a CPU, 8,192 "
         "on a GPU.",
     )
-    logit_chunk: Positive = Field(2048, description="Most positions whose logits exist at the same time.")
+    logit_chunk: Positive = Field(2048, description="Most positions whose logits are in memory at the same time.")
 
 
 class StoreConfig(Section):
-    """The run store."""
+    """The run store, a SQLite database in the run's folder."""
 
     synchronous: Literal["FULL", "NORMAL"] = Field(
-        "FULL", description="SQLite's level. NORMAL survives kill -9; FULL survives loss of power too."
+        "FULL",
+        description="SQLite's synchronous level. NORMAL survives kill -9; FULL also survives a loss of power.",
     )
 
 
 class ServerConfig(Section):
-    """The data plane."""
+    """The data plane, which is the HTTP server of the job: its address and limits."""
 
-    host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 for all. TLS is a proxy's work.")
-    port: int = Field(7411, ge=0, le=65535, description="0: any free port.")
+    host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 for all. TLS needs a proxy.")
+    port: int = Field(7411, ge=0, le=65535, description="Port to listen on; 0: any free port.")
     max_body_bytes: Positive = Field(4 * 2**20, description="A larger body is refused with 413.")
     max_waiting_calls: Positive = Field(1024, description="More model calls at the same time are refused with 429.")
-    max_wait_seconds: Seconds = Field(60.0, description="The longest that a claim may wait for an episode.")
+    max_wait_seconds: Seconds = Field(60.0, description="Longest time that a claim may wait for an episode.")
 
 
-_ADDED_TO_ROLLOUT = {"stripped_whitespace": "fork"}  # later than the first runs that are to be resumed; see `digest`
+_ADDED_TO_ROLLOUT = {"stripped_whitespace": "fork"}  # keys added since the first runs that can be resumed; see `digest`
 
 
 class JobConfig(Section):
-    """One run: a model is trained, or only served."""
+    """The configuration of one job: a model is trained, or only served."""
 
-    name: Identifier = Field("job", description="Of the job, and of its folder below runs/.")
+    name: Identifier = Field("job", description="Name of the job, and of its folder below runs/.")
     kind: JobKind = Field(
         "training",
-        description="`training`, or `inference`: the model is served to whoever has the job's key, and nothing is "
-        "trained or recorded; what is about training only (tasks, environment, steps) is not used then.",
+        description="`training`, or `inference`: the model is served to clients with the job's key, nothing is trained "
+        "or recorded, and settings of training (tasks, environment, steps) are not used.",
     )
-    seed: int = Field(0, ge=0, lt=2**63, description="All sampling and all orders follow from it.")
-    steps: Positive = Field(30, description="Training steps.")
+    seed: int = Field(0, ge=0, lt=2**63, description="Seed of all sampling and of the order of tasks.")
+    steps: Positive = Field(30, description="Number of training steps.")
     deterministic: bool = Field(False, description="Bit-identical results on one CPU build, also after any kill.")
     run_dir: Path | None = Field(None, description="The run's folder. None: runs/<name>.")
     model: str | None = Field(
         None,
-        exclude=True,  # it is kept where it belongs, in `policies`
-        description="Short for `policies.policy.model`, and for the model of the one policy that `policies` names, "
-        "whatever that says.",
+        exclude=True,  # the value is moved into `policies`
+        description="Short for the model of the job's one policy; replaces `policies.NAME.model`.",
     )
     policies: dict[Identifier, PolicyConfig] = Field(default_factory=lambda: {"policy": PolicyConfig()})
     tasks: TasksConfig = TasksConfig()
@@ -309,7 +310,7 @@ class JobConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _model_of_the_policy(cls, data: Any) -> Any:
-        """Move `model` into the one policy, so that the rest of the package reads one place only."""
+        """Move `model` into the one policy, so that all other code reads one place only."""
         if not isinstance(data, Mapping) or data.get("model") is None:
             return data
         rest = {key: value for key, value in data.items() if key != "model"}
@@ -319,7 +320,7 @@ class JobConfig(Section):
         ((name, policy),) = policies.items()
         given = policy.model_dump(exclude_unset=True) if isinstance(policy, PolicyConfig) else policy
         if not isinstance(given, Mapping):
-            return rest  # the check of `policies` says what is wrong with it
+            return rest  # the check of `policies` reports the mistake
         return rest | {"policies": {name: {**given, "model": data["model"]}}}
 
     @field_validator("policies")
@@ -339,29 +340,29 @@ class JobConfig(Section):
 
     @property
     def folder(self) -> Path:
-        """The run's folder."""
+        """Return the run's folder: `run_dir`, or `runs/<name>`."""
         return self.run_dir if self.run_dir is not None else Path("runs") / self.name
 
     @property
     def policy_name(self) -> str:
-        """The name of the one policy."""
+        """Return the name of the job's one policy."""
         return next(iter(self.policies))
 
     @property
     def policy(self) -> PolicyConfig:
-        """The one policy."""
+        """Return the settings of the job's one policy."""
         return self.policies[self.policy_name]
 
     def with_max_context(self, max_context: int) -> JobConfig:
-        """Return the job with this many tokens of context for its policy."""
+        """Return the configuration with so many tokens of context for its policy."""
         policy = self.policy.model_copy(update={"max_context": max_context})
         return self.model_copy(update={"policies": {self.policy_name: policy}})
 
     def digest(self) -> str:
-        """Hash of all that decides what is trained; a run can't be resumed with another one.
+        """Return a hash of all settings that decide what is trained. A run can only be resumed with the same digest.
 
-        Left out: where it is served and written, how workers are watched, and how far it goes (unless the learning
-        rate depends on that). The tasks themselves are in the run store.
+        Left out are the address and the files, limits of workers, and the number of steps (unless the learning rate
+        depends on it). The tasks themselves are in the run store.
         """
         left_out: dict[str, Any] = dict.fromkeys(
             ("name", "kind", "run_dir", "tasks", "server", "store", "checkpoint", "evaluation"), True
@@ -375,16 +376,16 @@ class JobConfig(Section):
             "max_per_worker",
             "max_claimed",
             "weight_sync",
-            # It changes no token: what one setting refuses, the other samples as if it had not been asked for.
+            # It changes no token: a call that one setting refuses is sampled without the fields by the other.
             "untrainable_sampling",
         }
         left_out["environment"] = {"train_tasks", "validation_tasks", "max_concurrency", "timeout_seconds"}
-        # A key that an earlier version did not have does not tell its runs from those of this one, unless it is used.
+        # A key that an earlier version did not have must not change the digest of that version's runs while unused.
         left_out["rollout"] |= {
             key for key, unused in _ADDED_TO_ROLLOUT.items() if getattr(self.rollout, key) == unused
         }
         if self.policy.optimizer.schedule == "constant":
             left_out["steps"] = True
-        # By the first names of all keys, so that stores of earlier versions know the digest.
+        # Hashed with the first names of all keys, because the stores of earlier versions have that digest.
         dumped = in_first_names(self.model_dump(mode="json", exclude=left_out))
         return hashlib.sha256(to_json(dumped)).hexdigest()

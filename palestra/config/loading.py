@@ -1,4 +1,7 @@
-"""TOML to `JobConfig` and back; errors are one line that names the key and the nearest known one."""
+"""Reads a `JobConfig` from TOML and writes it back.
+
+An error is one line that names the key and the nearest known one.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +18,22 @@ from palestra.config.job import JobConfig
 from palestra.config.renames import in_present_names
 from palestra.errors import ConfigError
 
-SAVED_CONFIG = "config.toml"  # in a run's folder, beside its run.db
-UNSET: Final = object()  # the value of an override that takes a key out
+SAVED_CONFIG = "config.toml"  # in a run's folder, next to run.db
+UNSET: Final = object()  # value of an override that removes a key
 
 
 def load_config(path: Path, overrides: Mapping[str, Any] | None = None) -> JobConfig:
-    """Read a TOML file; relative paths in it are relative to the file.
+    """Read a job's configuration from a TOML file; relative paths in it are relative to the file.
 
-    A run's own config.toml may be one that an earlier version wrote: its names are translated, so that the run can be
-    resumed. In any other file an old name is an error that tells the new one.
+    The config.toml of a run may be one that an earlier version wrote: its names are translated, so that the run can be
+    resumed. In any other file an old name is an error that says the new one.
 
     Args:
-        path: the file.
+        path: path of the file.
         overrides: values by dotted key, which replace those of the file.
 
     Raises:
-        ConfigError: no such file, not TOML, an unknown key, or a value out of range.
+        ConfigError: the file does not exist or is not TOML, a key is unknown, or a value is out of range.
     """
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -52,10 +55,16 @@ def load_config(path: Path, overrides: Mapping[str, Any] | None = None) -> JobCo
 def parse_config(
     data: Mapping[str, Any], overrides: Mapping[str, Any] | None = None, source: str = "config"
 ) -> JobConfig:
-    """Check a plain mapping. An override of `UNSET` takes a key out of it, so that the key's default holds.
+    """Check a mapping and return the configuration.
+
+    Args:
+        data: nested tables, as in TOML.
+        overrides: values by dotted key, which replace those of `data`. `UNSET` removes a key, so that its default
+            holds.
+        source: name of the configuration, for messages.
 
     Raises:
-        ConfigError: an unknown key, or a value out of range.
+        ConfigError: a key is unknown, or a value is out of range.
     """
     merged: dict[str, Any] = copy.deepcopy(dict(data))
     for dotted, value in (overrides or {}).items():
@@ -68,7 +77,7 @@ def parse_config(
         if value is UNSET and _is_known((*parents, leaf)):
             level.pop(leaf, None)
         else:
-            level[leaf] = None if value is UNSET else value  # an unknown key is refused below, by its name
+            level[leaf] = None if value is UNSET else value  # the check below refuses an unknown key
     try:
         return JobConfig.model_validate(merged)
     except ValidationError as error:
@@ -76,7 +85,7 @@ def parse_config(
 
 
 def dump_config(config: JobConfig) -> str:
-    """The whole configuration as TOML, defaults included; `parse_config` of it gives an equal one."""
+    """Return the whole configuration as TOML, defaults included; `parse_config` of it gives an equal configuration."""
     lines: list[str] = []
     _dump_table(config.model_dump(mode="json", exclude_none=True), (), lines)
     return "\n".join(lines).lstrip("\n") + "\n"
@@ -108,7 +117,7 @@ def _literal(value: Any) -> str:
 
 
 def _is_known(path: tuple[str, ...]) -> bool:
-    """Whether a dotted key can be set; what is inside a table of free keys always can."""
+    """Return whether a dotted key can be set; keys inside of a free table always can."""
     annotation: Any = JobConfig
     for step in path:
         if get_origin(annotation) is dict:

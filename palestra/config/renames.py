@@ -1,8 +1,8 @@
 """Keys and values of `JobConfig` that had other names in an earlier version: one table, read in both directions.
 
-A person who writes an old name is told the new one (`config.explaining`). A file that an earlier version wrote itself,
-as the config.toml of a run that is resumed or a job in the control plane's store, is translated (`in_present_names`).
-The digest of a job stays the one that stores of earlier versions have, so it is taken of the first names
+A user who writes an old name gets an error that says the new one (`config.explaining`). A file that an earlier version
+wrote, such as the config.toml of a resumed run or a job in the control plane's store, is translated
+(`in_present_names`). The digest of a job must not change between versions, so it is computed from the first names
 (`in_first_names`).
 """
 
@@ -15,12 +15,12 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rename:
-    """One key that has a new name, with the values that have new names, too."""
+    """A key that has a new name, and the values of it that have new names."""
 
     section: str  # the table of the job's configuration that has the key
-    before: str  # its first name
+    before: str  # the key's first name
     now: str
-    values: Mapping[str, str] = field(default_factory=dict)  # first name of a value -> its name now
+    values: Mapping[str, str] = field(default_factory=dict)  # first name of a value -> present name
 
 
 RENAMES = (
@@ -52,8 +52,8 @@ RENAMES = (
     Rename(section="engine", before="scripted_tokens", now="reply_tokens"),
 )
 
-# Before each kind of engine had keys of its own, every file and every digest had all of these; the values are the
-# defaults of that time.
+# Before each kind of engine had keys of its own, every file and every digest contained all of these keys; the values
+# are the defaults of that time.
 _FIRST_ENGINE: Mapping[str, Any] = {
     "kind": "embedded",
     "dtype": "bfloat16",
@@ -72,10 +72,10 @@ _OF_FAKE = ("kind", "delay_seconds", "reply_tokens")
 
 
 def in_present_names(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration that an earlier version wrote, with the names of this one.
+    """Return a configuration that an earlier version wrote, with the names of this version.
 
     Args:
-        saved: a whole configuration or a part of one, as nested tables; names of this version stay as they are.
+        saved: a whole configuration or a part of one, as nested tables; present names stay as they are.
     """
     found = dict(saved)
     for rename in RENAMES:
@@ -94,7 +94,7 @@ def in_present_names(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def in_first_names(dumped: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a dumped `JobConfig` with the names that its keys and values had first, in their first order."""
+    """Return a dumped `JobConfig` with the first names of its keys and values, in their first order."""
     found = dict(dumped)
     for rename in RENAMES:
         first = {now: before for before, now in rename.values.items()}
@@ -107,17 +107,17 @@ def in_first_names(dumped: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def new_name(key: str, known: Collection[str]) -> Rename | None:
-    """Return the rename of an old key.
+    """Return the rename of an old key, or None if the key is not an old name.
 
     Args:
-        key: the last part of a key that is not known.
-        known: the keys of the section in which it was written.
+        key: last part of an unknown key.
+        known: keys of the section in which it was written.
     """
     return next((rename for rename in RENAMES if rename.before == key and rename.now in known), None)
 
 
 def new_value(key: str, value: object) -> str | None:
-    """Return the present name of an old value of a renamed key; None where it is no old value."""
+    """Return the present name of an old value of a renamed key, or None if the value is not an old name."""
     return next(
         (
             rename.values[value]

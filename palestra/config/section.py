@@ -1,11 +1,11 @@
-"""What all tables of a configuration have in common."""
+"""`Section`, the base class of all tables of a configuration, and types that several tables use."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic._internal._model_construction import ModelMetaclass  # of BaseModel; pydantic exports it nowhere else
+from pydantic._internal._model_construction import ModelMetaclass  # exported nowhere else
 
 from palestra.config.explaining import explain
 from palestra.errors import ConfigError
@@ -15,15 +15,15 @@ Seconds = Annotated[float, Field(gt=0)]
 
 
 class _InWords(ModelMetaclass):
-    """Makes a section that is written in Python say what is wrong with it as one that is read from TOML does."""
+    """Metaclass that gives sections made in Python the same error messages as sections read from TOML."""
 
-    if not TYPE_CHECKING:  # the fields are what a type checker is to look at
+    if not TYPE_CHECKING:  # type checkers see the signature that pydantic makes of the fields
 
         def __call__(cls, *args: Any, **values: Any) -> Any:
-            """Make a section.
+            """Make a section, as pydantic does.
 
             Raises:
-                ConfigError: an unknown key, or a value out of range.
+                ConfigError: a key is unknown, or a value is out of range.
             """
             try:
                 return super().__call__(*args, **values)
@@ -32,6 +32,6 @@ class _InWords(ModelMetaclass):
 
 
 class Section(BaseModel, metaclass=_InWords):
-    """Base of all parts: unknown keys are errors, values can't be changed after the check."""
+    """Base class of all tables: unknown keys are errors, and values can't be changed after the check."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)

@@ -1,4 +1,7 @@
-"""Environments: what an agent interacts with. Loads neither torch nor ray."""
+"""Environments: the worlds that agents act in, the ones that ship with Palestra and the base classes for your own.
+
+Importing this package loads neither torch nor ray, so that a rollout worker stays small.
+"""
 
 from palestra.envs.arithmetic import Arithmetic
 from palestra.envs.calculator import CalculatorEnvironment

@@ -1,4 +1,4 @@
-"""Sums and products that a small model can learn to do in its head."""
+"""Environment `arithmetic`: sums and products that a small model can learn to compute in its head."""
 
 from __future__ import annotations
 
@@ -16,36 +16,51 @@ _NUMBER = re.compile(r"(?<![0-9.])-?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)
 
 
 class Arithmetic(TaskEnvironment):
-    """One sum or product, one answer. Reward 1 if its last number is right, else 0."""
+    """Ask for one sum or product and end with the first answer.
+
+    The reward is 1 if the last number of the answer is exactly right, else 0.
+    """
 
     blocking = False
     reusable = True
 
     def __init__(self, *, system: str = SYSTEM) -> None:
-        """`system` is the system message."""
+        """Create the environment.
+
+        Args:
+            system: the system message that each conversation starts with.
+        """
         super().__init__(right_number)
         self.system = system
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last number of a text, with or without commas between thousands; None: it has none."""
+    """Return the last number of a text, with or without commas between thousands, or None if the text has no number."""
     found = _NUMBER.findall(text)
     return Decimal(found[-1].replace(",", "")) if found else None
 
 
 def right_number(task: Mapping[str, Any], answer: str) -> float:
-    """1 if the last number of the answer is exactly the task's `answer`, else 0."""
+    """Return 1.0 if the last number of `answer` equals `task["answer"]` exactly, else 0.0."""
     return float(last_number(answer) == Decimal(str(task["answer"])))
 
 
 def arithmetic_tasks(split: Split, count: int, seed: int) -> list[dict[str, Any]]:
-    """Sums of numbers from 1 to 99 and products of numbers from 2 to 20: `id`, `prompt`, `answer`.
+    """Draw sums of numbers from 1 to 99 and products of numbers from 2 to 20.
 
-    There are 5,140, unordered, a quarter of them for validation: `a + b` is
-    never in one split while `b + a` is in the other.
+    There are 5,140 tasks, a quarter of them for validation. `a + b` and `b + a` are the same task and so always in the
+    same split.
+
+    Args:
+        split: the split to draw from.
+        count: number of tasks.
+        seed: other seeds draw other tasks of the same split.
+
+    Returns:
+        `count` distinct tasks with the keys `id`, `prompt` and `answer`.
 
     Raises:
-        ConfigError: there are not so many.
+        ConfigError: the split has fewer than `count` tasks.
     """
     return draw_tasks(split, count, seed, _draw)
 

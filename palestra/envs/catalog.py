@@ -1,4 +1,4 @@
-"""The environments that ship, by name, so that a job can name one: its code and its tasks are Palestra's own."""
+"""The environments that ship with Palestra, by name, so that a job needs no code of its own to use one."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from palestra.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CatalogEntry:
-    """An environment, and where its tasks come from."""
+    """An environment of the catalogue: how to make one, and how to generate its tasks."""
 
     summary: str  # one line for people
     make: Callable[..., Environment | ConcurrentEnvironment]
-    """Makes one, of settings by keyword. Raises ConfigError that names a setting which is wrong or not known."""
+    """Returns a new environment, given its settings by keyword. Raises ConfigError for a wrong or unknown setting."""
     generate: Callable[[Split, int, int], list[dict[str, Any]]]
-    """(split, count, seed) -> distinct tasks, JSON objects with an `id`; the same for the same arguments, and never one
-    of the other split, whatever the seed. Raises ConfigError where there are not so many."""
+    """(split, count, seed) -> `count` distinct tasks, JSON objects with an `id`. Equal arguments give equal tasks, and
+    no seed gives a task of the other split. Raises ConfigError if the split has fewer than `count` tasks."""
 
 
 def catalog_entry(name: str) -> CatalogEntry:
-    """An environment of the catalogue.
+    """Return the catalogue's environment of this name.
 
     Raises:
-        ConfigError: there is none of this name.
+        ConfigError: the catalogue has no environment `name`; the message suggests a similar one.
     """
     if name not in CATALOG:
         near = difflib.get_close_matches(name.lower(), CATALOG, n=1, cutoff=0.5)
@@ -52,7 +52,10 @@ def catalog_entry(name: str) -> CatalogEntry:
 def _maker(
     name: str, make: Callable[..., Environment | ConcurrentEnvironment], *hidden: str
 ) -> Callable[..., Environment | ConcurrentEnvironment]:
-    """`make`, whose settings are checked by the types of its signature; `hidden` ones can't be set."""
+    """Wrap `make` so that its settings are validated against the types of its signature.
+
+    Settings named in `hidden` can't be set by a job, and are not listed.
+    """
     hints = get_type_hints(make.__init__ if inspect.isclass(make) else make)
     fields: dict[str, Any] = {
         key: (hints[key], parameter.default)
@@ -79,7 +82,7 @@ def _maker(
     shown = [
         inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=value) for key, (_, value) in fields.items()
     ]
-    made.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]  # for whoever lists the settings
+    made.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]  # the CLI lists settings from it
     return made
 
 

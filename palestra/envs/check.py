@@ -1,4 +1,4 @@
-"""Tries an environment before an agent does, and says what is wrong with it."""
+"""`check_environment`: try an environment before an agent does, and say what is wrong with it."""
 
 from __future__ import annotations
 
@@ -25,44 +25,44 @@ def check_environment(
     max_steps: int = 1000,
     timeout_seconds: float = 60.0,
 ) -> None:
-    """Play some episodes, and look for the usual mistakes.
+    """Play some episodes in an environment and raise the first mistake found.
 
-    In any environment:
+    Mistakes that are looked for in any environment:
 
-    - `make` returns one that it returned before, or something else;
+    - `make` returns an environment that it returned before, or something else;
     - `setup`, `reset`, `step` or `close` raises, also for an action that a model may well write;
     - `reset` changes the task;
     - `max_steps` is less than 1;
     - an observation, a reward, `terminated`, `truncated` or `info` has the wrong shape or type, or a reward is not
       finite;
     - an episode does not end;
-    - randomness that is not the task's: two new environments answer the same differently;
-    - a second episode that differs from the first of a new environment, though it says that it is reusable;
-    - tasks of the event loop run on after `close`.
+    - randomness does not come from the task: two new environments answer the same task and actions differently;
+    - the environment says that it is reusable, and its second episode differs from the first of a new environment;
+    - tasks of the event loop still run after `close`.
 
-    In a concurrent one also:
+    In a concurrent environment also:
 
     - an episode begins with nothing to answer, or an agent's conversation with no message;
-    - an agent is shown something while it answers what it was shown before: it has one conversation;
-    - `parents` names an observation that there was not;
+    - an agent is shown a new observation before it has answered the last one, although it has only one conversation;
+    - `parents` names an observation that does not exist;
     - a tool is not offered in OpenAI's shape;
-    - a call has no answer in the next observation, or an answer no call;
-    - nothing is shown any more, and the episode is not over.
+    - a call has no answer in the next observation, or an answer belongs to no call;
+    - no observation comes any more, and the episode is not over.
 
     Methods run as they do in a job: those that are `async` on one event loop, the others of an `Environment` in threads
     if it is `blocking`.
 
     Args:
-        make: makes a new environment.
-        tasks: at least one.
-        actions: what each agent says, in this order, over and over. None: text of many kinds and, where tools are
+        make: returns a new environment each time.
+        tasks: the tasks to play, at least one.
+        actions: the actions of each agent, repeated in this order. None: text of many kinds and, where tools are
             offered, good and bad calls; the first task is then played with each of them as the first action.
-        max_steps: an episode with more actions is taken to be endless.
-        timeout_seconds: how long a concurrent environment may show nothing.
+        max_steps: an episode with more actions counts as endless.
+        timeout_seconds: the longest time that a concurrent environment may show nothing.
 
     Raises:
         EnvironmentMistake: the first mistake that was found, in words.
-        ValueError: there is no task, or no action.
+        ValueError: `tasks` is empty, or `actions` is.
     """
     if not tasks or (actions is not None and not actions):
         raise ValueError("check_environment needs a task, and actions if they are given")
@@ -117,7 +117,7 @@ async def _close(environment: Environment) -> None:
 
 
 async def _episode(environment: Environment, task: Task, script: Script, max_steps: int) -> list[Any]:
-    """Everything that was seen of one episode."""
+    """Play one episode and return everything that the agent was shown in it, for comparison with another play."""
     before = repr(task)
     text, _ = checked_reset(await _call_of("reset", environment, partial(environment.reset, task)))
     if repr(task) != before:
@@ -159,7 +159,7 @@ async def _call_of(what: str, environment: Environment, function: Callable[[], A
         function: the call.
 
     Raises:
-        EnvironmentMistake: it raised something.
+        EnvironmentMistake: the function raised an exception, which is named in the message.
     """
     try:
         return await call(function, "palestra-environment", blocking=environment.blocking)

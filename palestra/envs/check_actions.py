@@ -1,4 +1,4 @@
-"""What `check_environment` says in an agent's place."""
+"""The actions that `check_environment` plays in place of an agent."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ _VALUES: dict[str, Any] = {"string": "1 + 1", "integer": 1, "number": 1.5, "bool
 
 Task = Mapping[str, Any]
 Script = Callable[[int, Sequence[Mapping[str, Any]]], ChatMessage]
-"""(how often the agent has acted, the tools that it is offered) -> its action."""
+"""(number of actions that the agent has taken, tools that the agent is offered) -> the agent's next action."""
 
 
 def scripts(tasks: Sequence[Task], actions: Sequence[str | ChatMessage] | None) -> list[tuple[Task, Script]]:
-    """The episodes to play. Without `actions` each kind of action begins one of the first task."""
+    """Return the episodes to play, each as a task and the script of its actions.
+
+    Without `actions` the first task is played once for each kind of action, beginning with that kind.
+    """
     if actions is not None:
         return [(task, _repeated([_message(action) for action in actions])) for task in tasks]
     kinds = len(TEXTS) + len(_calls([], 0))
@@ -27,7 +30,7 @@ def scripts(tasks: Sequence[Task], actions: Sequence[str | ChatMessage] | None) 
 
 
 def _message(action: str | ChatMessage) -> ChatMessage:
-    """A lone surrogate becomes `?`, as it does in a model's reply."""
+    """Return the action as a message; text with a lone surrogate gets `?` in its place, as in a model's reply."""
     return text_message("assistant", action) if isinstance(action, str) else action
 
 
@@ -44,7 +47,7 @@ def _rotated(start: int) -> Script:
 
 
 def _calls(tools: Sequence[Mapping[str, Any]], number: int) -> list[ChatMessage]:
-    """Calls without arguments, of text that is no JSON, of a tool that there is not, and good ones."""
+    """Return actions that call: without arguments, with text that is not JSON, an unknown tool, and correctly."""
     names = [str(tool["function"]["name"]) for tool in tools]
     good = [(name, _arguments(tool)) for name, tool in zip(names, tools, strict=True) if name != FINISH]
     turns = [

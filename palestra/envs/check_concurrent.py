@@ -1,4 +1,4 @@
-"""The part of `check_environment` that is for concurrent environments."""
+"""The part of `check_environment` that is only for concurrent environments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from palestra.errors import EnvironmentMistake, EpisodeOver
 from palestra.schemas.messages import ChatMessage
 from palestra.schemas.observations import Observation
 
-Seen = dict[str, list[Any]]  # by agent: what comes first between two of them is nobody's mistake
+# Observations by agent. Only their order within one agent is compared: between agents no order is promised.
+Seen = dict[str, list[Any]]
 
 
 async def check_concurrent(
@@ -23,16 +24,16 @@ async def check_concurrent(
     max_steps: int,
     timeout_seconds: float,
 ) -> None:
-    """Play episodes of a concurrent environment; see `check_environment`.
+    """Play the episodes of `plan` in concurrent environments; see `check_environment` for the mistakes that are found.
 
     Args:
-        make: makes a new environment.
-        plan: a task and what its agents say, for each episode.
-        max_steps: an episode with more actions is taken to be endless.
-        timeout_seconds: how long nothing may be shown.
+        make: returns a new environment each time.
+        plan: tasks, each with the script of its actions.
+        max_steps: an episode with more actions counts as endless.
+        timeout_seconds: the longest time that an environment may show nothing.
 
     Raises:
-        EnvironmentMistake: the first mistake that was found.
+        EnvironmentMistake: the first mistake that was found, in words.
     """
     fresh = []
     for task, script in plan:
@@ -54,7 +55,8 @@ async def check_concurrent(
         await _close(environment)
         return
     await _call("reset", environment.reset(plan[0][0]))
-    await _Episode(environment, plan[0][1], 1, timeout_seconds).begin()  # and leave it in the middle
+    # An episode that is left in the middle must stop too: rollouts abandon episodes.
+    await _Episode(environment, plan[0][1], 1, timeout_seconds).begin()
     await _close(environment)
 
 
@@ -66,7 +68,7 @@ async def _close(environment: ConcurrentEnvironment) -> None:
 
 async def check_nothing_left() -> None:
     """Raise EnvironmentMistake if a task of this event loop still runs beside the caller's own."""
-    await asyncio.sleep(0)  # a task that was cancelled ends now
+    await asyncio.sleep(0)  # one turn of the loop lets cancelled tasks end
     left = asyncio.all_tasks() - {asyncio.current_task()}
     if left:
         names = ", ".join(sorted(str(getattr(task.get_coro(), "__qualname__", task.get_name())) for task in left))
@@ -74,7 +76,7 @@ async def check_nothing_left() -> None:
 
 
 class _Episode:
-    """One episode, in which each observation is checked and answered as it comes."""
+    """Plays one episode; each observation is checked and answered as it arrives."""
 
     def __init__(
         self, environment: ConcurrentEnvironment, script: Script, max_steps: int, timeout_seconds: float
@@ -84,11 +86,11 @@ class _Episode:
         self._ids: set[str] = set()
         self._seen: Seen = defaultdict(list)
         self._acted: Counter[str] = Counter()
-        self._open: dict[str, Observation] = {}  # by agent: what it has not answered yet
-        self._calls: dict[str, list[str]] = {}  # by agent: the ids of those that it made last
+        self._open: dict[str, Observation] = {}  # by agent: its unanswered observation
+        self._calls: dict[str, list[str]] = {}  # by agent: ids of the tool calls in its last action
 
     async def play(self, task: Task) -> Seen:
-        """Everything that was seen, by agent."""
+        """Play the episode of this task to its end and return everything that was observed, by agent."""
         before = repr(task)
         await _call("reset", self._environment.reset(task))
         if repr(task) != before:
@@ -106,13 +108,16 @@ class _Episode:
         return self._seen
 
     async def begin(self) -> None:
-        """Answer the first observation, and wait for nothing."""
+        """Answer the first observation and return without waiting for what the answer brings."""
         if (observation := await self._next()) is not None:
             self._act(observation)
             await asyncio.sleep(0)
 
     async def _next(self) -> Observation | None:
-        """The next observation; None: the episode is over. An agent acts when there is nothing more to see now."""
+        """Return the next observation, or None if the episode is over.
+
+        An agent acts only when no more can be observed now.
+        """
         observing = asyncio.ensure_future(self._environment.observe())
         try:
             await asyncio.sleep(0)
@@ -138,7 +143,8 @@ class _Episode:
         self._environment.act(observation.id, action)
 
     def _check(self, observation: Observation) -> None:
-        agent: Any = observation.agent  # the environment is the user's: nothing has to be of its type
+        # The environment is the user's code, so no field is certain to have its annotated type.
+        agent: Any = observation.agent
         content: Any = observation.content
         tools: tuple[Any, ...] = observation.tools
         flags: tuple[Any, ...] = (observation.reward, observation.terminated, observation.truncated)
@@ -166,7 +172,7 @@ class _Episode:
         self._seen[agent].append((content, *flags))
 
     def _check_conversation(self, observation: Observation) -> None:
-        """An agent has one conversation, in which each call has an answer."""
+        """Check that exactly the calls of the agent's last action are answered in its next observation."""
         agent = observation.agent
         called = self._calls.pop(agent, [])
         answered = [message.tool_call_id for message in observation.content if message.role == "tool"]

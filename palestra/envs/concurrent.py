@@ -1,7 +1,7 @@
-"""The form of environments that rollouts run: observations and actions come and go independently of one another.
+"""`ConcurrentEnvironment`: the form of environments that rollouts run, where observations and actions are independent.
 
-One action may bring no observation, one, or many, in any order and at any time; several agents act at once. The easy
-form, `Environment`, is an adapter over it (`SerialEnvironment`).
+One action may bring no observation, one, or many, in any order and at any time, and several agents act at the same
+time. The easy form, `Environment`, runs on it through an adapter (`SerialEnvironment`).
 """
 
 from __future__ import annotations
@@ -19,45 +19,52 @@ from palestra.schemas.observations import Observation
 
 
 class ConcurrentEnvironment(ABC):
-    """A world in which several things may happen at once.
+    """A world in which several things may happen at the same time.
 
-    `observe` and `act` are what a rollout uses. A subclass implements `start` and `on_action`, and calls `emit` for
-    whatever there is to see. The episode is over when nothing is open: no observation waits for an action, and no
-    action is being worked on.
+    A rollout calls `reset`, `observe` and `act`. A subclass implements `start` and `on_action`, and calls `emit` for
+    each observation. The episode is over when no observation waits for an action and no action is being worked on.
     """
 
-    reusable: ClassVar[bool] = False  # whether `reset` may be called again; otherwise each episode gets a new one
-    max_steps: int | None = (
-        None  # after so many actions, all agents' together, whatever is shown is the last; None: any
-    )
+    reusable: ClassVar[bool] = False  # True: `reset` may be called again; False: each episode gets a new environment
+    # The number of actions, of all agents together, after which every new observation is the last; None: no limit.
+    max_steps: int | None = None
 
     def __init__(self, clock: Clock | None = None) -> None:
-        """`clock` tells when something was observed."""
+        """Create an environment without an episode.
+
+        Args:
+            clock: source of `Observation.observed_at`; None: the system's clock.
+        """
         self.clock = clock or SystemClock()
         self._begun = False
         self._clear()
 
-    # What a subclass implements.
+    # Methods that a subclass implements.
 
-    async def setup(self) -> None:  # noqa: B027 - nothing to do, unless there is
-        """Before the first episode: connections, processes."""
+    async def setup(self) -> None:  # noqa: B027 - optional to override
+        """Prepare for the first episode: open connections, start processes. By default nothing is done."""
 
     async def close(self) -> None:  # noqa: B027
-        """After the last episode, also after one that failed."""
+        """Release what `setup` acquired. Called after the last episode, also if that one failed."""
 
     @abstractmethod
     async def start(self, task: Mapping[str, Any]) -> None:
-        """Emit what there is to see at first."""
+        """Begin the episode of `task`: emit the first observation of at least one agent."""
 
     @abstractmethod
     async def on_action(self, observation: Observation, action: ChatMessage) -> None:
-        """An agent answers an observation; runs beside the answers to other observations."""
+        """Work on an agent's action; runs concurrently with the work on other actions.
 
-    # What it calls.
+        Args:
+            observation: the observation that the agent answers.
+            action: the agent's message, with its tool calls.
+        """
+
+    # Members that a subclass uses.
 
     @property
     def cut_off(self) -> bool:
-        """Whether the episode has had its `max_steps` actions."""
+        """Return whether the episode has had its `max_steps` actions, so that no further action will be asked for."""
         return self.max_steps is not None and len(self._acted) >= self.max_steps
 
     def emit(
@@ -72,9 +79,22 @@ class ConcurrentEnvironment(ABC):
         truncated: bool = False,
         info: Mapping[str, Any] | None = None,
     ) -> Observation:
-        """Show something to an agent. After `max_steps` actions it is truncated, unless it is terminated.
+        """Show an agent an observation.
 
-        `info` is for people: it is recorded with the episode, and the agent does not see it.
+        After `max_steps` actions the observation is truncated, unless it is terminated.
+
+        Args:
+            agent: name of the agent that sees it; a subagent's name starts with its parent's: `planner/search`.
+            content: messages to add to the agent's conversation.
+            parents: ids of the observations whose actions caused this one; empty at the episode's start.
+            tools: tools that the agent may call in its answer, in OpenAI's shape.
+            reward: reward for the actions that caused it; None: not scored, which differs from 0.
+            terminated: the agent's part is over, so no action is asked for.
+            truncated: the agent's part was cut off, by a limit for instance.
+            info: information for people: recorded with the episode, and not seen by the agent.
+
+        Returns:
+            The observation, with its id.
         """
         observation = Observation(
             id=f"o{next(self._numbers)}",
@@ -94,13 +114,13 @@ class ConcurrentEnvironment(ABC):
         self._changed.set()
         return observation
 
-    # What a rollout calls.
+    # Methods that a rollout calls.
 
     async def reset(self, task: Mapping[str, Any]) -> None:
-        """Begin an episode; what was left of the one before is cancelled.
+        """Begin an episode of `task`; work that is left of the episode before is cancelled.
 
         Raises:
-            Conflict: the environment is not reusable, and had an episode.
+            Conflict: the environment is not reusable and has had an episode.
         """
         if self._begun and not self.reusable:
             raise Conflict(f"{type(self).__name__} is not reusable; make a new one for each episode")
@@ -110,11 +130,11 @@ class ConcurrentEnvironment(ABC):
         await self.start(task)
 
     async def observe(self) -> Observation:
-        """What comes next.
+        """Wait for the next observation and return it.
 
         Raises:
-            EpisodeOver: nothing more will come.
-            Exception: what `on_action` raised.
+            EpisodeOver: the episode is over, so no observation will come.
+            Exception: the first exception that `on_action` raised.
         """
         while self._unseen.empty():
             if self._failure is not None:
@@ -126,13 +146,20 @@ class ConcurrentEnvironment(ABC):
         return self._unseen.get_nowait()
 
     def waits_only_for(self, observation_id: str) -> bool:
-        """Whether nothing happens until this observation is answered."""
+        """Return whether nothing can happen in the environment until this observation is answered."""
         if len(self._open) != 1 or observation_id not in self._open or not self._unseen.empty():
             return False
-        return all(task.done() for task in self._working.values())  # those that end with this turn of the loop, too
+        # A finished task stays in the dict until its callback has run, later in this turn of the loop.
+        return all(task.done() for task in self._working.values())
 
     def act(self, observation_id: str, action: ChatMessage) -> None:
-        """Answer an observation; returns at once. The same again is a no-op.
+        """Answer an observation and return without waiting for what the action brings.
+
+        A repeated equal action is a no-op.
+
+        Args:
+            observation_id: id of the observation that is answered.
+            action: the agent's message.
 
         Raises:
             Conflict: another action was given before, or the observation asks for none.
@@ -148,14 +175,14 @@ class ConcurrentEnvironment(ABC):
         self._work(observation_id, self.on_action(observation, action))
 
     def cancel(self, observation_id: str) -> None:
-        """No action will come for this observation, and what its action began is stopped."""
+        """Give up on an observation: no action will come for it, and work on an action that came is cancelled."""
         self._open.pop(observation_id, None)
         if (task := self._working.get(observation_id)) is not None:
             task.cancel()
         self._changed.set()
 
     async def abandon(self) -> None:
-        """End the episode wherever it is: nothing of it runs on."""
+        """End the episode at any point and wait until none of its work is running."""
         self._open.clear()
         tasks = list(self._working.values())
         for task in tasks:
@@ -166,7 +193,7 @@ class ConcurrentEnvironment(ABC):
     def _clear(self) -> None:
         self._numbers = count()
         self._begun = False
-        self._open: dict[str, Observation] = {}  # that wait for an action
+        self._open: dict[str, Observation] = {}  # observations that wait for an action
         self._acted: dict[str, ChatMessage] = {}
         self._working: dict[str, asyncio.Task[None]] = {}
         self._unseen: asyncio.Queue[Observation] = asyncio.Queue()

@@ -1,4 +1,4 @@
-"""What an agent needs to hand work on: a description of each kind of subagent, and the tool."""
+"""What an agent needs to hand work on: a description of each kind of subagent, and the tool `delegate`."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ DELEGATE = "delegate"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subagent:
-    """One kind of subagent."""
+    """One kind of subagent that an agent may start, any number of times, with the tool `delegate`."""
 
-    name: str  # of the kind; the first of an agent named `agent` is `agent/NAME-1`
-    description: str = ""  # what it is for, as the agent reads it that may delegate to it
-    system: str | None = None  # the system message of its conversation; None: none
-    tools: tuple[Tool, ...] = ()  # its own
-    max_steps: int = 8  # of its own; then what it said last is its result
+    name: str  # of the kind; the first that an agent named `agent` starts is `agent/NAME-1`
+    description: str = ""  # its purpose, shown to agents that may delegate to it
+    system: str | None = None  # system message of its conversation, if any
+    tools: tuple[Tool, ...] = ()  # tools that it may call, beside `finish` and `delegate`
+    max_steps: int = 8  # replies that it may make; its last text is then its result
 
     def __post_init__(self) -> None:
-        """Check it.
+        """Check the name and the limit.
 
         Raises:
-            ValueError: the name is empty or has a slash, or it may make no step.
+            ValueError: the name is empty or has a slash, or `max_steps` is below 1.
         """
         if not self.name or "/" in self.name:
             raise ValueError(f"a subagent's name has a letter and no slash, and is not {self.name!r}")
@@ -34,14 +34,19 @@ class Subagent:
 
 
 class Delegate(Tool):
-    """`delegate(prompt, kind)`: one call starts one subagent; several calls of a turn start several at once."""
+    """Tool `delegate(prompt, kind)`: one call starts one subagent; the calls of one reply start theirs concurrently."""
 
     def __init__(self, kinds: Mapping[str, Subagent], start: Callable[[Subagent, str], str]) -> None:
-        """`start` gets the kind and the prompt; what it returns is the result of the call."""
+        """Create the tool of one agent.
+
+        Args:
+            kinds: kinds of subagents by name.
+            start: called with the kind and the prompt; returns the result of the call, as the agent reads it.
+        """
         self._kinds, self._start = kinds, start
 
     def get_json_schema(self) -> dict[str, Any]:
-        """See `Tool`. Where there is one kind only, `kind` may be left out."""
+        """Return the tool in OpenAI's shape. The argument `kind` is optional if there is only one kind."""
         about = " ".join(f"{kind.name}: {kind.description}" for kind in self._kinds.values() if kind.description)
         several = len(self._kinds) > 1
         properties = {
@@ -62,10 +67,10 @@ class Delegate(Tool):
         }
 
     async def apply_async(self, **arguments: Any) -> str:
-        """Start it.
+        """Start a subagent and return what the agent reads as the result of the call.
 
         Raises:
-            BadArguments: there is no such kind, or nothing is asked.
+            BadArguments: there is no such kind, or the prompt is empty.
         """
         name = arguments.get("kind", next(iter(self._kinds), ""))
         kind = self._kinds.get(name) if isinstance(name, str) else None

@@ -1,4 +1,4 @@
-"""The easy form of an environment: Gymnasium's five values, text in and out."""
+"""`Environment`: the easy form of an environment, with Gymnasium's five values, text in and text out."""
 
 from __future__ import annotations
 
@@ -15,40 +15,70 @@ StepMessage = tuple[str | tuple[ChatMessage, ...], float, bool, bool, Info]
 
 
 class Environment(ABC):
-    """One episode's world, in which one agent acts and the world answers.
+    """The world of one episode, in which one agent acts and the world answers.
 
-    Each of its methods may be an `async def`, which is awaited on the event loop. Any other runs in a thread, unless
-    `blocking` is False.
+    Implement `reset` and `step`, as in Gymnasium. Override `step_message` instead of `step` if your world has to see
+    tool calls, or to send more than text. For several agents, or observations that come at any time, see
+    `ConcurrentEnvironment`.
+
+    Each method may be an `async def`, which is awaited on the event loop. Any other runs in a thread, unless `blocking`
+    is False.
     """
 
-    max_steps: int | None = None  # after so many steps the episode is truncated; None: no limit
-    blocking: ClassVar[bool] = True  # whether methods that are not `async` may take long; if so they run in threads
-    reusable: ClassVar[bool] = False  # whether `reset` may be called again; otherwise each episode gets a new one
-    system: str | None = None  # the system message that the agent's conversation starts with; None: none
-    tools: tuple[dict[str, Any], ...] = ()  # what the agent may call, in OpenAI's shape
+    max_steps: int | None = None  # steps after which the episode is truncated; None: no limit
+    blocking: ClassVar[bool] = True  # True: methods that are not `async` may take long, so they run in threads
+    reusable: ClassVar[bool] = False  # True: `reset` may be called again; False: each episode gets a new environment
+    system: str | None = None  # system message that the agent's conversation starts with, if any
+    tools: tuple[dict[str, Any], ...] = ()  # tools that the agent may call, in OpenAI's shape
 
-    def setup(self) -> Awaitable[None] | None:  # noqa: B027 - nothing to do, unless there is
-        """Prepare the first episode: connections, processes. May block."""
+    def setup(self) -> Awaitable[None] | None:  # noqa: B027 - optional to override
+        """Prepare for the first episode: open connections, start processes. By default nothing is done. May block."""
 
     def close(self) -> Awaitable[None] | None:  # noqa: B027
-        """End what `setup` began, after the last episode, also after one that failed. May block."""
+        """Release what `setup` acquired. Called after the last episode, also if that one failed. May block."""
 
     @abstractmethod
     def reset(self, task: Mapping[str, Any]) -> Reset | Awaitable[Reset]:
-        """Start with a task; returns the first observation, as the agent reads it, and information for people.
+        """Begin an episode.
 
-        The information is recorded with the episode (`palestra episodes RUN ID` shows it), 4,000 characters at most.
+        The information for people is recorded with the episode (`palestra episodes RUN ID` shows it), at most 4,000
+        characters.
+
+        Args:
+            task: the task as the job has it; must not be changed.
+
+        Returns:
+            observation: the first observation, as the agent reads it.
+            info: information for people; the agent does not see it.
         """
 
     @abstractmethod
     def step(self, action: str) -> Step | Awaitable[Step]:
         """Do what the agent said.
 
+        Args:
+            action: the text of the agent's reply.
+
         Returns:
-            Observation, reward of this step, terminated (the world is over), truncated (cut off, by a limit of steps
-            for instance; not the same as over), information for people.
+            observation: the next observation, as the agent reads it.
+            reward: the reward of this step, a finite number; None: not scored, so the episode is left out of training.
+            terminated: whether the episode has ended in the world.
+            truncated: whether the episode was cut off, by a limit of steps for instance, before it ended in the world.
+            info: information for people; the agent does not see it.
+
+        Raises:
+            Exception: any exception gives the episode back without a reward, to be tried again.
         """
 
     def step_message(self, action: ChatMessage) -> StepMessage | Awaitable[StepMessage]:
-        """The same with the whole message, tool calls included. Override this one to see or to send more than text."""
+        """Do what the agent said, given its whole message, tool calls included.
+
+        By default `step` gets the message's text.
+
+        Args:
+            action: the agent's reply.
+
+        Returns:
+            The five values of `step`; the observation may also be a tuple of messages.
+        """
         return self.step(action.text)

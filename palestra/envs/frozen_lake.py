@@ -1,4 +1,4 @@
-"""FrozenLake of Gymnasium, with the map as text."""
+"""Environment `frozen-lake`: Gymnasium's FrozenLake, with the map as text."""
 
 from __future__ import annotations
 
@@ -11,17 +11,25 @@ from palestra.envs.splits import Split, draw_tasks
 
 _NAME = "FrozenLake-v1"
 _MAP_SIZE = 4
-_FROZEN = 0.8  # share of a drawn map that is no hole
+_FROZEN = 0.8  # probability that a field of a random map is ice, not a hole
 
 
 class FrozenLake(GymnasiumEnvironment):
-    """The agent is `@`. The task may have `map` (rows of the letters S, F, H and G) and `seed`, for slippery ice."""
+    """A walk over ice with holes, where `@` on the map is the agent.
+
+    A task may have the keys `map` (rows of the letters S, F, H and G) and `seed`, which matters on slippery ice only.
+    """
 
     def __init__(self, *, size: int = 4, is_slippery: bool = False, impossible_reward: float = 0.0) -> None:
-        """`size`, 4 or 8, is of the map of tasks that have none; on slippery ice a step may go sideways.
+        """Create the environment.
+
+        Args:
+            size: 4 or 8, the size of the map for tasks that have none.
+            is_slippery: whether a step may go sideways.
+            impossible_reward: reward of a reply that names no direction; it ends the episode.
 
         Raises:
-            ValueError: there is no such map.
+            ValueError: there is no map of this size.
             ConfigError: Gymnasium is not installed.
         """
         if size not in (4, 8):
@@ -35,13 +43,13 @@ class FrozenLake(GymnasiumEnvironment):
             is_slippery=is_slippery,
         )
         self._settings: dict[str, Any] = {"map_name": f"{size}x{size}", "is_slippery": is_slippery}
-        self._map: list[str] | None = None  # that the world has; None: the one of its size
+        self._map: list[str] | None = None  # the present world's map; None: the default one of its size
 
     def reset(self, task: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-        """Begin on the task's map.
+        """Begin an episode on the task's map.
 
         Raises:
-            ValueError: it is no map.
+            ValueError: the task's `map` is not a map.
         """
         rows = task.get("map")
         if rows != self._map:
@@ -51,7 +59,7 @@ class FrozenLake(GymnasiumEnvironment):
         return super().reset(task)
 
     def describe(self, seen: Any) -> str:
-        """The map, and where the agent is."""
+        """Return the map as lines of text, with `@` at the agent's place."""
         rows = [[letter.decode() for letter in row] for row in self._world.unwrapped.desc]
         row, column = divmod(int(seen), len(rows[0]))
         rows[row][column] = "@"
@@ -67,10 +75,18 @@ def _checked(rows: Any) -> list[str]:
 
 
 def frozen_lake_tasks(split: Split, count: int, seed: int) -> list[dict[str, Any]]:
-    """Random maps of 4 x 4 on which G can be reached: `id`, `map`, `seed`. The splits share no map.
+    """Draw random maps of 4 x 4 on which G can be reached. The splits share no map.
+
+    Args:
+        split: the split to draw from.
+        count: number of tasks.
+        seed: other seeds draw other tasks of the same split.
+
+    Returns:
+        `count` distinct tasks with the keys `id`, `map` and `seed`.
 
     Raises:
-        ConfigError: Gymnasium is not installed, or there are not so many.
+        ConfigError: Gymnasium is not installed, or the split has fewer than `count` tasks.
     """
     imported_gymnasium()
     from gymnasium.envs.toy_text.frozen_lake import generate_random_map

@@ -1,4 +1,4 @@
-"""Gomoku of any size: first to have `to_win` stones in a row, against an opponent that is part of the world."""
+"""Environment `gomoku`: the first to have `to_win` stones in a row wins; the opponent is part of the world."""
 
 from __future__ import annotations
 
@@ -16,28 +16,34 @@ EMPTY, AGENT, OPPONENT = ".", "X", "O"
 
 
 class Gomoku(Environment):
-    """A move is two numbers, row and column from 1. Won: 1, drawn: 0.5, lost: 0, an impossible move: -0.5.
+    """A board game in which a move is two numbers, row and column from 1.
 
-    The task may have `size`, `to_win` and `opponent`, `first` (`agent`, or `opponent`) and `seed` (0).
+    Rewards: won 1, drawn 0.5, lost 0, an impossible move -0.5; each ends the episode. A task may have the keys `size`,
+    `to_win` and `opponent`, `first` (`agent` or `opponent`) and `seed` of the opponent's moves (default 0).
     """
 
     blocking = False
     reusable = True
 
     def __init__(self, *, size: int = 3, to_win: int = 3, opponent: Literal["random", "greedy"] = "random") -> None:
-        """What holds where the task does not say it.
+        """Create the environment with defaults for tasks that do not set them.
+
+        Args:
+            size: rows and columns of the board, at most 19.
+            to_win: stones in a row that win.
+            opponent: `random`, or `greedy`, which wins if it can and else keeps the agent from winning.
 
         Raises:
-            ValueError: it can't be played.
+            ValueError: no game can be played with these settings.
         """
         self._defaults = {"size": size, "to_win": to_win, "opponent": opponent}
         _check(size, to_win, opponent)
 
     def reset(self, task: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-        """Empty the board; the opponent may begin.
+        """Begin a game on an empty board; the opponent moves first if the task says so.
 
         Raises:
-            ValueError: it can't be played.
+            ValueError: no game can be played with the task's settings.
         """
         settings = self._defaults | dict(task)
         self._size, self._to_win = int(settings["size"]), int(settings["to_win"])
@@ -51,7 +57,7 @@ class Gomoku(Environment):
         return f"{rules}\n{self._shown()}", {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """The agent's move, then the opponent's."""
+        """Make the agent's move, then the opponent's, and return the board."""
         match = _MOVE.search(action)
         row, column = (int(match[1]) - 1, int(match[2]) - 1) if match else (-1, -1)
         if not (0 <= row < self._size and 0 <= column < self._size and self._board[row][column] == EMPTY):
@@ -67,7 +73,7 @@ class Gomoku(Environment):
         return self._shown(), 0.0, False, False, {}
 
     def _answer(self) -> tuple[int, int]:
-        """The opponent's move: a winning one, else one that keeps the agent from winning, else any."""
+        """Return the opponent's move: a winning one, else one that keeps the agent from winning, else a random one."""
         free = self._free()
         if self._greedy:
             for stone in (OPPONENT, AGENT):
@@ -87,7 +93,7 @@ class Gomoku(Environment):
         return [(row, column) for row in size for column in size if self._board[row][column] == EMPTY]
 
     def _wins(self, row: int, column: int) -> bool:
-        """Whether the stone at this place stands in a row that is long enough."""
+        """Return whether the stone at this place is part of a row that is long enough to win."""
         stone = self._board[row][column]
         for down, right in _DIRECTIONS:
             length = 1
@@ -111,10 +117,18 @@ def _check(size: int, to_win: int, opponent: str) -> None:
 
 
 def gomoku_tasks(split: Split, count: int, seed: int) -> list[dict[str, Any]]:
-    """Who begins, and the seed of the opponent's moves: `id`, `first`, `seed`.
+    """Draw games: the player that begins, and the seed of the opponent's moves.
 
-    There is only one board, so what the splits do not share are seeds. An opponent that draws the same moves for two
-    seeds plays the same game: on the smallest boards a validation game may be one of training.
+    All games start from the same empty board, so the splits differ in seeds only. An opponent that draws the same moves
+    for two seeds plays the same game: on the smallest boards a validation game may equal one of training.
+
+    Args:
+        split: the split to draw from.
+        count: number of tasks.
+        seed: other seeds draw other tasks of the same split.
+
+    Returns:
+        `count` distinct tasks with the keys `id`, `first` and `seed`.
     """
     return draw_tasks(split, count, seed, _draw)
 

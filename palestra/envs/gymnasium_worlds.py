@@ -1,4 +1,7 @@
-"""Gymnasium's environments as worlds of text: discrete or text spaces. Gymnasium is imported when one is made."""
+"""Gymnasium's environments as worlds of text, for action spaces that are discrete or text.
+
+Gymnasium is imported only when an environment is created, because it is an optional dependency.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,11 @@ _NUMBER = re.compile(r"-?\d+")
 
 
 class GymnasiumEnvironment(Environment):
-    """Any registered environment whose actions are discrete or text.
+    """Any registered Gymnasium environment whose actions are discrete or text.
 
-    The task may have `seed` and `options`, which go to `reset`. An action is the name of one, its number, or text for a
-    text space; the first that is found in what the agent says. One that is none ends the episode with
-    `impossible_reward`: the world was never asked.
+    A task may have the keys `seed` and `options`, which go to Gymnasium's `reset`. The agent's action is the first name
+    of an action, or number, in its reply; for a text space it is the reply itself. A reply without a valid action ends
+    the episode with `impossible_reward` and never reaches the world.
     """
 
     reusable = True
@@ -31,12 +34,14 @@ class GymnasiumEnvironment(Environment):
         impossible_reward: float = 0.0,
         **settings: Any,
     ) -> None:
-        """Args:
-            name: as Gymnasium has it, for example `Taxi-v3`.
-            actions: names for the numbers of a discrete space, in order; none: numbers.
-            rules: what the agent is told at first.
-            impossible_reward: for what is no action.
-            settings: for `gymnasium.make`.
+        """Create the world with `gymnasium.make`.
+
+        Args:
+            name: Gymnasium's name of the environment, for example `Taxi-v3`.
+            actions: names for the numbers of a discrete space, in order; empty: the agent says numbers.
+            rules: text before the first observation of each episode.
+            impossible_reward: reward of a reply that has no valid action.
+            **settings: arguments for `gymnasium.make`.
 
         Raises:
             ConfigError: Gymnasium is not installed, or has no such environment, or its actions are of another kind.
@@ -57,13 +62,13 @@ class GymnasiumEnvironment(Environment):
         self._rules, self._impossible = rules, impossible_reward
 
     def reset(self, task: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-        """Begin with the task's seed and options."""
+        """Begin an episode with the task's seed and options, and return the rules and the first observation."""
         seen, info = self._world.reset(seed=task.get("seed"), options=task.get("options"))
         text = self.describe(seen)
         return f"{self._rules}\n{text}" if self._rules else text, dict(info)
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Do what the agent said, if it is an action."""
+        """Take the first valid action that the reply names, or end the episode if there is none."""
         chosen = self._chosen(action)
         if chosen is None:
             return "impossible action", self._impossible, True, False, {"impossible": True}
@@ -71,14 +76,17 @@ class GymnasiumEnvironment(Environment):
         return self.describe(seen), float(reward), bool(terminated), bool(truncated), dict(info)
 
     def close(self) -> None:
-        """Close the world."""
+        """Close the Gymnasium environment and release what it holds."""
         self._world.close()
 
     def describe(self, seen: Any) -> str:
-        """What the agent reads of an observation. Override it for a world that can be told better.
+        """Return an observation of the world as text for the agent. Override this where `str` of it reads badly.
+
+        Args:
+            seen: the observation, as Gymnasium returned it.
 
         Raises:
-            EnvironmentMistake: it has no short text.
+            EnvironmentMistake: the text is longer than 2,000 characters.
         """
         text = str(seen)
         if len(text) > 2000:
@@ -86,7 +94,7 @@ class GymnasiumEnvironment(Environment):
         return text
 
     def _chosen(self, said: str) -> Any:
-        """The action; None: it is none."""
+        """Return the action that the reply names, in the form of the action space, or None."""
         if self._first is None:
             return said if self._world.action_space.contains(said) else None
         if self._actions:
@@ -100,10 +108,10 @@ class GymnasiumEnvironment(Environment):
 
 
 def imported_gymnasium() -> Any:
-    """The package.
+    """Import Gymnasium and return the module.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: Gymnasium is not installed.
     """
     try:
         import gymnasium

@@ -1,4 +1,4 @@
-"""Reward functions of users: ours, one episode at a time, and TRL's, a batch at a time."""
+"""Reward functions of users, in Palestra's form (one episode at a time) and in TRL's (a batch at a time)."""
 
 from __future__ import annotations
 
@@ -14,16 +14,13 @@ RewardFunction = Callable[[Mapping[str, Any], str], float | Awaitable[float]]
 
 
 def reward_function(function: Callable[..., Any]) -> RewardFunction:
-    """Return `(task, answer) -> float` from a function of that form, or of TRL's.
+    """Return a reward function of the form `(task, answer) -> float` from one of that form, or of TRL's.
 
-    TRL's has an argument `completions`, and may have `prompts` and one for each column of the data set; all are lists
-    of one entry a sample, and so is what it returns. It is known by that name.
+    A function in TRL's form is recognized by its argument `completions`; it may also take `prompts` and the columns of
+    the data set. Each argument is a list with one entry per sample, and so is the result; here each list has one entry.
 
     Args:
-        function: synchronous or not. What it returns is checked by `finite_reward`.
-
-    Returns:
-        A function that is asynchronous if and only if `function` is.
+        function: the user's function, sync or async. Its result is checked by `finite_reward`.
     """
     parameters = inspect.signature(function).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -52,11 +49,15 @@ def reward_function(function: Callable[..., Any]) -> RewardFunction:
 
 
 def finite_reward(function: Callable[..., Any], value: Any) -> float:
-    """What a reward function returned.
+    """Check the value that a reward function returned, and return it as a float.
+
+    Args:
+        function: the reward function, for its name in messages.
+        value: the returned value.
 
     Raises:
-        NotScored: it is None.
-        EnvironmentMistake: it is no number, or not a finite one.
+        NotScored: the value is None, so the episode is left out of training.
+        EnvironmentMistake: the value is not a number, or not finite.
     """
     if value is None:
         raise NotScored(f"{_name(function)} returned None")

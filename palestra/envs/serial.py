@@ -1,4 +1,4 @@
-"""The easy form of environments as the concurrent one: one agent, one observation at a time."""
+"""Adapter that runs the easy form of environment (`Environment`) as a concurrent one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from palestra.threads import call
 
 
 class SerialEnvironment(ConcurrentEnvironment):
-    """Runs an `Environment`."""
+    """Runs an `Environment` as a `ConcurrentEnvironment` with one agent and one open observation at a time."""
 
     def __init__(
         self,
@@ -26,21 +26,28 @@ class SerialEnvironment(ConcurrentEnvironment):
         system: str | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """`agent` is who acts; `system` is what its conversation starts with; None: the environment's own, if any."""
+        """Wrap `environment`.
+
+        Args:
+            environment: the environment to run; its methods run in threads if it is `blocking`.
+            agent: name of the one agent.
+            system: system message of the agent's conversation; None: the environment's own, if any.
+            clock: source of the times of observations; None: the system's clock.
+        """
         super().__init__(clock)
         self._environment, self._agent, self._system = environment, agent, system
 
     async def setup(self) -> None:
-        """See `Environment.setup`."""
+        """Run the environment's `setup`, in a thread if the environment is `blocking`."""
         await self._run(self._environment.setup)
 
     async def close(self) -> None:
-        """See `Environment.close`."""
+        """Abandon the episode and run the environment's `close`."""
         await self.abandon()
         await self._run(self._environment.close)
 
     async def start(self, task: Mapping[str, Any]) -> None:
-        """Reset, and show the first observation."""
+        """Reset the environment for this task and show its first observation."""
         text, info = checked_reset(await self._run(partial(self._environment.reset, task)))
         self.max_steps = self._environment.max_steps
         said = self._environment.system if self._system is None else self._system
@@ -48,7 +55,7 @@ class SerialEnvironment(ConcurrentEnvironment):
         self.emit(self._agent, (*system, text_message("user", text)), tools=self._environment.tools, info=info)
 
     async def on_action(self, observation: Observation, action: ChatMessage) -> None:
-        """Step, and show what it brought."""
+        """Run one step of the environment and show the result."""
         found = await self._run(step_of(self._environment, action))
         seen, reward, terminated, truncated, info = checked_step(found)
         content = seen if isinstance(seen, tuple) else (text_message("user", seen),)
@@ -78,10 +85,10 @@ def step_of(environment: Environment, action: ChatMessage) -> Callable[[], Any]:
 
 
 def checked_reset(found: Any) -> tuple[str, dict[str, Any]]:
-    """What `reset` returned.
+    """Check the value that `reset` returned, and return it.
 
     Raises:
-        EnvironmentMistake: it is not (text, information).
+        EnvironmentMistake: the value is not a tuple of text and a dict.
     """
     if not (isinstance(found, tuple) and len(found) == 2):
         raise EnvironmentMistake(f"reset returns (observation, info), not {_shown(found)}")
@@ -91,11 +98,11 @@ def checked_reset(found: Any) -> tuple[str, dict[str, Any]]:
 
 
 def checked_step(found: Any) -> tuple[str | tuple[ChatMessage, ...], float, bool, bool, dict[str, Any]]:
-    """What `step` returned.
+    """Check the value that `step` returned, and return it with plain Python types.
 
     Raises:
-        NotScored: the reward is None.
-        EnvironmentMistake: it is not (observation, reward, terminated, truncated, info), or one is of the wrong type.
+        NotScored: the reward is None, so the episode is left out of training.
+        EnvironmentMistake: the value is not (observation, reward, terminated, truncated, info) with the right types.
     """
     if not (isinstance(found, tuple) and len(found) == 5):
         raise EnvironmentMistake(

@@ -1,4 +1,4 @@
-"""The sum of two products: an agent splits it, and two subagents work on the products at the same time."""
+"""Environment `subagents`: an agent splits a sum of two products, and two subagents compute them concurrently."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ _PRODUCT = re.compile(r"([0-9]{1,9})\s*[*×x]\s*([0-9]{1,9})")
 
 
 class SplitSum(SubagentEnvironment):
-    """Reward of the agent: 1 if the last number of its answer is exactly the sum, else 0."""
+    """A sum of two products, each of which the agent gives to a subagent.
+
+    The agent's reward is 1 if the last number of its answer is exactly the sum, else 0.
+    """
 
     reusable = True
 
@@ -41,14 +44,16 @@ class SplitSum(SubagentEnvironment):
         max_agents: int = 4,
         clock: Clock | None = None,
     ) -> None:
-        """Args:
-        results: see `SubagentEnvironment`.
-        solver_calculator: whether subagents have a calculator, or do it in their heads.
-        solver_reward: of each subagent whose last number is the first product of its prompt. It adds to the
-            episode's reward; with `credit = "branch"` it stays with the subagent.
-        max_steps: replies of the agent, and of each subagent.
-        max_agents: subagents of one episode.
-        clock: tells when something was observed.
+        """Create the environment.
+
+        Args:
+            results: when the agent reads its subagents' results; see `SubagentEnvironment`.
+            solver_calculator: whether subagents have a calculator, or compute in their heads.
+            solver_reward: reward of each subagent whose last number is the first product of its prompt. It adds to the
+                episode's reward; with `credit = "branch"` it stays with the subagent.
+            max_steps: replies that the agent may make, and each subagent.
+            max_agents: number of subagents that may be started in one episode.
+            clock: source of the times of observations; None: the system's clock.
         """
         solver = Subagent(
             name="solver",
@@ -73,17 +78,27 @@ class SplitSum(SubagentEnvironment):
 
 
 def right_product(prompt: str, answer: str) -> float:
-    """1 if the last number of the answer is the first product of the prompt, else 0; also where there is none."""
+    """Return 1.0 if the last number of `answer` is the first product in `prompt`, else 0.0, also without a product."""
     match = _PRODUCT.search(prompt)
     return float(match is not None and last_number(answer) == Decimal(int(match[1]) * int(match[2])))
 
 
 def split_sum_tasks(split: Split, count: int, seed: int) -> list[dict[str, Any]]:
-    """Sums of two products of numbers from 2 to 20: `id`, `prompt`, `answer`. There are 18,145, unordered,
-    a quarter of them for validation.
+    """Draw sums of two products of numbers from 2 to 20.
+
+    There are 18,145 tasks, a quarter of them for validation; sums that differ only in the order of numbers are the same
+    task.
+
+    Args:
+        split: the split to draw from.
+        count: number of tasks.
+        seed: other seeds draw other tasks of the same split.
+
+    Returns:
+        `count` distinct tasks with the keys `id`, `prompt` and `answer`.
 
     Raises:
-        ConfigError: there are not so many.
+        ConfigError: the split has fewer than `count` tasks.
     """
     return draw_tasks(split, count, seed, _draw)
 

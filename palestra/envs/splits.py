@@ -1,4 +1,4 @@
-"""Tasks that are drawn by a seed, and never in training and in validation both."""
+"""Tasks that are drawn from a seed, such that no task is ever in both training and validation."""
 
 from __future__ import annotations
 
@@ -10,27 +10,30 @@ from typing import Any, Literal
 from palestra.errors import ConfigError
 
 Split = Literal["train", "validation"]
-_MAX_REPEATS = 2000  # draws in a row that bring nothing new, until there is taken to be nothing
+_MAX_REPEATS = 2000  # draws in a row without a new task after which the split counts as exhausted
 
 
 def split_of(key: str) -> Split:
-    """Which split a task belongs to, whatever the seed: one of four, by a hash of its key, is for validation."""
+    """Return the split that a task belongs to, by a hash of its key: a quarter is for validation.
+
+    The split does not depend on the seed, so a job with another seed validates on no task that this one has trained on.
+    """
     return "validation" if hashlib.sha256(key.encode()).digest()[0] < 64 else "train"
 
 
 def draw_tasks(
     split: Split, count: int, seed: int, draw: Callable[[random.Random], dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Distinct tasks of a split, the same for the same arguments.
+    """Draw distinct tasks of a split; equal arguments give equal tasks.
 
     Args:
         split: the split.
-        count: how many.
-        seed: other seeds draw others, of the same split.
-        draw: makes a task; its `id` is equal for tasks that are the same, and decides the split.
+        count: number of tasks.
+        seed: other seeds draw other tasks of the same split.
+        draw: makes a task from a source of randomness; the task's `id` identifies it and decides its split.
 
     Raises:
-        ConfigError: there are not so many.
+        ConfigError: the split is unknown, or has fewer than `count` tasks.
     """
     if split not in ("train", "validation"):
         raise ConfigError(f"the splits are train and validation; there is no {split!r}")

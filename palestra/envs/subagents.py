@@ -1,4 +1,4 @@
-"""A task whose agent may hand parts of it to subagents, which work side by side, each in a conversation of its own."""
+"""`SubagentEnvironment`: a task whose agent may hand parts of it to subagents, which work concurrently."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SubagentReward = Callable[[Mapping[str, Any], str, str], float | Awaitable[float
 
 @dataclass(kw_only=True, eq=False, slots=True)
 class _Part:
-    """What one agent does in the episode."""
+    """The state of one agent in the episode."""
 
     name: str
     kind: Subagent
@@ -33,34 +33,36 @@ class _Part:
     prompt: str
     parent: _Part | None
     manager: ToolManager = field(default_factory=ToolManager)
-    observation: Observation | None = None  # that it was shown last
+    observation: Observation | None = None  # the last one that the agent was shown
     steps: int = 0
     said: str = ""  # the last text that was not empty
     over: bool = False
-    result: str = ""  # for its parent, when it is over
-    started: Counter[str] = field(default_factory=Counter)  # subagents of its own, by kind
-    unshown: int = 0  # subagents whose results it was not shown
-    arrived: asyncio.Queue[_Part] = field(default_factory=asyncio.Queue)  # those that are over
+    result: str = ""  # shown to its parent when the agent is over
+    started: Counter[str] = field(default_factory=Counter)  # its subagents so far, by kind
+    unshown: int = 0  # subagents whose results the agent has not seen
+    arrived: asyncio.Queue[_Part] = field(default_factory=asyncio.Queue)  # subagents that are over
 
 
 class SubagentEnvironment(ConcurrentEnvironment):
-    """An agent, its tools, and `delegate(prompt, kind)`: each call of a turn starts a subagent of its own.
+    """A task, tools, and `delegate(prompt, kind)`: each call of that tool starts a subagent.
 
-    A subagent is over when it replies without a call, calls `finish`, or has made its `max_steps` steps; its result
-    is what it said. The agent is told in one of two ways.
+    A subagent has a conversation of its own. It is over when it replies without a call, calls `finish`, or has made its
+    `max_steps` steps; its last text, or the argument of `finish`, is its result. `results` decides when the parent
+    reads it:
 
-    `results="together"`: once, when all subagents of the turn are over, in the order of the calls.
+    - `"together"`: when all subagents of the reply are over, in the order of the calls.
+    - `"each"`: as soon as one is over and the parent has answered its last observation, one result per observation.
+      OpenAI's form of a conversation demands that every call is answered in the next observation, so the answer is
+      either the result or "is still at work". A later result is a message of the user. While a subagent is at work, a
+      reply without a call means that the parent waits, and only `finish` ends the episode.
 
-    `results="each"`: whenever one is over, and not before the agent has answered what it was shown before; one result
-    an observation. Every call is answered in the observation that follows it, as OpenAI's form of a conversation
-    demands: with the result, or with "is still at work". A result that comes later is a message of the user. As long as
-    a subagent is at work, a reply without a call means that the agent waits, and only `finish` ends the episode.
+    The episode ends when the task's own agent replies without a call, calls `finish`, or has made `max_steps` steps
+    (truncated). Subagents that are still at work are then cut off: their tools are stopped, and a reply that is being
+    sampled is their last. The last observation of a subagent is terminated; if the subagent was cut off, it is
+    truncated as well.
 
-    The episode ends when the agent replies without a call, calls `finish`, or has made `max_steps` steps (truncated).
-    Subagents that are at work then are cut off: their tools are stopped, and a reply that is being sampled is the last.
-    The last observation of a subagent is terminated; one that was cut off is truncated as well.
-
-    `counts` has `started`, `too_deep`, `too_many` and `cut_off`; refusals are told to the model.
+    `counts` has the numbers of subagents by outcome: `started`, `too_deep`, `too_many` (both refused, with an error
+    that the model reads) and `cut_off`.
     """
 
     def __init__(
@@ -80,22 +82,26 @@ class SubagentEnvironment(ConcurrentEnvironment):
         agent: str = "agent",
         clock: Clock | None = None,
     ) -> None:
-        """Args:
-            subagents: the kinds that there are.
-            reward_fn: `(task, answer) -> float`, or in TRL's form, sync or async: the reward of the task's own agent.
-            tools: of the task's own agent.
-            subagent_reward_fn: `(task, prompt, answer) -> float`: the reward of each subagent that is over by itself or
-                by its `max_steps`. None: they have none, and `credit = "agent"` or `"branch"` gives them their
-                parent's. An episode's reward is the sum over its agents.
-            prompt: what the agent is asked.
-            system: the system message of its conversation.
-            results: see above.
-            max_steps: of the task's own agent; a kind of subagent has its own.
-            max_depth: 1: subagents start none; 2: they may, and those may not; and so on.
-            max_agents: subagents of one episode.
-            timeout_seconds: of one call of a tool; a subagent may take any time.
+        """Create the environment.
+
+        Args:
+            subagents: kinds of subagents that agents may start.
+            reward_fn: reward of the task's own agent: `(task, answer) -> float`, or a function in TRL's form;
+                sync or async.
+            tools: tools of the task's own agent.
+            subagent_reward_fn: `(task, prompt, answer) -> float`, the reward of each subagent that ended by itself or
+                by its `max_steps`. None: subagents have no reward, and `credit = "agent"` or `"branch"` gives them
+                their parent's. An episode's reward is the sum over its agents.
+            prompt: makes the first message for the task's own agent.
+            system: system message of the task's own agent, if any.
+            results: when an agent reads its subagents' results; see above.
+            max_steps: replies of the task's own agent; each kind of subagent has a limit of its own.
+            max_depth: levels of subagents: with 1 a subagent can start none, with 2 its subagents can start none, and
+                so on.
+            max_agents: number of subagents that may be started in one episode.
+            timeout_seconds: limit for one call of a tool; a subagent has no time limit.
             agent: name of the task's own agent.
-            clock: tells when something was observed.
+            clock: source of the times of observations; None: the system's clock.
 
         Raises:
             ValueError: two kinds, or two tools of one agent, have the same name, or a limit makes no sense.
@@ -108,7 +114,8 @@ class SubagentEnvironment(ConcurrentEnvironment):
         if max_depth < 1 or max_agents < 0:
             raise ValueError("max_depth is at least 1, and max_agents at least 0")
         self._root = Subagent(name=agent, system=system, tools=tuple(tools), max_steps=max_steps)
-        for kind in (self._root, *kinds):  # names that clash are found here, and not in an episode
+        # `ToolManager` refuses names that clash: raise that error now, and not in the first episode.
+        for kind in (self._root, *kinds):
             ToolManager([*kind.tools, Finish(), Delegate(self._kinds, lambda kind, prompt: "")])
         self._reward, self._subagent_reward = reward_function(reward_fn), subagent_reward_fn
         self._prompt, self._results = prompt, results
@@ -118,15 +125,15 @@ class SubagentEnvironment(ConcurrentEnvironment):
         self.counts: Counter[str] = Counter()
 
     async def start(self, task: Mapping[str, Any]) -> None:
-        """Ask the task's own agent."""
+        """Show the task to the task's own agent."""
         self._task, self._parts = task, {}
         self.counts.clear()
         self._begin(self._root, self._prompt(task), None)
 
     async def on_action(self, observation: Observation, action: ChatMessage) -> None:
-        """Run the calls, start subagents and wait for them, or end the agent's part."""
+        """Run the action's tool calls and start its subagents, or end the agent's part if the action is an answer."""
         part = self._parts[observation.agent]
-        if part.over:  # it was cut off while it answered
+        if part.over:  # the agent was cut off while its reply was being sampled
             self._last(part, truncated=True)
             return
         part.steps += 1
@@ -142,14 +149,14 @@ class SubagentEnvironment(ConcurrentEnvironment):
             self._show(part, content, (observation.id, *causes))
 
     def cancel(self, observation_id: str) -> None:
-        """See `ConcurrentEnvironment`. A subagent that is cancelled is over, and its parent is told so."""
+        """Give up on an observation; if a subagent was to answer it, the subagent is over and its parent reads that."""
         super().cancel(observation_id)
         for part in self._parts.values():
             if part.observation is not None and part.observation.id == observation_id and not part.over:
                 self._leave(part, "(no answer: cancelled)")
 
     def _begin(self, kind: Subagent, prompt: str, parent: _Part | None) -> _Part:
-        """An agent's first observation."""
+        """Create an agent and show it its first observation."""
         name = kind.name
         if parent is not None:
             parent.started[kind.name] += 1
@@ -166,7 +173,10 @@ class SubagentEnvironment(ConcurrentEnvironment):
         return part
 
     def _show(self, part: _Part, content: tuple[ChatMessage, ...], causes: tuple[str, ...]) -> None:
-        """What asks an agent for an action. One that could call nothing but `finish` needs no tools to answer."""
+        """Ask an agent for an action.
+
+        A subagent that could call nothing but `finish` is offered no tools: text is its answer.
+        """
         deep = part.depth >= self._max_depth or not self._kinds
         tools = tuple(tool for tool in part.manager.schemas if not deep or tool["function"]["name"] != DELEGATE)
         part.observation = self.emit(
@@ -174,11 +184,11 @@ class SubagentEnvironment(ConcurrentEnvironment):
         )
 
     def _delegated(self, part: _Part, kind: Subagent, prompt: str) -> str:
-        """Start a subagent; returns its name, or what the agent is told instead."""
+        """Start a subagent and return its name, or return the error that the calling agent reads."""
         if part.depth >= self._max_depth:
             self.counts["too_deep"] += 1
             return "Error: you can't delegate; do it yourself."
-        if len(self._parts) > self._max_agents:  # one of them is no subagent
+        if len(self._parts) > self._max_agents:  # `_parts` holds the task's own agent as well
             self.counts["too_many"] += 1
             return f"Error: not started; this task may have {self._max_agents} subagents, and has had them."
         self.counts["started"] += 1
@@ -186,7 +196,7 @@ class SubagentEnvironment(ConcurrentEnvironment):
         return self._begin(kind, prompt, part).name
 
     async def _answers(self, part: _Part, action: ChatMessage) -> tuple[tuple[ChatMessage, ...], tuple[str, ...]]:
-        """What an action brings: the answers to its calls, results of subagents, and the observations behind those."""
+        """Run an action's calls; return their answers and the ids of the observations that caused them."""
         results = await part.manager.execute_calls(action.tool_calls)
         children = [self._parts.get(r.content) if r.name == DELEGATE and not r.failure else None for r in results]
         shown: list[_Part] = []
@@ -204,7 +214,7 @@ class SubagentEnvironment(ConcurrentEnvironment):
         return (*answers, *later), tuple(c.observation.id for c in shown if c.observation is not None)
 
     async def _end(self, part: _Part, answer: str, truncated: bool) -> None:
-        """An agent's part is over by itself, or by its limit of steps."""
+        """End an agent's part by its answer or limit of steps: cut off its subagents, score it, notify its parent."""
         for other in self._parts.values():
             if other.name.startswith(f"{part.name}/"):
                 self._cut(other)
@@ -227,19 +237,19 @@ class SubagentEnvironment(ConcurrentEnvironment):
         return finite_reward(self._subagent_reward, found)
 
     def _cut(self, part: _Part) -> None:
-        """Nobody waits for this agent any more."""
+        """Cut off an agent whose result is not needed any more."""
         if part.over:
             return
         part.over = True
         self.counts["cut_off"] += 1
         if part.observation is not None and part.observation.id in self._open:
-            return  # its reply is being sampled; `on_action` ends its part
+            return  # a reply is being sampled; `on_action` emits the last observation when it arrives
         if part.observation is not None:
             super().cancel(part.observation.id)
         self._last(part, truncated=True)
 
     def _leave(self, part: _Part, result: str) -> None:
-        """The rollout plays this agent no more."""
+        """End the part of an agent whose observation the rollout has cancelled."""
         part.over, part.result = True, result
         for other in self._parts.values():
             if other.name.startswith(f"{part.name}/"):
@@ -248,7 +258,7 @@ class SubagentEnvironment(ConcurrentEnvironment):
             part.parent.arrived.put_nowait(part)
 
     def _last(self, part: _Part, *, truncated: bool, reward: float | None = None) -> None:
-        """The last observation of an agent; a subagent's part is terminated in any case."""
+        """Emit an agent's last observation; that of a subagent is always terminated."""
         causes = () if part.observation is None else (part.observation.id,)
         own = part.parent is None
         self.emit(part.name, (), parents=causes, reward=reward, terminated=not (own and truncated), truncated=truncated)

@@ -1,4 +1,4 @@
-"""A task with tools: calls are run, their results are shown, until the agent hands in an answer."""
+"""`ToolEnvironment`: a task with tools, whose calls are run and answered until the agent hands in an answer."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from palestra.tools import Finish, Tool, ToolManager, ToolResult
 
 
 class ToolEnvironment(ConcurrentEnvironment):
-    """Multi-turn. Ends when the agent calls `finish`, answers without a call, or has made `max_steps` steps.
+    """A multi-turn task with tools.
 
-    Then `score` makes a reward of the answer: that of `finish`, or what the agent said last. Results of tools come back
-    as messages of the role `tool`, one for each call; `Observation.tool_outputs` has them by the ids of the calls.
+    The episode ends when the agent calls `finish`, answers without a call, or has made `max_steps` steps. Then `score`
+    makes a reward of the answer: the argument of `finish`, or the agent's last text. Results of tools come back as
+    messages of the role `tool`, one for each call; `Observation.tool_outputs` has them by the ids of the calls.
     """
 
     def __init__(
@@ -36,29 +37,39 @@ class ToolEnvironment(ConcurrentEnvironment):
         agent: str = "agent",
         clock: Clock | None = None,
     ) -> None:
-        """`reward_fn` is `(task, answer) -> float`, or in TRL's form, sync or async; a tool may take `timeout_seconds`.
+        """Create the environment.
+
+        Args:
+            tools: tools that the agent may call; `finish` is added.
+            reward_fn: `(task, answer) -> float`, or a function in TRL's form; sync or async.
+            prompt: makes the question of a task.
+            system: system message of the agent's conversation, if any.
+            max_steps: replies that the agent may make in an episode.
+            timeout_seconds: limit for one call of a tool.
+            agent: name of the agent.
+            clock: source of the times of observations; None: the system's clock.
 
         Raises:
-            ValueError: two tools have the same name, or no step is allowed.
+            ValueError: two tools have the same name, or `max_steps` is below 1.
         """
         super().__init__(clock)
         if max_steps < 1:
             raise ValueError("max_steps is at least 1")
         self.manager = ToolManager([*tools, Finish()], timeout_seconds=timeout_seconds)
         self.max_steps = max_steps
-        self.results: list[ToolResult] = []  # of the calls of this episode
+        self.results: list[ToolResult] = []  # results of all calls of this episode
         self._reward, self._prompt, self._system = reward_function(reward_fn), prompt, system
         self._agent = agent
         self._task: Mapping[str, Any] = {}
 
     async def start(self, task: Mapping[str, Any]) -> None:
-        """Ask."""
+        """Show the agent the task's question and its tools."""
         self._task, self.results = task, []
         system = () if self._system is None else (text_message("system", self._system),)
         self.emit(self._agent, (*system, text_message("user", self._prompt(task))), tools=self.manager.schemas)
 
     async def on_action(self, observation: Observation, action: ChatMessage) -> None:
-        """Run the calls, or score the answer."""
+        """Run the action's calls and show their results, or score the answer and end the episode."""
         answer = final_answer(action)
         if answer is None and not self.cut_off:
             results = await self.manager.execute_calls(action.tool_calls)
@@ -71,5 +82,13 @@ class ToolEnvironment(ConcurrentEnvironment):
         self.emit(self._agent, (), parents=(observation.id,), reward=reward, terminated=answer is not None)
 
     def score(self, task: Mapping[str, Any], answer: str) -> float | Awaitable[float]:
-        """Return the reward of an answer; `results` has those of the calls before it. May block, or be `async`."""
+        """Return the reward of an answer. Override it to score more than the answer.
+
+        It runs in a thread and may block; if it is an `async def` it runs on the event loop.
+
+        Args:
+            task: the task of the episode.
+            answer: the argument of `finish`, or the agent's last text. `self.results` has the results of all calls
+                before it.
+        """
         return self._reward(task, answer)

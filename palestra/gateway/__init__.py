@@ -1,4 +1,7 @@
-"""The data plane: HTTP in front of sessions and the run store."""
+"""The data plane: the HTTP server of one job, in front of its sessions and its store.
+
+Workers claim episodes here, agents call the model in four dialects, and clients watch the job.
+"""
 
 from palestra.gateway.app import create_app
 from palestra.gateway.auth import KeyRing

@@ -1,4 +1,4 @@
-"""The application of a data plane."""
+"""The web application of a data plane: its routes, and the check of a key before any body is read."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def create_app(plane: DataPlane, dialects: Sequence[Dialect[Any]] = DIALECTS) ->
     """Return the application of one job's data plane.
 
     Args:
-        plane: what its routes share.
-        dialects: in which models are called.
+        plane: the state that the routes share.
+        dialects: the wire formats in which the model can be called.
     """
     most = plane.config.server.max_body_bytes
 

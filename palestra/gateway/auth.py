@@ -1,6 +1,6 @@
-"""Who calls a data plane: the keys that open it, and the session that a model call gets by its key.
+"""Authentication of a data plane: its keys, and the session that a model call gets by its key.
 
-An episode's key is derived, not stored, so that a claim that is sent again gets the same one.
+An episode's key is derived from the run's secret, not stored, so that a claim that is sent again gets the same key.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from palestra.ledger import Episodes
 from palestra.ledger.key_files import job_key, sign
 from palestra.session import EpisodeSession, Session, Sessions
 
-_OPENS = "palestra.opens"  # where the scope of a request has what its key opens
-OpenSession = Callable[[], AbstractAsyncContextManager[Session]]  # for the time of one request
+_OPENS = "palestra.opens"  # the place in a request's scope for the checked key
+OpenSession = Callable[[], AbstractAsyncContextManager[Session]]  # open for one request
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeKey:
-    """The lease that an episode's key opens; its signature has been checked."""
+    """The lease that an episode's key opens. An `EpisodeKey` exists only after the key's signature has been checked."""
 
     episode_id: str
     fence: int
@@ -39,16 +39,16 @@ class KeyRing:
         """Make the keys of a job.
 
         Args:
-            secret: returns the secret of the moment; another one voids all keys that were made from the one of before.
+            secret: returns the present secret. A new secret makes all keys from the old one invalid.
             job: the job's name.
-            given: a job key in the place of the one that is derived.
+            given: a job key to use instead of the derived one.
         """
         self._secret, self._job, self._given = secret, job, given
-        self._derived = (b"", "")  # a secret, and the job's key that is made from it
+        self._derived = (b"", "")  # the last secret, and the job key made from it
 
     @property
     def job_key(self) -> str:
-        """The job's key."""
+        """Return the job's key, as given or as derived from the present secret."""
         return self._job_key(self._secret())
 
     def episode_key(self, episode_id: str, fence: int) -> str:
@@ -66,10 +66,10 @@ class KeyRing:
         return f"pe-{episode_id}.{fence}.{sign(secret, self._job, 'episode', episode_id, str(fence))}"
 
     def check(self, key: str | None) -> EpisodeKey | None:
-        """Return the episode that a key opens; None: it is the job's key.
+        """Return the episode that a key opens, or None for the job's key.
 
         Raises:
-            Unauthorized: no key, or an unknown one.
+            Unauthorized: there is no key, or it is not a key of this job.
         """
         if not key:
             raise Unauthorized("no key; send the header `Authorization: Bearer <key>`")
@@ -84,31 +84,33 @@ class KeyRing:
         raise Unauthorized("unknown key; it may be of another job, or the run has other keys by now")
 
     def admit(self, request: Request) -> None:
-        """Check the key of a request before its body is read. The same request's `require_episode` costs nothing then.
+        """Check the key of a request before its body is read, and keep the result for `require_episode`.
 
         Raises:
-            Unauthorized: no key, or an unknown one.
+            Unauthorized: there is no key, or it is not a key of this job.
         """
         request.scope[_OPENS] = self.check(bearer(request))
 
     def require_job(self, request: Request) -> None:
-        """Check that a request carries the job's key of this moment.
+        """Check that a request carries the job's present key.
 
         Raises:
-            Unauthorized, Forbidden: it does not.
+            Unauthorized: there is no key, or it is not a key of this job.
+            Forbidden: the key is an episode's.
         """
         if self.check(bearer(request)) is not None:
             raise Forbidden("this is an episode's key; this route takes the job's key")
 
     def opens_job(self, request: Request) -> bool:
-        """Return whether the request carries the job's key of this moment."""
+        """Return whether a request carries the job's present key."""
         return hmac.compare_digest((bearer(request) or "").encode(), self.job_key.encode())
 
     def require_episode(self, request: Request) -> EpisodeKey:
         """Return the episode that a request's key opens.
 
         Raises:
-            Unauthorized, Forbidden: the request does not carry an episode's key.
+            Unauthorized: there is no key, or it is not a key of this job.
+            Forbidden: the key is the job's.
         """
         key = request.scope[_OPENS] if _OPENS in request.scope else self.check(bearer(request))
         if key is None:
@@ -116,15 +118,16 @@ class KeyRing:
         return key
 
     async def require_this_episode(self, request: Request, episode_id: str, episodes: Episodes) -> EpisodeKey:
-        """Check that a request carries the key of an episode, and return what it opens.
+        """Check that a request carries the key of one episode, and return what the key opens.
 
         Args:
-            request: of a worker.
-            episode_id: of the episode.
-            episodes: of the job, which know what episodes there are.
+            request: a worker's request.
+            episode_id: the episode that the request is about.
+            episodes: the job's episodes, to tell an unknown episode from a wrong key.
 
         Raises:
-            Unauthorized, Forbidden: it does not.
+            Unauthorized: there is no key, or it is not a key of this job.
+            Forbidden: the key is not this episode's.
             NotFound: there is no such episode.
         """
         key = self.check(bearer(request))
@@ -135,17 +138,17 @@ class KeyRing:
 
 
 def session_opener(kind: JobKind, keys: KeyRing, sessions: Sessions, request: Request) -> OpenSession:
-    """Check the key of a model call, and return what opens the session that the call is made in.
+    """Check the key of a model call, and return a function that opens the session to make the call in.
 
     Args:
-        kind: of the job: an episode's session where it trains, one of the request's own where it serves a model.
-        keys: of the job.
-        sessions: of the job.
-        request: the call.
+        kind: kind of the job: a training job has a session for each episode, a served model one for each request.
+        keys: the job's keys.
+        sessions: the job's sessions.
+        request: the model call.
 
     Raises:
-        Unauthorized: no key, or an unknown one.
-        Forbidden: the job's key where episodes are played, or an episode's where a model is served.
+        Unauthorized: there is no key, or it is not a key of this job.
+        Forbidden: the key is the job's and episodes are played, or an episode's and a model is served.
     """
     if kind == "inference":
         keys.require_job(request)
@@ -159,16 +162,16 @@ async def _of_lease(sessions: Sessions, key: EpisodeKey) -> AsyncIterator[Episod
 
 
 async def refuse_episodes(kind: JobKind, keys: KeyRing, request: Request) -> None:
-    """Refuse a request about episodes to a job that has none.
+    """Refuse a request about episodes if the job has none.
 
     Args:
-        kind: of the job.
-        keys: of the job.
-        request: to a route for episodes.
+        kind: kind of the job.
+        keys: the job's keys.
+        request: a request to a route for episodes.
 
     Raises:
         Conflict: the job serves a model.
-        Unauthorized: so it does, and the key is not of this job.
+        Unauthorized: the job serves a model, and the key is not this job's.
     """
     if kind == "inference":
         keys.check(bearer(request))

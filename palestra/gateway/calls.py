@@ -1,4 +1,4 @@
-"""The calls of one request, sampled at the same time."""
+"""Sampling of all calls of one request concurrently: a request may ask for several prompts, or several choices."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from palestra.session import CallStart, GenerationRequest, Listener, ReplyPiece,
 
 
 async def generate(session: Session, calls: Sequence[GenerationRequest]) -> GenerationResult:
-    """Sample all choices of all calls, and keep the most probable tokens where they are asked for.
+    """Sample all choices of all calls, and collect the most probable tokens where a call asks for them.
 
     Args:
-        session: of the episode.
-        calls: of one request.
+        session: the session that makes and records the calls.
+        calls: the calls of one request.
 
     Raises:
         PalestraError: see `Session.generate`.
@@ -29,20 +29,20 @@ async def generate(session: Session, calls: Sequence[GenerationRequest]) -> Gene
 async def sample_calls(
     session: Session, calls: Sequence[GenerationRequest], listener: Listener | None
 ) -> tuple[Chat, ...]:
-    """Sample all choices of all calls at the same time. If a call fails, cancel the others.
+    """Sample all choices of all calls concurrently. If one call fails, the others are cancelled.
 
-    Other requests are served between the starts of two calls, and no call is started after one has failed.
+    The event loop serves other requests between the starts of two calls, and no call is started after one has failed.
 
     Args:
-        session: of the episode.
-        calls: of one request.
-        listener: hears of all choices; those of the second call are numbered after those of the first.
+        session: the session that makes and records the calls.
+        calls: the calls of one request.
+        listener: is notified of all choices; the choices of the second call are numbered after those of the first.
 
     Returns:
         The choices, in the order of their calls.
 
     Raises:
-        PalestraError: of the call that failed first; see `Session.generate`.
+        PalestraError: the error of the call that failed first; see `Session.generate`.
     """
     if len(calls) == 1:
         return await session.generate(calls[0], listener)
@@ -62,15 +62,15 @@ async def sample_calls(
             raise failure
         return tuple(chat for task in tasks for chat in task.result())
     finally:
-        # An error holds this frame; if the frame held the error, too, both would stay until the garbage collector runs.
+        # The error refers to this frame: if the frame referred to the error, only the garbage collector freed both.
         del failure, tasks
 
 
 class _Numbered:
-    """A listener for one call, of whose request the choices are numbered on."""
+    """A listener for one call of a request, which shifts the numbers of the call's choices."""
 
     def __init__(self, listener: Listener, first: int) -> None:
-        """`first`: the number of the call's first choice."""
+        """Wrap `listener`; `first` is the number of the call's first choice in the request."""
         self._listener, self._first = listener, first
 
     def started(self, choice: int, start: CallStart) -> None:
@@ -84,13 +84,13 @@ class _Numbered:
 
 
 class _TopLogprobs:
-    """A listener that keeps the most probable tokens, which the records do not have."""
+    """A listener that keeps the most probable tokens at each place, which are not part of the records."""
 
     def __init__(self) -> None:
         self._top: defaultdict[int, list[Sequence[tuple[int, float]]]] = defaultdict(list)
 
     def of(self, choices: int) -> list[list[Sequence[tuple[int, float]]]]:
-        """Return those of each of the choices."""
+        """Return for each of the choices its most probable tokens, place by place."""
         return [self._top[number] for number in range(choices)]
 
     def started(self, choice: int, start: CallStart) -> None:

@@ -1,4 +1,4 @@
-"""Claim, heartbeat, end and abort episodes; push tasks."""
+"""The routes that workers call: claim, heartbeat, end and abort episodes, and push tasks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from palestra.schemas.wire import (
 
 
 def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
-    """The routes that workers call; a job that serves a model refuses them all."""
+    """Add the routes that workers call; a job that serves a model answers all of them with 409."""
     episodes, tasks_of_job, keys = plane.store.episodes, plane.store.tasks, plane.keys
     routes = APIRouter(
         tags=["episodes"], dependencies=[Depends(partial(refuse_episodes, plane.config.kind, plane.keys))]
@@ -40,7 +40,7 @@ def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
 
     @routes.post("/tasks", openapi_extra=request_schema(PushTasks))
     async def push_tasks(request: Request) -> TasksPushed:
-        """Add tasks, in chunks that may be sent again; `final` starts the job."""
+        """Add tasks, in chunks that may be sent again; `final` says that all tasks are there, and starts the job."""
         keys.require_job(request)
         body, tasks = await read_with(_pushed, request, plane.pool)
         total = await tasks_of_job.push(body.split, tasks, body.chunk_id)
@@ -50,7 +50,7 @@ def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
 
     @routes.post("/register_episode", openapi_extra=request_schema(RegisterEpisode))
     async def register_episode(request: Request) -> EpisodeRegistered:
-        """An episode outside the schedule: recorded, never trained on, claimed by its id."""
+        """Register an episode outside the schedule: recorded, never trained on, and claimed by its id."""
         keys.require_job(request)
         body = await read_request(RegisterEpisode, request, plane.pool)
         task = Task(task_id=task_id_of(body.task), data=body.task.data)
@@ -58,7 +58,10 @@ def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
 
     @routes.post("/claim_episode", openapi_extra=request_schema(ClaimEpisode))
     async def claim_episode(request: Request) -> ClaimAnswer:
-        """Take the next episode, or wait up to `wait_seconds` for one."""
+        """Claim the next episode, or wait up to `wait_seconds` for one.
+
+        Sent again, the same request gets the same episode.
+        """
         keys.require_job(request)
         body = await read_request(ClaimEpisode, request, plane.pool)
         plane.workers.mark_claiming(body.worker_id, body.request_id)
@@ -75,7 +78,7 @@ def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
 
     @routes.post("/heartbeat_episode", openapi_extra=request_schema(HeartbeatEpisode))
     async def heartbeat_episode(request: Request) -> EpisodeAnswer:
-        """Renew the lease; any other call of the episode does, too."""
+        """Renew the episode's lease. Every model call of the episode renews it as well."""
         body = await read_request(HeartbeatEpisode, request, plane.pool)
         key = await keys.require_this_episode(request, body.episode_id, episodes)
         await episodes.renew(key.episode_id, key.fence)
@@ -83,7 +86,7 @@ def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
 
     @routes.post("/end_episode", openapi_extra=request_schema(EndEpisode))
     async def end_episode(request: Request) -> EpisodeAnswer:
-        """Hand in the reward. Answered when it is on disk; the same body again is answered the same."""
+        """Hand in the reward; the answer comes when it is on disk. Sent again, the same body gets the same answer."""
         body = await read_request(EndEpisode, request, plane.pool)
         key = await keys.require_this_episode(request, body.episode_id, episodes)
         if (body.reward is None) == (body.rewards is None):
@@ -95,7 +98,7 @@ def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
 
     @routes.post("/abort_episode", openapi_extra=request_schema(AbortEpisode))
     async def abort_episode(request: Request) -> EpisodeAnswer:
-        """The attempt failed for a reason that is not the policy's: no reward, nothing trained."""
+        """Give the episode back after a failure that is not the policy's: no reward is recorded, nothing is trained."""
         body = await read_request(AbortEpisode, request, plane.pool)
         key = await keys.require_this_episode(request, body.episode_id, episodes)
         plane.workers.mark_finished(key.episode_id, key.fence)
@@ -111,16 +114,16 @@ def _pushed(body: bytes) -> tuple[PushTasks, list[Task]]:
 
 
 async def _claim(plane: DataPlane, body: ClaimEpisode, request: Request) -> Episode | None:
-    """Wait for an episode; None: the time is over, or the job is.
+    """Wait for an episode. Returns None when the waiting time is over, or the job is.
 
     Args:
-        plane: of the job.
-        body: what the worker asks for.
-        request: whose key is looked at again before each attempt.
+        plane: the state of the job.
+        body: the worker's request.
+        request: the HTTP request, whose key is checked again before each attempt.
 
     Raises:
         Unauthorized: the job got another key meanwhile; the episode's key would be made from the new secret.
-        ServerStopping: the server is going down.
+        ServerStopping: the server is shutting down.
     """
     clock, episodes = plane.store.clock, plane.store.episodes
     until = clock.monotonic() + min(body.wait_seconds, plane.config.server.max_wait_seconds)
@@ -142,7 +145,7 @@ async def _claim(plane: DataPlane, body: ClaimEpisode, request: Request) -> Epis
 
 
 def _claimed(plane: DataPlane, episode: Episode, request: Request) -> ClaimedEpisode:
-    """Return what a worker needs to play an episode, with the version that the engine samples from now."""
+    """Return everything a worker needs to play an episode, with the version that the engine samples from now."""
     policy = plane.config.policy_name
     version = plane.sessions.context.runtime(policy).engine.version(policy)
     return ClaimedEpisode(

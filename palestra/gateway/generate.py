@@ -1,4 +1,4 @@
-"""Model calls over HTTP: one handler for all dialects, whole or streamed, in an episode or outside of any."""
+"""Model calls over HTTP: one handler for all dialects, whole or streamed, in an episode or of a served model."""
 
 from __future__ import annotations
 
@@ -22,11 +22,18 @@ from palestra.http.disconnects import until_disconnect
 from palestra.http.openapi import request_schema
 from palestra.session import PolicyRuntime
 
-MANY_TOKENS = 4096  # the most, logprobs of others at their places included, whose answer is made on the event loop
+# Answers with more tokens (counting `top_logprobs`) are written as JSON in a thread, not on the event loop.
+MANY_TOKENS = 4096
 
 
 def add_dialect_routes(app: FastAPI, plane: DataPlane, dialects: Sequence[Dialect[Any]]) -> None:
-    """Add the routes of `dialects`: one for replies each, and one for counting tokens where the format has it."""
+    """Add the routes of the dialects: one for replies each, and one for counting tokens where the format has it.
+
+    Args:
+        app: the application to add routes to.
+        plane: the state that the routes share.
+        dialects: the wire formats.
+    """
     for dialect in dialects:
         _add_route(app, dialect, GenerateHandler(plane, dialect).generate)
         if dialect.counter is not None:
@@ -34,17 +41,19 @@ def add_dialect_routes(app: FastAPI, plane: DataPlane, dialects: Sequence[Dialec
 
 
 class GenerateHandler:
-    """Answers the model calls of one dialect."""
+    """Answers the model calls of one dialect: reads the request, opens the session, samples, and writes the answer."""
 
     def __init__(self, plane: DataPlane, dialect: Dialect[Any]) -> None:
         self._plane, self._sessions, self._dialect = plane, plane.sessions, dialect
 
     async def generate(self, request: Request) -> Response:
-        """Sample what a request asks for, and answer when it is on disk, or, streamed, from the first text on.
+        """Sample the replies that a request asks for.
+
+        The answer is sent when they are on disk, or streamed from the first text on.
 
         Raises:
             PalestraError: see `session_opener`, `Dialect.parse`, `Dialect.check` and `Session.generate`.
-            ClientDisconnect: the client has gone; nothing is recorded.
+            ClientDisconnect: the client has disconnected; nothing is recorded.
         """
         open_session = _session_opener(self._plane, request)
         asked, runtime = await _read(self._plane, request, self._dialect.parse, self._dialect.check)
@@ -58,7 +67,10 @@ class GenerateHandler:
                 return WholeAnswer(session, asked.calls, result.chats, body)
 
     async def _rendered(self, asked: DialectRequest[Any], result: GenerationResult, runtime: PolicyRuntime) -> bytes:
-        """Return the whole answer as JSON. A long one is made in a thread."""
+        """Return the whole answer as JSON.
+
+        A long one is written in a thread, so that it does not block other requests.
+        """
         tokens = sum(len(chat.completion_ids) for chat in result.chats)
         if tokens * (1 + max(call.top_logprobs for call in asked.calls)) > MANY_TOKENS:
             return await self._plane.pool.run(self._json, asked, result, runtime)
@@ -69,7 +81,7 @@ class GenerateHandler:
 
 
 class CountHandler:
-    """Answers how many tokens prompts have, for one dialect."""
+    """Answers how many tokens a prompt has, for one dialect."""
 
     def __init__(self, plane: DataPlane, dialect: Dialect[Any], counter: TokenCounter[Any]) -> None:
         self._plane, self._dialect, self._counter = plane, dialect, counter
@@ -79,7 +91,7 @@ class CountHandler:
 
         Raises:
             PalestraError: see `GenerateHandler.generate`, and `Session.count_tokens`.
-            ClientDisconnect: the client has gone.
+            ClientDisconnect: the client has disconnected.
         """
         open_session = _session_opener(self._plane, request)
         asked, _ = await _read(self._plane, request, self._counter.parse, self._dialect.check)
@@ -99,7 +111,7 @@ async def _read(
     parse: Callable[..., DialectRequest[Any]],
     check: Callable[[DialectRequest[Any], PolicyRuntime], None],
 ) -> tuple[DialectRequest[Any], PolicyRuntime]:
-    """Return what a request asks for, and the policy that it asks."""
+    """Return the parsed request and the runtime of the policy that it names."""
     asked = await read_with(partial(parse, headers=request.headers), request, plane.pool)
     runtime = plane.sessions.context.runtime(asked.policy)
     check(asked, runtime)
@@ -107,10 +119,13 @@ async def _read(
 
 
 class _BareRoute(APIRoute):
-    """A route in FastAPI's document whose endpoint takes the request as it is, without the framework's own reading."""
+    """A route in FastAPI's document whose endpoint gets the raw request.
+
+    Dialects parse bodies themselves, because a long one has to be parsed in a thread.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
-        """Return the endpoint itself."""
+        """Return the endpoint itself, without FastAPI's parsing around it."""
         handler: Callable[[Request], Awaitable[Response]] = self.endpoint
         return handler
 

@@ -23,39 +23,43 @@ from palestra.session.sampling import overruled
 from palestra.waiting import cancelled
 
 log = logging.getLogger("palestra.gateway")
-STALLED_SECONDS = 60.0  # a client that takes nothing of a stream for so long is gone
-OVERRULED = "x-palestra-sampling"  # the header that says what the job fixed against the caller's wish
+STALLED_SECONDS = 60.0  # a client that reads nothing of a stream for so long counts as disconnected
+OVERRULED = "x-palestra-sampling"  # header: sampling parameters that the job has set instead of the caller
 
 
 class WholeAnswer(Response):
-    """A body that is complete. The session hears when its last byte has left, so that a retry is a new call then."""
+    """A complete answer.
+
+    The session is notified when its last byte has been sent: a later equal request is a new call.
+    """
 
     def __init__(
         self, session: Session, calls: Sequence[GenerationRequest], chats: Sequence[Chat], body: bytes
     ) -> None:
-        """Make the answer.
+        """Prepare the answer.
 
         Args:
-            session: of the episode.
-            calls: as they were asked.
-            chats: as they were sampled.
-            body: JSON.
+            session: the session that made the calls.
+            calls: the calls as they were requested.
+            chats: the calls as they were recorded.
+            body: the answer as JSON.
         """
         note = overruled(calls[0], chats[0].sampling)
         super().__init__(body, 200, None if note is None else {OVERRULED: note}, "application/json")
         self._session, self._chats = session, chats
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the answer."""
+        """Send the answer, then notify the session that its calls were delivered."""
         await super().__call__(scope, receive, send)
         for chat in self._chats:
             self._session.delivered(chat)
 
 
 class StreamedAnswer(Response):
-    """Events while the replies are sampled. A client that goes away, or takes nothing for a minute, cancels them.
+    """Events that are sent while the replies are sampled.
 
-    Until something was sent a failure is answered with its own status; later it is the stream's last event.
+    If the client disconnects, or reads nothing for a minute, the calls are cancelled. A failure before the first event
+    is answered with its own status; a later one is the stream's last event.
     """
 
     def __init__(
@@ -66,57 +70,57 @@ class StreamedAnswer(Response):
         writer: EventWriter,
         error_form: ErrorForm,
     ) -> None:
-        """Make the answer; nothing is sampled before it is called.
+        """Prepare the answer; nothing is sampled before the answer is called.
 
         Args:
-            sessions: have a place for the request, or refuse it.
-            open_session: opens the session of its caller.
-            calls: what is to be sampled.
-            writer: makes events of it.
-            error_form: the dialect's form of a failure.
+            sessions: the job's sessions, which admit or refuse the request.
+            open_session: opens the session to make the calls in.
+            calls: the calls to sample.
+            writer: writes the dialect's events.
+            error_form: makes the dialect's form of an error.
         """
         super().__init__()
         self._sessions, self._open_session, self._calls = sessions, open_session, calls
         self._writer, self._error_form = writer, error_form
-        self._ready = asyncio.Event()  # there is something to send
+        self._ready = asyncio.Event()  # set when there are events to send
         self._note: str | None = None
-        self._begun = False  # the status has been sent
+        self._begun = False  # whether the status line has been sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sample and send.
+        """Sample the calls and send the events.
 
         Raises:
-            PalestraError: the calls failed, and nothing has been sent.
+            PalestraError: the calls failed before anything was sent.
         """
         with self._sessions.admitted():
             async with self._open_session() as session:
                 try:
                     await until_disconnect(receive, self._stream(session, send))
                 except ClientDisconnect:
-                    pass  # what is on disk can be had by a retry, and nothing else is kept
+                    pass  # a retry returns the calls that were committed; the others are not kept
                 except TimeoutError:
                     log.info("%s: the client takes nothing; its call is given up", scope["path"])
 
-    # A `Listener`: notes what the headers say, and passes on
+    # These three methods make the answer a `Listener`: it keeps the header's value and forwards to the writer.
 
     def started(self, choice: int, start: CallStart) -> None:
-        """See `Listener`."""
+        """Forward the start of a choice to the writer, and keep the value of the header `x-palestra-sampling`."""
         if choice == 0:
             self._note = overruled(self._calls[0], start.sampling)
         self._writer.started(choice, start)
 
     def sampled(self, choice: int, piece: ReplyPiece) -> None:
-        """See `Listener`."""
+        """Forward a piece of a choice to the writer, and wake the sending task."""
         self._writer.sampled(choice, piece)
         self._ready.set()
 
     def finished(self, choice: int, chat: Chat) -> None:
-        """See `Listener`."""
+        """Forward the end of a choice to the writer, and wake the sending task."""
         self._writer.finished(choice, chat)
         self._ready.set()
 
     async def _stream(self, session: Session, send: Send) -> None:
-        """Send events while the choices are sampled, and then the end, or the failure."""
+        """Send events while the choices are sampled, then the stream's end, or the failure."""
         sampling = asyncio.ensure_future(self._sample(session))
         sampling.add_done_callback(lambda _: self._ready.set())
         outcome: tuple[Chat, ...] | Exception | None = None
@@ -139,13 +143,13 @@ class StreamedAnswer(Response):
                 session.delivered(chat)
         finally:
             await cancelled(sampling)
-            # An error holds this frame: if the frame held the error, too, the request would stay in memory.
+            # The error refers to this frame: if the frame referred to the error, the request would stay in memory.
             del sampling, outcome
 
     async def _sample(self, session: Session) -> tuple[Chat, ...] | Exception:
         try:
             return await sample_calls(session, self._calls, self)
-        except Exception as error:  # noqa: BLE001 - raised, or written as an event, by `_stream`
+        except Exception as error:  # noqa: BLE001 - `_stream` raises the error, or writes it as an event
             return error
 
     def _write_failure(self, error: Exception) -> None:
@@ -154,7 +158,7 @@ class StreamedAnswer(Response):
         self._writer.failed(self._error_form(Failure.of(error)))
 
     async def _flush(self, send: Send) -> None:
-        """Send what was written, after the headers."""
+        """Send the events written so far, preceded by the headers the first time."""
         events = self._writer.take()
         if not events:
             return
@@ -169,10 +173,10 @@ class StreamedAnswer(Response):
 
 
 async def _send(send: Send, message: Message) -> None:
-    """Send a message.
+    """Send a message to the client.
 
     Raises:
-        TimeoutError: the client took nothing for `STALLED_SECONDS`.
+        TimeoutError: the client read nothing for `STALLED_SECONDS`.
     """
     async with asyncio.timeout(STALLED_SECONDS):
         await send(message)

@@ -1,4 +1,4 @@
-"""What the routes of a data plane share."""
+"""`DataPlane`: the state that all routes of a data plane share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from palestra.threads import WorkPool
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataPlane:
-    """One job's store, sessions, keys and progress."""
+    """One job's configuration, store, sessions, keys and progress, and its connected workers."""
 
     config: JobConfig
     store: RunStore
@@ -36,11 +36,11 @@ class DataPlane:
 
     @property
     def pool(self) -> WorkPool:
-        """Threads for what would hold up the event loop."""
+        """Return the threads for work that would block the event loop."""
         return self.sessions.context.pool
 
     def stop(self) -> None:
-        """Answer all that wait for the server that it goes down, and that it may come back."""
+        """Begin the shutdown: every waiting request is answered that the server stops and may come back."""
         self.stopping.set()
         self.sessions.stop(ServerStopping("the server is going down; it may come back"))
         self.store.episodes.available.notify()

@@ -1,4 +1,4 @@
-"""Status, events and metrics of a job."""
+"""The routes to watch a job: status, events and metrics."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from palestra.schemas.protocols import Counts
 from palestra.schemas.records import Event
 from palestra.schemas.wire import EpisodeHolder, HealthWarningBody, JobStatus
 
-HOLDERS = 20  # held episodes that `/status` lists
+HOLDERS = 20  # the most held episodes that `/status` lists
 
 
 def add_status_routes(app: FastAPI, plane: DataPlane) -> None:
-    """The routes for watching."""
+    """Add the routes to watch a job: `/status`, `/events` and `/metrics`."""
 
     @app.get("/status", tags=["status"])
     async def status(request: Request) -> JobStatus:
-        """Where the job stands."""
+        """Return the job's progress: its state, phase and step, episodes, workers and newest metrics."""
         plane.keys.require_job(request)
         progress, counts = plane.progress, await plane.store.episodes.counts()
         return JobStatus(
@@ -64,7 +64,7 @@ def add_status_routes(app: FastAPI, plane: DataPlane) -> None:
 
     @app.get("/events", tags=["status"])
     async def events(request: Request, after: int = 0, follow: bool = True) -> StreamingResponse:
-        """Server-sent events: all after `after` (or the header `Last-Event-ID`), then new ones as they happen."""
+        """Stream server-sent events: all after number `after` (or the header `Last-Event-ID`), then new ones."""
         plane.keys.require_job(request)
         last = request.headers.get("last-event-id", str(after))
         if not (last.isascii() and last.isdigit() and len(last) < 19):
@@ -74,7 +74,7 @@ def add_status_routes(app: FastAPI, plane: DataPlane) -> None:
 
     @app.get("/metrics", tags=["status"])
     async def metrics(request: Request) -> Response:
-        """The same in Prometheus' text format."""
+        """Return the job's status and newest metrics in Prometheus' text format."""
         plane.keys.require_job(request)
         registry = CollectorRegistry(auto_describe=False)
         registry.register(_Collector(plane, await plane.store.episodes.counts()))
@@ -95,13 +95,13 @@ def _episodes(counts: Counts) -> dict[str, int]:
 
 
 def _events_after(plane: DataPlane, request: Request, last: int) -> Callable[[], Awaitable[News | None]]:
-    """Return a look for events after the one of number `last`, until the job has another key than the request."""
+    """Return a function that returns events after number `last`, or None once the request's key is invalid."""
 
     async def look() -> News | None:
         nonlocal last
         if not plane.keys.opens_job(request):
             return None
-        over = plane.progress.over or plane.stopping.is_set()  # read first, so that no last event is missed
+        over = plane.progress.over or plane.stopping.is_set()  # before the query, so that the last event is not missed
         found = await plane.store.log.events(last)
         last = found[-1].event_id if found else last
         return News([_encoded(event) for event in found], over)
@@ -121,7 +121,7 @@ async def _pause(plane: DataPlane, seconds: float) -> None:
 
 
 def _of_engines(plane: DataPlane) -> list[Metric]:
-    """Return what the engines of all policies have to do, and have done; an engine of several policies counts once."""
+    """Return metrics of the engines of all policies; an engine that samples several policies counts once."""
     engines = {id(runtime.engine): runtime.engine for runtime in plane.sessions.context.policies.values()}
     loads = [engine.load() for engine in engines.values()]
     requests = GaugeMetricFamily("palestra_engine_requests", "Requests of the engines by state.", labels=["state"])
@@ -142,13 +142,13 @@ def _of_engines(plane: DataPlane) -> list[Metric]:
 
 
 class _Collector(Collector):
-    """Counters and gauges as they are now."""
+    """Counters and gauges for Prometheus, read at the time of the request."""
 
     def __init__(self, plane: DataPlane, counts: Counts) -> None:
         self._plane, self._counts = plane, counts
 
     def collect(self) -> list[Metric]:
-        """See prometheus_client."""
+        """Return the metrics, as prometheus_client asks for them."""
         plane = self._plane
         episodes = GaugeMetricFamily("palestra_episodes", "Episodes by state.", labels=["state"])
         for state, number in _episodes(self._counts).items():

@@ -1,4 +1,4 @@
-"""Which workers are connected, so that the server stays up until each has been notified that the job is finished."""
+"""Tracks connected workers, so that the server stays up until each has been notified that the job is finished."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from dataclasses import dataclass, field
 
 from palestra.schemas.clock import Clock
 
-FORGOTTEN_SECONDS = 60.0  # a worker that has neither claimed nor played for so long is gone
-MOST_RESTING = 4096  # workers that neither claim nor play; names come from clients, which may send ever new ones
+FORGOTTEN_SECONDS = 60.0  # a worker that has neither claimed nor played for so long counts as gone
+# A limit on idle workers: clients choose the names, and a client that sends a new one each time must not fill memory.
+MOST_RESTING = 4096
 
 
 @dataclass(slots=True)
 class _Worker:
     seen_at: float
-    claiming: set[str] = field(default_factory=set)  # request ids of the claims that wait
+    claiming: set[str] = field(default_factory=set)  # request ids of waiting claims
     playing: set[tuple[str, int]] = field(default_factory=set)  # (episode id, fence)
     notified: set[str] = field(default_factory=set)  # request ids of claims answered `finished`; at most `loops`
     loops: int = 0
@@ -26,53 +27,68 @@ class _Worker:
 class WorkerRegistry:
     """Tracks connected workers, so that the server stays up until every one knows that the job is finished.
 
-    One worker's name may stand for many loops that play side by side (threads, tasks), and each has to be notified. A
-    loop either claims an episode or plays one, so the most that a worker ever did of both at the same time is its
-    number of loops. A worker that is gone is forgotten, and where too many rest, those that have rested longest are.
+    One worker's name may stand for several concurrent loops (threads, tasks), and each has to be notified. A loop
+    either claims an episode or plays one, so the largest number of claims and episodes that a worker ever had at the
+    same time is its number of loops. Workers that are gone are forgotten; if too many are idle, the longest idle ones
+    are.
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._workers: dict[str, _Worker] = {}
-        self._resting: OrderedDict[str, float] = OrderedDict()  # those that do nothing now: since when, longest first
+        self._resting: OrderedDict[str, float] = OrderedDict()  # idle workers and since when, longest idle first
         self._players: dict[tuple[str, int], str] = {}
 
     def __len__(self) -> int:
-        """Return how many workers are known."""
+        """Return the number of known workers."""
         return len(self._workers)
 
     @property
     def busy(self) -> int:
-        """How many workers claim an episode or play one now."""
+        """Return how many workers are claiming or playing an episode now."""
         return len(self._workers) - len(self._resting)
 
     def mark_claiming(self, worker_id: str, request_id: str) -> None:
-        """Note that a worker's claim has come in."""
+        """Note that a worker's claim has arrived.
+
+        Args:
+            worker_id: name of the worker.
+            request_id: id of the claim.
+        """
         worker = self._busy(worker_id)
         worker.seen_at = self._clock.monotonic()
         worker.claiming.add(request_id)
         worker.count_loops()
 
     def mark_answered(self, worker_id: str, request_id: str) -> None:
-        """Note that a claim is answered, or that its connection is lost."""
+        """Note that a claim was answered, or that its connection was lost."""
         self._busy(worker_id).claiming.discard(request_id)
         self._rest(worker_id)
 
     def mark_playing(self, worker_id: str, episode_id: str, fence: int) -> None:
-        """Note that a worker's claim got an episode, under the lease of number `fence`."""
+        """Note that a worker's claim got an episode.
+
+        Args:
+            worker_id: name of the worker.
+            episode_id: id of the episode.
+            fence: number of the episode's lease.
+        """
         worker = self._busy(worker_id)
         worker.playing.add((episode_id, fence))
         worker.count_loops()
         self._players[episode_id, fence] = worker_id
 
     def mark_finished(self, episode_id: str, fence: int) -> None:
-        """Note that an episode's worker ends it, or gives it back; the worker will claim another."""
+        """Note that a worker ended its episode, or gave it back; the worker will claim another."""
         worker = self._stops_playing(episode_id, fence)
         if worker is not None:
             worker.seen_at = self._clock.monotonic()
 
     def mark_lease_over(self, episode_id: str, fence: int) -> None:
-        """Note that an episode's worker has let its lease run out. That loop is not waited for; it may claim again."""
+        """Note that a lease ran out.
+
+        The loop that played the episode is not waited for any more; it may claim again.
+        """
         worker = self._stops_playing(episode_id, fence)
         if worker is not None:
             worker.loops -= 1
@@ -87,7 +103,7 @@ class WorkerRegistry:
         return worker
 
     def mark_notified(self, worker_id: str, request_id: str) -> None:
-        """Note that a claim was answered `finished`."""
+        """Note that a claim was answered with `finished`."""
         worker = self._workers.get(worker_id)
         if worker is not None and len(worker.notified) < worker.loops:
             worker.notified.add(request_id)
@@ -100,7 +116,7 @@ class WorkerRegistry:
         return worker
 
     def _rest(self, worker_id: str) -> None:
-        """Note that a worker does nothing now, if that is so, and forget those that have rested for too long."""
+        """Note that a worker is idle now, if it is, and forget workers that have been idle for too long."""
         worker, now = self._workers[worker_id], self._clock.monotonic()
         if worker.claiming or worker.playing:
             return
@@ -113,6 +129,6 @@ class WorkerRegistry:
 
     @property
     def all_notified(self) -> bool:
-        """Whether every loop that is still connected knows that the job is finished."""
+        """Return whether every loop that is still connected knows that the job is finished."""
         gone = self._clock.monotonic() - FORGOTTEN_SECONDS
         return all(len(w.notified) >= w.loops for w in self._workers.values() if w.playing or w.seen_at > gone)

@@ -1,4 +1,4 @@
-"""The training loop: tasks to groups to episodes, full groups to a manifest, a manifest to a new version."""
+"""The training loop: groups of episodes are gathered and fixed in a manifest, and the manifest makes a new version."""
 
 from palestra.learner.learner import Learner
 from palestra.learner.reporting import RunFolder

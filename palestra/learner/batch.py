@@ -1,4 +1,4 @@
-"""From the episodes of a manifest to the rows of the loss. Rows are in canonical order: (group index, sample index)."""
+"""Turns the episodes of a manifest into the rows of the loss, in canonical order: (group index, sample index)."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ LEFT_OUT = ("groups_zero_variance", "episodes_without_tokens", "calls_abandoned"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """What one step trains on, and what was left out of it.
+    """The rows that one step trains, and metrics of what was left out.
 
     Attributes:
-        groups: all groups of the step; their rows have advantages after `with_advantages`, and 0 before.
-        staleness: trained tokens by age: n of the policy before the step - n of the token.
-        metrics: of the step, by full name.
+        groups: all groups of the step; the advantages of their rows are 0 until `with_advantages`.
+        staleness: number of trained tokens by age, which is n of the policy before the step minus n of the token.
+        metrics: metrics of the step, by full name.
     """
 
     groups: list[Group]
@@ -37,17 +37,17 @@ class Batch:
 
     @property
     def samples(self) -> list[TrainSample]:
-        """All rows, in canonical order."""
+        """Return the rows of all groups, in canonical order."""
         return [row for group in self.groups for row in group.rows]
 
     def without(self, episodes: Collection[str], version: PolicyVersion) -> Batch:
         """Return the batch without the rows of some episodes, which can't be trained.
 
-        Their tokens stay in the divisor of the loss, and their rewards in the advantages of their groups: to the other
-        rows it makes no difference.
+        Their tokens still count in the divisor of the loss, and their rewards in the advantages of their groups, so
+        that the other rows keep their gradient.
 
         Args:
-            episodes: their ids.
+            episodes: ids of the episodes.
             version: the policy before the step.
         """
         groups = [
@@ -61,14 +61,14 @@ class Batch:
         return Batch(groups=groups, staleness=staleness, metrics=metrics)
 
     def with_advantages(self, found: TokenAdvantages, forward: ForwardOutputs) -> Batch:
-        """Return the batch with what the algorithm says of each token.
+        """Return the batch with the algorithm's advantages and importance weights.
 
         Args:
-            found: of all rows, in their order.
-            forward: what the trainer computed of the same rows; `old_logprobs` go on to the loss.
+            found: the algorithm's result for all rows, in their order.
+            forward: the trainer's outputs for the same rows; the rows carry `old_logprobs` to the loss.
 
         Raises:
-            ValueError: the algorithm speaks of other rows, or of other tokens.
+            ValueError: the algorithm's result does not have the shapes of the rows.
         """
         rows = self.samples
         _check_shapes("advantages", found.advantages, rows)
@@ -96,7 +96,7 @@ class Batch:
         return Batch(groups=groups, staleness=self.staleness, metrics=self.metrics | metrics)
 
     def advantage_problems(self) -> dict[str, str]:
-        """Return by episode id whose advantages are not finite, and where."""
+        """Return the episodes whose advantages are not finite: a description of the place by episode id."""
         rows = self.samples
         return not_finite(rows, [{"advantage": row.advantages} for row in rows])
 
@@ -108,17 +108,19 @@ def make_batch(
     max_tokens: int,
     version: PolicyVersion,
 ) -> Batch:
-    """Return rows with loss weights; groups from which nothing can be learned have none, and are counted.
+    """Return the rows of a step, with loss weights.
 
-    They still count in the weights, as the rollouts with advantage 0 that they are: a batch in which little can be
-    learned makes a small step, not one that a few rollouts decide.
+    Groups from which nothing can be learned get no rows, and are counted.
+
+    Such groups still count in the loss weights, as rollouts with advantage 0: a batch from which little can be learned
+    makes a small step, not one that a few rollouts decide.
 
     Args:
-        trajectories: completed episodes in canonical order.
-        algorithm: says what can be learned from.
+        trajectories: completed episodes, in canonical order.
+        algorithm: decides which groups can be learned from.
         config: which calls are trained, and how the losses of tokens become one number.
         max_tokens: the divisor of `seq-mean-token-sum-norm`.
-        version: the policy before the step, to which staleness is counted.
+        version: the policy before the step, from which staleness is counted.
     """
     left_out: Counter[str] = Counter()
     rollouts = [_rollout(trajectory, config, left_out) for trajectory in trajectories]
@@ -144,7 +146,7 @@ class _Rollout:
     trajectory: Trajectory
     trie: TokenTrie
     trained: frozenset[int]  # indices of the calls whose tokens enter the loss
-    tokens: int  # that they sampled
+    tokens: int  # number of tokens that those calls sampled
 
 
 def _rollout(trajectory: Trajectory, config: AlgorithmConfig, left_out: Counter[str]) -> _Rollout:
@@ -157,12 +159,12 @@ def _rollout(trajectory: Trajectory, config: AlgorithmConfig, left_out: Counter[
         left_out["calls_abandoned"] += len(abandoned)
         left_out["tokens_abandoned"] += sum(len(chat.completion_ids) for chat in abandoned)
     tokens = sum(len(chat.completion_ids) for chat in chats if chat.index in trained)
-    left_out["episodes_without_tokens"] += not tokens  # whatever its group's rewards are
+    left_out["episodes_without_tokens"] += not tokens  # counted even if the group's rewards are equal
     return _Rollout(trajectory=trajectory, trie=trie, trained=trained, tokens=tokens)
 
 
 def _rows(rollout: _Rollout, weight: float) -> list[TrainSample]:
-    """Return the rows of a rollout; each of its tokens weighs the same, in whichever row and call it stands."""
+    """Return the rows of a rollout. Each of its trained tokens has the same weight, in whichever row and call it is."""
     return [
         TrainSample(
             episode_id=rollout.trajectory.episode.episode_id,
@@ -183,6 +185,7 @@ def _rows(rollout: _Rollout, weight: float) -> list[TrainSample]:
 
 
 def _check_shapes(name: str, columns: Sequence[Floats], rows: Sequence[TrainSample]) -> None:
+    """Raise ValueError unless `columns` has one array [N] for each row, of the row's length."""
     shapes = [column.shape for column in columns]
     if shapes != [row.ids.shape for row in rows]:
         raise ValueError(f"the algorithm's {name} have other shapes than the {len(rows)} rows: {shapes[:8]}")

@@ -1,4 +1,4 @@
-"""When checkpoints of a policy are written: as often as the job says, beside the rollout of the next step."""
+"""Schedule of a policy's checkpoints: written as often as the job says, while the next step is already played."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger("palestra.learner")
 
 
 class CheckpointSchedule:
-    """Writes at most one checkpoint at a time."""
+    """Writes the checkpoints of one policy, at most one at a time."""
 
     def __init__(
         self,
@@ -28,31 +28,34 @@ class CheckpointSchedule:
         wall_seconds: Callable[[], float],
         add_event: AddEvent,
     ) -> None:
-        """Begin without a checkpoint.
+        """Create the schedule; no checkpoint is known until `load`.
 
         Args:
             config: the job.
-            trainer: has the policy.
-            policy: the policy's name.
-            folder: where its checkpoints are.
-            wall_seconds: returns for how long the job has run.
+            trainer: the trainer that has the policy.
+            policy: name of the policy.
+            folder: folder of the policy's checkpoints.
+            wall_seconds: returns how long the job has run.
             add_event: records an event of the job.
         """
         self._config, self._trainer, self._policy, self._folder = config, trainer, policy, folder
         self._wall_seconds, self._add_event = wall_seconds, add_event
         self._saving: asyncio.Task[None] | None = None
-        self._seconds = 0.0  # of checkpoints that were finished since `take_seconds`
-        self.saved_step = 0  # of the newest checkpoint
+        self._seconds = 0.0  # time of checkpoints since the last `take_seconds`
+        self.saved_step = 0  # step of the newest checkpoint
 
     async def load(self) -> dict[str, Any] | None:
-        """Give the policy the newest good checkpoint; return the state in it, None where there is none."""
+        """Load the newest good checkpoint into the trainer.
+
+        Returns the state saved with it, or None if there is none.
+        """
         state = await self._trainer.load(self._policy, self._folder)
         if state is not None:
             self.saved_step = int(state["step"])
         return state
 
     async def save_if_due(self, step: int) -> None:
-        """Start writing a checkpoint, where the job wants one of this step; the next episodes are played meanwhile."""
+        """Start writing a checkpoint of this step if the job wants one; the next episodes are played meanwhile."""
         if step % self._config.checkpoint.every_steps == 0 or step == self._config.steps:
             await self.finish()
             self._saving = asyncio.create_task(self._save(step))
@@ -64,24 +67,24 @@ class CheckpointSchedule:
             await self._save(step)
 
     async def finish(self) -> None:
-        """Wait for the checkpoint that is being written.
+        """Wait for the checkpoint that is being written, if any.
 
         Raises:
-            CheckpointError: it could not be written.
+            CheckpointError: the checkpoint could not be written.
         """
         if self._saving is not None:
             saving, self._saving = self._saving, None
             await saving
 
     async def close(self) -> None:
-        """Wait for the checkpoint that is being written, and log why it failed if it did."""
+        """Wait for the checkpoint that is being written, if any; a failure is logged and not raised."""
         if self._saving is not None:
             (error,) = await asyncio.gather(self._saving, return_exceptions=True)
             if isinstance(error, Exception):
                 log.error("a checkpoint could not be written: %s: %s", type(error).__name__, error)
 
     def take_seconds(self) -> float:
-        """Return how long checkpoints took that were finished since the last call."""
+        """Return the seconds spent on checkpoints that finished since the last call."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 

@@ -1,4 +1,4 @@
-"""Validation: the same claim path, greedy, on the version that stands while nothing is trained."""
+"""Validation during training: episodes are claimed in the same way and sampled greedily, while no step is trained."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from palestra.schemas.states import EpisodeState
 
 
 async def evaluate(groups: Groups, tasks: Sequence[Task], done: int) -> dict[str, float]:
-    """Score every validation task once, and return the metrics of it.
+    """Score every validation task once, and return the metrics.
+
+    Discarded episodes are not scored and do not count as 0: the metrics say how many tasks the mean is of. Episodes
+    that were scored before a restart are not played again.
 
     Args:
-        groups: of the job; each task is a group of one episode.
+        groups: the job's groups; each task becomes a group of one episode.
         tasks: the validation tasks.
-        done: how many steps are done.
-
-    Discarded episodes are not scored, and not counted as 0: the mean says how many it is of. Episodes that were
-    scored before a restart are not played again.
+        done: number of steps that are done.
     """
     started = time.monotonic()
     known = await groups.of_step("validation", done)
     first = known[0][0].group_index if known else await groups.next_index("validation")
-    for offset, task in enumerate(tasks):  # those that a restart finds registered are left as they are
+    for offset, task in enumerate(tasks):  # after a restart, registering an existing group changes nothing
         await groups.register("validation", first + offset, done, task, 1)
     while True:
         await groups.wait_settled("validation", done, await groups.discarded("validation"))

@@ -1,6 +1,6 @@
-"""The groups of a step: registered, waited for, and replaced where too many of their episodes were lost.
+"""The groups of a step: registered, waited for, and replaced if too many of their episodes were lost.
 
-Everything is a view of the store: nothing is queued twice, and a restart finds all that was handed in.
+All state is in the store: nothing is queued in memory, so that a restart finds every episode that was handed in.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ OPEN = (EpisodeState.REGISTERED, EpisodeState.CLAIMED)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gathered:
-    """The ready groups of a step.
+    """The complete groups of a step.
 
     Attributes:
-        episode_ids: completed and fresh, in canonical order.
-        dropped: groups that lost too many episodes.
-        discarded: episodes of the ready groups that were discarded.
-        stale: episodes that were played with too old a policy, and registered again.
+        episode_ids: completed episodes that are fresh enough, in canonical order.
+        dropped: number of groups that lost too many episodes.
+        discarded: number of discarded episodes in the complete groups.
+        stale: number of episodes that were played with too old a policy, and registered again.
     """
 
     episode_ids: tuple[str, ...]
@@ -46,17 +46,17 @@ class Bucket:
 
     @property
     def is_open(self) -> bool:
-        """Whether an episode of it may still be completed."""
+        """Return whether an episode of the group may still be completed."""
         return any(episode.state in OPEN for episode in self.episodes)
 
     @property
     def completed(self) -> list[str]:
-        """Ids of the episodes that have a reward."""
+        """Return the ids of the group's episodes that have a reward."""
         return [episode.episode_id for episode in self.episodes if episode.state is EpisodeState.COMPLETED]
 
     @property
     def discarded(self) -> int:
-        """Episodes that were given up."""
+        """Return the number of the group's episodes that were discarded."""
         return sum(episode.state is EpisodeState.DISCARDED for episode in self.episodes)
 
 
@@ -68,22 +68,22 @@ async def gather_groups(
     last_step: int,
     version: int,
 ) -> Gathered:
-    """Wait until `groups_per_step` groups of a step are ready, and return their episodes.
+    """Wait until `groups_per_step` groups of a step are complete, and return their episodes.
 
     Groups of the steps up to `last_step` are registered as well, as far as `max_open_buckets` allows, and played
-    meanwhile. What was registered before a restart is used, so nothing that was handed in is lost.
+    meanwhile. Groups that were registered before a restart are used, so that no completed episode is lost.
 
     Args:
         store: the run store.
         config: sizes and limits.
-        task_of: gives the task of a group, by the group's index.
+        task_of: returns the task of a group, by the group's index.
         step: the step to gather.
         last_step: the last step whose episodes may be played now.
-        version: n of the policy that will be trained. An episode with a token that is older than `max_staleness`
-            allows is not used, and registered again.
+        version: n of the policy that will be trained. An episode with a token that is older than `max_staleness` allows
+            is not used, and registered again.
 
     Raises:
-        EngineFailure: group after group failed; training on what is left would hide it.
+        EngineFailure: group after group was lost; training on the rest would hide the failure.
     """
     oldest = version - config.max_staleness
     while True:
@@ -119,13 +119,13 @@ async def gather_groups(
 
 
 async def _buckets(store: RunStore, step: int) -> list[Bucket]:
-    """Return a step's groups in canonical order."""
+    """Return the groups of a step in canonical order."""
     found = await store.groups.of_step("train", step)
     return [Bucket(record=record, episodes=tuple(episodes)) for record, episodes in found]
 
 
 async def _register(store: RunStore, config: RolloutConfig, task_of: Callable[[int], Task], steps: range) -> bool:
-    """Register the groups of these steps that are missing; return whether one of them waits for room."""
+    """Register the missing groups of these steps; return whether one of them has to wait for another to end."""
     room = None
     if config.max_open_buckets is not None:
         room = config.max_open_buckets - await store.groups.number_open("train")
@@ -141,7 +141,7 @@ async def _register(store: RunStore, config: RolloutConfig, task_of: Callable[[i
 
 
 async def _settle(store: RunStore, config: RolloutConfig, bucket: Bucket, oldest: int) -> None:
-    """Make a group READY, or DROPPED, when no episode of it is open and none has to be played again."""
+    """Make a group READY, or DROPPED, once none of its episodes is open and none has to be played again."""
     if bucket.record.state is not GroupState.OPEN or bucket.is_open:
         return
     record = bucket.record
@@ -165,7 +165,7 @@ async def _stale(store: RunStore, episode_ids: Sequence[str], oldest: int) -> se
 
 
 def _most_common(reasons: Sequence[str]) -> str:
-    """Return what ended most of the discarded episodes, as a part of a sentence; empty where there are none.
+    """Return why most of the discarded episodes ended, as a part of a sentence; empty without such episodes.
 
     A reason begins with its kind, such as `not_scored: ...` or the name of an exception.
     """

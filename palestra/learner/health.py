@@ -1,4 +1,4 @@
-"""Signs that a run learns nothing, although every step of it succeeds. From the rows of its metrics alone."""
+"""Signs that a run learns nothing although its steps succeed, found from the rows of its metrics alone."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from palestra.schemas.progress import HealthWarning
 
 Row = Mapping[str, float]
 
-# Steps that have to agree before something is said that may happen by chance in one of them: groups of equal rewards
-# are common while a task is nearly always missed, or nearly always solved. A shorter run is judged by all its steps.
+# Consecutive steps that must show a sign that may occur by chance in one of them: groups of equal rewards are common
+# while a task is nearly always failed, or nearly always solved. A shorter run is judged by all of its steps.
 RECENT = 3
-# Of the entropy that the step before had. An update that stays within the clip range changes a probability by a fifth,
-# so a tenth in one step is no learning: the update was far too large.
+# Share of the entropy of the step before. An update within the clip range changes a probability by a fifth, so an
+# entropy that falls to a tenth in one step is not learning: the update was far too large.
 ENTROPY_SHARE = 0.1
-# Nats. Where the entropy was small already (a model that is sure of what is right), a tenth of it is noise.
+# Nats. If the entropy is small already (a model that is sure of the right answer), a fall to a tenth is noise.
 ENTROPY_FALL = 0.1
-# Of the calls. A run that learns well may have nine of ten replies cut (the demo does, whose answers stand at the
-# beginning), so only a limit that lets no reply be finished counts.
+# Share of calls. A run that learns well may have nine of ten replies cut (as the demo does, whose answers come first),
+# so only a limit at which no reply is finished counts as a sign.
 TRUNCATED_SHARE = 1.0
 
 
 def health_of(rows: Sequence[Row], groups_per_step: int, steps: int) -> list[HealthWarning]:
-    """Return what is wrong with a run now, by code; none for one that learns.
+    """Return the signs that a run learns nothing now; none for a run that learns.
 
     Args:
-        rows: of the newest training steps, oldest first; `RECENT` are enough.
-        groups_per_step: of the job; as many groups are in each step.
-        steps: of the job.
+        rows: metrics of the newest training steps, oldest first; `RECENT` rows are enough.
+        groups_per_step: number of groups in each step.
+        steps: number of steps of the job.
     """
     if not rows:
         return []
@@ -66,7 +66,7 @@ def _equal_rewards(recent: Sequence[Row], groups_per_step: int) -> Found:
     if not recent or any(row["train/groups_zero_variance"] < groups_per_step for row in recent):
         return None
     if all(row["train/episodes_without_tokens"] == row["train/episodes"] for row in recent):
-        return None  # the rewards are not what is wrong
+        return None  # `no_calls` names the cause: without calls, equal rewards follow
     row = recent[-1]
     return (
         "equal_rewards",

@@ -1,7 +1,7 @@
 """The learner's loop: evaluate, gather, fix the batch, train, publish, save.
 
-A step that was fixed before a restart is trained again from its manifest; one that was not is gathered first. So
-going on after a crash is no special case: the same code runs from the last checkpoint on.
+A step whose manifest was committed before a restart is trained again from it; any other step is gathered first.
+Resuming after a crash is therefore no special case: the same code runs from the last checkpoint on.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ class Learner:
         report: Report,
         sync: RolloutSyncLock | None = None,
     ) -> None:
-        """Put the parts together.
+        """Assemble the learner; `run` trains.
 
         Args:
             config: the job.
-            store: its run store.
-            trainer: has the job's policy.
+            store: the job's run store.
+            trainer: the trainer that has the job's policy.
             algorithm: makes advantages of rewards, and names the loss.
-            engine: what episodes are sampled from.
+            engine: samples the episodes, and receives new weights.
             folder: the run's files.
-            progress: what `/status` shows.
-            report: is given every event, as it is recorded.
-            sync: held while weights are handed to the engine; None: they may change at any time.
+            progress: the state that `/status` shows.
+            report: is called with every event, as it is recorded.
+            sync: lock held while weights are handed to the engine; None: weights may change at any time.
         """
         self._sync = sync
         self._config, self._store, self._trainer, self._engine = config, store, trainer, engine
@@ -73,36 +73,36 @@ class Learner:
         )
         self._log = StepLog(config, store.log, folder, progress, self._event)
         self._wall_before = 0.0
-        self._resumed_step = 0  # the first that this process gathers, of a run that another one began; 0: none
+        self._resumed_step = 0  # first step that this process gathers in a resumed run; 0: not resumed
         self._started = time.monotonic()
         self._stopping = asyncio.Event()
         self._train_tasks: list[Task] = []
         self._validation_tasks: list[Task] = []
 
     def stop(self) -> None:
-        """Finish the step that is being trained, or drop the one that is being gathered; then save and return."""
+        """Make `run` save and return after the step that is being trained; a step being gathered is dropped."""
         self._stopping.set()
 
     async def run(self) -> None:
         """Train until the job's steps are done, or `stop` is called.
 
         Raises:
-            PalestraError: the job can't go on; the reason is in the message.
+            PalestraError: the job can't continue; the message says why.
         """
         try:
             await self._train_all()
         finally:
-            await self._checkpoints.close()  # where an error ended it, one may still be half written
+            await self._checkpoints.close()  # after an error, one may be half written
 
     async def _train_all(self) -> None:
-        """Train from the last checkpoint to the last step."""
+        """Train from the last checkpoint to the last step of the job."""
         unfinished = await self._restore()
         await self._open_engine()
         self._progress.move(JobState.RUNNING)
         await self._event("running", {"step": self._progress.step, "version": self._progress.version})
         await self._unless_stopped(self._wait_for_tasks())
         finished = unfinished is None
-        if unfinished is not None and not self._stopping.is_set():  # else its validation tasks may not be known yet
+        if unfinished is not None and not self._stopping.is_set():  # if stopped, the validation tasks may be missing
             finished = await self._finish_step(unfinished)
         while finished and self._progress.step < self._config.steps and not self._stopping.is_set():
             started = time.monotonic()
@@ -124,21 +124,24 @@ class Learner:
             self._progress.enter(f"saving step {self._progress.step}")
         await self._checkpoints.save_now(self._progress.step)
         if finished and self._progress.step >= self._config.steps:
-            await self._event("completed", {"step": self._progress.step})  # first: who follows hears of it
+            await self._event(
+                "completed", {"step": self._progress.step}
+            )  # before the state changes, so that followers of events see it
             self._progress.move(JobState.COMPLETED)
         self._store.episodes.available.notify()
 
     async def _unless_stopped(self, work: Awaitable[Any]) -> Any:
-        """Return the result of `work`, or None if the job is stopped first; `work` is cancelled then, and has ended."""
+        """Return the result of `work`, or cancel it, await its end and return None if the job is stopped first."""
         winner = await race(work, self._stopping.wait())
         return winner.result if winner.index == 0 else None
 
-    # Starting, and starting again
+    # Start and resume
 
     async def _restore(self) -> dict[str, float] | None:
-        """Load the last good checkpoint, if there is one, and give its weights to the engine.
+        """Load the last good checkpoint, if there is one, and publish its weights to the engine.
 
-        Returns the row of the step that was done last, if it still waits for its evaluation; a run begins with one.
+        Returns the row of the last step if it still waits for its evaluation; a new run begins with such a row for step
+        0.
         """
         digest = self._config.digest()
         known = await self._store.log.fact("config_digest")
@@ -165,11 +168,11 @@ class Learner:
         rows = await self._store.log.metrics()
         self._log.restore(rows)
         if self._progress.step == 0 and not rows:
-            return {"step": 0.0}  # of the evaluation before the first step
+            return {"step": 0.0}  # the row of the evaluation before the first step
         return unfinished
 
     async def _wait_for_tasks(self) -> None:
-        """Wait until all tasks are there: from files, or pushed by a client until it says that there are no more."""
+        """Wait until all tasks are there: from files, or pushed by a client that has said that it is the last push."""
         self._progress.enter("waiting for tasks")
         await self._store.tasks.wait_sealed()
         self._train_tasks = await self._store.tasks.of_split("train")
@@ -181,7 +184,7 @@ class Learner:
     # One step
 
     async def _manifest(self, step: int) -> tuple[BatchManifest, dict[str, float]]:
-        """Return what the step trains on, fixed before a restart or gathered now, and the metrics of gathering."""
+        """Return the manifest of a step, committed before a restart or gathered now, and metrics of the gathering."""
         manifest = await self._store.log.manifest(step)
         if manifest is not None:
             self._progress.enter(f"repeating step {step} from its manifest")
@@ -213,7 +216,7 @@ class Learner:
         }
 
     async def _train(self, manifest: BatchManifest) -> dict[str, float]:
-        """Update the policy on a manifest's episodes, and hand the new weights to the engine."""
+        """Update the policy with the episodes of a manifest, and publish the new weights to the engine."""
         self._progress.enter(f"training step {manifest.step}")
         trajectories = await self._store.calls.trajectories(manifest.episode_ids)
         batch = await self._update.make_batch(manifest.step, trajectories)
@@ -226,7 +229,7 @@ class Learner:
         return row
 
     async def _publish(self) -> None:
-        """Hand the present weights to the engine; what is claimed from here on is of their version."""
+        """Hand the present weights to the engine; episodes that are claimed afterwards start with their version."""
         async with self._sync.acquire_weight_sync() if self._sync is not None else contextlib.nullcontext():
             fault_point("before_publish")
             weights = await self._trainer.weights(self._policy)
@@ -235,12 +238,12 @@ class Learner:
             fault_point("after_publish")
         self._progress.version = str(version)
 
-    # What surrounds a step
+    # After a step
 
     async def _finish_step(self, row: dict[str, float]) -> bool:
-        """Evaluate if it is time to, and record the row. Return False if the job was stopped before that.
+        """Evaluate if it is due, and record the row. Returns False if the job was stopped before that.
 
-        The row then stays unfinished, and the job is not completed: going on makes the evaluation first.
+        The row then stays unfinished and the job is not completed: a resumed job makes the evaluation first.
         """
         step = int(row["step"])
         every = self._config.evaluation.every_steps
@@ -257,7 +260,7 @@ class Learner:
             return True
         row["wall_seconds"] = self._wall()
         row["time/checkpoint_seconds"] = self._checkpoints.take_seconds()
-        # Episodes of a step that a restart cut in two were played before, and the time says nothing of them.
+        # After a restart, some episodes of the first step were played earlier, so its duration gives no true rate.
         if row.get("time/rollout_seconds") and step != self._resumed_step:
             tokens = row["rollout/prompt_tokens"] + row["rollout/completion_tokens"]
             row["rollout/tokens_per_second"] = tokens / row["time/rollout_seconds"]
@@ -265,9 +268,9 @@ class Learner:
         return True
 
     async def _open_engine(self) -> None:
-        """Let calls be sampled, unless a step that was fixed before a restart is still to be repeated.
+        """Let the engine sample, unless a step whose manifest was committed before a restart is still to be repeated.
 
-        Until then the engine has older weights than those that the open episodes are played with; their calls wait.
+        Until then the engine has older weights than those with which the open episodes are played, so calls wait.
         """
         if await self._store.log.manifest(self._progress.step + 1) is None:
             await self._engine.resume()

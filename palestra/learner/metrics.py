@@ -1,4 +1,4 @@
-"""All metrics that a run may write, from the places that declare them."""
+"""All metrics that a run may write, collected from the modules that declare them, for the documentation."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from palestra.trainer.base import TRAINER_METRICS, StepReport
 
 
 def metric_tables() -> dict[str, tuple[Metric, ...]]:
-    """Return the metrics by full name: a table for every run, and one for each algorithm and loss that Palestra ships.
+    """Return the metrics by title of a table: one for every run, one for each algorithm and loss that Palestra ships.
 
-    What a user's own loss measures is declared by its class.
+    Metrics of a user's own loss are declared by its class.
     """
     found = {"Every run": (*METRICS, *_trained(TRAINER_METRICS))}
     found |= {f"Algorithm `{name}`": _trained(algorithm.metrics) for name, algorithm in ALGORITHMS.items()}
@@ -23,12 +23,12 @@ def metric_tables() -> dict[str, tuple[Metric, ...]]:
 
 
 def loss_metrics(first: StepReport, last: StepReport, declared: Iterable[LossMetric]) -> dict[str, float]:
-    """Return what a step writes of its gradients, by full name.
+    """Return the metrics of a step's gradients, by full name.
 
     Args:
-        first: of the first epoch.
-        last: of the last epoch.
-        declared: the loss's metrics, which say for each name which epoch counts.
+        first: report of the first epoch.
+        last: report of the last epoch.
+        declared: metrics of the loss; each says which epoch counts.
     """
     return {
         f"train/{metric.name}": (first if metric.epoch == "first" else last).metrics[metric.name]

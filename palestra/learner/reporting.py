@@ -1,4 +1,4 @@
-"""The run's folder: `config.toml`, `metrics.jsonl`, `curve.png`; the store holds the truth of both."""
+"""Files of a run's folder for people: `config.toml`, `metrics.jsonl`, `curve.png`. The store is the source of truth."""
 
 from __future__ import annotations
 
@@ -15,43 +15,49 @@ Row = Mapping[str, float]
 
 
 class RunFolder:
-    """Files that people and other programs read."""
+    """The files of a run that people and other programs read."""
 
     def __init__(self, path: Path) -> None:
-        """Make the folder, which only its owner can enter: a run has its users' prompts."""
+        """Make the folder, which only its owner can enter, because a run contains its users' prompts."""
         self.path = path
         with writing(path):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if self.store.exists():  # of an older Palestra; any other folder that was there stays as it is
-                with contextlib.suppress(PermissionError):  # another user's, who decides
+            # An older Palestra made runs readable for others: mend that. Folders without a run stay as they are.
+            if self.store.exists():
+                with contextlib.suppress(PermissionError):  # the folder belongs to another user
                     path.chmod(0o700)
 
     @property
     def store(self) -> Path:
-        """The run store."""
+        """Return the path of the run store."""
         return self.path / "run.db"
 
     @property
     def checkpoints(self) -> Path:
-        """Where checkpoints are written."""
+        """Return the path of the folder in which checkpoints are written."""
         return self.path / "checkpoints"
 
     def write_config(self, config: JobConfig) -> None:
-        """The configuration in full, defaults included."""
+        """Write the whole configuration to `config.toml`, defaults included."""
         write_whole(self.path / SAVED_CONFIG, dump_config(config).encode())
 
     def write_metrics(self, rows: Sequence[Row]) -> None:
-        """All rows anew, as after a restart."""
+        """Write all rows to `metrics.jsonl`, replacing the file, as after a restart."""
         write_whole(self.path / "metrics.jsonl", b"".join(_line(row) for row in rows))
 
     def append_metrics(self, row: Row) -> None:
-        """One more row."""
+        """Append the row of one step to `metrics.jsonl`."""
         path = self.path / "metrics.jsonl"
         with writing(path), path.open("ab") as file:
             file.write(_line(row))
 
     def draw_curve(self, rows: Sequence[Row], title: str) -> None:
-        """Sampled and validation reward over steps."""
+        """Draw the rewards of sampled episodes and of validation over steps, and write them to `curve.png`.
+
+        Args:
+            rows: metrics of all steps, oldest first.
+            title: title of the picture.
+        """
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
@@ -77,7 +83,7 @@ class RunFolder:
                 x, y = zip(*points, strict=True)
                 axes.plot(x, y, label=label, **style)  # type: ignore[arg-type]
                 ends.append(points[-1])
-        sides = [("center", 0)] if len(ends) == 1 else [("top", -1), ("bottom", 1)]  # apart, so that both can be read
+        sides = [("center", 0)] if len(ends) == 1 else [("top", -1), ("bottom", 1)]  # labels apart
         for end, (side, up) in zip(sorted(ends, key=lambda end: end[1]), sides, strict=False):
             axes.annotate(f"{end[1]:.2f}", end, textcoords="offset points", xytext=(6, up), va=side)
         axes.set(xlabel="training step", ylabel="mean reward", title=title)

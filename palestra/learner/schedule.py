@@ -1,4 +1,4 @@
-"""Which task a group gets, and which learning rate a step has: functions of the job's configuration alone."""
+"""The task of each group and the learning rate of each step, as functions of the job's configuration alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from palestra.schemas.records import Task
 
 
 class TaskOrder:
-    """All tasks in a new random order every epoch."""
+    """All tasks in a new random order every epoch.
+
+    The order depends on the seed alone, so that a resumed run gives each group the same task.
+    """
 
     def __init__(self, tasks: Sequence[Task], seed: int) -> None:
         self._tasks, self._seed = tasks, seed
@@ -19,7 +22,7 @@ class TaskOrder:
         self._order: list[int] = []
 
     def task(self, group_index: int) -> Task:
-        """The task of the group with this index."""
+        """Return the task of the group with this index."""
         epoch, place = divmod(group_index, len(self._tasks))
         if epoch != self._epoch:
             self._epoch, self._order = epoch, list(range(len(self._tasks)))
@@ -28,11 +31,17 @@ class TaskOrder:
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
-    """Return the learning rate of step `step` (from 1) of `steps`.
+    """Return the learning rate of a step.
 
-    After warm-up it is that of transformers' `get_linear_schedule_with_warmup` and `get_cosine_schedule_with_warmup`:
-    zero would come one step after the last, so every step trains. During warm-up it is one step further than theirs,
-    whose first step has a rate of 0 and would waste the episodes that were played for it.
+    After warm-up the rate is that of transformers' `get_linear_schedule_with_warmup` and
+    `get_cosine_schedule_with_warmup`: zero would come one step after the last, so that every step trains. During
+    warm-up the rate is one step ahead of theirs, whose first step has a rate of 0 and would waste the episodes that
+    were played for it.
+
+    Args:
+        config: peak, schedule and warm-up.
+        step: number of the step, from 1.
+        steps: number of steps of the job.
     """
     if step <= config.warmup_steps:
         return config.learning_rate * step / config.warmup_steps

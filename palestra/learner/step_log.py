@@ -1,4 +1,4 @@
-"""What is written of each step: its row in store and file, the event, the curve, and warnings of a run gone wrong."""
+"""Records of each step: its row in store and file, its event, the curve, and warnings of a run that learns nothing."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class StepLog:
     def __init__(
         self, config: JobConfig, log: RunLog, folder: RunFolder, progress: JobProgress, add_event: AddEvent
     ) -> None:
-        """Begin without a row.
+        """Create the log without rows; `restore` adds those of a resumed run.
 
         Args:
             config: the job.
-            log: of the run store, the truth of all rows.
-            folder: the files that show them.
-            progress: what `/status` shows.
+            log: the store's log, the source of truth of all rows.
+            folder: the files that show the rows.
+            progress: the state that `/status` shows.
             add_event: records an event of the job.
         """
         self._config, self._log, self._folder, self._progress = config, log, folder, progress
@@ -40,11 +40,11 @@ class StepLog:
         self._recent.extend(row for row in rows if "train/episodes" in row)
 
     async def write(self, step: int, row: dict[str, float]) -> None:
-        """Record a step's metrics, and show them.
+        """Record the metrics of a step in store, file, status and events; after a validation, draw the curve.
 
         Args:
-            step: the step's number; 0 for the evaluation before the first.
-            row: by full name; the number of warnings is added to it.
+            step: number of the step; 0 for the evaluation before the first.
+            row: metrics by full name; the number of warnings is added to it.
         """
         await self._warn(row)
         await self._log.put_metrics(step, row)
@@ -56,7 +56,7 @@ class StepLog:
             await asyncio.to_thread(self._folder.draw_curve, rows, self._config.name)
 
     async def _warn(self, row: dict[str, float]) -> None:
-        """Report each sign of a run that learns nothing when it appears."""
+        """Report each sign of a run that learns nothing, once, when it appears."""
         if "train/episodes" not in row:
             return
         self._recent.append(row)

@@ -23,18 +23,18 @@ AddEvent = Callable[[str, dict[str, Any]], Awaitable[None]]
 
 
 class PolicyUpdate:
-    """Trains one policy, a batch of episodes a step."""
+    """Trains one policy, one batch of episodes per step."""
 
     def __init__(
         self, config: JobConfig, trainer: Trainer, algorithm: Algorithm, policy: str, add_event: AddEvent
     ) -> None:
-        """Keep the parts.
+        """Assemble the update of a policy.
 
         Args:
             config: the job.
-            trainer: has the policy.
+            trainer: the trainer that has the policy.
             algorithm: makes advantages of rewards, and names the loss.
-            policy: the policy's name.
+            policy: name of the policy.
             add_event: records an event of the job.
         """
         self._config, self._trainer, self._algorithm, self._policy = config, trainer, algorithm, policy
@@ -43,11 +43,13 @@ class PolicyUpdate:
         self._loss_metrics = build_loss(self._loss).metrics
 
     async def make_batch(self, step: int, trajectories: Sequence[Trajectory]) -> Batch:
-        """Return the rows that can be trained; the manifest is fixed, so others would fail the step for ever.
+        """Return the rows that can be trained.
+
+        The manifest is fixed, so an episode that can't be trained is left out: otherwise the step would fail for ever.
 
         Args:
-            step: the step's number.
-            trajectories: the episodes of its manifest, in canonical order.
+            step: number of the step.
+            trajectories: the episodes of the step's manifest, in canonical order.
         """
         config, version = self._config, self._trainer.version(self._policy)
         max_tokens = config.policies[self._policy].sampling.max_tokens
@@ -60,14 +62,14 @@ class PolicyUpdate:
         return await self._without(step, batch, problems)
 
     async def train(self, step: int, batch: Batch) -> dict[str, float]:
-        """Make the updates of a step, and return its metrics by full name; without a row there is no update.
+        """Make the updates of a step and return its metrics by full name. Without rows there is no update.
 
         Args:
-            step: the step's number.
-            batch: of `make_batch`.
+            step: number of the step.
+            batch: the batch that `make_batch` returned.
         """
         started = time.monotonic()
-        # One more forward pass, where the algorithm asks for it, over the rows that will be trained.
+        # Some algorithms need outputs of the policy before the step: one more forward pass over the rows.
         forward: ForwardOutputs = {}
         if self._algorithm.needs and batch.samples:
             forward = await self._trainer.forward(self._policy, batch.samples, self._algorithm.needs)
@@ -81,7 +83,7 @@ class PolicyUpdate:
         return row
 
     async def _without(self, step: int, batch: Batch, problems: Mapping[str, str]) -> Batch:
-        """Leave out episodes that can't be trained, and say why."""
+        """Leave out episodes that can't be trained, and report why."""
         if not problems:
             return batch
         for episode_id, reason in problems.items():
@@ -90,7 +92,7 @@ class PolicyUpdate:
         return batch.without(problems.keys(), self._trainer.version(self._policy))
 
     async def _update(self, step: int, batch: Batch) -> dict[str, float]:
-        """Gradient and update, as often as there are epochs."""
+        """Compute the gradient and update the policy, once per epoch."""
         optimizer = self._config.policies[self._policy].optimizer
         params = OptimParams.of(optimizer, learning_rate(optimizer, step, self._config.steps))
         samples, reports, skipped = batch.samples, list[StepReport](), 0
@@ -109,4 +111,4 @@ class PolicyUpdate:
             "train/updates_skipped": float(skipped),
             "train/learning_rate": update.learning_rate,
         }
-        return {name: value for name, value in row.items() if math.isfinite(value)}  # NaN is no JSON
+        return {name: value for name, value in row.items() if math.isfinite(value)}  # JSON has no NaN

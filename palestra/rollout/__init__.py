@@ -1,4 +1,4 @@
-"""Episodes that Palestra plays itself: agents and environments in this process, the same sessions, no HTTP."""
+"""Rollouts in Palestra's own process: agents and environments use the same sessions as remote workers, without HTTP."""
 
 from palestra.rollout.collect import Collected, Step, Termination, TrajectoryCollectEngine
 from palestra.rollout.environments import Environments

@@ -1,4 +1,4 @@
-"""One episode: agents and a concurrent environment, until nothing is open in it."""
+"""Playing one episode: agents answer the observations of a concurrent environment until the episode is over."""
 
 from __future__ import annotations
 
@@ -30,27 +30,30 @@ from palestra.session import EpisodeSession, GenerationRequest, Sessions
 
 
 class Termination(StrEnum):
-    """Why an episode ended. Only the first three have a reward; the others are played again, or dropped."""
+    """Why an episode ended.
+
+    Only the first three have a reward; after the others the episode is played again, or dropped.
+    """
 
     DONE = "done"
-    MAX_STEPS = "max_steps"  # cut off by the environment, as a rule by its limit of steps
+    MAX_STEPS = "max_steps"  # truncated by the environment, usually by its limit of steps
     CONTEXT_FULL = "context_full"  # an agent's conversation left no room for a reply
     TIMED_OUT = "timed_out"
     ENVIRONMENT_FAILED = "environment_failed"
     AGENT_FAILED = "agent_failed"
     ENGINE_FAILED = "engine_failed"
-    NOT_SCORED = "not_scored"  # a reward is None: it is left out, and not played again
+    NOT_SCORED = "not_scored"  # a reward is None: the episode is left out, and not played again
     CANCELLED = "cancelled"  # the job was stopped
 
 
-LONGEST_SEEN = 4000  # characters of what was seen last
+LONGEST_SEEN = 4000  # characters of the last observations
 LONGEST_INFO = 4000  # characters of an environment's information, over a whole episode
-Lost = (EpisodeLeaseExpired, EpisodeEnded)  # it is somebody else's episode now, or nobody's
+Lost = (EpisodeLeaseExpired, EpisodeEnded)  # the episode does not belong to this runner any more
 
 
 @dataclass(kw_only=True, slots=True)
 class Step:
-    """One TimeStep: an observation that asked for an action, and what came of it."""
+    """One TimeStep: an observation that asked for an action, the action's reward, and when the action was given."""
 
     observation: Observation
     reward: float = 0.0
@@ -59,28 +62,28 @@ class Step:
 
 @dataclass(kw_only=True, slots=True)
 class Collected:
-    """What an episode came to."""
+    """The outcome of an episode: how it ended, and what is recorded beside its model calls."""
 
     termination: Termination = Termination.DONE
-    steps: list[Step] = field(default_factory=list)  # in the order of observation; TimeStep i is entry i
+    steps: list[Step] = field(default_factory=list)  # in order of observation: TimeStep i is entry i
     rewards: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # by agent
-    full_contexts: list[str] = field(default_factory=list)  # subagents that had no room for a reply
-    info: dict[str, str] = field(default_factory=dict)  # by TimeStep that brought it, or `reset`; see `_note`
-    last_seen: str = ""  # what the observations said that asked for no action; no call has it
+    full_contexts: list[str] = field(default_factory=list)  # subagents whose context had no room for a reply
+    info: dict[str, str] = field(default_factory=dict)  # by TimeStep that caused it, or `reset`; see `_note`
+    last_seen: str = ""  # text of last observations, which no model call contains
 
     @property
     def step_rewards(self) -> list[float]:
-        """By TimeStep."""
+        """Return the reward of each TimeStep, in order."""
         return [step.reward for step in self.steps]
 
     @property
     def step_times(self) -> list[StepTimes]:
-        """By TimeStep."""
+        """Return the times of observation and action of each TimeStep, in order."""
         return [StepTimes(step.observation.observed_at, step.acted_at) for step in self.steps]
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """What is recorded of it beside calls, rewards and times."""
+        """Return the JSON to record with the episode, beside calls, rewards and times."""
         found: dict[str, Any] = {"termination": self.termination.value}
         if unanswered := sum(step.acted_at is None for step in self.steps):
             found["unanswered_observations"] = unanswered
@@ -94,7 +97,7 @@ class Collected:
 
 
 class TrajectoryCollectEngine:
-    """Plays episodes of one session: every observation gets its agent's answer, side by side."""
+    """Plays one episode in one session. Agents answer observations concurrently where several are open."""
 
     def __init__(
         self,
@@ -106,7 +109,16 @@ class TrajectoryCollectEngine:
         policy: str,
         temperature: float | None = None,
     ) -> None:
-        """`agents` by name; an agent that is not there is played by its nearest parent's, or by that named ""."""
+        """Prepare to play one episode.
+
+        Args:
+            environment: the environment, set up and not yet reset.
+            agents: agents by name. An agent without an entry is played by its nearest parent's, or by the one named "".
+            sessions: the job's sessions, for their counts.
+            session: the episode's session, which makes and records model calls.
+            policy: name of the policy that the agents call.
+            temperature: temperature of calls where the job fixes none; None: the job's.
+        """
         self._environment, self._agents = environment, agents
         self._sessions, self._session, self._policy = sessions, session, policy
         self._temperature = temperature
@@ -115,7 +127,7 @@ class TrajectoryCollectEngine:
         self._result = Collected()
 
     async def collect(self, task: Mapping[str, Any]) -> Collected:
-        """Play one episode to its end. Whatever happens, nothing of it runs on.
+        """Play the episode of `task` to its end. However it ends, no task of it keeps running.
 
         Raises:
             RolloutFailed: the environment, an agent or the engine failed; the episode has no reward.
@@ -127,12 +139,13 @@ class TrajectoryCollectEngine:
             with failing(Termination.ENVIRONMENT_FAILED):
                 await self._environment.reset(task)
             while True:
-                if not turns and observing is None:  # nothing to wait for beside it
+                # Fast path: with nothing else to wait for, no task of the event loop is needed.
+                if not turns and observing is None:
                     with failing(Termination.ENVIRONMENT_FAILED):
                         observation = await self._environment.observe()
                     if not self._take(observation):
                         continue
-                    if self._environment.waits_only_for(observation.id):  # as in any game of one agent
+                    if self._environment.waits_only_for(observation.id):  # as in every game of one agent
                         await self._turn(observation)
                     else:
                         turns.add(asyncio.ensure_future(self._turn(observation)))
@@ -150,7 +163,8 @@ class TrajectoryCollectEngine:
         except EpisodeOver:
             return self._result
         except ContextOverflow as error:
-            if all(step.acted_at is None for step in self._result.steps):  # the very first prompt is too long
+            # No action was possible: the task itself does not fit, so there is no behaviour to reward.
+            if all(step.acted_at is None for step in self._result.steps):
                 raise RolloutFailed(Termination.AGENT_FAILED, _said(error)) from error
             self._result.termination = Termination.CONTEXT_FULL
             return self._result
@@ -162,7 +176,7 @@ class TrajectoryCollectEngine:
             await self._environment.abandon()
 
     def _take(self, observation: Observation) -> bool:
-        """Record an observation; returns whether it asks for an action."""
+        """Record an observation and return whether it asks for an action."""
         result = self._result
         if observation.reward is not None:
             result.rewards[observation.agent] += observation.reward
@@ -182,12 +196,12 @@ class TrajectoryCollectEngine:
         return True
 
     def _name_of(self, observation: Observation) -> str:
-        """The TimeStep whose action brought an observation; `reset` where none did."""
+        """Return the TimeStep whose action caused an observation, as text, or `reset` if none did."""
         known = [self._number[parent] for parent in observation.parents if parent in self._number]
         return str(max(known)) if known else "reset"
 
     async def _turn(self, observation: Observation) -> None:
-        """An agent's answer."""
+        """Let the agent answer an observation, and pass its action to the environment."""
         number, name = self._number[observation.id], observation.agent
         try:
             with failing(Termination.AGENT_FAILED):
@@ -195,7 +209,7 @@ class TrajectoryCollectEngine:
         except ContextOverflow:
             if "/" not in name:
                 raise
-            self._result.full_contexts.append(name)  # a subagent's: its parent goes on without it
+            self._result.full_contexts.append(name)  # only this subagent ends; its parent continues
             self._environment.cancel(observation.id)
             return
         self._result.steps[number].acted_at = self._environment.clock.now()
@@ -213,13 +227,13 @@ class TrajectoryCollectEngine:
         return self._agents[nearest]
 
     async def call(self, call: GenerationRequest) -> Chat:
-        """One call of the model."""
+        """Make one model call in the episode's session and return its record."""
         with self._sessions.counted():
             return await self._session.generate_one(call)
 
 
 def _note(notes: dict[str, str], name: str, info: Mapping[str, Any]) -> None:
-    """Keep what an environment says for people, as ASCII text: whatever it is, it can be stored, and it is not long."""
+    """Record an environment's information for people, as short ASCII text, so that any object can be stored."""
     left = LONGEST_INFO - sum(len(text) for other, text in notes.items() if other != name)
     if left <= 0:
         return
@@ -232,7 +246,10 @@ def _note(notes: dict[str, str], name: str, info: Mapping[str, Any]) -> None:
 
 
 class failing:
-    """Says whose failure it was; what ends an episode in good order goes through."""
+    """Context manager that turns an exception into `RolloutFailed`, which names the component that failed.
+
+    Exceptions that end an episode in good order (`EpisodeOver`, `ContextOverflow`, `NotScored`) pass unchanged.
+    """
 
     __slots__ = ("_termination",)
 
@@ -256,9 +273,10 @@ def _said(error: Exception) -> str:
 
 
 def _conversation(seen: tuple[ChatMessage, ...], chats: Sequence[Chat], action: ChatMessage) -> tuple[ChatMessage, ...]:
-    """What an agent's next turn goes on from: its last call, with the tools that it ran on the way to its action.
+    """Return the messages that an agent's next turn continues.
 
-    Where it acted by something else than its last reply, or thought about other messages, only what it saw and did.
+    These are the messages of its last call, with the tools that it ran on the way to its action. If its action is not
+    its last reply, or that call was about other messages, they are only its observations and its action.
     """
     if chats and chats[-1].reply == action and (messages := chats[-1].messages)[: len(seen)] == seen:
         return (*messages, action)
@@ -266,7 +284,7 @@ def _conversation(seen: tuple[ChatMessage, ...], chats: Sequence[Chat], action: 
 
 
 class _Handle:
-    """See `PolicyHandle`."""
+    """The `PolicyHandle` of one agent in one TimeStep; each call is recorded with both."""
 
     def __init__(self, engine: TrajectoryCollectEngine, agent: str, step: int) -> None:
         self._engine, self._agent, self._step = engine, agent, step

@@ -1,4 +1,4 @@
-"""Environments for episodes: made, set up, used again where they allow it, and closed whatever happens."""
+"""A pool of environments for episodes: made, set up, reused where they allow it, and always closed."""
 
 from __future__ import annotations
 
@@ -17,30 +17,39 @@ Made = Environment | ConcurrentEnvironment
 
 
 class Environments:
-    """One for each episode that is being played. `setup` comes once, `reset` with every episode, `close` at the end."""
+    """Gives each episode that is being played an environment of its own.
+
+    `setup` is called once per environment, `reset` with every episode, `close` at the end.
+    """
 
     def __init__(self, make: Callable[[], Made], *, system: str | None, clock: Clock) -> None:
-        """`system` is the system message of an `Environment`'s agent."""
+        """Create an empty pool.
+
+        Args:
+            make: returns a new environment.
+            system: system message of the agent of an `Environment`; None: the environment's own.
+            clock: source of the times of observations.
+        """
         self._make, self._system, self._clock = make, system, clock
         self._idle: list[Made] = []
         self._kept = False
 
     def keep(self) -> None:
-        """From now on, environments that may be used again are kept until `close`."""
+        """From now on, keep reusable environments until `close` instead of closing each after its episode."""
         self._kept = True
 
     async def close(self) -> None:
-        """Close those that are kept."""
+        """Close the environments that are kept."""
         self._kept = False
         while self._idle:
             await self._close(self._idle.pop())
 
     @asynccontextmanager
     async def one(self) -> AsyncIterator[ConcurrentEnvironment]:
-        """An environment for one episode.
+        """Provide an environment for one episode, for the time of the block.
 
         Raises:
-            RolloutFailed: it could not be made, or set up.
+            RolloutFailed: the environment could not be made, or set up.
         """
         made = self._idle.pop() if self._idle else None
         usable = False
@@ -61,11 +70,11 @@ class Environments:
                 await asyncio.shield(self._close(made))
 
     async def _close(self, made: Made) -> None:
-        """What is wrong with it now changes nothing of the episode that it had."""
+        """Close an environment; an error is only logged, because its last episode is over and has its result."""
         try:
             async with asyncio.timeout(CLOSE_SECONDS):
                 await self._concurrent(made).close()
-        except Exception as error:  # noqa: BLE001 - the user's; the episode that it had is over
+        except Exception as error:  # noqa: BLE001 - the user's code failed, after its episode was over
             log.warning("closing a %s failed: %s: %s", type(made).__name__, type(error).__name__, error)
 
     def _concurrent(self, made: Made) -> ConcurrentEnvironment:

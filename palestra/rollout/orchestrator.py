@@ -1,4 +1,4 @@
-"""Many episodes at once, from a stream of work to batches of results."""
+"""`RolloutOrchestrator`: plays many episodes concurrently, from a stream of work to batches of results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome(Generic[W, R]):
-    """What became of one piece of work: a result, or the error that it ended with."""
+    """The end of one piece of work: its result, or the error that it raised."""
 
     work: W
     result: R | None = None
@@ -24,7 +24,7 @@ class Outcome(Generic[W, R]):
 
 
 class RolloutOrchestrator(Generic[W, R]):
-    """Plays pieces of work side by side; whoever reads the results slowly slows it down, and loses none."""
+    """Plays pieces of work concurrently. A slow reader of the results slows the work down, and no result is lost."""
 
     def __init__(
         self,
@@ -34,11 +34,16 @@ class RolloutOrchestrator(Generic[W, R]):
         max_waiting_results: int | None = None,
         timeout_seconds: float | None = None,
     ) -> None:
-        """Args:
-        play: plays one piece of work; an Exception of it is an outcome, and not the end.
-        max_concurrency: pieces that are played at once.
-        max_waiting_results: results that may wait to be read; None: as many as `max_concurrency`.
-        timeout_seconds: of one piece, which is cancelled then; None: none.
+        """Create an orchestrator.
+
+        Args:
+            play: plays one piece of work; an Exception that it raises becomes an outcome and does not stop the others.
+            max_concurrency: number of pieces that are played at the same time.
+            max_waiting_results: number of results that may wait to be read; None: `max_concurrency`.
+            timeout_seconds: limit for one piece, which is then cancelled; None: no limit.
+
+        Raises:
+            ValueError: `max_concurrency` is below 1.
         """
         if max_concurrency < 1:
             raise ValueError("max_concurrency is at least 1")
@@ -50,16 +55,19 @@ class RolloutOrchestrator(Generic[W, R]):
 
     @property
     def waiting(self) -> int:
-        """Results that nobody has read."""
+        """Return the number of results that have not been read."""
         return self._results.qsize()
 
     async def run_producers_from_stream(self, stream: Iterable[W] | AsyncIterable[W]) -> None:
-        """Play all of a stream; returns when every result is in the queue, and then ends `yield_batches`.
+        """Play all work of a stream and return when every result is in the queue; `yield_batches` then ends.
 
-        Cancelled, it ends what is being played, and `yield_batches` with it.
+        If it is cancelled, the work in progress is cancelled and `yield_batches` ends.
+
+        Args:
+            stream: the work; the next piece is taken when a place is free.
 
         Raises:
-            Exception: what the stream raised.
+            Exception: the error that the stream raised.
         """
         work = _iterator(stream)
         taking = asyncio.Lock()
@@ -80,10 +88,11 @@ class RolloutOrchestrator(Generic[W, R]):
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
         finally:
-            self._over.set()  # without waiting: nobody may be reading
+            # An event, not an entry of the queue: a full queue that has no reader would block here for ever.
+            self._over.set()
 
     async def yield_batches(self, size: int) -> AsyncIterator[list[Outcome[W, R]]]:
-        """Outcomes as they come, in lists of `size`; the last one may be shorter."""
+        """Yield outcomes in the order in which they arrive, in lists of `size`; the last list may be shorter."""
         batch: list[Outcome[W, R]] = []
         while (outcome := await self._next()) is not None:
             batch.append(outcome)
@@ -94,7 +103,7 @@ class RolloutOrchestrator(Generic[W, R]):
             yield batch
 
     async def _next(self) -> Outcome[W, R] | None:
-        """The next outcome; None: nothing more will come."""
+        """Return the next outcome, or None when no more will come."""
         if self._results.empty() and not self._over.is_set():
             winner = await race(self._results.get(), self._over.wait())
             if winner.index == 0:
@@ -105,7 +114,7 @@ class RolloutOrchestrator(Generic[W, R]):
         try:
             async with asyncio.timeout(self._timeout_seconds) as limit:
                 result = await self._play(piece)
-        except Exception as error:  # noqa: BLE001 - the caller's, and handed to whoever reads
+        except Exception as error:  # noqa: BLE001 - the error is the outcome; the reader decides
             self.counts["timed_out" if limit.expired() else "failed"] += 1
             return Outcome(work=piece, error=error)
         self.counts["done"] += 1

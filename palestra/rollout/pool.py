@@ -1,4 +1,4 @@
-"""Plays whatever episodes a job has, until it is stopped."""
+"""`RunnerPool`: plays all episodes that a job has to play, until it is stopped."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FAILURES_IN_A_ROW = 20
 
 
 class RunnerPool:
-    """Up to `max_concurrency` episodes side by side: training, validation, whatever is to be claimed."""
+    """Plays up to `max_concurrency` episodes concurrently, of every kind that can be claimed (training, validation)."""
 
     def __init__(
         self,
@@ -33,20 +33,28 @@ class RunnerPool:
         lock: RolloutSyncLock | None = None,
         progress: RolloutProgress | None = None,
     ) -> None:
-        """`lock` keeps weights from changing during an episode; None: they may. `progress` is kept up to date."""
+        """Create a pool; `run` plays.
+
+        Args:
+            sessions: the job's sessions, whose store has the episodes.
+            runner: plays one episode.
+            max_concurrency: number of episodes that are played at the same time.
+            lock: keeps weights from changing during an episode; None: they may change.
+            progress: live counts to keep up to date, for the status page; None: new ones.
+        """
         self._store, self._runner, self._lock = sessions.context.store, runner, lock
         self.progress = progress or RolloutProgress()
         self._max_concurrency = max_concurrency
-        self._unplayed: dict[str, Episode] = {}  # claimed, and about to be played
+        self._unplayed: dict[str, Episode] = {}  # claimed and waiting for their turn
         self._claiming = asyncio.Lock()
         self._free = asyncio.Event()
         self._in_a_row = 0  # failures without a success between them
 
     async def run(self) -> None:
-        """Play until cancelled; what is being played then is given back.
+        """Play episodes until cancelled; episodes that are then being played are given back.
 
         Raises:
-            RolloutFailed: nothing but failures came, many times in a row.
+            RolloutFailed: FAILURES_IN_A_ROW episodes in a row have failed.
         """
         for episode in await self._store.episodes.claimed_by(self._runner.worker_id):
             await self._runner.give_back(episode, Termination.CANCELLED, "the server was started anew")
@@ -57,14 +65,14 @@ class RunnerPool:
                 async for outcomes in orchestrator.yield_batches(1):
                     for outcome in outcomes:
                         self._count(outcome)
-                await producing  # it ends by itself where the store fails
+                await producing  # raises the store's error, if one ended the stream of claims
             finally:
                 producing.cancel()
                 await asyncio.gather(producing, return_exceptions=True)
                 await asyncio.shield(self._give_back_unplayed())
 
     async def _claims(self) -> AsyncIterator[Episode]:
-        """Every episode, when there is a place for it; as many at once as there are places."""
+        """Yield episodes as places become free; all free places are claimed for in one transaction."""
         while True:
             seen = self._store.episodes.available.count
             self._free.clear()
@@ -78,7 +86,10 @@ class RunnerPool:
                 await self._store.episodes.available.wait(WAKE_SECONDS, seen)
 
     async def _claim(self, free: int) -> list[Episode]:
-        """Where it is cancelled it goes on, so that what it claims is known, and given back."""
+        """Claim up to `free` episodes.
+
+        Callers shield this call from cancellation, so that every claimed episode is known and can be given back.
+        """
         async with self._claiming:
             claimed = (
                 await self._store.episodes.claim_many(self._runner.worker_id, uuid.uuid4().hex, free) if free else []

@@ -1,4 +1,4 @@
-"""Plays episodes in this process, through the same store and the same sessions as a worker outside does over HTTP."""
+"""`Runner`: plays episodes in this process, through the same store and sessions as a remote worker uses over HTTP."""
 
 from __future__ import annotations
 
@@ -22,13 +22,17 @@ log = logging.getLogger("palestra.rollout")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutSpec:
-    """What is played: agents, in environments of which each episode gets a new one."""
+    """What to play: agents and environments.
+
+    `environment` makes an environment for an episode; a reusable environment serves several episodes, one after
+    another.
+    """
 
     environment: Callable[[], Made]
-    agents: Mapping[str, Agent] | None = None  # by name; None: a `ModelAgent` plays all
-    system: str | None = None  # the agent's system message, in an `Environment`
-    max_tokens: int | None = None  # of each reply, where `agents` is None
-    temperature: float | None = None  # where the job does not fix it: neither in training nor in validation
+    agents: Mapping[str, Agent] | None = None  # by name; None: a `ModelAgent` plays every agent
+    system: str | None = None  # system message of the agent of an `Environment`; None: the environment's own
+    max_tokens: int | None = None  # limit of each reply in tokens, if `agents` is None
+    temperature: float | None = None  # used where the job fixes no temperature: not in training, nor in validation
 
     def __post_init__(self) -> None:
         """Check the numbers.
@@ -43,7 +47,7 @@ class RolloutSpec:
 
 
 class Runner:
-    """Plays episodes of a job, any number side by side. As a context manager it uses environments again."""
+    """Plays episodes of a job, any number concurrently. As a context manager it also reuses environments."""
 
     def __init__(
         self,
@@ -53,7 +57,14 @@ class Runner:
         timeout_seconds: float | None = None,
         worker_id: str = "palestra-runner",
     ) -> None:
-        """`timeout_seconds` is for one attempt; None: only the job's `max_episode_seconds` ends it."""
+        """Create a runner.
+
+        Args:
+            sessions: the job's sessions, which record the model calls.
+            play: agents and environments.
+            timeout_seconds: limit for one attempt; None: only the job's `max_episode_seconds` ends it.
+            worker_id: name that is recorded with each episode.
+        """
         self._sessions, self._store = sessions, sessions.context.store
         self._agents = play.agents or {"": ModelAgent(max_tokens=play.max_tokens)}
         self._environments = Environments(play.environment, system=play.system, clock=sessions.context.clock)
@@ -68,10 +79,13 @@ class Runner:
         await self._environments.close()
 
     async def play_episode(self, reset_kwargs: Mapping[str, Any] | None = None) -> Trajectory | None:
-        """Play an episode to its end: the next one that is registered (None when there is none now), or a new one.
+        """Play one episode to its end: the next one that can be claimed, or a new one.
 
         Args:
-            reset_kwargs: the task of a new episode, which is recorded and never trained on.
+            reset_kwargs: task of a new episode, which is recorded and never trained on; None: claim an episode.
+
+        Returns:
+            The episode's trajectory, or None if there is no episode to claim now.
 
         Raises:
             RolloutFailed: see `play_claim`.
@@ -90,7 +104,7 @@ class Runner:
         return (await store.calls.trajectories([episode.episode_id]))[0]
 
     async def _claim(self, name: str | None) -> Episode | None:
-        """Where it is cancelled, what was claimed meanwhile is given back."""
+        """Claim an episode. If the caller is cancelled meanwhile, a claimed episode is given back."""
         claiming = asyncio.ensure_future(self._store.episodes.claim(self.worker_id, uuid.uuid4().hex, None, name))
         try:
             return await asyncio.shield(claiming)
@@ -100,19 +114,18 @@ class Runner:
             raise
 
     async def play_claim(self, episode: Episode) -> Collected:
-        """Play a claimed episode to its end, and hand in its reward.
+        """Play a claimed episode to its end and hand in its reward.
 
-        Where something fails, or the time is over, the episode is given back: that is never a reward of 0. So it is
-        when this is cancelled.
+        If something fails, the time is over, or this call is cancelled, the episode is given back. A failure is never
+        recorded as a reward of 0: the policy would learn from a fault that is not its own.
 
         Raises:
             RolloutFailed: the environment, an agent or the engine failed, or the time was over.
             EpisodeLeaseExpired, EpisodeEnded: the lease was lost.
         """
         try:
-            with self._store.leases.hold(
-                episode.episode_id, episode.fence
-            ):  # no call comes while the environment works
+            # Model calls renew the lease, but an environment may work for long without one.
+            with self._store.leases.hold(episode.episode_id, episode.fence):
                 async with asyncio.timeout(self._timeout_seconds) as limit:
                     collected = await self._collect(episode)
         except asyncio.CancelledError:
@@ -140,7 +153,14 @@ class Runner:
         return collected
 
     async def give_back(self, episode: Episode, termination: Termination, reason: str, discard: bool = False) -> None:
-        """Let it be played again, or discard it; where it was cancelled, as if it had never been claimed."""
+        """Give an episode back, to be played again or to be discarded.
+
+        Args:
+            episode: the claimed episode.
+            termination: why; CANCELLED does not count as an attempt, as if the episode had never been claimed.
+            reason: text to record with the attempt.
+            discard: whether to drop the episode instead of having it played again.
+        """
         try:
             await self._store.episodes.abort(
                 episode.episode_id,
@@ -149,7 +169,7 @@ class Runner:
                 discard=discard,
                 counts=termination is not Termination.CANCELLED,
             )
-        except Lost:  # its lease ran out meanwhile, so it was given back already
+        except Lost:  # its lease ran out, so it has been given back already
             log.info("episode %s was given back before: %s", episode.episode_id, reason)
 
     async def _collect(self, episode: Episode) -> Collected:

@@ -1,4 +1,4 @@
-"""Rollouts and weight updates exclude each other, without a thread or a poll."""
+"""A lock by which rollouts and weight updates exclude each other, for one event loop: no threads, no polling."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ _HELD: ContextVar[tuple[RolloutSyncLock, ...]] = ContextVar("palestra_rollout_lo
 
 
 class RolloutSyncLock:
-    """Any number of rollouts at once, or one weight sync. A sync that waits is preferred to rollouts that begin.
+    """A lock that any number of rollouts hold together, or one weight sync alone.
 
-    What a rollout starts while it holds the lock (subagents, tasks of its own) holds it with it: otherwise a sync that
-    waits for the rollout, which waits for its subagent, which waits behind the sync, would wait for ever.
+    A waiting sync goes before new rollouts.
+
+    Tasks that a rollout starts while it holds the lock (subagents, for instance) hold it too. Otherwise a sync would
+    wait for the rollout, the rollout for its subagent, and the subagent for the sync: a deadlock.
     """
 
     def __init__(self) -> None:
@@ -25,7 +27,7 @@ class RolloutSyncLock:
 
     @asynccontextmanager
     async def acquire_rollout(self) -> AsyncIterator[None]:
-        """Hold the lock with other rollouts."""
+        """Hold the lock, together with other rollouts, for the time of the block."""
         held = _HELD.get()
         if self in held:
             yield
@@ -37,15 +39,15 @@ class RolloutSyncLock:
             yield
         finally:
             _HELD.reset(token)
-            self._rollouts -= 1  # without waiting for anything: a cancelled rollout must not keep its place
+            self._rollouts -= 1  # no `await` before this line: a cancelled rollout must release the lock
             self._wake()
 
     @asynccontextmanager
     async def acquire_weight_sync(self) -> AsyncIterator[None]:
-        """Hold the lock alone, when the rollouts that hold it have ended.
+        """Hold the lock alone for the time of the block, once the rollouts that hold it have ended.
 
         Raises:
-            RuntimeError: asked for by a rollout that holds it; it would wait for itself.
+            RuntimeError: the caller is a rollout that holds the lock, and would wait for itself.
         """
         if self in _HELD.get():
             raise RuntimeError("a rollout that holds the lock can't wait until no rollout holds it")

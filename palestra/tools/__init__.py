@@ -1,4 +1,7 @@
-"""Tools: what a model may call. Loads neither torch nor ray."""
+"""Tools: functions that a model may call, the ones that ship with Palestra and the base class for your own.
+
+Importing this package loads neither torch nor ray, so that a rollout worker stays small.
+"""
 
 from palestra.tools.calculator import Calculator
 from palestra.tools.finish import FINISH, Finish

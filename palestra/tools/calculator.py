@@ -1,4 +1,4 @@
-"""Arithmetic on numbers, without `eval`."""
+"""Tool `calculator`: arithmetic on numbers, without `eval`, because the expression is written by a model."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 }
 _UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
 _MAX_CHARS = 1000
-_MAX_BITS = 4096  # of a whole number: 9 ** 9 ** 9 would take all memory
+_MAX_BITS = 4096  # bits of an integer result: without a limit, 9 ** 9 ** 9 would take all memory
 
 
 class Calculator(Tool):
-    """`calculator(expression)`: + - * / // % ** and parentheses."""
+    """Tool `calculator(expression)`: evaluates + - * / // % ** and parentheses."""
 
     def get_json_schema(self) -> dict[str, Any]:
-        """See `Tool`."""
+        """Return the tool in OpenAI's shape, with its one argument `expression`."""
         expression = {"type": "string", "description": "For example `(17 + 4) * 3`."}
         return {
             "type": "function",
@@ -41,10 +41,10 @@ class Calculator(Tool):
         }
 
     async def apply_async(self, **arguments: Any) -> str:
-        """The value, as text.
+        """Return the value of `expression` as text; a float without a fraction is written as an integer.
 
         Raises:
-            BadArguments: it is no arithmetic, or too large.
+            BadArguments: the text is not an arithmetic expression, or the value is too large.
         """
         value = evaluate(str(arguments["expression"]))
         whole = isinstance(value, float) and value.is_integer() and abs(value) < 1e15
@@ -52,10 +52,13 @@ class Calculator(Tool):
 
 
 def evaluate(expression: str) -> Number:
-    """The value of an arithmetic expression.
+    """Return the value of an arithmetic expression.
+
+    Args:
+        expression: numbers, + - * / // % **, parentheses; `×` and `÷` are accepted as well. At most 1,000 characters.
 
     Raises:
-        BadArguments: it is no arithmetic, or too large.
+        BadArguments: the text is not an arithmetic expression, or has no finite value, or one that is too large.
     """
     if len(expression) > _MAX_CHARS:
         raise BadArguments(f"an expression has at most {_MAX_CHARS} characters")
@@ -80,6 +83,8 @@ def _value(node: ast.AST) -> Number:
     if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
         left, right = _value(node.left), _value(node.right)
         whole = isinstance(left, int) and isinstance(right, int)
+        # The size is estimated before the power is computed: afterwards would be too late for memory.
+        # The size is estimated before the power is computed: afterwards would be too late for memory.
         if isinstance(node.op, ast.Pow) and whole and abs(int(left)).bit_length() * max(right, 0) > _MAX_BITS:
             raise BadArguments("the result is too large")
         return _bounded(_BINARY[type(node.op)](left, right))

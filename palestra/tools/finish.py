@@ -1,4 +1,4 @@
-"""The tool that ends an episode."""
+"""Tool `finish`, with which an agent ends an episode."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ FINISH = "finish"
 
 
 class Finish(Tool):
-    """`finish(answer)`: the agent hands in its answer. An environment that sees this call ends."""
+    """Tool `finish(answer)`: the agent hands in its answer, and an environment that sees this call ends the episode."""
 
     def get_json_schema(self) -> dict[str, Any]:
-        """See `Tool`."""
+        """Return the tool in OpenAI's shape, with its one argument `answer`."""
         answer = {"type": "string", "description": "The final answer."}
         return {
             "type": "function",
@@ -25,5 +25,5 @@ class Finish(Tool):
         }
 
     async def apply_async(self, **arguments: Any) -> str:
-        """The answer, as text."""
+        """Return the argument `answer` as text. Environments read the call itself (`final_answer`), not this result."""
         return str(arguments["answer"])

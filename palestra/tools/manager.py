@@ -1,4 +1,4 @@
-"""Runs the calls of a turn side by side, and turns whatever goes wrong into something that the model can read."""
+"""`ToolManager`: runs the calls of a turn concurrently, and turns every failure into text that the model can read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from palestra.tools.tool import BadArguments, Tool
 
 
 class ToolFailure(StrEnum):
-    """Why a call has no result."""
+    """The reason why a call has no result; also the name under which the failure is counted."""
 
     UNKNOWN_TOOL = "unknown_tool"
     BAD_ARGUMENTS = "bad_arguments"
@@ -28,24 +28,28 @@ class ToolFailure(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolResult:
-    """What became of one call."""
+    """The outcome of one call: the text that the model reads, and whether it is a result or an error."""
 
     call_id: str
     name: str
-    content: str  # as the model reads it, also where it failed
-    failure: ToolFailure | None  # None: it worked
+    content: str  # as the model reads it: the result, or the error
+    failure: ToolFailure | None  # None: the call succeeded
     seconds: float
 
     @property
     def message(self) -> ChatMessage:
-        """The answer, as a message of the conversation."""
+        """Return the outcome as a message of the role `tool`, for the conversation."""
         return ChatMessage(
             role="tool", content=(TextPart(text=self.content),), tool_call_id=self.call_id, name=self.name
         )
 
 
 class ToolManager:
-    """Tools by name. A failure of a tool is never one of the program, and never a reward."""
+    """Tools by name, and how their calls are run.
+
+    A failure of a tool is never a failure of the episode and never a reward: the model reads an error and may try
+    again.
+    """
 
     def __init__(
         self,
@@ -55,10 +59,16 @@ class ToolManager:
         max_parallel: int = 256,
         max_result_chars: int = 20_000,
     ) -> None:
-        """Each call may take `timeout_seconds`; a longer result than `max_result_chars` is cut.
+        """Create a manager of these tools.
+
+        Args:
+            tools: the tools; more can be added with `register`.
+            timeout_seconds: limit for each call.
+            max_parallel: number of calls of one turn that run at the same time.
+            max_result_chars: a longer result is cut, and says so.
 
         Raises:
-            ValueError: two tools with one name, or a limit makes no sense.
+            ValueError: two tools have the same name, or a limit makes no sense.
         """
         if not timeout_seconds > 0:  # NaN is not
             raise ValueError(f"timeout_seconds is {timeout_seconds!r}; give a number above 0")
@@ -67,15 +77,15 @@ class ToolManager:
         self._tools: dict[str, Tool] = {}
         self._timeout_seconds, self._max_chars = timeout_seconds, max_result_chars
         self._max_parallel = max_parallel
-        self.counts: Counter[str] = Counter()  # calls, and failures by kind
+        self.counts: Counter[str] = Counter()  # number of calls, and of failures by kind
         for tool in tools:
             self.register(tool)
 
     def register(self, tool: Tool) -> None:
-        """Add a tool.
+        """Add a tool, which calls find by its name.
 
         Raises:
-            ValueError: there is one with this name.
+            ValueError: there is a tool with this name already.
         """
         if tool.name in self._tools:
             raise ValueError(f"there are two tools named {tool.name!r}")
@@ -83,11 +93,18 @@ class ToolManager:
 
     @property
     def schemas(self) -> tuple[dict[str, Any], ...]:
-        """What a model is told of them, in OpenAI's shape."""
+        """Return the tools in OpenAI's shape, as they are offered to a model."""
         return tuple(tool.get_json_schema() for tool in self._tools.values())
 
     async def execute_calls(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
-        """Run the calls at once; returns their results in the same order. Raises nothing but cancellation."""
+        """Run the calls concurrently and return their results in the order of the calls.
+
+        Args:
+            calls: calls of one reply; names and arguments are as the model wrote them.
+
+        Raises:
+            asyncio.CancelledError: the only exception; every failure of a tool becomes a `ToolResult`.
+        """
         room = asyncio.Semaphore(self._max_parallel)
 
         async def one(call: ToolCall) -> ToolResult:
@@ -120,12 +137,13 @@ class ToolManager:
             async with asyncio.timeout(self._timeout_seconds):
                 return _text(await tool.apply_async(**arguments)), None
         except TimeoutError as error:
+            # `asyncio.timeout` chains the cancellation as the cause; a TimeoutError without it is the tool's own.
             if isinstance(error.__cause__, asyncio.CancelledError):
                 return f"Error: {name} took longer than {self._timeout_seconds:g} s.", ToolFailure.TIMED_OUT
             return _raised(name, error)
         except BadArguments as error:
             return f"Error: bad arguments for {name}: {error}.", ToolFailure.BAD_ARGUMENTS
-        except Exception as error:  # noqa: BLE001 - the tool is the user's; the model is told
+        except Exception as error:  # noqa: BLE001 - the tool is the user's; the model reads the error
             return _raised(name, error)
 
 
@@ -144,7 +162,7 @@ def _arguments(text: str) -> dict[str, Any]:
 
 
 def _text(result: Any) -> str:
-    """Text stays text; anything else becomes JSON, or what `str` makes of it."""
+    """Return a tool's result as text: text as it is, anything else as JSON, or by `str` if it has no JSON form."""
     if isinstance(result, str):
         return result.encode("utf-8", errors="replace").decode("utf-8")
     try:

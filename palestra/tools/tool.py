@@ -1,4 +1,4 @@
-"""What a tool is."""
+"""The interface of a tool: a name, a JSON schema of its arguments, and a function."""
 
 from __future__ import annotations
 
@@ -11,26 +11,33 @@ from palestra.threads import call
 
 
 class BadArguments(ValueError):
-    """Arguments that a tool can't be called with; the message is for the model."""
+    """Raised by a tool for arguments that it can't be called with. The model reads the message and may try again."""
 
 
 class Tool(ABC):
-    """A function that a model may call. Implement `get_json_schema`, and `apply` or `apply_async`."""
+    """A function that a model may call.
+
+    Implement `get_json_schema`, and either `apply` (which may block) or `apply_async`. The decorator `palestra.tool`
+    makes one of a Python function.
+    """
 
     @abstractmethod
     def get_json_schema(self) -> dict[str, Any]:
-        """OpenAI's shape: `{"type": "function", "function": {"name": …, "description": …, "parameters": …}}`."""
+        """Return `{"type": "function", "function": {"name": …, "description": …, "parameters": …}}`, OpenAI's shape."""
 
     @property
     def name(self) -> str:
-        """What the model calls it."""
+        """Return the name by which the model calls the tool, from its JSON schema."""
         return str(self.get_json_schema()["function"]["name"])
 
     def check(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments to call it with.
+        """Check that no argument is missing or unknown, and return the arguments to call the tool with.
+
+        Args:
+            arguments: arguments as the model wrote them, parsed from JSON.
 
         Raises:
-            BadArguments: one is missing, or not known. Types are the tool's own matter.
+            BadArguments: an argument is missing or unknown. Types are checked by the tool itself.
         """
         parameters = self.get_json_schema()["function"].get("parameters") or {}
         known = set(parameters.get("properties") or {})
@@ -41,9 +48,12 @@ class Tool(ABC):
         return dict(arguments)
 
     def apply(self, **arguments: Any) -> Any:
-        """Return the result of a call; blocks in a thread of its own, or runs on the event loop if `async`."""
+        """Run the tool and return its result: text, or any value that has a JSON form.
+
+        Runs in a thread, so it may block; if it is an `async def`, on the event loop.
+        """
         raise NotImplementedError(f"{type(self).__name__} has neither apply nor apply_async")
 
     async def apply_async(self, **arguments: Any) -> Any:
-        """Return the result of a call, on the event loop. Unless it is overridden, `apply` does the work."""
+        """Run the tool on the event loop and return its result. By default `apply` is run."""
         return await call(partial(self.apply, **arguments), "palestra-tool")

@@ -1,4 +1,4 @@
-"""From recorded calls to the token rows that a trainer takes."""
+"""From recorded model calls to token rows for a trainer: calls are merged in a trie, and its paths become rows."""
 
 from palestra.trajectory.rows import TokenRow, calls_of_final_answers, rows_of
 from palestra.trajectory.token_run import TokenRun, common_prefix, common_tokens

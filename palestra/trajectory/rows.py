@@ -1,4 +1,7 @@
-"""The trie to rows: as few as flat rows allow, every sampled token with its loss in exactly one of them."""
+"""Turn the token trie of an episode into rows for the trainer.
+
+There are as few rows as possible, and each sampled token has its loss in exactly one of them.
+"""
 
 from __future__ import annotations
 
@@ -14,29 +17,41 @@ from palestra.trajectory.trie import Node, Sampled, TokenTrie
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TokenRow:
-    """A path of the trie: one prompt + completion that the engine saw, from its first token to its last."""
+    """A path of the trie: one prompt and completion that the engine saw, N tokens from the first to the last.
+
+    Attributes:
+        policy: name of the policy that sampled the trained tokens.
+        ids: int32 [N], token ids.
+        media: spans of tokens that stand for images.
+        sampled: bool [N], True where the token was sampled by a call that this row trains.
+        logprobs: float32 [N], log-probabilities at sampling; NaN where not sampled: never scored, which differs from 0.
+        versions: int32 [N, 2], (incarnation, n) of the weights that sampled the token; -1 where not sampled.
+        temperatures: float32 [N], sampling temperature; 1 where not sampled.
+        grammars: spans of calls that were constrained by a grammar.
+        chats: int32 [N], index of the call that sampled the token; -1 where not sampled.
+    """
 
     policy: str
-    ids: Ids  # [N]
+    ids: Ids
     media: tuple[MediaSpan, ...]
-    sampled: Mask  # [N], True where the token was sampled by a call that this row trains
-    logprobs: Floats  # [N], NaN where not sampled: never scored, which is not 0
-    versions: NDArray[np.int32]  # [N, 2] (incarnation, n); -1 where not sampled
-    temperatures: Floats  # [N], 1 where not sampled
-    grammars: tuple[GrammarSpan, ...]  # of the calls that had to match one
-    chats: NDArray[np.int32]  # [N], index of the call that sampled the token; -1 where not sampled
+    sampled: Mask
+    logprobs: Floats
+    versions: NDArray[np.int32]
+    temperatures: Floats
+    grammars: tuple[GrammarSpan, ...]
+    chats: NDArray[np.int32]
 
 
 def rows_of(trie: TokenTrie, trained: Collection[int] | None = None) -> list[TokenRow]:
-    """Rows for the trainer, in an order that depends on the tokens alone.
+    """Return rows for the trainer, in an order that depends on the tokens alone.
 
-    Each path to a last trained token is a row, for each policy; what an earlier row has trained of it is context. A
-    token that several calls sampled after the same prompt, as retries do, counts as often: in another row that passes
-    it, or in one more row where there is none (the trainer computes common paths once).
+    For each policy, each path to a last trained token is a row; tokens that an earlier row has trained are only context
+    in it. A token that several calls sampled after the same prompt, as retries do, counts once per call: in another row
+    that passes it or, if there is none, in an additional row. The trainer computes common prefixes of rows once.
 
     Args:
-        trie: the calls.
-        trained: indices of the calls whose tokens are trained; what others sampled is context. None: all.
+        trie: the calls of an episode.
+        trained: indices of the calls whose tokens are trained; tokens of other calls are context. None: all calls.
     """
     nodes = list(trie.nodes())
     rows: list[TokenRow] = []
@@ -48,9 +63,13 @@ def rows_of(trie: TokenTrie, trained: Collection[int] | None = None) -> list[Tok
 
 
 def calls_of_final_answers(trie: TokenTrie, chats: Sequence[Chat]) -> frozenset[int]:
-    """Return the indices of the calls whose tokens stand in the last call of an agent, that call included.
+    """Return the indices of the calls whose tokens are part of the last call of an agent, that call included.
 
-    Left out are attempts that were not gone on from, and what was sampled before the history was rewritten.
+    Attempts that no later call continued are left out, and so are calls from before a history was rewritten.
+
+    Args:
+        trie: the calls of an episode, as tokens.
+        chats: the same calls.
     """
     last = {chat.agent: chat.index for chat in sorted(chats, key=lambda chat: chat.index)}
     kept = {id(node) for index in last.values() for node in trie.end(index).path()}
@@ -58,13 +77,16 @@ def calls_of_final_answers(trie: TokenTrie, chats: Sequence[Chat]) -> frozenset[
 
 
 def _wanted(node: Node, policy: str, trained: Collection[int] | None) -> list[Sampled]:
-    """By seed: which of several equal calls got which seed may depend on arrival, the seeds do not."""
+    """Return a node's samplings that are to be trained, sorted by seed.
+
+    Seeds are deterministic for a prompt; arrival order is not, so sorting by it would make rows irreproducible.
+    """
     found = [s for s in node.samplings if s.chat.policy == policy and (trained is None or s.chat.index in trained)]
     return sorted(found, key=lambda s: (s.chat.sampling.seed, s.chat.index))
 
 
 def _longest_paths(nodes: Collection[Node]) -> list[list[Node]]:
-    """Paths from the root that contain all of the nodes, none a part of another; in the order of the nodes."""
+    """Return the fewest paths from the root that contain all of `nodes`, in the order of the nodes."""
     above: set[Node] = set()
     for node in nodes:
         parent = node.parent
@@ -75,7 +97,7 @@ def _longest_paths(nodes: Collection[Node]) -> list[list[Node]]:
 
 
 def _take(trie: TokenTrie, left: Mapping[Node, list[Sampled]], path: Sequence[Node]) -> list[tuple[Node, Sampled]]:
-    """From each node one sampling, of a call that ends on this path if there is one."""
+    """Take one sampling from each node of a path out of `left`, preferably of a call that ends on this path."""
     on_path = set(path)
     taken = []
     for node in path:
@@ -112,7 +134,7 @@ def _row(trie: TokenTrie, policy: str, path: Sequence[Node], trained: Sequence[t
 def _grammars(trained: Sequence[tuple[Node, Sampled]]) -> tuple[GrammarSpan, ...]:
     """Return a span for each constrained call, up to the last token of the call that the row trains.
 
-    The row may leave the reply there: an agent that sends the reply back cut or formatted in another way goes on with
+    The row may leave the reply there: an agent that sends the reply back cut or formatted in another way continues with
     other tokens, which need not match the grammar.
     """
     last = {sampled.chat.index: (sampled.chat, node.stop) for node, sampled in trained if sampled.chat.sampling.grammar}
@@ -123,14 +145,14 @@ def _grammars(trained: Sequence[tuple[Node, Sampled]]) -> tuple[GrammarSpan, ...
 
 
 def _versions(chat: Chat) -> NDArray[np.int32]:
-    """[C, 2]."""
+    """Return the version of the weights that sampled each of a call's C completion tokens, int32 [C, 2]."""
     return np.repeat(
         np.array([span.version for span in chat.versions], np.int32), [span.tokens for span in chat.versions], axis=0
     )
 
 
 def _media(trie: TokenTrie, path: Sequence[Node]) -> tuple[MediaSpan, ...]:
-    """Spans of equal digests. Two images of the same bytes side by side are one span."""
+    """Return the spans of media on a path. Two adjacent images of the same bytes are one span."""
     spans: list[MediaSpan] = []
     for node in path:
         for position, digest in enumerate(trie.digests(node) if trie.has_media else (), node.start):

@@ -1,4 +1,4 @@
-"""Tokens that are compared with what they stand for: two images have the same placeholder ids."""
+"""Runs of tokens that are compared with what they stand for, because two images have the same placeholder ids."""
 
 from __future__ import annotations
 
@@ -11,23 +11,28 @@ from numpy.typing import NDArray
 
 from palestra.schemas.records import Ids, MediaSpan, TokenSequence
 
-Digests = NDArray[np.object_]  # [N] str, the digest of the media that a placeholder stands for; None at text
+Digests = NDArray[np.object_]  # [N], the digest (str) of the media behind a placeholder; None for text
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenRun:
-    """Consecutive tokens; two of them are the same where both their ids and their media digests are."""
+    """Consecutive tokens. Two tokens are the same if both their ids and their media digests are.
 
-    ids: Ids  # [N]
-    digests: Digests | None = None  # None: all of it is text
+    Attributes:
+        ids: int32 [N], token ids.
+        digests: [N], the digest of the media behind each placeholder; None: all tokens are text.
+    """
+
+    ids: Ids
+    digests: Digests | None = None
 
     @classmethod
     def of(cls, ids: Ids, media: Sequence[MediaSpan] = ()) -> TokenRun:
         """Return a run of tokens with the digests of its media.
 
         Args:
-            ids: [N].
-            media: which of them are placeholders, and of what; positions count from the first of `ids`.
+            ids: token ids, int32 [N].
+            media: spans of `ids` that are placeholders of media; positions count from the first of `ids`.
         """
         if not media:
             return cls(ids)
@@ -40,27 +45,27 @@ class TokenRun:
         return len(self.ids)
 
     def __getitem__(self, part: slice) -> TokenRun:
-        """Return a part of the run; it shares the memory of the whole."""
+        """Return a part of the run, which shares the memory of the whole."""
         return TokenRun(self.ids[part], None if self.digests is None else self.digests[part])
 
     @property
     def first(self) -> tuple[int, str | None]:
-        """The first token, hashable."""
+        """Return the first token's id and digest, which can be a key of a dict."""
         return int(self.ids[0]), None if self.digests is None else self.digests[0]
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """The whole run, hashable: two keys are equal exactly where all tokens are the same."""
+        """Return the whole run in hashable form: two keys are equal exactly if all tokens are the same."""
         if self.digests is None or not any(self.digests):
             return (self.ids.tobytes(),)
         return (self.ids.tobytes(), *self.digests)
 
     def copy(self) -> TokenRun:
-        """Return the run with memory of its own."""
+        """Return the run with memory of its own, so that the run it is a part of can be freed."""
         return TokenRun(self.ids.copy(), None if self.digests is None else self.digests.copy())
 
     def followed_by(self, ids: Ids) -> TokenRun:
-        """Return the run with further tokens of text, [M], at its end."""
+        """Return the run with further tokens of text, `ids` [M], at its end."""
         joined = np.concatenate((self.ids, ids))
         if self.digests is None:
             return TokenRun(joined)
@@ -78,7 +83,12 @@ class TokenRun:
 
 
 def common_tokens(a: TokenSequence, b: TokenSequence) -> int:
-    """Return how many leading tokens two sequences have in common; placeholders of different images are different."""
+    """Return how many leading tokens two sequences have in common; placeholders of different images differ.
+
+    Args:
+        a: one sequence of tokens, with the spans that stand for images.
+        b: the other.
+    """
     return TokenRun.of(*a).common(TokenRun.of(*b))
 
 

@@ -1,7 +1,7 @@
-"""All calls of an episode, merged on the tokens with which they begin.
+"""`TokenTrie`: all calls of an episode, merged on the tokens with which they begin.
 
-A path from the root is a sequence of tokens that the engine saw. It is cut into nodes where calls part, and where a
-call's prompt or completion ends, so that all tokens of a node were made in the same way: by the same calls, or by
+A path from the root is a sequence of tokens that the engine saw. The path is cut into nodes where calls part, and where
+a call's prompt or completion ends, so that all tokens of a node have the same origin: sampled by the same calls, or by
 none. The trie depends on the calls alone, not on the order in which they were added.
 """
 
@@ -24,40 +24,40 @@ _ID = (1 << 32) - 1
 
 
 class Sampled(NamedTuple):
-    """The call that sampled a node's tokens, and the place of the first of them in its completion."""
+    """The call that sampled a node's tokens, and the place of the node's first token in that call's completion."""
 
     chat: Chat
     start: int
 
 
 class Node:
-    """A run of tokens. It holds only what it adds to its parent."""
+    """A run of n tokens. A node holds only the tokens that it adds to its parent."""
 
     __slots__ = ("chat", "children", "edges", "parent", "samplings", "start")
 
     def __init__(self, parent: Node | None, start: int, edges: Edges, chat: Chat | None) -> None:
         self.parent = parent
-        self.start = start  # tokens before it
+        self.start = start  # number of tokens before this node
         self.edges = edges
-        self.chat = chat  # the first call that brought these tokens; None: the root
+        self.chat = chat  # the first call with these tokens; None: the root
         self.children: dict[int, Node] = {}  # by first edge
-        self.samplings: list[Sampled] = []  # in order of the calls' indices; none: tokens that were only read
+        self.samplings: list[Sampled] = []  # by index of the call; empty: tokens of prompts only
 
     def __len__(self) -> int:
         return len(self.edges)
 
     @property
     def stop(self) -> int:
-        """Tokens up to its end."""
+        """Return the number of tokens from the root to the end of this node."""
         return self.start + len(self.edges)
 
     @property
     def ids(self) -> Ids:
-        """[n] token ids."""
+        """Return the token ids of this node, int32 [n]."""
         return (self.edges & _ID).astype(np.int32)
 
     def path(self) -> list[Node]:
-        """The nodes from below the root to this one."""
+        """Return the nodes from below the root to this one."""
         nodes: list[Node] = []
         node: Node | None = self
         while node is not None and node.parent is not None:
@@ -67,41 +67,44 @@ class Node:
 
 
 class TokenTrie:
-    """Calls of one episode. Adding one costs what is new of it, where its parent was added before it."""
+    """The calls of one episode as a trie of tokens.
+
+    Adding a call costs time and memory in proportion to its new tokens, if its parent was added before it.
+    """
 
     def __init__(self, chats: Iterable[Chat] = ()) -> None:
         self.root = Node(None, 0, np.empty(0, np.int64), None)
-        self._ends: dict[int, Node] = {}  # by the call's index: the node with which it ends
+        self._ends: dict[int, Node] = {}  # by index of the call: the node of its last token
         self._digests: list[str | None] = [None]  # number 0: a token of text
         self._numbers: dict[str, int] = {}
-        self._whole: deque[tuple[Ids, Chat]] = deque(maxlen=16)  # calls that came without their parent
+        self._whole: deque[tuple[Ids, Chat]] = deque(maxlen=16)  # recent calls without a known parent
         for chat in chats:
             self.add(chat)
 
     def __len__(self) -> int:
-        """Distinct tokens."""
+        """Return the number of distinct tokens."""
         return sum(map(len, self.nodes()))
 
     @property
     def chats(self) -> list[int]:
-        """Indices of the calls in it."""
+        """Return the indices of the calls in the trie, sorted."""
         return sorted(self._ends)
 
     @property
     def has_media(self) -> bool:
-        """Whether any token stands for something else than text."""
+        """Return whether any token stands for an image instead of text."""
         return len(self._digests) > 1
 
     def end(self, index: int) -> Node:
-        """The node with which a call ends."""
+        """Return the node with which the call of this index ends."""
         return self._ends[index]
 
     def digests(self, node: Node) -> list[str | None]:
-        """[n] for each token of a node the media that it stands for; None: it is text."""
+        """Return for each of a node's n tokens the digest of the media that it stands for, or None for text."""
         return [self._digests[number] for number in (node.edges >> 32).tolist()]
 
     def nodes(self) -> Iterator[Node]:
-        """All nodes below the root, parents first, the children of each by token id and media digest."""
+        """Iterate over all nodes below the root, parents first, children by token id and media digest."""
         stack = self._sorted(self.root)[::-1]
         while stack:
             node = stack.pop()
@@ -109,11 +112,11 @@ class TokenTrie:
             stack.extend(self._sorted(node)[::-1])
 
     def add(self, chat: Chat) -> None:
-        """Add a call; once is enough."""
+        """Add a call. Adding the same call again changes nothing."""
         if chat.index in self._ends:
             return
         parent = None if chat.parent is None else self._ends.get(chat.parent.index)
-        if parent is None:  # nothing to start from: a first call, or one that came before its parent
+        if parent is None:  # a first call, or one that was added before its parent
             ids, media = chat.prompt_ids, chat.all_media
             node, start = self.root, 0
             if not media:
@@ -133,10 +136,10 @@ class TokenTrie:
             node = node.parent
 
     def __del__(self) -> None:
-        self.clear()  # else a training batch of tries, with all calls in them, stays until the garbage collector looks
+        self.clear()  # parents and children refer to each other, so only the garbage collector would free the calls
 
     def clear(self) -> None:
-        """Forget everything at once: nodes know their parents, and would else wait for the garbage collector."""
+        """Remove all nodes and free their memory now: their references would keep it for the garbage collector."""
         stack = [self.root]
         while stack:
             node = stack.pop()
@@ -146,12 +149,23 @@ class TokenTrie:
         self._whole.clear()
 
     def longest(self, ids: Ids, media: Sequence[MediaSpan] = ()) -> tuple[Chat | None, int]:
-        """The first call that has most leading ids in common with these, and how many; (None, 0) if there is none."""
+        """Return the first call that shares most leading tokens with a sequence, and how many it shares.
+
+        Args:
+            ids: token ids of the sequence, int32 [N].
+            media: spans of the sequence that stand for images.
+
+        Returns:
+            The call and the number of tokens, or (None, 0) if no call shares the first token.
+        """
         node, _, matched = self._walk(self.root, 0, self._edges(ids, 0, media))
         return (node.chat, matched) if matched else (None, 0)
 
     def _gone_on_from(self, ids: Ids, index: int) -> tuple[Node, int]:
-        """The end of the longest recent call of which `ids` has all, and its tokens: compared at once, not by node."""
+        """Return the end node and length of the longest recent call that `ids` [N] extends.
+
+        This is a fast path: one array comparison for each of the last 16 calls, instead of a walk node by node.
+        """
         known = [chat for prompt, chat in self._whole if chat.index < index and _starts_with(ids, prompt, chat)]
         if not known:
             return self.root, 0
@@ -159,12 +173,12 @@ class TokenTrie:
         return self._ends[longest.index], longest.tokens
 
     def _follow(self, node: Node, offset: int, edges: Edges, start: int, chat: Chat) -> Node:
-        """Walk along `edges` from a place, make what is missing, and return the node that ends with them."""
+        """Walk along `edges` [E] from a place, create missing nodes, and return the node that ends with them."""
         node, offset, matched = self._walk(node, offset, edges, chat)
         if offset < len(node):
             node = _split(node, offset)
         if matched < len(edges):
-            rest = edges[matched:].copy() if matched else edges  # not a view that keeps what is there already
+            rest = edges[matched:].copy() if matched else edges  # a view would keep the whole array alive
             new = Node(node, start + matched, rest, chat)
             node.children[int(new.edges[0])] = new
             node = new
@@ -172,7 +186,11 @@ class TokenTrie:
 
     @staticmethod
     def _walk(node: Node, offset: int, edges: Edges, chat: Chat | None = None) -> tuple[Node, int, int]:
-        """From a place as far as `edges` are there: (node, tokens of it, edges matched). `chat` passes this way."""
+        """Walk from a place as far as `edges` [E] exist in the trie.
+
+        `chat`, if given, becomes the first call of the nodes on the way if it is the earlier one. Returns the last
+        node, how many of its tokens were matched, and the number of matched edges.
+        """
         matched = 0
         while matched < len(edges):
             if offset == len(node):
@@ -191,6 +209,10 @@ class TokenTrie:
         return node, offset, matched
 
     def _edges(self, ids: Ids, start: int, media: Sequence[MediaSpan]) -> Edges:
+        """Return the edges of tokens, int64 [N]: ids [N] with the number of the image above the lower 32 bits.
+
+        `start` is the position of the first token, to which the spans in `media` refer.
+        """
         edges = ids.astype(np.int64)
         for span in media:
             number = self._numbers.get(span.digest)
@@ -211,14 +233,14 @@ class TokenTrie:
 
 
 def _place(node: Node, depth: int) -> tuple[Node, int]:
-    """The node on the way to `node` in which the token number `depth` ends, and how many of its tokens that is."""
+    """Return the node on the way to `node` in which the first `depth` tokens end, and how many are its own."""
     while node.parent is not None and node.start >= depth:
         node = node.parent
     return node, depth - node.start
 
 
 def _split(node: Node, offset: int) -> Node:
-    """Cut a node in two; returns the upper part. The lower one stays the end of the calls that end there."""
+    """Cut a node in two and return the upper part. The lower part stays the end of the calls that end there."""
     above = node.parent
     assert above is not None
     upper = Node(above, node.start, node.edges[:offset], node.chat)
@@ -231,11 +253,11 @@ def _split(node: Node, offset: int) -> Node:
 
 
 def _starts_with(ids: Ids, prompt: Ids, chat: Chat) -> bool:
-    """Whether `ids` has all of a call, of which `prompt` is the prompt."""
+    """Return whether `ids` [N] begins with all tokens of a call, whose prompt is `prompt` [P]."""
     rest = ids[len(prompt) :]
-    return _begins(rest, chat.completion_ids) and _begins(ids, prompt)  # the shorter one first
+    return _begins(rest, chat.completion_ids) and _begins(ids, prompt)  # completions are shorter, so they fail sooner
 
 
 def _begins(ids: NDArray[Any], beginning: NDArray[Any]) -> bool:
-    """Return whether `beginning` is the beginning of `ids`."""
+    """Return whether `ids` [N] begins with `beginning` [M]."""
     return len(beginning) <= len(ids) and np.array_equal(ids[: len(beginning)], beginning)

@@ -49,7 +49,7 @@ def test_what_was_saved_goes_on_without_waiting_for_the_leases_of_before(tmp_pat
     assert script(tmp_path, "train", "plain", "SIGINT").wait() == CODES["SIGINT"]
     process = script(tmp_path, "train", "plain", "SIGTERM", "--resume")
     assert process.wait() == CODES["SIGTERM"], process.output
-    assert "going on after step 1" in process.output
+    assert "resumed after step 1" in process.output
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What the answers of several dialects have in common."""
+"""Parts of answers that several dialects have in common: ids, usage, fingerprint."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from palestra.session import CallStart
 
 
 def answer_id(kind: str, call: Chat | CallStart) -> str:
-    """Return the name of an answer, after its first call; a retry that gets the same call gets the same name.
+    """Return the id of an answer, made from its first call, so that a retry that gets the same call gets the same id.
 
     Args:
-        kind: with which the format begins such names, such as `chatcmpl`.
-        call: the first of the answer.
+        kind: prefix of such ids in the format, such as `chatcmpl`.
+        call: the first call of the answer.
     """
     return f"{kind}-{call.episode_id}-{call.fence}-{call.index}"
 
 
 def fingerprint(chats: Sequence[Chat]) -> str:
-    """Return OpenAI's `system_fingerprint`: the policy's version with which the last token was sampled."""
+    """Return OpenAI's `system_fingerprint`: here the version of the policy that sampled the last token."""
     return f"version-{chats[-1].versions[-1].version}"
 
 
@@ -29,7 +29,7 @@ def usage_of(chats: Sequence[Chat], choices: int) -> dict[str, Any]:
 
     Args:
         chats: all choices of all prompts.
-        choices: of one prompt, whose tokens count once.
+        choices: number of choices of each prompt; a prompt's tokens count once.
     """
     prompts = chats[::choices]
     prompt = sum(chat.prompt_tokens for chat in prompts)

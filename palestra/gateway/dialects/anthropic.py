@@ -1,4 +1,4 @@
-"""Anthropic's messages, `/v1/messages`, whole and as events, and its counting of tokens."""
+"""Anthropic's messages, `/v1/messages`, whole and as events, and its route to count tokens."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _ERRORS = {
 
 
 class Tool(BaseModel):
-    """One tool that the model may call."""
+    """A tool that the model may call, in Anthropic's form."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -52,7 +52,7 @@ class Tool(BaseModel):
 
 
 class ToolChoice(BaseModel):
-    """Whether, and which, tools have to be called."""
+    """Which tools must or may be called, in Anthropic's form."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -62,7 +62,7 @@ class ToolChoice(BaseModel):
 
 
 class ThinkingDisabled(BaseModel):
-    """No wish: what the model does of itself stands."""
+    """The client has no wish about reasoning: the model reasons or not, as it was trained."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -70,18 +70,18 @@ class ThinkingDisabled(BaseModel):
 
 
 class ThinkingAdaptive(BaseModel):
-    """The model decides how much it thinks."""
+    """The model decides how much it reasons; the model must be one that reasons."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     type: Literal["adaptive"]
-    display: Literal["summarized"] | None = None  # thinking is returned, all of it; "omitted" is not done
+    display: Literal["summarized"] | None = None  # all reasoning is returned; "omitted" is not supported
 
 
 class ThinkingEnabled(ThinkingAdaptive):
-    """The same, with a wish for how much."""
+    """Reasoning with a budget in tokens, which is checked and then bounds nothing of its own."""
 
-    type: Literal["enabled"]  # type: ignore[assignment]  # of another kind of the same field
+    type: Literal["enabled"]  # type: ignore[assignment]  # narrows the inherited field to another literal
     budget_tokens: Count
 
 
@@ -89,7 +89,7 @@ Thinking = Annotated[ThinkingDisabled | ThinkingAdaptive | ThinkingEnabled, Fiel
 
 
 class CountRequest(BaseModel):
-    """The fields that a prompt is made of."""
+    """The fields of Anthropic's request that make the prompt."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -97,9 +97,9 @@ class CountRequest(BaseModel):
     messages: Annotated[tuple[Turn, ...], Field(min_length=1, max_length=10_000)] = Field(
         description="The conversation so far: text, tool_use, tool_result and thinking blocks."
     )
-    system: TextBlocks | None = Field(None, description="A system message in front.")
+    system: TextBlocks | None = Field(None, description="A system message that comes first.")
     tools: Annotated[tuple[Tool, ...], Field(max_length=1000)] | None = Field(
-        None, description="What the model may call."
+        None, description="Tools that the model may call."
     )
     tool_choice: ToolChoice | None = Field(
         None,
@@ -116,38 +116,40 @@ class MessagesRequest(CountRequest):
     """The fields of Anthropic's request that this server acts on."""
 
     max_tokens: Count = Field(description="Most tokens to sample; the job's own limit applies as well.")
-    temperature: Temperature | None = Field(None, description="Used on ad-hoc episodes only.")
+    temperature: Temperature | None = Field(
+        None, description="Used in ad-hoc episodes only; elsewhere the job has its own."
+    )
     top_p: Probability | None = Field(
-        None, description="Below 1 refused or ignored in training episodes (`rollout.untrainable_sampling`)."
+        None, description="Below 1: refused or ignored in training episodes (see `rollout.untrainable_sampling`)."
     )
     top_k: Annotated[int, Field(ge=0, strict=True)] | None = Field(
-        None, description="Above 0 not in training episodes."
+        None, description="Above 0: not possible in training episodes."
     )
     stop_sequences: StopStrings | None = Field(None, description="Texts that end the reply.")
     stream: Flag | None = Field(None, description="Server-sent events, from the first text on.")
 
 
 class CountTokens(TokenCounter[CountRequest]):
-    """Anthropic's counting of tokens."""
+    """Anthropic's route that counts the tokens of a prompt."""
 
     path = "/v1/messages/count_tokens"
     body = CountRequest
     description = "Count the tokens of the prompt that these messages would have now. Nothing is sampled or recorded."
 
     def parse(self, body: bytes, headers: Mapping[str, str]) -> DialectRequest[CountRequest]:
-        """See `Dialect`."""
+        """Parse the request whose prompt is to be counted. See `Dialect.parse`."""
         wanted = parse_body(CountRequest, body)
         refuse_others(wanted, _IGNORED, {})
         call = GenerationRequest(**_prompt_fields(wanted), **call_fields(body, headers, self.path))
         return DialectRequest(body=wanted, calls=(call,))
 
     def render(self, tokens: int) -> dict[str, int]:
-        """See `TokenCounter`."""
+        """Return the number of tokens in Anthropic's form."""
         return {"input_tokens": tokens}
 
 
 class Messages(Dialect[MessagesRequest]):
-    """Anthropic's messages."""
+    """The dialect of Anthropic's messages, in which the content of a message is a list of blocks."""
 
     path = "/v1/messages"
     body = MessagesRequest
@@ -157,7 +159,11 @@ class Messages(Dialect[MessagesRequest]):
 Errors have Anthropic's shape. Streamed, tool_use blocks come after the text, when the reply is complete."""
 
     def parse(self, body: bytes, headers: Mapping[str, str]) -> DialectRequest[MessagesRequest]:
-        """See `Dialect`. A budget for thinking has to leave tokens for the answer, as with Anthropic."""
+        """Parse a request into one call. See `Dialect.parse`.
+
+        Raises:
+            InvalidRequest: also if the budget for reasoning leaves no tokens for the answer, as with Anthropic.
+        """
         wanted = parse_body(MessagesRequest, body)
         refuse_others(wanted, _IGNORED, {})
         budget = wanted.thinking.budget_tokens if isinstance(wanted.thinking, ThinkingEnabled) else None
@@ -185,7 +191,7 @@ Errors have Anthropic's shape. Streamed, tool_use blocks come after the text, wh
         return DialectRequest(body=wanted, calls=(call,), stream=bool(wanted.stream))
 
     def check(self, request: DialectRequest[Any], runtime: PolicyRuntime) -> None:
-        """Refuse a wish for thinking where the model does not reason.
+        """Refuse a wish for reasoning if the model does not reason.
 
         Raises:
             UnsupportedField: the model does not reason.
@@ -201,7 +207,10 @@ Errors have Anthropic's shape. Streamed, tool_use blocks come after the text, wh
     def render(
         self, request: DialectRequest[MessagesRequest], result: GenerationResult, runtime: PolicyRuntime
     ) -> dict[str, Any]:
-        """See `Dialect`."""
+        """Return the whole message in Anthropic's form, from the one choice in `result` that `request` asked for.
+
+        The policy's `runtime` is not needed.
+        """
         (chat,) = result.chats
         return _frame(answer_id("msg", chat), chat.policy) | {
             "content": blocks_of(chat.reply),
@@ -210,7 +219,7 @@ Errors have Anthropic's shape. Streamed, tool_use blocks come after the text, wh
         }
 
     def sse(self, request: DialectRequest[MessagesRequest], runtime: PolicyRuntime, created: float) -> EventWriter:
-        """See `Dialect`."""
+        """Return the writer of Anthropic's events for `request`; `runtime` and `created` do not appear in them."""
         return _MessageEvents(request.policy)
 
     def error_body(self, failure: Failure) -> dict[str, Any]:
@@ -245,7 +254,7 @@ def _end(chat: Chat) -> dict[str, Any]:
 
 
 def _usage(prompt: int, shared: int, sampled: int) -> dict[str, Any]:
-    """Anthropic counts what was read from a cache apart from the other input."""
+    """Return Anthropic's usage, which counts input that was read from a cache apart from the other input."""
     return {
         "input_tokens": prompt - shared,
         "cache_read_input_tokens": shared,
@@ -260,18 +269,18 @@ class _MessageEvents(EventWriter):
     def __init__(self, model: str) -> None:
         super().__init__()
         self._model = model
-        self._blocks = 0  # open or closed
-        self._open: str | None = None  # the type of the open one
+        self._blocks = 0  # number of blocks so far
+        self._open: str | None = None  # type of the open block, if any
 
     def started(self, choice: int, start: CallStart) -> None:
-        """See `Listener`."""
+        """Write `message_start`, with the usage of the prompt."""
         name = answer_id("msg", start)
         begun: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
         usage = _usage(len(start.prompt_ids), start.shared, 0)
         self._event("message_start", message=_frame(name, self._model) | begun | {"usage": usage})
 
     def sampled(self, choice: int, piece: ReplyPiece) -> None:
-        """See `Listener`."""
+        """Write the new reasoning and text as deltas of their blocks."""
         if piece.delta.reasoning:
             self._begin("thinking", {"thinking": "", "signature": ""})
             self._delta({"type": "thinking_delta", "thinking": piece.delta.reasoning})
@@ -280,7 +289,7 @@ class _MessageEvents(EventWriter):
             self._delta({"type": "text_delta", "text": piece.delta.content})
 
     def finished(self, choice: int, chat: Chat) -> None:
-        """See `Listener`."""
+        """Write the blocks of tool calls, then the stop reason and the usage."""
         for call in chat.reply.tool_calls:
             self._close()
             self._begin("tool_use", {"id": call.id, "name": call.function.name, "input": {}})
@@ -291,7 +300,7 @@ class _MessageEvents(EventWriter):
         self._event("message_stop")
 
     def failed(self, body: Mapping[str, Any]) -> None:
-        """See `EventWriter`."""
+        """Write the error as an event of the type `error`."""
         self.write(body, "error")
 
     def _begin(self, kind: str, empty: Mapping[str, Any]) -> None:

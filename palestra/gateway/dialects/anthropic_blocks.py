@@ -1,4 +1,4 @@
-"""Anthropic's content blocks: those of a request become messages, and a reply becomes blocks."""
+"""Anthropic's content blocks: blocks of a request become messages, and a reply becomes blocks."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class _Block(BaseModel):
 
 
 class TextBlock(_Block):
-    """Text."""
+    """A block of text, in Anthropic's form; messages and results of tools consist of such blocks."""
 
     type: Literal["text"]
     text: Text
 
 
 class ToolUseBlock(_Block):
-    """A tool that the model called."""
+    """A block that holds a tool call of the model; its `id` is what the result refers to."""
 
     type: Literal["tool_use"]
     id: Text
@@ -37,14 +37,14 @@ class ToolUseBlock(_Block):
 
 
 class ThinkingBlock(_Block):
-    """What the model thought before it answered."""
+    """A block of the model's reasoning, which precedes its answer."""
 
     type: Literal["thinking"]
     thinking: Text
 
 
 def _known(value: Any) -> Any:
-    """Text, or blocks, to blocks; refuse those of other kinds."""
+    """Return text or blocks as blocks; refuse blocks of unknown types."""
     if isinstance(value, str):
         return ({"type": "text", "text": value},)
     for block in value if isinstance(value, list) else ():
@@ -60,7 +60,7 @@ TextBlocks = Annotated[
 
 
 class ToolResultBlock(_Block):
-    """What the tool answered."""
+    """A block that holds the result of a tool call."""
 
     type: Literal["tool_result"]
     tool_use_id: Text
@@ -71,7 +71,7 @@ Block = Annotated[TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock, Fi
 
 
 class Turn(BaseModel):
-    """One message; what tools answered stands in the user's."""
+    """One message as a list of blocks. Results of tools are blocks of the user's message."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -83,7 +83,7 @@ def messages_of(system: Sequence[TextBlock], turns: Sequence[Turn]) -> tuple[Cha
     """Return the messages that blocks stand for.
 
     Args:
-        system: put in front as one message; empty: there is none.
+        system: blocks of the system message, which comes first; empty: there is none.
         turns: the conversation.
     """
     out = Transcript()
@@ -106,7 +106,7 @@ def messages_of(system: Sequence[TextBlock], turns: Sequence[Turn]) -> tuple[Cha
 
 
 def blocks_of(reply: ChatMessage) -> list[dict[str, Any]]:
-    """Return the blocks that a reply is answered with: thinking, text, calls."""
+    """Return the blocks of a reply: thinking, text, tool calls."""
     blocks: list[dict[str, Any]] = []
     if reply.reasoning_content is not None:
         blocks.append({"type": "thinking", "thinking": reply.reasoning_content, "signature": ""})

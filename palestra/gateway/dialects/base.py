@@ -1,7 +1,7 @@
-"""What a dialect is: one wire format in front of a session, from a request's bytes to its answer's.
+"""The interface of a dialect: one wire format in front of a session, from a request's bytes to its answer's.
 
 A dialect is one file with a `Dialect`, and one line in `dialects/__init__.py`. It knows neither HTTP nor sessions:
-`gateway/generate.py` handles the requests of all of them.
+`gateway/generate.py` handles the requests of all dialects.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from palestra.schemas.records import Chat
 from palestra.session import CallStart, GenerationRequest, PolicyRuntime, ReplyPiece
 
 B = TypeVar("B", bound=BaseModel)
-TopLogprobs = Sequence[Sequence[tuple[int, float]]]  # for each token (token, logprob) of the most probable
+TopLogprobs = Sequence[Sequence[tuple[int, float]]]  # for each place: (token, logprob) of its most probable tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DialectRequest(Generic[B]):
-    """A request body as its dialect has read it.
+    """A request body as its dialect has parsed it.
 
     Attributes:
-        body: its fields.
-        calls: what is to be sampled: one call for each prompt, all of one policy.
+        body: the fields of the body.
+        calls: the calls to sample: one for each prompt, all of one policy.
         stream: whether the answer is sent as events while it is sampled.
     """
 
@@ -39,7 +39,7 @@ class DialectRequest(Generic[B]):
 
     @property
     def policy(self) -> str:
-        """The policy's name."""
+        """Return the name of the policy that the request calls."""
         return self.calls[0].policy
 
 
@@ -48,9 +48,9 @@ class GenerationResult:
     """The choices of a request as they are recorded.
 
     Attributes:
-        chats: in the order of the calls, and of the choices of each.
-        top: for each choice the most probable tokens at each place; empty where they were not asked for, or where the
-            choice was recorded before: they are not stored.
+        chats: the choices, in the order of the calls, then of each call's choices.
+        top: for each choice the most probable tokens at each place. Empty if no call asked for them, or if the choice
+            was recorded by an earlier request: they are not stored.
     """
 
     chats: tuple[Chat, ...]
@@ -60,45 +60,45 @@ class GenerationResult:
 class EventWriter(ABC):
     """Writes one answer as server-sent events while its choices are sampled.
 
-    It is a `Listener` of all calls of the request: the choices of the second call are numbered after those of the
-    first. What it writes is sent in pieces, as fast as the client takes it.
+    A writer is a `Listener` of all calls of the request: the choices of the second call are numbered after those of the
+    first. Its events are sent in pieces, as fast as the client reads them.
     """
 
     def __init__(self) -> None:
         self._written: list[bytes] = []
 
     def write(self, data: Mapping[str, Any] | bytes, event: str | None = None) -> None:
-        """Add an event.
+        """Add an event to the pieces to send.
 
         Args:
-            data: JSON, or what is to be sent as it is.
-            event: the event's type; None: the dialect's events have none.
+            data: an object to send as JSON, or bytes to send as they are.
+            event: the event's type; None: events of the dialect have no type.
         """
         self._written.append(encode_event(data if isinstance(data, bytes) else orjson.dumps(data), event))
 
     def take(self) -> bytes:
-        """Return what was written since the last time."""
+        """Return the events written since the last call, encoded."""
         written = b"".join(self._written)
         self._written.clear()
         return written
 
     @abstractmethod
     def started(self, choice: int, start: CallStart) -> None:
-        """See `Listener`."""
+        """Write the events for the start of a choice. See `Listener`."""
 
     @abstractmethod
     def sampled(self, choice: int, piece: ReplyPiece) -> None:
-        """See `Listener`."""
+        """Write the events for a piece of a choice. See `Listener`."""
 
     @abstractmethod
     def finished(self, choice: int, chat: Chat) -> None:
-        """See `Listener`."""
+        """Write the events for the end of a choice. See `Listener`."""
 
     def ended(self, chats: Sequence[Chat]) -> None:  # noqa: B027 - many formats have no such event
-        """Write what comes after all choices, given as they are recorded."""
+        """Write the events after the last choice. By default there are none."""
 
     def failed(self, body: Mapping[str, Any]) -> None:
-        """Write that the answer can't be finished; `body` is the dialect's form of the error."""
+        """Write that the answer can't be finished; `body` is the error in the dialect's form."""
         self.write(body)
 
 
@@ -106,9 +106,9 @@ class TokenCounter(ABC, Generic[B]):
     """The route of a dialect that counts the tokens of a prompt.
 
     Attributes:
-        path: of the route.
-        body: the model of its request bodies.
-        description: of the route, for the API's reference.
+        path: path of the route.
+        body: model of its request bodies.
+        description: text about the route in the API's reference.
     """
 
     path: ClassVar[str]
@@ -121,17 +121,17 @@ class TokenCounter(ABC, Generic[B]):
 
     @abstractmethod
     def render(self, tokens: int) -> Mapping[str, Any]:
-        """Return the answer."""
+        """Return the answer for a prompt of so many tokens."""
 
 
 class Dialect(ABC, Generic[B]):
-    """One wire format. It has no state; what a request asks for travels in its `DialectRequest`.
+    """One wire format. A dialect has no state; the wishes of a request travel in its `DialectRequest`.
 
     Attributes:
-        path: of its route. Errors of all paths that begin with it have the dialect's form.
-        body: the model of its request bodies.
-        description: of the route, for the API's reference.
-        counter: counts tokens, where the format has a route for that.
+        path: path of its route. Errors of all paths that begin with it have the dialect's form.
+        body: model of its request bodies.
+        description: text about the route in the API's reference.
+        counter: counts tokens, if the format has a route for that.
     """
 
     path: ClassVar[str]
@@ -141,44 +141,44 @@ class Dialect(ABC, Generic[B]):
 
     @abstractmethod
     def parse(self, body: bytes, headers: Mapping[str, str]) -> DialectRequest[B]:
-        """Read a request. It may run in any thread.
+        """Parse a request. May run in any thread.
 
         Args:
-            body: as it was sent.
-            headers: of the request, by their names in lower case.
+            body: the body as it was sent.
+            headers: the request's headers, with names in lower case.
 
         Raises:
-            InvalidRequest: not JSON, or a value that can't be used.
-            UnsupportedField: a field that this server does not act on.
+            InvalidRequest: the body is not JSON, or a value can't be used.
+            UnsupportedField: the body has a field that this server does not act on.
         """
 
     def check(self, request: DialectRequest[B], runtime: PolicyRuntime) -> None:
-        """Refuse what the request's policy can't do.
+        """Refuse wishes that the request's policy can't fulfil. By default there are none.
 
         Raises:
-            UnsupportedField: naming the field.
+            UnsupportedField: names the field.
         """
 
     @abstractmethod
     def render(self, request: DialectRequest[B], result: GenerationResult, runtime: PolicyRuntime) -> Mapping[str, Any]:
-        """Return the whole answer.
+        """Return the whole answer, as an object to send as JSON.
 
         Args:
-            request: as `parse` made it.
-            result: the choices.
-            runtime: of the request's policy.
+            request: the request, as `parse` returned it.
+            result: the recorded choices.
+            runtime: runtime of the request's policy.
         """
 
     @abstractmethod
     def sse(self, request: DialectRequest[B], runtime: PolicyRuntime, created: float) -> EventWriter:
-        """Return what writes the answer as events.
+        """Return a writer that writes the answer as events.
 
         Args:
-            request: as `parse` made it.
-            runtime: of the request's policy.
-            created: when the request came, in Unix seconds.
+            request: the request, as `parse` returned it.
+            runtime: runtime of the request's policy.
+            created: arrival of the request, in Unix seconds.
         """
 
     def error_body(self, failure: Failure) -> dict[str, Any]:
-        """Return the body of an error: in OpenAI's form, where the dialect has no other."""
+        """Return the body of an error; OpenAI's form, unless the dialect overrides it."""
         return openai_error(failure)

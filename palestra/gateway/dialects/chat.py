@@ -1,4 +1,4 @@
-"""OpenAI's chat completions, `/v1/chat/completions`: whole, and in chunks that put together are the whole."""
+"""OpenAI's chat completions, `/v1/chat/completions`: whole, or in chunks that add up to the whole."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from palestra.schemas.messages import ChatMessage
 from palestra.schemas.records import Chat
 from palestra.session import CallStart, GenerationRequest, PolicyRuntime, ReplyPiece
 
-# Fields that may be sent, with the values that ask for nothing we do not do.
+# Fields that this server does not act on, with the values that ask for its own behaviour and are accepted.
 _HARMLESS: dict[str, tuple[Any, ...]] = {"functions": ([],), "modalities": (["text"],)}
 _IGNORED = (
     "user",
@@ -40,7 +40,7 @@ _IGNORED = (
 
 
 class NamedFunction(BaseModel):
-    """A tool by its name."""
+    """A tool by its name, in OpenAI's form."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -57,7 +57,7 @@ class NamedTool(BaseModel):
 
 
 class NamedSchema(BaseModel):
-    """A JSON schema."""
+    """A JSON schema with an optional name, in OpenAI's form."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -66,7 +66,7 @@ class NamedSchema(BaseModel):
 
 
 class ResponseFormat(BaseModel):
-    """What the content has to be."""
+    """The form that the reply's content must have: any text, any JSON object, or JSON of a schema."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -74,7 +74,7 @@ class ResponseFormat(BaseModel):
     json_schema: NamedSchema | None = None
 
     def schema_wanted(self) -> dict[str, Any] | None:
-        """Return the schema that the content has to meet; None: any text will do.
+        """Return the JSON schema that the content must match, or None for any text.
 
         Raises:
             InvalidRequest: the schema is missing.
@@ -96,7 +96,8 @@ class ChatRequest(SamplingFields):
     )
     max_completion_tokens: Count | None = Field(None, description="The newer name of `max_tokens`.")
     tools: Annotated[tuple[ToolSpec, ...], Field(max_length=1000)] | None = Field(
-        None, description="What the model may call. Calls come back in `tool_calls`, unless `tool_choice` is none."
+        None,
+        description="Tools that the model may call. Calls come back in `tool_calls`, unless `tool_choice` is none.",
     )
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
         None, description="Required, or a tool's name: the reply is constrained to calls."
@@ -110,12 +111,12 @@ class ChatRequest(SamplingFields):
     )
     logprobs: Flag | None = Field(None, description="Return the logprobs of the sampled tokens.")
     top_logprobs: Annotated[int, Field(ge=0, le=20, strict=True)] | None = Field(
-        None, description="With `logprobs`: so many of the most probable tokens at each place, too."
+        None, description="With `logprobs`: number of most probable tokens to return at each place."
     )
 
 
 class ChatCompletions(Dialect[ChatRequest]):
-    """OpenAI's chat completions."""
+    """The dialect of OpenAI's chat completions, the one that most clients and agent frameworks speak."""
 
     path = "/v1/chat/completions"
     body = ChatRequest
@@ -128,7 +129,7 @@ package reads, the message comes in one piece when it is. `reasoning_content` is
 `<think>`. A stop string is looked for in the reply as the model wrote it, tags included."""
 
     def parse(self, body: bytes, headers: Mapping[str, str]) -> DialectRequest[ChatRequest]:
-        """See `Dialect`."""
+        """Parse a request into one call. See `Dialect.parse`."""
         wanted = parse_body(ChatRequest, body)
         refuse_others(wanted, _IGNORED, _HARMLESS)
         if wanted.top_logprobs and not wanted.logprobs:
@@ -153,7 +154,10 @@ package reads, the message comes in one piece when it is. `reasoning_content` is
     def render(
         self, request: DialectRequest[ChatRequest], result: GenerationResult, runtime: PolicyRuntime
     ) -> dict[str, Any]:
-        """See `Dialect`."""
+        """Return the whole `chat.completion` object of `request`.
+
+        `result` has the recorded choices; `runtime` gives the bytes of tokens where logprobs were asked for.
+        """
         return_ids = bool(request.body.return_token_ids)
         bytes_of = runtime.token_bytes if request.body.logprobs else None
         first, choices = result.chats[0], []
@@ -182,7 +186,11 @@ package reads, the message comes in one piece when it is. `reasoning_content` is
         }
 
     def sse(self, request: DialectRequest[ChatRequest], runtime: PolicyRuntime, created: float) -> EventWriter:
-        """See `Dialect`."""
+        """Return the writer of `chat.completion.chunk` events for `request`.
+
+        `runtime` gives the bytes of tokens where logprobs were asked for; `created` is the time of the request in Unix
+        seconds.
+        """
         return _ChatChunks(request.body, runtime, created)
 
 
@@ -201,7 +209,7 @@ def _finish_reason(chat: Chat) -> str:
 
 
 class _ChatChunks(EventWriter):
-    """Writes `chat.completion.chunk` events, and `[DONE]`."""
+    """Writes `chat.completion.chunk` events, and `[DONE]` at the end."""
 
     def __init__(self, wanted: ChatRequest, runtime: PolicyRuntime, created: float) -> None:
         super().__init__()
@@ -209,19 +217,19 @@ class _ChatChunks(EventWriter):
         self._ids, self._usage = bool(wanted.return_token_ids), wanted.usage_wanted
         self._head: dict[str, Any] = {"id": "", "object": "chat.completion.chunk", "created": int(created)}
         self._head |= {"model": wanted.model, "system_fingerprint": None}
-        self._prompt: list[int] | None = None  # goes out with the next chunk
-        self._said: dict[int, set[str]] = {}  # fields of each choice's message that a chunk has had
-        self._calls: dict[int, int] = {}  # of each choice, so far
+        self._prompt: list[int] | None = None  # prompt ids to send with the next chunk
+        self._said: dict[int, set[str]] = {}  # by choice: fields of its message that were sent
+        self._calls: dict[int, int] = {}  # by choice: number of tool calls so far
 
     def started(self, choice: int, start: CallStart) -> None:
-        """See `Listener`."""
+        """Name the answer after its first call and prepare the choice. See `Listener`."""
         if not self._head["id"]:
             self._head["id"] = answer_id("chatcmpl", start)
             self._prompt = start.prompt_ids.tolist() if self._ids else None
         self._said[choice], self._calls[choice] = set(), 0
 
     def sampled(self, choice: int, piece: ReplyPiece) -> None:
-        """See `Listener`."""
+        """Write a chunk with the new part of the message, and with logprobs and token ids if they were asked for."""
         delta = self._delta(choice, piece)
         more: dict[str, Any] = {"logprobs": None}
         if self._bytes_of is not None and piece.ids:
@@ -232,7 +240,7 @@ class _ChatChunks(EventWriter):
             self._chunk(choice, delta, None, more)
 
     def finished(self, choice: int, chat: Chat) -> None:
-        """See `Listener`."""
+        """Write the choice's last chunk, which has the finish reason."""
         delta: dict[str, Any] = {}
         if not self._said[choice]:
             delta["role"] = "assistant"
@@ -242,7 +250,7 @@ class _ChatChunks(EventWriter):
         self._chunk(choice, delta, _finish_reason(chat), {"logprobs": None})
 
     def ended(self, chats: Sequence[Chat]) -> None:
-        """See `EventWriter`."""
+        """Write the chunk with the usage, if it was asked for, and `[DONE]`."""
         if self._usage:
             self.write(self._head | {"choices": [], "usage": usage_of(chats, len(chats))})
         self.write(b"[DONE]")

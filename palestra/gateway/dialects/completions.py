@@ -1,4 +1,4 @@
-"""OpenAI's text completions, `/v1/completions`: prompts as they are, in text or token ids, recorded like chats."""
+"""OpenAI's text completions, `/v1/completions`: raw prompts as text or token ids, recorded like chat calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from palestra.http.bodies import parse_body
 from palestra.schemas.records import Chat
 from palestra.session import CallStart, GenerationRequest, PolicyRuntime, ReplyPiece
 
-DEFAULT_MAX_TOKENS = 16  # OpenAI's
+DEFAULT_MAX_TOKENS = 16  # OpenAI's default
 _HARMLESS: dict[str, tuple[Any, ...]] = {"echo": (False,), "best_of": (1,), "suffix": ("",)}
 _IGNORED = ("user",)
 _TEXT = {"type": "string"}
@@ -27,7 +27,7 @@ _PROMPT = {"anyOf": [_TEXT, _TOKENS, {"type": "array", "items": {"anyOf": [_TEXT
 
 
 def _prompts(value: Any) -> Any:
-    """Return several prompts, each text or token ids, for one or several."""
+    """Return a tuple of prompts, each text or token ids, from one prompt or a list of prompts."""
     if isinstance(value, str) or (isinstance(value, list) and value and not isinstance(value[0], str | list)):
         value = [value]
     if not isinstance(value, list) or not 0 < len(value) <= MAX_CHOICES:
@@ -47,15 +47,15 @@ class CompletionRequest(SamplingFields):
     """The fields of OpenAI's text completion request that this server acts on."""
 
     prompt: Annotated[Any, BeforeValidator(_prompts), WithJsonSchema(_PROMPT)] = Field(
-        description="Text (control tokens in it are meant), token ids, or a list of these."
+        description="Text (control tokens in it count as such), token ids, or a list of these."
     )
     logprobs: Annotated[int, Field(ge=0, le=20, strict=True)] | None = Field(
-        None, description="Logprobs of the sampled tokens, and of so many of the most probable at each place."
+        None, description="Return logprobs of the sampled tokens, and of so many most probable tokens at each place."
     )
 
 
 class Completions(Dialect[CompletionRequest]):
-    """OpenAI's text completions."""
+    """The dialect of OpenAI's text completions: prompts without a chat template, as older clients send them."""
 
     path = "/v1/completions"
     body = CompletionRequest
@@ -65,7 +65,7 @@ with.
 `max_tokens` is 16 if it is not given, as with OpenAI. Reasoning and tool calls are text here."""
 
     def parse(self, body: bytes, headers: Mapping[str, str]) -> DialectRequest[CompletionRequest]:
-        """See `Dialect`."""
+        """Parse a request; a list of prompts becomes one call for each prompt. See `Dialect.parse`."""
         wanted = parse_body(CompletionRequest, body)
         refuse_others(wanted, _IGNORED, _HARMLESS)
         if len(wanted.prompt) * (wanted.n or 1) > MAX_CHOICES:
@@ -87,7 +87,10 @@ with.
     def render(
         self, request: DialectRequest[CompletionRequest], result: GenerationResult, runtime: PolicyRuntime
     ) -> dict[str, Any]:
-        """See `Dialect`."""
+        """Return the whole `text_completion` object of `request`.
+
+        `result` has the recorded choices; `runtime` gives the bytes of tokens where logprobs were asked for.
+        """
         bytes_of = _bytes_shown(request.body, runtime)
         first, choices = result.chats[0], []
         for number, (chat, top) in enumerate(zip(result.chats, result.top, strict=True)):
@@ -113,7 +116,11 @@ with.
         }
 
     def sse(self, request: DialectRequest[CompletionRequest], runtime: PolicyRuntime, created: float) -> EventWriter:
-        """See `Dialect`."""
+        """Return the writer of `text_completion` chunks for `request`.
+
+        `runtime` gives the bytes of tokens where logprobs were asked for; `created` is the time of the request in Unix
+        seconds.
+        """
         return _CompletionChunks(request.body, runtime, created)
 
 
@@ -122,19 +129,19 @@ def _bytes_shown(wanted: CompletionRequest, runtime: PolicyRuntime) -> TokenByte
 
 
 class _CompletionChunks(EventWriter):
-    """Writes `text_completion` chunks, and `[DONE]`."""
+    """Writes `text_completion` chunks, and `[DONE]` at the end."""
 
     def __init__(self, wanted: CompletionRequest, runtime: PolicyRuntime, created: float) -> None:
         super().__init__()
         self._bytes_of, self._ids = _bytes_shown(wanted, runtime), bool(wanted.return_token_ids)
-        self._usage = (wanted.n or 1) if wanted.usage_wanted else None  # choices of a prompt; None: no usage is sent
+        self._usage = (wanted.n or 1) if wanted.usage_wanted else None  # choices of each prompt; None: send no usage
         self._head: dict[str, Any] = {"id": "", "object": "text_completion", "created": int(created)}
         self._head["model"] = wanted.model
-        self._prompts: dict[int, list[int]] = {}  # of choices that have had no chunk yet
+        self._prompts: dict[int, list[int]] = {}  # prompts of choices without a chunk so far
         self._texts: dict[int, TokenTexts] = {}
 
     def started(self, choice: int, start: CallStart) -> None:
-        """See `Listener`."""
+        """Name the answer after its first call and prepare the choice. See `Listener`."""
         if not self._head["id"]:
             self._head["id"] = answer_id("cmpl", start)
         if self._bytes_of is not None:
@@ -143,7 +150,7 @@ class _CompletionChunks(EventWriter):
             self._prompts[choice] = start.prompt_ids.tolist()
 
     def sampled(self, choice: int, piece: ReplyPiece) -> None:
-        """See `Listener`."""
+        """Write a chunk with the new text, and with logprobs and token ids if they were asked for."""
         entry: dict[str, Any] = {"text": piece.delta.content, "logprobs": None}
         if choice in self._texts and piece.ids:
             entry["logprobs"] = self._texts[choice].logprobs(piece.ids, piece.logprobs, piece.top)
@@ -153,11 +160,11 @@ class _CompletionChunks(EventWriter):
             self._chunk(choice, entry, None)
 
     def finished(self, choice: int, chat: Chat) -> None:
-        """See `Listener`."""
+        """Write the choice's last chunk, which has the finish reason."""
         self._chunk(choice, {"text": "", "logprobs": None}, chat.finish_reason)
 
     def ended(self, chats: Sequence[Chat]) -> None:
-        """See `EventWriter`."""
+        """Write the chunk with the usage, if it was asked for, and `[DONE]`."""
         if self._usage is not None:
             self.write(self._head | {"choices": [], "usage": usage_of(chats, self._usage)})
         self.write(b"[DONE]")

@@ -1,4 +1,4 @@
-"""Fields of request bodies that several dialects have, with their limits, and what a refusal says."""
+"""Request fields that several dialects have in common, with their limits and the texts of refusals."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ def _listed(value: Any) -> Any:
 
 
 def _only_text(message: Any) -> Any:
-    """Refuse what a prompt would lack without a word: the records have a place for images, the renderers not yet."""
+    """Refuse content other than text.
+
+    Records can hold images, but renderers can't show them yet, and to drop an image silently would change the prompt.
+    """
     if isinstance(message, dict):
         content = message.get("content")
         parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
@@ -64,7 +67,7 @@ FunctionName = Annotated[str, Field(min_length=1, max_length=200)]
 
 
 class FunctionSpec(BaseModel):
-    """A tool's name, what it is for, and the JSON schema of its arguments."""
+    """A tool's name, its purpose, and the JSON schema of its arguments."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -74,7 +77,7 @@ class FunctionSpec(BaseModel):
 
 
 class ToolSpec(BaseModel):
-    """One tool that the model may call."""
+    """A tool that the model may call, in OpenAI's form."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -83,47 +86,47 @@ class ToolSpec(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    """How a stream is written."""
+    """Options of a streamed answer, in OpenAI's form."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
-    include_usage: Flag | None = Field(None, description="One more chunk at the end, with the usage.")
+    include_usage: Flag | None = Field(None, description="Whether to send one more chunk at the end, with the usage.")
 
 
 class SamplingFields(BaseModel):
-    """How to sample, as `/v1/chat/completions` and `/v1/completions` have it, with vLLM's extensions."""
+    """Sampling parameters of `/v1/chat/completions` and `/v1/completions`, with vLLM's extensions."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
     model: str = Field(description="The policy's name, as the claim gave it.")
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES, strict=True)] | None = Field(
-        None, description="How many samples; each is recorded as a call of its own."
+        None, description="Number of replies to sample; each is recorded as a call of its own."
     )
     max_tokens: Count | None = Field(None, description="Most tokens to sample; the job's own limit applies as well.")
     min_tokens: Annotated[int, Field(ge=0, strict=True)] | None = Field(
-        None, description="Fewest tokens to sample; not in training episodes."
+        None, description="Fewest tokens to sample; not possible in training episodes."
     )
     temperature: Temperature | None = Field(
-        None, description="Used on ad-hoc episodes only; elsewhere the job's, as `x-palestra-sampling` then says."
+        None, description="Used in ad-hoc episodes only; elsewhere the job has its own (see `x-palestra-sampling`)."
     )
     seed: Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)] | None = Field(
-        None, description="Used on ad-hoc episodes only; elsewhere one of the job's."
+        None, description="Used in ad-hoc episodes only; elsewhere the job derives the seed."
     )
     top_p: Probability | None = Field(
-        None, description="Below 1 refused or ignored in training episodes (`rollout.untrainable_sampling`)."
+        None, description="Below 1: refused or ignored in training episodes (see `rollout.untrainable_sampling`)."
     )
     top_k: Annotated[int, Field(ge=-1, strict=True)] | None = Field(
-        None, description="Above 0 not in training episodes."
+        None, description="Above 0: not possible in training episodes."
     )
-    presence_penalty: Penalty | None = Field(None, description="Not in training episodes.")
-    frequency_penalty: Penalty | None = Field(None, description="Not in training episodes.")
+    presence_penalty: Penalty | None = Field(None, description="Not possible in training episodes.")
+    frequency_penalty: Penalty | None = Field(None, description="Not possible in training episodes.")
     logit_bias: (
         Annotated[
             dict[Annotated[int, Field(ge=0, lt=2**31)], Annotated[float, Field(ge=-100, le=100)]],
             Field(max_length=1024),
         ]
         | None
-    ) = Field(None, description="By token id; not in training episodes.")
+    ) = Field(None, description="By token id; not possible in training episodes.")
     stop: StopStrings | None = Field(
         None,
         description=f"Text, or up to {MAX_STOPS} texts of at most {MAX_STOP_LENGTH} characters, that end the reply and "
@@ -140,7 +143,7 @@ class SamplingFields(BaseModel):
 
     @property
     def usage_wanted(self) -> bool:
-        """Whether a stream ends with a chunk for the usage."""
+        """Return whether a stream ends with a chunk that has the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def sampling(self) -> dict[str, Any]:
@@ -161,15 +164,15 @@ class SamplingFields(BaseModel):
 
 
 def refuse_others(wanted: BaseModel, ignored: Sequence[str], harmless: Mapping[str, Sequence[Any]]) -> None:
-    """Refuse fields that this server does not act on, unless they ask for nothing.
+    """Refuse fields that this server does not act on, unless their values ask for nothing.
 
     Args:
         wanted: a request body, with its unknown fields in `model_extra`.
         ignored: names of fields that change no reply.
-        harmless: by a field's name, the values that ask for what is done anyway.
+        harmless: by field name, the values that ask for the server's own behaviour.
 
     Raises:
-        UnsupportedField: naming the first.
+        UnsupportedField: names the first such field.
     """
     for name, value in (wanted.model_extra or {}).items():
         if value is None or name in ignored or value in harmless.get(name, ()):

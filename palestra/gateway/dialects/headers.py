@@ -1,4 +1,4 @@
-"""What a call has from its request beside the body: which agent makes it, for which step, whether it is a retry."""
+"""What a call has from its request beside the body: the calling agent, its step, and whether it is a retry."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from palestra.errors import InvalidRequest
 
-SOLE_AGENT = "agent"  # the name of an agent that gives none
+SOLE_AGENT = "agent"  # name of an agent that does not say its name
 MAX_AGENT = 200
 MAX_STEP = 1_000_000
 
@@ -17,12 +17,12 @@ def call_fields(body: bytes, headers: Mapping[str, str], path: str) -> dict[str,
     """Return the fields of a `GenerationRequest` that do not depend on the dialect.
 
     Args:
-        body: of the request. With the path it is what a retry is known by.
-        headers: of the request.
-        path: of the route.
+        body: body of the request. Together with the path it identifies a retry.
+        headers: headers of the request.
+        path: path of the route.
 
     Raises:
-        InvalidRequest: a header of Palestra's can't be used.
+        InvalidRequest: one of Palestra's headers has a value that can't be used.
     """
     return {
         "agent": agent_of(headers),
@@ -33,10 +33,10 @@ def call_fields(body: bytes, headers: Mapping[str, str], path: str) -> dict[str,
 
 
 def agent_of(headers: Mapping[str, str]) -> str:
-    """Return the name of the agent that calls; a subagent's starts with its parent's: `planner/search`.
+    """Return the name of the calling agent; a subagent's starts with its parent's: `planner/search`.
 
     Raises:
-        InvalidRequest: it is none.
+        InvalidRequest: the header is not a valid name.
     """
     name = headers.get("x-palestra-agent", SOLE_AGENT)
     if not 0 < len(name) <= MAX_AGENT or not name.isprintable() or "" in name.split("/"):
@@ -45,10 +45,10 @@ def agent_of(headers: Mapping[str, str]) -> str:
 
 
 def time_step_of(headers: Mapping[str, str]) -> int | None:
-    """Return the interaction with the environment that the call belongs to; None: the call is one of its own.
+    """Return the TimeStep that the call belongs to, or None: the call is a TimeStep of its own.
 
     Raises:
-        InvalidRequest: the header is no number, or too large.
+        InvalidRequest: the header is not a number, or too large.
     """
     step = headers.get("x-palestra-step")
     if step is None:

@@ -1,4 +1,4 @@
-"""Sampled tokens as the OpenAI dialect shows them, with their logprobs."""
+"""Sampled tokens with their logprobs, in the forms of OpenAI's chat and text completions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from math import isfinite
 from typing import Any
 
-TokenBytes = Callable[[int], bytes]  # of one token, whole characters or not
+TokenBytes = Callable[[int], bytes]  # the bytes of a token, which may be part of a character
 
 
 def chat_logprobs(
@@ -17,10 +17,10 @@ def chat_logprobs(
 
     Args:
         ids: [N], the sampled tokens.
-        logprobs: [N], theirs.
-        top: empty; or [N], at each place the most probable tokens with their logprobs. Those that `top_k` or `top_p`
-            had left out are left out of the answer, too.
-        bytes_of: gives the bytes of a token.
+        logprobs: [N], their log-probabilities.
+        top: empty, or [N], at each place the most probable tokens with their logprobs. Tokens that `top_k` or `top_p`
+            have excluded are left out of the answer.
+        bytes_of: returns the bytes of a token.
     """
     content = []
     for place, (token, logprob) in enumerate(zip(ids, logprobs, strict=True)):
@@ -34,23 +34,29 @@ def _possible(top: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
 
 
 def _entry(token: int, logprob: float, bytes_of: TokenBytes) -> dict[str, Any]:
-    # Bytes that are no whole character are written as OpenAI writes them: a backslash, x, and two digits.
+    # Bytes that are only part of a character are written as OpenAI writes them: a backslash, x, and two digits.
     data = bytes_of(token)
     return {"token": data.decode("utf-8", "backslashreplace"), "logprob": logprob, "bytes": list(data)}
 
 
 class TokenTexts:
-    """The tokens of a text completion as texts, and where in the text each of them begins."""
+    """The tokens of a text completion as texts, and the place in the text at which each begins."""
 
     def __init__(self, bytes_of: TokenBytes) -> None:
         self._bytes_of = bytes_of
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._offset = 0  # characters that are complete
+        self._offset = 0  # number of complete characters so far
 
     def logprobs(
         self, ids: Sequence[int], logprobs: Sequence[float], top: Sequence[Sequence[tuple[int, float]]]
     ) -> dict[str, Any]:
-        """Return `choice.logprobs` of the tokens that follow those of before; see `chat_logprobs`."""
+        """Return `choice.logprobs` of the tokens that follow those of earlier calls.
+
+        Args:
+            ids: [N], the sampled tokens.
+            logprobs: [N], their log-probabilities.
+            top: empty, or [N], at each place the most probable tokens with their logprobs.
+        """
         offsets = []
         for token in ids:
             offsets.append(self._offset)

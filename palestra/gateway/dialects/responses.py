@@ -1,4 +1,4 @@
-"""OpenAI's responses, `/v1/responses`, whole and as events. Nothing is kept by an id: a request has all its input."""
+"""OpenAI's responses, `/v1/responses`, whole and as events. Nothing is stored by id: a request has all of its input."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "p
 
 
 class FunctionTool(BaseModel):
-    """One tool that the model may call."""
+    """A tool that the model may call, in the form of OpenAI's responses (without a nested `function`)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -60,7 +60,7 @@ class FunctionTool(BaseModel):
 
 
 class NamedFunctionTool(BaseModel):
-    """The one tool that has to be called."""
+    """The one tool that must be called, by its name."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -69,7 +69,7 @@ class NamedFunctionTool(BaseModel):
 
 
 class TextFormat(BaseModel):
-    """What the text has to be."""
+    """The form that the reply's text must have: any text, any JSON object, or JSON of a schema."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -78,7 +78,7 @@ class TextFormat(BaseModel):
 
 
 class TextOptions(BaseModel):
-    """`text` of a request."""
+    """The field `text` of a request, which holds the format."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -86,7 +86,7 @@ class TextOptions(BaseModel):
 
 
 class InputRequest(BaseModel):
-    """The fields that a prompt is made of."""
+    """The fields of OpenAI's request for a response that make the prompt."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -94,9 +94,9 @@ class InputRequest(BaseModel):
     input: Items = Field(
         description="Text, or the whole conversation as items: message, function_call, function_call_output, reasoning."
     )
-    instructions: Text | None = Field(None, description="A system message in front.")
+    instructions: Text | None = Field(None, description="A system message that comes first.")
     tools: Annotated[tuple[FunctionTool, ...], Field(max_length=1000)] | None = Field(
-        None, description="What the model may call."
+        None, description="Tools that the model may call."
     )
     tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = Field(
         None, description="Required, or a tool's name: the reply is constrained to calls."
@@ -109,39 +109,41 @@ class ResponsesRequest(InputRequest):
     """The fields of OpenAI's request for a response that this server acts on."""
 
     max_output_tokens: Count | None = Field(None, description="Most tokens to sample; the job's own limit applies.")
-    temperature: Temperature | None = Field(None, description="Used on ad-hoc episodes only.")
+    temperature: Temperature | None = Field(
+        None, description="Used in ad-hoc episodes only; elsewhere the job has its own."
+    )
     top_p: Probability | None = Field(
-        None, description="Below 1 refused or ignored in training episodes (`rollout.untrainable_sampling`)."
+        None, description="Below 1: refused or ignored in training episodes (see `rollout.untrainable_sampling`)."
     )
     stream: Flag | None = Field(None, description="Server-sent events, from the first text on.")
 
     @cached_property
     def echo(self) -> dict[str, Any]:
-        """What an answer repeats of its request: all but the input."""
+        """Return the fields of the request that its answer repeats: all but the input."""
         return self.model_dump(mode="json", by_alias=True, exclude_none=True, exclude={"input"})
 
 
 class InputTokens(TokenCounter[InputRequest]):
-    """OpenAI's counting of input tokens."""
+    """OpenAI's route that counts the tokens of an input."""
 
     path = "/v1/responses/input_tokens"
     body = InputRequest
     description = "Count the tokens of the prompt that this input would have now. Nothing is sampled or recorded."
 
     def parse(self, body: bytes, headers: Mapping[str, str]) -> DialectRequest[InputRequest]:
-        """See `Dialect`."""
+        """Parse the request whose prompt is to be counted. See `Dialect.parse`."""
         wanted = parse_body(InputRequest, body)
         refuse_others(wanted, _IGNORED, _HARMLESS)
         call = GenerationRequest(**_prompt_fields(wanted), **call_fields(body, headers, self.path))
         return DialectRequest(body=wanted, calls=(call,))
 
     def render(self, tokens: int) -> dict[str, Any]:
-        """See `TokenCounter`."""
+        """Return the number of tokens in OpenAI's form."""
         return {"object": "response.input_tokens", "input_tokens": tokens}
 
 
 class Responses(Dialect[ResponsesRequest]):
-    """OpenAI's responses."""
+    """The dialect of OpenAI's responses, without storage: each request carries the whole conversation."""
 
     path = "/v1/responses"
     body = ResponsesRequest
@@ -151,7 +153,7 @@ class Responses(Dialect[ResponsesRequest]):
 Streamed, function calls come after the text, when the reply is complete."""
 
     def parse(self, body: bytes, headers: Mapping[str, str]) -> DialectRequest[ResponsesRequest]:
-        """See `Dialect`."""
+        """Parse a request into one call. See `Dialect.parse`."""
         wanted = parse_body(ResponsesRequest, body)
         refuse_others(wanted, _IGNORED, _HARMLESS)
         choice = wanted.tool_choice
@@ -166,18 +168,21 @@ Streamed, function calls come after the text, when the reply is complete."""
             **_prompt_fields(wanted),
             **call_fields(body, headers, self.path),
         )
-        wanted.echo  # noqa: B018 - made here: a long body is parsed in a thread, answers are begun on the event loop
+        wanted.echo  # noqa: B018 - computed now: long bodies are parsed in a thread, but answers begin on the event loop
         return DialectRequest(body=wanted, calls=(call,), stream=bool(wanted.stream))
 
     def render(
         self, request: DialectRequest[ResponsesRequest], result: GenerationResult, runtime: PolicyRuntime
     ) -> dict[str, Any]:
-        """See `Dialect`."""
+        """Return the whole response object from `request` and the one choice in `result`; `runtime` is not needed."""
         (chat,) = result.chats
         return _response(request, chat)
 
     def sse(self, request: DialectRequest[ResponsesRequest], runtime: PolicyRuntime, created: float) -> EventWriter:
-        """See `Dialect`."""
+        """Return the writer of the response's events.
+
+        `request` is repeated in the events, `created` is its time in Unix seconds, and `runtime` is not needed.
+        """
         return _ResponseEvents(request, created)
 
 
@@ -207,7 +212,7 @@ def _schema(text: TextOptions | None) -> dict[str, Any] | None:
 
 
 def _response(request: DialectRequest[ResponsesRequest], chat: Chat) -> dict[str, Any]:
-    """Return the whole response."""
+    """Return the whole response, from the recorded call."""
     cut = chat.finish_reason == "length"
     return _frame(request, answer_id("resp", chat), chat.finished_at) | {
         "status": "incomplete" if cut else "completed",
@@ -225,12 +230,12 @@ def _response(request: DialectRequest[ResponsesRequest], chat: Chat) -> dict[str
 
 
 def _frame(request: DialectRequest[ResponsesRequest], name: str, created: float) -> dict[str, Any]:
-    """Return a response without output: what it repeats of its request.
+    """Return a response without output: the fields that repeat its request.
 
     Args:
-        request: as `parse` made it.
-        name: of the response.
-        created: in Unix seconds.
+        request: the request, as `parse` returned it.
+        name: id of the response.
+        created: time of the request, in Unix seconds.
     """
     (call,) = request.calls
     sent = request.body.echo
@@ -268,26 +273,26 @@ class _ResponseEvents(EventWriter):
         self._request, self._created = request, created
         self._sequence = 0
         self._name = ""
-        self._output: list[dict[str, Any]] = []  # items that are open or done
-        self._open: str | None = None  # the type of the open one
-        self._text: list[str] = []  # of the open one
+        self._output: list[dict[str, Any]] = []  # items so far, the open one included
+        self._open: str | None = None  # type of the open item, if any
+        self._text: list[str] = []  # text of the open item
 
     def started(self, choice: int, start: CallStart) -> None:
-        """See `Listener`."""
+        """Write `response.created` and `response.in_progress`, both with a response without output."""
         self._name = answer_id("", start)
         frame = _frame(self._request, f"resp{self._name}", self._created)
         self._event("response.created", response=frame)
         self._event("response.in_progress", response=frame)
 
     def sampled(self, choice: int, piece: ReplyPiece) -> None:
-        """See `Listener`."""
+        """Write the new reasoning and text as deltas of their items."""
         if piece.delta.reasoning:
             self._add("reasoning", piece.delta.reasoning)
         if piece.delta.content:
             self._add("message", piece.delta.content)
 
     def finished(self, choice: int, chat: Chat) -> None:
-        """See `Listener`."""
+        """Close the open item, write the remaining items, then the whole response."""
         items = items_of(chat)
         if self._open is not None:
             self._close(items[len(self._output) - 1])
@@ -301,7 +306,7 @@ class _ResponseEvents(EventWriter):
         self._event(kind, response=_response(self._request, chat) | {"created_at": int(self._created)})
 
     def failed(self, body: Mapping[str, Any]) -> None:
-        """See `EventWriter`."""
+        """Write the error as an event of the type `error`."""
         error = body["error"]
         self._event("error", code=error["code"], message=error["message"], param=error["param"], error=error)
 

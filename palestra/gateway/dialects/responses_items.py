@@ -1,4 +1,4 @@
-"""Items of OpenAI's responses: those of a request become messages, and a reply becomes items."""
+"""Items of OpenAI's responses: items of a request become messages, and a reply becomes items."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class _Item(BaseModel):
 
 
 class TextContent(_Item):
-    """Text that was put in or out."""
+    """A part of an item that holds text of the input or of an output."""
 
     type: Literal["input_text", "output_text", "text"]
     text: Text
 
 
 def _content(value: Any) -> Any:
-    """Text, or parts, to parts; refuse what is no text."""
+    """Return text or parts as parts; refuse parts that are not text."""
     if isinstance(value, str):
         return ({"type": "input_text", "text": value},)
     for part in value if isinstance(value, list) else ():
@@ -46,7 +46,7 @@ Contents = Annotated[
 
 
 class MessageItem(_Item):
-    """What a user, the model, or the one who instructs it said."""
+    """An item that holds a message of the user, the model, the system or a developer."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
@@ -54,7 +54,7 @@ class MessageItem(_Item):
 
 
 class FunctionCallItem(_Item):
-    """A tool that the model called."""
+    """An item that holds a tool call of the model."""
 
     type: Literal["function_call"]
     call_id: Text
@@ -63,7 +63,7 @@ class FunctionCallItem(_Item):
 
 
 class FunctionOutputItem(_Item):
-    """What the tool answered."""
+    """An item that holds the result of a tool call."""
 
     type: Literal["function_call_output"]
     call_id: Text
@@ -71,13 +71,13 @@ class FunctionOutputItem(_Item):
 
 
 class ReasoningText(_Item):
-    """A part of what the model thought."""
+    """A part of an item of reasoning."""
 
     text: Text
 
 
 class ReasoningItem(_Item):
-    """What the model thought before it answered."""
+    """An item of the model's reasoning, which precedes its answer."""
 
     type: Literal["reasoning"]
     content: tuple[ReasoningText, ...] | None = None
@@ -109,11 +109,11 @@ def messages_of(instructions: str | None, items: Sequence[Item]) -> tuple[ChatMe
     """Return the messages that items stand for; the items of one reply become one message again.
 
     Args:
-        instructions: put in front as a system message.
+        instructions: text of a system message that comes first, if any.
         items: the conversation.
 
     Raises:
-        InvalidRequest: there is no message in them.
+        InvalidRequest: the items contain no message.
     """
     out = Transcript()
     if instructions:
@@ -133,7 +133,7 @@ def messages_of(instructions: str | None, items: Sequence[Item]) -> tuple[ChatMe
 
 
 def items_of(chat: Chat) -> list[dict[str, Any]]:
-    """Return the items that a reply is answered with: reasoning, message, calls."""
+    """Return the items of a reply: reasoning, message, tool calls."""
     name, reply = answer_id("", chat), chat.reply
     status = "incomplete" if chat.finish_reason == "length" else "completed"
     items = []
@@ -160,8 +160,8 @@ def reasoning_item(name: str, text: str, status: str) -> dict[str, Any]:
     """Return an item of reasoning.
 
     Args:
-        name: of the answer, which the item's name ends with.
-        text: what the model thought; empty: the item has no content yet.
+        name: id of the answer, with which the item's id ends.
+        text: the reasoning; empty: the item has no content yet.
         status: `in_progress`, `completed` or `incomplete`.
     """
     content = [{"type": "reasoning_text", "text": text}] if text else []
@@ -169,11 +169,17 @@ def reasoning_item(name: str, text: str, status: str) -> dict[str, Any]:
 
 
 def message_item(name: str, text: str | None, status: str) -> dict[str, Any]:
-    """Return an item of text; see `reasoning_item`. None: the item has no content yet."""
+    """Return an item of text.
+
+    Args:
+        name: id of the answer, with which the item's id ends.
+        text: the text; None: the item has no content yet.
+        status: `in_progress`, `completed` or `incomplete`.
+    """
     content = [] if text is None else [text_part(text)]
     return {"id": f"msg{name}", "type": "message", "role": "assistant", "status": status, "content": content}
 
 
 def text_part(text: str) -> dict[str, Any]:
-    """Return the content of an item of text."""
+    """Return the content part of an item of text."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

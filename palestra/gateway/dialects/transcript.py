@@ -1,6 +1,6 @@
-"""Parts of a conversation to messages: a reply that a dialect splits into items or blocks is put together again.
+"""Assembles messages from the parts of a conversation, for dialects that split a reply into items or blocks.
 
-Only a whole reply equals the recorded one, so that the next call can extend its exact tokens.
+Only a whole reply equals the recorded one, and only then can the next call extend its exact tokens.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ class Transcript:
 
     def __init__(self) -> None:
         self._messages: list[ChatMessage] = []
-        self._calls: list[ToolCall] = []  # of the last message, which does not have them yet
-        self._open = False  # the last message is a reply that may go on
+        self._calls: list[ToolCall] = []  # calls to add to the last message
+        self._open = False  # whether the last message is a reply that may continue
 
     def say(self, role: Role, text: str) -> None:
-        """Add text. The assistant's becomes one message with the reasoning before it and the calls after it."""
+        """Add text. The assistant's text becomes one message with the reasoning before it and the calls after it."""
         last = self._messages[-1] if self._messages else None
         if (
             role == "assistant"
@@ -33,7 +33,7 @@ class Transcript:
         self._open = role == "assistant"
 
     def think(self, text: str) -> None:
-        """Add reasoning, with which a reply begins."""
+        """Add reasoning, which begins a reply of the assistant."""
         if text:
             self._add(text_message("assistant", "").model_copy(update={"reasoning_content": text}))
             self._open = True
@@ -42,8 +42,8 @@ class Transcript:
         """Add a tool call of the assistant.
 
         Args:
-            call_id: by which the result names it.
-            name: of the tool.
+            call_id: id by which the call's result refers to it.
+            name: name of the tool.
             arguments: JSON, as the model wrote it.
         """
         made = ToolCall(id=call_id, function=FunctionCall(name=name, arguments=arguments))
@@ -53,13 +53,13 @@ class Transcript:
         self._calls.append(made)
 
     def result(self, call_id: str, text: str) -> None:
-        """Add what a tool answered to the call `call_id`."""
+        """Add the result `text` of the tool call `call_id`."""
         self._add(text_message("tool", text).model_copy(update={"tool_call_id": call_id}))
         self._open = False
 
     @property
     def messages(self) -> tuple[ChatMessage, ...]:
-        """The conversation so far."""
+        """Return the conversation so far, as messages."""
         self._give_calls()
         return tuple(self._messages)
 
@@ -68,7 +68,7 @@ class Transcript:
         self._messages.append(message)
 
     def _give_calls(self) -> None:
-        """Give the last message its calls, all of them in one go: one by one they would take quadratic time."""
+        """Add the collected calls to the last message, all together: one by one they would take quadratic time."""
         if self._calls:
             last = self._messages[-1]
             self._messages[-1] = last.model_copy(update={"tool_calls": (*last.tool_calls, *self._calls)})
