@@ -174,7 +174,8 @@ def ramp(count: int) -> dict[str, Any]:
             time.sleep(5.0)
             os.nice(WORKERS_NICE)
             begin = time.perf_counter()
-            asyncio.run(_play_all([(job.url, job.key) for job in jobs]))
+            servers = [job.wait_for_server() for job in jobs]
+            asyncio.run(_play_all([(server.url, server.api_key) for server in servers]))
             _wait_for(control, "completed", count)
             played = time.perf_counter() - begin
         finally:

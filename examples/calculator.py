@@ -13,8 +13,17 @@ import random
 from typing import Any
 
 import palestra
-from palestra import Agent, Chat, ChatMessage, JobConfig, Observation, PolicyHandle, RolloutSpec
-from palestra.envs import Arithmetic, CalculatorEnvironment
+from palestra import (
+    Agent,
+    Arithmetic,
+    CalculatorEnvironment,
+    Chat,
+    ChatMessage,
+    JobConfig,
+    Observation,
+    PolicyHandle,
+    RolloutSpec,
+)
 
 
 def example(question: str, answer: str) -> list[ChatMessage]:

@@ -13,8 +13,7 @@ import argparse
 from typing import Any
 
 import palestra
-from palestra import JobConfig, ModelAgent, RolloutSpec
-from palestra.envs import GymnasiumEnvironment
+from palestra import GymnasiumEnvironment, JobConfig, ModelAgent, RolloutSpec
 
 
 class Lake(GymnasiumEnvironment):

@@ -17,8 +17,7 @@ from statistics import fmean
 from typing import Any
 
 import palestra
-from palestra import Agent, Chat, ChatMessage, JobConfig, Observation, PolicyHandle, RolloutSpec
-from palestra.envs import Gomoku
+from palestra import Agent, Chat, ChatMessage, Gomoku, JobConfig, Observation, PolicyHandle, RolloutSpec
 
 GAMES = 200
 LINES = [(0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6)]

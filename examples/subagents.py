@@ -14,9 +14,19 @@ from collections.abc import Mapping
 from typing import Any
 
 import palestra
-from palestra import Agent, Chat, ChatMessage, JobConfig, Observation, PolicyHandle, RolloutSpec
-from palestra.envs import Subagent, SubagentEnvironment
-from palestra.envs.arithmetic import last_number, right_number
+from palestra import (
+    Agent,
+    Chat,
+    ChatMessage,
+    JobConfig,
+    Observation,
+    PolicyHandle,
+    RolloutSpec,
+    Subagent,
+    SubagentEnvironment,
+    last_number,
+    right_number,
+)
 
 
 def example(*halves: tuple[str, str], answer: str) -> list[ChatMessage]:

@@ -23,6 +23,18 @@ if TYPE_CHECKING:
     from palestra.agents import Observation as Observation
     from palestra.agents import PolicyHandle as PolicyHandle
     from palestra.agents import ToolAgent as ToolAgent
+    from palestra.algorithms.base import Algorithm as Algorithm
+    from palestra.algorithms.base import Group as Group
+    from palestra.algorithms.base import TokenAdvantages as TokenAdvantages
+    from palestra.algorithms.loss import Loss as Loss
+    from palestra.algorithms.loss import LossInputs as LossInputs
+    from palestra.algorithms.loss import LossMetric as LossMetric
+    from palestra.algorithms.loss import LossOutput as LossOutput
+    from palestra.algorithms.loss import LossSpec as LossSpec
+    from palestra.algorithms.loss import Max as Max
+    from palestra.algorithms.loss import Mean as Mean
+    from palestra.algorithms.loss import Sum as Sum
+    from palestra.algorithms.loss import register_loss as register_loss
     from palestra.client import AsyncClient as AsyncClient
     from palestra.client import Client as Client
     from palestra.client import Episode as Episode
@@ -39,12 +51,21 @@ if TYPE_CHECKING:
     from palestra.config import PolicyConfig as PolicyConfig
     from palestra.config import RolloutConfig as RolloutConfig
     from palestra.config import load_config as load_config
+    from palestra.envs import Arithmetic as Arithmetic
+    from palestra.envs import CalculatorEnvironment as CalculatorEnvironment
     from palestra.envs import ConcurrentEnvironment as ConcurrentEnvironment
     from palestra.envs import Environment as Environment
+    from palestra.envs import FrozenLake as FrozenLake
+    from palestra.envs import Gomoku as Gomoku
+    from palestra.envs import GymnasiumEnvironment as GymnasiumEnvironment
+    from palestra.envs import ReasoningEnvironment as ReasoningEnvironment
+    from palestra.envs import Subagent as Subagent
     from palestra.envs import SubagentEnvironment as SubagentEnvironment
     from palestra.envs import TaskEnvironment as TaskEnvironment
     from palestra.envs import ToolEnvironment as ToolEnvironment
     from palestra.envs import check_environment as check_environment
+    from palestra.envs.arithmetic import last_number as last_number
+    from palestra.envs.arithmetic import right_number as right_number
     from palestra.ledger.browsing import read_episodes as read_episodes
     from palestra.rollout import RolloutSpec as RolloutSpec
     from palestra.tools import Tool as Tool
@@ -54,6 +75,22 @@ __version__ = "0.1.0"
 
 _EXPORTS: dict[str, tuple[str, ...]] = {
     "palestra.agents": ("Agent", "Chat", "ChatMessage", "ModelAgent", "Observation", "PolicyHandle", "ToolAgent"),
+    "palestra.algorithms.base": (
+        "Algorithm",
+        "Group",
+        "TokenAdvantages",
+    ),
+    "palestra.algorithms.loss": (
+        "Loss",
+        "LossInputs",
+        "LossMetric",
+        "LossOutput",
+        "LossSpec",
+        "Max",
+        "Mean",
+        "Sum",
+        "register_loss",
+    ),
     "palestra.client": ("AsyncClient", "Client", "Episode", "ModelEndpoint", "RolloutResult"),
     "palestra.client.control": ("ControlClient",),
     "palestra.cluster.evaluating": ("Evaluation", "TaskOutcome", "evaluate"),
@@ -61,12 +98,23 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "palestra.cluster.training": ("train",),
     "palestra.config": ("JobConfig", "OptimizerConfig", "PolicyConfig", "RolloutConfig", "load_config"),
     "palestra.envs": (
+        "Arithmetic",
+        "CalculatorEnvironment",
         "ConcurrentEnvironment",
         "Environment",
+        "FrozenLake",
+        "Gomoku",
+        "GymnasiumEnvironment",
+        "ReasoningEnvironment",
+        "Subagent",
         "SubagentEnvironment",
         "TaskEnvironment",
         "ToolEnvironment",
         "check_environment",
+    ),
+    "palestra.envs.arithmetic": (
+        "last_number",
+        "right_number",
     ),
     "palestra.ledger.browsing": ("read_episodes",),
     "palestra.rollout": ("RolloutSpec",),

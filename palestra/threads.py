@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import inspect
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -54,6 +56,28 @@ async def in_thread(work: Callable[[], T], name: str = "palestra-work", daemon: 
 
     threading.Thread(target=run, name=name, daemon=daemon).start()
     return await done
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Return whether a call of `function` gives a coroutine: an `async def`, or an object whose `__call__` is one."""
+    while isinstance(function, partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004 - that of an object is wanted here
+    )
+
+
+async def call(function: Callable[[], Any], name: str = "palestra-work", *, blocking: bool = True) -> Any:
+    """Return the result of a user's function: on the event loop if it is asynchronous, else from a new thread.
+
+    Args:
+        function: without parameters; a `functools.partial` of an asynchronous function counts as asynchronous.
+        name: of the thread.
+        blocking: whether a function that is not asynchronous may block. If not, it is called on the event loop.
+    """
+    found = await in_thread(function, name) if blocking and not is_async(function) else function()
+    # A function that is not asynchronous may still return a coroutine, such as a method that calls one that is.
+    return await found if inspect.isawaitable(found) else found
 
 
 def _raisable(error: BaseException) -> BaseException:

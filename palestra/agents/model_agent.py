@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from palestra.agents.agent import Agent, PolicyHandle
+from palestra.client.arguments import checked_count
 from palestra.schemas.messages import ChatMessage, ToolChoice
 from palestra.schemas.observations import Observation
 from palestra.schemas.records import Chat
@@ -29,7 +30,12 @@ class ModelAgent(Agent):
             max_tokens: limit of each reply in tokens; None: as many as the job allows.
             choices: every reply is one of these texts, such as the moves of a game. Empty: any reply.
             tool_choice: "required": every reply calls tools; see `PolicyHandle.chat`.
+
+        Raises:
+            ConfigError: `max_tokens` is below 1.
         """
+        if max_tokens is not None:
+            checked_count("max_tokens", max_tokens)
         self._tools, self._max_tokens = tuple(tools), max_tokens
         self._choices, self._tool_choice = tuple(choices), tool_choice
 

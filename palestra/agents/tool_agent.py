@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from palestra.agents.agent import Agent, PolicyHandle
+from palestra.client.arguments import checked_count
 from palestra.schemas.messages import ChatMessage, TextPart, ToolCall
 from palestra.schemas.observations import Observation
 from palestra.schemas.records import Chat
@@ -32,7 +33,10 @@ class ToolAgent(Agent):
 
         Raises:
             ValueError: two tools have the same name, or `max_calls` is below 1.
+            ConfigError: `max_tokens` is below 1.
         """
+        if max_tokens is not None:
+            checked_count("max_tokens", max_tokens)
         if max_calls < 1:
             raise ValueError("max_calls is at least 1")
         self.manager = tools if isinstance(tools, ToolManager) else ToolManager(tools)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from palestra.cli.options import add_set, command, load_function, overrides
+from palestra.client.arguments import checked_count
 from palestra.config import JobConfig, load_config, parse_config
 from palestra.errors import ConfigError, NotFound
 from palestra.terminal import say
@@ -43,8 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     from palestra.cluster.evaluating import evaluate_until_stopped
 
     config = _config(arguments)
-    if arguments.concurrency < 1:
-        raise ConfigError("--concurrency is at least 1")
+    checked_count("--concurrency", arguments.concurrency)
     if arguments.tasks is None and arguments.environment is None:
         raise ConfigError("name a file of tasks (TASKS); only with --environment there need be none")
     found, _ = evaluate_until_stopped(

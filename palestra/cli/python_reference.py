@@ -69,6 +69,7 @@ def _entry(found: Any, home: str) -> Iterator[str]:
         return
     if found.__init__ is not object.__init__:
         yield from ("```python", f"{found.__name__}{_signature(found)}", "```", "")
+    meanings: dict[str, str]
     described, meanings = _described(found), {}
     if dataclasses.is_dataclass(found):
         described, meanings = _without_attributes(described)

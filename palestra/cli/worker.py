@@ -12,6 +12,7 @@ from typing import Any
 
 from palestra.cli.options import add_control, command, load_function, load_tasks
 from palestra.client import AsyncClient, Client, Worker
+from palestra.client.arguments import checked_amount, checked_count
 from palestra.client.client import Find
 from palestra.client.control import ControlClient
 from palestra.client.fleet import Fleet
@@ -52,8 +53,9 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Keep worker processes running, or, as one of them, play."""
-    if arguments.concurrency < 1 or arguments.processes < 1:
-        raise ConfigError("--concurrency and --processes are at least 1")
+    checked_count("--concurrency", arguments.concurrency)
+    checked_count("--processes", arguments.processes)
+    checked_amount("--drain-seconds", arguments.drain_seconds, endless=True)
     if arguments.key_file is not None:
         try:
             os.environ[KEY_VARIABLE] = arguments.key_file.read_text().strip()  # not where a process list shows it

@@ -18,6 +18,7 @@ from urllib.parse import quote
 import httpx2
 from pydantic import TypeAdapter
 
+from palestra.client.arguments import checked_amount, checked_count
 from palestra.client.client import Client, drive
 from palestra.client.exchange import Endpoint, checked_key, checked_url, exchange, trouble_of
 from palestra.errors import ConfigError, ConnectionLost, JobOver, NotFound
@@ -128,7 +129,8 @@ class ControlClient:
             The submitted job, which may still be waiting.
 
         Raises:
-            InvalidRequest, ConfigError: the job can't be run; the message says why.
+            InvalidRequest, ConfigError: the job can't be run, or a number makes no sense; the message
+                says why.
             NotFound: `from_job` or its checkpoint does not exist.
         """
         body = {
@@ -137,12 +139,18 @@ class ControlClient:
             "kind": kind,
             "from_job": from_job,
             "from_step": from_step,
-            "resources": ResourcesBody(cpus=cpus, gpus=gpus, memory_gib=memory_gib).model_dump(),
+            "resources": ResourcesBody(
+                cpus=checked_amount("cpus", cpus),
+                gpus=checked_amount("gpus", gpus),
+                memory_gib=checked_amount("memory_gib", memory_gib),
+            ).model_dump(),
             "priority": priority,
             "private": private,
             "attached": attached,
-            "restarts": restarts,
-            "time_limit_seconds": time_limit_seconds,
+            "restarts": checked_count("restarts", restarts, 0),
+            "time_limit_seconds": None
+            if time_limit_seconds is None
+            else checked_amount("time_limit_seconds", time_limit_seconds, above_zero=True),
         }
         view = self.request("POST", "/jobs", JobView, json=body, headers={"idempotency-key": uuid.uuid4().hex})
         return Job(self, view.job_id)
@@ -308,6 +316,8 @@ class Job:
     def wait_for_server(self) -> ServerView:
         """Wait until the job runs, and return the URL of its data plane and the key that opens it.
 
+        After a restart of the job its URL may be another one.
+
         Raises:
             JobOver: the job is over, so it will not run.
         """
@@ -319,28 +329,6 @@ class Job:
                 with contextlib.suppress(NotFound):  # the job may have ended since `view`
                     return self.server()
             time.sleep(random.uniform(0.5, 1.0))
-
-    @property
-    def url(self) -> str:
-        """Return the URL of the job's data plane; it changes when the job is started again.
-
-        Blocks without a limit until the job runs; see `wait_for_server`.
-
-        Raises:
-            JobOver: the job is over, so it will not run.
-        """
-        return self.wait_for_server().url
-
-    @property
-    def key(self) -> str:
-        """Return the key that opens the job's data plane.
-
-        Blocks without a limit until the job runs; see `wait_for_server`.
-
-        Raises:
-            JobOver: the job is over, so it will not run.
-        """
-        return self.wait_for_server().api_key
 
     def client(self, **more: Any) -> Client:
         """Return a client of the job's data plane; blocks without a limit until the job runs.

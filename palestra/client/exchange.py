@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import httpx2
 
+from palestra.client.arguments import checked_amount
 from palestra.client.protocol import LONGEST_PAUSE_SECONDS, A, Call
 from palestra.errors import (
     ClaimOver,
@@ -106,8 +107,12 @@ class Endpoint:
             url: the server's URL, checked by `checked_url`.
             key: the key that opens it, checked by `checked_key`.
             retry_seconds: how long a request that may still succeed is sent again.
+
+        Raises:
+            ConfigError: `retry_seconds` is no time.
         """
-        self.url, self.key, self.retry_seconds = url, key, retry_seconds
+        self.url, self.key = url, key
+        self.retry_seconds = checked_amount("retry_seconds", retry_seconds, endless=True)
         self._draw = random.Random()
         self._lock = threading.Lock()
         self._failing_since: float | None = None  # monotonic; None: the last request was answered

@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeGuard, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from palestra.client.arguments import checked_amount
 from palestra.client.episode import Episode, ModelEndpoint
 from palestra.errors import InvalidRequest
 from palestra.schemas.wire import (
@@ -59,7 +60,9 @@ def claim_call(
         worker_id=worker_id,
         request_id=uuid.uuid4().hex,
         wait_seconds=wait_seconds,
-        allow_discard_timeout=allow_discard_timeout,
+        allow_discard_timeout=None
+        if allow_discard_timeout is None
+        else checked_amount("allow_discard_timeout", allow_discard_timeout, above_zero=True),
     )
     return Call("/claim_episode", body, ClaimAnswer, timeout_seconds=wait_seconds + 30)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import traceback
 from collections import Counter
@@ -11,11 +10,13 @@ from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from palestra.client.arguments import checked_count
 from palestra.client.client import AsyncClient
 from palestra.client.episode import Episode, ModelEndpoint, RolloutResult
 from palestra.client.heartbeats import renewed
 from palestra.client.protocol import is_scored
 from palestra.errors import Conflict, InvalidRequest, place_of
+from palestra.threads import is_async
 
 log = logging.getLogger("palestra.worker")
 Outcome = float | Mapping[str, float] | RolloutResult | None
@@ -33,10 +34,19 @@ class Worker:
     """
 
     def __init__(self, client: AsyncClient, rollout: Rollout, concurrency: int) -> None:
-        self._client, self._rollout, self._concurrency = client, rollout, concurrency
-        self._is_async = inspect.iscoroutinefunction(rollout) or inspect.iscoroutinefunction(
-            getattr(rollout, "__call__", None)  # noqa: B004 - an object whose __call__ is async
-        )
+        """Make a worker; `run` starts it.
+
+        Args:
+            client: of the job.
+            rollout: see above.
+            concurrency: episodes that are played at the same time, at least 1.
+
+        Raises:
+            ConfigError: `concurrency` is no whole number, or below 1.
+        """
+        self._client, self._rollout = client, rollout
+        self._concurrency = concurrency = checked_count("concurrency", concurrency)
+        self._is_async = is_async(rollout)
         self._threads = None if self._is_async else ThreadPoolExecutor(concurrency, "palestra-rollout")
         self._in_a_row = 0
         self._draining = False

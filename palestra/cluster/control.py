@@ -23,6 +23,7 @@ from palestra.scheduler.limits import RequestRates
 from palestra.scheduler.placement import Policy
 from palestra.scheduler.rules import Rules
 from palestra.scheduler.scheduler import Scheduler
+from palestra.waiting import race
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -105,9 +106,7 @@ async def control_plane(options: ServeOptions) -> AsyncIterator[ServedControlPla
         scheduling = asyncio.create_task(scheduler.run())
         try:
             # Until it knows the cluster's nodes, the scheduler would refuse every job, so the API opens only then.
-            known = asyncio.ensure_future(scheduler.ready.wait())
-            await asyncio.wait((known, scheduling), return_when=asyncio.FIRST_COMPLETED)
-            known.cancel()
+            await race(scheduler.ready.wait(), asyncio.shield(scheduling))
             async with served(create_control_app(plane), listener):
                 yield ServedControlPlane(plane, url_of(listener), first, scheduling)
                 if scheduling.done():
@@ -138,6 +137,4 @@ async def serve_control(options: ServeOptions, ready: Callable[[str, NewKey | No
         for number in (signal.SIGINT, signal.SIGTERM):  # after `ray.init`, which sets handlers of its own
             loop.add_signal_handler(number, stop.set)
         ready(url, first)
-        stopping = asyncio.ensure_future(stop.wait())
-        await asyncio.wait((stopping, scheduling), return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
+        await race(stop.wait(), asyncio.shield(scheduling))

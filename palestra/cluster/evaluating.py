@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import RenderableType
 from rich.text import Text
 
+from palestra.client.arguments import checked_count
 from palestra.client.worker import Rollout
 from palestra.cluster.arguments import (
     EnvironmentMaker,
@@ -123,7 +124,8 @@ def evaluate(
         The outcome of each task, in order, with the mean reward and its confidence interval.
 
     Raises:
-        ConfigError: none of the arguments says what is played, or more than one does, or there is no task.
+        ConfigError: none of the arguments says what is played, or more than one does, or there is no task, or
+            `concurrency` is below 1.
         PalestraError: the model can't be loaded, or many episodes in a row have failed.
         KeyboardInterrupt, SystemExit: after SIGINT, or SIGTERM (exit code 143); episodes are kept in `run_dir`.
     """
@@ -157,6 +159,7 @@ def evaluate_until_stopped(
     `rollout`, `tasks`, `config`, `environment`, `reward`, `trajectories`, `concurrency` and `quiet` are those of
     `evaluate`.
     """
+    concurrency = checked_count("concurrency", concurrency)
     if config.run_dir is not None and (config.run_dir / "run.db").exists():
         raise ConfigError(
             f"{config.run_dir} has a run already; choose another folder for the episodes of an evaluation"

@@ -16,6 +16,7 @@ from palestra.config import JobConfig
 from palestra.rollout import RolloutSpec
 from palestra.schemas.records import Task
 from palestra.trainer.checkpoint import newest_path
+from palestra.waiting import race
 
 OWN_WORKER = "palestra-train"  # worker id of the rollout function that runs in the job's own process
 
@@ -98,13 +99,11 @@ class JobThread:
         answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if self._loop is None:
             return
-        ended = asyncio.ensure_future(self.ended.wait())
         try:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(_from_other_thread(answered), None)
-                await asyncio.wait((answered, ended), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            ended.cancel()
+            self._loop.call_soon_threadsafe(_from_other_thread(answered), None)
+        except RuntimeError:  # the loop is closed
+            return
+        await race(answered, self.ended.wait())
 
     def result(self) -> TrainResult:
         """Wait for the end of the job and return its result.

@@ -33,7 +33,7 @@ from palestra.http.server import listen, served, url_of
 from palestra.inference.base import Engine
 from palestra.learner import Learner, RunFolder
 from palestra.ledger import RunStore, open_run_store
-from palestra.ledger.key_files import API_KEY, SecretFile, write_private
+from palestra.ledger.key_files import SecretFile, publish_key
 from palestra.rollout import RolloutSpec, RolloutSyncLock, Runner, RunnerPool
 from palestra.schemas.progress import Collected, Collecting, JobProgress
 from palestra.schemas.records import Task
@@ -41,6 +41,7 @@ from palestra.schemas.states import JobState
 from palestra.session import PolicyRuntime, Sameness, SessionContext, Sessions
 from palestra.threads import in_thread
 from palestra.trainer.base import PolicySpec
+from palestra.waiting import cancelled, race
 
 log = logging.getLogger("palestra")
 T = TypeVar("T")
@@ -113,15 +114,7 @@ class LocalJob:
         parts: list[Coroutine[Any, Any, None]] = [self._work.run(), self._engine_failed(), self._store_lost()]
         if self._pool is not None:
             parts.append(self._pool.run())
-        tasks = [asyncio.ensure_future(part) for part in parts]
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        await race(*parts)
 
     async def _engine_failed(self) -> None:
         """Fail the job when the engine fails: every call would fail, and the job would wait for episodes for ever."""
@@ -222,7 +215,7 @@ async def local_job(
             stack.callback(context.pool.close)
             progress = JobProgress(job=config.name, steps=config.steps, run_dir=str(folder.path))
             keys = KeyRing(SecretFile(folder.path).current, config.name, os.environ.get("PALESTRA_API_KEY"))
-            write_private(folder.path / API_KEY, keys.job_key)
+            publish_key(folder.path, lambda: keys.job_key)
             plane = DataPlane(
                 config=config,
                 store=store,
@@ -302,8 +295,7 @@ async def _watched(store: RunStore, progress: JobProgress) -> AsyncIterator[None
     try:
         yield
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await cancelled(task)
 
 
 async def _count(store: RunStore, progress: JobProgress) -> None:

@@ -41,6 +41,7 @@ from palestra.scheduler.launcher import (
     ServerOrder,
     ended_text,
 )
+from palestra.waiting import race
 
 log = logging.getLogger("palestra.cluster")
 ROOM_SECONDS = 60.0  # limit for a node to free the resources that the scheduler counts as free
@@ -162,20 +163,16 @@ class RayServers:
         actor = await _actor(job_id)
         if actor is None:
             return Ended(ending=Ending.LOST, reason="the model server is gone")
-        waiting = asyncio.ensure_future(_result(actor))
-        pinging = asyncio.ensure_future(_until_silent(actor.ping.remote, PING_SECONDS, PING_LIMIT_SECONDS, heard))
+        silence = _until_silent(actor.ping.remote, PING_SECONDS, PING_LIMIT_SECONDS, heard)
         try:
-            await asyncio.wait((waiting, pinging), return_when=asyncio.FIRST_COMPLETED)
-            if not waiting.done():
+            ended = (await race(_result(actor), silence)).result
+            if ended is None:
                 return Ended(ending=Ending.LOST, reason=f"it did not answer for {PING_LIMIT_SECONDS:g} s")
-            ended = waiting.result()
             if job_id in self._killed and ended.ending is Ending.LOST:
                 return Ended(ending=Ending.LOST, reason=f"{self._killed[job_id]} and was killed")
             return ended
         finally:
             self._killed.pop(job_id, None)
-            for task in (waiting, pinging):
-                task.cancel()
             if not asyncio.current_task().cancelling():  # type: ignore[union-attr]  # if cancelled, the server stays
                 await self._clear(job_id)
 
@@ -343,35 +340,17 @@ async def _listening(actor: Any, order: ServerOrder, host: str | None) -> Listen
             await actor.ping.remote()  # answered once the process exists, which has no time limit
         await _until_silent(actor.ping.remote, PING_SECONDS, PING_LIMIT_SECONDS)
 
-    starting = asyncio.ensure_future(_awaited(actor.start.remote(order, host)))
-    pinging = asyncio.ensure_future(until_silent())
-    try:
-        await asyncio.wait((starting, pinging), return_when=asyncio.FIRST_COMPLETED)
-        if not starting.done():
-            raise ServerFailed(f"the model server did not answer for {PING_LIMIT_SECONDS:g} s while it started")
-        listening: Listening = starting.result()
-        return listening
-    finally:
-        starting.cancel()
-        pinging.cancel()
+    listening: Listening | None = (await race(_awaited(actor.start.remote(order, host)), until_silent())).result
+    if listening is None:
+        raise ServerFailed(f"the model server did not answer for {PING_LIMIT_SECONDS:g} s while it started")
+    return listening
 
 
 async def _stopped(actor: Any, grace_seconds: float) -> str | None:
     """Ask a job to save and end, and wait. Returns None if it has ended, or why it is not waited for any longer."""
-    ending = asyncio.ensure_future(_end(actor))
-    silence = asyncio.ensure_future(_until_silent(actor.answer.remote, STUCK_SECONDS / 5, STUCK_SECONDS))
-    try:
-        await asyncio.wait((ending, silence), timeout=grace_seconds, return_when=asyncio.FIRST_COMPLETED)
-        if ending.done():
-            return None
-        return (
-            f"it did not answer for {STUCK_SECONDS:g} s"
-            if silence.done()
-            else f"it took over {grace_seconds:g} s to end"
-        )
-    finally:
-        for task in (ending, silence):
-            task.cancel()
+    silence = _until_silent(actor.answer.remote, STUCK_SECONDS / 5, STUCK_SECONDS)
+    first = (await race(_end(actor), silence, asyncio.sleep(grace_seconds))).index
+    return (None, f"it did not answer for {STUCK_SECONDS:g} s", f"it took over {grace_seconds:g} s to end")[first]
 
 
 async def _end(actor: Any) -> None:

@@ -13,6 +13,7 @@ from palestra.ledger import RunStore
 from palestra.schemas.progress import Collecting, JobProgress
 from palestra.schemas.records import Task
 from palestra.schemas.states import JobState
+from palestra.waiting import race
 
 
 class Scoring:
@@ -41,14 +42,9 @@ class Scoring:
         await self._engine.resume()
         self._progress.move(JobState.RUNNING)
         self._progress.enter("evaluating", Collecting("validation", 0))
-        scoring = asyncio.ensure_future(evaluate(self._store.groups, self._tasks, 0))
-        stopping = asyncio.ensure_future(self._stopping.wait())
         try:
-            await asyncio.wait((scoring, stopping), return_when=asyncio.FIRST_COMPLETED)
-            if scoring.done():
-                scoring.result()
+            winner = await race(evaluate(self._store.groups, self._tasks, 0), self._stopping.wait())
+            if winner.index == 0:
                 self._progress.move(JobState.COMPLETED)
         finally:
-            scoring.cancel()
-            stopping.cancel()
             self._store.episodes.available.notify()

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from palestra.client import AsyncClient, Worker
+from palestra.client.arguments import checked_count
 from palestra.client.protocol import push_calls
 from palestra.client.worker import Rollout
 from palestra.cluster.arguments import (
@@ -26,6 +27,7 @@ from palestra.cluster.run_dir import resolve_run_dir
 from palestra.config import JobConfig
 from palestra.errors import ConfigError
 from palestra.rollout import RolloutSpec
+from palestra.waiting import race
 
 SAVE_SECONDS = 120.0  # limit for saving after an error of the rollout function
 
@@ -70,7 +72,8 @@ def train(
         The run's folder, its newest checkpoint, and the rows of its metrics.
 
     Raises:
-        ConfigError: none of the arguments says what is played, or more than one does, or an argument has a wrong type.
+        ConfigError: none of the arguments says what is played, or more than one does, or an argument has a wrong type,
+            or `concurrency` is below 1.
         InvalidRequest: a task is not a JSON object.
         PalestraError: the job failed; the message says why and what to do.
         KeyboardInterrupt: after Ctrl-C. The step that is being trained is finished, the run is saved, and `resume`
@@ -111,6 +114,8 @@ def train_until_stopped(
     `rollout`, `tasks`, `config`, `environment`, `reward`, `validation_tasks`, `concurrency`, `resume` and `quiet` are
     those of `train`.
     """
+    if concurrency is not None:
+        concurrency = checked_count("concurrency", concurrency)
     played = resolve_rollout(config, rollout, environment, reward)
     most = config.steps * config.rollout.groups_per_step
     splits = {
@@ -170,14 +175,7 @@ async def play_until_over(server: JobThread, user: Rollouts) -> None:
             if user.rollout is None:
                 await server.ended.wait()
                 return
-            playing = asyncio.create_task(Worker(client, user.rollout, user.concurrency).run())
-            ended = asyncio.create_task(server.ended.wait())
-            await asyncio.wait((playing, ended), return_when=asyncio.FIRST_COMPLETED)
-            ended.cancel()
-            if not playing.done():
-                playing.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await playing
+            await race(Worker(client, user.rollout, user.concurrency).run(), server.ended.wait())
     except Exception:
         # The job saves what it has trained before the error is raised: the job's thread ends with the process.
         server.stop()

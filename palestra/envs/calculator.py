@@ -51,7 +51,7 @@ class CalculatorEnvironment(ToolEnvironment):
     def score(self, task: Mapping[str, Any], answer: str) -> float:
         """Return 1.0 for a right `answer` to `task`, else 0.0, plus the reward for having used the calculator."""
         used = any(result.name == "calculator" and result.failure is None for result in self.results)
-        return super().score(task, answer) + (self._used_tool_reward if used else 0.0)
+        return right_number(task, answer) + (self._used_tool_reward if used else 0.0)
 
 
 def calculator_tasks(split: Split, count: int, seed: int) -> list[dict[str, Any]]:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, cast
 
 from palestra.envs.check_actions import Script, Task, scripts
-from palestra.envs.check_concurrent import check_concurrent
+from palestra.envs.check_concurrent import check_concurrent, check_nothing_left
 from palestra.envs.concurrent import ConcurrentEnvironment
 from palestra.envs.environment import Environment
-from palestra.envs.serial import checked_reset, checked_step
+from palestra.envs.serial import checked_reset, checked_step, step_of
 from palestra.errors import EnvironmentMistake
 from palestra.schemas.messages import ChatMessage
+from palestra.threads import call
 
 
 def check_environment(
@@ -34,7 +37,8 @@ def check_environment(
       finite;
     - an episode does not end;
     - randomness does not come from the task: two new environments answer the same task and actions differently;
-    - the environment says that it is reusable, and its second episode differs from the first of a new environment.
+    - the environment says that it is reusable, and its second episode differs from the first of a new environment;
+    - tasks of the event loop still run after `close`.
 
     In a concurrent environment also:
 
@@ -43,8 +47,10 @@ def check_environment(
     - `parents` names an observation that does not exist;
     - a tool is not offered in OpenAI's shape;
     - a call has no answer in the next observation, or an answer belongs to no call;
-    - no observation comes any more, and the episode is not over;
-    - tasks of the event loop still run after `close`.
+    - no observation comes any more, and the episode is not over.
+
+    Methods run as they do in a job: those that are `async` on one event loop, the others of an `Environment` in threads
+    if it is `blocking`.
 
     Args:
         make: returns a new environment each time.
@@ -60,7 +66,7 @@ def check_environment(
     """
     if not tasks or (actions is not None and not actions):
         raise ValueError("check_environment needs a task, and actions if they are given")
-    made, other = call_of("make", make), call_of("make", make)
+    made, other = _make(make), _make(make)
     if not isinstance(made, Environment | ConcurrentEnvironment):
         raise EnvironmentMistake(f"`make` returned a {type(made).__name__}, which is no environment")
     if made is other:
@@ -69,39 +75,51 @@ def check_environment(
         raise EnvironmentMistake(f"max_steps is at least 1, or None, and not {made.max_steps}")
     plan = scripts(tasks, actions)
     if isinstance(made, ConcurrentEnvironment):
-        check_concurrent(cast("Callable[[], ConcurrentEnvironment]", make), plan, max_steps, timeout_seconds)
+        work = check_concurrent(cast("Callable[[], ConcurrentEnvironment]", make), plan, max_steps, timeout_seconds)
     else:
-        _check_serial(cast("Callable[[], Environment]", make), plan, max_steps)
+        work = _check_serial(cast("Callable[[], Environment]", make), plan, max_steps)
+    _run_apart(work)
 
 
-def _check_serial(make: Callable[[], Environment], plan: Sequence[tuple[Task, Script]], max_steps: int) -> None:
+def _run_apart(work: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine on an event loop of its own, in a thread: one of the caller's may be running in this one."""
+    with ThreadPoolExecutor(1, "palestra-check") as thread:
+        thread.submit(asyncio.run, work).result()
+
+
+async def _check_serial(make: Callable[[], Environment], plan: Sequence[tuple[Task, Script]], max_steps: int) -> None:
     fresh = []
     for task, script in plan:
-        fresh.append(_played(make(), task, script, max_steps))
-        if fresh[-1] != _played(make(), task, script, max_steps):
+        fresh.append(await _played(make(), task, script, max_steps))
+        if fresh[-1] != await _played(make(), task, script, max_steps):
             raise EnvironmentMistake(
                 "two new environments answer the same task and actions differently; take randomness from the task"
             )
     environment = make()
     if environment.reusable:
-        call_of("setup", environment.setup)
-        again = [_episode(environment, task, script, max_steps) for task, script in (*plan, *plan)]
+        await _call_of("setup", environment, environment.setup)
+        again = [await _episode(environment, task, script, max_steps) for task, script in (*plan, *plan)]
         if again != fresh + fresh:
             raise EnvironmentMistake("it says that it is reusable, and a second episode differs from that of a new one")
-        call_of("close", environment.close)
+        await _close(environment)
 
 
-def _played(environment: Environment, task: Task, script: Script, max_steps: int) -> list[Any]:
-    call_of("setup", environment.setup)
-    seen = _episode(environment, task, script, max_steps)
-    call_of("close", environment.close)
+async def _played(environment: Environment, task: Task, script: Script, max_steps: int) -> list[Any]:
+    await _call_of("setup", environment, environment.setup)
+    seen = await _episode(environment, task, script, max_steps)
+    await _close(environment)
     return seen
 
 
-def _episode(environment: Environment, task: Task, script: Script, max_steps: int) -> list[Any]:
+async def _close(environment: Environment) -> None:
+    await _call_of("close", environment, environment.close)
+    await check_nothing_left()
+
+
+async def _episode(environment: Environment, task: Task, script: Script, max_steps: int) -> list[Any]:
     """Play one episode and return everything that the agent was shown in it, for comparison with another play."""
     before = repr(task)
-    text, _ = checked_reset(call_of("reset", lambda: environment.reset(task)))
+    text, _ = checked_reset(await _call_of("reset", environment, partial(environment.reset, task)))
     if repr(task) != before:
         raise EnvironmentMistake("reset changed the task; copy what has to be changed")
     seen: list[Any] = [text]
@@ -109,7 +127,7 @@ def _episode(environment: Environment, task: Task, script: Script, max_steps: in
     for number in range(max_steps if limit is None else min(limit, max_steps)):
         action = script(number, environment.tools)
         said = action.text[:20] if not action.tool_calls else action.tool_calls[0].function.name
-        answer = checked_step(call_of(f"step({said!r})", partial(environment.step_message, action)))
+        answer = checked_step(await _call_of(f"step({said!r})", environment, step_of(environment, action)))
         seen.append(answer[:4])
         if answer[2] or answer[3]:
             return seen
@@ -118,18 +136,33 @@ def _episode(environment: Environment, task: Task, script: Script, max_steps: in
     return seen
 
 
-def call_of(what: str, function: Callable[[], Any]) -> Any:
-    """Call a function of the user's environment and return its result.
+def _make(make: Callable[[], Any]) -> Any:
+    """Return a new environment.
+
+    Raises:
+        EnvironmentMistake: `make` raised something.
+    """
+    try:
+        return make()
+    except EnvironmentMistake:
+        raise
+    except Exception as error:
+        raise EnvironmentMistake(f"make raised {type(error).__name__}: {error}") from error
+
+
+async def _call_of(what: str, environment: Environment, function: Callable[[], Any]) -> Any:
+    """Return the result of a method of an environment, called as a job calls it.
 
     Args:
-        what: name of the function, for the message.
-        function: the call, without arguments.
+        what: the method, for messages.
+        environment: whose method it is.
+        function: the call.
 
     Raises:
         EnvironmentMistake: the function raised an exception, which is named in the message.
     """
     try:
-        return function()
+        return await call(function, "palestra-environment", blocking=environment.blocking)
     except EnvironmentMistake:
         raise
     except Exception as error:

@@ -6,7 +6,6 @@ import asyncio
 import math
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 from palestra.envs.check_actions import Script, Task
@@ -19,15 +18,13 @@ from palestra.schemas.observations import Observation
 Seen = dict[str, list[Any]]
 
 
-def check_concurrent(
+async def check_concurrent(
     make: Callable[[], ConcurrentEnvironment],
     plan: Sequence[tuple[Task, Script]],
     max_steps: int,
     timeout_seconds: float,
 ) -> None:
     """Play the episodes of `plan` in concurrent environments; see `check_environment` for the mistakes that are found.
-
-    The check has an event loop of its own, in a thread, because the caller's loop may be running.
 
     Args:
         make: returns a new environment each time.
@@ -38,16 +35,6 @@ def check_concurrent(
     Raises:
         EnvironmentMistake: the first mistake that was found, in words.
     """
-    with ThreadPoolExecutor(1, "palestra-check") as thread:
-        thread.submit(lambda: asyncio.run(_check(make, plan, max_steps, timeout_seconds))).result()
-
-
-async def _check(
-    make: Callable[[], ConcurrentEnvironment],
-    plan: Sequence[tuple[Task, Script]],
-    max_steps: int,
-    timeout_seconds: float,
-) -> None:
     fresh = []
     for task, script in plan:
         for _ in range(2):
@@ -76,6 +63,11 @@ async def _check(
 async def _close(environment: ConcurrentEnvironment) -> None:
     await _call("abandon", environment.abandon())
     await _call("close", environment.close())
+    await check_nothing_left()
+
+
+async def check_nothing_left() -> None:
+    """Raise EnvironmentMistake if a task of this event loop still runs beside the caller's own."""
     await asyncio.sleep(0)  # one turn of the loop lets cancelled tasks end
     left = asyncio.all_tasks() - {asyncio.current_task()}
     if left:

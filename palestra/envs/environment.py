@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from typing import Any, ClassVar
 
 from palestra.schemas.messages import ChatMessage
 
 Info = dict[str, Any]
+Reset = tuple[str, Info]
+Step = tuple[str, float, bool, bool, Info]
+StepMessage = tuple[str | tuple[ChatMessage, ...], float, bool, bool, Info]
 
 
 class Environment(ABC):
@@ -17,22 +20,25 @@ class Environment(ABC):
     Implement `reset` and `step`, as in Gymnasium. Override `step_message` instead of `step` if your world has to see
     tool calls, or to send more than text. For several agents, or observations that come at any time, see
     `ConcurrentEnvironment`.
+
+    Each method may be an `async def`, which is awaited on the event loop. Any other runs in a thread, unless `blocking`
+    is False.
     """
 
     max_steps: int | None = None  # steps after which the episode is truncated; None: no limit
-    blocking: ClassVar[bool] = True  # True: its methods may take long, so they run in threads
+    blocking: ClassVar[bool] = True  # True: methods that are not `async` may take long, so they run in threads
     reusable: ClassVar[bool] = False  # True: `reset` may be called again; False: each episode gets a new environment
     system: str | None = None  # system message that the agent's conversation starts with, if any
     tools: tuple[dict[str, Any], ...] = ()  # tools that the agent may call, in OpenAI's shape
 
-    def setup(self) -> None:  # noqa: B027 - optional to override
+    def setup(self) -> Awaitable[None] | None:  # noqa: B027 - optional to override
         """Prepare for the first episode: open connections, start processes. By default nothing is done. May block."""
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> Awaitable[None] | None:  # noqa: B027
         """Release what `setup` acquired. Called after the last episode, also if that one failed. May block."""
 
     @abstractmethod
-    def reset(self, task: Mapping[str, Any]) -> tuple[str, Info]:
+    def reset(self, task: Mapping[str, Any]) -> Reset | Awaitable[Reset]:
         """Begin an episode.
 
         The information for people is recorded with the episode (`palestra episodes RUN ID` shows it), at most 4,000
@@ -47,7 +53,7 @@ class Environment(ABC):
         """
 
     @abstractmethod
-    def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
+    def step(self, action: str) -> Step | Awaitable[Step]:
         """Do what the agent said.
 
         Args:
@@ -64,7 +70,7 @@ class Environment(ABC):
             Exception: any exception gives the episode back without a reward, to be tried again.
         """
 
-    def step_message(self, action: ChatMessage) -> tuple[str | tuple[ChatMessage, ...], float, bool, bool, Info]:
+    def step_message(self, action: ChatMessage) -> StepMessage | Awaitable[StepMessage]:
         """Do what the agent said, given its whole message, tool calls included.
 
         By default `step` gets the message's text.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from palestra.errors import EnvironmentMistake, NotScored
+from palestra.threads import is_async
 
-RewardFunction = Callable[[Mapping[str, Any], str], float]
+RewardFunction = Callable[[Mapping[str, Any], str], float | Awaitable[float]]
 
 
 def reward_function(function: Callable[..., Any]) -> RewardFunction:
@@ -19,23 +20,32 @@ def reward_function(function: Callable[..., Any]) -> RewardFunction:
     the data set. Each argument is a list with one entry per sample, and so is the result; here each list has one entry.
 
     Args:
-        function: the user's function.
+        function: the user's function, sync or async. Its result is checked by `finite_reward`.
     """
     parameters = inspect.signature(function).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    if "completions" not in parameters:
-        return lambda task, answer: finite_reward(function, function(task, answer))
 
-    def of_one(task: Mapping[str, Any], answer: str) -> float:
+    of_batch = "completions" in parameters
+
+    def found(task: Mapping[str, Any], answer: str) -> Any:
+        if not of_batch:
+            return function(task, answer)
         columns = {name: [value] for name, value in task.items() if takes_all or name in parameters}
         if "prompts" in parameters or takes_all:
             columns["prompts"] = [task.get("prompt", "")]
-        found = function(**(columns | {"completions": [answer]}))
+        return function(**(columns | {"completions": [answer]}))
+
+    def checked(found: Any) -> float:
+        if not of_batch:
+            return finite_reward(function, found)
         if not hasattr(found, "__len__") or len(found) != 1:
-            raise EnvironmentMistake(f"{function.__name__} got one completion and returned {found!r}, not one reward")
+            raise EnvironmentMistake(f"{_name(function)} got one completion and returned {found!r}, not one reward")
         return finite_reward(function, found[0])
 
-    return of_one
+    async def awaited(task: Mapping[str, Any], answer: str) -> float:
+        return checked(await found(task, answer))
+
+    return awaited if is_async(function) else lambda task, answer: checked(found(task, answer))
 
 
 def finite_reward(function: Callable[..., Any], value: Any) -> float:
@@ -50,11 +60,16 @@ def finite_reward(function: Callable[..., Any], value: Any) -> float:
         EnvironmentMistake: the value is not a number, or not finite.
     """
     if value is None:
-        raise NotScored(f"{function.__name__} returned None")
+        raise NotScored(f"{_name(function)} returned None")
     try:
         number = float(value)
     except (TypeError, ValueError, RuntimeError):
-        raise EnvironmentMistake(f"{function.__name__} returned {value!r}, which is no reward") from None
+        raise EnvironmentMistake(f"{_name(function)} returned {value!r}, which is no reward") from None
     if not math.isfinite(number):
-        raise EnvironmentMistake(f"{function.__name__} returned {number}, and a reward is finite")
+        raise EnvironmentMistake(f"{_name(function)} returned {number}, and a reward is finite")
     return number
+
+
+def _name(function: Callable[..., Any]) -> str:
+    """Return the name of a function; that of its class where it is an object that can be called."""
+    return getattr(function, "__name__", None) or type(function).__name__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from palestra.envs.concurrent import ConcurrentEnvironment
@@ -11,7 +12,7 @@ from palestra.errors import EnvironmentMistake, NotScored
 from palestra.schemas.clock import Clock
 from palestra.schemas.messages import ChatMessage, text_message
 from palestra.schemas.observations import Observation
-from palestra.threads import in_thread
+from palestra.threads import call
 
 
 class SerialEnvironment(ConcurrentEnvironment):
@@ -47,7 +48,7 @@ class SerialEnvironment(ConcurrentEnvironment):
 
     async def start(self, task: Mapping[str, Any]) -> None:
         """Reset the environment for this task and show its first observation."""
-        text, info = checked_reset(await self._run(lambda: self._environment.reset(task)))
+        text, info = checked_reset(await self._run(partial(self._environment.reset, task)))
         self.max_steps = self._environment.max_steps
         said = self._environment.system if self._system is None else self._system
         system = () if said is None else (text_message("system", said),)
@@ -55,9 +56,8 @@ class SerialEnvironment(ConcurrentEnvironment):
 
     async def on_action(self, observation: Observation, action: ChatMessage) -> None:
         """Run one step of the environment and show the result."""
-        seen, reward, terminated, truncated, info = checked_step(
-            await self._run(lambda: self._environment.step_message(action))
-        )
+        found = await self._run(step_of(self._environment, action))
+        seen, reward, terminated, truncated, info = checked_step(found)
         content = seen if isinstance(seen, tuple) else (text_message("user", seen),)
         self.emit(
             self._agent,
@@ -71,7 +71,17 @@ class SerialEnvironment(ConcurrentEnvironment):
         )
 
     async def _run(self, work: Callable[[], Any]) -> Any:
-        return await in_thread(work, "palestra-environment") if self._environment.blocking else work()
+        return await call(work, "palestra-environment", blocking=self._environment.blocking)
+
+
+def step_of(environment: Environment, action: ChatMessage) -> Callable[[], Any]:
+    """Return the call that steps an environment: of `step` if `step_message` is only the default, which calls it.
+
+    So an environment whose `step` is asynchronous needs no thread.
+    """
+    if type(environment).step_message is Environment.step_message:
+        return partial(environment.step, action.text)
+    return partial(environment.step_message, action)
 
 
 def checked_reset(found: Any) -> tuple[str, dict[str, Any]]:

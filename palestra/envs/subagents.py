@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 from palestra.envs.concurrent import ConcurrentEnvironment
@@ -16,10 +17,10 @@ from palestra.envs.task import task_prompt
 from palestra.schemas.clock import Clock
 from palestra.schemas.messages import ChatMessage, text_message
 from palestra.schemas.observations import Observation
-from palestra.threads import in_thread
+from palestra.threads import call
 from palestra.tools import Finish, Tool, ToolManager
 
-SubagentReward = Callable[[Mapping[str, Any], str, str], float]
+SubagentReward = Callable[[Mapping[str, Any], str, str], float | Awaitable[float]]
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
@@ -85,7 +86,8 @@ class SubagentEnvironment(ConcurrentEnvironment):
 
         Args:
             subagents: kinds of subagents that agents may start.
-            reward_fn: reward of the task's own agent: `(task, answer) -> float`, or a function in TRL's form.
+            reward_fn: reward of the task's own agent: `(task, answer) -> float`, or a function in TRL's form;
+                sync or async.
             tools: tools of the task's own agent.
             subagent_reward_fn: `(task, prompt, answer) -> float`, the reward of each subagent that ended by itself or
                 by its `max_steps`. None: subagents have no reward, and `credit = "agent"` or `"branch"` gives them
@@ -216,7 +218,7 @@ class SubagentEnvironment(ConcurrentEnvironment):
         for other in self._parts.values():
             if other.name.startswith(f"{part.name}/"):
                 self._cut(other)
-        reward = await in_thread(lambda: self._scored(part, answer), "palestra-reward")
+        reward = await self._scored(part, answer)
         part.over = True
         part.result = answer
         if truncated:
@@ -225,12 +227,14 @@ class SubagentEnvironment(ConcurrentEnvironment):
         if part.parent is not None:
             part.parent.arrived.put_nowait(part)
 
-    def _scored(self, part: _Part, answer: str) -> float | None:
+    async def _scored(self, part: _Part, answer: str) -> float | None:
         if part.parent is None:
-            return self._reward(self._task, answer)
+            reward: float = await call(partial(self._reward, self._task, answer), "palestra-reward")
+            return reward
         if self._subagent_reward is None:
             return None
-        return finite_reward(self._subagent_reward, self._subagent_reward(self._task, part.prompt, answer))
+        found = await call(partial(self._subagent_reward, self._task, part.prompt, answer), "palestra-reward")
+        return finite_reward(self._subagent_reward, found)
 
     def _cut(self, part: _Part) -> None:
         """Cut off an agent whose result is not needed any more."""

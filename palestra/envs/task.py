@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from palestra.envs.environment import Environment
+from palestra.envs.environment import Environment, Step
 from palestra.envs.rewards import reward_function
 
 
@@ -25,7 +25,7 @@ class TaskEnvironment(Environment):
         """Create the environment.
 
         Args:
-            reward_fn: `(task, answer) -> float`, or a function in TRL's form.
+            reward_fn: `(task, answer) -> float`, or a function in TRL's form; sync or async.
             prompt: makes the question of a task.
         """
         self._reward, self._prompt = reward_function(reward_fn), prompt
@@ -36,6 +36,15 @@ class TaskEnvironment(Environment):
         self._task = task
         return self._prompt(task), {}
 
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+    def step(self, action: str) -> Step | Awaitable[Step]:
         """Score the answer with the reward function and end the episode."""
-        return "", self._reward(self._task, action), True, False, {}
+        reward = self._reward(self._task, action)
+        return _last(reward) if isinstance(reward, float) else _last_of(reward)
+
+
+async def _last_of(reward: Awaitable[float]) -> Step:
+    return _last(await reward)
+
+
+def _last(reward: float) -> Step:
+    return "", reward, True, False, {}

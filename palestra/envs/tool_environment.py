@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from palestra.envs.concurrent import ConcurrentEnvironment
@@ -12,7 +13,7 @@ from palestra.envs.task import task_prompt
 from palestra.schemas.clock import Clock
 from palestra.schemas.messages import ChatMessage, text_message
 from palestra.schemas.observations import Observation
-from palestra.threads import in_thread
+from palestra.threads import call
 from palestra.tools import Finish, Tool, ToolManager, ToolResult
 
 
@@ -40,7 +41,7 @@ class ToolEnvironment(ConcurrentEnvironment):
 
         Args:
             tools: tools that the agent may call; `finish` is added.
-            reward_fn: `(task, answer) -> float`, or a function in TRL's form.
+            reward_fn: `(task, answer) -> float`, or a function in TRL's form; sync or async.
             prompt: makes the question of a task.
             system: system message of the agent's conversation, if any.
             max_steps: replies that the agent may make in an episode.
@@ -77,11 +78,13 @@ class ToolEnvironment(ConcurrentEnvironment):
             self.emit(self._agent, messages, parents=(observation.id,), tools=self.manager.schemas)
             return
         said = action.text if answer is None else answer
-        reward = await in_thread(lambda: self.score(self._task, said), "palestra-reward")
+        reward = await call(partial(self.score, self._task, said), "palestra-reward")
         self.emit(self._agent, (), parents=(observation.id,), reward=reward, terminated=answer is not None)
 
-    def score(self, task: Mapping[str, Any], answer: str) -> float:
-        """Return the reward of an answer. Override it to score more than the answer; it runs in a thread and may block.
+    def score(self, task: Mapping[str, Any], answer: str) -> float | Awaitable[float]:
+        """Return the reward of an answer. Override it to score more than the answer.
+
+        It runs in a thread and may block; if it is an `async def` it runs on the event loop.
 
         Args:
             task: the task of the episode.

@@ -49,16 +49,21 @@ class KeyRing:
     @property
     def job_key(self) -> str:
         """Return the job's key, as given or as derived from the present secret."""
+        return self._job_key(self._secret())
+
+    def episode_key(self, episode_id: str, fence: int) -> str:
+        """Return the key of an episode's lease: HMAC(secret, job, episode, fence), after episode and fence in clear."""
+        return self._episode_key(self._secret(), episode_id, fence)
+
+    def _job_key(self, secret: bytes) -> str:
         if self._given is not None:
             return self._given
-        secret = self._secret()
         if self._derived[0] != secret:
             self._derived = secret, job_key(secret, self._job)
         return self._derived[1]
 
-    def episode_key(self, episode_id: str, fence: int) -> str:
-        """Return the key of an episode's lease: HMAC(secret, job, episode, fence), after episode and fence in clear."""
-        return f"pe-{episode_id}.{fence}.{sign(self._secret(), self._job, 'episode', episode_id, str(fence))}"
+    def _episode_key(self, secret: bytes, episode_id: str, fence: int) -> str:
+        return f"pe-{episode_id}.{fence}.{sign(secret, self._job, 'episode', episode_id, str(fence))}"
 
     def check(self, key: str | None) -> EpisodeKey | None:
         """Return the episode that a key opens, or None for the job's key.
@@ -68,12 +73,13 @@ class KeyRing:
         """
         if not key:
             raise Unauthorized("no key; send the header `Authorization: Bearer <key>`")
-        if hmac.compare_digest(key.encode(), self.job_key.encode()):
+        secret = self._secret()  # once: each look at it asks the file system
+        if hmac.compare_digest(key.encode(), self._job_key(secret).encode()):
             return None
         prefix, _, _ = key.rpartition(".")
         episode_id, _, fence = prefix.removeprefix("pe-").rpartition(".")
         known = key.startswith("pe-") and fence.isascii() and fence.isdigit() and len(fence) < 10
-        if known and hmac.compare_digest(key.encode(), self.episode_key(episode_id, int(fence)).encode()):
+        if known and hmac.compare_digest(key.encode(), self._episode_key(secret, episode_id, int(fence)).encode()):
             return EpisodeKey(episode_id, int(fence))
         raise Unauthorized("unknown key; it may be of another job, or the run has other keys by now")
 

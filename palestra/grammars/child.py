@@ -16,6 +16,7 @@ import resource
 import signal
 import socket
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -121,8 +122,10 @@ class _Grammar:
         send_frame(self._own, first)
         while True:
             request = receive_json(self._own)
-            for matcher in request["drop"]:
-                self._matchers.pop(matcher, None)
+            # A reply that ends while its walk is asked for stands in both: it is walked, and then forgotten, for a walk
+            # makes a matcher that is not there.
+            late = {name for name, _, _ in request["walk"]}.intersection(request["drop"])
+            self._forget(name for name in request["drop"] if name not in late)
             problems: list[str | None] = []
             masks: list[bytes] = []
             for name, tokens, wanted in request["walk"]:
@@ -134,8 +137,14 @@ class _Grammar:
                 except ValueError as error:
                     problems.append(str(error))
             signal.setitimer(signal.ITIMER_PROF, 0.0)
-            send_json(self._own, {"problems": problems})
+            self._forget(late)
+            send_json(self._own, {"problems": problems, "matchers": len(self._matchers)})
             send_frame(self._own, b"".join(masks) if request["masks"] else b"")
+
+    def _forget(self, names: Iterable[int]) -> None:
+        """Free the matchers of replies that are over."""
+        for name in names:
+            self._matchers.pop(name, None)
 
     def _allow(self, seconds: float) -> None:
         """Have the kernel end this process when it has used this many more seconds of processor time."""

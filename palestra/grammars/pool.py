@@ -112,7 +112,9 @@ class Grammars:
                 return
             matcher.closed = True
             matcher.process.users -= 1
-            matcher.process.drop(matcher.number)
+            # In this order, `closed` before `walked`: see `_open`.
+            if matcher.walked:
+                matcher.process.drop(matcher.number)
             while self._queue:
                 if not (waiting := self._queue.popleft()).done():
                     waiting.set_result(None)
@@ -136,6 +138,7 @@ class Grammars:
         errors: list[PalestraError | None] = [None] * len(matchers)
         for process, places in by_process.items():
             process.lock.acquire()
+            places[:] = [place for place in places if _open(matchers[place])]
             process.ask([(m.number, m.pending, [len(m.pending)]) for m in (matchers[place] for place in places)])
         for process, places in by_process.items():
             try:
@@ -178,6 +181,7 @@ class Grammars:
         parts = []
         try:
             with matcher.process.lock:
+                matcher.walked = True
                 for start in range(0, len(tokens), _CHUNK):
                     piece = [int(token) for token in tokens[start : start + _CHUNK]]
                     places = [int(place) - start for place in wanted if start <= place < start + len(piece)]
@@ -209,12 +213,7 @@ class Grammars:
             if self._threads is not None:
                 self._threads.shutdown(wait=False)  # queued work still runs, and fails because the pool is closed
 
-    @property
-    def pids(self) -> list[int]:
-        """Return the ids of the running processes; the first is that of the server from which the others are forked."""
-        with self._lock:
-            own = [] if self._server is None else [self._server.pid]
-            return own + [process.pid for process in self._alive.values()]
+    # Compiling.
 
     def _is_known(self, key: bytes) -> bool:
         """Return True if the grammar is known to be usable, False if it has to be compiled.
@@ -377,6 +376,16 @@ class Grammars:
             if self._server is None:
                 self._server = GrammarServer(self._vocabulary)
             return self._server
+
+
+def _open(matcher: Matcher) -> bool:
+    """Return whether a matcher is still in use, and note that its process has one from now on.
+
+    A reply may be over at any moment, in another thread. Noted first, and then looked: so either this sees that the
+    matcher is closed, or `release` sees that it was walked and has it dropped.
+    """
+    matcher.walked = True
+    return not matcher.closed
 
 
 def _key(grammar: str) -> bytes:

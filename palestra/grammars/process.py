@@ -73,11 +73,6 @@ class GrammarServer:
             raise EngineFailure("the process for grammars did not start; see the server's log") from error
 
     @property
-    def pid(self) -> int:
-        """Return the id of the process."""
-        return self._popen.pid
-
-    @property
     def alive(self) -> bool:
         """Return whether the process is still running."""
         return self._popen.poll() is None
@@ -131,6 +126,7 @@ class Matcher:
         number: of this matcher in its process.
         mask: int32 [ceil(V / 32)], little-endian, as bytes: a bit for each token that may follow.
         pending: tokens accepted since the mask was made.
+        walked: whether the process may have a matcher of this number.
         closed: whether the matcher was released.
     """
 
@@ -138,6 +134,7 @@ class Matcher:
         self.process, self.number = process, number
         self.mask = process.first_mask
         self.pending: list[int] = []
+        self.walked = False
         self.closed = False
 
     def accept(self, token: int) -> None:
@@ -152,6 +149,7 @@ class GrammarProcess:
         pid: id of the process.
         first_mask: the mask at the beginning of a reply, as `Matcher.mask`.
         users: how many matchers are open.
+        matchers: how many the process had at its last answer.
         lock: held around each request and its answer.
         over: the error with which requests fail, because the process has ended; None: it runs.
     """
@@ -161,6 +159,7 @@ class GrammarProcess:
         weakref.finalize(self, channel.close)
         self.first_mask = b""
         self.users = 0
+        self.matchers = 0
         self.lock = threading.Lock()
         self._drop: deque[int] = deque()
         self._ended = threading.Lock()  # taken after `lock`, or without it
@@ -195,7 +194,7 @@ class GrammarProcess:
         raise refusal(problem)
 
     def drop(self, number: int) -> None:
-        """Have the process forget a matcher; the message travels with the next request."""
+        """Have the process forget a matcher that was walked; the message travels with the next request."""
         self._drop.append(number)
 
     def ask(self, walks: Sequence[tuple[int, Sequence[int], Sequence[int]]], masks: bool = True) -> None:
@@ -217,8 +216,9 @@ class GrammarProcess:
             EngineFailure: the process was ended from outside.
         """
         try:
-            problems = receive_json(self._channel)["problems"]
-            return problems, bytes(receive_frame(self._channel))
+            found = receive_json(self._channel)
+            self.matchers = found["matchers"]
+            return found["problems"], bytes(receive_frame(self._channel))
         except (EOFError, OSError, ValueError) as error:
             raise self._cause(error, "a token of the reply", self._bounds.step_cpu_seconds) from None
 
@@ -263,7 +263,8 @@ class GrammarProcess:
         if status == -signal.SIGPROF:
             return GrammarRefused(f"{what} takes more than {cpu_seconds:g} s of processor time", lasting=False)
         if status in (1, -signal.SIGABRT):
-            return GrammarRefused(f"{what} takes more than {bounds.memory_mib} MiB of memory")
+            replies = f" for {self.matchers} replies at the same time" if self.matchers > 1 else ""
+            return GrammarRefused(f"{what} takes more than {bounds.memory_mib} MiB of memory{replies}")
         if status == -signal.SIGKILL:
             return EngineFailure("this grammar's process was killed from outside; send the call again")
         return GrammarRefused(f"{what} ends its process (status {status}); it may be nested too deep")

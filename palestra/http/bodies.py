@@ -21,6 +21,7 @@ UNSUPPORTED = "unsupported"  # type of the validation errors for values that thi
 LONG_BODY = 32_768  # bytes; handing a longer body to a thread costs less than parsing it on the event loop
 # Limits of one body. The largest useful one has 10,000 messages of parts, or the token ids of 128 prompts.
 MAX_CONTAINERS, MAX_VALUES = 50_000, 1_000_000
+MAX_KEYS = 100_000  # each is made into a string; 10,000 messages with calls and their results have 65,000
 _BACKSLASH = ord("\\")
 
 
@@ -49,10 +50,12 @@ def check_size(body: bytes) -> None:
     because skipping takes longer than counting.
 
     Raises:
-        InvalidRequest: there are too many objects and lists, or too many values.
+        InvalidRequest: there are too many objects and lists, too many keys, or too many values.
     """
     if _count(body, b"[{") > MAX_CONTAINERS and _outside_strings(body, b"[{", MAX_CONTAINERS) > MAX_CONTAINERS:
         raise InvalidRequest(f"the body has more than {MAX_CONTAINERS} objects and lists")
+    if _count(body, b":") > MAX_KEYS and _outside_strings(body, b":", MAX_KEYS) > MAX_KEYS:
+        raise InvalidRequest(f"the body has more than {MAX_KEYS} keys")
     if _count(body, b",") > MAX_VALUES and _outside_strings(body, b",", MAX_VALUES) > MAX_VALUES:
         raise InvalidRequest(f"the body has more than {MAX_VALUES} values")
 

@@ -158,6 +158,11 @@ class Connections:
         (self._known if known else self._strangers)[connection] = None
         (self._idle if complete else self._due)[connection] = self._clock.monotonic()
 
+    def received(self, connection: Connection) -> None:
+        """The rest of a request has come that was answered before: the connection is idle from now on."""
+        if self._due.pop(connection, None) is not None:
+            self._idle[connection] = self._clock.monotonic()
+
     def stalled(self, connection: Connection) -> None:
         """Record that answers wait in the connection's buffer, because its client does not read them."""
         if connection in self._open:

@@ -74,7 +74,12 @@ class RequestGuard:
                 async with asyncio.timeout(max(left, 0.0)):
                     message = await receive()
             except TimeoutError:
-                raise InvalidRequest(f"nothing more of the body came for {left:.3g} s") from None
+                late = (
+                    f"nothing more of the body came for {BODY_SECONDS:g} s"
+                    if left == BODY_SECONDS
+                    else f"the body had not come to its end after {WHOLE_BODY_SECONDS:g} s"
+                )
+                raise InvalidRequest(late) from None
             size = len(message.get("body", b""))
             seen, self._held = seen + size, self._held + size
             complete = not message.get("more_body", False)

@@ -100,6 +100,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         """Start counting the head of a new request (called by the parser)."""
+        self._all.began(self)  # again: what has come may have ended another request before
         super().on_message_begin()
         self.scope[CONNECTION] = self  # type: ignore[literal-required]  # an extension of ours
         self._in_head, self._complete = True, False
@@ -142,8 +143,11 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         """Record that the request was received to its end (called by the parser)."""
         self._complete, self._unparsed = True, 0
-        if not self._refused:
-            super().on_message_complete()
+        if self._refused:
+            return
+        super().on_message_complete()
+        if self.cycle.response_complete:  # it was answered before its body was there
+            self._all.received(self)
 
     def on_response_complete(self) -> None:
         """Record that a response was sent, so that the connection waits for the next request (called by uvicorn)."""

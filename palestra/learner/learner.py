@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from palestra.algorithms.base import Algorithm
@@ -30,6 +30,7 @@ from palestra.schemas.progress import Collecting, JobProgress
 from palestra.schemas.records import BatchManifest, Task
 from palestra.schemas.states import JobState
 from palestra.trainer.base import Trainer
+from palestra.waiting import race
 
 Report = Callable[[str, dict[str, Any]], None]
 
@@ -129,15 +130,10 @@ class Learner:
             self._progress.move(JobState.COMPLETED)
         self._store.episodes.available.notify()
 
-    async def _unless_stopped(self, work: Any) -> Any:
-        """Return the result of `work`, or cancel it and return None if the job is stopped first."""
-        task, stop = asyncio.ensure_future(work), asyncio.ensure_future(self._stopping.wait())
-        try:
-            await asyncio.wait((task, stop), return_when=asyncio.FIRST_COMPLETED)
-            return await task if task.done() else None
-        finally:
-            task.cancel()
-            stop.cancel()
+    async def _unless_stopped(self, work: Awaitable[Any]) -> Any:
+        """Return the result of `work`, or cancel it, await its end and return None if the job is stopped first."""
+        winner = await race(work, self._stopping.wait())
+        return winner.result if winner.index == 0 else None
 
     # Start and resume
 

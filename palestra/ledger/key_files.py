@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import hmac
 import logging
 import os
 import re
 import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from palestra.disk import write_whole
-from palestra.errors import ConfigError, Conflict, NotFound
+from palestra.disk import write_whole, writing
+from palestra.errors import ConfigError, Conflict, NotFound, StoreError
 
 log = logging.getLogger("palestra")
 SECRET, API_KEY = "secret", "api_key"
+ROTATING = ".rotating"  # is there while the two may not fit each other, because one of them has not been replaced yet
 SECRET_BYTES = 32
+NO_KEY = "the job's data plane has no key yet; it gets one when it starts"
 _FORM = re.compile(rf"[0-9a-f]{{{2 * SECRET_BYTES}}}", re.ASCII)
 
 
@@ -79,7 +84,8 @@ def read_secret(folder: Path) -> bytes:
 def rotate_keys(folder: Path, job: str) -> str:
     """Replace a run's secret, and return its new key. A running job uses both from the next request on.
 
-    The old key, and the keys of all episodes that were claimed under it, then open nothing.
+    The old key, and the keys of all episodes that were claimed under it, then open nothing. If this is killed between
+    the two files, the next start of the job or the next rotation makes them fit each other again.
 
     Args:
         folder: of the run.
@@ -90,20 +96,67 @@ def rotate_keys(folder: Path, job: str) -> str:
         Conflict: the key was given to the run in the variable PALESTRA_API_KEY, and can only be changed there.
         ConfigError: the secret can't be used.
     """
-    try:
-        present = (folder / API_KEY).read_text().strip()
-        derived = job_key(read_secret(folder), job)
-    except FileNotFoundError:
-        raise NotFound("the job's data plane has no key yet; it gets one when it starts") from None
-    if present != derived:
-        raise Conflict(
-            "the key of this run is what PALESTRA_API_KEY held at its start; start it again with another one"
-        )
-    fresh = secrets.token_hex(SECRET_BYTES)
-    key = job_key(bytes.fromhex(fresh), job)
-    write_private(folder / SECRET, fresh)  # first, so that the old key is void even if the second write fails
+    with _locked(folder):
+        try:
+            present = (folder / API_KEY).read_text().strip()
+            derived = job_key(read_secret(folder), job)
+        except FileNotFoundError:
+            raise NotFound(NO_KEY) from None
+        # A key that was given does not fit the secret. Nor does one whose rotation was killed; that one was derived.
+        if present != derived and not (folder / ROTATING).exists():
+            raise Conflict(
+                "the key of this run is what PALESTRA_API_KEY held at its start; start it again with another one"
+            )
+        fresh = secrets.token_hex(SECRET_BYTES)
+        key = job_key(bytes.fromhex(fresh), job)
+        write_private(folder / ROTATING, "")
+        write_private(folder / SECRET, fresh)  # first, so that the old key is void even if the second write fails
+        _write_key(folder, key)
+        return key
+
+
+def publish_key(folder: Path, key: Callable[[], str]) -> None:
+    """Write a job's key where people and workers of this machine find it.
+
+    Args:
+        folder: of the run.
+        key: returns the key of the moment; a rotation of another process is over by then, or has not begun.
+
+    Raises:
+        StoreError: it could not be written.
+    """
+    with _locked(folder):
+        _write_key(folder, key())
+
+
+def _write_key(folder: Path, key: str) -> None:
+    """Write the key that fits the secret, or was given in its place; with the folder locked."""
     write_private(folder / API_KEY, key)
-    return key
+    with writing(folder / ROTATING):
+        (folder / ROTATING).unlink(missing_ok=True)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keep other processes from writing the keys of a run meanwhile; the job that runs there does not hold this lock.
+
+    Raises:
+        NotFound: there is no such folder.
+        StoreError: it can't be locked.
+    """
+    try:
+        with writing(folder):
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except StoreError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            raise NotFound(NO_KEY) from None
+        raise
+    try:
+        with writing(folder):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # until the descriptor is closed
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def job_key(secret: bytes, job: str) -> str:

@@ -79,12 +79,22 @@ def _hub_folder(name: str) -> Path:
 
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=["*/*"]))
-    except LocalEntryNotFoundError as error:  # not cached, and the hub did not answer or HF_HUB_OFFLINE is set
-        raise ServerFailed(f"model {name!r} is not in the hub's cache, and the hub can't be reached") from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise ModelError(f"model {name!r}: the Hugging Face hub has no such model, or it is not public") from error
-    except HfHubHTTPError as error:
-        raise ModelError(f"model {name!r} can't be fetched from the hub: {str(error).splitlines()[0]}") from error
+    except (LocalEntryNotFoundError, HfHubHTTPError) as error:
+        # LocalEntryNotFoundError says that the cache lacks the model; why the hub did not give it is its cause.
+        answer = error if isinstance(error, HfHubHTTPError) else error.__cause__
+        if isinstance(answer, HfHubHTTPError):
+            failure = ModelError if _is_final(answer.response.status_code) else ServerFailed
+            raise failure(f"model {name!r} can't be fetched from the hub: {str(answer).splitlines()[0]}") from error
+        if huggingface_hub.constants.HF_HUB_OFFLINE:
+            raise ModelError(f"model {name!r} is not in the hub's cache, and HF_HUB_OFFLINE is set") from error
+        raise ServerFailed(f"model {name!r} is not in the hub's cache, and the hub can't be reached") from error
+
+
+def _is_final(status: int) -> bool:
+    """Return whether the hub would give the same HTTP status to a later request."""
+    return 400 <= status < 500 and status not in (408, 425, 429)
 
 
 def _smollm2() -> Path:

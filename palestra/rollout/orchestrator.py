@@ -6,7 +6,9 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
+
+from palestra.waiting import race
 
 W = TypeVar("W")
 R = TypeVar("R")
@@ -103,15 +105,9 @@ class RolloutOrchestrator(Generic[W, R]):
     async def _next(self) -> Outcome[W, R] | None:
         """Return the next outcome, or None when no more will come."""
         if self._results.empty() and not self._over.is_set():
-            getting = asyncio.ensure_future(self._results.get())
-            over = asyncio.ensure_future(self._over.wait())
-            try:
-                await asyncio.wait((getting, over), return_when=asyncio.FIRST_COMPLETED)
-                if getting.done():
-                    return getting.result()
-            finally:
-                over.cancel()
-                getting.cancel()
+            winner = await race(self._results.get(), self._over.wait())
+            if winner.index == 0:
+                return cast("Outcome[W, R]", winner.result)
         return None if self._results.empty() else self._results.get_nowait()
 
     async def _outcome(self, piece: W) -> Outcome[W, R]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from palestra.agents import Agent, ModelAgent
+from palestra.client.arguments import checked_amount, checked_count
 from palestra.errors import NotScored, RolloutFailed
 from palestra.rollout.collect import Collected, Lost, Termination, TrajectoryCollectEngine
 from palestra.rollout.environments import Environments, Made
@@ -32,6 +33,17 @@ class RolloutSpec:
     system: str | None = None  # system message of the agent of an `Environment`; None: the environment's own
     max_tokens: int | None = None  # limit of each reply in tokens, if `agents` is None
     temperature: float | None = None  # used where the job fixes no temperature: not in training, nor in validation
+
+    def __post_init__(self) -> None:
+        """Check the numbers.
+
+        Raises:
+            ConfigError: one makes no sense; the message names it.
+        """
+        if self.max_tokens is not None:
+            checked_count("max_tokens", self.max_tokens)
+        if self.temperature is not None:
+            checked_amount("temperature", self.temperature)
 
 
 class Runner:

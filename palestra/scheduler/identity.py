@@ -42,13 +42,12 @@ class Identity:
     scopes: frozenset[Scope]
     limits: KeyLimits
 
-    def may(self, action: Action, owner: str | None = None, private: bool = False) -> bool:
-        """Return whether the table of permissions allows an action.
+    def may(self, action: Action, owner: str | None = None) -> bool:
+        """Return whether the table of permissions allows an action. A private job also has to be seen: `sees`.
 
         Args:
             action: what is to be done.
             owner: to whom the object of the action belongs; None: to no user in particular, or to the sender.
-            private: whether the object is a private job.
         """
         rule = PERMISSIONS[action]
         return (
@@ -56,7 +55,6 @@ class Identity:
             and (rule.scope is None or rule.scope in self.scopes)
             and (not rule.operator or self.tenant == OPERATOR_TENANT)
             and (owner is None or owner == self.user or self.role in rule.others)
-            and (not private or self.sees(action, owner))
         )
 
     def sees(self, action: Action, owner: str | None) -> bool:

@@ -9,9 +9,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
-
-from pydantic import BaseModel
+from typing import Any
 
 from palestra.config import SMOLLM2, TINY, JobConfig
 from palestra.errors import ConfigError
@@ -179,11 +177,6 @@ def load_rules(path: Path) -> Rules:
     return Rules(caps=caps, models={name: _place(path, name, place) for name, place in models.items()}, hub_models=hub)
 
 
-def numeric_keys() -> list[str]:
-    """Return the dotted keys of a JobConfig that take a number, with `*` for names that users choose."""
-    return list(_numeric_keys(JobConfig, ""))
-
-
 def _cap(path: Path, key: str, value: Any) -> float:
     """Return a cap of the file; `none` is infinite.
 
@@ -262,29 +255,6 @@ def _key(path: tuple[str, ...]) -> str:
     if path[0] == "policies":
         return ".".join(("policies", "*", *path[2:]))
     return _SETTINGS if path[:2] == ("environment", "settings") else ".".join(path)
-
-
-def _numeric_keys(section: type[BaseModel], prefix: str) -> Iterator[str]:
-    """Yield the dotted keys of a section's numbers, including those of its subsections."""
-    for name, known in section.model_fields.items():
-        for key, annotation in _leaves(known.annotation, f"{prefix}{name}"):
-            if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-                yield from _numeric_keys(annotation, f"{key}.")
-            elif annotation in (int, float):
-                yield key
-
-
-def _leaves(annotation: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """Yield each type of which an annotation is made, once, with the key of its value."""
-    origin = get_origin(annotation)
-    if origin is Annotated:
-        yield from _leaves(get_args(annotation)[0], key)
-    elif origin is dict:
-        yield from _leaves(get_args(annotation)[1], f"{key}.*")
-    elif origin is not None:
-        yield from dict.fromkeys(found for part in get_args(annotation) for found in _leaves(part, key))
-    else:
-        yield key, annotation
 
 
 def _told(value: float) -> str:

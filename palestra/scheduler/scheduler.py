@@ -48,6 +48,7 @@ from palestra.scheduler.tenants import Quota
 from palestra.scheduler.turns import WaitingJob
 from palestra.schemas.jobs import LIVE_STATES, SHARES, JobRecord, Resources
 from palestra.schemas.states import JobState
+from palestra.waiting import race
 
 log = logging.getLogger("palestra.scheduler")
 LOOK_SECONDS = 5.0  # machines come and go without a notification, and failures are tried again after this time
@@ -218,16 +219,7 @@ class Scheduler:
 
     async def _wait(self, seconds: float, seen: int, submitted: int) -> None:
         """Return when something changes, or when the time is over."""
-        waits = [
-            asyncio.ensure_future(self._changed.wait(seconds, seen)),
-            asyncio.ensure_future(self._store.changed.wait(seconds, submitted)),
-        ]
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
-            await asyncio.gather(*waits, return_exceptions=True)
+        await race(self._changed.wait(seconds, seen), self._store.changed.wait(seconds, submitted))
 
     def _hold(self, job: JobRecord, start: Start, *, starting: bool) -> None:
         """Record what a job holds from now on."""
@@ -311,6 +303,9 @@ class Scheduler:
             source = self.folder_of(job.from_job) / RUN
             config = await asyncio.to_thread(with_own_weights, job, folder, source)
         await asyncio.to_thread((folder / ENDED_FILE).unlink, missing_ok=True)  # left by the job's previous server
+        weights = None
+        if job.from_job is None:
+            weights = await asyncio.to_thread(lambda: self._rules.weights(parse_config(config).policy.model))
         node = next((node for node in self.nodes if node.node_id == node_id), None)
         return await self._launcher.start(
             ServerOrder(
@@ -319,7 +314,7 @@ class Scheduler:
                 folder=folder,
                 node=node_id,
                 resources=job.resources,
-                weights=None if job.from_job else self._rules.weights(parse_config(config).policy.model),
+                weights=weights,
                 memory_gib=None if node is None else memory_limit_gib(job.resources, node),
             )
         )

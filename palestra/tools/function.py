@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, get_type_hints, overload
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from palestra.threads import in_thread
+from palestra.threads import call
 from palestra.tools.tool import BadArguments, Tool
 
 _ARGUMENT = re.compile(r"^\s{2,}(\w+)(?:\s*\([^)]*\))?:\s*(.+)$")
@@ -60,9 +61,7 @@ class FunctionTool(Tool):
 
     async def apply_async(self, **arguments: Any) -> Any:
         """Await the function, or run it in a thread."""
-        if inspect.iscoroutinefunction(self.function):
-            return await self.function(**arguments)
-        return await in_thread(lambda: self.function(**arguments), "palestra-tool")
+        return await call(partial(self.function, **arguments), "palestra-tool")
 
 
 @overload

@@ -68,8 +68,12 @@ class ToolManager:
             max_result_chars: a longer result is cut, and says so.
 
         Raises:
-            ValueError: two tools have the same name.
+            ValueError: two tools have the same name, or a limit makes no sense.
         """
+        if not timeout_seconds > 0:  # NaN is not
+            raise ValueError(f"timeout_seconds is {timeout_seconds!r}; give a number above 0")
+        if max_parallel < 1 or max_result_chars < 1:
+            raise ValueError("max_parallel and max_result_chars are at least 1")
         self._tools: dict[str, Tool] = {}
         self._timeout_seconds, self._max_chars = timeout_seconds, max_result_chars
         self._max_parallel = max_parallel

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-from palestra.threads import in_thread
+from palestra.threads import call
 
 
 class BadArguments(ValueError):
@@ -49,10 +50,10 @@ class Tool(ABC):
     def apply(self, **arguments: Any) -> Any:
         """Run the tool and return its result: text, or any value that has a JSON form.
 
-        Runs in a thread, so it may block.
+        Runs in a thread, so it may block; if it is an `async def`, on the event loop.
         """
         raise NotImplementedError(f"{type(self).__name__} has neither apply nor apply_async")
 
     async def apply_async(self, **arguments: Any) -> Any:
-        """Run the tool on the event loop and return its result. By default `apply` is run in a thread."""
-        return await in_thread(lambda: self.apply(**arguments), "palestra-tool")
+        """Run the tool on the event loop and return its result. By default `apply` is run."""
+        return await call(partial(self.apply, **arguments), "palestra-tool")

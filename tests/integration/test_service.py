@@ -327,7 +327,7 @@ def test_what_a_job_has_trained_is_served_by_another_until_it_is_cancelled(servi
     view = job.view()
     assert (view.kind, view.name, view.from_job, view.from_step) == ("inference", "lake", trained.job_id, 2)
     assert said_by(job) is not None
-    assert job.view().url == job.url
+    assert job.view().url == job.wait_for_server().url
     own = service.state / "jobs" / job.job_id / f"{trained.job_id}-step-2" / "weights.txt"
     source = service.state / "jobs" / trained.job_id / "run" / "checkpoints" / "step-000002" / "weights.txt"
     assert own.stat().st_ino == source.stat().st_ino
@@ -348,7 +348,8 @@ def test_what_a_job_has_trained_is_served_by_another_until_it_is_cancelled(servi
 
 def said_by(job) -> str | None:
     """What a model that is served says, to the real client."""
-    with openai.OpenAI(base_url=f"{job.url}/v1", api_key=job.key) as ai:
+    server = job.wait_for_server()
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=server.api_key) as ai:
         (model,) = ai.models.list().data
         answer = ai.chat.completions.create(model=model.id, messages=[{"role": "user", "content": "hello"}])
     return answer.choices[0].message.content

@@ -65,3 +65,39 @@ def test_every_exported_name_is_there_and_is_the_one_of_its_home(name):
 def test_another_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'Clinet'"):
         palestra.Clinet  # noqa: B018
+
+
+BLOCKS = re.compile(r"wait\w*|sleep|request|stream|exchange|result|join|acquire|open|read\w*|write\w*|recv\w*|run\w*")
+
+
+def blocking_calls(tree: ast.AST) -> list[str]:
+    """What the properties of a module call that may wait: for a server, a thread, a lock or a file."""
+    found = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        if not any(ast.unparse(decorator).endswith("property") for decorator in node.decorator_list):
+            continue
+        for call in (part for part in ast.walk(node) if isinstance(part, ast.Call)):
+            name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+            joins_text = name == "join" and isinstance(call.func, ast.Attribute) and call.args
+            if BLOCKS.fullmatch(name) and not joins_text:
+                found.append(f"{node.name}: {ast.unparse(call)}")
+    return found
+
+
+def test_no_property_waits_for_anything():
+    assert blocking_calls(ast.parse("class J:\n @property\n def url(self):\n  return self.wait_for_server().url"))
+    found = {path: blocking_calls(ast.parse(path.read_text())) for path in Path(palestra.__file__).parent.rglob("*.py")}
+    assert {str(path): calls for path, calls in found.items() if calls} == {}
+
+
+ROOT = Path(__file__).parents[2]
+PAGES = [*(ROOT / "examples").glob("*.py"), *(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_examples_and_pages_import_from_the_top(page):
+    """`palestra.errors` has all errors, in one place of its own."""
+    imported = re.findall(r"^\s*(?:from|import) (palestra\.[\w.]+)", page.read_text(), re.MULTILINE)
+    assert set(imported) <= {"palestra.errors"}

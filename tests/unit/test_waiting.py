@@ -6,9 +6,11 @@ import asyncio
 import gc
 import logging
 import weakref
+from pathlib import Path
 
 import pytest
 
+import palestra
 from palestra.waiting import Winner, cancelled, race, together
 
 
@@ -171,3 +173,12 @@ async def test_what_failed_is_forgotten_with_its_error(wait, at_cancel):
         assert kept() is None
     finally:
         gc.enable()
+
+
+def test_no_other_room_waits_for_the_first_of_several_by_hand():
+    """`TrajectoryCollectEngine` keeps its tasks over many waits, which is no race."""
+    package = Path(palestra.__file__).parent
+    found = {
+        path.relative_to(package).as_posix() for path in package.rglob("*.py") if "FIRST_COMPLETED" in path.read_text()
+    }
+    assert found == {"waiting.py", "rollout/collect.py"}

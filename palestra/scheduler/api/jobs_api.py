@@ -36,7 +36,7 @@ from palestra.schemas.states import JobState
 def add_job_routes(app: FastAPI, plane: ControlPlane) -> None:
     """Add the routes that submit, list and change jobs to the application."""
     store, scheduler = plane.store, plane.scheduler
-    rotating = asyncio.Lock()  # secret and key are two files, which two simultaneous changes could mix up
+    rotating = asyncio.Lock()  # a rotation that waits for another one holds no thread
 
     def view(job: JobRecord) -> JobView:
         waits = scheduler.waiting.get(job.job_id) if job.state is JobState.QUEUED else None
@@ -103,11 +103,12 @@ def add_job_routes(app: FastAPI, plane: ControlPlane) -> None:
     ) -> JobView:
         """Submit a new job with the request of this one; it starts from the beginning."""
         job = await plane.job(by, job_id, Action.JOB_RESUBMIT)
+        config = await plane.pool.run(allowed, job.config, by, plane.rules)
         request = JobRequest(
             name=job.name,
             kind=job.kind,
             priority=job.priority,
-            config=allowed(job.config, by, plane.rules),
+            config=config,
             resources=job.resources,
             attached=job.attached,
             private=job.private,
@@ -129,7 +130,7 @@ def add_job_routes(app: FastAPI, plane: ControlPlane) -> None:
         job = await plane.job(by, job_id, Action.JOB_ROTATE_KEY)
         run = scheduler.folder_of(job_id) / RUN
         async with rotating:
-            key = await asyncio.to_thread(rotate_keys, run, parse_config(job.config).name)
+            key = await asyncio.to_thread(lambda: rotate_keys(run, parse_config(job.config).name))
         await store.append_audit(by.tenant, by.user, by.key_id, Action.JOB_ROTATE_KEY.value, job_id, "ok")
         return JobKeyView(api_key=key)
 

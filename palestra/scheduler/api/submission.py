@@ -15,7 +15,7 @@ from palestra.scheduler.rules import Rules
 from palestra.scheduler.scheduler import RUN
 from palestra.scheduler.sources import step_meant
 from palestra.schemas.control_wire import SubmitJob
-from palestra.schemas.jobs import JobRecord, JobRequest, Resources
+from palestra.schemas.jobs import JobKind, JobRecord, JobRequest, Resources
 
 
 async def request_of(plane: ControlPlane, body: SubmitJob, by: Identity) -> JobRequest:
@@ -38,14 +38,11 @@ async def request_of(plane: ControlPlane, body: SubmitJob, by: Identity) -> JobR
         source = await plane.job(by, body.from_job, Action.JOB_READ)
         run = plane.scheduler.folder_of(source.job_id) / RUN
         step = await asyncio.to_thread(step_meant, run, source.job_id, body.from_step)
-    given = _config(body, source)
-    config = _checked(given, plane.rules)
-    if source is not None:
-        given = _with_model_of(source, given, config)
-    given = allowed(given, by, plane.rules)
+    # A configuration may be as long as a body, and is read several times.
+    kind, given = await plane.pool.run(_completed, body, source, by, plane.rules)
     return JobRequest(
         name=body.name or ("job" if source is None else source.name),
-        kind=config.kind,
+        kind=kind,
         priority=body.priority,
         config=given,
         resources=Resources(cpus=body.resources.cpus, gpus=body.resources.gpus, memory_gib=body.resources.memory_gib),
@@ -57,6 +54,25 @@ async def request_of(plane: ControlPlane, body: SubmitJob, by: Identity) -> JobR
         from_step=step,
         from_newest=body.from_step is None and source is not None,
     )
+
+
+def _completed(body: SubmitJob, source: JobRecord | None, by: Identity, rules: Rules) -> tuple[JobKind, dict[str, Any]]:
+    """Return the kind and the whole configuration of a submission.
+
+    Args:
+        body: the submission.
+        source: its `from_job`; None: it names none.
+        by: who sends it.
+        rules: the operator's.
+
+    Raises:
+        ConfigError, InvalidRequest: see `request_of`.
+    """
+    given = _config(body, source)
+    config = _checked(given, rules)
+    if source is not None:
+        given = _with_model_of(source, given, config)
+    return config.kind, allowed(given, by, rules)
 
 
 def allowed(given: dict[str, Any], by: Identity, rules: Rules) -> dict[str, Any]:

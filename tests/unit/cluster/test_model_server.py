@@ -9,7 +9,7 @@ import pytest
 
 from palestra.cluster import job_thread, model_server
 from palestra.cluster.model_server import ModelServer
-from palestra.errors import EngineFailure, PalestraError, ServerFailed, StoreError
+from palestra.errors import EngineFailure, ModelError, PalestraError, ServerFailed, StoreError
 from palestra.scheduler.launcher import ENDED_FILE, LOG_FILE, Ended, Ending, ending_of, read_ended, write_ended
 from palestra.trainer.checkpoint import newest_path
 
@@ -101,7 +101,7 @@ async def test_a_model_that_is_no_folder_is_not_looked_for_in_one(server, tmp_pa
     (tmp_path / "models" / "private").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     config = {"kind": "inference", "policies": {"policy": {"model": "models/private"}}}
-    with pytest.raises(ServerFailed, match="not in the hub's cache"):
+    with pytest.raises(ModelError, match="not in the hub's cache, and HF_HUB_OFFLINE is set"):
         await server.start(config, str(tmp_path / "job"), "127.0.0.1")
 
 

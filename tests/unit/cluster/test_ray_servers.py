@@ -69,3 +69,46 @@ async def test_why_a_job_that_is_to_end_is_not_waited_for_any_longer(monkeypatch
     monkeypatch.setattr(ray_servers, "STUCK_SECONDS", 0.05)
     async with asyncio.timeout(30):
         assert await ray_servers._stopped(actor, grace) == said
+
+
+@pytest.mark.parametrize(
+    ("start", "said"),
+    [
+        ("listens", None),
+        (ray_servers.PalestraError("no such model"), "no such model"),
+        (None, "the model server did not answer for 0.03 s while it started"),
+    ],
+    ids=["listens", "raises", "silent"],
+)
+async def test_a_start_is_waited_for_as_long_as_its_process_answers(monkeypatch, start, said):
+    monkeypatch.setattr(ray_servers, "PING_SECONDS", 0.01)
+    monkeypatch.setattr(ray_servers, "PING_LIMIT_SECONDS", 0.03)
+    pings, ended = [], []
+
+    async def begin(order, host) -> object:
+        try:
+            await asyncio.sleep(60 if start is None else 0.2)
+        finally:
+            ended.append(start)
+        if isinstance(start, Exception):
+            raise start
+        return start
+
+    async def ping() -> None:
+        pings.append(1)
+        if start is None and len(pings) > 3:
+            await asyncio.Event().wait()
+
+    actor = SimpleNamespace(start=SimpleNamespace(remote=begin), ping=SimpleNamespace(remote=ping))
+    before = asyncio.all_tasks()
+    async with asyncio.timeout(30):
+        if said is None:
+            assert await ray_servers._listening(actor, None, None) == "listens"
+        else:
+            with pytest.raises(ray_servers.PalestraError, match=said):
+                await ray_servers._listening(actor, None, None)
+    assert ended == [start]
+    assert len(pings) > 3
+    for _ in range(3):  # a ping whose answer is not awaited any more ends in the next turns of the event loop
+        await asyncio.sleep(0)
+    assert asyncio.all_tasks() == before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 
 import pytest
@@ -78,3 +79,51 @@ def test_a_limit_of_steps_ends_an_endless_one():
     check_environment(change(max_steps=5, step=lambda self, action: ("x", 1.0, False, False, {})), TASKS, max_steps=50)
     with pytest.raises(ValueError, match="needs a task"):
         check_environment(Good, [])
+
+
+class GoodAsync(Environment):
+    async def setup(self):
+        self.loop = asyncio.get_running_loop()
+
+    async def reset(self, task):
+        self.left = task["n"]
+        return "go", {}
+
+    async def step(self, action):
+        assert asyncio.get_running_loop() is self.loop
+        self.left -= 1
+        return action[:3], 1.0, self.left == 0, False, {}
+
+
+def test_nothing_is_said_of_a_good_asynchronous_one():
+    check_environment(GoodAsync, TASKS)
+
+
+async def never_ends(self):
+    self.task = asyncio.ensure_future(asyncio.sleep(60))
+
+
+async def raises_later(self, action):
+    await asyncio.sleep(0)
+    raise KeyError("x")
+
+
+async def one_value(self, task):
+    return "go"
+
+
+@pytest.mark.parametrize(
+    ("methods", "said"),
+    [
+        ({"step": raises_later}, "step.* raised KeyError"),
+        ({"reset": one_value}, "reset returns"),
+        ({"setup": never_ends, "step": Good.step}, "after close this still runs: sleep"),
+    ],
+)
+def test_the_mistakes_of_asynchronous_ones_are_found(methods, said):
+    with pytest.raises(EnvironmentMistake, match=said):
+        check_environment(type("Bad", (GoodAsync,), methods), TASKS)
+
+
+async def test_it_runs_beside_an_event_loop_of_the_caller():
+    check_environment(GoodAsync, TASKS)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+
 import pytest
 
 from palestra.envs import Environment, SerialEnvironment
@@ -42,3 +45,64 @@ async def test_a_limit_of_steps_truncates_and_is_not_the_end_of_the_world(last, 
     assert (seen[-1].terminated, seen[-1].truncated) == ends
     assert all(not o.is_last for o in seen[:-1])
     assert [o.reward for o in seen[1:]] == [0.5] * steps
+
+
+class Awaits(Environment):
+    """Every method is asynchronous, and notes the thread that it runs in."""
+
+    def __init__(self) -> None:
+        self.threads: list[str] = []
+
+    async def note(self):
+        await asyncio.sleep(0)
+        self.threads.append(threading.current_thread().name)
+
+    async def setup(self):
+        await self.note()
+
+    async def close(self):
+        await self.note()
+
+    async def reset(self, task):
+        await self.note()
+        return "go", {"seed": 1}
+
+    async def step(self, action):
+        await self.note()
+        return action, 0.5, True, False, {}
+
+
+async def test_an_asynchronous_environment_runs_on_the_event_loop_without_a_thread():
+    made = Awaits()
+    environment = SerialEnvironment(made)
+    await environment.setup()
+    seen = await play(environment, {}, lambda observation: says("a"))
+    await environment.close()
+    assert made.threads == [threading.current_thread().name] * 4
+    assert [o.content[-1].text for o in seen] == ["go", "a"]
+    assert (seen[0].info, seen[1].reward, seen[1].terminated) == ({"seed": 1}, 0.5, True)
+
+
+async def test_asynchronous_methods_and_others_go_together():
+    class Mixed(Awaits):
+        def reset(self, task):
+            self.threads.append(threading.current_thread().name)
+            return "go", {}
+
+        def step_message(self, action):  # of a thread, and gives a coroutine that the event loop runs
+            self.threads.append(threading.current_thread().name)
+            return self.step(action.text)
+
+    made = Mixed()
+    seen = await play(SerialEnvironment(made), {}, lambda observation: says("a"))
+    assert made.threads == ["palestra-environment", "palestra-environment", threading.current_thread().name]
+    assert seen[-1].reward == 0.5
+
+
+async def test_what_an_asynchronous_step_raises_ends_the_episode():
+    class Fails(Awaits):
+        async def step(self, action):
+            raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        await play(SerialEnvironment(Fails()), {}, lambda observation: says("a"))

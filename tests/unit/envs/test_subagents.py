@@ -298,7 +298,7 @@ def at_once(monkeypatch):
     async def here(work, name):
         return work()
 
-    monkeypatch.setattr("palestra.envs.subagents.in_thread", here)
+    monkeypatch.setattr("palestra.threads.in_thread", here)
 
 
 @given(order=st.permutations(range(5)), count=st.integers(1, 5))
@@ -372,7 +372,7 @@ def test_one_by_one_each_result_is_told_once_and_each_call_answered_at_once(data
             await environment.observe()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("palestra.envs.subagents.in_thread", here)
+        patch.setattr("palestra.threads.in_thread", here)
         asyncio.run(episode())
 
 
@@ -409,3 +409,19 @@ async def test_one_by_one_a_result_that_has_come_is_told_with_those_of_other_too
     (third,) = await shown(environment)  # at once, though a subagent is at work
     assert told(third) == [("tool", "3")]
     await environment.abandon()
+
+
+async def test_rewards_may_be_asynchronous():
+    async def of_subagent(task, prompt, answer):
+        await asyncio.sleep(0)
+        return 0.5
+
+    async def of_task(task, answer):
+        await asyncio.sleep(0)
+        return 2.0
+
+    environment = SubagentEnvironment([SOLVER], of_task, subagent_reward_fn=of_subagent)
+    turns = iter([delegates("a"), says("done")])
+    seen = await play(environment, TASK, lambda o: next(turns) if o.agent == "agent" else says("x"))
+    rewards = {o.agent: o.reward for o in seen if o.is_last}
+    assert rewards == {"agent": 2.0, "agent/solver-1": 0.5}

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 
 import pytest
 
-from palestra.envs import TaskEnvironment, ToolEnvironment, reward_function
+from palestra.envs import SerialEnvironment, TaskEnvironment, ToolEnvironment, reward_function
 from palestra.errors import EnvironmentMistake, NotScored
 from palestra.rollout import RolloutSpec, Runner
 from palestra.session import Sessions
 from palestra.tools import Calculator
 from unit.building import TASK, FakeClock
-from unit.envs.playing import calls, play
+from unit.envs.playing import calls, play, says
 from unit.session.conftest import STOP, Bench
 
 
@@ -105,3 +107,45 @@ def test_what_is_no_reward_is_an_error_and_not_zero(value):
         reward_function(lambda task, answer: value)({}, "")
     with pytest.raises(EnvironmentMistake):
         reward_function(lambda completions: [value, value])({}, "")
+
+
+async def test_reward_functions_may_be_asynchronous():
+    threads = []
+
+    async def length(completions, answer):
+        await asyncio.sleep(0)
+        threads.append(threading.current_thread().name)
+        return [float(len(completions[0]) + len(answer[0]))]
+
+    class Scorer:
+        async def __call__(self, task, answer):
+            threads.append(threading.current_thread().name)
+            return 3
+
+    here = threading.current_thread().name
+    task = {"prompt": "1 + 1?", "answer": "two"}
+    assert await reward_function(length)(task, "2") == 4.0
+    seen = await play(SerialEnvironment(TaskEnvironment(length)), task, lambda observation: says("22"))
+    assert seen[-1].reward == 5.0
+    for reward in (Scorer(), lambda task, answer: 3):
+        seen = await play(ToolEnvironment([], reward), task, lambda observation: says("22"))
+        assert seen[-1].reward == 3.0
+    assert threads == [here] * 3
+
+
+async def test_what_an_asynchronous_reward_function_returns_is_checked():
+    async def much(task, answer):
+        return "much"
+
+    with pytest.raises(EnvironmentMistake, match="much returned 'much'"):
+        await play(ToolEnvironment([], much), {"prompt": "?"}, lambda observation: says("22"))
+
+
+async def test_score_may_be_asynchronous():
+    class Judged(ToolEnvironment):
+        async def score(self, task, answer):
+            await asyncio.sleep(0)
+            return 0.25
+
+    seen = await play(Judged([], exact), {"prompt": "?"}, lambda observation: says("22"))
+    assert seen[-1].reward == 0.25

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 from starlette.requests import Request
 
@@ -109,3 +111,20 @@ async def test_a_key_opens_no_other_episode(tmp_path):
             await RING.require_this_episode(key, "train-000009-00", store.episodes)
         with pytest.raises(Unauthorized):
             await RING.require_this_episode(carrying("pe-x.1.y"), mine, store.episodes)
+
+
+@pytest.mark.parametrize("given", [None, "my-own-key"])
+def test_a_check_asks_for_the_secret_once(given):
+    asked = []
+
+    def secret() -> bytes:
+        asked.append(1)
+        return SECRET
+
+    ring = KeyRing(secret, "job", given)
+    keys = [ring.job_key, ring.episode_key("e", 1), "pe-e.1.x"]
+    for key in keys:
+        asked.clear()
+        with suppress(Unauthorized):
+            ring.check(key)
+        assert len(asked) == 1, key

@@ -52,6 +52,12 @@ def allowed(mask: bytes) -> set[int]:
     return set(np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")).tolist())
 
 
+def pids(grammars: Grammars) -> list[int]:
+    """Of the processes that run, that from which the others are forked first."""
+    own = [] if grammars._server is None else [grammars._server._popen.pid]
+    return own + [process.pid for process in grammars._alive.values()]
+
+
 def runs(pid: int) -> bool:
     """Whether a process is there and is no zombie."""
     with suppress(OSError):
@@ -105,9 +111,9 @@ async def test_masks_are_those_of_llguidance_in_one_process(make):
 
 async def test_no_process_is_started_before_the_first_grammar_and_none_is_left(make):
     grammars = make()
-    assert grammars.pids == []
+    assert pids(grammars) == []
     await grammars.check(WORDS, "choices")
-    server, *processes = grammars.pids
+    server, *processes = pids(grammars)
     assert len(processes) == 1
     assert all(map(runs, (server, *processes)))
     grammars.close()
@@ -127,7 +133,7 @@ async def test_a_bomb_is_refused_by_its_bound_and_its_field_and_again_without_a_
     with pytest.raises(GrammarRefused, match=r"^tool_choice: over the bound"):
         await grammars.check(grammar, "tool_choice")
     assert grammars._server is before
-    assert len(grammars.pids) == 1
+    assert len(pids(grammars)) == 1
 
 
 async def test_a_refusal_for_time_is_not_for_ever(make, monkeypatch):
@@ -232,8 +238,8 @@ async def test_a_process_that_is_killed_from_outside_is_no_fault_of_the_grammar(
     (error,) = grammars.advance([matcher])
     assert isinstance(error, EngineFailure)
     assert (await grammars.matcher(WORDS)).mask == matcher.mask
-    os.kill(grammars.pids[0], signal.SIGKILL)  # the one from which they are forked; the others end with it
-    await until(lambda: not runs(grammars.pids[0]))
+    os.kill(pids(grammars)[0], signal.SIGKILL)  # the one from which they are forked; the others end with it
+    await until(lambda: not runs(pids(grammars)[0]))
     await grammars.check(of_schema({"type": "boolean"}), "response_format")
     matcher = await grammars.matcher(WORDS)
     matcher.accept(ord("a"))
@@ -247,13 +253,13 @@ async def test_no_more_processes_are_kept_than_a_fixed_number_and_who_needs_one_
     texts = [f'start: "{letter}"\n' for letter in "abc"]
     for text in texts:
         await grammars.check(text, "choices")
-    assert len(grammars.pids) == 1 + 2
+    assert len(pids(grammars)) == 1 + 2
     first, second = [await grammars.matcher(text) for text in texts[:2]]
     third = asyncio.ensure_future(grammars.matcher(texts[2]))
     await asyncio.sleep(0.1)
     assert not third.done()
     await grammars.check('start: "d"\n', "choices")  # it is compiled, and can't be kept
-    assert len(grammars.pids) == 1 + 2
+    assert len(pids(grammars)) == 1 + 2
     grammars.release(first)
     assert allowed((await third).mask) == {ord("c")}
     assert first.process.over is not None
@@ -282,18 +288,18 @@ def test_nothing_is_left_when_the_server_is_killed_while_a_bomb_is_compiled():
         "    asyncio.ensure_future(g.check(sys.argv[1], 'f'))\n"
         "    while not any(c.process for c in g._compiling.values()):\n"
         "        await asyncio.sleep(0.01)\n"
-        "    print(json.dumps(g.pids + [c.process.pid for c in g._compiling.values()]), flush=True)\n"
+        "    print(json.dumps([g._server._popen.pid] + [c.process.pid for c in g._compiling.values()]), flush=True)\n"
         "    await asyncio.sleep(300)\n"
         "asyncio.run(main())\n"
     )
     with subprocess.Popen([sys.executable, "-c", script, SLOW], stdout=subprocess.PIPE) as server:
         assert server.stdout is not None
-        pids = json.loads(server.stdout.readline())
-        assert len(pids) == 2
-        assert all(map(runs, pids))
+        found = json.loads(server.stdout.readline())
+        assert len(found) == 2
+        assert all(map(runs, found))
         server.kill()
     deadline = time.monotonic() + 60
-    while any(map(runs, pids)):
+    while any(map(runs, found)):
         assert time.monotonic() < deadline, "a grammar process outlived the server"
         time.sleep(0.01)
 
@@ -302,7 +308,50 @@ def test_the_processes_load_no_torch_and_get_no_key(monkeypatch):
     monkeypatch.setenv("PALESTRA_API_KEY", "secret-key")
     server = GrammarServer(None)
     try:
-        assert b"secret-key" not in Path(f"/proc/{server.pid}/environ").read_bytes()
-        assert "torch" not in Path(f"/proc/{server.pid}/maps").read_text()
+        assert b"secret-key" not in Path(f"/proc/{server._popen.pid}/environ").read_bytes()
+        assert "torch" not in Path(f"/proc/{server._popen.pid}/maps").read_text()
     finally:
         server.close()
+
+
+async def test_matchers_of_replies_that_are_over_are_forgotten(make):
+    grammars = make()
+    process = (kept := await grammars.matcher(WORDS)).process
+    for _ in range(5):
+        replies = [await grammars.matcher(WORDS) for _ in range(20)]
+        for reply in replies:
+            reply.accept(ord("a"))
+        assert grammars.advance(replies) == [None] * 20
+        assert process.matchers == 20  # those of the round before are gone
+        for reply in replies:
+            grammars.release(reply)
+    kept.accept(ord("c"))
+    assert grammars.advance([kept]) == [None]
+    assert (process.matchers, len(process._drop)) == (1, 0)
+
+
+async def test_replies_that_were_never_walked_leave_nothing_to_forget(make):
+    grammars = make()
+    for _ in range(50):
+        grammars.release(matcher := await grammars.matcher(WORDS))
+    assert not matcher.process._drop
+
+
+async def test_a_reply_that_ends_while_its_walk_is_asked_for_leaves_no_matcher(make, monkeypatch):
+    grammars = make()
+    one, other = await grammars.matcher(WORDS), await grammars.matcher(WORDS)
+    process, asked = one.process, one.process.ask
+
+    def released_before(walks, masks=True):
+        grammars.release(one)
+        asked(walks, masks)
+
+    one.accept(ord("a"))
+    monkeypatch.setattr(process, "ask", released_before)
+    grammars.advance([one])
+    monkeypatch.undo()
+    assert process.matchers == 0
+    grammars.release(other)
+    other.accept(ord("a"))
+    assert grammars.advance([other]) == [None]  # it is over: nothing is asked for it
+    assert (process.matchers, len(process._drop)) == (0, 0)

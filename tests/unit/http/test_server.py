@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import httpx2
 import pytest
@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 
 from palestra.errors import Unauthorized
+from palestra.http import guard
 from palestra.http.app import build_app
 from palestra.http.connections import ConnectionLimits, Connections
 from palestra.http.server import listen, served, url_of
@@ -215,3 +216,57 @@ async def test_a_body_is_only_asked_for_when_the_key_is_good():
             reader, writer = await server.open()
             writer.write(head + key + b"\r\n")
             assert (await asyncio.wait_for(reader.readline(), 20)).startswith(first)
+
+
+REFUSED = b"POST /echo HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n\r\n"  # it has no key, so its body is not waited for
+ALLOWED = b"POST /echo HTTP/1.1\r\nhost: x\r\nauthorization: Bearer good\r\ncontent-length: 3\r\n\r\nabc"
+
+
+async def refused_early(server: Server) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection over which a request was refused of which the body has not come."""
+    reader, writer = await server.open()
+    writer.write(REFUSED)
+    head = await reader.readuntil(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 401 ")
+    length = next(line for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:"))
+    await reader.readexactly(int(length.partition(b":")[2]))
+    return reader, writer
+
+
+async def test_a_connection_is_idle_when_the_body_of_a_refused_request_has_come():
+    async with running(header_seconds=1, idle_seconds=60) as server:
+        reader, writer = await refused_early(server)
+        writer.write(b"body")
+        await asyncio.sleep(3)  # the connections are looked at once a second
+        writer.write(ALLOWED)
+        async with asyncio.timeout(10):
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+        assert server.connections.counts["headers_late"] == 0
+
+
+@pytest.mark.parametrize(
+    "rest", [b"", b"bo", b"bodyPOST /echo HTT"], ids=["nothing", "a part", "half a head behind it"]
+)
+async def test_what_is_due_after_a_refused_request_has_the_deadline_of_headers(rest):
+    async with running(header_seconds=0.3, idle_seconds=60) as server:
+        reader, writer = await refused_early(server)
+        writer.write(rest)
+        async with asyncio.timeout(10):
+            answer = b""
+            with suppress(ConnectionResetError):
+                answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 408 ") == (b"POST" in rest)
+        assert server.connections.counts["headers_late"] == 1
+
+
+async def test_a_body_that_comes_byte_by_byte_has_a_deadline_of_its_own(monkeypatch):
+    monkeypatch.setattr(guard, "WHOLE_BODY_SECONDS", 0.3)
+    async with running() as server:
+        reader, writer = await server.open()
+        writer.write(ALLOWED.replace(b"content-length: 3", b"content-length: 9000"))
+        answer = asyncio.ensure_future(reader.readuntil(b"}"))
+        async with asyncio.timeout(10):
+            while not answer.done():
+                writer.write(b"x")
+                await asyncio.sleep(0.02)
+        assert b"the body had not come to its end after 0.3 s" in await answer

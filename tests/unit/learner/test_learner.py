@@ -11,6 +11,7 @@ import pytest
 from palestra.config import load_config
 from palestra.errors import ConfigError, StoreError
 from palestra.inference.fake import FakeEngine, digits_script
+from palestra.learner.learner import Learner
 from palestra.schemas.records import PolicyVersion
 from palestra.schemas.states import JobState
 from palestra.trainer.base import PolicySpec
@@ -308,3 +309,22 @@ async def test_episodes_that_can_not_be_trained_are_left_out_counted_and_named_t
     assert crashes
     assert await job_in(tmp_path / "again").run() == weights
     assert rows(tmp_path / "again")[-1]["train/episodes_untrainable"] == counted[3]
+
+
+async def test_what_a_stop_breaks_off_has_ended_when_the_learner_goes_on():
+    """Else it could still write to the store, or hold the trainer, while the run is saved."""
+    ended = []
+
+    async def gather() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.02)
+            ended.append("gathered")
+
+    learner = object.__new__(Learner)
+    learner._stopping = asyncio.Event()
+    waiting = asyncio.ensure_future(learner._unless_stopped(gather()))
+    await asyncio.sleep(0.01)
+    learner.stop()
+    assert (await waiting, ended) == (None, ["gathered"])

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import stat
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 
 from palestra.errors import ConfigError, Conflict, NotFound
-from palestra.ledger.key_files import SecretFile, job_key, read_secret, rotate_keys, write_private
+from palestra.ledger import key_files
+from palestra.ledger.key_files import SecretFile, job_key, publish_key, read_secret, rotate_keys, write_private
 
 GOOD = "ab" * 32
 
@@ -46,3 +49,48 @@ def test_keys_that_were_given_can_not_be_rotated_and_those_that_are_not_there_ne
     assert read_secret(tmp_path) == secret
     write_private(tmp_path / "api_key", job_key(secret, "job") + "\n")
     assert rotate_keys(tmp_path, "job") == job_key(read_secret(tmp_path), "job") != job_key(secret, "job")
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("writes", range(4))
+def test_a_rotation_that_was_killed_anywhere_can_be_made_again(tmp_path, monkeypatch, writes):
+    old = SecretFile(tmp_path).current()
+    publish_key(tmp_path, lambda: job_key(old, "job"))
+    left = [key_files.write_private] * writes
+
+    def write(path, text):
+        if not left:
+            raise Killed
+        left.pop()(path, text)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(key_files, "write_private", write)
+        with suppress(Killed):
+            rotate_keys(tmp_path, "job")
+    present = (tmp_path / "api_key").read_text().strip()
+    assert (present == job_key(read_secret(tmp_path), "job")) == (writes != 2)
+    key = rotate_keys(tmp_path, "job")
+    assert key == job_key(read_secret(tmp_path), "job") == (tmp_path / "api_key").read_text().strip()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["api_key", "secret"]
+
+
+def test_a_start_with_a_given_key_after_a_killed_rotation_can_not_be_rotated(tmp_path):
+    SecretFile(tmp_path)
+    write_private(tmp_path / ".rotating", "")
+    publish_key(tmp_path, lambda: "chosen by somebody")
+    with pytest.raises(Conflict, match="PALESTRA_API_KEY"):
+        rotate_keys(tmp_path, "job")
+
+
+def test_rotations_at_the_same_time_leave_a_pair_that_fits(tmp_path):
+    secret = SecretFile(tmp_path).current()
+    publish_key(tmp_path, lambda: job_key(secret, "job"))
+    with ThreadPoolExecutor(8) as threads:
+        keys = list(threads.map(lambda _: rotate_keys(tmp_path, "job"), range(40)))
+    present = (tmp_path / "api_key").read_text().strip()
+    assert present == job_key(read_secret(tmp_path), "job")
+    assert present in keys
+    assert len(set(keys)) == 40

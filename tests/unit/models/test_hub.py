@@ -1,23 +1,33 @@
 from __future__ import annotations
 
+import re
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import ClassVar
 
 import pytest
 from huggingface_hub import constants
 
-from palestra.errors import ModelError
-from palestra.models.catalog import model_folder
+from palestra.errors import ModelError, ServerFailed
+from palestra.models.catalog import exact_model, model_folder
 from palestra.models.causal_lm import load_tokenizer
+from palestra.scheduler.launcher import Ending, ending_of
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Has nothing, and says so."""
+    """Has nothing, and says so: `org/404` with this status, and any other with 404."""
+
+    asked: ClassVar[list[str]] = []
 
     def do_HEAD(self) -> None:
-        self.send_response(404)
+        self.asked.append(self.path)
+        status = re.search(r"org/(\d{3})", self.path)
+        self.send_response(404 if status is None else int(status[1]))
+        self.send_header("content-length", "0")
         self.end_headers()
+
+    do_GET = do_HEAD
 
     def log_message(self, *_: object) -> None: ...
 
@@ -73,3 +83,30 @@ def test_offline_says_so_and_asks_nobody(monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ModelError, match="HF_HUB_OFFLINE is set"):
         model_folder("org/model")
+
+
+@pytest.mark.parametrize(
+    ("status", "ending"),
+    [
+        *((status, Ending.FAILED) for status in (401, 403, 404, 410)),
+        *((status, Ending.LOST) for status in (429, 500, 503)),
+    ],
+)
+def test_a_job_is_started_again_only_where_the_hub_may_answer_in_another_way(monkeypatch, hub, status, ending):
+    monkeypatch.setattr(constants, "ENDPOINT", hub)
+    Hub.asked.clear()
+    with pytest.raises((ModelError, ServerFailed), match=f"org/{status}") as failure:
+        exact_model(f"org/{status}")
+    assert ending_of(failure.value) is ending
+    assert len(Hub.asked) < 3
+
+
+def test_a_job_is_started_again_where_there_is_no_network_and_not_where_none_may_be_used(monkeypatch, nobody):
+    monkeypatch.setattr(constants, "ENDPOINT", nobody)
+    with pytest.raises(ServerFailed, match="the hub can't be reached") as failure:
+        exact_model("org/model")
+    assert ending_of(failure.value) is Ending.LOST
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match="HF_HUB_OFFLINE is set") as failure:
+        exact_model("org/model")
+    assert ending_of(failure.value) is Ending.FAILED

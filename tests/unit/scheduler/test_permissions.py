@@ -50,8 +50,9 @@ def test_every_cell_of_the_matrix(action, role, operator):
     assert who.may(action) == (there and letter in own)
     assert who.may(action, "ann") == (there and letter in own)
     assert who.may(action, "bob") == (there and letter in own and letter in others)
-    assert who.may(action, "ann", private=True) == (there and letter in own)
-    assert who.may(action, "bob", private=True) == (there and letter in own and letter in others and letter == "A")
+    assert who.sees(action, "ann")
+    sees = who.may(action, "bob") and who.sees(action, "bob")
+    assert sees == (there and letter in own and letter in others and letter == "A")
 
 
 @pytest.mark.parametrize(("action", "role"), list(product(Action, Role)))

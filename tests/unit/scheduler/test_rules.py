@@ -3,20 +3,46 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from typing import Annotated, Any, get_args, get_origin
 
 import pytest
+from pydantic import BaseModel
 
-from palestra.config import FakeEngineConfig, parse_config
+from palestra.config import FakeEngineConfig, JobConfig, parse_config
 from palestra.errors import ConfigError
-from palestra.scheduler.rules import CAPS, EXEMPT, OPEN_EPISODES, TIME_LIMIT, Rules, load_rules, numeric_keys
+from palestra.scheduler.rules import CAPS, EXEMPT, OPEN_EPISODES, TIME_LIMIT, Rules, load_rules
 from palestra.schemas.states import JobState
 from unit.scheduler.launching import FakeLauncher
 from unit.scheduler.scheduling import in_state, scheduling, submit
 from unit.waiting import until
 
 
+def numeric_keys(section: type[BaseModel], prefix: str) -> Iterator[str]:
+    """The dotted keys of a configuration that take a number, `*` for the names that a user chooses."""
+    for name, known in section.model_fields.items():
+        for key, annotation in _leaves(known.annotation, f"{prefix}{name}"):
+            if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+                yield from numeric_keys(annotation, f"{key}.")
+            elif annotation in (int, float):
+                yield key
+
+
+def _leaves(annotation: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """The types that an annotation is made of, each once, with the key at which a value of it stands."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        yield from _leaves(get_args(annotation)[0], key)
+    elif origin is dict:
+        yield from _leaves(get_args(annotation)[1], f"{key}.*")
+    elif origin is not None:
+        yield from dict.fromkeys(found for part in get_args(annotation) for found in _leaves(part, key))
+    else:
+        yield key, annotation
+
+
 def test_every_number_of_a_configuration_has_a_cap_or_a_reason_for_having_none():
-    keys = set(numeric_keys())
+    keys = set(numeric_keys(JobConfig, ""))
     assert keys - CAPS.keys() - EXEMPT.keys() == set(), "a new number needs a cap, or a stated reason"
     assert CAPS.keys() - keys == {OPEN_EPISODES}
     assert EXEMPT.keys() <= keys

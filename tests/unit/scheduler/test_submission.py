@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import sys
+import threading
 
 import pytest
 
+from palestra.config import parse_config
+from palestra.scheduler.api import submission
 from palestra.scheduler.limits import KeyLimits
 from palestra.scheduler.scheduler import RUN
 from palestra.trainer import checkpoint
@@ -182,3 +185,18 @@ async def test_a_key_that_may_not_read_jobs_may_not_start_from_one(http, plane):
     answer = await http.post("/jobs", json={"from_job": source}, headers={"authorization": f"Bearer {key['secret']}"})
     assert answer.status_code == 403
     assert "jobs:read" in answer.text
+
+
+async def test_configurations_are_read_away_from_the_event_loop(http, plane, monkeypatch):
+    """One may be as long as a body, and is read several times."""
+    job_id, threads = await trained(plane, 3), set()
+
+    def parse(*arguments):
+        threads.add(threading.current_thread().name.rpartition("_")[0])
+        return parse_config(*arguments)
+
+    monkeypatch.setattr(submission, "parse_config", parse)
+    await made(http, config={})
+    job = await made(http, from_job=job_id)
+    assert (await http.post(f"/jobs/{job['job_id']}/resubmit")).status_code == 201
+    assert threads == {"palestra-request"}

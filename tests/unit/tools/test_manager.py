@@ -169,3 +169,16 @@ def test_the_schema_is_made_from_signature_and_docstring():
 def test_a_function_without_types_or_names_is_refused(function):
     with pytest.raises(TypeError, match=r"no type|by name"):
         tool(function)
+
+
+async def test_apply_may_be_asynchronous():
+    class Where(Tool):
+        def get_json_schema(self):
+            return {"type": "function", "function": {"name": "where"}}
+
+        async def apply(self, **arguments):
+            await asyncio.sleep(0)
+            return threading.current_thread().name
+
+    results = await ToolManager([Where()]).execute_calls([call("where")])
+    assert [result.content for result in results] == [threading.current_thread().name]
