@@ -41,7 +41,9 @@ def allowed_tokens(samples: Sequence[tuple[TrainSample, Any, Any]], grammars: Gr
         for span in sample.grammars:
             tokens, wanted = _walk_of(sample, span)
             places = np.searchsorted(trained, np.array(wanted, np.int64) + span.start)
-            bits[torch.from_numpy(places)] = torch.from_numpy(grammars.walk(span.grammar, tokens, wanted))
+            # A tokenizer may know more tokens than the model has, such as SmolLM2's; those are never sampled.
+            walked = grammars.walk(span.grammar, tokens, wanted)[:, :width]
+            bits[torch.from_numpy(places)] = torch.from_numpy(walked)
         parts.append(bits)
     return torch.cat(parts)
 

@@ -19,6 +19,7 @@ from palestra.inference.model_runner import PolicyModel
 from palestra.models.causal_lm import load_causal_lm, load_tokenizer
 from palestra.models.grammar import vocabulary_of
 from palestra.schemas.records import GrammarSpan, SamplingParams
+from palestra.trainer.constraints import allowed_tokens
 from unit.building import engine_request, make_chat, make_sample, rows_of
 from unit.trainer.test_torch_trainer import training
 
@@ -71,3 +72,21 @@ async def test_a_row_that_trains_only_a_part_of_a_constrained_reply_goes_through
         assert report.metrics["logprob_gap_max"] < 1e-4
         together = await trainer.forward_backward("policy", [other, part], LOSS, "2")
     assert together.trained_tokens == len(ids)
+
+
+async def test_a_tokenizer_may_know_more_tokens_than_the_model_has():
+    """SmolLM2's does: its masks have a word more than the model's vocabulary needs."""
+    prompt = np.arange(1, 9, dtype=np.int32)
+    how, ids, logprobs = await sampled(prompt, 1.0, 3)
+    (row,) = rows_of([make_chat(prompt=prompt.tolist(), completion=ids, logprobs=logprobs, sampling=how)])
+    sample = replace(make_sample(row.ids.tolist(), range(8, len(row.ids)), logprobs=logprobs), grammars=row.grammars)
+    tokenizer, size = load_tokenizer("tiny-random"), load_causal_lm("tiny-random", torch.float32).vocab_size
+    found = []
+    for known in (size, size + 33):
+        grammars = Grammars(vocabulary_of(tokenizer, known))
+        try:
+            found.append(allowed_tokens([(sample, None, None)], grammars, size))
+        finally:
+            grammars.close()
+    assert found[1].shape == (len(ids), (size + 31) // 32)
+    assert torch.equal(*found)
