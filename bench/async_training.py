@@ -1,6 +1,6 @@
 """Asynchronous against synchronous training on a slow, uneven environment: `python bench/async_training.py`.
 
-The job of examples/gomoku.py, smaller, with an opponent that thinks for a lognormal time before each of its moves.
+The job of recipes/gomoku.py, smaller, with an opponent that thinks for a lognormal time before each of its moves.
 Synchronous: `max_staleness` 0. Asynchronous: 2, and tokens of older weights are corrected (`token-truncate`). Both have
 the same tasks, the same batches and as many games at the same time as a step has. Writes docs/async.md.
 """
@@ -31,8 +31,8 @@ STALENESS = (0, 2)
 def train(seed: int, steps: int, staleness: int) -> dict[str, float]:
     """One run, in this process: seconds from the first step's begin to the last one's end, and the last validation."""
     import palestra
-    from examples.gomoku import Letters, Player, games, job
     from palestra import JobConfig, RolloutSpec
+    from recipes.gomoku import Letters, Player, games, job
 
     class Thinking(Letters):
         """Waits before it answers."""
@@ -84,7 +84,7 @@ def page(results: dict[int, list[dict[str, float]]], seeds: list[int], steps: in
         "",
         "<!-- made by `python bench/async_training.py`; do not edit -->",
         "",
-        f"The job of `examples/gomoku.py` with {steps} steps of 8 groups x 16 games. Before each of its moves",
+        f"The job of `recipes/gomoku.py` with {steps} steps of 8 groups x 16 games. Before each of its moves",
         f"the opponent thinks for a lognormal time: median {MEDIAN_SECONDS:g} s, sigma {SIGMA:g}, at most "
         f"{LONGEST_SECONDS:g} s. 128 games are played at the same time.",
         "Validation: 200 fresh games, greedily.",

@@ -1,7 +1,7 @@
-"""What the examples learn, over several seeds: `python bench/learning.py calculator --seeds 0 1 2`.
+"""What the recipes learn, over several seeds: `python bench/learning.py calculator --seeds 0 1 2`.
 
-Each seed is one run of an example in a process of its own, as `python examples/NAME.py` does it. The control is the
-untrained model: the validation before the first step, the same tasks, the same greedy decoding. The example's part of
+Each seed is one run of a recipe in a process of its own, as `python recipes/NAME.py` does it. The control is the
+untrained model: the validation before the first step, the same tasks, the same greedy decoding. The recipe's part of
 docs/learning.md is written anew, with its picture; the other parts stay as they are.
 """
 
@@ -24,16 +24,14 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 PATIENT = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}  # the machine is shared: threads that wait don't spin
 PAGE = ROOT / "docs" / "learning.md"
-RUN = (
-    "import sys; sys.path.insert(0, {root!r}); from examples.{example} import demonstrate; demonstrate({steps}, {seed})"
-)
+RUN = "import sys; sys.path.insert(0, {root!r}); from recipes.{recipe} import demonstrate; demonstrate({steps}, {seed})"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Example:
+class Recipe:
     """A script, and what is to be said about it."""
 
-    script: str  # in examples/, without .py
+    script: str  # in recipes/, without .py
     run: str  # folder below runs/
     steps: int
     heading: str
@@ -44,44 +42,44 @@ class Example:
     tree: bool = False  # whether an episode is drawn, too
 
 
-EXAMPLES = {
-    example.script: example
-    for example in (
-        Example(
+RECIPES = {
+    recipe.script: recipe
+    for recipe in (
+        Recipe(
             script="addition",
             run="addition",
             steps=30,
             heading="Addition: one question, one answer",
             about="""
-`examples/addition.py`: {steps} steps of 16 sums x 6 answers, GRPO, all weights of SmolLM2-135M-Instruct, AdamW
+`recipes/addition.py`: {steps} steps of 16 sums x 6 answers, GRPO, all weights of SmolLM2-135M-Instruct, AdamW
 with a learning rate that falls from 3e-5 to 0. The 64 validation sums are held out as unordered pairs and never
 trained on; they are answered greedily, and one counts if the last number of the answer is right. The control is
 the untrained model on the same sums.
 """,
             measure="held-out sums answered right",
         ),
-        Example(
+        Recipe(
             script="calculator",
             run="calculator",
             steps=6,
             heading="Calculator: a tool, two turns",
             about="""
-`examples/calculator.py`: {steps} steps of 8 products x 6 episodes, GRPO, all weights of SmolLM2-135M-Instruct,
+`recipes/calculator.py`: {steps} steps of 8 products x 6 episodes, GRPO, all weights of SmolLM2-135M-Instruct,
 a learning rate that falls from 3e-5 to 0. A product has three digits by two. The first turn may call the
 calculator, its result is shown, and the second turn says the number; reward 1 if that is exactly right, else 0,
 and nothing for the call as such. Two worked examples are in front of every question, in training and in the
 control. The 48 validation products are held out and answered greedily. Without the tool (`python
-examples/calculator.py --in-the-head`) the untrained model answers 0 of them.
+recipes/calculator.py --in-the-head`) the untrained model answers 0 of them.
 """,
             measure="held-out products answered right",
         ),
-        Example(
+        Recipe(
             script="frozen_lake",
             run="frozen-lake",
             steps=24,
             heading="FrozenLake: many turns, one reward at the end",
             about="""
-`examples/frozen_lake.py`: {steps} steps of 2 groups x 64 walks, GRPO with credit by step and discount 0.95, 3
+`recipes/frozen_lake.py`: {steps} steps of 2 groups x 64 walks, GRPO with credit by step and discount 0.95, 3
 epochs, a model of 2 layers with random weights, a learning rate that falls from 5e-3 to 0. The map is
 Gymnasium's 4 x 4, not slippery, so that greedy walks are all the same: the validation is 0 or 1, and 1 is the
 best possible. How often a sampled walk arrives, of the 128 of a step, is in the columns of the first and the
@@ -89,28 +87,28 @@ last step.
 """,
             measure="greedy walk arrives",
         ),
-        Example(
+        Recipe(
             script="gomoku",
             run="gomoku",
             steps=25,
             heading="Gomoku: many turns, an opponent",
             about="""
-`examples/gomoku.py`: {steps} steps of 16 groups x 16 games on 3 x 3, the agent begins, the opponent moves at
+`recipes/gomoku.py`: {steps} steps of 16 groups x 16 games on 3 x 3, the agent begins, the opponent moves at
 random; GRPO, 2 epochs, a model of 2 layers with random weights, a learning rate that falls from 5e-3 to 0. Won
 1, drawn 0.5, lost 0. Every move is one of the free places, by constrained decoding, for the control too. The
 validation is 200 games with seeds of the opponent that are not trained on, played greedily. Perfect play brings
-0.997 a game on average (expectimax, in the example).
+0.997 a game on average (expectimax, `bench/perfect_gomoku.py`).
 """,
             measure="reward of a game, 200 fresh games",
             best=0.9974,
         ),
-        Example(
+        Recipe(
             script="subagents",
             run="subagents",
             steps=6,
             heading="Subagents: a tree of conversations",
             about="""
-`examples/subagents.py`: {steps} steps of 4 sums x 8 episodes, GRPO, all weights of SmolLM2-135M-Instruct,
+`recipes/subagents.py`: {steps} steps of 4 sums x 8 episodes, GRPO, all weights of SmolLM2-135M-Instruct,
 temperature 0.7, a learning rate that falls from 3e-5 to 0 after a step of warm-up. The agent is asked for (a +
 b) + (c + d); it gives each half to a subagent, both calls in one reply; they answer at the same time; it says
 the sum. Reward 1 for the right sum, and 0.5 for each subagent with the right sum of its half: at most 2 an
@@ -151,11 +149,11 @@ class Outcome:
         return [r["train/reward_mean"] for r in self.rows if "train/reward_mean" in r]
 
 
-def play(example: Example, seed: int, steps: int) -> Outcome:
-    """Run the example once; its time includes loading, evaluation and checkpoints."""
+def play(recipe: Recipe, seed: int, steps: int) -> Outcome:
+    """Run the recipe once; its time includes loading, evaluation and checkpoints."""
     with tempfile.TemporaryDirectory() as folder:
         started = time.monotonic()
-        code = RUN.format(root=str(ROOT), example=example.script, steps=steps, seed=seed)
+        code = RUN.format(root=str(ROOT), recipe=recipe.script, steps=steps, seed=seed)
         process = subprocess.Popen(
             [sys.executable, "-c", code], cwd=folder, env=os.environ | PATIENT, stdout=subprocess.DEVNULL
         )
@@ -163,7 +161,7 @@ def play(example: Example, seed: int, steps: int) -> Outcome:
         if status:
             raise SystemExit(f"seed {seed} failed")
         wall_seconds, load = time.monotonic() - started, os.getloadavg()[0]
-        run = Path(folder) / "runs" / example.run
+        run = Path(folder) / "runs" / recipe.run
         return Outcome(
             seed=seed,
             rows=[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()],
@@ -172,7 +170,7 @@ def play(example: Example, seed: int, steps: int) -> Outcome:
             peak_mib=usage.ru_maxrss / 1024,
             load=load,
             shares=shares(run),
-            tree=tree(run) if example.tree else "",
+            tree=tree(run) if recipe.tree else "",
         )
 
 
@@ -201,7 +199,7 @@ def tree(run: Path) -> str:
     return "\n".join([f"$ palestra episodes runs/{run.name} {best.episode_id}", *lines]).rstrip()
 
 
-def draw(example: Example, outcomes: list[Outcome], path: Path) -> None:
+def draw(recipe: Recipe, outcomes: list[Outcome], path: Path) -> None:
     """Validation over steps, a line a seed; the mean of the sampled rewards over all seeds behind them."""
     from matplotlib.figure import Figure
 
@@ -214,30 +212,30 @@ def draw(example: Example, outcomes: list[Outcome], path: Path) -> None:
         x, y = zip(*outcome.validation(), strict=True)
         axes.plot(x, y, marker="o", lw=1.8, label=f"seed {outcome.seed}")
     axes.axhline(outcomes[0].validation()[0][1], color="#777777", ls=":", lw=1.2, label="untrained model")
-    top = example.best or 1.0
-    if example.best:
-        axes.axhline(example.best, color="#222222", ls="--", lw=1.0, label="best possible")
-    axes.set(xlabel="training step", ylabel=example.measure, title=example.heading, ylim=(example.below, top * 1.04))
+    top = recipe.best or 1.0
+    if recipe.best:
+        axes.axhline(recipe.best, color="#222222", ls="--", lw=1.0, label="best possible")
+    axes.set(xlabel="training step", ylabel=recipe.measure, title=recipe.heading, ylim=(recipe.below, top * 1.04))
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.25)
     figure.legend(frameon=False, loc="outside right upper")
     figure.savefig(path)
 
 
-def part(example: Example, outcomes: list[Outcome], steps: int) -> str:
-    """What docs/learning.md says of an example."""
+def part(recipe: Recipe, outcomes: list[Outcome], steps: int) -> str:
+    """What docs/learning.md says of a recipe."""
     ends = [o.validation()[-1][1] for o in outcomes]
     seeds = " ".join(str(o.seed) for o in outcomes)
-    command = f"python bench/learning.py {example.script} --seeds {seeds}"
+    command = f"python bench/learning.py {recipe.script} --seeds {seeds}"
     lines = [
-        f"## {example.heading}",
+        f"## {recipe.heading}",
         "",
-        example.about.strip().format(steps=steps),
+        recipe.about.strip().format(steps=steps),
         "",
         f"Untrained {outcomes[0].validation()[0][1]:.2f}; at step {steps}, over {len(outcomes)} seeds, "
         f"from {min(ends):.2f} to {max(ends):.2f}.",
         "",
-        f"![validation over steps]({picture(example).name})",
+        f"![validation over steps]({picture(recipe).name})",
         "",
         f"| seed | untrained | step {steps} | reward exactly 1: untrained | step {steps} | sampled, step 1 "
         "| last 3 steps | wall s | CPU s | peak MiB |",
@@ -256,20 +254,20 @@ def part(example: Example, outcomes: list[Outcome], steps: int) -> str:
         f"Machine: {machine()}; {datetime.date.today()}; load average at the ends of the runs: "
         f"{', '.join(f'{o.load:.1f}' for o in outcomes)} (above 2, other work shared the cores).",
     ]
-    if example.tree:
+    if recipe.tree:
         drawn = f"An episode of step {steps}, seed {outcomes[0].seed}, as `palestra episodes RUN EPISODE` draws it:"
-        lines += ["", drawn, "", "```", outcomes[0].tree, "```"]
+        lines += ["", drawn, "", "```console", outcomes[0].tree, "```"]
     return "\n".join(lines) + "\n"
 
 
-def picture(example: Example) -> Path:
+def picture(recipe: Recipe) -> Path:
     """Where the curves are drawn."""
-    return PAGE.with_name("learning.png" if example.script == "addition" else f"learning-{example.script}.png")
+    return PAGE.with_name("learning.png" if recipe.script == "addition" else f"learning-{recipe.script}.png")
 
 
-def written(page: str, example: Example, text: str) -> str:
+def written(page: str, recipe: Recipe, text: str) -> str:
     """The page with this part in place of the one before, or at the end."""
-    begin, end = f"<!-- {example.script} -->\n", f"<!-- end of {example.script} -->\n"
+    begin, end = f"<!-- {recipe.script} -->\n", f"<!-- end of {recipe.script} -->\n"
     if begin not in page:
         return f"{page}\n{begin}{text}{end}"
     head, _, rest = page.partition(begin)
@@ -286,19 +284,19 @@ def machine() -> str:
 
 def main() -> None:
     """Run all seeds, one after another."""
-    parser = argparse.ArgumentParser(description="An example over several seeds.")
-    parser.add_argument("example", nargs="?", default="addition", choices=EXAMPLES)
+    parser = argparse.ArgumentParser(description="A recipe over several seeds.")
+    parser.add_argument("recipe", nargs="?", default="addition", choices=RECIPES)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, help="None: as many as the example has")
+    parser.add_argument("--steps", type=int, help="None: as many as the recipe has")
     arguments = parser.parse_args()
-    example = EXAMPLES[arguments.example]
-    steps = arguments.steps or example.steps
+    recipe = RECIPES[arguments.recipe]
+    steps = arguments.steps or recipe.steps
     outcomes = []
     for seed in arguments.seeds:
-        outcomes.append(play(example, seed, steps))
+        outcomes.append(play(recipe, seed, steps))
         print(f"seed {seed}: {outcomes[-1].validation()}, {outcomes[-1].wall_seconds:.0f} s", flush=True)
-    draw(example, outcomes, picture(example))
-    PAGE.write_text(written(PAGE.read_text(), example, part(example, outcomes, steps)))
+    draw(recipe, outcomes, picture(recipe))
+    PAGE.write_text(written(PAGE.read_text(), recipe, part(recipe, outcomes, steps)))
 
 
 if __name__ == "__main__":

@@ -25,11 +25,11 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Run `examples/addition.py`."""
+    """Run `recipes/addition.py`."""
     here = Path(__file__).parent
-    for folder in (here.parents[1] / "examples", here / "examples"):  # a checkout; an installed package
+    for folder in (here.parents[1] / "recipes", here / "recipes"):  # a checkout; an installed package
         if (folder / "addition.py").is_file():
             demonstrate = load_function(f"{folder / 'addition.py'}:demonstrate")
             demonstrate(arguments.steps, arguments.seed, arguments.resume)
             return
-    raise NotFound("examples/addition.py is not there; install Palestra anew")
+    raise NotFound("recipes/addition.py is not there; install Palestra anew")

@@ -33,8 +33,13 @@ routes in [api.md](api.md).
 
 An episode, as a script plays it:
 
+<!-- test: needs a server -->
 ```python
-with Client("http://127.0.0.1:7411", api_key=key) as client:
+from pathlib import Path
+
+from palestra import Client
+
+with Client("http://127.0.0.1:7411", api_key=Path("runs/job/api_key").read_text()) as client:
     with client.episode() as episode:
         if episode is not None:  # None: the job is over
             ...  # call episode.base_url with episode.api_key, and say model=episode.model

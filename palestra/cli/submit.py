@@ -21,7 +21,7 @@ def add(commands: Any) -> None:
         "submit",
         run,
         "submit a job to a control plane (palestra serve)",
-        "  palestra submit examples/addition.toml --gpus 0.5 --watch\n"
+        "  palestra submit recipes/addition.toml --gpus 0.5 --watch\n"
         "  palestra submit --from-job job-1f3a5c7e9b2d4f60   # serve what it has trained",
     )
     parser.add_argument(

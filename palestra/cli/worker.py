@@ -30,7 +30,7 @@ def add(commands: Any) -> None:
         "worker",
         run,
         "play a job's episodes with a function of yours, on this machine",
-        "  palestra worker examples/addition.py:rollout --url http://server:7411 --key-file api_key --concurrency 32",
+        "  palestra worker recipes/addition.py:rollout --url http://server:7411 --key-file api_key --concurrency 32",
     )
     parser.add_argument("rollout", help="module:function, or path/to/file.py:function")
     parser.add_argument("--url", default="http://127.0.0.1:7411", help="of the job's data plane")

@@ -289,7 +289,7 @@ class JobConfig(Section):
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of all sampling and of the order of tasks.")
     steps: Positive = Field(30, description="Number of training steps.")
     deterministic: bool = Field(False, description="Bit-identical results on one CPU build, also after any kill.")
-    run_dir: Path | None = Field(None, description="The run's folder. None: runs/<name>.")
+    run_dir: Path | None = Field(None, description="The run's folder. None: `runs/NAME`.")
     model: str | None = Field(
         None,
         exclude=True,  # the value is moved into `policies`

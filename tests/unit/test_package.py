@@ -93,7 +93,7 @@ def test_no_property_waits_for_anything():
 
 
 ROOT = Path(__file__).parents[2]
-PAGES = [*(ROOT / "examples").glob("*.py"), *(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
+PAGES = [*(ROOT / "recipes").glob("*.py"), *(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -1,0 +1,87 @@
+"""Math with a reward that can be checked: SmolLM2-135M learns to add. `palestra demo` runs this file.
+
+    python recipes/addition.py [--steps 30] [--seed 0] [--resume] [--model SmolLM2-135M-Instruct]
+
+The agent is a function that calls the model through the OpenAI client, and returns 1 for the right sum and 0 for any
+other answer. 64 sums are held out, and answered before and after. What it prints is in README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+from typing import Any
+
+import openai
+
+import palestra
+from palestra import JobConfig, ModelEndpoint
+
+SYSTEM = "You are a calculator. Reply with the number only."
+agent = openai.AsyncOpenAI(base_url="http://unused", api_key="unused", max_retries=5)
+
+
+async def rollout(task: dict[str, Any], endpoint: ModelEndpoint) -> palestra.RolloutResult:
+    """Ask the model for one sum, and compare its answer."""
+    client = agent.with_options(base_url=endpoint.base_url, api_key=endpoint.api_key)
+    question = f"{task['a']} + {task['b']} ="  # YOURS 1: what the model is asked
+    messages: Any = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+    reply = await client.chat.completions.create(model=endpoint.model, messages=messages, max_tokens=12)
+    answer = reply.choices[0].message.content or ""
+    return palestra.RolloutResult(reward=score(answer, task), metadata={"answer": answer})
+
+
+def score(answer: str, task: dict[str, Any]) -> float:
+    """Return 1 if the last number of the answer is the sum, else 0."""
+    numbers = re.findall(r"\d+", answer)
+    return float(bool(numbers) and int(numbers[-1]) == task["a"] + task["b"])  # YOURS 2: what is right
+
+
+def sums() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return (training, validation): sums of numbers from 1 to 20, of which 64 unordered pairs are held out."""
+    pairs = [(a, b) for a in range(1, 21) for b in range(a, 21)]  # YOURS 3: the tasks, JSON objects
+    random.Random(20).shuffle(pairs)
+    held_out, rest = pairs[:64], pairs[64:]
+    validation = [{"id": f"{a}+{b}", "a": a, "b": b} for a, b in held_out]
+    training = [{"id": f"{x}+{y}", "a": x, "b": y} for a, b in rest for x, y in sorted({(a, b), (b, a)})]
+    return training, validation
+
+
+def job(seed: int, steps: int, model: str = "SmolLM2-135M-Instruct") -> JobConfig:
+    """Return what is trained, and how; everything else is a default."""
+    optimizer = {"learning_rate": 3e-5, "schedule": "linear"}
+    return JobConfig.model_validate(
+        {
+            "name": "addition",
+            "seed": seed,
+            "steps": steps,
+            "policies": {"calculator": {"model": model, "max_context": 512, "optimizer": optimizer}},
+            "rollout": {"groups_per_step": 16, "group_size": 6},
+        }
+    )
+
+
+def demonstrate(
+    steps: int = 30, seed: int = 0, resume: bool = False, model: str = "SmolLM2-135M-Instruct"
+) -> palestra.TrainResult:
+    """Train, then show what the model answered before and after."""
+    training, validation = sums()
+    result = palestra.train(rollout, training, job(seed, steps, model), validation_tasks=validation, resume=resume)
+    print("\nheld-out sums, before and after (greedy):")
+    scored = palestra.read_episodes(result.run_dir, "validation")
+    for first in scored[:6]:
+        last = [episode for episode in scored if episode.task_id == first.task_id][-1]
+        before, after = (repr(episode.metadata["answer"]) for episode in (first, last))
+        print(f"  {first.task_id:>8} = {sum(map(int, first.task_id.split('+'))):<3} {before:<42} {after}")
+    return result
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="SmolLM2 learns to add, on this machine.")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--resume", action="store_true", help="go on with the newest run")
+    parser.add_argument("--model", default="SmolLM2-135M-Instruct")
+    arguments = parser.parse_args()
+    demonstrate(arguments.steps, arguments.seed, arguments.resume, arguments.model)
