@@ -1,0 +1,67 @@
+"""The commands that the documents show: whether the real parser takes them, and whether what they name exists."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+
+from documents.blocks import ROOT, Block
+
+TARGET = re.compile(r"^([a-z][a-z-]*):", re.MULTILINE)
+
+
+def lines_of(block: Block) -> Iterator[list[str]]:
+    """Yield the commands of a block, in words; of a console, what follows a `$`."""
+    for line in block.text.splitlines():
+        if block.language == "console":
+            if not line.startswith("$ "):
+                continue
+            line = line[2:]
+        for part in line.split("#")[0].split(";"):
+            if words := shlex.split(part):
+                yield words
+
+
+def trouble(words: list[str]) -> str | None:
+    """Return what is wrong with a command; None: it can be given so."""
+    match words:
+        case ["palestra", *arguments]:
+            return palestra_trouble(arguments)
+        case ["make", *targets]:
+            known = TARGET.findall((ROOT / "Makefile").read_text())
+            return next((f"the Makefile has no target {name}" for name in targets if name not in known), None)
+        case ["pip", "install", *arguments]:
+            return pip_trouble(arguments)
+        case ["export", *settings]:
+            return None if all(re.match(r"PALESTRA_[A-Z_]+=", setting) for setting in settings) else "not ours"
+        case ["python", script, *_]:
+            return None if (ROOT / script).is_file() else f"there is no {script}"
+    return f"no test knows the command {words[0]}"
+
+
+def palestra_trouble(arguments: list[str]) -> str | None:
+    """Return what the command line says of arguments; None: it takes them."""
+    from palestra.cli.main import parser
+
+    try:
+        parser().parse_args(arguments)
+    except SystemExit as end:
+        return f"exit code {end.code}" if end.code else None
+    return None
+
+
+def pip_trouble(arguments: list[str]) -> str | None:
+    """Return whether an extra is not one of ours, or a version is another one than ours."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    pins = {pin for extra in extras.values() for pin in extra if "==" in pin}
+    for argument in arguments:
+        if (found := re.fullmatch(r"(?:\.|palestra)\[([\w,]+)\]", argument)) and not set(found[1].split(",")) <= set(
+            extras
+        ):
+            return f"there is no extra {found[1]}"
+        if "==" in argument and argument not in pins:
+            return f"{argument} is not what pyproject.toml has"
+    return None

@@ -1,0 +1,73 @@
+"""Every recipe runs, for a step and with a model of random weights where learning is not the subject."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from frameworks.playing import ENVIRONMENT, missing
+
+from documents.blocks import ROOT
+from documents.recipes import RECIPES, run
+
+SMALL = ("--steps", "1", "--model", "tiny-random")
+IN_ONE_PROCESS = ("addition", "black_box_agent", "calculator", "frozen_lake", "gomoku", "own_environment", "subagents")
+OTHERS = ("framework_agent", "resume", "service")
+
+
+def test_every_recipe_is_run():
+    assert sorted(RECIPES) == sorted((*IN_ONE_PROCESS, *OTHERS))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_it_says_what_to_change_and_is_short(name):
+    text = RECIPES[name].read_text()
+    assert set(re.findall(r"YOURS (\d)", text)) == {"1", "2", "3"}
+    assert f"python recipes/{name}.py" in text
+    assert len(text.splitlines()) <= 125
+    assert f"]({name}.py)" in (ROOT / "recipes" / "README.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", IN_ONE_PROCESS)
+def test_it_trains_a_step(name, tmp_path):
+    done = run(name, tmp_path, *SMALL)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "step 1/1" in done.stdout
+    (_,) = tmp_path.glob("runs/*/checkpoints/step-000001/model.safetensors")
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_is_continued(tmp_path):
+    done = run("resume", tmp_path, "--steps", "4", "--model", "tiny-random")
+    assert done.returncode == 0, done.stdout + done.stderr
+    killed = re.search(r"killed when (\d) of 4 steps", done.stdout)
+    assert killed is not None
+    assert 2 <= int(killed[1]) <= 4
+    assert "steps trained: 1, 2, 3, 4;" in done.stdout
+
+
+def test_without_its_framework_a_recipe_says_what_to_install(tmp_path):
+    (tmp_path / "langchain_core.py").write_text("raise ModuleNotFoundError('No module named langchain_core')\n")
+    done = run("framework_agent", tmp_path, *SMALL, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1
+    assert done.stderr.strip().endswith("This recipe needs LangGraph:  pip install langgraph langchain-openai")
+
+
+@pytest.mark.frameworks
+@pytest.mark.skipif(missing() is not None, reason=f"{missing()}; `make frameworks` makes it")
+def test_the_recipe_with_a_framework(tmp_path):
+    (packages,) = ENVIRONMENT.glob("lib/python3*/site-packages")
+    done = run("framework_agent", tmp_path, *SMALL, PYTHONPATH=str(packages))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "step 1/1" in done.stdout
+
+
+@pytest.mark.service
+@pytest.mark.timeout(400)
+def test_the_recipe_with_a_service(tmp_path):
+    done = run("service", tmp_path, *SMALL, seconds=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "step 1: reward" in done.stdout
+    assert "completed; its curve is in curve.png" in done.stdout
+    assert (tmp_path / "curve.png").stat().st_size > 0

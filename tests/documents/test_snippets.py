@@ -1,0 +1,132 @@
+"""The Python of the documents, executed as it stands; what stands behind it is small (`documents.small`)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from servers import SCRIPTED, Job
+from service import Service
+
+from documents.blocks import BY_LANGUAGE, BY_MARK, ROOT, Block, blocks_of, with_rule
+from documents.recipes import environment_of
+
+README = ROOT / "README.md"
+URL, RUN = "http://127.0.0.1:7411", "runs/job"  # where the snippets look for a server
+JOB_ID = "job-1f3a5c7e9b2d4f60"  # that of a snippet
+
+
+def named(rule: str) -> pytest.MarkDecorator:
+    """Return the blocks of a rule as parameters; the README's first is in the first tier, and what is quick."""
+    cases = []
+    for block in with_rule(rule):
+        quick = rule != BY_MARK["in small"] or block == blocks_of(README)[3]
+        cases.append(pytest.param(block, id=block.name, marks=() if quick else pytest.mark.slow))
+    return pytest.mark.parametrize("block", cases)
+
+
+def executed(text: str, folder: Path, *options: str, **variables: str) -> str:
+    """Run a script in a process of its own, and return what it printed."""
+    script = folder / "snippet.py"
+    script.write_text(text)
+    command = [sys.executable, *options, script.name]
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        env=environment_of(**variables),
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@named(BY_LANGUAGE["python"])
+def test_a_script(block, tmp_path):
+    executed(block.text, tmp_path)
+
+
+@named(BY_MARK["in small"])
+def test_a_script_that_trains(block, tmp_path):
+    said = executed(block.text, tmp_path, "-m", "documents.small")
+    assert "step 1/1" in said
+    assert list(tmp_path.glob("runs/*/checkpoints/step-000001/model.safetensors"))
+
+
+@named(BY_MARK["needs a server"])
+def test_a_script_against_a_server(block, tmp_path):
+    pushes = "push_tasks" in block.text  # such a script plays the job to its end
+    with Job(tmp_path, SCRIPTED, **({"tasks": (), "validation": ()} if pushes else {})) as job:
+        server = job.start()
+        (tmp_path / RUN).parent.mkdir()
+        (tmp_path / RUN).symlink_to(job.run_dir)
+        assert URL in block.text
+        executed(block.text.replace(URL, job.url), tmp_path)
+        states = [row["state"] for row in job.query("SELECT state FROM episodes")]
+        if pushes:
+            assert server.wait() == 0
+            assert set(states) == {"completed"}
+            assert list(job.manifests()) == [1, 2, 3]
+        else:
+            assert states.count("completed") == 1
+
+
+EPISODE = """
+import os, openai
+from palestra import Client
+client = Client(os.environ["URL"], api_key=os.environ["PALESTRA_API_KEY"])
+episode = client.begin_episode()
+ai = openai.OpenAI(base_url=episode.base_url, api_key=episode.api_key)
+messages = [{"role": "user", "content": "hello"}]
+"""
+
+
+@named(BY_MARK["needs an episode"])
+def test_a_script_in_an_episode(block, tmp_path):
+    with Job(tmp_path, SCRIPTED) as job:
+        job.start()
+        executed(EPISODE + block.text, tmp_path, URL=job.url)
+        (row,) = job.query("SELECT rewards FROM episodes WHERE state = 'completed'")
+        assert json.loads(row["rewards"]) == {"planner": 1.0, "planner/search": 0.5}
+        (call,) = job.query("SELECT agent, time_step FROM chats")
+        assert (call["agent"], call["time_step"]) == ("planner/search", 3)
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory) -> Iterator[Service]:
+    with Service(tmp_path_factory.mktemp("service")) as service:
+        yield service.start()
+
+
+@pytest.mark.service
+@pytest.mark.timeout(400)
+def test_scripts_against_a_service(service, tmp_path):
+    done: list[Block] = []
+    for block in with_rule(BY_MARK["needs a service"]):
+        jobs = [job.job_id for job in service.client().jobs()]
+        text = block.text.replace(JOB_ID, jobs[0] if jobs else JOB_ID)
+        executed(text, tmp_path, "-m", "documents.small", PALESTRA_URL=service.url, PALESTRA_KEY=service.key)
+        done.append(block)
+    assert len(done) >= 2
+    assert (tmp_path / "curve.png").stat().st_size > 0
+    assert {job.state for job in service.client().jobs()} == {"completed", "cancelled"}
+
+
+def test_the_first_script_has_at_most_15_lines():
+    first = blocks_of(README)[3]
+    assert first.language == "python"
+    assert "reward=reward" in first.text
+    assert len([line for line in first.text.splitlines() if line.strip()]) <= 15
+
+
+def test_the_readme_has_the_four_ways():
+    python = [block.text for block in blocks_of(README) if block.language == "python"]
+    ways = ("reward=reward", "train(rollout", "environment=Gomoku", "Client(")
+    assert [sum(way in text for text in python) for way in ways] == [1, 1, 1, 1]
+    assert len(python) == 4
