@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from palestra import __version__
 from palestra.cli import (
+    check,
     completion,
     demo,
     environments,
@@ -38,6 +39,7 @@ from palestra.terminal import LogFormatter, say, show_error
 COMMANDS = (
     demo,
     run,
+    check,
     train,
     eval,
     worker,
