@@ -104,6 +104,9 @@ def _tried(
     if estimate.truncated_share == 1.0:
         text = "every reply of the trial reached max_tokens; an answer that is cut may never get a reward"
         findings.append(Finding(key="sampling.max_tokens", text=text, fatal=False))
+    if estimate.teaching_share == 0.0:
+        text = "all rewards of each group of the trial were equal; where that stays so, nothing is learned"
+        findings.append(Finding(key="rollout.group_size", text=text, fatal=False))
     return findings, estimate
 
 
@@ -157,7 +160,7 @@ def _show(config: JobConfig, findings: Sequence[Finding], estimate: Estimate | N
     console.print(f"\nestimate for a step of [bold]{config.name}[/], from a trial of {estimate.trial_seconds:.0f} s:")
     console.print(_table(config, estimate, free))
     for assumption in estimate.assumptions:
-        console.print(f"- {assumption}", style="dim", markup=False)
+        console.print(f"- {assumption}", style="dim", markup=False, soft_wrap=True)
 
 
 def _table(config: JobConfig, estimate: Estimate, free: int) -> Table:
@@ -170,6 +173,8 @@ def _table(config: JobConfig, estimate: Estimate, free: int) -> Table:
     for justify in ("left", "right", "left"):
         table.add_column(justify=justify)  # type: ignore[arg-type]  # a literal
     play = f"playing {estimate.rollout_seconds:.1f} s, training {estimate.train_seconds:.1f} s"
+    if estimate.teaching_share < 1.0:
+        play += f" ({estimate.most_train_seconds:.1f} s)"
     table.add_row("time of a step", f"{estimate.step_seconds:.1f} s", play)
     table.add_row("time of the job", duration(estimate.job_seconds), f"{config.steps} steps, without evaluations")
     table.add_row("tokens sampled", f"{estimate.completion_tokens:,}", f"in {estimate.calls:,} calls a step")
@@ -178,5 +183,5 @@ def _table(config: JobConfig, estimate: Estimate, free: int) -> Table:
     if estimate.gpu_bytes:
         table.add_row("memory of the GPU", f"{estimate.gpu_bytes / GIB:.1f} GiB", "")
     kept = f"each; {config.checkpoint.keep} are kept"
-    table.add_row("checkpoint", f"{estimate.checkpoint_bytes / GIB:.2f} GiB", kept)
+    table.add_row("checkpoint", f"{estimate.checkpoint_bytes / 2**20:,.1f} MiB", kept)
     return table

@@ -13,7 +13,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,14 +24,16 @@ from palestra.cluster.local import local_job, run_on_uvloop
 from palestra.cluster.tasks import task_of
 from palestra.config import JobConfig
 from palestra.envs import ConcurrentEnvironment, Environment, SerialEnvironment
-from palestra.ledger.browsing import browse, list_episodes
+from palestra.ledger.browsing import EpisodeSummary, browse, list_episodes
 from palestra.rollout import RolloutSpec
 
 STEPS = 2  # the first step makes the optimizer's moments and warms up; the second one is measured
 REPLY_TOKENS = 64  # of a reply in the trial
 STAND_IN_WORDS = 200  # of a prompt where nothing says what prompts are like
 LOOK_SECONDS = 0.02  # between two looks at the memory
-LUCK = 1000.0  # what half of the episodes get, so that every group teaches; no reward of an environment evens it out
+# What half of the episodes get on top of their reward, so that every group has a gradient to measure. It is more than
+# environments give, and a power of two, so that the environment's own reward can be told apart afterwards.
+LUCK = 2.0**20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,13 +48,15 @@ class Estimate:
         prompt_tokens: of all calls of a step.
         completion_tokens: sampled tokens of a step.
         rollout_seconds: playing the episodes of a step.
-        train_seconds: forward, backward, optimizer.
+        train_seconds: forward, backward, optimizer, for the share of groups that teach.
+        most_train_seconds: the same where every group teaches.
         step_seconds: the whole step, without evaluations.
         job_seconds: all steps, without evaluations.
         checkpoint_bytes: of one checkpoint, on disk.
         load_seconds: from the start until the data plane listens.
         trial_seconds: how long the trial took.
         truncated_share: share of the trial's replies that reached the limit of tokens.
+        teaching_share: share of the trial's groups with rewards that differ; the others have no gradient.
         assumptions: what the numbers rest on, in sentences.
     """
 
@@ -64,12 +68,14 @@ class Estimate:
     completion_tokens: int
     rollout_seconds: float
     train_seconds: float
+    most_train_seconds: float
     step_seconds: float
     job_seconds: float
     checkpoint_bytes: int
     load_seconds: float
     trial_seconds: float
     truncated_share: float
+    teaching_share: float
     assumptions: tuple[str, ...]
 
 
@@ -81,6 +87,7 @@ class Measured:
         row: metrics of the last step.
         calls: model calls of all steps.
         episodes: episodes of all steps.
+        teaching_share: share of the groups whose episodes got different rewards from the environment.
         idle_bytes: resident memory when the models were loaded.
         peak_bytes: most resident memory.
         gpu_bytes: most memory of the GPU.
@@ -91,6 +98,7 @@ class Measured:
     row: Mapping[str, float]
     calls: int
     episodes: int
+    teaching_share: float
     idle_bytes: int
     peak_bytes: int
     gpu_bytes: int
@@ -189,7 +197,8 @@ def extrapolate(config: JobConfig, trial: JobConfig, seen: Measured, trial_secon
     distinct = (prompt - row["rollout/reused_tokens"] + sampled) * (1 - row.get("train/merged_share", 0.0))
     rows_longer = (distinct + sampled * (longer - 1)) / max(distinct, 1)
     rollout = row["time/rollout_seconds"] * larger * longer
-    train = row["time/train_seconds"] * larger * rows_longer
+    most = row["time/train_seconds"] * larger * rows_longer
+    train = most * seen.teaching_share
     rest = row["time/step_seconds"] - row["time/rollout_seconds"] - row["time/train_seconds"]
     step = rollout + train + max(rest, 0.0)
     # Activations grow with the tokens of a micro-batch; one row that is longer than a micro-batch has one of its own.
@@ -205,24 +214,31 @@ def extrapolate(config: JobConfig, trial: JobConfig, seen: Measured, trial_secon
         completion_tokens=round(sampled * larger * longer),
         rollout_seconds=rollout,
         train_seconds=train,
+        most_train_seconds=most,
         step_seconds=step,
         job_seconds=step * config.steps,
         checkpoint_bytes=seen.checkpoint_bytes,
         load_seconds=seen.load_seconds,
         trial_seconds=trial_seconds,
         truncated_share=row["rollout/truncated_share"],
-        assumptions=tuple(_assumptions(config, trial, row)),
+        teaching_share=seen.teaching_share,
+        assumptions=tuple(_assumptions(config, trial, seen)),
     )
 
 
-def _assumptions(config: JobConfig, trial: JobConfig, row: Mapping[str, float]) -> Iterator[str]:
+def _assumptions(config: JobConfig, trial: JobConfig, seen: Measured) -> Iterator[str]:
     """Say what the numbers of an estimate rest on."""
-    yield f"measured in step {STEPS} of a trial with the untrained model and random rewards; evaluations left out"
+    yield f"measured in step {STEPS} of a trial with the model as it is now; evaluations are left out"
+    if seen.teaching_share < 1:
+        yield (
+            f"{seen.teaching_share:.0%} of the groups had different rewards, and only those are trained; the time in "
+            "brackets is for a step in which all are"
+        )
     groups, trial_groups = config.rollout.groups_per_step, trial.rollout.groups_per_step
     if groups > trial_groups:
         yield f"{trial_groups} of {groups} groups were played; time grows with their number"
     if _reply_limit(config) > _reply_limit(trial):
-        share = row["rollout/truncated_share"]
+        share = seen.row["rollout/truncated_share"]
         yield (
             f"replies were cut at {_reply_limit(trial)} tokens; the {share:.0%} that reached it are taken to have all "
             f"{_reply_limit(config)} of max_tokens"
@@ -264,12 +280,27 @@ async def _run(trial: JobConfig, config: JobConfig, report: Callable[[str], None
         row=rows[-1],
         calls=sum(episode.calls for episode in played),
         episodes=len(played),
+        teaching_share=1.0 if config.environment.name is None else _teaching_share(played),
         idle_bytes=idle,
         peak_bytes=memory.peak,
         gpu_bytes=_gpu_peak(),
         load_seconds=loaded,
         checkpoint_bytes=sum(file.stat().st_size for file in newest.rglob("*") if file.is_file()),
     )
+
+
+def _teaching_share(played: Sequence[EpisodeSummary]) -> float:
+    """Return the share of groups whose episodes differ in what the environment gave them.
+
+    Args:
+        played: completed episodes, each with a reward to which `LUCK` was added some number of times.
+    """
+    rewards: dict[str, set[float]] = {}
+    for episode in played:
+        if episode.reward is not None:
+            group = episode.episode_id.rpartition("-")[0]
+            rewards.setdefault(group, set()).add(round(math.remainder(episode.reward, LUCK), 6))
+    return sum(len(different) > 1 for different in rewards.values()) / max(len(rewards), 1)
 
 
 def _played(config: JobConfig) -> RolloutSpec:
@@ -281,7 +312,6 @@ def _played(config: JobConfig) -> RolloutSpec:
         found = make()
         system = config.environment.system
         environment = found if isinstance(found, ConcurrentEnvironment) else SerialEnvironment(found, system=system)
-        # An untrained model may fail every task of a group, which then has no gradient to measure.
         luck, emit = LUCK * (next(number) % 2), environment.emit
 
         def emit_with_luck(agent: str, content: Any, **more: Any) -> Any:

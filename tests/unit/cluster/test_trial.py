@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from palestra.cluster.trial import Measured, _played, estimate_step, extrapolate, load_model, trial_config
+from palestra.cluster.trial import (
+    LUCK,
+    Measured,
+    _played,
+    _teaching_share,
+    estimate_step,
+    extrapolate,
+    load_model,
+    trial_config,
+)
 from palestra.config import parse_config
 from palestra.errors import PalestraError
+from palestra.ledger.browsing import EpisodeSummary
+from palestra.schemas.messages import text_message
 
 ROW = {
     "train/episodes": 64.0,
@@ -25,6 +37,7 @@ SEEN = Measured(
     row=ROW,
     calls=128,
     episodes=128,
+    teaching_share=1.0,
     idle_bytes=10**9,
     peak_bytes=3 * 10**9,
     gpu_bytes=0,
@@ -73,6 +86,26 @@ def test_more_groups_and_longer_replies_take_longer_by_the_stated_rule(tmp_path)
     assert "50% that reached it" in found.assumptions[2]
 
 
+def test_groups_without_different_rewards_are_not_trained(tmp_path):
+    config = embedded(policies={"p": {"sampling": {"max_tokens": 64}}}, model="tiny-random")
+    seen = replace(SEEN, teaching_share=0.25)
+    found = extrapolate(config, trial_config(config, tmp_path / "run"), seen, 20.0)
+    assert (found.train_seconds, found.most_train_seconds, found.step_seconds) == (1.0, 4.0, 7.5)
+    assert "25% of the groups" in found.assumptions[1]
+
+
+def test_what_the_environment_gave_is_told_apart_from_luck():
+    def episode(group: int, number: int, reward: float | None) -> EpisodeSummary:
+        name = f"train-{group:06d}-{number:02d}"
+        return EpisodeSummary(name, "t", "completed", reward, 1, 1, 1, {}, {}, None, None, None)
+
+    equal = [episode(0, 0, 0.7), episode(0, 1, 0.7 + LUCK), episode(0, 2, 0.7 + 3 * LUCK)]
+    different = [episode(1, 0, -0.5), episode(1, 1, 0.25 + LUCK), episode(1, 2, None)]
+    assert _teaching_share(equal) == 0.0
+    assert _teaching_share(different) == 1.0
+    assert _teaching_share([*equal, *different]) == 0.5
+
+
 def test_a_row_longer_than_a_micro_batch_needs_its_memory_alone(tmp_path):
     config = embedded(policies={"p": {"sampling": {"max_tokens": 4000}}}, model="tiny-random")
     found = extrapolate(config, trial_config(config, tmp_path / "run"), SEEN, 20.0)
@@ -85,8 +118,6 @@ async def test_half_of_a_groups_episodes_are_lucky_whatever_they_earn():
         environment = spec.environment()
         await environment.reset({"question": "2 + 2", "answer": "4", "a": 2, "b": 2})
         seen = await environment.observe()
-        from palestra.schemas.messages import text_message
-
         environment.act(seen.id, text_message("assistant", "4"))
         rewards.append((await environment.observe()).reward)
     assert rewards[0] == rewards[2] != rewards[1] == rewards[3]
