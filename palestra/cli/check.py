@@ -163,6 +163,10 @@ def _show(config: JobConfig, findings: Sequence[Finding], estimate: Estimate | N
         console.print(f"- {assumption}", style="dim", markup=False, soft_wrap=True)
 
 
+def _span(least: str, most: str) -> str:
+    return least if least == most else f"{least} to {most}"
+
+
 def _table(config: JobConfig, estimate: Estimate, free: int) -> Table:
     """Return the table of an estimate: what, how much, and a remark."""
     from rich.table import Table
@@ -172,11 +176,15 @@ def _table(config: JobConfig, estimate: Estimate, free: int) -> Table:
     table = Table(box=None, pad_edge=False, show_header=False)
     for justify in ("left", "right", "left"):
         table.add_column(justify=justify)  # type: ignore[arg-type]  # a literal
-    play = f"playing {estimate.rollout_seconds:.1f} s, training {estimate.train_seconds:.1f} s"
-    if estimate.teaching_share < 1.0:
-        play += f" ({estimate.most_train_seconds:.1f} s)"
-    table.add_row("time of a step", f"{estimate.step_seconds:.1f} s", play)
-    table.add_row("time of the job", duration(estimate.job_seconds), f"{config.steps} steps, without evaluations")
+    least, most = estimate.step_seconds, estimate.most_step_seconds
+    training = _span(f"{estimate.train_seconds:.1f} s", f"{estimate.most_train_seconds:.1f} s")
+    table.add_row(
+        "time of a step",
+        _span(f"{least:.1f} s", f"{most:.1f} s"),
+        f"playing {estimate.rollout_seconds:.1f} s, training {training}",
+    )
+    job = _span(duration(least * config.steps), duration(most * config.steps))
+    table.add_row("time of the job", job, f"{config.steps} steps, without evaluations")
     table.add_row("tokens sampled", f"{estimate.completion_tokens:,}", f"in {estimate.calls:,} calls a step")
     table.add_row("tokens of prompts", f"{estimate.prompt_tokens:,}", f"{estimate.episodes:,} episodes a step")
     table.add_row("memory", f"{estimate.memory_bytes / GIB:.1f} GiB", f"of {free / GIB:.1f} GiB that are free")

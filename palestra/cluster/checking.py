@@ -249,11 +249,15 @@ def _room(config: JobConfig, needed: int, saved: int) -> Iterator[Finding]:
         needed: bytes of weights, gradients and moments.
         saved: bytes of one checkpoint.
     """
-    free = available_bytes()
-    if needed > free and getattr(config.engine, "device", "cpu") != "cuda":
+    import torch
+
+    free, whose = available_bytes(), "memory"
+    if config.trainer.device != "cpu" and torch.cuda.is_available():
+        free, whose = torch.cuda.mem_get_info()[0], "the GPU's memory"
+    if needed > free:
         yield Finding(
             key="model",
-            text=f"weights, gradients and moments take {needed / GIB:.1f} GiB, and {free / GIB:.1f} GiB of memory are "
+            text=f"weights, gradients and moments take {needed / GIB:.1f} GiB, and {free / GIB:.1f} GiB of {whose} are "
             "free; choose a smaller model",
         )
     # One more than are kept: the oldest is removed when the newest is whole.

@@ -50,8 +50,8 @@ class Estimate:
         rollout_seconds: playing the episodes of a step.
         train_seconds: forward, backward, optimizer, for the share of groups that teach.
         most_train_seconds: the same where every group teaches.
-        step_seconds: the whole step, without evaluations.
-        job_seconds: all steps, without evaluations.
+        step_seconds: the whole step, without evaluations, for the share of groups that teach.
+        most_step_seconds: the same where every group teaches.
         checkpoint_bytes: of one checkpoint, on disk.
         load_seconds: from the start until the data plane listens.
         trial_seconds: how long the trial took.
@@ -70,7 +70,7 @@ class Estimate:
     train_seconds: float
     most_train_seconds: float
     step_seconds: float
-    job_seconds: float
+    most_step_seconds: float
     checkpoint_bytes: int
     load_seconds: float
     trial_seconds: float
@@ -200,7 +200,7 @@ def extrapolate(config: JobConfig, trial: JobConfig, seen: Measured, trial_secon
     most = row["time/train_seconds"] * larger * rows_longer
     train = most * seen.teaching_share
     rest = row["time/step_seconds"] - row["time/rollout_seconds"] - row["time/train_seconds"]
-    step = rollout + train + max(rest, 0.0)
+    others = rollout + max(rest, 0.0)
     # Activations grow with the tokens of a micro-batch; one row that is longer than a micro-batch has one of its own.
     call_tokens = (prompt + sampled) / max(calls, 1)
     long_row = call_tokens * longer / max(config.trainer.micro_batch_tokens or 1024, call_tokens)
@@ -215,8 +215,8 @@ def extrapolate(config: JobConfig, trial: JobConfig, seen: Measured, trial_secon
         rollout_seconds=rollout,
         train_seconds=train,
         most_train_seconds=most,
-        step_seconds=step,
-        job_seconds=step * config.steps,
+        step_seconds=others + train,
+        most_step_seconds=others + most,
         checkpoint_bytes=seen.checkpoint_bytes,
         load_seconds=seen.load_seconds,
         trial_seconds=trial_seconds,
@@ -231,8 +231,8 @@ def _assumptions(config: JobConfig, trial: JobConfig, seen: Measured) -> Iterato
     yield f"measured in step {STEPS} of a trial with the model as it is now; evaluations are left out"
     if seen.teaching_share < 1:
         yield (
-            f"{seen.teaching_share:.0%} of the groups had different rewards, and only those are trained; the time in "
-            "brackets is for a step in which all are"
+            f"{seen.teaching_share:.0%} of the groups had different rewards, and only those are trained: the shorter "
+            "times are for as many, the longer ones for a step in which all groups are"
         )
     groups, trial_groups = config.rollout.groups_per_step, trial.rollout.groups_per_step
     if groups > trial_groups:

@@ -47,7 +47,9 @@ def test_a_real_model_is_tried_and_a_step_is_estimated(job_file):
     assert found["works"]
     assert (estimate["episodes"], estimate["calls"]) == (8, 8)
     assert 8 <= estimate["completion_tokens"] <= 64
-    assert 0 < estimate["train_seconds"] < estimate["step_seconds"]
+    assert estimate["most_train_seconds"] > 0
+    assert 0 <= estimate["train_seconds"] <= estimate["most_train_seconds"]
+    assert 0 < estimate["rollout_seconds"] < estimate["step_seconds"]
     assert 10**8 < estimate["memory_bytes"] < 4 * 2**30  # torch, transformers and two small models
     assert estimate["checkpoint_bytes"] > 10**5
     assert [path.name for path in job_file.parent.iterdir()] == ["job.toml"]

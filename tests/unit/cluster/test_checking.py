@@ -104,9 +104,11 @@ def test_an_environment_or_a_setting_that_is_not_there(environment, key, words):
     assert words in found(**FAKE, environment=environment)[key]
 
 
-def test_the_system_message_of_the_job_reaches_the_environment_that_takes_one():
-    config = parse_config(FAKE | {"environment": {"name": "subagents", "system": "Be short."}})
-    assert environment_of(config)() is not None
+def test_a_system_message_is_refused_by_an_environment_that_takes_none():
+    refused = found(**FAKE, environment={"name": "subagents", "system": "Be short."})
+    assert "'system'" in refused["environment.settings"]
+    assert found(**FAKE, environment={"name": "arithmetic", "system": "Be short."}) == {}
+    assert isinstance(environment_of(parse_config(FAKE | {"environment": {"name": "arithmetic"}}))(), Environment)
     assert environment_of(parse_config(FAKE)) is None
 
 
@@ -122,6 +124,7 @@ def test_a_device_that_is_not_there_and_a_promise_that_a_gpu_does_not_keep(monke
     assert "no CUDA" in found(**TINY, engine={"device": "cuda"})["engine.device"]
     assert found(**TINY, deterministic=True) == {}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**30, 2**30))
     keys = found(**TINY, deterministic=True)
     assert set(keys) == {"engine.device", "trainer.device"}
     assert "deterministic" in keys["trainer.device"]
@@ -173,6 +176,16 @@ def test_a_model_that_does_not_fit_into_memory_and_checkpoints_that_do_not_fit_o
     assert "3 checkpoints" in keys["checkpoint.keep"]
     served = found(model=folder, kind="inference", server={"port": 0})
     assert set(served) == {"model"}  # no checkpoint is written
+
+
+def test_where_there_is_a_gpu_its_memory_counts(tmp_path, monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**20, 2**40))
+    folder = model_in(tmp_path / "m", 10**6)  # 18 MB
+    assert "of the GPU's memory" in found(model=folder, server={"port": 0})["model"]
+    assert found(model=folder, engine={"device": "cpu"}, trainer={"device": "cpu"}, server={"port": 0}) == {}
 
 
 def test_the_disk_that_counts_is_that_of_the_folder(tmp_path, monkeypatch):

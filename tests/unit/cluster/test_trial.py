@@ -18,6 +18,7 @@ from palestra.cluster.trial import (
     trial_config,
 )
 from palestra.config import parse_config
+from palestra.envs.catalog import catalog_entry
 from palestra.errors import PalestraError
 from palestra.ledger.browsing import EpisodeSummary
 from palestra.schemas.messages import text_message
@@ -70,7 +71,7 @@ def test_a_job_as_large_as_its_trial_is_as_the_trial_was(tmp_path):
     found = extrapolate(config, trial_config(config, tmp_path / "run"), SEEN, 20.0)
     assert (found.step_seconds, found.rollout_seconds, found.train_seconds) == (10.5, 6.0, 4.0)
     assert (found.completion_tokens, found.prompt_tokens, found.calls, found.episodes) == (3000, 6400, 64, 64)
-    assert (found.memory_bytes, found.job_seconds) == (3 * 10**9, 31.5)
+    assert (found.memory_bytes, found.most_step_seconds) == (3 * 10**9, 10.5)
     assert len(found.assumptions) == 2  # of the measurement, and of the agent outside
 
 
@@ -90,14 +91,27 @@ def test_groups_without_different_rewards_are_not_trained(tmp_path):
     config = embedded(policies={"p": {"sampling": {"max_tokens": 64}}}, model="tiny-random")
     seen = replace(SEEN, teaching_share=0.25)
     found = extrapolate(config, trial_config(config, tmp_path / "run"), seen, 20.0)
-    assert (found.train_seconds, found.most_train_seconds, found.step_seconds) == (1.0, 4.0, 7.5)
+    assert (found.train_seconds, found.most_train_seconds) == (1.0, 4.0)
+    assert (found.step_seconds, found.most_step_seconds) == (7.5, 10.5)
     assert "25% of the groups" in found.assumptions[1]
 
 
 def test_what_the_environment_gave_is_told_apart_from_luck():
     def episode(group: int, number: int, reward: float | None) -> EpisodeSummary:
-        name = f"train-{group:06d}-{number:02d}"
-        return EpisodeSummary(name, "t", "completed", reward, 1, 1, 1, {}, {}, None, None, None)
+        return EpisodeSummary(
+            episode_id=f"train-{group:06d}-{number:02d}",
+            task_id="t",
+            state="completed",
+            reward=reward,
+            calls=1,
+            completion_tokens=1,
+            attempts=1,
+            forks={},
+            metadata={},
+            reason=None,
+            worker_id=None,
+            claimed_at=None,
+        )
 
     equal = [episode(0, 0, 0.7), episode(0, 1, 0.7 + LUCK), episode(0, 2, 0.7 + 3 * LUCK)]
     different = [episode(1, 0, -0.5), episode(1, 1, 0.25 + LUCK), episode(1, 2, None)]
@@ -116,7 +130,7 @@ async def test_half_of_a_groups_episodes_are_lucky_whatever_they_earn():
     spec, rewards = _played(job(environment={"name": "arithmetic"})), []
     for _ in range(4):
         environment = spec.environment()
-        await environment.reset({"question": "2 + 2", "answer": "4", "a": 2, "b": 2})
+        await environment.reset(catalog_entry("arithmetic").generate("train", 1, 0)[0])
         seen = await environment.observe()
         environment.act(seen.id, text_message("assistant", "4"))
         rewards.append((await environment.observe()).reward)
