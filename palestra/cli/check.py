@@ -42,7 +42,7 @@ def add(commands: Any) -> None:
         "--no-trial", action="store_true", help="look at configuration and machine only; run no steps, estimate nothing"
     )
     parser.add_argument(
-        "--trial-seconds", metavar="SECONDS", type=float, default=300.0, help="after which the trial is given up"
+        "--trial-seconds", metavar="SECONDS", type=float, default=300.0, help="give the trial up after so long"
     )
     parser.add_argument("--json", action="store_true", help="print findings and estimate as one JSON object")
     add_set(parser)
@@ -56,6 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, overrides(arguments.set))
     with _progress(arguments.json) as report:
         report("looking at configuration and machine")
+        # Before a model is loaded: what the trial itself takes is a part of what the job will take.
         free, findings, estimate = available_bytes(), check_job(config), None
         if not arguments.no_trial and not any(finding.fatal for finding in findings):
             tried, estimate = _tried(config, arguments.trial_seconds, free, report)
@@ -175,7 +176,7 @@ def _table(config: JobConfig, estimate: Estimate, free: int) -> Table:
 
     table = Table(box=None, pad_edge=False, show_header=False)
     for justify in ("left", "right", "left"):
-        table.add_column(justify=justify)  # type: ignore[arg-type]  # a literal
+        table.add_column(justify=justify)
     least, most = estimate.step_seconds, estimate.most_step_seconds
     training = _span(f"{estimate.train_seconds:.1f} s", f"{estimate.most_train_seconds:.1f} s")
     table.add_row(

@@ -34,6 +34,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     from palestra.cli.main import commands_of, parser
 
+    # shtab is asked for files here and not where options are declared, so that no other command has to load it.
     top = parser()
     for found in commands_of(top).values():
         for action in found._actions:

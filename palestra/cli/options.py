@@ -230,9 +230,11 @@ def load_function(reference: str) -> Any:
             if spec is None or spec.loader is None or not Path(place).is_file():
                 raise ConfigError(f"{place}: no such file")
             module = importlib.util.module_from_spec(spec)
+            # Dataclasses and pickling look their module up by its name.
             sys.modules[spec.name] = module
             spec.loader.exec_module(module)
         else:
+            # An installed command does not look in the working folder, where a user's module lies.
             sys.path.insert(0, "")
             module = importlib.import_module(place)
     except ImportError as error:

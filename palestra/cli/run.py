@@ -37,6 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     config = load_config(arguments.config, overrides(arguments.set))
     config = resolve_run_dir(config, arguments.resume, lambda text: say(f"palestra: {text}", file=sys.stderr))
+    # The console is shown from here on, because loading the model takes seconds in which nothing else is written.
     console = console_of(config)
     with console:
         progress = run_on_uvloop(serve(config, console.report, console.ready))
