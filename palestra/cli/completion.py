@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from palestra.cli.options import command
+from palestra.cli.options import command, commands_of
 from palestra.terminal import say
 
 SHELLS = ("bash", "zsh", "fish")
@@ -32,10 +32,8 @@ def run(arguments: argparse.Namespace) -> None:
     """Print the script, which knows every command of this version and asks no process when it completes."""
     import shtab
 
-    from palestra.cli.main import commands_of, parser
-
     # shtab is asked for files here and not where options are declared, so that no other command has to load it.
-    top = parser()
+    top = arguments.parser
     for found in commands_of(top).values():
         for action in found._actions:
             if action.type is Path:

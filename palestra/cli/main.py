@@ -31,7 +31,7 @@ from palestra.cli import (
     watch,
     worker,
 )
-from palestra.cli.options import CommandParser, HelpFormatter, nearest
+from palestra.cli.options import CommandParser, HelpFormatter, commands_of, nearest
 from palestra.errors import PalestraError
 from palestra.extras import missing_extra
 from palestra.terminal import LogFormatter, say, show_error
@@ -67,20 +67,11 @@ def parser() -> CommandParser:
     )
     top.add_argument("--verbose", action="store_true", help="show warnings of the server and the workers")
     top.add_argument("--version", action="version", version=f"palestra {__version__}", help="show the version")
+    top.set_defaults(parser=top)  # `completion` describes all of it
     commands = top.add_subparsers(metavar="COMMAND")
     for module in COMMANDS:
         module.add(commands)
     return top
-
-
-def commands_of(top: argparse.ArgumentParser) -> dict[str, CommandParser]:
-    """Return the parser of each command by name.
-
-    Args:
-        top: what `parser` returned.
-    """
-    (found,) = (action for action in top._actions if isinstance(action, argparse._SubParsersAction))
-    return dict(found.choices)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -94,6 +94,16 @@ def nearest(name: str, known: Mapping[str, Any] | Sequence[str], form: str = "{}
     return f"; did you mean {form.format(found[0])}?" if found else ""
 
 
+def commands_of(top: argparse.ArgumentParser) -> dict[str, CommandParser]:
+    """Return the parser of each command by name.
+
+    Args:
+        top: the parser of `palestra`.
+    """
+    (found,) = (action for action in top._actions if isinstance(action, argparse._SubParsersAction))
+    return dict(found.choices)
+
+
 def command(
     commands: Any, name: str, run: Callable[[argparse.Namespace], int | None], summary: str, example: str
 ) -> argparse.ArgumentParser:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from palestra.cli.main import commands_of, main, parser
+from palestra.cli.main import main, parser
+from palestra.cli.options import commands_of
 from palestra.cli.users import LIMITS
 from palestra.schemas.control_wire import LimitsBody
 
