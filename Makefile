@@ -54,7 +54,7 @@ test-faults: $(DEV)  ## hurt every part of the service at every moment of a job 
 	PYTHONPATH=tests $(BIN)/python -m faults.report docs/faults.md $(VENV)/faults.xml && exit $$code
 
 docs: $(RUNTIME)  ## write docs/api.md, docs/python.md, docs/metrics.md and docs/configuration.md from the code
-	$(BIN)/python -m palestra.cli.generate_docs docs
+	$(BIN)/python scripts/reference_pages.py docs
 
 docs-site: $(SITE)/installed.txt  ## build the documentation as a site into site/; a broken link ends it
 	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --quiet --clean

@@ -10,13 +10,15 @@ _CHARACTER = 4  # the most tokens that one character has
 
 
 class TextStream:
-    """The text of a reply, token by token; together it is what decoding all ids at once gives.
-
-    A few tokens of before are decoded with each new one: some tokenizers write a token in another way at the start.
-    """
+    """The text of a reply, token by token; the pieces together are what decoding all ids in one call gives."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stop_ids: Collection[int] = ()) -> None:
-        """`stop_ids` at the end of a reply are not part of its text."""
+        """Begin a reply.
+
+        Args:
+            decode: text of ids, of any tokenizer.
+            stop_ids: ids that are no part of the text where they stand at the end of a reply.
+        """
         self._decode, self._stops = decode, stop_ids
         self._ids: list[int] = []
         self._known = 0  # leading ids of these whose text has gone out
@@ -24,7 +26,11 @@ class TextStream:
         self._stopped: list[int] = []
 
     def add(self, token: int) -> str:
-        """The text that is certain with this token."""
+        """Return the text that is certain with one more token; empty while a character is not finished.
+
+        Args:
+            token: the id that was sampled.
+        """
         if token in self._stops:
             self._stopped.append(token)
             return ""
@@ -37,10 +43,11 @@ class TextStream:
         return self._let_go_of_no_characters(text) if new % _UNCLEAR == 0 else ""
 
     def end(self) -> str:
-        """The rest."""
+        """Return the rest of the text, which no further token will change."""
         return self._let_go(self._decode(self._ids), len(self._ids))
 
     def _let_go(self, text: str, until: int) -> str:
+        # A few tokens stay: some tokenizers write the first token of a text in another way than those that follow.
         out = text[len(self._known_text) :]
         self._ids = self._ids[self._known :]
         self._known = until - self._known
@@ -48,7 +55,11 @@ class TextStream:
         return out
 
     def _let_go_of_no_characters(self, text: str) -> str:
-        """Bytes that no later ones can make a character of must not pile up: the text before them is certain."""
+        """Return the text before bytes that can no longer become a character, so that such bytes do not pile up.
+
+        Args:
+            text: of all ids that are kept.
+        """
         for until in range(len(self._ids) - _CHARACTER, self._known, -1):
             before = self._decode(self._ids[:until])
             if before + self._decode(self._ids[until:]) == text:

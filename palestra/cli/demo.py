@@ -1,4 +1,4 @@
-"""`palestra demo`."""
+"""`palestra demo`: the first thing to run; a real model learns to add on this machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from palestra.errors import NotFound
 
 
 def add(commands: Any) -> None:
-    """Add the command."""
+    """Add the command `demo`, with the few options of `recipes/addition.py`."""
     parser = command(
         commands,
         "demo",
@@ -19,17 +19,19 @@ def add(commands: Any) -> None:
         "train SmolLM2-135M to add, on this machine, in three to seven minutes",
         "  palestra demo --steps 10",
     )
-    parser.add_argument("--steps", type=int, default=30, help="training steps (default 30)")
-    parser.add_argument("--seed", type=int, default=0, help="of all sampling and orders (default 0)")
-    parser.add_argument("--resume", action="store_true", help="go on with the newest demo run")
+    parser.add_argument("--steps", metavar="STEPS", type=int, default=30, help="training steps")
+    parser.add_argument(
+        "--seed", metavar="N", type=int, default=0, help="number from which all sampling and all orders follow"
+    )
+    parser.add_argument("--resume", action="store_true", help="continue the newest run of the demo")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Run `recipes/addition.py`."""
+    """Run `recipes/addition.py` of the checkout, or of the installed package."""
     here = Path(__file__).parent
     for folder in (here.parents[1] / "recipes", here / "recipes"):  # a checkout; an installed package
         if (folder / "addition.py").is_file():
             demonstrate = load_function(f"{folder / 'addition.py'}:demonstrate")
             demonstrate(arguments.steps, arguments.seed, arguments.resume)
             return
-    raise NotFound("recipes/addition.py is not there; install Palestra anew")
+    raise NotFound("recipes/addition.py is not there; install Palestra again")

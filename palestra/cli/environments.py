@@ -1,33 +1,38 @@
-"""`palestra environments`."""
+"""`palestra environments`: what a job can name in `environment.name`, and what its agent sees."""
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import inspect
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from palestra.cli.options import command
-from palestra.envs import ConcurrentEnvironment, SerialEnvironment
-from palestra.envs.catalog import CATALOG, catalog_entry
 from palestra.terminal import say
+
+if TYPE_CHECKING:
+    from palestra.envs import ConcurrentEnvironment
 
 
 def add(commands: Any) -> None:
-    """Add the command."""
+    """Add the command `environments`, which lists them all or shows one."""
     parser = command(
         commands,
         "environments",
         run,
-        "what can be played by name, and what it looks like",
+        "list the environments that ship, or show one: its settings, a task, and what an agent sees first",
         "  palestra environments\n  palestra environments gomoku",
     )
-    parser.add_argument("name", nargs="?", help="show this one: its settings, a task, and what the agent sees first")
+    parser.add_argument("name", nargs="?", help="show this one; without it, all are listed")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """List them, or show one."""
+    """Print the list, or one environment with a task and the first observation of its agents."""
+    import asyncio
+
+    from palestra.envs import ConcurrentEnvironment, SerialEnvironment
+    from palestra.envs.catalog import CATALOG, catalog_entry
+
     if arguments.name is None:
         width = max(map(len, CATALOG))
         for name, entry in CATALOG.items():
@@ -44,10 +49,12 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _settings(make: Any) -> list[str]:
+    """Return `name = default` for each setting that an environment has."""
     return [f"{name} = {json.dumps(p.default)}" for name, p in inspect.signature(make).parameters.items()]
 
 
 async def _show(environment: ConcurrentEnvironment, task: dict[str, Any]) -> None:
+    """Print the messages and the tools of the first observation of an episode."""
     await environment.setup()
     try:
         await environment.reset(task)

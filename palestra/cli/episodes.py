@@ -1,4 +1,4 @@
-"""`palestra episodes`."""
+"""`palestra episodes`: what was played in a run, and which tokens of it were trained."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from palestra.cli.options import command, run_folder
 
 
 def add(commands: Any) -> None:
-    """Add the command."""
+    """Add the command `episodes`, which lists a run's episodes or shows one."""
     parser = command(
         commands,
         "episodes",
@@ -22,13 +22,19 @@ def add(commands: Any) -> None:
         "  palestra episodes runs/addition train-000012-03 --text   # the conversation, as it was",
     )
     parser.add_argument("run_dir", metavar="RUN", type=Path, help="the run's folder")
-    parser.add_argument("episode", metavar="ID", nargs="?", help="an episode's id, as the list shows it")
-    parser.add_argument("--kind", choices=["train", "validation", "adhoc"], help="only these")
-    parser.add_argument("--state", choices=["registered", "claimed", "completed", "discarded"], help="only these")
     parser.add_argument(
-        "--claimed", dest="state", action="store_const", const="claimed", help="those that a worker holds now"
+        "episode", metavar="ID", nargs="?", help="an episode's id, as the list shows it; without it, the list"
     )
-    parser.add_argument("--limit", type=int, default=40, help="newest so many (default 40)")
+    parser.add_argument("--kind", choices=["train", "validation", "adhoc"], help="list only this kind; without it, all")
+    parser.add_argument(
+        "--state",
+        choices=["registered", "claimed", "completed", "discarded"],
+        help="list only those in this state; without it, all",
+    )
+    parser.add_argument(
+        "--claimed", dest="state", action="store_const", const="claimed", help="list only those that a worker holds now"
+    )
+    parser.add_argument("--limit", metavar="EPISODES", type=int, default=40, help="list at most so many, the newest")
     parser.add_argument("--text", action="store_true", help="of one episode: its conversation as plain text")
     parser.add_argument(
         "--unfold", action="store_true", help="of one episode: every token of the prompts, in a line of its own"
@@ -36,7 +42,7 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Read the run store; a running job is not disturbed."""
+    """Read the run store and print what was asked for; a running job is not disturbed."""
     from palestra.cli.episode_view import show  # reads a run store, which the client alone can't
 
     folder, config = run_folder(arguments.run_dir)

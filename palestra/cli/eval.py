@@ -1,4 +1,4 @@
-"""`palestra eval`."""
+"""`palestra eval`: the mean reward of a model or a checkpoint, and the outcome of each task."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from palestra.cli.options import add_set, command, load_function, overrides
-from palestra.client.arguments import checked_count
-from palestra.config import JobConfig, load_config, parse_config
+from palestra.cli.options import FUNCTION, add_set, command, load_function, overrides
 from palestra.errors import ConfigError, NotFound
 from palestra.terminal import say
 
 if TYPE_CHECKING:
     from palestra.cluster.evaluating import Evaluation
+    from palestra.config import JobConfig
 
 
 def add(commands: Any) -> None:
-    """Add the command."""
+    """Add the command `eval`, which takes a model, tasks, and what plays them."""
     parser = command(
         commands,
         "eval",
@@ -28,19 +27,39 @@ def add(commands: Any) -> None:
         "exit code: 0 every task was scored, 1 some were not, 2 an error, 130 stopped",
     )
     parser.add_argument("model", metavar="CHECKPOINT", help="a checkpoint's folder, a run's (its newest), or a model")
-    parser.add_argument("tasks", metavar="TASKS", nargs="?", type=Path, help="JSONL file, one task a line")
+    parser.add_argument(
+        "tasks",
+        metavar="TASKS",
+        nargs="?",
+        type=Path,
+        help="JSONL file, one task a line; without it, the environment's",
+    )
     played = parser.add_mutually_exclusive_group(required=True)
-    played.add_argument("--rollout", help="what plays: module:function, or path/to/file.py:function")
-    played.add_argument("--environment", metavar="NAME", help="or an environment (palestra environments)")
-    parser.add_argument("--config", type=Path, help="a job, in TOML, whose settings hold; without it, the defaults")
-    parser.add_argument("--concurrency", type=int, default=64, help="episodes played at the same time (default 64)")
-    parser.add_argument("--run-dir", type=Path, help="keep the episodes there, for `palestra episodes`")
-    parser.add_argument("--quiet", action="store_true", help="only the last line")
+    played.add_argument("--rollout", metavar="FUNCTION", help=f"what plays: {FUNCTION}; or, without it, --environment")
+    played.add_argument(
+        "--environment",
+        metavar="NAME",
+        help="an environment that ships (palestra environments); or, without it, --rollout",
+    )
+    parser.add_argument(
+        "--config", metavar="JOB.TOML", type=Path, help="a job, in TOML, whose settings hold; without it, the defaults"
+    )
+    parser.add_argument(
+        "--concurrency", metavar="EPISODES", type=int, default=64, help="episodes played at the same time"
+    )
+    parser.add_argument(
+        "--run-dir",
+        metavar="DIR",
+        type=Path,
+        help="keep the episodes there, for `palestra episodes`; without it, they are not kept",
+    )
+    parser.add_argument("--quiet", action="store_true", help="print only the last line")
     add_set(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Score, and print what came of each task."""
+    """Score the model, print the outcome of each task, and return the exit code that the help names."""
+    from palestra.client.arguments import checked_count
     from palestra.cluster.evaluating import evaluate_until_stopped
 
     config = _config(arguments)
@@ -61,6 +80,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _config(arguments: argparse.Namespace) -> JobConfig:
+    """Return the job whose settings the evaluation has, with the model and the environment of the arguments."""
+    from palestra.config import load_config, parse_config
+
     settings = overrides(arguments.set)
     config = load_config(arguments.config, settings) if arguments.config else parse_config({}, settings)
     policy = config.policy.model_copy(update={"model": _model(arguments.model)})
@@ -76,7 +98,11 @@ def _config(arguments: argparse.Namespace) -> JobConfig:
 
 
 def _model(name: str) -> str:
-    """A model's name or folder; of a run, its newest good checkpoint."""
+    """Return a model's name or folder as it is; of a run's folder, its newest good checkpoint.
+
+    Raises:
+        NotFound: the run has no checkpoint yet.
+    """
     from palestra.trainer.checkpoint import newest_good
 
     if not (Path(name) / "run.db").is_file():
@@ -88,6 +114,7 @@ def _model(name: str) -> str:
 
 
 def _show(found: Evaluation, quiet: bool) -> None:
+    """Print a line for each task, unless `quiet`, and the mean reward with its interval."""
     for outcome in () if quiet else found.outcomes:
         said = f"{outcome.reward:g}" if outcome.reward is not None else f"not scored: {outcome.reason or 'not played'}"
         say(f"{outcome.task_id}  {' '.join(said.split())}")

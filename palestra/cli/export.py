@@ -1,4 +1,4 @@
-"""`palestra export`."""
+"""`palestra export`: the trained model as a folder of its own, which transformers loads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from palestra.cli.options import add_control, command, run_folder
-from palestra.client.control import ControlClient
 from palestra.errors import Conflict, Forbidden, NotFound
 from palestra.terminal import say
 
@@ -18,7 +17,7 @@ JOB_ID = re.compile(r"job-[0-9a-f]{16}")
 
 
 def add(commands: Any) -> None:
-    """Add the command."""
+    """Add the command `export`, which takes a run or a job, and a folder to write."""
     parser = command(
         commands,
         "export",
@@ -32,10 +31,11 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Check the hashes, then copy; a job's checkpoint is fetched first."""
+    """Copy the newest checkpoint whose files have their hashes; that of a job is fetched from the service first."""
     if JOB_ID.fullmatch(arguments.source) is None:
         _copy(Path(arguments.source), arguments.target)
         return
+    from palestra.client.control import ControlClient
     from palestra.trainer.checkpoint import newest_name
 
     arguments.target.parent.mkdir(parents=True, exist_ok=True)
@@ -46,15 +46,15 @@ def run(arguments: argparse.Namespace) -> None:
         for path in paths:
             if path == "config.toml" or path.startswith(f"checkpoints/{newest}/"):
                 job.download(path, Path(folder) / path)
-        (Path(folder) / "run.db").touch()  # what tells the folder of a run
+        (Path(folder) / "run.db").touch()  # `run_folder` knows the folder of a run by this file
         _copy(Path(folder), arguments.target)
 
 
 def _checked(path: str) -> str:
-    """A name in the run's folder.
+    """Return the path of an artifact if it stays within the run's folder.
 
     Raises:
-        Forbidden: it would lead out of it.
+        Forbidden: the path leads out of the folder.
     """
     if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
         raise Forbidden(f"the control plane names the file {path!r}, which lies outside the run; nothing was copied")
@@ -62,6 +62,12 @@ def _checked(path: str) -> str:
 
 
 def _copy(run_dir: Path, target: Path) -> None:
+    """Copy the newest good checkpoint without the files that only a trainer reads.
+
+    Raises:
+        NotFound: the run has no checkpoint yet.
+        Conflict: the target exists.
+    """
     from palestra.trainer.checkpoint import NOT_THE_MODEL, newest_good
 
     folder, _ = run_folder(run_dir)

@@ -1,4 +1,4 @@
-"""`palestra jobs`, `logs` and `cancel`."""
+"""`palestra jobs`, `logs` and `cancel`: what a user asks the service about jobs that were submitted."""
 
 from __future__ import annotations
 
@@ -8,28 +8,39 @@ from itertools import islice
 from typing import Any
 
 from palestra.cli.options import add_control, command
-from palestra.client.control import ControlClient
 from palestra.terminal import one_line, say
 
 
 def add(commands: Any) -> None:
-    """Add the commands."""
-    parser = command(commands, "jobs", run, "the jobs of your tenant", "  palestra jobs --state running")
-    parser.add_argument("--state", action="append", help="only those in this state; may be given several times")
-    parser.add_argument("--user", help="only those of this user")
-    parser.add_argument("--limit", type=int, default=30, help="at most so many (default 30)")
+    """Add the commands `jobs`, `logs` and `cancel`."""
+    parser = command(
+        commands, "jobs", run, "list the jobs of your tenant, the newest first", "  palestra jobs --state running"
+    )
+    parser.add_argument(
+        "--state", action="append", help="list only those in this state; may be given several times; without it, all"
+    )
+    parser.add_argument("--user", help="list only those of this user; without it, of all users")
+    parser.add_argument("--limit", metavar="JOBS", type=int, default=30, help="list at most so many")
     add_control(parser)
-    parser = command(commands, "logs", logs, "a job's log", "  palestra logs -f job-1f3a5c7e9b2d4f60")
-    parser.add_argument("job", help="its id")
-    parser.add_argument("-f", "--follow", action="store_true", help="until it is over")
+    parser = command(commands, "logs", logs, "print a job's log", "  palestra logs -f job-1f3a5c7e9b2d4f60")
+    parser.add_argument("job", metavar="JOB", help="the job's id")
+    parser.add_argument("-f", "--follow", action="store_true", help="print what comes, until the job is over")
     add_control(parser)
-    parser = command(commands, "cancel", cancel, "end jobs; they save first", "  palestra cancel job-1f3a5c7e9b2d4f60")
-    parser.add_argument("jobs", nargs="+", help="their ids")
+    parser = command(
+        commands,
+        "cancel",
+        cancel,
+        "end jobs, after each has saved what it trained",
+        "  palestra cancel job-1f3a5c7e9b2d4f60",
+    )
+    parser.add_argument("jobs", metavar="JOB", nargs="+", help="the ids of the jobs")
     add_control(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """A table, newest first."""
+    """Print a table of jobs, the newest first."""
+    from palestra.client.control import ControlClient
+
     filters = {name: value for name in ("state", "user") if (value := getattr(arguments, name))}
     with ControlClient(arguments.control) as control:
         found = list(islice(control.jobs(**filters), arguments.limit))
@@ -48,14 +59,18 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def logs(arguments: argparse.Namespace) -> None:
-    """Print it as it comes."""
+    """Print the log of a job, with `--follow` as it comes."""
+    from palestra.client.control import ControlClient
+
     with ControlClient(arguments.control) as control:
         for piece in control.job(arguments.job).logs(follow=arguments.follow):
             say(piece, end="")
 
 
 def cancel(arguments: argparse.Namespace) -> None:
-    """Ask for it."""
+    """Ask the service to cancel each job, and print what became of it."""
+    from palestra.client.control import ControlClient
+
     with ControlClient(arguments.control) as control:
         for job_id in arguments.jobs:
             view = control.job(job_id).cancel()

@@ -1,17 +1,20 @@
-"""`palestra COMMAND …`: one module a command; an error is one line on stderr and exit code 2."""
+"""`palestra COMMAND …`: one module a command; an error is one line on stderr and exit code 2.
+
+What a command needs is imported when the command runs, so that `palestra --help` and shell completion stay quick.
+"""
 
 from __future__ import annotations
 
 import argparse
-import difflib
 import logging
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
 from palestra import __version__
 from palestra.cli import (
+    check,
+    completion,
     demo,
     environments,
     episodes,
@@ -28,13 +31,15 @@ from palestra.cli import (
     watch,
     worker,
 )
+from palestra.cli.options import CommandParser, HelpFormatter, commands_of, nearest
 from palestra.errors import PalestraError
 from palestra.extras import missing_extra
-from palestra.terminal import LogFormatter, printable, say, show_error
+from palestra.terminal import LogFormatter, say, show_error
 
 COMMANDS = (
     demo,
     run,
+    check,
     train,
     eval,
     worker,
@@ -48,26 +53,21 @@ COMMANDS = (
     watch,
     users,
     tenants,
+    completion,
 )
 
 
-class CommandParser(argparse.ArgumentParser):
-    """Shows what is wrong with arguments, and does not obey what stands in them."""
-
-    def error(self, message: str) -> NoReturn:
-        """See `ArgumentParser`."""
-        super().error(printable(message))
-
-
-def parser() -> argparse.ArgumentParser:
-    """All commands and their options."""
+def parser() -> CommandParser:
+    """Return the parser of all commands and their options."""
     top = CommandParser(
         prog="palestra",
         description="Reinforcement learning for LLM agents: bring an agent, get a better model.",
-        epilog="start here: palestra demo",
+        epilog="start here: palestra demo\na command's own options and examples: palestra COMMAND --help",
+        formatter_class=HelpFormatter,
     )
     top.add_argument("--verbose", action="store_true", help="show warnings of the server and the workers")
-    top.add_argument("--version", action="version", version=f"palestra {__version__}")
+    top.add_argument("--version", action="version", version=f"palestra {__version__}", help="show the version")
+    top.set_defaults(parser=top)  # `completion` describes all of it
     commands = top.add_subparsers(metavar="COMMAND")
     for module in COMMANDS:
         module.add(commands)
@@ -75,13 +75,23 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code."""
+    """Run one command and return its exit code: 2 for an error of usage, 130 after Ctrl-C.
+
+    Args:
+        arguments: the words after `palestra`; None: those of this process.
+    """
     given = list(sys.argv[1:] if arguments is None else arguments)
     top = parser()
-    if (unknown := _unknown(top, given)) is not None:
-        say(f"palestra: {unknown}", file=sys.stderr)
+    name = next((word for word in given if not word.startswith("-")), None)
+    known = commands_of(top)
+    if name is not None and name not in known:
+        hint = nearest(name, known, "`palestra {}`") or f"; there are {', '.join(known)}"
+        say(f"palestra: there is no command {name!r}{hint}", file=sys.stderr)
         return 2
-    parsed = top.parse_args(given)
+    parsed, left = top.parse_known_args(given)
+    if left:
+        chosen = top if name is None else known[name]
+        chosen.error(chosen.unknown_arguments(left))
     if not hasattr(parsed, "run"):
         top.print_help()
         return 0
@@ -89,9 +99,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     handler.setFormatter(LogFormatter("%(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO if parsed.verbose else logging.ERROR, handlers=[handler])
     sys.excepthook = show_error
-    logging.getLogger("palestra.client").setLevel(logging.WARNING)  # what a command waits for
+    logging.getLogger("palestra.client").setLevel(logging.WARNING)  # says what a command waits for
+    return _run(parsed)
+
+
+def _run(parsed: argparse.Namespace) -> int:
+    """Run the chosen command and put the errors that a user can do something about into one line."""
     try:
-        code: int = parsed.run(parsed) or 0
+        return int(parsed.run(parsed) or 0)
     except PalestraError as error:
         say(f"palestra: {error}", file=sys.stderr)
         return 2
@@ -102,21 +117,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # whoever read it has enough, such as `head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is written at exit
+    except BrokenPipeError:  # the reader, such as `head`, has enough
+        # Python writes what is buffered at exit; without another target that would fail with a second error.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    return code
-
-
-def _unknown(top: argparse.ArgumentParser, given: Sequence[str]) -> str | None:
-    """What is wrong with the name of the command; None: nothing."""
-    name = next((word for word in given if not word.startswith("-")), None)
-    (commands,) = (action for action in top._actions if isinstance(action, argparse._SubParsersAction))
-    if name is None or name in commands.choices:
-        return None
-    near = difflib.get_close_matches(name, commands.choices, n=1)
-    hint = f"did you mean `palestra {near[0]}`?" if near else f"there are {', '.join(commands.choices)}"
-    return f"there is no command {name!r}; {hint}"
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Options and arguments that several commands have."""
+"""How commands are declared: the parser with its help and its errors, and options that several commands have."""
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import importlib.util
 import json
@@ -10,44 +11,143 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from palestra.config import UNSET, JobConfig, load_config
 from palestra.errors import ConfigError, NotFound
+from palestra.terminal import printable
+
+if TYPE_CHECKING:
+    from palestra.config import JobConfig
 
 TIME_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}  # in seconds
+FUNCTION = "module:function, or path/to/file.py:function"
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Keeps the lines of examples as they are written, and ends the help of each option with its default."""
+
+    def __init__(self, prog: str) -> None:
+        """Leave room for long options.
+
+        Args:
+            prog: name of the command.
+        """
+        super().__init__(prog, max_help_position=30)
+        # argparse forgets the indent of the commands in a list, and would put the text of a long name below it.
+        self._action_max_length = 16
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if "\n" in text:  # examples
+            return super()._fill_text(text, width, indent)
+        return argparse.HelpFormatter._fill_text(self, text, width, indent)
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        text = action.help
+        takes_value = action.nargs != 0
+        if text and takes_value and action.default not in (None, "", [], argparse.SUPPRESS):
+            return f"{text} (default: %(default)s)"
+        return text
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Says what is wrong with arguments in one line, with the nearest name that exists, and exits with 2."""
+
+    def error(self, message: str) -> NoReturn:
+        """Write the line; control characters that stand in arguments are shown and not obeyed.
+
+        Args:
+            message: what is wrong.
+
+        Raises:
+            SystemExit: always, with code 2.
+        """
+        see = " See" if message.endswith("?") else "; see"
+        self.exit(2, printable(f"{self.prog}: {message}{see} `{self.prog} --help`\n"))
+
+    def unknown_arguments(self, arguments: Sequence[str]) -> str:
+        """Return what to say of arguments that this command does not have.
+
+        Args:
+            arguments: those that were left when the others had been read.
+        """
+        option = next((word.partition("=")[0] for word in arguments if word.startswith("-")), None)
+        if option is None:
+            return f"{arguments[0]!r} is one argument too many"
+        return f"there is no option {option}" + nearest(option, self._option_string_actions)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            known = [str(choice) for choice in action.choices]
+            hint = nearest(str(value), known) or f"; there are {', '.join(known)}"
+            raise argparse.ArgumentError(action, f"{value!r} can't be chosen{hint}")
+
+
+def nearest(name: str, known: Mapping[str, Any] | Sequence[str], form: str = "{}") -> str:
+    """Return `; did you mean X?` for the known name that is most like a wrong one; empty where none is like it.
+
+    Args:
+        name: what was given.
+        known: what could have been given.
+        form: how the known name is written, with `{}` in its place.
+    """
+    found = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {form.format(found[0])}?" if found else ""
+
+
+def commands_of(top: argparse.ArgumentParser) -> dict[str, CommandParser]:
+    """Return the parser of each command by name.
+
+    Args:
+        top: the parser of `palestra`.
+    """
+    (found,) = (action for action in top._actions if isinstance(action, argparse._SubParsersAction))
+    return dict(found.choices)
 
 
 def command(
     commands: Any, name: str, run: Callable[[argparse.Namespace], int | None], summary: str, example: str
 ) -> argparse.ArgumentParser:
-    """Add a command; its help ends with an example."""
+    """Add a command, whose help begins with a summary and ends with an example.
+
+    Args:
+        commands: the subparsers of `palestra`.
+        name: of the command.
+        run: is called with the parsed arguments; returns the exit code, None for 0.
+        summary: one sentence without a full stop, which also stands in the list of commands.
+        example: at least one whole command line, each line indented by two spaces.
+
+    Returns:
+        The parser, to which the caller adds arguments.
+    """
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         help=summary,
         description=summary[0].upper() + summary[1:] + ".",
         epilog=f"example:\n{example}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.set_defaults(run=run)
     return parser
 
 
 def add_set(parser: argparse.ArgumentParser) -> None:
-    """`--set key=value`."""
+    """Add `--set KEY=VALUE`, which changes keys of the configuration; `overrides` reads what was given."""
     parser.add_argument(
         "--set",
         metavar="KEY=VALUE",
         action="append",
         default=[],
-        help="change one key of the configuration, e.g. --set steps=10 --set server.port=0; KEY=none: its default",
+        help="change one key of the configuration, e.g. --set steps=10 --set server.port=0; KEY=none takes it out, so "
+        "that its default holds; may be given several times",
     )
 
 
 def add_control(parser: argparse.ArgumentParser) -> None:
-    """`--control URL`."""
+    """Add `--control URL`, the control plane that a command talks to; its key is never an argument."""
     parser.add_argument(
-        "--control", metavar="URL", help="of the control plane; without it, PALESTRA_URL. The key is in PALESTRA_KEY"
+        "--control",
+        metavar="URL",
+        help="URL of the control plane; without it, the variable PALESTRA_URL. The key is in PALESTRA_KEY",
     )
 
 
@@ -68,11 +168,13 @@ def time_span(text: str) -> float:
 
 
 def overrides(settings: Sequence[str]) -> dict[str, Any]:
-    """`key=value` pairs; values are JSON where they can be, else text; `none` takes a key out.
+    """Return the values of `--set` by dotted key: JSON where the text is JSON, else text; `none` takes a key out.
 
     Raises:
-        ConfigError: no `=` in it.
+        ConfigError: one of the settings has no `=`.
     """
+    from palestra.config import UNSET
+
     found: dict[str, Any] = {}
     for setting in settings:
         key, equals, value = setting.partition("=")
@@ -89,11 +191,13 @@ def overrides(settings: Sequence[str]) -> dict[str, Any]:
 
 
 def run_folder(path: Path) -> tuple[Path, JobConfig]:
-    """A run's folder and its configuration.
+    """Return a run's folder and the configuration that the run was started with.
 
     Raises:
-        NotFound: it is not the folder of a run.
+        NotFound: the path is not the folder of a run.
     """
+    from palestra.config import load_config
+
     if not (path / "run.db").is_file():
         raise NotFound(f"{path} is not the folder of a run (it has no run.db)")
     return path, load_config(path / "config.toml")
@@ -102,7 +206,11 @@ def run_folder(path: Path) -> tuple[Path, JobConfig]:
 def load_tasks(
     source: str, validation: Path | None = None
 ) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
-    """(training, validation) tasks, of JSONL files or of `module:function`.
+    """Return (training, validation) tasks of JSONL files or of a function.
+
+    Args:
+        source: a file of training tasks, or `module:function`, which returns both.
+        validation: a file of held-out tasks, where `source` is a file; None: there are none.
 
     Raises:
         ConfigError: no such file or function, or a line that is no JSON object.
@@ -118,23 +226,25 @@ def load_tasks(
 
 
 def load_function(reference: str) -> Any:
-    """`module:function` or `path/to/file.py:function`.
+    """Import what `module:function` or `path/to/file.py:function` names, and return it.
 
     Raises:
-        ConfigError: it can't be imported, or is not there.
+        ConfigError: the module can't be imported, or has nothing of that name.
     """
     place, colon, name = reference.rpartition(":")
     if not colon or not place or not name:
-        raise ConfigError(f"{reference!r}: expected module:function, or path/to/file.py:function")
+        raise ConfigError(f"{reference!r}: expected {FUNCTION}")
     try:
         if place.endswith(".py"):
             spec = importlib.util.spec_from_file_location(Path(place).stem, place)
             if spec is None or spec.loader is None or not Path(place).is_file():
                 raise ConfigError(f"{place}: no such file")
             module = importlib.util.module_from_spec(spec)
+            # Dataclasses and pickling look their module up by its name.
             sys.modules[spec.name] = module
             spec.loader.exec_module(module)
         else:
+            # An installed command does not look in the working folder, where a user's module lies.
             sys.path.insert(0, "")
             module = importlib.import_module(place)
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""`palestra rotate-key`."""
+"""`palestra rotate-key`: another key for a job, also while the job runs."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from typing import Any
 
 from palestra.cli.export import JOB_ID
 from palestra.cli.options import add_control, command, run_folder
-from palestra.client.control import ControlClient
 from palestra.terminal import say
 
 
 def add(commands: Any) -> None:
-    """Add the command."""
+    """Add the command `rotate-key`, which takes a run or a job."""
     parser = command(
         commands,
         "rotate-key",
         run,
-        "give a job another key; that of before, and the keys of its episodes, open nothing any more",
+        "give a job another key; its former key, and the keys of its episodes, open nothing any more",
         "  palestra rotate-key runs/addition\n  palestra rotate-key job-1f3a5c7e9b2d4f60",
     )
     parser.add_argument("source", metavar="RUN", help="the run's folder, or a job of a control plane by its id")
@@ -26,7 +25,7 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Replace what the job's keys are derived from; a job that runs goes on under the new ones."""
+    """Replace the secret that the job's keys are derived from; a job that runs continues under the new keys."""
     if JOB_ID.fullmatch(arguments.source) is None:
         from palestra.ledger.key_files import rotate_keys
 
@@ -34,6 +33,8 @@ def run(arguments: argparse.Namespace) -> None:
         rotate_keys(folder, config.name)
         say(f"{folder / 'api_key'} holds the new key; start workers again with it")
         return
+    from palestra.client.control import ControlClient
+
     with ControlClient(arguments.control) as control:
         key = control.job(arguments.source).rotate_key()
     say(f"the key of {arguments.source}, with which workers have to be started again (--job finds it):  {key}")

@@ -1,4 +1,4 @@
-"""`palestra run`."""
+"""`palestra run`: one job on this machine, served until its steps are done."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from palestra.cli.options import add_set, command, overrides
-from palestra.config import load_config
 from palestra.terminal import say
 
 
 def add(commands: Any) -> None:
-    """Add the command."""
+    """Add the command `run`, which takes a job's configuration."""
     parser = command(
         commands,
         "run",
@@ -23,20 +22,22 @@ def add(commands: Any) -> None:
         "  palestra run job.toml --set kind=inference   # until Ctrl-C\n\n"
         "then, in another terminal, any script with palestra.Client; the key is in RUN/api_key",
     )
-    parser.add_argument("config", type=Path, help="the job, in TOML (docs/configuration.md)")
-    parser.add_argument("--resume", action="store_true", help="go on with the run in the job's folder")
+    parser.add_argument("config", metavar="JOB.TOML", type=Path, help="the job, in TOML (docs/configuration.md)")
+    parser.add_argument("--resume", action="store_true", help="continue the run in the job's folder")
     add_set(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve, and train, until the end, or Ctrl-C."""
+    """Serve the job, and train, until its steps are done or Ctrl-C; return 130 where a signal stopped it."""
     from palestra.cluster.local import run_on_uvloop, serve
     from palestra.cluster.run_dir import resolve_run_dir
     from palestra.cluster.serving_console import console_of
+    from palestra.config import load_config
     from palestra.trainer.checkpoint import newest_path
 
     config = load_config(arguments.config, overrides(arguments.set))
     config = resolve_run_dir(config, arguments.resume, lambda text: say(f"palestra: {text}", file=sys.stderr))
+    # The console is shown from here on, because loading the model takes seconds in which nothing else is written.
     console = console_of(config)
     with console:
         progress = run_on_uvloop(serve(config, console.report, console.ready))

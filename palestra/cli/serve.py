@@ -1,4 +1,4 @@
-"""`palestra serve`."""
+"""`palestra serve`: the control plane, through which several users share a machine or a Ray cluster."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from palestra.terminal import say
 
 
 def add(commands: Any) -> None:
-    """Add the command."""
+    """Add the command `serve`, with where it listens, what it keeps, and what jobs may use."""
     parser = command(
         commands,
         "serve",
@@ -19,42 +19,56 @@ def add(commands: Any) -> None:
         "serve many users' jobs on this machine, or on a Ray cluster",
         "  palestra serve\n  palestra serve --ray-address 10.0.0.1:6379 --state-dir /shared/palestra --host 0.0.0.0",
     )
-    parser.add_argument("--state-dir", type=Path, default=Path("palestra-state"), help="jobs and control store")
-    parser.add_argument("--host", default="127.0.0.1", help="to listen on; TLS is a proxy's work")
-    parser.add_argument("--port", type=int, default=7400, help="0: any free one")
+    parser.add_argument(
+        "--state-dir", metavar="DIR", type=Path, default=Path("palestra-state"), help="folder of jobs and control store"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; TLS is a proxy's work")
+    parser.add_argument("--port", type=int, default=7400, help="port to listen on; 0: any free one")
     parser.add_argument(
         "--database",
+        metavar="URL",
         help="postgresql://…; without it, SQLite in the state directory. "
         "A password belongs into PGPASSWORD or ~/.pgpass, where no process list shows it",
     )
-    parser.add_argument("--ray-address", help="of a cluster to join; without it, a local one is started")
-    parser.add_argument("--cpus", type=float, help="cores that a local cluster gives to jobs (default: all)")
-    parser.add_argument("--gpus", type=int, help="likewise GPUs")
-    parser.add_argument("--memory-gib", type=float, help="likewise memory")
+    parser.add_argument(
+        "--ray-address", metavar="HOST:PORT", help="address of a cluster to join; without it, a local one is started"
+    )
+    parser.add_argument(
+        "--cpus", metavar="CORES", type=float, help="cores that a local cluster gives to jobs; without it, all"
+    )
+    parser.add_argument(
+        "--gpus", metavar="GPUS", type=int, help="GPUs that a local cluster gives to jobs; without it, all"
+    )
+    parser.add_argument(
+        "--memory-gib", metavar="GIB", type=float, help="memory that a local cluster gives to jobs; without it, all"
+    )
     parser.add_argument(
         "--rules",
         type=Path,
         metavar="FILE",
-        help="TOML: the largest numbers that a job's configuration may have, and the models (docs/operations.md)",
+        help="TOML: the largest numbers that a job's configuration may have, and the models (docs/operations.md); "
+        "without it, the caps of docs/configuration.md",
     )
     parser.add_argument(
         "--pass-env",
         metavar="NAME",
         action="append",
         default=[],
-        help="a variable that jobs have, too, such as HF_TOKEN or HTTPS_PROXY (docs/operations.md lists those that "
-        "they have anyway); may be given several times",
+        help="a variable of this process that jobs get, such as HF_TOKEN or HTTPS_PROXY (docs/operations.md has those "
+        "that they get in any case); may be given several times",
     )
     parser.add_argument(
-        "--new-admin-key", action="store_true", help="print one more key of the first admin, where all are lost"
+        "--new-admin-key", action="store_true", help="print one more key of the first admin, for when all are lost"
     )
     parser.add_argument(
-        "--insecure-no-auth", action="store_true", help="no keys: whoever reaches it is the operator; loopback only"
+        "--insecure-no-auth",
+        action="store_true",
+        help="ask for no keys: every caller is the operator; loopback addresses only",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until Ctrl-C."""
+    """Serve until Ctrl-C; the first start prints the admin's key."""
     from palestra.cluster.control import ServeOptions, serve_control
     from palestra.cluster.local import run_on_uvloop
     from palestra.cluster.ray_cluster import LocalRay

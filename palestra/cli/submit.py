@@ -1,4 +1,4 @@
-"""`palestra submit`."""
+"""`palestra submit`: a job for the service, from a configuration or from what another job has trained."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from palestra.cli.options import add_control, add_set, command, overrides, time_span
-from palestra.client.control import ControlClient
-from palestra.config import load_config
 from palestra.errors import ConfigError
 from palestra.terminal import say
 
 
 def add(commands: Any) -> None:
-    """Add the command."""
+    """Add the command `submit`, which takes a configuration and the resources that the job holds."""
     parser = command(
         commands,
         "submit",
@@ -25,44 +23,66 @@ def add(commands: Any) -> None:
         "  palestra submit --from-job job-1f3a5c7e9b2d4f60   # serve what it has trained",
     )
     parser.add_argument(
-        "config", type=Path, nargs="?", help="the job, in TOML (docs/configuration.md); without it, that of --from-job"
+        "config",
+        metavar="JOB.TOML",
+        type=Path,
+        nargs="?",
+        help="the job, in TOML (docs/configuration.md); without it, that of --from-job",
     )
     parser.add_argument(
-        "--kind", choices=("training", "inference"), help="train the model, or serve it; without it, what CONFIG says"
+        "--kind", choices=("training", "inference"), help="train the model, or serve it; without it, what JOB.TOML says"
     )
-    parser.add_argument("--from-job", metavar="JOB", help="start from the weights of a job; without CONFIG, serve them")
-    parser.add_argument("--from-step", metavar="N", type=int, help="of its checkpoint; without it, the newest")
-    parser.add_argument("--name", help="for people; without it, the configuration's")
-    parser.add_argument("--cpus", type=float, default=1.0, help="cores that it holds while it runs (default 1)")
-    parser.add_argument("--gpus", type=float, default=0.0, help="GPUs; a part of one below 1, whole ones above")
     parser.add_argument(
-        "--memory-gib",
+        "--from-job", metavar="JOB", help="start from the weights of a job; without JOB.TOML, serve them"
+    )
+    parser.add_argument(
+        "--from-step", metavar="STEP", type=int, help="step of the checkpoint of --from-job; without it, the newest"
+    )
+    parser.add_argument("--name", help="name for people; without it, the configuration's")
+    parser.add_argument(
+        "--cpus", metavar="CORES", type=float, default=1.0, help="cores that the job holds while it runs"
+    )
+    parser.add_argument(
+        "--gpus",
+        metavar="GPUS",
         type=float,
         default=0.0,
-        help="memory; a job that uses more is ended. 0: its share of the machine",
+        help="GPUs that the job holds: a part of one below 1, whole ones above",
+    )
+    parser.add_argument(
+        "--memory-gib",
+        metavar="GIB",
+        type=float,
+        default=0.0,
+        help="memory that the job holds; a job that uses more is ended. 0: its share of the machine",
     )
     parser.add_argument(
         "--time-limit",
         metavar="TIME",
         type=time_span,
-        help="how long it may run: 90m, 1.5h or 300 (seconds); then it saves and is cancelled. A job with a limit may "
-        "start before larger ones that wait",
+        help="how long the job may run: 90m, 1.5h or 300 (seconds); then it saves and is cancelled. A job with a limit "
+        "may start before larger ones that wait. Without it, any time",
     )
-    parser.add_argument("--priority", choices=("low", "normal", "high"), default="normal")
+    parser.add_argument(
+        "--priority", choices=("low", "normal", "high"), default="normal", help="place in the tenant's queue"
+    )
     parser.add_argument(
         "--private",
         action=argparse.BooleanOptionalAction,
-        help="only you and the admins of your tenant see it (without it, what these have decided)",
+        help="only you and the admins of your tenant see the job; without it, what these have decided",
     )
-    parser.add_argument("--attached", action="store_true", help="cancel it when nobody has asked for it for a while")
-    parser.add_argument("--watch", action="store_true", help="show it until it is over; Ctrl-C leaves it running")
+    parser.add_argument(
+        "--attached", action="store_true", help="cancel the job when no client has asked for it for a while"
+    )
+    parser.add_argument("--watch", action="store_true", help="show the job until it is over; Ctrl-C leaves it running")
     add_set(parser)
     add_control(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Submit, and print the job's id."""
+    """Submit the job, print its id, push the tasks of its files, and watch it where that was asked for."""
     from palestra.cli.watch import show
+    from palestra.client.control import ControlClient
 
     given, tasks = _config(arguments)
     with ControlClient(arguments.control) as control:
@@ -89,13 +109,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _config(arguments: argparse.Namespace) -> tuple[dict[str, Any] | None, dict[str, list[dict[str, Any]]]]:
-    """What is submitted as the configuration, and the tasks of its files, by split, that are pushed when it runs."""
+    """Return what is submitted as the configuration, and the tasks of its files by split, pushed when the job runs.
+
+    Raises:
+        ConfigError: there is no configuration, or the configuration or a file of tasks is wrong.
+    """
     from palestra.cluster.tasks import check_sizes, read_files
+    from palestra.config import load_config
 
     tasks: dict[str, list[dict[str, Any]]] = {"train": [], "validation": []}
     if arguments.config is None:
         if arguments.from_job is None or arguments.set:
-            raise ConfigError("name a configuration (CONFIG); only with --from-job alone there need be none")
+            raise ConfigError("name a configuration (JOB.TOML); only with --from-job alone there need be none")
         return None, tasks
     settings = overrides(arguments.set)
     config = load_config(arguments.config, settings)
@@ -105,5 +130,6 @@ def _config(arguments: argparse.Namespace) -> tuple[dict[str, Any] | None, dict[
     check_sizes(files, config.server.max_body_bytes)
     for split, (_, found) in files.items():
         tasks[split] = [{"id": task.task_id, **task.data} for task in found]
+    # Tasks and the run's folder are of this machine: the service has a folder of its own, and gets tasks as they are.
     given = config.model_dump(mode="json", exclude_none=True, exclude_unset=True, exclude={"tasks", "run_dir"})
     return given, tasks

@@ -1,4 +1,4 @@
-"""`palestra tenants`, for whoever runs the cluster."""
+"""`palestra tenants`: the operator adds tenants and limits what each may hold."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 from urllib.parse import quote
 
 from palestra.cli.options import add_control, command
-from palestra.client.control import ControlClient
 from palestra.errors import ConfigError
 from palestra.terminal import say
 
@@ -15,32 +14,42 @@ AMOUNTS = {"cpus": "cores", "gpus": "GPUs", "memory_gib": "GiB of memory", "jobs
 
 
 def add(commands: Any) -> None:
-    """Add the command."""
+    """Add the command `tenants`, whose first argument is the action."""
     parser = command(
         commands,
         "tenants",
         run,
-        "tenants of the cluster, and what each may hold",
+        "list and add tenants of the cluster, and limit what each may hold",
         "  palestra tenants\n  palestra tenants add physics\n  palestra tenants quota physics --gpus 2 --jobs 5\n"
         "  palestra tenants quota physics --jobs none\n  palestra tenants quota physics --none\n"
         "  palestra tenants private on    # of your own tenant, by its admin: jobs that say nothing are private",
     )
-    parser.add_argument("action", nargs="?", choices=("list", "add", "quota", "private"), default="list")
-    parser.add_argument("name", nargs="?")
+    parser.add_argument(
+        "action",
+        nargs="?",
+        choices=("list", "add", "quota", "private"),
+        default="list",
+        help="what to do",
+    )
+    parser.add_argument("name", nargs="?", help="after `add` and `quota`: the tenant; after `private`: on or off")
     for name, what in AMOUNTS.items():
         parser.add_argument(
             f"--{name.replace('_', '-')}",
-            metavar="N",
+            metavar=name.partition("_")[2].upper() or name.upper(),
             type=_amount,
             default=argparse.SUPPRESS,
-            help=f"{what} at the same time; `none`: no limit; not given: as before",
+            help=f"{what} at the same time; `none`: no limit; without it, as before",
         )
-    parser.add_argument("--none", action="store_true", help="no limits at all")
+    parser.add_argument("--none", action="store_true", help="after `quota`: take all limits away")
     add_control(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """List, add, or set a quota."""
+    """List tenants, add one, set a quota, or decide whether jobs are private.
+
+    Raises:
+        ConfigError: the arguments do not fit the action.
+    """
     if arguments.action != "list" and arguments.name is None:
         raise ConfigError(f"which one? palestra tenants {arguments.action} NAME")
     if arguments.action == "private" and arguments.name not in ("on", "off"):
@@ -48,6 +57,8 @@ def run(arguments: argparse.Namespace) -> None:
     quota = {name: getattr(arguments, name) for name in AMOUNTS if hasattr(arguments, name)}
     if bool(quota or arguments.none) != (arguments.action == "quota") or (quota and arguments.none):
         raise ConfigError("a quota is set with `palestra tenants quota NAME --gpus N …`, or taken away with `--none`")
+    from palestra.client.control import ControlClient
+
     with ControlClient(arguments.control) as control:
         if arguments.action == "list":
             for tenant in control.request("GET", "/tenants"):
@@ -63,10 +74,11 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _line(tenant: dict[str, Any]) -> str:
+    """Return a tenant's name and its limits as one line of the list."""
     limits = [f"{name} {amount:g}" for name, amount in tenant["quota"].items() if amount is not None]
     return f"{tenant['name']:<20} {', '.join(limits) or 'no quota'}"
 
 
 def _amount(text: str) -> float | None:
-    """A number, or `none`."""
+    """Return the number that an option gives; None for the word `none`, which takes a limit away."""
     return None if text == "none" else float(text)

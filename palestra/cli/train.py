@@ -1,4 +1,4 @@
-"""`palestra train`."""
+"""`palestra train`: a job and the function that plays its episodes, in one process."""
 
 from __future__ import annotations
 
@@ -6,31 +6,40 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from palestra.cli.options import add_set, command, load_function, overrides
-from palestra.config import load_config, parse_config
+from palestra.cli.options import FUNCTION, add_set, command, load_function, overrides
 
 
 def add(commands: Any) -> None:
-    """Add the command."""
+    """Add the command `train`, which takes a rollout function and its tasks."""
     parser = command(
         commands,
         "train",
         run,
-        "train on what a function of yours returns: rollout(task, policy) -> reward",
+        "train on what a function of yours returns: rollout(task, endpoint) -> reward",
         "  palestra train my_agent:rollout --tasks tasks.jsonl --validation held_out.jsonl --set steps=50",
     )
-    parser.add_argument("rollout", help="module:function, or path/to/file.py:function")
-    parser.add_argument("--tasks", type=Path, help="JSONL file, one task a line")
-    parser.add_argument("--validation", type=Path, help="JSONL file of held-out tasks")
-    parser.add_argument("--config", type=Path, help="the job, in TOML; without it, the defaults")
-    parser.add_argument("--concurrency", type=int, help="episodes played at the same time")
-    parser.add_argument("--resume", action="store_true", help="go on with the run in the job's folder")
+    parser.add_argument("rollout", help=f"the function: {FUNCTION}")
+    parser.add_argument(
+        "--tasks", metavar="FILE", type=Path, help="JSONL file, one task a line; without it, what the job names"
+    )
+    parser.add_argument(
+        "--validation", metavar="FILE", type=Path, help="JSONL file of held-out tasks; without it, what the job names"
+    )
+    parser.add_argument("--config", metavar="JOB.TOML", type=Path, help="the job, in TOML; without it, the defaults")
+    parser.add_argument(
+        "--concurrency",
+        metavar="EPISODES",
+        type=int,
+        help="episodes played at the same time; without it, those of a step",
+    )
+    parser.add_argument("--resume", action="store_true", help="continue the run in the job's folder")
     add_set(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train in this process; return 130 where a signal stopped it."""
+    """Train in this process until the steps are done; return 130 where a signal stopped the run."""
     from palestra.cluster.training import train_until_stopped
+    from palestra.config import load_config, parse_config
 
     settings = overrides(arguments.set)
     for split in ("train", "validation"):

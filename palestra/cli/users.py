@@ -1,4 +1,4 @@
-"""`palestra users` and `keys`."""
+"""`palestra users` and `keys`: who may use the service, and with which keys."""
 
 from __future__ import annotations
 
@@ -8,57 +8,81 @@ from typing import Any
 from urllib.parse import quote
 
 from palestra.cli.options import add_control, command
-from palestra.client.control import ControlClient
 from palestra.errors import ConfigError
-from palestra.schemas.control_wire import LimitsBody
 from palestra.terminal import say
+
+LIMITS = ("requests_per_minute", "burst", "open_jobs", "body_bytes", "episodes_in_flight")  # of `LimitsBody`
 
 
 def add(commands: Any) -> None:
-    """Add the commands."""
+    """Add the commands `users` and `keys`, whose first argument is the action."""
     parser = command(
         commands,
         "users",
         users,
-        "the users of your tenant",
+        "list, add, change and remove the users of your tenant",
         "  palestra users\n  palestra users add ann --role member\n  palestra users role ann viewer",
     )
-    parser.add_argument("action", nargs="?", choices=("list", "add", "role", "remove"), default="list")
-    parser.add_argument("name", nargs="?")
-    parser.add_argument("new_role", nargs="?", choices=("admin", "member", "viewer"))
-    parser.add_argument("--role", choices=("admin", "member", "viewer"), default="member", help="of a new user")
+    parser.add_argument(
+        "action",
+        nargs="?",
+        choices=("list", "add", "role", "remove"),
+        default="list",
+        help="what to do",
+    )
+    parser.add_argument("name", nargs="?", help="after `add`, `role` and `remove`: the user")
+    parser.add_argument("new_role", nargs="?", choices=("admin", "member", "viewer"), help="after `role`: the new role")
+    parser.add_argument(
+        "--role", choices=("admin", "member", "viewer"), default="member", help="after `add`: the role of the new user"
+    )
     add_control(parser)
     parser = command(
         commands,
         "keys",
         keys,
-        "keys of a user",
+        "list, make, rotate and revoke the keys of a user",
         "  palestra keys\n  palestra keys make --label laptop --days 90\n"
         "  palestra keys make --user ann --limit open_jobs=5 --limit requests_per_minute=60\n  palestra keys revoke ID",
     )
-    parser.add_argument("action", nargs="?", choices=("list", "make", "rotate", "revoke"), default="list")
-    parser.add_argument("key_id", nargs="?")
-    parser.add_argument("--user", help="whose; without it, your own")
-    parser.add_argument("--label", default="", help="what to call a new key")
-    parser.add_argument("--scope", action="append", help="what a new key may be used for; may be given several times")
+    parser.add_argument(
+        "action",
+        nargs="?",
+        choices=("list", "make", "rotate", "revoke"),
+        default="list",
+        help="what to do",
+    )
+    parser.add_argument("key_id", metavar="ID", nargs="?", help="after `rotate` and `revoke`: the key")
+    parser.add_argument("--user", help="the user whose keys are meant; without it, you")
+    parser.add_argument("--label", default="", help="name of a new key; without it, none")
+    parser.add_argument(
+        "--scope",
+        action="append",
+        help="what a new key may be used for; may be given several times; without it, all that you may do",
+    )
     parser.add_argument(
         "--limit",
         metavar="NAME=N",
         action="append",
         default=[],
         type=_limit,
-        help=f"of a new key, set by an admin; may be given several times: {', '.join(LimitsBody.model_fields)}",
+        help=f"a limit of a new key, set by an admin; may be given several times: {', '.join(LIMITS)}",
     )
-    parser.add_argument("--days", type=float, help="after which a new key expires")
+    parser.add_argument("--days", metavar="DAYS", type=float, help="after which a new key expires; without it, never")
     add_control(parser)
 
 
 def users(arguments: argparse.Namespace) -> None:
-    """List, add, change or remove."""
+    """List users, add one, change a role, or remove one.
+
+    Raises:
+        ConfigError: an argument that the action needs is missing.
+    """
     if arguments.action != "list" and arguments.name is None:
         raise ConfigError(f"whom? palestra users {arguments.action} NAME")
     if arguments.action == "role" and arguments.new_role is None:
         raise ConfigError(f"which role? palestra users role {arguments.name} admin|member|viewer")
+    from palestra.client.control import ControlClient
+
     with ControlClient(arguments.control) as control:
         if arguments.action == "list":
             for user in control.request("GET", "/users"):
@@ -73,10 +97,16 @@ def users(arguments: argparse.Namespace) -> None:
 
 
 def keys(arguments: argparse.Namespace) -> None:
-    """List, make, rotate or revoke."""
+    """List keys, or make, rotate or revoke one; a new key is printed once.
+
+    Raises:
+        ConfigError: the action needs the id of a key.
+    """
     if arguments.action in ("rotate", "revoke") and arguments.key_id is None:
         raise ConfigError(f"which key? palestra keys {arguments.action} ID; `palestra keys` lists them")
     key_id = quote(arguments.key_id or "", safe="")
+    from palestra.client.control import ControlClient
+
     with ControlClient(arguments.control) as control:
         if arguments.action == "list":
             for key in control.request("GET", "/keys", params={"user": arguments.user} if arguments.user else {}):
@@ -94,11 +124,21 @@ def keys(arguments: argparse.Namespace) -> None:
 
 
 def _limit(text: str) -> tuple[str, float]:
+    """Return name and amount of `NAME=N`.
+
+    Raises:
+        ArgumentTypeError: there is no limit of that name.
+    """
     name, _, amount = text.partition("=")
-    if name not in LimitsBody.model_fields:
-        raise argparse.ArgumentTypeError(f"there is no limit {name!r}; known are {', '.join(LimitsBody.model_fields)}")
+    if name not in LIMITS:
+        raise argparse.ArgumentTypeError(f"there is no limit {name!r}; known are {', '.join(LIMITS)}")
     return name, float(amount)
 
 
 def _until(at: float) -> str:
+    """Return when a key expires, as a date in UTC.
+
+    Args:
+        at: Unix seconds.
+    """
     return time.strftime("until %Y-%m-%d", time.gmtime(at))

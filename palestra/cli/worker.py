@@ -1,30 +1,26 @@
-"""`palestra worker`."""
+"""`palestra worker`: processes that play a job's episodes with a function, kept running until the job is over."""
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from palestra.cli.options import add_control, command, load_function, load_tasks
-from palestra.client import AsyncClient, Client, Worker
-from palestra.client.arguments import checked_amount, checked_count
-from palestra.client.client import Find
-from palestra.client.control import ControlClient
-from palestra.client.fleet import Fleet
+from palestra.cli.options import FUNCTION, add_control, command, load_function, load_tasks
 from palestra.errors import ConfigError, JobOver
 from palestra.terminal import say
-from palestra.threads import in_thread
+
+if TYPE_CHECKING:
+    from palestra.client.client import Find
 
 KEY_VARIABLE = "PALESTRA_API_KEY"
 
 
 def add(commands: Any) -> None:
-    """Add the command."""
+    """Add the command `worker`, which takes the function and where the job is."""
     parser = command(
         commands,
         "worker",
@@ -32,27 +28,51 @@ def add(commands: Any) -> None:
         "play a job's episodes with a function of yours, on this machine",
         "  palestra worker recipes/addition.py:rollout --url http://server:7411 --key-file api_key --concurrency 32",
     )
-    parser.add_argument("rollout", help="module:function, or path/to/file.py:function")
-    parser.add_argument("--url", default="http://127.0.0.1:7411", help="of the job's data plane")
-    parser.add_argument("--job", help="a job of a control plane, by its id, in the place of --url and a key")
+    parser.add_argument("rollout", help=f"the function: {FUNCTION}")
+    parser.add_argument("--url", default="http://127.0.0.1:7411", help="URL of the job's data plane")
+    parser.add_argument("--job", help="id of a job of a control plane; without it, --url and a key")
     add_control(parser)
-    parser.add_argument("--key-file", type=Path, help=f"the job's key; without it, the variable {KEY_VARIABLE}")
+    parser.add_argument(
+        "--key-file",
+        metavar="FILE",
+        type=Path,
+        help=f"file with the job's key; without it, the variable {KEY_VARIABLE}",
+    )
     parser.add_argument(
         "--tasks",
-        help="push these to the job first: a JSONL file, or module:function that returns (training, validation) tasks",
+        help="push these to the job first: a JSONL file, or module:function that returns (training, validation) tasks; "
+        "without it, none",
     )
-    parser.add_argument("--validation", type=Path, help="JSONL file of held-out tasks, with --tasks")
-    parser.add_argument("--concurrency", type=int, default=64, help="episodes at the same time, in each process")
-    parser.add_argument("--processes", type=int, default=1, help="worker processes")
-    parser.add_argument("--name", default=os.uname().nodename, help="recorded with each episode")
     parser.add_argument(
-        "--drain-seconds", type=float, default=3600.0, help="after SIGTERM, how long episodes may go on"
+        "--validation", metavar="FILE", type=Path, help="JSONL file of held-out tasks, with --tasks; without it, none"
+    )
+    parser.add_argument(
+        "--concurrency", metavar="EPISODES", type=int, default=64, help="episodes at the same time in each process"
+    )
+    parser.add_argument("--processes", metavar="PROCESSES", type=int, default=1, help="worker processes")
+    parser.add_argument("--name", default=os.uname().nodename, help="name that is recorded with each episode")
+    parser.add_argument(
+        "--drain-seconds",
+        metavar="SECONDS",
+        type=float,
+        default=3600.0,
+        help="how long episodes may still take after SIGTERM",
     )
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Keep worker processes running, or, as one of them, play."""
+    """Keep worker processes running; a process that was started as one of them plays.
+
+    Raises:
+        ConfigError: a number is out of range, or a file can't be read.
+    """
+    import asyncio
+
+    from palestra.client import Client
+    from palestra.client.arguments import checked_amount, checked_count
+    from palestra.client.fleet import Fleet
+
     checked_count("--concurrency", arguments.concurrency)
     checked_count("--processes", arguments.processes)
     checked_amount("--drain-seconds", arguments.drain_seconds, endless=True)
@@ -82,7 +102,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _finder(arguments: argparse.Namespace) -> Find:
-    """Asks the control plane where the job's data plane is, and waits until it has one."""
+    """Return a function that asks the control plane for URL and key of the job's data plane, once the job has one."""
+    from palestra.client.control import ControlClient
 
     def find() -> tuple[str, str]:
         with ControlClient(arguments.control) as control:
@@ -93,6 +114,12 @@ def _finder(arguments: argparse.Namespace) -> Find:
 
 
 async def _play(arguments: argparse.Namespace) -> None:
+    """Play episodes in this process until the job is over, or SIGTERM and the end of those that were begun."""
+    import asyncio
+
+    from palestra.client import AsyncClient, Worker
+    from palestra.threads import in_thread
+
     rollout = load_function(arguments.rollout)
     name = f"{arguments.name}-{os.getpid()}"
     find = _finder(arguments) if arguments.job is not None else None

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, get_args, get_origin
 
+import tomli_w
 from pydantic import ValidationError
 
 from palestra.config.explaining import explain, sections_of
@@ -85,35 +86,12 @@ def parse_config(
 
 
 def dump_config(config: JobConfig) -> str:
-    """Return the whole configuration as TOML, defaults included; `parse_config` of it gives an equal configuration."""
-    lines: list[str] = []
-    _dump_table(config.model_dump(mode="json", exclude_none=True), (), lines)
-    return "\n".join(lines).lstrip("\n") + "\n"
+    """Return the whole configuration as TOML, defaults included; `parse_config` of the text gives an equal one.
 
-
-def _dump_table(table: Mapping[str, Any], path: tuple[str, ...], lines: list[str]) -> None:
-    values = {k: v for k, v in table.items() if not isinstance(v, dict)}
-    if path and values:
-        lines.extend(("", f"[{'.'.join(map(_key, path))}]"))
-    lines.extend(f"{_key(key)} = {_literal(value)}" for key, value in values.items())
-    for key, value in table.items():
-        if isinstance(value, dict):
-            _dump_table(value, (*path, key), lines)
-
-
-def _key(key: str) -> str:
-    return key if key.replace("_", "").replace("-", "").isalnum() else _literal(key)
-
-
-def _literal(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_literal, value)) + "]"
-    if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-        return '"' + "".join(c if c.isprintable() else f"\\U{ord(c):08X}" for c in escaped) + '"'
-    return repr(value)
+    Args:
+        config: the job; keys whose value is None are left out, which TOML can't write.
+    """
+    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
 
 
 def _is_known(path: tuple[str, ...]) -> bool:

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, get_type_hints, overload
 
+import docstring_parser
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from palestra.threads import call
 from palestra.tools.tool import BadArguments, Tool
 
-_ARGUMENT = re.compile(r"^\s{2,}(\w+)(?:\s*\([^)]*\))?:\s*(.+)$")
-
 
 class FunctionTool(Tool):
-    """A function, synchronous or not, that a model may call."""
+    """A typed function, synchronous or asynchronous, that a model may call with arguments by name."""
 
     def __init__(self, function: Callable[..., Any], name: str | None = None) -> None:
-        """`name` is what the model calls it; None: the function's own.
+        """Make the schema of the function from its signature and docstring.
+
+        Args:
+            function: what is called; every parameter has a type.
+            name: the name that the model uses; None: the function's own.
 
         Raises:
             TypeError: an argument has no type, or can't be given by name.
@@ -38,18 +40,18 @@ class FunctionTool(Tool):
         }
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """The function itself."""
+        """Call the function as if it were not a tool, so that other code can still use it."""
         return self.function(*arguments, **named)
 
     def get_json_schema(self) -> dict[str, Any]:
-        """See `Tool`."""
+        """Return the schema in OpenAI's shape; see `Tool`."""
         return self._schema
 
     def check(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments as the types of the signature.
+        """Return the arguments of a call, converted to the types of the signature.
 
         Raises:
-            BadArguments: one is missing, not known, or not of its type.
+            BadArguments: an argument is missing, not known, or not of its type.
         """
         try:
             checked = self._model.model_validate(dict(arguments))
@@ -60,7 +62,7 @@ class FunctionTool(Tool):
         return {name: getattr(checked, name) for name in type(checked).model_fields}
 
     async def apply_async(self, **arguments: Any) -> Any:
-        """Await the function, or run it in a thread."""
+        """Return the result of the function: awaited, or computed in a thread where the function is synchronous."""
         return await call(partial(self.function, **arguments), "palestra-tool")
 
 
@@ -69,9 +71,14 @@ def tool(function: Callable[..., Any], /) -> FunctionTool: ...
 @overload
 def tool(*, name: str | None = None) -> Callable[[Callable[..., Any]], FunctionTool]: ...
 def tool(function: Callable[..., Any] | None = None, /, *, name: str | None = None) -> Any:
-    """Decorator: a typed function becomes a `Tool`, and can still be called.
+    """Make a `Tool` of a typed function, which can still be called; a decorator, with or without a name.
 
-    The docstring's first paragraph is the description; its `Args:` section describes the arguments.
+    The docstring's first paragraph describes the tool, and its section of arguments (Google's, NumPy's or Sphinx's
+    style) describes each argument.
+
+    Args:
+        function: what is decorated where the decorator is written without parentheses.
+        name: the name that the model uses; None: the function's own.
     """
     if function is not None:
         return FunctionTool(function)
@@ -79,6 +86,15 @@ def tool(function: Callable[..., Any] | None = None, /, *, name: str | None = No
 
 
 def _model_of(function: Callable[..., Any], described: Mapping[str, str]) -> type[BaseModel]:
+    """Return a model with one field for each parameter of a function.
+
+    Args:
+        function: the function.
+        described: descriptions by parameter.
+
+    Raises:
+        TypeError: a parameter has no type, or can't be given by name.
+    """
     hints = get_type_hints(function, include_extras=True)
     fields: dict[str, Any] = {}
     for parameter in inspect.signature(function).parameters.values():
@@ -94,20 +110,14 @@ def _model_of(function: Callable[..., Any], described: Mapping[str, str]) -> typ
 
 
 def _docstring(text: str) -> tuple[str, dict[str, str]]:
-    """First paragraph, and the descriptions in a section `Args:` (Google's style), by argument."""
+    """Return the first paragraph of a docstring, and the descriptions of arguments by name.
+
+    Args:
+        text: the docstring, in Google's, NumPy's or Sphinx's style.
+    """
     summary = " ".join(text.partition("\n\n")[0].split())
-    described: dict[str, str] = {}
-    name = None
-    inside = False
-    for line in text.splitlines():
-        if not line.startswith(" "):
-            inside = line.strip() in ("Args:", "Arguments:", "Parameters:") if line.strip() else inside
-            continue
-        if not inside:
-            continue
-        if match := _ARGUMENT.match(line):
-            name = match[1]
-            described[name] = match[2].strip()
-        elif name is not None and line.strip():
-            described[name] += " " + line.strip()
-    return summary, described
+    try:
+        parameters = docstring_parser.parse(text).params
+    except docstring_parser.ParseError:  # a text that only looks like one of the styles
+        return summary, {}
+    return summary, {found.arg_name: " ".join((found.description or "").split()) for found in parameters}

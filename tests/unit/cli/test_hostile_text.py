@@ -128,6 +128,13 @@ async def folder(tmp_path):
 CASES: dict[str, list[list[str]]] = {
     "demo": [],  # nothing of others is in it; its console is that of `run`
     "run": [["hostile.toml"]],
+    "check": [
+        ["hostile.toml"],
+        ["job.toml", "--no-trial", "--set", f"policies.policy.model={HOSTILE}"],
+        ["job.toml", HOSTILE],
+        ["job.toml", f"--{HOSTILE}"],
+    ],
+    "completion": [["bash"], [HOSTILE]],
     "train": [["hostile.toml", f"{HOSTILE}.py:f"], ["hostile.toml"]],
     "worker": [["os:getcwd", "--job", JOB, "--control", "refused"]],
     "eval": [

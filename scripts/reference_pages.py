@@ -1,4 +1,4 @@
-"""Writes the reference pages from the code (`make docs`); a test checks that they are current."""
+"""Write the reference pages of docs/ from the code (`make docs`); a test checks that they are current."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
+from python_reference import python_page
 
-from palestra.cli.python_reference import python_page
 from palestra.config import JobConfig
 from palestra.config.explaining import sections_of
 from palestra.learner.metrics import metric_tables

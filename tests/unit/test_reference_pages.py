@@ -6,12 +6,12 @@ import inspect
 from pathlib import Path
 
 import pytest
+from reference_pages import pages
 
 import palestra
 from palestra import errors
-from palestra.cli.generate_docs import pages
 
-DOCS = Path(__file__).parents[3] / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,125 @@
+"""`palestra check` as a person runs it: the tables, JSON, exit codes, and a real model that is tried."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+
+import pytest
+from servers import PALESTRA
+
+from palestra.cli import check as command
+from palestra.cli.main import main
+
+JOB = """
+name = "tried"
+steps = 3
+model = "tiny-random"
+[environment]
+name = "arithmetic"
+[policies.policy.sampling]
+max_tokens = 8
+[rollout]
+group_size = 4
+groups_per_step = 2
+[server]
+port = 0
+"""
+FAKE = JOB.replace('model = "tiny-random"', "") + '[engine]\nkind = "fake"\n'
+
+
+@pytest.fixture
+def job_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.toml").write_text(FAKE)
+    return tmp_path / "job.toml"
+
+
+def test_a_real_model_is_tried_and_a_step_is_estimated(job_file):
+    job_file.write_text(JOB)
+    done = subprocess.run(
+        [str(PALESTRA), "check", "job.toml", "--json"], cwd=job_file.parent, capture_output=True, text=True, timeout=150
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    found = json.loads(done.stdout)
+    estimate = found["estimate"]
+    assert found["works"]
+    assert (estimate["episodes"], estimate["calls"]) == (8, 8)
+    assert 8 <= estimate["completion_tokens"] <= 64
+    assert estimate["most_train_seconds"] > 0
+    assert 0 <= estimate["train_seconds"] <= estimate["most_train_seconds"]
+    assert 0 < estimate["rollout_seconds"] < estimate["step_seconds"]
+    assert 10**8 < estimate["memory_bytes"] < 4 * 2**30  # torch, transformers and two small models
+    assert estimate["checkpoint_bytes"] > 10**5
+    assert [path.name for path in job_file.parent.iterdir()] == ["job.toml"]
+
+
+def test_a_job_that_works_is_shown_with_its_estimate(job_file, capsys):
+    assert main(["check", "job.toml"]) == 0
+    out, progress = capsys.readouterr()
+    assert "nothing stands against this job here" in out
+    for word in ("time of a step", "tokens sampled", "memory", "checkpoint", "estimate", "trial"):
+        assert word in out
+    assert "palestra: loading the model" in progress
+    assert max(map(len, out.splitlines())) <= 200
+
+
+def test_what_will_not_work_is_named_with_its_key_and_nothing_is_tried(job_file, capsys, monkeypatch):
+    monkeypatch.setattr(command, "_tried", lambda *_: pytest.fail("it is tried"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = f"server.port={taken.getsockname()[1]}"
+        assert main(["check", "job.toml", "--set", port, "--set", "environment.name=gomuko"]) == 1
+    out = capsys.readouterr().out
+    assert "will not work  server.port: " in out
+    assert "will not work  environment: " in out
+    assert "nothing stands" not in out
+
+
+def test_no_trial_looks_only(job_file, capsys, monkeypatch):
+    monkeypatch.setattr(command, "_tried", lambda *_: pytest.fail("it is tried"))
+    assert main(["check", "job.toml", "--no-trial", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"works": True, "findings": [], "estimate": None}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["no.toml"], "no such file"),
+        (["job.toml", "--set", "setps=3"], "'steps'"),
+        (["job.toml", "--trail-seconds", "3"], "did you mean --trial-seconds?"),
+    ],
+)
+def test_mistakes_of_usage_have_another_exit_code(job_file, capsys, words, said):
+    try:
+        code = main(["check", *words])
+    except SystemExit as error:
+        code = error.code
+    assert code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_trial_that_takes_too_long_is_a_note(job_file, capsys):
+    assert main(["check", "job.toml", "--set", "engine.delay_seconds=30", "--trial-seconds", "0.5"]) == 0
+    assert "longer than 0.5 s" in capsys.readouterr().out
+
+
+def test_a_start_that_fails_is_named_with_its_key(job_file, capsys):
+    assert main(["check", "job.toml", "--set", "algorithm.name=my.module:Algorithm", "--json"]) == 1
+    (finding,) = json.loads(capsys.readouterr().out)["findings"]
+    assert finding["key"] == "algorithm.name"
+
+
+def test_a_job_that_needs_more_memory_than_is_free(job_file, capsys, monkeypatch):
+    from palestra.cluster import checking
+
+    monkeypatch.setattr(checking, "available_bytes", lambda: 2**20)
+    assert main(["check", "job.toml"]) == 1
+    assert "trainer.micro_batch_tokens" in capsys.readouterr().out
+
+
+def test_a_model_that_is_only_served_is_loaded(job_file, capsys):
+    assert main(["check", "job.toml", "--set", "kind=inference"]) == 0
+    out, progress = capsys.readouterr()
+    assert "nothing stands" in out
+    assert "loading the model" in progress
