@@ -12,6 +12,7 @@ from palestra.envs.delegating import DELEGATE, Subagent
 from palestra.envs.environment import Environment
 from palestra.envs.frozen_lake import FrozenLake
 from palestra.envs.gomoku import Gomoku
+from palestra.envs.gomoku_duel import GomokuDuel
 from palestra.envs.gymnasium_worlds import GymnasiumEnvironment
 from palestra.envs.reasoning import ReasoningEnvironment
 from palestra.envs.rewards import reward_function
@@ -32,6 +33,7 @@ __all__ = [
     "Environment",
     "FrozenLake",
     "Gomoku",
+    "GomokuDuel",
     "GymnasiumEnvironment",
     "ReasoningEnvironment",
     "SerialEnvironment",

@@ -18,6 +18,7 @@ from palestra.envs.concurrent import ConcurrentEnvironment
 from palestra.envs.environment import Environment
 from palestra.envs.frozen_lake import FrozenLake, frozen_lake_tasks
 from palestra.envs.gomoku import Gomoku, gomoku_tasks
+from palestra.envs.gomoku_duel import GomokuDuel
 from palestra.envs.reasoning import ReasoningEnvironment, reasoning_tasks
 from palestra.envs.split_sum import SplitSum, split_sum_tasks
 from palestra.envs.splits import Split
@@ -114,6 +115,11 @@ CATALOG: Mapping[str, CatalogEntry] = MappingProxyType(
         "gomoku": CatalogEntry(
             summary="stones in a row, against an opponent that is part of the world",
             make=_maker("gomoku", Gomoku),
+            generate=gomoku_tasks,
+        ),
+        "gomoku-duel": CatalogEntry(
+            summary="stones in a row, of two agents; `roles.opponent` says which policy plays the second",
+            make=_maker("gomoku-duel", GomokuDuel, "clock"),
             generate=gomoku_tasks,
         ),
         "frozen-lake": CatalogEntry(

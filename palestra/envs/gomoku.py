@@ -15,6 +15,69 @@ _DIRECTIONS = ((0, 1), (1, 0), (1, 1), (1, -1))
 EMPTY, AGENT, OPPONENT = ".", "X", "O"
 
 
+class Board:
+    """A square board, and who has how many stones in a row."""
+
+    def __init__(self, size: int, to_win: int) -> None:
+        """Begin without a stone.
+
+        Args:
+            size: rows, and columns.
+            to_win: stones in a row that win.
+
+        Raises:
+            ValueError: it can't be played.
+        """
+        if not 2 <= to_win <= size <= 19:
+            raise ValueError(f"a board of {size} with {to_win} in a row can't be played")
+        self.size, self.to_win = size, to_win
+        self._stones = [[EMPTY] * size for _ in range(size)]
+
+    def __str__(self) -> str:
+        """Return the board in lines of characters."""
+        return "\n".join("".join(line) for line in self._stones)
+
+    def rules(self, stone: str) -> str:
+        """Return the rules for the player who has these stones."""
+        return f"You are {stone}. {self.to_win} in a row win. Move: row column, from 1 to {self.size}."
+
+    def move(self, text: str) -> tuple[int, int] | None:
+        """Return the first (row, column), from 0, that a text names; None: it names none that is free."""
+        match = _MOVE.search(text)
+        row, column = (int(match[1]) - 1, int(match[2]) - 1) if match else (-1, -1)
+        inside = 0 <= row < self.size and 0 <= column < self.size
+        return (row, column) if inside and self._stones[row][column] == EMPTY else None
+
+    def put(self, row: int, column: int, stone: str) -> None:
+        """Place a stone, or take it away.
+
+        Args:
+            row: of the place, from 0.
+            column: of the place, from 0.
+            stone: `AGENT`, `OPPONENT`, or `EMPTY` to take a stone away.
+        """
+        self._stones[row][column] = stone
+
+    @property
+    def free(self) -> list[tuple[int, int]]:
+        """All places without a stone, row by row."""
+        size = range(self.size)
+        return [(row, column) for row in size for column in size if self._stones[row][column] == EMPTY]
+
+    def wins(self, row: int, column: int) -> bool:
+        """Return whether the stone at this place stands in a row that is long enough."""
+        stone = self._stones[row][column]
+        for down, right in _DIRECTIONS:
+            length = 1
+            for sign in (1, -1):
+                y, x = row + sign * down, column + sign * right
+                while 0 <= y < self.size and 0 <= x < self.size and self._stones[y][x] == stone:
+                    length, y, x = length + 1, y + sign * down, x + sign * right
+            if length >= self.to_win:
+                return True
+        return False
+
+
 class Gomoku(Environment):
     """A board game in which a move is two numbers, row and column from 1.
 
@@ -37,7 +100,8 @@ class Gomoku(Environment):
             ValueError: no game can be played with these settings.
         """
         self._defaults = {"size": size, "to_win": to_win, "opponent": opponent}
-        _check(size, to_win, opponent)
+        Board(size, to_win)
+        _check(opponent)
 
     def reset(self, task: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         """Begin a game on an empty board; the opponent moves first if the task says so.
@@ -46,72 +110,44 @@ class Gomoku(Environment):
             ValueError: no game can be played with the task's settings.
         """
         settings = self._defaults | dict(task)
-        self._size, self._to_win = int(settings["size"]), int(settings["to_win"])
-        _check(self._size, self._to_win, settings["opponent"])
+        self._board = Board(int(settings["size"]), int(settings["to_win"]))
+        _check(settings["opponent"])
         self._greedy = settings["opponent"] == "greedy"
         self._draw = random.Random(int(task.get("seed", 0)))
-        self._board = [[EMPTY] * self._size for _ in range(self._size)]
         if task.get("first", "agent") == "opponent":
-            self._put(*self._answer(), OPPONENT)
-        rules = f"You are {AGENT}. {self._to_win} in a row win. Move: row column, from 1 to {self._size}."
-        return f"{rules}\n{self._shown()}", {}
+            self._board.put(*self._answer(), OPPONENT)
+        return f"{self._board.rules(AGENT)}\n{self._board}", {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Make the agent's move, then the opponent's, and return the board."""
-        match = _MOVE.search(action)
-        row, column = (int(match[1]) - 1, int(match[2]) - 1) if match else (-1, -1)
-        if not (0 <= row < self._size and 0 <= column < self._size and self._board[row][column] == EMPTY):
+        board, move = self._board, self._board.move(action)
+        if move is None:
             return "impossible move", -0.5, True, False, {"result": "impossible"}
-        for stone, place in ((AGENT, (row, column)), (OPPONENT, None)):
+        for stone, place in ((AGENT, move), (OPPONENT, None)):
             at = place or self._answer()
-            self._put(*at, stone)
-            if self._wins(*at):
+            board.put(*at, stone)
+            if board.wins(*at):
                 won = stone == AGENT
-                return self._shown(), 1.0 if won else 0.0, True, False, {"result": "won" if won else "lost"}
-            if not self._free():
-                return self._shown(), 0.5, True, False, {"result": "drawn"}
-        return self._shown(), 0.0, False, False, {}
+                return str(board), 1.0 if won else 0.0, True, False, {"result": "won" if won else "lost"}
+            if not board.free:
+                return str(board), 0.5, True, False, {"result": "drawn"}
+        return str(board), 0.0, False, False, {}
 
     def _answer(self) -> tuple[int, int]:
         """Return the opponent's move: a winning one, else one that keeps the agent from winning, else a random one."""
-        free = self._free()
+        free = self._board.free
         if self._greedy:
             for stone in (OPPONENT, AGENT):
-                for row, column in free:
-                    self._board[row][column] = stone
-                    wins = self._wins(row, column)
-                    self._board[row][column] = EMPTY
+                for place in free:
+                    self._board.put(*place, stone)
+                    wins = self._board.wins(*place)
+                    self._board.put(*place, EMPTY)
                     if wins:
-                        return row, column
+                        return place
         return self._draw.choice(free)
 
-    def _put(self, row: int, column: int, stone: str) -> None:
-        self._board[row][column] = stone
 
-    def _free(self) -> list[tuple[int, int]]:
-        size = range(self._size)
-        return [(row, column) for row in size for column in size if self._board[row][column] == EMPTY]
-
-    def _wins(self, row: int, column: int) -> bool:
-        """Return whether the stone at this place is part of a row that is long enough to win."""
-        stone = self._board[row][column]
-        for down, right in _DIRECTIONS:
-            length = 1
-            for sign in (1, -1):
-                y, x = row + sign * down, column + sign * right
-                while 0 <= y < self._size and 0 <= x < self._size and self._board[y][x] == stone:
-                    length, y, x = length + 1, y + sign * down, x + sign * right
-            if length >= self._to_win:
-                return True
-        return False
-
-    def _shown(self) -> str:
-        return "\n".join("".join(line) for line in self._board)
-
-
-def _check(size: int, to_win: int, opponent: str) -> None:
-    if not 2 <= to_win <= size <= 19:
-        raise ValueError(f"a board of {size} with {to_win} in a row can't be played")
+def _check(opponent: str) -> None:
     if opponent not in ("random", "greedy"):
         raise ValueError(f"an opponent is random or greedy, and {opponent!r} can't be played")
 

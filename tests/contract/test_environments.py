@@ -7,6 +7,7 @@ import pytest
 from palestra.envs import (
     FrozenLake,
     Gomoku,
+    GomokuDuel,
     GymnasiumEnvironment,
     ReasoningEnvironment,
     TaskEnvironment,
@@ -31,6 +32,8 @@ def always_right(task, answer):
     [
         (Gomoku, BOARDS, ["1 1", "2,2", "row 3 column 3", "1 2", "2 1", "3 1", "4 4", "5 5"]),
         (Gomoku, BOARDS, ["", "hello", "0 0", "99999 1", "\ud800"]),
+        (GomokuDuel, BOARDS[:1] + BOARDS[2:], ["1 1", "2,2", "row 3 column 3", "1 2", "2 1", "3 1", "4 4", "5 5"]),
+        (GomokuDuel, BOARDS[:1] + BOARDS[2:], ["", "hello", "0 0", "99999 1", "\ud800"]),
         (FrozenLake, [{"seed": 1}, {}], ["down", "I go right!", "2", "RIGHT", "down", "down", "right"]),
         (lambda: FrozenLake(size=8, is_slippery=True), [{"seed": 1}, {"seed": 2}], ["down", "right", "up"]),
         (FrozenLake, [{"seed": 1}], ["", "jump", "99999999999999", "-1"]),

@@ -17,7 +17,7 @@ def board(text: str, task=None) -> Gomoku:
     game = Gomoku()
     lines = text.split()
     game.reset({"size": len(lines)} | (task or {}))
-    game._board = [list(line) for line in lines]
+    game._board._stones = [list(line) for line in lines]
     return game
 
 
