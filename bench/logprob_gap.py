@@ -50,12 +50,14 @@ async def sampled(parts: Parts, config: JobConfig, seed: int) -> list[TrainSampl
     """Replies of the engine as rows of the loss, in groups with the same prompt."""
     draw = random.Random(seed)
     prompts = [
-        parts.renderer.render(
+        parts.policies.runtime(parts.policies.roles.default)
+        .renderer.render(
             [
                 text_message("system", SYSTEM),
                 text_message("user", f"What is {draw.randrange(1, 99)} + {draw.randrange(1, 99)}? Explain."),
             ]
-        ).ids
+        )
+        .ids
         for _ in range(PROMPTS)
     ]
     rows = [(np.array(ids, np.int32), draw.getrandbits(63)) for ids in prompts for _ in range(REPLIES)]
@@ -64,7 +66,7 @@ async def sampled(parts: Parts, config: JobConfig, seed: int) -> list[TrainSampl
 
 async def _reply(parts: Parts, config: JobConfig, prompt: Ids, seed: int) -> TrainSample:
     sampling = SamplingParams(temperature=1.0, max_tokens=LONGEST, seed=seed)
-    request = EngineRequest(policy=config.policy_name, prompt=TokenSequence(prompt), sampling=sampling)
+    request = EngineRequest(policy=config.players.default, prompt=TokenSequence(prompt), sampling=sampling)
     pieces = [piece async for piece in parts.engine.generate(request)]
     reply = np.array([token for piece in pieces for token in piece.ids], np.int32)
     ids = np.concatenate((prompt, reply))
@@ -73,7 +75,7 @@ async def _reply(parts: Parts, config: JobConfig, prompt: Ids, seed: int) -> Tra
     logprobs[trained] = [value for piece in pieces for value in piece.logprobs]
     return TrainSample(
         episode_id=str(seed),
-        policy=config.policy_name,
+        policy=config.players.default,
         ids=ids,
         loss_mask=trained,
         logprobs=logprobs,
@@ -125,10 +127,12 @@ async def measure(config: JobConfig, seed: int) -> dict[str, Any]:
     await parts.engine.resume()
     try:
         samples = await sampled(parts, config, seed)
-        await parts.trainer.create(config.policy_name, PolicySpec(model=config.policy.model))
-        rows = (await parts.trainer.forward(config.policy_name, samples, {"old_logprobs"}))["old_logprobs"]
+        await parts.trainer.create(
+            config.players.default, PolicySpec(model=config.policies[config.players.default].model)
+        )
+        rows = (await parts.trainer.forward(config.players.default, samples, {"old_logprobs"}))["old_logprobs"]
         single = [
-            (await parts.trainer.forward(config.policy_name, [sample], {"old_logprobs"}))["old_logprobs"][0]
+            (await parts.trainer.forward(config.players.default, [sample], {"old_logprobs"}))["old_logprobs"][0]
             for sample in samples
         ]
     finally:
@@ -136,7 +140,10 @@ async def measure(config: JobConfig, seed: int) -> dict[str, Any]:
         await parts.trainer.close()
     engine = np.concatenate([sample.logprobs[sample.loss_mask] for sample in samples])
     trainer = _trained(rows, samples)
-    plain = {dtype: in_transformers(samples, dtype, config.policy.model) for dtype in ("float32", "bfloat16")}
+    plain = {
+        dtype: in_transformers(samples, dtype, config.policies[config.players.default].model)
+        for dtype in ("float32", "bfloat16")
+    }
     return {
         "tokens": len(engine),
         "gaps": {

@@ -58,7 +58,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     parts = build_parts(config.model_copy(update={"trainer": trainer}))
     assert parts.trainer is not None
     batch = rows(arguments.rows, arguments.prompt, arguments.answer, arguments.group)
-    await parts.trainer.create("policy", PolicySpec(model=config.policy.model))
+    await parts.trainer.create("policy", PolicySpec(model=config.policies["policy"].model))
     loss = LossSpec.of(PPOClipLoss(clip_low=0.2, clip_high=0.2))
     wall, cpu = [], []
     for number in range(TIMES):

@@ -23,7 +23,7 @@ import uvloop
 from sleeps import STEPS, Meter, Workload, workload_of
 
 from palestra.chat import ByteTokenizer, ChatMLRenderer
-from palestra.config import PolicyConfig, RolloutConfig, StoreConfig
+from palestra.config import PolicyConfig, Roles, RolloutConfig, StoreConfig
 from palestra.envs import ConcurrentEnvironment
 from palestra.grammars.pool import Grammars
 from palestra.inference.fake import FakeEngine
@@ -32,7 +32,7 @@ from palestra.rollout import Collected, RolloutOrchestrator, RolloutSpec, Runner
 from palestra.schemas.messages import ChatMessage, text_message
 from palestra.schemas.observations import Observation
 from palestra.schemas.records import Episode, Task, Trajectory
-from palestra.session import PolicyRuntime, SessionContext, Sessions
+from palestra.session import PolicyRuntime, PolicySet, SessionContext, Sessions
 from palestra.trajectory import TokenTrie, rows_of
 
 ROOT = Path(__file__).parent.parent
@@ -66,6 +66,7 @@ def sessions_on_disk(synchronous: str, slots: int) -> Iterator[Sessions]:
     renderer = ChatMLRenderer(tokenizer)
     reply = [ord("a")] * (REPLY_TOKENS - 1) + [tokenizer.eos_token_id]
     runtime = PolicyRuntime(
+        name="policy",
         config=PolicyConfig.model_validate({"max_context": 4096, "sampling": {"max_tokens": REPLY_TOKENS}}),
         renderer=renderer,
         engine=FakeEngine(lambda prompt, sampling: reply),
@@ -79,7 +80,9 @@ def sessions_on_disk(synchronous: str, slots: int) -> Iterator[Sessions]:
             StoreConfig.model_validate({"synchronous": synchronous}),
         ) as store,
     ):
-        context = SessionContext(store=store, policies={"policy": runtime}, seed=0)
+        context = SessionContext(
+            store=store, policies=PolicySet(runtimes={"policy": runtime}, roles=Roles(default="policy")), seed=0
+        )
         yield Sessions(context, max_waiting_calls=slots)
 
 

@@ -75,7 +75,7 @@ class Bench:
     async def step(self, number: int) -> None:
         """Sample, reward, gradient, update, publish."""
         self.steps.append({})
-        parts, name = self.parts, self.config.policy_name
+        parts, name = self.parts, self.config.players.default
         prompts = make_prompts(parts, PROMPTS, self.draw)
         before = parts.engine.load()
         with self.clock("total"):
@@ -85,13 +85,15 @@ class Bench:
             with self.clock("batch"):
                 played = [self.reward(number, place, chat) for place, chat in enumerate(chats)]
                 version = parts.trainer.version(name)
-                batch = make_batch(played, self.algorithm, self.config.algorithm, NEW_TOKENS, version)
+                batch = make_batch(
+                    played, self.algorithm, self.config.algorithm, NEW_TOKENS, version, name, self.config.players
+                )
                 rows = batch.with_advantages(self.algorithm.advantages(batch.groups, {}), {}).samples
             with self.clock("forward_backward"):
                 loss = self.algorithm.loss()
                 report = await parts.trainer.forward_backward(name, rows, loss, f"gradient {number}")
             with self.clock("optimizer"):
-                optimizer = self.config.policy.optimizer
+                optimizer = self.config.policies[name].optimizer
                 params = OptimParams.of(optimizer, optimizer.learning_rate)
                 await parts.trainer.optim_step(name, params, f"update {number}")
             with self.clock("publish"):
@@ -112,7 +114,7 @@ class Bench:
         sampling = SamplingParams(
             temperature=1.0, max_tokens=NEW_TOKENS, min_tokens=NEW_TOKENS, seed=self.draw.getrandbits(63)
         )
-        request = EngineRequest(policy=self.config.policy_name, prompt=TokenSequence(prompt_ids), sampling=sampling)
+        request = EngineRequest(policy=self.config.players.default, prompt=TokenSequence(prompt_ids), sampling=sampling)
         pieces = [p async for p in self.parts.engine.generate(request)]
         ids = np.array([token for piece in pieces for token in piece.ids], np.int32)
         assert len(ids) == NEW_TOKENS, f"{len(ids)} tokens were sampled"
@@ -122,7 +124,7 @@ class Bench:
             index=0,
             time_step=0,
             agent="agent",
-            policy=self.config.policy_name,
+            policy=self.config.players.default,
             parent=None,
             shared=0,
             shared_messages=0,
@@ -174,7 +176,7 @@ def make_prompts(parts: Parts, count: int, draw: random.Random) -> list[tuple[Me
         for repeats in range(PROMPT_TOKENS):
             text = f"Add{FILLER * repeats}: {pair[0]} + {pair[1]} ="
             messages = (text_message("system", SYSTEM), text_message("user", text))
-            ids = parts.renderer.render(messages).ids
+            ids = parts.policies.runtime(parts.policies.roles.default).renderer.render(messages).ids
             if len(ids) == PROMPT_TOKENS:
                 found.append((messages, ids))
                 break
@@ -187,7 +189,9 @@ async def measure(threads: int, steps: int, seed: int) -> dict[str, Any]:
     rates = product_rates(threads)
     config = job_config(threads)
     bench = Bench(config, seed)
-    await bench.parts.trainer.create(config.policy_name, PolicySpec(model=config.policy.model))
+    await bench.parts.trainer.create(
+        config.players.default, PolicySpec(model=config.policies[config.players.default].model)
+    )
     await bench.parts.engine.resume()
     try:
         for number in range(steps):
@@ -203,7 +207,7 @@ def floor(bench: Bench, rates: dict[str, float]) -> dict[str, Any]:
     """Seconds of arithmetic in the last step."""
     import torch
 
-    model = load_causal_lm(bench.config.policy.model, torch.bfloat16)
+    model = load_causal_lm(bench.config.policies[bench.config.players.default].model, torch.bfloat16)
     weights, tokens, rate = count_weights(model.named_parameters(), model.vocab_size), bench.tokens, best_rate(rates)
     computed_in_generation = tokens["prefilled"] + tokens["sampled"] - PROMPTS * SAMPLES  # the last one is not fed back
     return {

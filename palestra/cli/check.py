@@ -113,7 +113,7 @@ def _tried(
 
 def _key_in(text: str, config: JobConfig) -> str:
     """Return the key that an error of a start is about: the one that its text names, else the model's."""
-    policy = f"policies.{config.policy_name}"
+    policy = f"policies.{config.players.default}"
     named = {
         "max_context": f"{policy}.max_context",
         "engine.cache_gib": "engine.cache_gib",

@@ -25,11 +25,12 @@ def call_tree(trajectory: Trajectory, trie: TokenTrie, left_out: Collection[int]
     chats = trajectory.chats
     root = Tree(Text(_totals(chats, trie)), guide_style="dim")
     branches: dict[int, Tree] = {}
+    several = len({chat.policy for chat in chats}) > 1
     ends = {trie.end(chat.index): chat for chat in reversed(chats)}  # the first of equal ones
     for chat in chats:
         before = _goes_on_from(chat, ends, trie.end(chat.index).path())
         place = root if before is None else branches[before.index]
-        branches[chat.index] = place.add(_label(chat, before, chat.index in left_out))
+        branches[chat.index] = place.add(_label(chat, before, chat.index in left_out, chat.policy if several else ""))
     return root
 
 
@@ -37,7 +38,9 @@ def _goes_on_from(chat: Chat, ends: dict[Node, Chat], path: Sequence[Node]) -> C
     """The longest earlier call that the prompt starts with all of."""
     for node in reversed(path):
         found = ends.get(node)
-        if found is not None and node.stop <= chat.prompt_tokens and found.index < chat.index:
+        if found is None or found.policy != chat.policy:
+            continue
+        if node.stop <= chat.prompt_tokens and found.index < chat.index:
             return found
     return None
 
@@ -52,9 +55,9 @@ def _totals(chats: Collection[Chat], trie: TokenTrie) -> str:
     )
 
 
-def _label(chat: Chat, before: Chat | None, abandoned: bool) -> Text:
+def _label(chat: Chat, before: Chat | None, abandoned: bool, policy: str) -> Text:
     text = Text(f"call {chat.index}", style="bold")
-    text.append(f"  {chat.agent}, step {chat.time_step}", style="cyan")
+    text.append(f"  {chat.agent}, step {chat.time_step}{policy and f', {policy}'}", style="cyan")
     text.append(_sizes(chat, before), style="not bold")
     if abandoned:
         text.append("  abandoned, not trained", style="not bold red")

@@ -14,7 +14,7 @@ from rich.text import Text
 from palestra.cli.episode_list import episode_lines
 from palestra.cli.episode_text import conversation
 from palestra.cli.episode_tree import call_tree
-from palestra.config import AlgorithmConfig, JobConfig
+from palestra.config import JobConfig, PolicyConfig, Roles
 from palestra.ledger.browsing import EpisodeView, browse, list_episodes, read_episode
 from palestra.schemas.states import EpisodeState
 from palestra.terminal import TerminalConsole
@@ -46,12 +46,10 @@ def show(folder: Path, config: JobConfig, arguments: argparse.Namespace) -> None
         if arguments.text:
             console.print(conversation(view.trajectory))
         else:
-            _show(console, view, config.algorithm, _token_text(config), arguments.unfold)
+            _show(console, view, config, arguments.unfold)
 
 
-def _show(
-    console: TerminalConsole, view: EpisodeView, algorithm: AlgorithmConfig, text_of: Callable[[int], str], unfold: bool
-) -> None:
+def _show(console: TerminalConsole, view: EpisodeView, config: JobConfig, unfold: bool) -> None:
     trajectory, episode = view.trajectory, view.trajectory.episode
     reward = "none" if episode.reward is None else f"{episode.reward:g}"
     console.print(f"[bold]{episode.episode_id}[/]  {episode.state}  reward {reward}  attempts {episode.attempts}")
@@ -60,29 +58,33 @@ def _show(
         console.print(Text(f"held by {episode.worker_id}"))
     if episode.metadata:
         console.print(Text(f"metadata: {episode.metadata}"))
-    trained, why = _fate(view)
+    trained, why = _fate(view, config.players)
     console.print(why, style="dim")
     trie = TokenTrie(trajectory.chats)
     kept = frozenset(trie.chats)
-    if algorithm.train_on == "final-branch":
+    if config.algorithm.train_on == "final-branch":
         kept = calls_of_final_answers(trie, trajectory.chats)
     console.print()
     console.print(call_tree(trajectory, trie, set(trie.chats) - kept))
     for number, row in enumerate(rows_of(trie, kept), 1):
-        console.print(f"\n[bold]row {number}[/]: {len(row.ids)} tokens, {int(row.sampled.sum())} sampled")
-        console.print(_tokens(row, trained, text_of, unfold))
+        policy, of = config.policies[row.policy], ""
+        if len(config.policies) > 1:
+            of = f" of {row.policy}{', which is frozen' if policy.frozen else ''}"
+        console.print(f"\n[bold]row {number}[/]{of}: {len(row.ids)} tokens, {int(row.sampled.sum())} sampled")
+        console.print(_tokens(row, trained and not policy.frozen, _token_text(config, policy), unfold))
 
 
-def _fate(view: EpisodeView) -> tuple[bool, str]:
-    """Whether its tokens are trained, and the reason in words."""
+def _fate(view: EpisodeView, roles: Roles) -> tuple[bool, str]:
+    """Return whether an episode's tokens are trained, and the reason in words."""
     kind = view.trajectory.episode.kind
     if kind != "train":
         return False, f"never trained: it is {'an ad-hoc' if kind == 'adhoc' else 'a validation'} episode"
     if view.step is None:
         return False, "not trained: it is in no batch yet"
-    if len(set(view.group_rewards)) < 2:
+    rewards = [sum(roles.trained_rewards(by_agent).values()) for by_agent in view.group_rewards]
+    if len(set(rewards)) < 2:
         return False, f"in the batch of step {view.step}, not trained: all rewards of its group are equal"
-    return True, f"trained in step {view.step}; rewards of its group: {', '.join(f'{r:g}' for r in view.group_rewards)}"
+    return True, f"trained in step {view.step}; rewards of its group: {', '.join(f'{r:g}' for r in rewards)}"
 
 
 def _tokens(row: TokenRow, trained: bool, text_of: Callable[[int], str], unfold: bool) -> Table:
@@ -117,7 +119,7 @@ def _shortened(text: str) -> str:
     return shown if len(shown) <= FOLDED else f"{shown[: FOLDED // 2 - 1]} … {shown[-(FOLDED // 2 - 2) :]}"
 
 
-def _token_text(config: JobConfig) -> Callable[[int], str]:
+def _token_text(config: JobConfig, policy: PolicyConfig) -> Callable[[int], str]:
     if config.engine.kind == "fake":
         from palestra.chat import ByteTokenizer
 
@@ -125,5 +127,5 @@ def _token_text(config: JobConfig) -> Callable[[int], str]:
         return lambda token: plain.decode([token])
     from palestra.models.causal_lm import load_tokenizer
 
-    tokenizer = load_tokenizer(config.policy.model)
+    tokenizer = load_tokenizer(policy.model)
     return lambda token: str(tokenizer.decode([token]))

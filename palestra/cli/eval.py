@@ -85,15 +85,9 @@ def _config(arguments: argparse.Namespace) -> JobConfig:
 
     settings = overrides(arguments.set)
     config = load_config(arguments.config, settings) if arguments.config else parse_config({}, settings)
-    policy = config.policy.model_copy(update={"model": _model(arguments.model)})
     environment = config.environment.model_copy(update={"name": arguments.environment})
-    return config.model_copy(
-        update={
-            "policies": {config.policy_name: policy},
-            "environment": environment,
-            "run_dir": arguments.run_dir,
-            "name": "eval",
-        }
+    return config.with_model(_model(arguments.model)).model_copy(
+        update={"environment": environment, "run_dir": arguments.run_dir, "name": "eval"}
     )
 
 

@@ -3,21 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from palestra.errors import NotFound
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelEndpoint:
     """The model under training, for an OpenAI client: `OpenAI(base_url=policy.base_url, api_key=policy.api_key)`.
 
-    The key is the episode's: calls that are made with it are recorded in the episode.
+    The key is the episode's: calls that are made with it are recorded in the episode. `model` stands for the policy of
+    the calling agent's role, where the job has roles; another policy is called by its name.
     """
 
     base_url: str
     api_key: str
     model: str
-    version: str  # weights when the episode was claimed: "incarnation.n", n counts updates
+    version: str  # weights of `model` when the episode was claimed: "incarnation.n", n counts updates
+    policies: Mapping[str, str] = field(default_factory=dict)  # the same of all policies of the job, by name
+
+    def of(self, policy: str) -> ModelEndpoint:
+        """Return the endpoint of another policy of the job, for the same episode.
+
+        Args:
+            policy: its name, a key of `policies`.
+
+        Raises:
+            NotFound: the job has no such policy.
+        """
+        if policy not in self.policies:
+            raise NotFound(f"this job has the policies {', '.join(map(repr, self.policies))}, not {policy!r}")
+        return replace(self, model=policy, version=self.policies[policy])
 
     @property
     def anthropic_url(self) -> str:

@@ -73,7 +73,11 @@ def read_claim(answer: ClaimAnswer) -> tuple[Episode | None, bool]:
     if claimed is None:
         return None, answer.status == "finished"
     policy = ModelEndpoint(
-        base_url=claimed.base_url, api_key=claimed.api_key, model=claimed.model, version=claimed.version
+        base_url=claimed.base_url,
+        api_key=claimed.api_key,
+        model=claimed.model,
+        version=claimed.version,
+        policies=dict(claimed.policies),
     )
     episode = Episode(
         episode_id=claimed.episode_id,

@@ -9,7 +9,7 @@ from typing import Any
 
 from palestra.client.worker import Rollout
 from palestra.cluster.tasks import read_tasks
-from palestra.config import JobConfig, PolicyConfig
+from palestra.config import JobConfig
 from palestra.envs import ConcurrentEnvironment, Environment, TaskEnvironment
 from palestra.errors import ConfigError
 from palestra.rollout import RolloutSpec
@@ -27,7 +27,7 @@ def resolve_config(
 
     Args:
         config: the job; None for the defaults.
-        model: replaces the model of the job's one policy; None leaves it.
+        model: replaces the model of the job's one policy that is not frozen; None leaves it.
         environment: a name sets `environment.name`; anything else leaves it.
 
     Raises:
@@ -41,8 +41,7 @@ def resolve_config(
             raise ConfigError(
                 f"`model` has the type {type(model).__name__}; give the name of a model, or the folder that it is in"
             )
-        checked = PolicyConfig(**config.policy.model_dump() | {"model": model})
-        config = config.model_copy(update={"policies": {config.policy_name: checked}})
+        config = config.with_model(model)
     if isinstance(environment, str):
         if config.environment.name not in (None, environment):
             raise ConfigError(

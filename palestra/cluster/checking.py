@@ -235,9 +235,10 @@ def _models(config: JobConfig) -> Iterator[Finding]:
                 key=f"policies.{name}.max_context",
                 text=f"max_context is {policy.max_context} and {policy.model} has {facts.context} positions",
             )
-        trained = TRAINED_BYTES if config.kind == "training" else 0
-        needed += (facts.parameters or 0) * (ENGINE_BYTES[getattr(config.engine, "dtype", "bfloat16")] + trained)
-        saved += (facts.parameters or 0) * SAVED_BYTES * (config.kind == "training")
+        trained = config.kind == "training" and not policy.frozen
+        engine = ENGINE_BYTES[getattr(config.engine, "dtype", "bfloat16")]
+        needed += (facts.parameters or 0) * (engine + TRAINED_BYTES * trained)
+        saved += (facts.parameters or 0) * SAVED_BYTES * trained
     yield from _room(config, needed, saved)
 
 

@@ -128,7 +128,10 @@ class Console:
 
     def _step_line(self, row: dict[str, float]) -> str:
         width = len(str(self._config.steps))
-        text = f"step {int(row['step']):>{width}}/{self._config.steps}   reward {row['train/reward_mean']:5.2f}"
+        text = f"step {int(row['step']):>{width}}/{self._config.steps}   "
+        if len(self._config.policies) > 1:
+            text += f"{self._config.players.default} "
+        text += f"reward {row['train/reward_mean']:5.2f}"
         rate = row.get("rollout/tokens_per_second")
         text += f"   {'-' if rate is None else f'{rate:.0f}':>6} tok/s   {row['time/step_seconds']:5.1f} s"
         if "validation/reward_mean" in row:
@@ -136,7 +139,7 @@ class Console:
         return text
 
     def _headline(self) -> str:
-        return f"{self._config.policy.model}, {self._config.steps} steps"
+        return f"{models_of(self._config)}, {self._config.steps} steps"
 
     def _say(self, text: str) -> None:
         """Print a line that stays on the screen."""
@@ -186,8 +189,8 @@ class Console:
             ]
         )
         parts += [f"calls {job.plane.sessions.in_flight:,} in flight", f"{context.rate.per_second:,.0f} tok/s"]
-        if store.episodes.recent_reward is not None:
-            parts.append(f"reward {store.episodes.recent_reward:.2f} (last {len(store.episodes.recent_rewards)})")
+        if (reward := job.plane.recent_reward) is not None:
+            parts.append(f"reward {reward:.2f} (last {len(store.episodes.recent_rewards)})")
         found = context.times.seconds
         seconds = {state: found.get(state, 0.0) for state in SHOWN_STATES}
         whole = sum(seconds.values())
@@ -197,6 +200,15 @@ class Console:
             ages = ", ".join(f"{age}: {tokens / trained:.0%}" for age, tokens in sorted(stale.items()))
             shares.append(f"staleness {ages}")
         return ["   ".join(parts), "   ".join(shares)]
+
+
+def models_of(config: JobConfig) -> str:
+    """Return the models of a job in words, with their policies' names where there are several."""
+    if len(config.policies) == 1:
+        return next(iter(config.policies.values())).model
+    return ", ".join(
+        f"{name}: {policy.model}{' (frozen)' if policy.frozen else ''}" for name, policy in config.policies.items()
+    )
 
 
 def _validation(row: dict[str, Any]) -> str:

@@ -23,7 +23,7 @@ from palestra.cluster.arguments import (
     resolve_rollout,
     resolve_tasks,
 )
-from palestra.cluster.console import Console
+from palestra.cluster.console import Console, models_of
 from palestra.cluster.foreground import Interrupts, run
 from palestra.cluster.job_thread import JobThread
 from palestra.cluster.tasks import task_of
@@ -47,7 +47,7 @@ class TaskOutcome:
 
     task_id: str
     episode_id: str
-    reward: float | None  # sum of the rewards of all agents; None: every attempt failed
+    reward: float | None  # sum of the rewards of agents that no frozen policy plays; None: every attempt failed
     reason: str | None  # why the last attempt failed; None if there is a reward
     trajectory: Trajectory | None = None  # messages, tokens, logprobs and steps; None unless they were asked for
 
@@ -185,12 +185,13 @@ def evaluate_until_stopped(
         with console, Interrupts(thread.stop) as interrupts:
             run(play_until_over(thread, Rollouts(function, (), (), concurrency)))
             result = thread.result()
+        roles = config.players
         with browse(run_dir / "run.db") as connection:
             outcomes = tuple(
                 TaskOutcome(
                     task_id=row.task_id,
                     episode_id=row.episode_id,
-                    reward=row.reward,
+                    reward=None if row.rewards is None else float(sum(roles.trained_rewards(row.rewards).values())),
                     reason=row.reason,
                     trajectory=read_episode(connection, row.episode_id).trajectory if trajectories else None,
                 )
@@ -226,7 +227,7 @@ class _Console(Console):
     def finished(self, state: str, checkpoint: Path | None) -> None: ...
 
     def _headline(self) -> str:
-        return f"evaluating {self._config.policy.model}"
+        return f"evaluating {models_of(self._config)}"
 
     def _target(self) -> str:
         return ""

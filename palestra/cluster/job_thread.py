@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ class JobThread:
         console: Console,
         play: RolloutSpec | None = None,
         *,
-        weights: str | None = None,
+        weights: Mapping[str, str] | None = None,
         scored: Sequence[Task] | None = None,
         own_code: bool = False,
     ) -> None:

@@ -9,7 +9,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -38,7 +38,7 @@ from palestra.rollout import RolloutSpec, RolloutSyncLock, Runner, RunnerPool
 from palestra.schemas.progress import Collected, Collecting, JobProgress
 from palestra.schemas.records import Task
 from palestra.schemas.states import JobState
-from palestra.session import PolicyRuntime, Sameness, SessionContext, Sessions
+from palestra.session import Sameness, SessionContext, Sessions
 from palestra.threads import in_thread
 from palestra.trainer.base import PolicySpec
 from palestra.waiting import cancelled, race
@@ -151,7 +151,7 @@ async def local_job(
     report: Report,
     play: RolloutSpec | None = None,
     *,
-    weights: str | None = None,
+    weights: Mapping[str, str] | None = None,
     scored: Sequence[Task] | None = None,
     own_code: bool = False,
 ) -> AsyncIterator[LocalJob]:
@@ -161,8 +161,8 @@ async def local_job(
         config: the job.
         report: is called with every event of the job, and its data.
         play: what this process plays itself; None: the environment that `config.environment` names, or nothing.
-        weights: folder to load the model from, instead of the policy's `model`.
-        scored: tasks to score the model on, once each, without training. None: the job does what its configuration
+        weights: folders to load models from, instead of the policies' `model`, by the policy's name. None: none.
+        scored: tasks to score the models on, once each, without training. None: the job does what its configuration
             says.
         own_code: whether `algorithm.name` may be a class of the user's own; never true in a server.
 
@@ -184,26 +184,22 @@ async def local_job(
             config if scored is None else config.model_copy(update={"kind": "inference"})
         )  # scoring needs no trainer
         parts = await in_thread(lambda: build_parts(trained, weights))  # in a thread of its own, not of a pool
-        if parts.max_context is not None:
-            config = config.with_max_context(parts.max_context)
+        runtimes = parts.policies.runtimes
+        config = config.model_copy(update={"policies": {name: each.config for name, each in runtimes.items()}})
         if resumed:
             await parts.engine.pause()  # until the learner has published the run's weights
         store = stack.enter_context(open_run_store(folder.store, config.rollout, config.store))
         try:
             if parts.trainer is not None:
-                await parts.trainer.create(config.policy_name, PolicySpec(model=weights or config.policy.model))
+                for name in parts.policies.trained:
+                    model = (weights or {}).get(name, config.policies[name].model)
+                    await parts.trainer.create(name, PolicySpec(model=model))
             if scored is None:
                 await load_tasks(store.tasks, config, tasks)
             fault_point("during_start")
-            runtime = PolicyRuntime(
-                config=config.policy,
-                renderer=parts.renderer,
-                engine=parts.engine,
-                grammars=parts.grammars,
-            )
             context = SessionContext(
                 store=store,
-                policies={config.policy_name: runtime},
+                policies=parts.policies,
                 seed=config.seed,
                 strict_history=config.rollout.strict_history,
                 ignore_untrainable=config.rollout.untrainable_sampling == "ignore",
@@ -231,13 +227,25 @@ async def local_job(
             elif parts.trainer is None or algorithm is None:
                 work = Serving(config, store.log, folder, progress, report, context.counts)
             else:
-                work = Learner(config, store, parts.trainer, algorithm, parts.engine, folder, progress, report, lock)
+                work = Learner(
+                    config,
+                    store,
+                    parts.trainer,
+                    algorithm,
+                    parts.engine,
+                    parts.policies,
+                    folder,
+                    progress,
+                    report,
+                    lock,
+                )
             async with served(create_app(plane), listener, plane.stop, plane.connections), _watched(store, progress):
                 start.succeeded = True
                 yield LocalJob(work, plane, parts.engine, url_of(listener), folder, resumed, pool)
         finally:
             await parts.engine.close()
-            parts.grammars.close()
+            for runtime in runtimes.values():
+                runtime.grammars.close()
             if parts.trainer is not None:
                 await parts.trainer.close()
 

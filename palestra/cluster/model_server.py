@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,21 +30,23 @@ class ModelServer:
         self._folder = Path()
         self._log: IO[str] | None = None
 
-    async def start(self, config: dict[str, Any], folder: str, host: str, weights: str | None = None) -> str:
+    async def start(
+        self, config: dict[str, Any], folder: str, host: str, weights: Mapping[str, str] | None = None
+    ) -> str:
         """Start the job, or resume the run in its folder; returns the URL when the data plane listens.
 
         Args:
             config: a JobConfig, as a mapping.
             folder: folder of the job.
             host: address for the data plane to listen on.
-            weights: an absolute folder, or a name of the hub; None: the configuration's model.
+            weights: by policy an absolute folder, or a name of the hub, instead of its `model`; None: none.
 
         Raises:
             PalestraError: the job can't be started.
         """
         os.environ.pop("PALESTRA_API_KEY", None)  # that would be the operator's; every job has a key of its own
         try:
-            return await self._start(config, Path(folder), host, weights)
+            return await self._start(config, Path(folder), host, weights or {})
         except Exception as error:
             known = isinstance(error, PalestraError)
             said = str(error) if known else f"{type(error).__name__}: {error}"
@@ -54,7 +57,7 @@ class ModelServer:
                 raise
             raise PalestraError(said) from error
 
-    async def _start(self, config: dict[str, Any], where: Path, host: str, weights: str | None) -> str:
+    async def _start(self, config: dict[str, Any], where: Path, host: str, weights: Mapping[str, str]) -> str:
         self._folder, self._log = where, _opened(where)
         (where / ENDED_FILE).unlink(missing_ok=True)
         logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s", stream=self._log, force=True)
@@ -62,7 +65,8 @@ class ModelServer:
         self._trains = job_config.kind == "training"
         with console_of(job_config, self._log) as console:
             if job_config.engine.kind != "fake":
-                weights = str(await in_thread(lambda: exact_model(weights or job_config.policy.model)))
+                named = {name: weights.get(name, policy.model) for name, policy in job_config.policies.items()}
+                weights = await in_thread(lambda: {name: str(exact_model(model)) for name, model in named.items()})
             self._thread = JobThread(job_config, console, weights=weights)
             job = await self._thread.start()
         self._url = job.url

@@ -17,7 +17,7 @@ from palestra.waiting import race
 
 
 class Scoring:
-    """Scores one policy on some tasks, in the place where a training job has its `Learner`."""
+    """Scores the policies of a job on some tasks, in the place where a training job has its `Learner`."""
 
     def __init__(
         self,
@@ -43,7 +43,8 @@ class Scoring:
         self._progress.move(JobState.RUNNING)
         self._progress.enter("evaluating", Collecting("validation", 0))
         try:
-            winner = await race(evaluate(self._store.groups, self._tasks, 0), self._stopping.wait())
+            scoring = evaluate(self._store.groups, self._tasks, 0, self._config.players)
+            winner = await race(scoring, self._stopping.wait())
             if winner.index == 0:
                 self._progress.move(JobState.COMPLETED)
         finally:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from palestra.cluster.console import models_of
 from palestra.config import JobConfig
 from palestra.errors import ConfigError
 from palestra.learner import RunFolder
@@ -18,7 +19,7 @@ Report = Callable[[str, dict[str, Any]], None]
 
 
 class Serving:
-    """Serves one policy of one job, in the place where a training job has its `Learner`."""
+    """Serves the policies of one job, in the place where a training job has its `Learner`."""
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class Serving:
                 "policies.*.model, and choose another run_dir"
             )
         self._folder.write_config(self._config)
-        model = self._config.policy.model
+        model = models_of(self._config)
         self._progress.enter(f"serving {model}")
         self._progress.move(JobState.RUNNING)
         await self._event("serving", {"model": model})

@@ -9,7 +9,7 @@ from typing import IO, TYPE_CHECKING, Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from palestra.cluster.console import Console
+from palestra.cluster.console import Console, models_of
 from palestra.config import JobConfig
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class ServingConsole(Console):
         self._out.print(f"stopped; serve it again under the same key with --resume (the run is in {folder})")
 
     def _headline(self) -> str:
-        return f"serving {self._config.policy.model}"
+        return f"serving {models_of(self._config)}"
 
     def _situation(self, job: LocalJob | None) -> tuple[object, str]:
         return super()._situation(None) if job is None else ("", "")  # plain lines about calls would only fill a log

@@ -22,7 +22,7 @@ from typing import Any, Self
 from palestra.cluster.checking import environment_of, existing_parent
 from palestra.cluster.local import local_job, run_on_uvloop
 from palestra.cluster.tasks import task_of
-from palestra.config import JobConfig
+from palestra.config import JobConfig, Roles
 from palestra.envs import ConcurrentEnvironment, Environment, SerialEnvironment
 from palestra.ledger.browsing import EpisodeSummary, browse, list_episodes
 from palestra.rollout import RolloutSpec
@@ -280,7 +280,7 @@ async def _run(trial: JobConfig, config: JobConfig, report: Callable[[str], None
         row=rows[-1],
         calls=sum(episode.calls for episode in played),
         episodes=len(played),
-        teaching_share=1.0 if config.environment.name is None else _teaching_share(played),
+        teaching_share=1.0 if config.environment.name is None else _teaching_share(played, config.players),
         idle_bytes=idle,
         peak_bytes=memory.peak,
         gpu_bytes=_gpu_peak(),
@@ -289,17 +289,18 @@ async def _run(trial: JobConfig, config: JobConfig, report: Callable[[str], None
     )
 
 
-def _teaching_share(played: Sequence[EpisodeSummary]) -> float:
+def _teaching_share(played: Sequence[EpisodeSummary], roles: Roles) -> float:
     """Return the share of groups whose episodes differ in what the environment gave them.
 
     Args:
         played: completed episodes, each with a reward to which `LUCK` was added some number of times.
+        roles: which agents a frozen policy plays; nothing is learned from their rewards.
     """
     rewards: dict[str, set[float]] = {}
     for episode in played:
-        if episode.reward is not None:
-            group = episode.episode_id.rpartition("-")[0]
-            rewards.setdefault(group, set()).add(round(math.remainder(episode.reward, LUCK), 6))
+        if episode.rewards is not None:
+            group, earned = episode.episode_id.rpartition("-")[0], sum(roles.trained_rewards(episode.rewards).values())
+            rewards.setdefault(group, set()).add(round(math.remainder(earned, LUCK), 6))
     return sum(len(different) > 1 for different in rewards.values()) / max(len(rewards), 1)
 
 

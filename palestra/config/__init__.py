@@ -2,7 +2,6 @@
 
 from palestra.config.engine import EmbeddedEngineConfig, EngineConfig, FakeEngineConfig
 from palestra.config.job import (
-    DEFAULT_CONTEXT,
     SMOLLM2,
     TINY,
     AlgorithmConfig,
@@ -11,20 +10,20 @@ from palestra.config.job import (
     EvaluationConfig,
     JobConfig,
     JobKind,
-    OptimizerConfig,
-    PolicyConfig,
     RolloutConfig,
-    SamplingConfig,
     ServerConfig,
     StoreConfig,
     TasksConfig,
     TrainerConfig,
 )
 from palestra.config.loading import SAVED_CONFIG, UNSET, dump_config, load_config, parse_config
+from palestra.config.policy import DEFAULT_CONTEXT, OptimizerConfig, PolicyConfig, SamplingConfig, with_model
 from palestra.config.renames import in_present_names
+from palestra.config.roles import MAX_AGENT, Roles, is_agent_name
 
 __all__ = [
     "DEFAULT_CONTEXT",
+    "MAX_AGENT",
     "SAVED_CONFIG",
     "SMOLLM2",
     "TINY",
@@ -40,6 +39,7 @@ __all__ = [
     "JobKind",
     "OptimizerConfig",
     "PolicyConfig",
+    "Roles",
     "RolloutConfig",
     "SamplingConfig",
     "ServerConfig",
@@ -48,6 +48,8 @@ __all__ = [
     "TrainerConfig",
     "dump_config",
     "in_present_names",
+    "is_agent_name",
     "load_config",
     "parse_config",
+    "with_model",
 ]

@@ -7,62 +7,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 from pydantic_core import to_json
 
 from palestra.config.engine import EmbeddedEngineConfig, EngineConfig
+from palestra.config.policy import PolicyConfig, not_frozen, with_model
 from palestra.config.renames import in_first_names
+from palestra.config.roles import AgentName, Roles
 from palestra.config.section import Positive, Seconds, Section
+from palestra.errors import ConfigError
 
 Identifier = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 JobKind = Literal["training", "inference"]
 
-DEFAULT_CONTEXT = 4096
 SMOLLM2, TINY = "SmolLM2-135M-Instruct", "tiny-random"  # models that need no download from a hub
-
-
-class SamplingConfig(Section):
-    """Sampling of training episodes. A job fixes these parameters, so that a call can't change them."""
-
-    temperature: float = Field(1.0, gt=0, le=10, description="Softmax temperature, also used by the trainer.")
-    max_tokens: Positive = Field(1024, description="Most tokens a call may sample; a call may ask for fewer.")
-
-
-class OptimizerConfig(Section):
-    """AdamW on float32 master weights: learning rate and its schedule, decay and clipping."""
-
-    learning_rate: float = Field(2e-5, gt=0, description="Peak learning rate.")
-    schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant",
-        description="Learning rate after warm-up: constant, or falling from the peak, in a line or half a cosine wave, "
-        "to a zero that it would reach one step after the last, as in transformers. The last of `n` steps after "
-        "warm-up still trains: with 1/n of the peak where it falls in a line.",
-    )
-    warmup_steps: int = Field(
-        0, ge=0, description="Steps over which the learning rate grows in a line; the first has 1/warmup_steps of it."
-    )
-    betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW's decay rates.")
-    epsilon: float = Field(1e-8, gt=0, description="AdamW's epsilon.")
-    weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay; not of norms and biases.")
-    max_grad_norm: float = Field(1.0, gt=0, description="Gradients are scaled down to this global L2 norm.")
-
-
-class PolicyConfig(Section):
-    """One model that is trained: its weights, context, sampling and optimizer."""
-
-    model: str = Field(
-        "SmolLM2-135M-Instruct",
-        min_length=1,
-        description="`SmolLM2-135M-Instruct` (from a Python package), `tiny-random` (made on the spot), "
-        "or a Hugging Face folder or name.",
-    )
-    max_context: Positive = Field(
-        DEFAULT_CONTEXT,
-        description=f"Most tokens of prompt and reply together. The default, {DEFAULT_CONTEXT}, is lowered to the "
-        "model's own limit; any other number above that limit is refused.",
-    )
-    sampling: SamplingConfig = SamplingConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
+MAX_POLICIES = 8
 
 
 class TasksConfig(Section):
@@ -77,8 +36,8 @@ class EnvironmentConfig(Section):
 
     name: str | None = Field(
         None,
-        description="`arithmetic`, `calculator`, `countdown`, `frozen-lake`, `gomoku`, `gsm-symbolic` or `subagents`. "
-        "None: remote workers play, or the environment given to `palestra.train`.",
+        description="`arithmetic`, `calculator`, `countdown`, `frozen-lake`, `gomoku`, `gomoku-duel`, `gsm-symbolic` "
+        "or `subagents`. None: remote workers play, or the environment given to `palestra.train`.",
     )
     settings: dict[str, bool | int | float | str] = Field({}, description="Settings of the environment.")
     train_tasks: Positive = Field(512, description="Tasks to generate, if no file names any.")
@@ -293,9 +252,20 @@ class JobConfig(Section):
     model: str | None = Field(
         None,
         exclude=True,  # the value is moved into `policies`
-        description="Short for the model of the job's one policy; replaces `policies.NAME.model`.",
+        description="Short for the model of the job's one policy that is not frozen; replaces `policies.NAME.model`.",
     )
-    policies: dict[Identifier, PolicyConfig] = Field(default_factory=lambda: {"policy": PolicyConfig()})
+    policies: dict[Identifier, PolicyConfig] = Field(
+        default_factory=lambda: {"policy": PolicyConfig()},
+        min_length=1,
+        max_length=MAX_POLICIES,
+        description=f"One to {MAX_POLICIES} models by name, of which a training job trains one: all others are frozen.",
+    )
+    roles: dict[AgentName, Identifier] = Field(
+        {},
+        description="The policy that plays an agent, by the agent's name (`agent/solver` is any of `agent/solver-1`, "
+        "`agent/solver-2`, …; a subagent without a role is played by its parent's policy). An agent that is not named "
+        "here is played by the policy that is trained.",
+    )
     tasks: TasksConfig = TasksConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -314,21 +284,29 @@ class JobConfig(Section):
         if not isinstance(data, Mapping) or data.get("model") is None:
             return data
         rest = {key: value for key, value in data.items() if key != "model"}
-        policies = rest.get("policies", {"policy": {}})
-        if not isinstance(policies, Mapping) or len(policies) != 1:
-            raise ValueError("`model` is of a job with one policy; give each policy its own, in policies.NAME.model")
-        ((name, policy),) = policies.items()
-        given = policy.model_dump(exclude_unset=True) if isinstance(policy, PolicyConfig) else policy
-        if not isinstance(given, Mapping):
-            return rest  # the check of `policies` reports the mistake
-        return rest | {"policies": {name: {**given, "model": data["model"]}}}
+        return rest | {"policies": with_model(rest.get("policies", {"policy": {}}), data["model"])}
 
-    @field_validator("policies")
-    @classmethod
-    def _one_policy(cls, policies: dict[str, PolicyConfig]) -> dict[str, PolicyConfig]:
-        if len(policies) != 1:
-            raise ValueError(f"this version trains exactly one policy a job; {len(policies)} are given")
-        return policies
+    @model_validator(mode="after")
+    def _one_is_trained(self) -> JobConfig:
+        if self.kind != "training":
+            return self
+        names = self.trained_policies
+        if not names:
+            raise ValueError("all policies are frozen, and a training job trains one of them: leave out its `frozen`")
+        if len(names) > 1:
+            raise ValueError(
+                f"this version trains one policy a job, and {' and '.join(map(repr, names))} are not frozen; set "
+                f"policies.{names[-1]}.frozen = true, or start a job for each"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _roles_have_policies(self) -> JobConfig:
+        for agent, policy in self.roles.items():
+            if policy not in self.policies:
+                known = ", ".join(map(repr, self.policies))
+                raise ValueError(f"roles.{agent} is {policy!r}, and there is no such policy (there are {known})")
+        return self
 
     @model_validator(mode="after")
     def _reproducible(self) -> JobConfig:
@@ -344,19 +322,32 @@ class JobConfig(Section):
         return self.run_dir if self.run_dir is not None else Path("runs") / self.name
 
     @property
-    def policy_name(self) -> str:
-        """Return the name of the job's one policy."""
-        return next(iter(self.policies))
+    def trained_policies(self) -> tuple[str, ...]:
+        """Return the names of the policies that are not frozen, in their order."""
+        return tuple(not_frozen(self.policies))
 
     @property
-    def policy(self) -> PolicyConfig:
-        """Return the settings of the job's one policy."""
-        return self.policies[self.policy_name]
+    def players(self) -> Roles:
+        """Return which policy plays which agent."""
+        default = (*self.trained_policies, *self.policies)[0]
+        frozen = frozenset(name for name, policy in self.policies.items() if policy.frozen)
+        return Roles(default=default, named=self.roles, frozen=frozen)
 
-    def with_max_context(self, max_context: int) -> JobConfig:
-        """Return the configuration with so many tokens of context for its policy."""
-        policy = self.policy.model_copy(update={"max_context": max_context})
-        return self.model_copy(update={"policies": {self.policy_name: policy}})
+    def with_model(self, model: str) -> JobConfig:
+        """Return the job with another model for the one policy that is not frozen.
+
+        Args:
+            model: see `PolicyConfig.model`.
+
+        Raises:
+            ConfigError: several policies are not frozen, or the name is empty.
+        """
+        try:
+            policies = with_model(self.policies, model)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        (name,) = self.trained_policies
+        return self.model_copy(update={"policies": {**self.policies, name: PolicyConfig(**policies[name])}})
 
     def digest(self) -> str:
         """Return a hash of all settings that decide what is trained. A run can only be resumed with the same digest.
@@ -384,7 +375,10 @@ class JobConfig(Section):
         left_out["rollout"] |= {
             key for key, unused in _ADDED_TO_ROLLOUT.items() if getattr(self.rollout, key) == unused
         }
-        if self.policy.optimizer.schedule == "constant":
+        left_out["policies"] = {name: {"frozen"} for name, policy in self.policies.items() if not policy.frozen}
+        if not self.roles:
+            left_out["roles"] = True
+        if all(self.policies[name].optimizer.schedule == "constant" for name in self.trained_policies):
             left_out["steps"] = True
         # Hashed with the first names of all keys, because the stores of earlier versions have that digest.
         dumped = in_first_names(self.model_dump(mode="json", exclude=left_out))

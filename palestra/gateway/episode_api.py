@@ -145,9 +145,9 @@ async def _claim(plane: DataPlane, body: ClaimEpisode, request: Request) -> Epis
 
 
 def _claimed(plane: DataPlane, episode: Episode, request: Request) -> ClaimedEpisode:
-    """Return everything a worker needs to play an episode, with the version that the engine samples from now."""
-    policy = plane.config.policy_name
-    version = plane.sessions.context.runtime(policy).engine.version(policy)
+    """Return everything a worker needs to play an episode, with the versions that the engine samples from now."""
+    policies = plane.sessions.context.policies
+    default, versions = policies.roles.default, {name: str(version) for name, version in policies.versions.items()}
     return ClaimedEpisode(
         episode_id=episode.episode_id,
         kind=episode.kind,
@@ -155,8 +155,9 @@ def _claimed(plane: DataPlane, episode: Episode, request: Request) -> ClaimedEpi
         task=episode.task.data,
         base_url=f"{request.base_url}v1",
         api_key=plane.keys.episode_key(episode.episode_id, episode.fence),
-        model=policy,
-        version=str(version),
+        model=default,
+        version=versions[default],
+        policies=versions,
         lease_seconds=episode.lease_seconds,
     )
 

@@ -111,9 +111,11 @@ async def _read(
     parse: Callable[..., DialectRequest[Any]],
     check: Callable[[DialectRequest[Any], PolicyRuntime], None],
 ) -> tuple[DialectRequest[Any], PolicyRuntime]:
-    """Return the parsed request and the runtime of the policy that it names."""
+    """Return the parsed request and the runtime of the policy that answers it."""
     asked = await read_with(partial(parse, headers=request.headers), request, plane.pool)
-    runtime = plane.sessions.context.runtime(asked.policy)
+    runtime = plane.sessions.context.policies.asked(asked.policy, asked.agent)
+    if runtime.name != asked.policy:
+        asked = asked.of_policy(runtime.name)
     check(asked, runtime)
     return asked, runtime
 

@@ -36,4 +36,4 @@ def add_models_route(app: FastAPI, plane: DataPlane) -> None:
         """List the policies of this job. Any key of the job or of one of its episodes opens this route."""
         plane.keys.check(bearer(request))
         created = int(plane.started_at)
-        return ModelList(data=[ModelInfo(id=name, created=created) for name in plane.sessions.context.policies])
+        return ModelList(data=[ModelInfo(id=name, created=created) for name in plane.sessions.context.policies.names])

@@ -39,6 +39,12 @@ class DataPlane:
         """Return the threads for work that would block the event loop."""
         return self.sessions.context.pool
 
+    @property
+    def recent_reward(self) -> float | None:
+        """Mean reward of the last 64 training episodes, without that of frozen policies; None before the first."""
+        recent, roles = self.store.episodes.recent_rewards, self.sessions.context.policies.roles
+        return sum(sum(roles.trained_rewards(rewards).values()) for rewards in recent) / len(recent) if recent else None
+
     def stop(self) -> None:
         """Begin the shutdown: every waiting request is answered that the server stops and may come back."""
         self.stopping.set()

@@ -44,7 +44,8 @@ def add_status_routes(app: FastAPI, plane: DataPlane) -> None:
             step=progress.step,
             steps=progress.steps,
             version=progress.version,
-            policies=list(plane.sessions.context.policies),
+            policies=list(plane.sessions.context.policies.names),
+            versions={name: str(version) for name, version in plane.sessions.context.policies.versions.items()},
             phase_done=None if progress.collected is None else progress.collected.done,
             phase_due=None if progress.collected is None else progress.collected.due,
             episodes=_episodes(counts),
@@ -54,7 +55,7 @@ def add_status_routes(app: FastAPI, plane: DataPlane) -> None:
             tokens_per_second=plane.sessions.context.rate.per_second,
             turn_seconds={state.value: spent for state, spent in plane.sessions.context.times.seconds.items()},
             rollouts={"playing": progress.rollouts.playing, **progress.rollouts.terminations},
-            recent_reward=plane.store.episodes.recent_reward,
+            recent_reward=plane.recent_reward,
             staleness=progress.staleness,
             warnings=[HealthWarningBody(code=w.code, step=w.step, text=w.text) for w in progress.warnings],
             last_metrics=progress.last_metrics,
@@ -122,7 +123,7 @@ async def _pause(plane: DataPlane, seconds: float) -> None:
 
 def _of_engines(plane: DataPlane) -> list[Metric]:
     """Return metrics of the engines of all policies; an engine that samples several policies counts once."""
-    engines = {id(runtime.engine): runtime.engine for runtime in plane.sessions.context.policies.values()}
+    engines = {id(runtime.engine): runtime.engine for runtime in plane.sessions.context.policies.runtimes.values()}
     loads = [engine.load() for engine in engines.values()]
     requests = GaugeMetricFamily("palestra_engine_requests", "Requests of the engines by state.", labels=["state"])
     requests.add_metric(["waiting"], sum(load.waiting for load in loads))
@@ -138,7 +139,12 @@ def _of_engines(plane: DataPlane) -> list[Metric]:
     total = GaugeMetricFamily(
         "palestra_engine_kv_bytes", "The most that they may be.", value=sum(load.kv_bytes for load in loads)
     )
-    return [requests, tokens, used, total]
+    versions = GaugeMetricFamily(
+        "palestra_policy_version", "n of the version that each policy is sampled from.", labels=["policy"]
+    )
+    for name, version in plane.sessions.context.policies.versions.items():
+        versions.add_metric([name], version.n)
+    return [requests, tokens, used, total, versions]
 
 
 class _Collector(Collector):

@@ -12,13 +12,21 @@ import numpy as np
 
 from palestra.algorithms.base import Algorithm, ForwardOutputs, Group, TokenAdvantages
 from palestra.algorithms.loss import token_weights
-from palestra.config import AlgorithmConfig
+from palestra.config import AlgorithmConfig, Roles
+from palestra.learner.shares import share_of
 from palestra.schemas.forks import ForkReason
 from palestra.schemas.records import Floats, PolicyVersion, TrainSample, Trajectory
 from palestra.trainer.untrainable import not_finite
 from palestra.trajectory import TokenTrie, calls_of_final_answers, rows_of
 
-LEFT_OUT = ("groups_zero_variance", "episodes_without_tokens", "calls_abandoned", "tokens_abandoned")
+LEFT_OUT = (
+    "groups_zero_variance",
+    "episodes_without_tokens",
+    "calls_abandoned",
+    "tokens_abandoned",
+    "calls_frozen",
+    "tokens_frozen",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,8 +115,10 @@ def make_batch(
     config: AlgorithmConfig,
     max_tokens: int,
     version: PolicyVersion,
+    policy: str,
+    roles: Roles,
 ) -> Batch:
-    """Return the rows of a step, with loss weights.
+    """Return the rows of a step for one policy, with loss weights.
 
     Groups from which nothing can be learned get no rows, and are counted.
 
@@ -121,9 +131,13 @@ def make_batch(
         config: which calls are trained, and how the losses of tokens become one number.
         max_tokens: the divisor of `seq-mean-token-sum-norm`.
         version: the policy before the step, from which staleness is counted.
+        policy: name of the policy that is trained.
+        roles: which policy plays which agent; calls and tokens of frozen policies are left out, and counted.
     """
     left_out: Counter[str] = Counter()
-    rollouts = [_rollout(trajectory, config, left_out) for trajectory in trajectories]
+    _count_frozen(trajectories, roles, left_out)
+    shares = [share_of(trajectory, policy, roles) for trajectory in trajectories]
+    rollouts = [_rollout(share, config, left_out) for share in shares]
     weights = token_weights([rollout.tokens for rollout in rollouts], config.loss_agg_mode, max_tokens)
     weighted = zip(rollouts, weights, strict=True)
     groups: list[Group] = []
@@ -137,7 +151,7 @@ def make_batch(
             left_out["groups_zero_variance"] += 1
         groups.append(Group(trajectories=episodes, rows=rows))
     metrics = {f"train/{name}": float(left_out[name]) for name in LEFT_OUT}
-    metrics |= _rollout_metrics(trajectories)
+    metrics |= _token_metrics(trajectories) | _rollout_metrics(shares)
     return Batch(groups=groups, staleness={}, metrics=metrics).without((), version)
 
 
@@ -210,17 +224,34 @@ def _staleness_metrics(staleness: Mapping[int, int]) -> dict[str, float]:
     }
 
 
-def _rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    rewards = [_reward(t) for t in trajectories]
+def _count_frozen(trajectories: Sequence[Trajectory], roles: Roles, left_out: Counter[str]) -> None:
+    """Count what frozen policies have sampled; it enters no loss."""
+    if not roles.frozen:
+        return
+    calls = [chat for t in trajectories for chat in t.chats if chat.policy in roles.frozen]
+    left_out["calls_frozen"] += len(calls)
+    left_out["tokens_frozen"] += sum(len(chat.completion_ids) for chat in calls)
+
+
+def _token_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Return the tokens of all calls, whichever policy has sampled them."""
     calls = [chat for t in trajectories for chat in t.chats]
+    return {
+        "rollout/prompt_tokens": float(sum(c.prompt_tokens for c in calls)),
+        "rollout/reused_tokens": float(sum(c.shared for c in calls)),
+        "rollout/completion_tokens": float(sum(len(c.completion_ids) for c in calls)),
+    }
+
+
+def _rollout_metrics(shares: Sequence[Trajectory]) -> dict[str, float]:
+    """Return what is said of episodes as the trained policy has played them."""
+    rewards = [_reward(t) for t in shares]
+    calls = [chat for t in shares for chat in t.chats]
     forks = Counter(call.fork.reason for call in calls if call.fork is not None)
     return {
         "train/reward_mean": float(np.mean(rewards)),
         "train/reward_std": float(np.std(rewards)),
-        "train/episodes": float(len(trajectories)),
-        "rollout/prompt_tokens": float(sum(c.prompt_tokens for c in calls)),
-        "rollout/reused_tokens": float(sum(c.shared for c in calls)),
-        "rollout/completion_tokens": float(sum(len(c.completion_ids) for c in calls)),
+        "train/episodes": float(len(shares)),
         "rollout/truncated_share": float(np.mean([c.finish_reason == "length" for c in calls])) if calls else 0.0,
         "rollout/drift_share": sum(forks[reason] for reason in forks if reason.is_drift) / max(len(calls), 1),
     } | {f"rollout/forks_{reason.value}": float(forks[reason]) for reason in ForkReason}

@@ -1,15 +1,16 @@
-"""Schedule of a policy's checkpoints: written as often as the job says, while the next step is already played."""
+"""Schedule of checkpoints: written as often as the job says, while the next step is already played."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from palestra.config import JobConfig
+from palestra.errors import CheckpointError
 from palestra.learner.update import AddEvent
 from palestra.trainer.base import Trainer
 
@@ -17,14 +18,13 @@ log = logging.getLogger("palestra.learner")
 
 
 class CheckpointSchedule:
-    """Writes the checkpoints of one policy, at most one at a time."""
+    """Writes the checkpoints of the policies that are trained, one after another; a frozen policy has none."""
 
     def __init__(
         self,
         config: JobConfig,
         trainer: Trainer,
-        policy: str,
-        folder: Path,
+        folders: Mapping[str, Path],
         wall_seconds: Callable[[], float],
         add_event: AddEvent,
     ) -> None:
@@ -32,27 +32,31 @@ class CheckpointSchedule:
 
         Args:
             config: the job.
-            trainer: the trainer that has the policy.
-            policy: name of the policy.
-            folder: folder of the policy's checkpoints.
+            trainer: the trainer that has the policies.
+            folders: folder of the checkpoints of each trained policy, by the policy's name.
             wall_seconds: returns how long the job has run.
             add_event: records an event of the job.
         """
-        self._config, self._trainer, self._policy, self._folder = config, trainer, policy, folder
+        self._config, self._trainer, self._folders = config, trainer, dict(folders)
         self._wall_seconds, self._add_event = wall_seconds, add_event
         self._saving: asyncio.Task[None] | None = None
         self._seconds = 0.0  # time of checkpoints since the last `take_seconds`
         self.saved_step = 0  # step of the newest checkpoint
 
     async def load(self) -> dict[str, Any] | None:
-        """Load the newest good checkpoint into the trainer.
+        """Load the newest good checkpoint of each policy into the trainer.
 
         Returns the state saved with it, or None if there is none.
+
+        Raises:
+            CheckpointError: all checkpoints of a policy are damaged, or those of two policies are of different steps.
         """
-        state = await self._trainer.load(self._policy, self._folder)
-        if state is not None:
-            self.saved_step = int(state["step"])
-        return state
+        states = {policy: await self._trainer.load(policy, folder) for policy, folder in self._folders.items()}
+        steps = {policy: 0 if state is None else int(state["step"]) for policy, state in states.items()}
+        if len(set(steps.values())) > 1:
+            raise CheckpointError(f"the newest checkpoints of the policies are of different steps: {steps}")
+        self.saved_step = max(steps.values())
+        return next(iter(states.values()))
 
     async def save_if_due(self, step: int) -> None:
         """Start writing a checkpoint of this step if the job wants one; the next episodes are played meanwhile."""
@@ -91,7 +95,12 @@ class CheckpointSchedule:
     async def _save(self, step: int) -> None:
         started = time.monotonic()
         state = {"step": step, "wall_seconds": self._wall_seconds(), "config_digest": self._config.digest()}
-        path = await self._trainer.save(self._policy, self._folder, state, f"save {step}")
+        paths = {
+            policy: await self._trainer.save(policy, folder, state, f"save {step}")
+            for policy, folder in self._folders.items()
+        }
         self.saved_step = step
         self._seconds += (seconds := time.monotonic() - started)
-        await self._add_event("saved", {"step": step, "path": str(path), "seconds": seconds})
+        for policy, path in paths.items():
+            whose = {"policy": policy} if len(self._config.policies) > 1 else {}
+            await self._add_event("saved", {"step": step, "path": str(path), "seconds": seconds, **whose})

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from palestra.config import Roles
 from palestra.ledger import Groups
 from palestra.schemas.records import Task
 from palestra.schemas.states import EpisodeState
 
 
-async def evaluate(groups: Groups, tasks: Sequence[Task], done: int) -> dict[str, float]:
+async def evaluate(groups: Groups, tasks: Sequence[Task], done: int, roles: Roles) -> dict[str, float]:
     """Score every validation task once, and return the metrics.
 
     Discarded episodes are not scored and do not count as 0: the metrics say how many tasks the mean is of. Episodes
@@ -20,6 +21,7 @@ async def evaluate(groups: Groups, tasks: Sequence[Task], done: int) -> dict[str
         groups: the job's groups; each task becomes a group of one episode.
         tasks: the validation tasks.
         done: number of steps that are done.
+        roles: which agents a frozen policy plays; their rewards are not counted.
     """
     started = time.monotonic()
     known = await groups.of_step("validation", done)
@@ -32,7 +34,7 @@ async def evaluate(groups: Groups, tasks: Sequence[Task], done: int) -> dict[str
         episodes = [episode for _, members in scored for episode in members]
         if all(e.state in (EpisodeState.COMPLETED, EpisodeState.DISCARDED) for e in episodes):
             break
-    rewards = [e.reward for e in episodes if e.reward is not None]
+    rewards = [float(sum(roles.trained_rewards(e.rewards).values())) for e in episodes if e.rewards is not None]
     row = {
         "validation/scored": float(len(rewards)),
         "validation/total": float(len(episodes)),

@@ -6,7 +6,7 @@ All state is in the store: nothing is queued in memory, so that a restart finds 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from palestra.config import RolloutConfig
@@ -66,7 +66,7 @@ async def gather_groups(
     task_of: Callable[[int], Task],
     step: int,
     last_step: int,
-    version: int,
+    versions: Mapping[str, int],
 ) -> Gathered:
     """Wait until `groups_per_step` groups of a step are complete, and return their episodes.
 
@@ -79,13 +79,13 @@ async def gather_groups(
         task_of: returns the task of a group, by the group's index.
         step: the step to gather.
         last_step: the last step whose episodes may be played now.
-        version: n of the policy that will be trained. An episode with a token that is older than `max_staleness` allows
-            is not used, and registered again.
+        versions: n of each policy that will be trained, by name. An episode with a token of one of them that is older
+            than `max_staleness` allows is not used, and registered again. What other policies said is never stale.
 
     Raises:
         EngineFailure: group after group was lost; training on the rest would hide the failure.
     """
-    oldest = version - config.max_staleness
+    oldest = {policy: n - config.max_staleness for policy, n in versions.items()}
     while True:
         seen = store.groups.settled.count
         waiting = await _register(store, config, task_of, range(step, last_step + 1))
@@ -140,7 +140,7 @@ async def _register(store: RunStore, config: RolloutConfig, task_of: Callable[[i
     return False
 
 
-async def _settle(store: RunStore, config: RolloutConfig, bucket: Bucket, oldest: int) -> None:
+async def _settle(store: RunStore, config: RolloutConfig, bucket: Bucket, oldest: Mapping[str, int]) -> None:
     """Make a group READY, or DROPPED, once none of its episodes is open and none has to be played again."""
     if bucket.record.state is not GroupState.OPEN or bucket.is_open:
         return
@@ -159,9 +159,10 @@ async def _settle(store: RunStore, config: RolloutConfig, bucket: Bucket, oldest
         await store.log.add_event("group_dropped", {"group_index": record.group_index, "step": record.step})
 
 
-async def _stale(store: RunStore, episode_ids: Sequence[str], oldest: int) -> set[str]:
-    """Return the episodes with a token that was sampled before version `oldest`."""
-    return {name for name, n in (await store.calls.oldest_tokens(episode_ids)).items() if n < oldest}
+async def _stale(store: RunStore, episode_ids: Sequence[str], oldest: Mapping[str, int]) -> set[str]:
+    """Return the episodes with a token of a policy of `oldest` that was sampled before that version of it."""
+    found = await store.calls.oldest_tokens(episode_ids, tuple(oldest))
+    return {name for name, by_policy in found.items() if any(n < oldest[policy] for policy, n in by_policy.items())}
 
 
 def _most_common(reasons: Sequence[str]) -> str:

@@ -21,13 +21,14 @@ ENTROPY_FALL = 0.1
 TRUNCATED_SHARE = 1.0
 
 
-def health_of(rows: Sequence[Row], groups_per_step: int, steps: int) -> list[HealthWarning]:
+def health_of(rows: Sequence[Row], groups_per_step: int, steps: int, policy: str = "") -> list[HealthWarning]:
     """Return the signs that a run learns nothing now; none for a run that learns.
 
     Args:
         rows: metrics of the newest training steps, oldest first; `RECENT` rows are enough.
         groups_per_step: number of groups in each step.
         steps: number of steps of the job.
+        policy: name of the policy that the rows are of, for people; empty if the job has only one.
     """
     if not rows:
         return []
@@ -44,7 +45,8 @@ def health_of(rows: Sequence[Row], groups_per_step: int, steps: int) -> list[Hea
         _discarded(rows[-1]),
     )
     step = int(rows[-1]["step"])
-    return [HealthWarning(code=found[0], step=step, text=found[1]) for found in checks if found is not None]
+    whose = policy and f"policy {policy}: "
+    return [HealthWarning(code=found[0], step=step, text=whose + found[1]) for found in checks if found is not None]
 
 
 Found = tuple[str, str] | None  # code, text

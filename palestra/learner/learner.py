@@ -27,8 +27,9 @@ from palestra.learner.update import PolicyUpdate
 from palestra.ledger import RunStore
 from palestra.rollout import RolloutSyncLock
 from palestra.schemas.progress import Collecting, JobProgress
-from palestra.schemas.records import BatchManifest, Task
+from palestra.schemas.records import BatchManifest, PolicyVersion, Task
 from palestra.schemas.states import JobState
+from palestra.session import PolicySet
 from palestra.trainer.base import Trainer
 from palestra.waiting import race
 
@@ -36,7 +37,7 @@ Report = Callable[[str, dict[str, Any]], None]
 
 
 class Learner:
-    """Trains one policy of one job."""
+    """Trains the policies of one job that are not frozen; the others are only sampled from."""
 
     def __init__(
         self,
@@ -45,6 +46,7 @@ class Learner:
         trainer: Trainer,
         algorithm: Algorithm,
         engine: Engine,
+        policies: PolicySet,
         folder: RunFolder,
         progress: JobProgress,
         report: Report,
@@ -55,9 +57,10 @@ class Learner:
         Args:
             config: the job.
             store: the job's run store.
-            trainer: the trainer that has the job's policy.
+            trainer: the trainer that has the policies that are trained.
             algorithm: makes advantages of rewards, and names the loss.
             engine: samples the episodes, and receives new weights.
+            policies: all policies of the job.
             folder: the run's files.
             progress: the state that `/status` shows.
             report: is called with every event, as it is recorded.
@@ -66,11 +69,10 @@ class Learner:
         self._sync = sync
         self._config, self._store, self._trainer, self._engine = config, store, trainer, engine
         self._folder, self._progress, self._report = folder, progress, report
-        self._policy = config.policy_name
-        self._update = PolicyUpdate(config, trainer, algorithm, self._policy, self._event)
-        self._checkpoints = CheckpointSchedule(
-            config, trainer, self._policy, folder.checkpoints, self._wall, self._event
-        )
+        self._policies = policies
+        self._updates = {name: PolicyUpdate(config, trainer, algorithm, name, self._event) for name in policies.trained}
+        folders = dict.fromkeys(policies.trained, folder.checkpoints)  # of one policy: JobConfig refuses to train more
+        self._checkpoints = CheckpointSchedule(config, trainer, folders, self._wall, self._event)
         self._log = StepLog(config, store.log, folder, progress, self._event)
         self._wall_before = 0.0
         self._resumed_step = 0  # first step that this process gathers in a resumed run; 0: not resumed
@@ -162,7 +164,8 @@ class Learner:
         if known is not None and not self._config.deterministic:
             incarnation = int(await self._store.log.fact("incarnation") or 0) + 1
             await self._store.log.set_fact("incarnation", str(incarnation))
-            self._trainer.begin_incarnation(self._policy, incarnation)
+            for policy in self._policies.trained:
+                self._trainer.begin_incarnation(policy, incarnation)
         await self._publish()
         unfinished = await self._store.log.restore_metrics(self._progress.step)
         rows = await self._store.log.metrics()
@@ -197,12 +200,14 @@ class Learner:
         self._progress.enter(f"gathering step {step}", Collecting("train", step))
         started = time.monotonic()
         rollout = self._config.rollout
-        version = self._trainer.version(self._policy)
+        versions = self._versions()
         last_step = min(step + rollout.max_staleness, self._config.steps)
-        gathered = await gather_groups(self._store, rollout, self._order.task, step, last_step, version.n)
+        gathered = await gather_groups(
+            self._store, rollout, self._order.task, step, last_step, {name: v.n for name, v in versions.items()}
+        )
         manifest = BatchManifest(
             step=step,
-            version=version,
+            versions=versions,
             episode_ids=gathered.episode_ids,
             seed=self._config.seed,
             config_digest=self._config.digest(),
@@ -216,27 +221,36 @@ class Learner:
         }
 
     async def _train(self, manifest: BatchManifest) -> dict[str, float]:
-        """Update the policy with the episodes of a manifest, and publish the new weights to the engine."""
+        """Update the policies with the episodes of a manifest, and publish the new weights to the engine."""
         self._progress.enter(f"training step {manifest.step}")
         trajectories = await self._store.calls.trajectories(manifest.episode_ids)
-        batch = await self._update.make_batch(manifest.step, trajectories)
-        self._progress.staleness = batch.staleness
-        row = await self._update.train(manifest.step, batch)
+        row: dict[str, float] = {}
+        for update in self._updates.values():
+            batch = await update.make_batch(manifest.step, trajectories)
+            self._progress.staleness = batch.staleness
+            row |= await update.train(manifest.step, batch)
         started = time.monotonic()
         await self._publish()
         row["time/publish_seconds"] = time.monotonic() - started
-        row["version"] = float(self._trainer.version(self._policy).n)
-        return row
+        return row | {"version": self._newest()}
+
+    def _versions(self) -> dict[str, PolicyVersion]:
+        """Return the version of each policy that is trained."""
+        return {name: self._trainer.version(name) for name in self._policies.trained}
+
+    def _newest(self) -> float:
+        """Return n of the newest version of a policy that is trained."""
+        return float(max(version.n for version in self._versions().values()))
 
     async def _publish(self) -> None:
         """Hand the present weights to the engine; episodes that are claimed afterwards start with their version."""
         async with self._sync.acquire_weight_sync() if self._sync is not None else contextlib.nullcontext():
             fault_point("before_publish")
-            weights = await self._trainer.weights(self._policy)
-            version = self._trainer.version(self._policy)
-            await self._engine.sync_weights(self._policy, version, weights)
+            for policy in self._policies.trained:
+                weights = await self._trainer.weights(policy)
+                await self._engine.sync_weights(policy, self._trainer.version(policy), weights)
             fault_point("after_publish")
-        self._progress.version = str(version)
+        self._progress.version = str(max(self._versions().values()))
 
     # After a step
 
@@ -251,10 +265,11 @@ class Learner:
             if self._stopping.is_set():
                 return False
             self._progress.enter(_evaluating(step), Collecting("validation", step))
-            found = await self._unless_stopped(evaluate(self._store.groups, self._validation_tasks, step))
+            roles = self._policies.roles
+            found = await self._unless_stopped(evaluate(self._store.groups, self._validation_tasks, step, roles))
             if found is None:
                 return False
-            row |= {"version": float(self._trainer.version(self._policy).n), **found}
+            row |= {"version": self._newest(), **found}
             await self._event("evaluated", {"step": step, **found})
         elif step == 0:
             return True

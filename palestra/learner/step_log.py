@@ -61,7 +61,8 @@ class StepLog:
             return
         self._recent.append(row)
         config = self._config
-        found = health_of(list(self._recent), config.rollout.groups_per_step, config.steps)
+        policy = config.players.default if len(config.policies) > 1 else ""
+        found = health_of(list(self._recent), config.rollout.groups_per_step, config.steps, policy)
         row["train/warnings"] = float(len(found))
         known = {warning.code for warning in self._progress.warnings}
         self._progress.warnings = found

@@ -38,7 +38,7 @@ class PolicyUpdate:
             add_event: records an event of the job.
         """
         self._config, self._trainer, self._algorithm, self._policy = config, trainer, algorithm, policy
-        self._add_event = add_event
+        self._roles, self._add_event = config.players, add_event
         self._loss = algorithm.loss()
         self._loss_metrics = build_loss(self._loss).metrics
 
@@ -54,7 +54,14 @@ class PolicyUpdate:
         config, version = self._config, self._trainer.version(self._policy)
         max_tokens = config.policies[self._policy].sampling.max_tokens
         batch = await asyncio.to_thread(
-            make_batch, trajectories, self._algorithm, config.algorithm, max_tokens, version
+            make_batch,
+            trajectories,
+            self._algorithm,
+            config.algorithm,
+            max_tokens,
+            version,
+            self._policy,
+            self._roles,
         )
         if not batch.samples:
             return batch
@@ -88,7 +95,9 @@ class PolicyUpdate:
             return batch
         for episode_id, reason in problems.items():
             log.warning("step %d leaves out episode %s: %s", step, episode_id, reason)
-            await self._add_event("episode_untrainable", {"step": step, "episode_id": episode_id, "reason": reason})
+            data = {"step": step, "episode_id": episode_id, "reason": reason}
+            whose = {"policy": self._policy} if len(self._config.policies) > 1 else {}
+            await self._add_event("episode_untrainable", data | whose)
         return batch.without(problems.keys(), self._trainer.version(self._policy))
 
     async def _update(self, step: int, batch: Batch) -> dict[str, float]:

@@ -31,7 +31,7 @@ class EpisodeSummary:
         episode_id: unique in the run.
         task_id: of its task.
         state: `registered`, `claimed`, `completed` or `discarded`.
-        reward: sum over its agents; None until it is completed.
+        rewards: by agent; None until it is completed.
         calls: model calls under its last lease.
         completion_tokens: tokens that these calls sampled.
         attempts: claims used so far.
@@ -45,7 +45,7 @@ class EpisodeSummary:
     episode_id: str
     task_id: str
     state: str
-    reward: float | None
+    rewards: dict[str, float] | None
     calls: int
     completion_tokens: int
     attempts: int
@@ -54,6 +54,11 @@ class EpisodeSummary:
     reason: str | None
     worker_id: str | None
     claimed_at: float | None
+
+    @property
+    def reward(self) -> float | None:
+        """Return the sum of the rewards of its agents; None until it is completed."""
+        return None if self.rewards is None else float(sum(self.rewards.values()))
 
 
 @contextmanager
@@ -126,12 +131,12 @@ class EpisodeView:
     Attributes:
         trajectory: the episode and its calls.
         step: the step whose batch it is in; None: it is in none.
-        group_rewards: of the completed episodes of its group, including itself.
+        group_rewards: by agent, of the completed episodes of its group, including itself.
     """
 
     trajectory: Trajectory
     step: int | None
-    group_rewards: tuple[float, ...]
+    group_rewards: tuple[dict[str, float], ...]
 
 
 def read_episode(connection: Connection, episode_id: str) -> EpisodeView:
@@ -149,7 +154,7 @@ def read_episode(connection: Connection, episode_id: str) -> EpisodeView:
         episodes.c.group_index == found.episode.group_index,
         episodes.c.rewards.is_not(None),
     )
-    rewards = tuple(_total(rewards) for rewards in connection.execute(group).scalars())
+    rewards = tuple(orjson.loads(rewards) for rewards in connection.execute(group).scalars())
     return EpisodeView(trajectory=found, step=step, group_rewards=rewards)
 
 
@@ -182,7 +187,7 @@ def _summary(row: Any, calls: Sequence[Any]) -> EpisodeSummary:
         episode_id=row.episode_id,
         task_id=row.task_id,
         state=row.state,
-        reward=None if row.rewards is None else _total(row.rewards),
+        rewards=None if row.rewards is None else orjson.loads(row.rewards),
         calls=len(lengths),
         completion_tokens=sum(lengths),
         attempts=row.attempts,
@@ -192,8 +197,3 @@ def _summary(row: Any, calls: Sequence[Any]) -> EpisodeSummary:
         worker_id=row.worker_id if row.state == "claimed" else None,
         claimed_at=row.claimed_at if row.state == "claimed" else None,
     )
-
-
-def _total(rewards: str) -> float:
-    """Return the sum of rewards by agent, from their JSON."""
-    return float(sum(orjson.loads(rewards).values()))

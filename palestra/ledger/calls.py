@@ -82,27 +82,33 @@ class Calls:
         """
         return await self._db.read(lambda connection: [read_trajectory(connection, name) for name in episode_ids])
 
-    async def oldest_tokens(self, episode_ids: Sequence[str]) -> dict[str, int]:
-        """Return for each episode the `n` of the oldest policy version that sampled a token under its last lease.
+    async def oldest_tokens(self, episode_ids: Sequence[str], policies: Sequence[str]) -> dict[str, dict[str, int]]:
+        """Return for each episode and policy the `n` of the oldest version that sampled a token under its last lease.
 
         The learner uses it to leave out episodes that are staler than the job allows.
 
+        Args:
+            episode_ids: ids of episodes, any number.
+            policies: names of the policies whose tokens count.
+
         Returns:
-            By episode id; episodes without a token are left out.
+            By episode id and policy; without episodes and policies that have no token.
         """
 
-        def query(connection: Connection) -> dict[str, int]:
-            found: dict[str, int] = {}
+        def query(connection: Connection) -> dict[str, dict[str, int]]:
+            found: dict[str, dict[str, int]] = {}
             for start in range(0, len(episode_ids), MOST_VALUES):
                 wanted = (
-                    select(chats.c.episode_id, chats.c.versions)
+                    select(chats.c.episode_id, chats.c.policy, chats.c.versions)
                     .join(episodes, (episodes.c.episode_id == chats.c.episode_id) & (episodes.c.fence == chats.c.fence))
                     .where(chats.c.episode_id.in_(episode_ids[start : start + MOST_VALUES]))
+                    .where(chats.c.policy.in_(policies))
                 )
-                for name, versions in connection.execute(wanted):
+                for name, policy, versions in connection.execute(wanted):
                     oldest = min((n for _, n, _ in orjson.loads(versions)), default=None)
                     if oldest is not None:
-                        found[name] = min(oldest, found.get(name, oldest))
+                        by_policy = found.setdefault(name, {})
+                        by_policy[policy] = min(oldest, by_policy.get(policy, oldest))
             return found
 
         return await self._db.read(query)

@@ -36,7 +36,7 @@ class Episodes:
         available: notified when an episode can be claimed.
         settled: notified when an episode was completed or discarded.
         on_lease_over: called with (episode id, fence) when an episode was ended or given back.
-        recent_rewards: of the training episodes that were completed last, oldest first.
+        recent_rewards: by agent, of the 64 training episodes that were completed last, oldest first.
     """
 
     def __init__(self, db: Database, leases: LeaseBook, rollout: RolloutConfig, clock: Clock) -> None:
@@ -51,16 +51,11 @@ class Episodes:
         self._db, self.leases, self._rollout, self._clock = db, leases, rollout, clock
         self.available, self.settled = Notifier(), Notifier()
         self.on_lease_over: list[LeaseOver] = []
-        self.recent_rewards: deque[float] = deque(maxlen=64)
+        self.recent_rewards: deque[Mapping[str, float]] = deque(maxlen=64)
         self._being_claimed = 0  # claims in progress, which have no lease yet
         self._limit_reached = False  # whether `max_claimed` prevented a claim since the last end of a lease
         for episode in db.query(lifecycle.live):
             self._grant(episode)
-
-    @property
-    def recent_reward(self) -> float | None:
-        """Return the mean of `recent_rewards`; None before the first one."""
-        return sum(self.recent_rewards) / len(self.recent_rewards) if self.recent_rewards else None
 
     async def register_adhoc(self, task: Task, request_id: str) -> str:
         """Register an episode outside the schedule, and return its id. It is claimed by its id and never trained on.
@@ -192,7 +187,7 @@ class Episodes:
         )
         if first:
             if lifecycle.kind_of(episode_id) == "train":
-                self.recent_rewards.append(float(sum(rewards.values())))
+                self.recent_rewards.append(rewards)
             self._lease_over(episode_id, fence)
             self.settled.notify()
         return first

@@ -41,8 +41,7 @@ class RunLog:
                 manifests.insert(),
                 {
                     "step": manifest.step,
-                    "incarnation": manifest.version.incarnation,
-                    "n": manifest.version.n,
+                    "versions": to_json({name: [*version] for name, version in manifest.versions.items()}),
                     "episode_ids": to_json(manifest.episode_ids),
                     "seed": str(manifest.seed),
                     "config_digest": manifest.config_digest,
@@ -165,7 +164,7 @@ def _manifest(connection: Connection, step: int) -> BatchManifest | None:
         return None
     return BatchManifest(
         step=row.step,
-        version=PolicyVersion(row.incarnation, row.n),
+        versions={policy: PolicyVersion(*version) for policy, version in orjson.loads(row.versions).items()},
         episode_ids=tuple(orjson.loads(row.episode_ids)),
         seed=int(row.seed),
         config_digest=row.config_digest,

@@ -105,11 +105,10 @@ manifests = Table(
     "manifests",
     metadata,
     Column("step", Integer, primary_key=True),
-    Column("incarnation", Integer, nullable=False),
-    Column("n", Integer, nullable=False),
     Column("episode_ids", Text, nullable=False),
     Column("seed", String, nullable=False),
     Column("config_digest", String, nullable=False),
+    Column("versions", Text, nullable=False),  # {policy: [incarnation, n]} of those that are trained
 )
 
 metric_rows = Table(
@@ -135,6 +134,15 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "ALTER TABLE chats ADD COLUMN sampling TEXT",
     ),
     ("ALTER TABLE episodes ADD COLUMN step_times TEXT",),
+    (
+        "ALTER TABLE manifests ADD COLUMN versions TEXT NOT NULL DEFAULT '{}'",
+        # A run of that time has one policy, whose name the calls of any of its episodes have.
+        "UPDATE manifests SET versions = "
+        "'{\"' || (SELECT policy FROM chats LIMIT 1) || '\": [' || incarnation || ', ' || n || ']}' "
+        "WHERE EXISTS (SELECT 1 FROM chats)",
+        "ALTER TABLE manifests DROP COLUMN incarnation",
+        "ALTER TABLE manifests DROP COLUMN n",
+    ),
 )
 
 

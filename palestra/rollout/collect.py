@@ -106,7 +106,6 @@ class TrajectoryCollectEngine:
         agents: Mapping[str, Agent],
         sessions: Sessions,
         session: EpisodeSession,
-        policy: str,
         temperature: float | None = None,
     ) -> None:
         """Prepare to play one episode.
@@ -114,13 +113,13 @@ class TrajectoryCollectEngine:
         Args:
             environment: the environment, set up and not yet reset.
             agents: agents by name. An agent without an entry is played by its nearest parent's, or by the one named "".
-            sessions: the job's sessions, for their counts.
+            sessions: the job's sessions, whose roles say which policy an agent calls.
             session: the episode's session, which makes and records model calls.
-            policy: name of the policy that the agents call.
             temperature: temperature of calls where the job fixes none; None: the job's.
         """
         self._environment, self._agents = environment, agents
-        self._sessions, self._session, self._policy = sessions, session, policy
+        self._sessions, self._session = sessions, session
+        self.roles = sessions.context.policies.roles
         self._temperature = temperature
         self._histories: dict[str, tuple[ChatMessage, ...]] = defaultdict(tuple)
         self._number: dict[str, int] = {}  # observation -> its TimeStep
@@ -180,7 +179,8 @@ class TrajectoryCollectEngine:
         result = self._result
         if observation.reward is not None:
             result.rewards[observation.agent] += observation.reward
-            if known := [self._number[parent] for parent in observation.parents if parent in self._number]:
+            known = [self._number[parent] for parent in observation.parents if parent in self._number]
+            if known and self.roles.learns(observation.agent):  # a frozen policy's reward is no one's return
                 result.steps[max(known)].reward += observation.reward
         if observation.info:
             _note(result.info, self._name_of(observation), observation.info)
@@ -291,7 +291,7 @@ class _Handle:
 
     @property
     def name(self) -> str:
-        return self._engine._policy
+        return self._engine.roles.policy_of(self._agent)
 
     @property
     def history(self) -> tuple[ChatMessage, ...]:

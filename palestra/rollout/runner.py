@@ -179,7 +179,6 @@ class Runner:
                 agents=self._agents,
                 sessions=self._sessions,
                 session=await self._sessions.begin(episode),
-                policy=self._sessions.context.policy_name,
                 temperature=self._temperature,
             )
             return await engine.collect(episode.task.data)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import sqlite3
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
@@ -103,7 +103,7 @@ class ServerOrder:
         folder: of the job: its run, and its log.
         node: where to start it.
         resources: what the job holds.
-        weights: an absolute folder, or a name of the hub; None: what the configuration's model names.
+        weights: by policy an absolute folder, or a name of the hub, instead of the policy's `model`.
         memory_gib: how much memory its processes may use before the job is ended; None: any amount.
     """
 
@@ -112,7 +112,7 @@ class ServerOrder:
     folder: Path
     node: str
     resources: Resources
-    weights: str | None = None
+    weights: Mapping[str, str] = field(default_factory=dict)
     memory_gib: float | None = None
 
 

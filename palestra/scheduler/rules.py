@@ -149,6 +149,20 @@ class Rules:
             "with from_job"
         )
 
+    def places(self, config: JobConfig, *, started_from_job: bool) -> dict[str, str]:
+        """Return where the models of a job are, by policy, for those that are not where they say; see `weights`.
+
+        Args:
+            config: the job.
+            started_from_job: whether the model of the policy that is not frozen is a folder of the job's own.
+
+        Raises:
+            ConfigError: a tenant may not use a model.
+        """
+        own = config.trained_policies if started_from_job else ()
+        found = {name: self.weights(policy.model) for name, policy in config.policies.items() if name not in own}
+        return {name: place for name, place in found.items() if place is not None}
+
 
 def load_rules(path: Path) -> Rules:
     """Read the operator's TOML file with `hub_models`, `[models]` and `[caps]`.

@@ -303,9 +303,8 @@ class Scheduler:
             source = self.folder_of(job.from_job) / RUN
             config = await asyncio.to_thread(with_own_weights, job, folder, source)
         await asyncio.to_thread((folder / ENDED_FILE).unlink, missing_ok=True)  # left by the job's previous server
-        weights = None
-        if job.from_job is None:
-            weights = await asyncio.to_thread(lambda: self._rules.weights(parse_config(config).policy.model))
+        own = job.from_job is not None
+        weights = await asyncio.to_thread(lambda: self._rules.places(parse_config(config), started_from_job=own))
         node = next((node for node in self.nodes if node.node_id == node_id), None)
         return await self._launcher.start(
             ServerOrder(

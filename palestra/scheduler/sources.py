@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from palestra.config import with_model
 from palestra.errors import NotFound
 from palestra.schemas.jobs import JobRecord
 from palestra.trainer import checkpoint
@@ -52,5 +53,4 @@ def with_own_weights(job: JobRecord, folder: Path, source_run: Path) -> dict[str
     own = folder / f"{job.from_job}-step-{job.from_step}"
     if not own.exists():
         checkpoint.link_model(source_run / CHECKPOINTS, job.from_step, own)
-    policies = {name: {**policy, "model": str(own)} for name, policy in job.config["policies"].items()}
-    return {**job.config, "policies": policies}
+    return {**job.config, "policies": with_model(job.config["policies"], str(own))}

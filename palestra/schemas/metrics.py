@@ -30,7 +30,12 @@ class Metric:
 METRICS = (
     Metric("step", "steps", "Number of this training step, from 1."),
     Metric("version", "updates", "n of the policy version after the step."),
-    Metric("train/reward_mean", "reward", "Mean of the rewards of all completed episodes of the step's batch."),
+    Metric(
+        "train/reward_mean",
+        "reward",
+        "Mean of the rewards of all completed episodes of the step's batch; an episode's is the sum over its agents, "
+        "without those that a frozen policy plays.",
+    ),
     Metric("train/reward_std", "reward", "Population standard deviation of the same rewards."),
     Metric("train/episodes", "episodes", "Completed episodes in the batch."),
     Metric("train/groups_zero_variance", "groups", "Groups whose rewards are all equal: advantage 0, skipped."),
@@ -44,7 +49,7 @@ METRICS = (
     Metric(
         "train/episodes_without_tokens",
         "episodes",
-        "Completed episodes in which nothing was sampled: no row.",
+        "Completed episodes in which nothing was sampled from the trained policy: no row.",
     ),
     Metric(
         "train/episodes_untrainable",
@@ -55,6 +60,8 @@ METRICS = (
     ),
     Metric("train/calls_abandoned", "calls", "Calls that were left out because of `train_on = final-branch`."),
     Metric("train/tokens_abandoned", "tokens", "Sampled tokens of those calls."),
+    Metric("train/calls_frozen", "calls", "Calls that were left out because their policy is frozen."),
+    Metric("train/tokens_frozen", "tokens", "Sampled tokens of those calls."),
     Metric("train/rows", "rows", "TrainSamples that entered the loss."),
     Metric("train/trained_tokens", "tokens", "Sampled tokens that entered the loss, each once per epoch."),
     Metric(
@@ -69,7 +76,7 @@ METRICS = (
     Metric("rollout/prompt_tokens", "tokens", "Prompt tokens of all calls of the batch."),
     Metric("rollout/reused_tokens", "tokens", "Prompt tokens that an earlier call of the episode has, too."),
     Metric("rollout/completion_tokens", "tokens", "Sampled tokens of all calls of the batch."),
-    Metric("rollout/truncated_share", "ratio", "Share of calls that ended at max_tokens."),
+    Metric("rollout/truncated_share", "ratio", "Share of the trained policy's calls that ended at max_tokens."),
     Metric(
         "rollout/tokens_per_second",
         "tokens/s",
@@ -85,7 +92,8 @@ METRICS = (
     Metric(
         "rollout/drift_share",
         "ratio",
-        "Share of calls that went on from an earlier one, and could not start with its exact tokens.",
+        "Share of the trained policy's calls that went on from an earlier one, and could not start with its exact "
+        "tokens.",
     ),
     *(
         Metric(f"rollout/forks_{reason.value}", "calls", f"Calls that forked: {MEANINGS[reason]}.")

@@ -417,14 +417,14 @@ class BatchManifest:
 
     Attributes:
         step: number of the step, from 1.
-        version: of the policy before the step.
+        versions: of each policy that is trained, before the step, by its name.
         episode_ids: in canonical order: (group index, sample index).
         seed: of the job.
         config_digest: of the job's configuration.
     """
 
     step: int
-    version: PolicyVersion
+    versions: dict[str, PolicyVersion]
     episode_ids: tuple[str, ...]
     seed: int
     config_digest: str

@@ -119,8 +119,11 @@ class ClaimedEpisode(Body):
     task: dict[str, JsonValue]
     base_url: str = Field(description="Base URL for an OpenAI client.")
     api_key: str = Field(description="Opens this episode, under this lease, and nothing else.")
-    model: str
-    version: str
+    model: str = Field(description="The name to call a model by: of the policy that plays every agent without a role.")
+    version: str = Field(description="Of that policy, now.")
+    policies: dict[str, str] = Field(
+        default_factory=dict, description="The version of each policy of the job now, by the policy's name."
+    )
     lease_seconds: float
 
 
@@ -215,8 +218,9 @@ class JobStatus(Body):
     phase: str = Field(description="What the job is doing, in words.")
     step: int = Field(description="Steps that are done.")
     steps: int
-    version: str
-    policies: list[str]
+    version: str = Field(description="Of the policy that is trained, after the last step.")
+    policies: list[str] = Field(description="The names of all policies.")
+    versions: dict[str, str] = Field(description="What each policy is sampled from now, by its name.")
     phase_done: int | None = Field(description="Episodes of this phase that are settled; None where it plays none.")
     phase_due: int | None = Field(description="Episodes that this phase waits for; None where it plays none.")
     episodes: dict[str, int]
@@ -236,7 +240,9 @@ class JobStatus(Body):
     rollouts: dict[str, int] = Field(
         description="Episodes that the server plays itself: `playing` now, and how those that ended did."
     )
-    recent_reward: float | None = Field(description="Mean of the last 64 training episodes; None before the first.")
+    recent_reward: float | None = Field(
+        description="Mean of the last 64 training episodes, without what frozen policies earned; None before the first."
+    )
     staleness: dict[int, int] = Field(
         description="Trained tokens of the last step, by how many versions older than the policy they were."
     )

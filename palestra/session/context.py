@@ -3,42 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from palestra.chat import Renderer
-from palestra.config import PolicyConfig
-from palestra.errors import NotFound
-from palestra.grammars.pool import Grammars
-from palestra.inference.base import Engine
 from palestra.ledger import RunStore
 from palestra.schemas.clock import Clock
 from palestra.schemas.records import Chat
 from palestra.session.counters import StateTimes, TokenRate
 from palestra.session.history import EXACT, Sameness
+from palestra.session.policies import PolicySet
 from palestra.threads import WorkPool
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PolicyRuntime:
-    """Everything that a session needs to sample from one policy.
-
-    Attributes:
-        config: of the policy.
-        renderer: turns messages into ids and back.
-        engine: samples.
-        grammars: compiles the grammars of constrained replies.
-    """
-
-    config: PolicyConfig
-    renderer: Renderer
-    engine: Engine
-    grammars: Grammars
-
-    @property
-    def token_bytes(self) -> Callable[[int], bytes]:
-        """Return a function from a token to its bytes, also for control tokens."""
-        return self.renderer.vocabulary.bytes_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +32,7 @@ class SessionContext:
     """
 
     store: RunStore
-    policies: Mapping[str, PolicyRuntime]
+    policies: PolicySet
     seed: int
     strict_history: bool = False
     ignore_untrainable: bool = False
@@ -75,26 +48,9 @@ class SessionContext:
         object.__setattr__(self, "rate", TokenRate(self.store.clock))
 
     @property
-    def policy_name(self) -> str:
-        """Return the name of the policy with which the job's episodes are played."""
-        (name,) = self.policies
-        return name
-
-    @property
     def clock(self) -> Clock:
         """Return the clock of the store, which all times of calls come from."""
         return self.store.clock
-
-    def runtime(self, policy: str) -> PolicyRuntime:
-        """Return the runtime of a policy by its name.
-
-        Raises:
-            NotFound: there is no such policy.
-        """
-        runtime = self.policies.get(policy)
-        if runtime is None:
-            raise NotFound(f"there is no model {policy!r} here; this job has {', '.join(map(repr, self.policies))}")
-        return runtime
 
     def count(self, chat: Chat) -> None:
         """Add a recorded call to the counters."""

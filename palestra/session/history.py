@@ -84,7 +84,7 @@ class History:
         self._sameness = sameness
         self._starts: dict[str, _Node] = {}
         self._ends: dict[int, _Node] = {}  # the node of a call's reply, by the call's index
-        self._replies: dict[Hashable, list[Chat]] = {}
+        self._replies: dict[tuple[str, Hashable], list[Chat]] = {}  # by policy and key
         self._newest: dict[str, tuple[Chat, tuple[ChatMessage, ...]]] = {}  # of each policy, with messages and reply
 
     def add(self, chat: Chat, keys: Mapping[int, Hashable] | None = None) -> None:
@@ -116,7 +116,7 @@ class History:
         before, said = self._newest.get(chat.policy, (None, ()))
         earlier = said[: chat.shared_messages] if chat.parent is before else chat.messages[: chat.shared_messages]
         self._newest[chat.policy] = chat, (*earlier, *chat.new_messages, chat.reply)
-        self._replies.setdefault(self._key(chat.reply), []).append(chat)
+        self._replies.setdefault((chat.policy, self._key(chat.reply)), []).append(chat)
 
     def clear(self) -> None:
         """Forget all calls, and cut the references between nodes, which would wait for the garbage collector."""
@@ -176,9 +176,9 @@ class History:
         # Several calls may have the same text in other ids. Arrival order is not deterministic, so the seed decides.
         call = None if replied is None else min(replied.calls, key=lambda chat: chat.sampling.seed)
         rest = messages[known:]
-        if not rest or not node.children or (known and known == ends and not self._has_reply(rest)):
+        if not rest or not node.children or (known and known == ends and not self._has_reply(policy, rest)):
             return Match(call, ends, known)
-        left, reason = self._left(node, rest)
+        left, reason = self._left(policy, node, rest)
         return Match(call, ends, known, left, reason)
 
     def _key(self, message: ChatMessage) -> Hashable:
@@ -189,14 +189,17 @@ class History:
         """Return the root of a policy's conversations."""
         return self._starts.setdefault(policy, _Node(None, None))
 
-    def _has_reply(self, messages: Sequence[ChatMessage]) -> bool:
-        """Return whether one of the messages is a reply of an earlier call."""
-        return any(message.role == "assistant" and self._key(message) in self._replies for message in messages)
+    def _has_reply(self, policy: str, messages: Sequence[ChatMessage]) -> bool:
+        """Return whether one of the messages is a reply of an earlier call of the policy."""
+        # What another policy said is text to this one: a judge that is shown it has lost none of its own tokens.
+        replies = self._replies
+        return any(message.role == "assistant" and (policy, self._key(message)) in replies for message in messages)
 
-    def _left(self, node: _Node, rest: Sequence[ChatMessage]) -> tuple[Chat | None, ForkReason]:
+    def _left(self, policy: str, node: _Node, rest: Sequence[ChatMessage]) -> tuple[Chat | None, ForkReason]:
         """Return the call from which a conversation deviates at `node`, and why.
 
         Args:
+            policy: name of the policy that is called.
             node: the last message that it has in common with earlier ones.
             rest: its messages after that.
         """
@@ -205,8 +208,8 @@ class History:
             for other in others:
                 if other.message is not None and (reason := self._rewritten(rest[0], other.message)):
                     return _latest(other), reason
-        if self._has_reply(rest):
-            return self._keeper(node, rest) or _latest(others[-1]), ForkReason.EDITED_MESSAGE
+        if self._has_reply(policy, rest):
+            return self._keeper(policy, node, rest) or _latest(others[-1]), ForkReason.EDITED_MESSAGE
         if rest[0].role == "assistant" and any(o.message and o.message.role == "assistant" for o in others):
             return _latest(others[-1]), ForkReason.EDITED_MESSAGE
         return (_latest(others[-1]) if node.depth else None), ForkReason.NEW_CONVERSATION
@@ -230,14 +233,14 @@ class History:
             return ForkReason.TOOL_ARGUMENTS
         return None
 
-    def _keeper(self, node: _Node, rest: Sequence[ChatMessage]) -> Chat | None:
+    def _keeper(self, policy: str, node: _Node, rest: Sequence[ChatMessage]) -> Chat | None:
         """Return the last call that continued from `node` and whose reply is the last one kept in `rest`.
 
-        None: there is none.
+        None: the policy has no such call.
         """
         for message in reversed(rest):
             if message.role == "assistant":
-                for chat in reversed(self._replies.get(self._key(message), ())):
+                for chat in reversed(self._replies.get((policy, self._key(message)), ())):
                     end: _Node | None = self._ends[chat.index]
                     while end is not None and end.depth > node.depth + 1:
                         end = end.parent

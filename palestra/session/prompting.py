@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -85,18 +86,19 @@ class PromptBuilder:
             strict: refuse a call that would lose exact tokens of an earlier one.
         """
         self.calls = 0
-        self._trie = TokenTrie()
-        self._unmerged: list[Chat] = []  # not yet in the trie, which most episodes never need
+        # Ids of two tokenizers may be equal by chance, so a call is compared with those of its own policy only.
+        self._tries: defaultdict[str, TokenTrie] = defaultdict(TokenTrie)
+        self._unmerged: list[Chat] = []  # not yet in a trie, which most episodes never need
         self._history = History(sameness)
         self._aside = _Aside(pool)
         self._strict = strict
 
-    @property
-    def trie(self) -> TokenTrie:
-        """Return all calls merged on their tokens, after adding those that were not merged yet."""
+    def trie(self, policy: str) -> TokenTrie:
+        """Return all calls of a policy merged on their tokens, after adding those that were not merged yet."""
         while self._unmerged:
-            self._trie.add(self._unmerged.pop())
-        return self._trie
+            chat = self._unmerged.pop()
+            self._tries[chat.policy].add(chat)
+        return self._tries[policy]
 
     def add(self, chat: Chat, keys: Mapping[int, Hashable] | None = None) -> None:
         """Add a call that is on disk, so that later prompts can continue from it.
@@ -112,7 +114,9 @@ class PromptBuilder:
     def clear(self) -> None:
         """Forget all calls and free their memory, because the episode has ended."""
         self._unmerged.clear()
-        self._trie.clear()
+        for trie in self._tries.values():
+            trie.clear()
+        self._tries.clear()
         self._history.clear()
 
     async def build(self, call: GenerationRequest, renderer: Renderer, max_context: int | None) -> Prompt:
@@ -136,7 +140,7 @@ class PromptBuilder:
         room = None if max_context is None else max_context - 1
         try:
             if call.prompt is not None:
-                prompt = await self._laid_out(call.prompt, renderer, room)
+                prompt = await self._laid_out(call.prompt, call.policy, renderer, room)
             else:
                 prompt = await self._of_messages(call, renderer, room)
         except TooManyTokens as error:
@@ -156,16 +160,18 @@ class PromptBuilder:
         match = self._history.match(call.policy, call.messages, keys)
         prompt = await self._extended(renderer, match, call.messages, call.tools, room)
         if prompt is None:
-            prompt = await self._rendered(renderer, match, call.messages, call.tools, room)
+            prompt = await self._rendered(call, renderer, match, room)
         if self._strict and prompt.fork is not None and prompt.fork.reason.is_drift:
             fork = prompt.fork
             raise HistoryDrift(fork.reason.value, fork.call, fork.message, fork.position)
         return replace(prompt, keys=keys)
 
-    async def _laid_out(self, prompt: str | tuple[int, ...], renderer: Renderer, room: int | None) -> Prompt:
+    async def _laid_out(
+        self, prompt: str | tuple[int, ...], policy: str, renderer: Renderer, room: int | None
+    ) -> Prompt:
         """Build a prompt from text or ids that the caller laid out.
 
-        The call with which it starts becomes its parent.
+        The call of the policy with which it starts becomes its parent.
         """
         vocabulary = renderer.vocabulary
         if isinstance(prompt, str):
@@ -178,7 +184,7 @@ class PromptBuilder:
             raise InvalidRequest(
                 f"prompt: it has no token, or ids that are none; ids are below {len(vocabulary)}", "prompt"
             )
-        parent, shared = self.trie.longest(ids)
+        parent, shared = self.trie(policy).longest(ids)
         return Prompt(ids=ids, parent=parent, shared=shared, shared_messages=0, new_messages=(), fork=None)
 
     async def _extended(
@@ -220,18 +226,22 @@ class PromptBuilder:
             fork=None if whole is None or match.reason is None else _fork(match.reason, match.left, match.known, whole),
         )
 
-    async def _rendered(
-        self, renderer: Renderer, match: Match, messages: tuple[ChatMessage, ...], tools: Tools, room: int | None
-    ) -> Prompt:
+    async def _rendered(self, call: GenerationRequest, renderer: Renderer, match: Match, room: int | None) -> Prompt:
         """Render the whole conversation, and find out why it does not start with an earlier call, if it should have.
 
-        The arguments are those of `_extended`.
+        Args:
+            call: what the agent asks for.
+            renderer: of the call's policy.
+            match: what the conversation has in common with earlier calls.
+            room: the most tokens that the prompt may have. None: any number.
         """
+        messages, tools = call.messages, call.tools
         # A short prompt is tokenised whole, so that the error for one that does not fit has its exact length.
         room = room if _is_long(messages, tools) else None
         whole: TokenSequence = await self._aside.run(messages, tools, renderer.render, messages, tools, room)
         exact = match.call is not None and common_tokens(whole, match.call.sequence) == match.call.tokens
-        parent, shared = (match.call, match.call.tokens) if match.call and exact else self.trie.longest(*whole)
+        known = (match.call, match.call.tokens) if match.call and exact else None
+        parent, shared = known or self.trie(call.policy).longest(*whole)
         fork = None
         if match.reason is not None:
             fork = _fork(match.reason, match.left, match.known, whole)

@@ -62,13 +62,15 @@ class CallRegistry:
             if chat.index not in used:
                 self._undelivered[chat.request_digest] = chat
 
-    def reserve(self, prompt_ids: Ids) -> Reservation:
+    def reserve(self, prompt_ids: Ids, policy: str = "") -> Reservation:
         """Give a call its number and its seed: the first seed of its prompt that no other call has.
 
         Args:
             prompt_ids: int32 [P].
+            policy: name of the policy that is called; empty for the job's default one. Two policies that get the same
+                prompt have seeds of their own, so that it does not matter which of them is called first.
         """
-        prompt = prompt_digest(prompt_ids)
+        prompt = prompt_digest(prompt_ids, policy)
         for occurrence in count(self._taken.get(prompt, 0)):
             seed = call_seed(self._job_seed, self._episode_id, prompt, occurrence)
             if seed not in self._seeds:
@@ -143,6 +145,11 @@ def call_seed(job_seed: int, episode_id: str, prompt: bytes, occurrence: int) ->
     return int.from_bytes(digest, "little") >> 1
 
 
-def prompt_digest(prompt_ids: Ids) -> bytes:
-    """Return a digest of 16 bytes for a prompt, int32 [P]."""
-    return hashlib.blake2b(prompt_ids.astype("<i4").tobytes(), digest_size=16).digest()
+def prompt_digest(prompt_ids: Ids, policy: str = "") -> bytes:
+    """Return a digest of 16 bytes for a prompt of a policy.
+
+    Args:
+        prompt_ids: int32 [P].
+        policy: at most 64 ASCII characters; see `CallRegistry.reserve`.
+    """
+    return hashlib.blake2b(prompt_ids.astype("<i4").tobytes(), digest_size=16, key=policy.encode()).digest()

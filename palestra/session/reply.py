@@ -17,7 +17,7 @@ from palestra.chat.text_stream import TextStream
 from palestra.errors import EngineFailure
 from palestra.inference.base import Engine, EngineRequest
 from palestra.schemas.records import FinishReason, Ids, SampledTokens, SamplingParams, TokenSequence, VersionSpan
-from palestra.session.context import PolicyRuntime
+from palestra.session.policies import PolicyRuntime
 from palestra.session.request import GenerationRequest, ReplyPiece
 
 CALL_END = "</tool_call>"  # value of `Chat.stop` for a reply that ended with its only tool call

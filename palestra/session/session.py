@@ -13,7 +13,8 @@ from palestra.errors import GrammarRefused, PalestraError, UnsupportedField
 from palestra.schemas.records import Chat, Episode, EpisodeKind, SamplingParams
 from palestra.schemas.states import TurnState
 from palestra.session.constraints import Constraint, constraint_of
-from palestra.session.context import PolicyRuntime, SessionContext
+from palestra.session.context import SessionContext
+from palestra.session.policies import PolicyRuntime
 from palestra.session.prompting import Prompt, PromptBuilder
 from palestra.session.recorder import CallStore, NoStore, Recorder
 from palestra.session.registry import CallRegistry, Reservation
@@ -143,7 +144,7 @@ class Session:
         chats = await self._answer_again(request, listener) if request.retry else {}
         missing = [number for number in range(request.choices) if number not in chats]
         if missing:
-            runtime = self._context.runtime(request.policy)
+            runtime = self._context.policies.runtime(request.policy)
             with self._in_flight_for(missing) as choices:
                 call = await self._begin(request, runtime, listener, chats)
                 for choice in choices:
@@ -166,7 +167,7 @@ class Session:
         """
         if self._over is not None:
             raise self._over
-        runtime = self._context.runtime(request.policy)
+        runtime = self._context.policies.runtime(request.policy)
         return len((await self._prompts.build(request, runtime.renderer, max_context=None)).ids)
 
     def delivered(self, chat: Chat) -> None:
@@ -226,7 +227,9 @@ class Session:
             listener: follows the choices.
             known: choices that were recorded before, by number; their time step is kept.
         """
-        request = trainable(asked, self._context.ignore_untrainable) if self.kind == "train" else asked
+        request = asked
+        if self.kind == "train" and not runtime.config.frozen:  # what a frozen policy says is not trained on
+            request = trainable(asked, self._context.ignore_untrainable)
         if request.callable_tools and not request.parallel_tool_calls and not runtime.renderer.incremental:
             raise UnsupportedField(
                 "parallel_tool_calls = false is not supported in this model's format of tool calls",
@@ -250,7 +253,9 @@ class Session:
 
     def _reserve(self, call: _Call, choice: _Choice) -> None:
         """Give a choice its number, its seed and its sampling parameters, and report them to the listener."""
-        reserved = choice.reserved = self._registry.reserve(call.prompt.ids)
+        policy = call.request.policy
+        default = policy == self._context.policies.roles.default
+        reserved = choice.reserved = self._registry.reserve(call.prompt.ids, "" if default else policy)
         sampling = choice.sampling = sampling_of(
             call.request,
             call.runtime.config,

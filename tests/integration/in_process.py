@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ from palestra.chat import Renderer, select_renderer
 from palestra.cluster import local
 from palestra.cluster.local import LocalJob, local_job
 from palestra.cluster.parts import Parts
-from palestra.config import dump_config, parse_config
+from palestra.config import PolicyConfig, Roles, dump_config, parse_config
 from palestra.grammars.pool import Grammars
 from palestra.inference.fake import FakeEngine
 from palestra.models.causal_lm import load_tokenizer
 from palestra.schemas.records import Task, Trajectory
+from palestra.session import PolicyRuntime, PolicySet
 from palestra.trainer.fake import FakeTrainer
 
 Reply = Callable[[str, int], str]  # (the prompt as text, seed) -> what the model says, without its stop token
@@ -39,7 +41,11 @@ def parts_of(renderer: Renderer, tokenizer: Any, reply: Reply, **engine: Any) ->
         return [token for piece in pieces for token in piece] + [renderer.stop_ids[0]]
 
     scripted = FakeEngine(script, **engine)
-    return Parts(engine=scripted, trainer=FakeTrainer(2), renderer=renderer, grammars=Grammars())
+    runtime = PolicyRuntime(
+        name="policy", config=PolicyConfig(), renderer=renderer, engine=scripted, grammars=Grammars()
+    )
+    policies = PolicySet(runtimes={"policy": runtime}, roles=Roles(default="policy"))
+    return Parts(engine=scripted, trainer=FakeTrainer(2), policies=policies)
 
 
 @asynccontextmanager
@@ -50,7 +56,12 @@ async def serving(folder: Path, parts: Parts | None = None, **settings: Any) -> 
     (folder / "config.toml").write_text(dump_config(config))
     with pytest.MonkeyPatch.context() as patch:
         if parts is not None:
-            patch.setattr(local, "build_parts", lambda *_: parts)
+            runtimes = {
+                name: replace(parts.policies.runtime("policy"), config=policy)
+                for name, policy in config.policies.items()
+            }
+            known = replace(parts, policies=PolicySet.of(config, runtimes))
+            patch.setattr(local, "build_parts", lambda *_: known)
         async with local_job(config, lambda kind, data: None) as job:
             yield job
 

@@ -242,16 +242,16 @@ class Job:
         return [entry for entry in entries if kind in (None, entry["did"])]
 
 
-def run_through(job: Job, faults: list[str]) -> None:
-    """Play a job to its end with a server that dies at each of the faults, one after another."""
+def run_through(job: Job, faults: list[str], *options: str) -> None:
+    """Play a job to its end with a server that dies at each of the faults; `options` are the worker's."""
     for number, fault in enumerate(faults):
         server = job.start(*(["--resume"] if number else []), fault=fault)
         if number == 0:
-            job.work()
+            job.work(*options)
         assert server.wait() == -signal.SIGKILL, f"{fault} was not met:\n{server.output}"
     job.start(*(["--resume"] if faults else []))
     if not faults:
-        job.work()
+        job.work(*options)
     job.finish()
 
 

@@ -1,10 +1,11 @@
 """A worker as users write them, in a process of its own: claims, talks to the model twice, hands in a reward.
 
-    python worker_process.py URL LOG NAME [--threads N] [--stop-after claim|chat|play [--stop-in EPISODE]]
+    python worker_process.py URL LOG NAME [--threads N] [--opponent] [--stop-after claim|chat|play [--stop-in EPISODE]]
 
 Every accepted thing is one line of JSON in LOG, written after the server has answered. The reward is a function of the
 task and the replies alone. With `--stop-after` the process stops itself in its first episode (or the first whose id
-starts with EPISODE), as if by SIGSTOP from outside, until somebody kills it or lets it go on.
+starts with EPISODE), as if by SIGSTOP from outside, until somebody kills it or lets it go on. With `--opponent` an
+agent of that name answers each reply, and is rewarded with what the first one has missed.
 """
 
 from __future__ import annotations
@@ -44,22 +45,29 @@ def reward_of(task: dict[str, Any], replies: list[str]) -> float:
     return int.from_bytes(digest[:4], "little") / 2**32
 
 
-def converse(ai: openai.OpenAI, episode: Episode, log: Log, after_chat: Any) -> list[str]:
-    """Two calls, the second of which goes on from the first."""
+def converse(ai: openai.OpenAI, episode: Episode, log: Log, after_chat: Any, opponent: bool = False) -> list[str]:
+    """Two calls, the second of which goes on from the first, and between them the opponent's answer, if any."""
     messages: list[Any] = [{"role": "user", "content": episode.task["text"]}]
     replies: list[str] = []
     model = ai.with_options(base_url=episode.base_url, api_key=episode.api_key)
-    for question in ("and again", None):
+    for question in ("and again", "no more"):
         answer = model.chat.completions.create(model=episode.model, messages=messages)
         log.write("chat", episode=episode.episode_id, id=answer.id)
         after_chat()
         replies.append(answer.choices[0].message.content or "")
+        if opponent:
+            said = model.chat.completions.create(
+                model=episode.model,
+                messages=[{"role": "user", "content": replies[-1]}],
+                extra_headers=episode.headers(agent="opponent"),
+            )
+            question = said.choices[0].message.content or question
         messages += [{"role": "assistant", "content": replies[-1]}, {"role": "user", "content": question}]
     return replies
 
 
-def play_all(client: Client, ai: openai.OpenAI, log: Log, stop_after: str | None, stop_in: str) -> None:
-    places = [stop_after]
+def play_all(client: Client, ai: openai.OpenAI, log: Log, options: argparse.Namespace) -> None:
+    places, stop_in = [options.stop_after], options.stop_in
 
     def stop_if(place: str) -> None:
         if place == places[0] and episode.episode_id.startswith(stop_in):
@@ -71,10 +79,11 @@ def play_all(client: Client, ai: openai.OpenAI, log: Log, stop_after: str | None
         log.write("claimed", episode=episode.episode_id, kind=episode.kind, version=episode.policy.version)
         stop_if("claim")
         try:
-            replies = converse(ai, episode, log, lambda: stop_if("chat"))
+            replies = converse(ai, episode, log, lambda: stop_if("chat"), options.opponent)
             stop_if("play")
             reward = reward_of(episode.task, replies)
-            client.end_episode(episode, reward, metadata={"worker": os.getpid()})
+            rewards = {"agent": reward, "opponent": 1.0 - reward} if options.opponent else reward
+            client.end_episode(episode, rewards, metadata={"worker": os.getpid()})
         except (Conflict, openai.ConflictError) as error:  # it was given to another worker
             log.write("lost", episode=episode.episode_id, why=str(error))
         else:
@@ -87,6 +96,7 @@ def main() -> None:
     parser.add_argument("log", type=Path)
     parser.add_argument("name")
     parser.add_argument("--threads", type=int, default=3)
+    parser.add_argument("--opponent", action="store_true")
     parser.add_argument("--stop-after", choices=["claim", "chat", "play"])
     parser.add_argument("--stop-in", default="")
     options = parser.parse_args()
@@ -95,10 +105,7 @@ def main() -> None:
         Client(options.url, worker_id=options.name) as client,
         openai.OpenAI(base_url=options.url, api_key="set for each episode", max_retries=RETRIES) as ai,
     ):
-        threads = [
-            threading.Thread(target=play_all, args=(client, ai, log, options.stop_after, options.stop_in))
-            for _ in range(options.threads)
-        ]
+        threads = [threading.Thread(target=play_all, args=(client, ai, log, options)) for _ in range(options.threads)]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -26,7 +26,7 @@ from palestra.inference.fake import FakeEngine, digits_script
 from palestra.ledger import open_run_store
 from palestra.schemas.progress import JobProgress
 from palestra.schemas.records import Task
-from palestra.session import PolicyRuntime, SessionContext, Sessions
+from palestra.session import PolicyRuntime, PolicySet, SessionContext, Sessions
 
 TOOL = {"name": "f", "description": "d", "parameters": {"type": "object"}}
 ASK = {"role": "user", "content": [{"type": "text", "text": "a"}]}
@@ -140,12 +140,13 @@ class Served:
         tokenizer = ByteTokenizer()
         renderer = ChatMLRenderer(tokenizer)
         runtime = PolicyRuntime(
-            config=config.policy,
+            name="policy",
+            config=config.policies["policy"],
             renderer=renderer,
             engine=FakeEngine(digits_script(5, 258)),
             grammars=self.grammars,
         )
-        context = SessionContext(store=self.store, policies={"policy": runtime}, seed=0)
+        context = SessionContext(store=self.store, policies=PolicySet.of(config, {"policy": runtime}), seed=0)
         plane = DataPlane(
             config=config,
             store=self.store,

@@ -17,7 +17,7 @@ from unit.building import make_chat, make_episode, make_train_batch
 
 from palestra.algorithms.credit import BaselineKey, Returns, agent_reward, episode_returns, step_returns
 from palestra.algorithms.grpo import centred_returns, group_advantages
-from palestra.config import AlgorithmConfig
+from palestra.config import AlgorithmConfig, Roles
 from palestra.ledger.calls import time_steps
 from palestra.schemas.records import Chat, PolicyVersion, TrainSample, Trajectory
 from property.calls import Drawn, episodes, orders, record
@@ -164,8 +164,12 @@ def test_an_agents_calls_are_compared_with_its_peers_and_nobody_else(data, mode,
 # Terms of the loss
 
 
+TWO = ("policy", "old")  # a policy that is trained, and a frozen one
+ROLES = Roles(default="policy", frozen=frozenset({"old"}))
+
+
 def batch_of(*trajectories: Trajectory, max_tokens: int = 10, **algorithm):
-    return make_train_batch(trajectories, AlgorithmConfig.model_validate(algorithm), max_tokens, VERSION)
+    return make_train_batch(trajectories, AlgorithmConfig.model_validate(algorithm), max_tokens, VERSION, roles=ROLES)
 
 
 Term = tuple[tuple[int, ...], int, float, float, float]
@@ -291,8 +295,7 @@ def test_a_rollout_that_was_sampled_in_more_calls_has_the_same_terms(cut, loss_a
 @examples(25, 100)
 def test_every_rollout_weighs_the_same_however_much_it_called(data, credit, train_on):
     group = [
-        list(record(data.draw(episodes(most=5, policies=("p", "q")))).values())
-        for _ in range(data.draw(st.integers(2, 4)))
+        list(record(data.draw(episodes(most=5, policies=TWO))).values()) for _ in range(data.draw(st.integers(2, 4)))
     ]
     rewards_G = data.draw(st.lists(rewards, min_size=len(group), max_size=len(group)))
     trajectories = [
@@ -306,13 +309,14 @@ def test_every_rollout_weighs_the_same_however_much_it_called(data, credit, trai
         assert (s.advantages[~s.loss_mask] == 0).all()
         assert len(set(s.loss_weights[s.loss_mask].tolist())) == 1
         totals[s.episode_id] = totals.get(s.episode_id, 0.0) + float(s.loss_weights.sum(dtype=np.float64))
-    assert len(totals) == len(group)
-    assert all(total == pytest.approx(1 / len(group), rel=1e-5) for total in totals.values())
+    spoke = {k for k, chats in enumerate(group) if any(chat.policy == "policy" for chat in chats)}
+    assert totals.keys() == {f"train-000000-{k:02d}" for k in spoke}
+    assert all(total == pytest.approx(1 / len(spoke), rel=1e-5) for total in totals.values())
 
 
 @given(st.data(), st.sampled_from(["step", "agent", "branch"]))
 def test_every_token_has_the_advantage_of_the_call_that_sampled_it(data, mode):
-    calls: list[list[Drawn]] = [data.draw(episodes(most=5, policies=("p",))) for _ in range(2)]
+    calls: list[list[Drawn]] = [data.draw(episodes(most=5, policies=("policy",))) for _ in range(2)]
     group = [record(drawn, data.draw(orders(drawn))) for drawn in calls]
     trajectories = [trajectory(k, chats.values(), {"a": float(k), "a/b": 3.0}) for k, chats in enumerate(group)]
     credit = group_advantages([episode_returns(t, mode, 0.5) for t in trajectories], "std")
@@ -329,21 +333,27 @@ def test_every_token_has_the_advantage_of_the_call_that_sampled_it(data, mode):
 @given(st.data())
 @examples(25, 100)
 def test_abandoned_calls_are_left_out_whole_and_each_call_and_token_is_counted(data):
-    calls = data.draw(episodes())
+    calls = data.draw(episodes(policies=TWO))
     chats = record(calls, data.draw(orders(calls)))
     last: dict[str, Drawn] = {}
+    own = [call for call in calls if call.policy == "policy"]
     for number, chat in sorted(chats.items(), key=lambda pair: pair[1].index):
-        last[chat.agent] = calls[number]
+        if chat.policy == "policy":
+            last[chat.agent] = calls[number]
     answers = [call.edges for call in last.values()]
-    kept = [call for call in calls if any(answer[: len(call.edges)] == call.edges for answer in answers)]
+    kept = [call for call in own if any(answer[: len(call.edges)] == call.edges for answer in answers)]
     trajectories = [trajectory(0, chats.values(), {"x": 1.0}), trajectory(1, other_single, {"x": 0.0})]
     batch = batch_of(*trajectories, train_on="final-branch")
     found = sorted(float(p) for s in batch.samples if s.episode_id.endswith("-00") for p in s.logprobs[s.loss_mask])
     assert found == sorted(p for call in kept for p in call.logprobs)
-    left = [call for call in calls if call not in kept]
+    left = [call for call in own if call not in kept]
     assert batch.metrics["train/calls_abandoned"] == len(left)
     assert batch.metrics["train/tokens_abandoned"] == sum(len(call.completion) for call in left)
+    frozen = [call for call in calls if call.policy == "old"]
+    assert batch.metrics["train/calls_frozen"] == len(frozen)
+    assert batch.metrics["train/tokens_frozen"] == sum(len(call.completion) for call in frozen)
     trained = sum(int(s.loss_mask.sum()) for s in batch.samples)
-    assert trained + batch.metrics["train/tokens_abandoned"] == batch.metrics["rollout/completion_tokens"]
+    left_out = batch.metrics["train/tokens_abandoned"] + batch.metrics["train/tokens_frozen"]
+    assert trained + left_out == batch.metrics["rollout/completion_tokens"]
     everything = batch_of(*trajectories)
     assert everything.metrics["train/calls_abandoned"] == everything.metrics["train/tokens_abandoned"] == 0

@@ -115,7 +115,7 @@ def played(engine: FakeEngine, play: Callable) -> tuple[Chat, ...]:
             session = await bench.session()
             await play(session)
             recorded = await bench.recorded(session)
-            live = session._prompts.trie
+            live = session._prompts.trie("policy")
             assert [live.end(c.index).stop for c in recorded] == [c.tokens for c in recorded]
             assert len(live) == len(TokenTrie(recorded))
             return recorded
@@ -241,13 +241,13 @@ async def episode(
                 )
             )
             if crashes:
-                before, runtime = session._prompts, bench.context.runtime("policy")
+                before, runtime = session._prompts, bench.context.policies.runtime("policy")
                 bench.store.close()
                 bench = Bench(folder, clock)
                 bench.script = thinking_reply
                 recorded = await bench.recorded(session)
                 session = EpisodeSession(bench.context, session.episode, recorded)
-                same_trie(session._prompts.trie, before.trie)
+                same_trie(session._prompts.trie("policy"), before.trie("policy"))
                 for after in script:  # whatever is asked next
                     request = GenerationRequest(policy="policy", messages=asked(done, *after))
                     prompts = [await p.build(request, runtime.renderer, None) for p in (before, session._prompts)]
@@ -267,7 +267,7 @@ def test_a_server_that_dies_after_every_commit_ends_with_the_calls_of_one_that_n
         disturbed, rebuilt = asyncio.run(episode(Path(other), script, crashes=True))
     for a, b in zip(undisturbed, disturbed, strict=True):
         same_chat(a, b)
-    same_trie(prompts.trie, rebuilt.trie)
+    same_trie(prompts.trie("policy"), rebuilt.trie("policy"))
 
 
 # What it costs
@@ -296,7 +296,7 @@ def cost(turns: int) -> dict[str, int]:
                 messages = (*messages, text_message("user", f"question {turn:04d}"))
                 chats.append(await session.generate_one(GenerationRequest(policy="policy", messages=messages)))
                 messages = (*messages, chats[-1].reply)
-            trie = session._prompts.trie
+            trie = session._prompts.trie("policy")
             assert len(trie) == chats[-1].tokens
             columns = [c for c in chats_table.c if c.name not in ("episode_id", "request_digest")]
             rows = await bench.store.db.read(lambda connection: connection.execute(chats_table.select()).all())

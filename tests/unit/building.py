@@ -12,7 +12,7 @@ import numpy as np
 from palestra import trajectory
 from palestra.algorithms.base import StepOrder
 from palestra.algorithms.registry import create_algorithm
-from palestra.config import AlgorithmConfig, RolloutConfig, StoreConfig
+from palestra.config import AlgorithmConfig, Roles, RolloutConfig, StoreConfig
 from palestra.inference.base import EngineRequest
 from palestra.learner.batch import Batch, make_batch
 from palestra.learner.metrics import metric_tables
@@ -32,8 +32,10 @@ from palestra.schemas.records import (
     VersionSpan,
 )
 from palestra.schemas.states import EpisodeState
+from palestra.session import PolicyRuntime, PolicySet
 from palestra.trajectory import TokenRow
 
+SOLE = Roles(default="policy")  # of a job with one policy
 TASK = Task(task_id="t", data={"question": "1 + 1"})
 
 
@@ -113,6 +115,11 @@ def make_chat(
     return replace(chat, **changes)
 
 
+def one_policy(runtime: PolicyRuntime) -> PolicySet:
+    """The policies of a job that has one."""
+    return PolicySet(runtimes={runtime.name: runtime}, roles=Roles(default=runtime.name))
+
+
 def rows_of(chats: Iterable[Chat], trained: Collection[int] | None = None) -> list[TokenRow]:
     """The rows of an episode's calls."""
     return trajectory.rows_of(trajectory.TokenTrie(chats), trained)
@@ -183,10 +190,11 @@ def make_train_batch(
     max_tokens: int,
     version: PolicyVersion,
     order: StepOrder = "observed",
+    roles: Roles = SOLE,
 ) -> Batch:
     """What a step trains on, with the advantages of the configured algorithm, which needs no forward pass."""
     algorithm = create_algorithm(config, order)
-    batch = make_batch(trajectories, algorithm, config, max_tokens, version)
+    batch = make_batch(trajectories, algorithm, config, max_tokens, version, "policy", roles)
     return batch.with_advantages(algorithm.advantages(batch.groups, {}), {})
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, TypeVar
 
 import orjson
@@ -41,6 +41,19 @@ class DialectRequest(Generic[B]):
     def policy(self) -> str:
         """Return the name of the policy that the request calls."""
         return self.calls[0].policy
+
+    @property
+    def agent(self) -> str:
+        """The name of the agent that calls."""
+        return self.calls[0].agent
+
+    def of_policy(self, name: str) -> DialectRequest[B]:
+        """Return the request as it is asked of another policy, which the role of its agent has.
+
+        A retry of it is known by that policy, too: two agents may send the same body.
+        """
+        calls = tuple(replace(call, policy=name, digest=f"{call.digest}@{name}") for call in self.calls)
+        return replace(self, calls=calls)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

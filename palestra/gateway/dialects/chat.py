@@ -216,7 +216,7 @@ class _ChatChunks(EventWriter):
         self._bytes_of: TokenBytes | None = runtime.token_bytes if wanted.logprobs else None
         self._ids, self._usage = bool(wanted.return_token_ids), wanted.usage_wanted
         self._head: dict[str, Any] = {"id": "", "object": "chat.completion.chunk", "created": int(created)}
-        self._head |= {"model": wanted.model, "system_fingerprint": None}
+        self._head |= {"model": runtime.name, "system_fingerprint": None}
         self._prompt: list[int] | None = None  # prompt ids to send with the next chunk
         self._said: dict[int, set[str]] = {}  # by choice: fields of its message that were sent
         self._calls: dict[int, int] = {}  # by choice: number of tool calls so far

@@ -136,7 +136,7 @@ class _CompletionChunks(EventWriter):
         self._bytes_of, self._ids = _bytes_shown(wanted, runtime), bool(wanted.return_token_ids)
         self._usage = (wanted.n or 1) if wanted.usage_wanted else None  # choices of each prompt; None: send no usage
         self._head: dict[str, Any] = {"id": "", "object": "text_completion", "created": int(created)}
-        self._head["model"] = wanted.model
+        self._head["model"] = runtime.name
         self._prompts: dict[int, list[int]] = {}  # prompts of choices without a chunk so far
         self._texts: dict[int, TokenTexts] = {}
 

@@ -6,10 +6,10 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
+from palestra.config import MAX_AGENT, is_agent_name
 from palestra.errors import InvalidRequest
 
 SOLE_AGENT = "agent"  # name of an agent that does not say its name
-MAX_AGENT = 200
 MAX_STEP = 1_000_000
 
 
@@ -39,7 +39,7 @@ def agent_of(headers: Mapping[str, str]) -> str:
         InvalidRequest: the header is not a valid name.
     """
     name = headers.get("x-palestra-agent", SOLE_AGENT)
-    if not 0 < len(name) <= MAX_AGENT or not name.isprintable() or "" in name.split("/"):
+    if not is_agent_name(name):
         raise InvalidRequest(f"an agent's name has 1 to {MAX_AGENT} printable characters: {name!r}", "x-palestra-agent")
     return name
 

@@ -150,12 +150,19 @@ def _with_model_of(source: JobRecord, given: dict[str, Any], config: JobConfig) 
         config: the same, parsed.
 
     Raises:
-        ConfigError: the configuration names another model.
+        ConfigError: the configuration names another model, or several policies could start from the checkpoint.
     """
-    name, model = config.policy_name, parse_config(source.config).policy.model
-    if "model" in config.policy.model_fields_set and config.policy.model != model:
+    if len(config.trained_policies) != 1:
         raise ConfigError(
-            f"policies.{name}.model is {config.policy.model!r}, and from_job trains {model!r}; leave one of them out"
+            "from_job gives its weights to one policy; set `frozen` for the others, which are served as they are"
         )
-    policy = given.get("policies", {}).get(name, {}) | {"model": model}
-    return given | {"policies": {name: policy}}
+    before = parse_config(source.config)
+    (name,), (trained,) = config.trained_policies, before.trained_policies
+    own, model = config.policies[name], before.policies[trained].model
+    if "model" in own.model_fields_set and own.model != model:
+        raise ConfigError(
+            f"policies.{name}.model is {own.model!r}, and from_job trains {model!r}; leave one of them out"
+        )
+    policies = given.get("policies", {})
+    rest = {key: value for key, value in given.items() if key != "model"}  # else it would replace the checkpoint
+    return rest | {"policies": policies | {name: policies.get(name, {}) | {"model": model}}}

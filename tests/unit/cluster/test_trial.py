@@ -17,7 +17,7 @@ from palestra.cluster.trial import (
     load_model,
     trial_config,
 )
-from palestra.config import parse_config
+from palestra.config import Roles, parse_config
 from palestra.envs.catalog import catalog_entry
 from palestra.errors import PalestraError
 from palestra.ledger.browsing import EpisodeSummary
@@ -59,7 +59,7 @@ def test_the_trial_is_the_job_with_fewer_groups_and_shorter_replies(tmp_path):
     config = embedded(rollout={"group_size": 8, "groups_per_step": 64}, steps=100)
     trial = trial_config(config, tmp_path / "run")
     assert trial.rollout.groups_per_step == 8  # 64 episodes fill the engine's batch
-    assert trial.policy.sampling.max_tokens == 64
+    assert trial.policies["policy"].sampling.max_tokens == 64
     assert trial.steps == 2
     assert (trial.model_copy(update={}).rollout.group_size, trial.algorithm) == (8, config.algorithm)
     small = embedded(rollout={"group_size": 4, "groups_per_step": 2})
@@ -96,13 +96,16 @@ def test_groups_without_different_rewards_are_not_trained(tmp_path):
     assert "25% of the groups" in found.assumptions[1]
 
 
+ROLES = Roles(default="policy", named={"opponent": "old"}, frozen=frozenset({"old"}))
+
+
 def test_what_the_environment_gave_is_told_apart_from_luck():
     def episode(group: int, number: int, reward: float | None) -> EpisodeSummary:
         return EpisodeSummary(
             episode_id=f"train-{group:06d}-{number:02d}",
             task_id="t",
             state="completed",
-            reward=reward,
+            rewards=None if reward is None else {"agent": reward, "opponent": -reward},
             calls=1,
             completion_tokens=1,
             attempts=1,
@@ -115,9 +118,9 @@ def test_what_the_environment_gave_is_told_apart_from_luck():
 
     equal = [episode(0, 0, 0.7), episode(0, 1, 0.7 + LUCK), episode(0, 2, 0.7 + 3 * LUCK)]
     different = [episode(1, 0, -0.5), episode(1, 1, 0.25 + LUCK), episode(1, 2, None)]
-    assert _teaching_share(equal) == 0.0
-    assert _teaching_share(different) == 1.0
-    assert _teaching_share([*equal, *different]) == 0.5
+    assert _teaching_share(equal, ROLES) == 0.0
+    assert _teaching_share(different, ROLES) == 1.0
+    assert _teaching_share([*equal, *different], ROLES) == 0.5
 
 
 def test_a_row_longer_than_a_micro_batch_needs_its_memory_alone(tmp_path):

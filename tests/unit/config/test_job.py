@@ -22,6 +22,7 @@ OTHER: dict[str, Any] = {
     "steps": 31,
     "deterministic": True,
     "run_dir": "elsewhere",
+    "roles": {"agent": "policy"},
     "policies.policy.model": "tiny-random",
     "policies.policy.max_context": 100,
     "policies.policy.sampling.temperature": 0.5,
@@ -95,7 +96,7 @@ OTHER: dict[str, Any] = {
     "server.max_wait_seconds": 9.0,
 }
 # The first: with `deterministic`, and the second: with tasks, which the table has.
-ONLY_ONE_VALUE = {"rollout.max_staleness", "kind", "algorithm.name"}
+ONLY_ONE_VALUE = {"rollout.max_staleness", "kind", "algorithm.name", "policies.policy.frozen"}
 SHORT = {"model"}  # written in one place and kept in another
 # What neither moves a weight nor says which samples there are: where it is, how it is kept, how far it goes, how
 # workers are watched. (The tasks are in the run store from the first start on.)
@@ -160,7 +161,7 @@ def test_model_is_short_for_that_of_the_one_policy(data):
     short, long = JobConfig(**data), JobConfig(policies={"policy": {"model": "tiny-random"}})
     assert short == long
     assert short.digest() == long.digest()
-    assert short.policy.model == "tiny-random"
+    assert short.policies["policy"].model == "tiny-random"
     assert parse_config(tomllib.loads(dump_config(short))) == long
     named = parse_config({"policies": {"actor": {"model": "a", "max_context": 77}}}, {"model": "b"})
     assert named.policies == {"actor": PolicyConfig(model="b", max_context=77)}
@@ -168,7 +169,7 @@ def test_model_is_short_for_that_of_the_one_policy(data):
 
 @pytest.mark.parametrize("policies", [{}, {"a": {}, "b": {}}, 3])
 def test_model_is_refused_where_it_could_be_that_of_several(policies):
-    with pytest.raises(ConfigError, match=r"`model` is of a job with one policy"):
+    with pytest.raises(ConfigError, match=r"`model` is of the one policy that is not frozen"):
         JobConfig(model="tiny-random", policies=policies)
 
 
@@ -231,17 +232,6 @@ def test_a_group_can_not_need_more_than_it_has():
 def test_a_lease_can_not_be_longer_than_the_longest():
     with pytest.raises(ConfigError, match="lease_seconds is larger"):
         RolloutConfig(lease_seconds=11, max_lease_seconds=10)
-
-
-@pytest.mark.parametrize("policies", [{}, {"a": {}, "b": {}}])
-def test_a_job_has_exactly_one_policy(policies):
-    with pytest.raises(ValidationError, match=f"{len(policies)} are given"):
-        JobConfig.model_validate({"policies": policies})
-
-
-def test_the_one_policy_is_found_by_its_name():
-    job = JobConfig.model_validate({"policies": {"actor": {"max_context": 5}}})
-    assert (job.policy_name, job.policy.max_context) == ("actor", 5)
 
 
 def test_the_folder_is_run_dir_or_follows_from_the_name():

@@ -52,7 +52,7 @@ def test_a_wrong_value_is_named_in_one_line():
 def test_overrides_reach_nested_keys_and_win():
     config = parse_config({"steps": 3, "rollout": {"group_size": 5}}, {"rollout.group_size": 6, "seed": 9})
     assert (config.steps, config.rollout.group_size, config.seed) == (3, 6, 9)
-    assert parse_config({}, {"policies.p.max_context": 77}).policy.max_context == 77
+    assert parse_config({}, {"policies.p.max_context": 77}).policies["p"].max_context == 77
 
 
 def test_overrides_leave_the_mapping_alone():
@@ -82,7 +82,7 @@ def test_an_override_can_take_a_key_out_wherever_it_was_set():
     )
     config = parse_config(data, dict.fromkeys(keys, UNSET))
     assert config.model_dump(exclude={"policies"}) == parse_config({}).model_dump(exclude={"policies"})
-    assert config.policy == parse_config({}).policy
+    assert config.policies["p"] == parse_config({}).policies["policy"]
     assert parse_config({"tasks": {"train": "x"}}, {"tasks": UNSET}) == parse_config({})
     assert parse_config({}, {"rollout.max_claimed": UNSET}) == parse_config({})
 

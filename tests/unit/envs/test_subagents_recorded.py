@@ -38,7 +38,7 @@ def reply(prompt: str) -> str:
 @pytest.mark.parametrize("results", ["together", "each"])
 async def test_a_tree_of_agents_is_recorded_token_by_token_and_credited_by_branch(tmp_path, results):
     bench = Bench(tmp_path, FakeClock(), sampling={"max_tokens": 300})
-    decode = bench.context.policies["policy"].renderer.vocabulary.decode
+    decode = bench.context.policies.runtime("policy").renderer.vocabulary.decode
     bench.script = lambda prompt, sampling: [*reply(decode(prompt.tolist())).encode(), STOP]
     await bench.store.groups.register("train", 0, 1, TASK, 1)
     play = RolloutSpec(environment=lambda: SplitSum(results=results, solver_calculator=True, solver_reward=0.25))
@@ -75,7 +75,7 @@ async def test_a_tree_of_agents_is_recorded_token_by_token_and_credited_by_branc
 async def test_the_same_episode_with_agents_that_are_cut_off_ends(tmp_path):
     """`finish` while a solver's reply is being sampled: its part ends with that reply, and the episode with it."""
     bench = Bench(tmp_path, FakeClock(), sampling={"max_tokens": 300})
-    decode = bench.context.policies["policy"].renderer.vocabulary.decode
+    decode = bench.context.policies.runtime("policy").renderer.vocabulary.decode
 
     def hasty(prompt, sampling):
         text = decode(prompt.tolist())
@@ -98,7 +98,7 @@ async def test_the_same_episode_with_agents_that_are_cut_off_ends(tmp_path):
 
 async def test_solvers_without_a_reward_of_their_own_answer_for_that_of_the_agent(tmp_path):
     bench = Bench(tmp_path, FakeClock(), sampling={"max_tokens": 300})
-    decode = bench.context.policies["policy"].renderer.vocabulary.decode
+    decode = bench.context.policies.runtime("policy").renderer.vocabulary.decode
     bench.script = lambda prompt, sampling: [*reply(decode(prompt.tolist())).encode(), STOP]
     await bench.store.groups.register("train", 0, 1, TASK, 1)
     play = RolloutSpec(environment=lambda: SplitSum(solver_calculator=True))

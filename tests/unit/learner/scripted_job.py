@@ -18,7 +18,7 @@ from palestra.ledger import open_run_store
 from palestra.schemas.messages import text_message
 from palestra.schemas.progress import JobProgress
 from palestra.schemas.records import Task
-from palestra.session import GenerationRequest, PolicyRuntime, SessionContext, Sessions
+from palestra.session import GenerationRequest, PolicyRuntime, PolicySet, SessionContext, Sessions
 from palestra.trainer.base import PolicySpec
 from palestra.trainer.fake import FakeTrainer
 from unit.building import FakeClock
@@ -81,28 +81,34 @@ class ScriptedJob:
         self.trainer = FakeTrainer(settings.checkpoint.keep)
         self.progress = JobProgress(job=settings.name, steps=settings.steps, run_dir=str(folder))
         self.events: list[tuple[str, dict[str, Any]]] = []
+        self.policies = PolicySet.of(
+            settings,
+            {
+                name: PolicyRuntime(
+                    name=name,
+                    config=policy,
+                    renderer=ChatMLRenderer(ByteTokenizer()),
+                    engine=self.engine,
+                    grammars=Grammars(),
+                )
+                for name, policy in settings.policies.items()
+            },
+        )
         self.learner = Learner(
             settings,
             self.store,
             self.trainer,
             create_algorithm(settings.algorithm, settings.rollout.step_order),
             self.engine,
+            self.policies,
             self.folder,
             self.progress,
             self._report,
         )
         self.on_event = lambda kind, data: None
-        tokenizer = ByteTokenizer()
-        renderer = ChatMLRenderer(tokenizer)
-        runtime = PolicyRuntime(
-            config=settings.policy,
-            renderer=renderer,
-            engine=self.engine,
-            grammars=Grammars(),
-        )
         context = SessionContext(
             store=self.store,
-            policies={settings.policy_name: runtime},
+            policies=self.policies,
             seed=settings.seed,
             strict_history=settings.rollout.strict_history,
         )
@@ -130,7 +136,7 @@ class ScriptedJob:
 
     async def create_policy(self) -> None:
         """What a job's process does before the learner begins."""
-        await self.trainer.create(self.config.policy_name, PolicySpec(model="none"))
+        await self.trainer.create(self.policies.roles.default, PolicySpec(model="none"))
 
     async def run(self) -> str:
         """Until the job is done or stopped; returns the weights.
@@ -158,7 +164,7 @@ class ScriptedJob:
         finally:
             await asyncio.gather(*asyncio.all_tasks() - before, return_exceptions=True)  # a checkpoint, half saved
             self.store.close()
-        return self.trainer.digest(self.config.policy_name)
+        return self.trainer.digest(self.policies.roles.default)
 
     async def _leases_of_the_dead_run_out(self) -> None:
         self.clock.advance(60)
@@ -174,8 +180,10 @@ class ScriptedJob:
                     await self.store.episodes.available.wait(0.05, seen)
             session = await self.sessions.open(episode.episode_id, episode.fence)
             messages = (text_message("user", episode.task.data["text"]),)
-            first = await session.generate_one(GenerationRequest(policy=self.config.policy_name, messages=messages))
+            first = await session.generate_one(GenerationRequest(policy=self.policies.roles.default, messages=messages))
             messages = (*messages, first.reply, text_message("user", "again"))
-            second = await session.generate_one(GenerationRequest(policy=self.config.policy_name, messages=messages))
+            second = await session.generate_one(
+                GenerationRequest(policy=self.policies.roles.default, messages=messages)
+            )
             reward = float((len(first.completion_ids) + int("0" + second.reply.text)) % 3)
             await self.store.episodes.end(episode.episode_id, episode.fence, {"agent": reward}, None, {})

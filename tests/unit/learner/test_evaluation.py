@@ -4,8 +4,10 @@ import asyncio
 
 import pytest
 
+from palestra.config import Roles
 from palestra.learner.evaluation import evaluate
 from palestra.schemas.records import Task
+from unit.building import SOLE
 
 TASKS = [Task(task_id=str(i), data={"i": i}) for i in range(4)]
 
@@ -29,7 +31,7 @@ async def play(store, count: int, *, discard=()) -> list[str]:
 
 
 async def test_every_task_is_scored_once(store):
-    found, played = await asyncio.wait_for(asyncio.gather(evaluate(store.groups, TASKS, 5), play(store, 4)), 10)
+    found, played = await asyncio.wait_for(asyncio.gather(evaluate(store.groups, TASKS, 5, SOLE), play(store, 4)), 10)
     assert found["validation/reward_mean"] == 1.5
     assert (found["validation/scored"], found["validation/total"]) == (4, 4)
     assert played == [f"validation-{i:06d}-00" for i in range(4)]
@@ -37,7 +39,7 @@ async def test_every_task_is_scored_once(store):
 
 async def test_what_could_not_be_scored_is_no_zero_but_said(store):
     found, _ = await asyncio.wait_for(
-        asyncio.gather(evaluate(store.groups, TASKS, 0), play(store, 4, discard=(0, 3))), 10
+        asyncio.gather(evaluate(store.groups, TASKS, 0, SOLE), play(store, 4, discard=(0, 3))), 10
     )
     assert found["validation/reward_mean"] == 1.5
     assert (found["validation/scored"], found["validation/total"]) == (2, 4)
@@ -45,17 +47,17 @@ async def test_what_could_not_be_scored_is_no_zero_but_said(store):
 
 async def test_where_nothing_could_be_scored_there_is_no_mean(store):
     found, _ = await asyncio.wait_for(
-        asyncio.gather(evaluate(store.groups, TASKS, 0), play(store, 4, discard=(0, 1, 2, 3))), 10
+        asyncio.gather(evaluate(store.groups, TASKS, 0, SOLE), play(store, 4, discard=(0, 1, 2, 3))), 10
     )
     assert "validation/reward_mean" not in found
     assert found["validation/scored"] == 0
 
 
 async def test_what_was_scored_before_a_restart_is_not_played_again(store):
-    first = asyncio.ensure_future(evaluate(store.groups, TASKS, 5))
+    first = asyncio.ensure_future(evaluate(store.groups, TASKS, 5, SOLE))
     early = await play(store, 2)
     first.cancel()
-    found, late = await asyncio.wait_for(asyncio.gather(evaluate(store.groups, TASKS, 5), play(store, 2)), 10)
+    found, late = await asyncio.wait_for(asyncio.gather(evaluate(store.groups, TASKS, 5, SOLE), play(store, 2)), 10)
     assert found["validation/reward_mean"] == 1.5
     assert not set(early) & set(late)
     assert await store.groups.next_index("validation") == 4
@@ -63,6 +65,19 @@ async def test_what_was_scored_before_a_restart_is_not_played_again(store):
 
 async def test_the_next_evaluation_has_episodes_of_its_own(store):
     for step in (0, 5):
-        await asyncio.wait_for(asyncio.gather(evaluate(store.groups, TASKS, step), play(store, 4)), 10)
+        await asyncio.wait_for(asyncio.gather(evaluate(store.groups, TASKS, step, SOLE), play(store, 4)), 10)
     assert await store.groups.next_index("validation") == 8
-    assert (await evaluate(store.groups, TASKS, 5))["validation/reward_mean"] == pytest.approx(1.5)
+    assert (await evaluate(store.groups, TASKS, 5, SOLE))["validation/reward_mean"] == pytest.approx(1.5)
+
+
+async def test_what_a_frozen_policy_earned_is_in_no_mean(store):
+    roles = Roles(default="policy", named={"opponent": "old"}, frozen=frozenset({"old"}))
+
+    async def lose() -> None:
+        for number, _ in enumerate(TASKS):
+            while (episode := await store.episodes.claim("w", f"l{number}", None)) is None:
+                await asyncio.sleep(0)
+            await store.episodes.end(episode.episode_id, episode.fence, {"agent": -0.5, "opponent": 0.5}, None, {})
+
+    found, _ = await asyncio.wait_for(asyncio.gather(evaluate(store.groups, TASKS, 5, roles), lose()), 10)
+    assert (found["validation/reward_mean"], found["validation/scored"]) == (-0.5, 4)

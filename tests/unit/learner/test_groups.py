@@ -16,7 +16,7 @@ ORDER = TaskOrder([Task(task_id=str(i), data={}) for i in range(20)], 0)
 
 
 def gather(store, step: int, version: int = 0, config: RolloutConfig = CONFIG):
-    return gather_groups(store, config, ORDER.task, step, step, version)
+    return gather_groups(store, config, ORDER.task, step, step, {"policy": version})
 
 
 class Players:
@@ -123,7 +123,7 @@ async def test_what_was_handed_in_before_a_restart_is_used(store):
 
 async def test_groups_of_later_steps_are_registered_and_do_not_hold_up_this_one(store):
     ahead = CONFIG.model_copy(update={"max_staleness": 2})
-    gathering = asyncio.ensure_future(gather_groups(store, ahead, ORDER.task, 1, 3, 0))
+    gathering = asyncio.ensure_future(gather_groups(store, ahead, ORDER.task, 1, 3, {"policy": 0}))
     while await store.groups.next_index("train") < 6:
         await asyncio.sleep(0)
     for number in range(6):  # those of step 1, and of no other
@@ -186,3 +186,20 @@ async def test_an_episode_with_too_old_a_token_is_left_out_and_registered_anew(s
     events = [e.data for e in await store.log.events(0) if e.kind == "episode_stale"]
     assert events == [{"episode_id": "train-000000-01", "step": 1}]
     assert await asyncio.wait_for(gather(store, 1, 3, paced), 10) == found  # after a restart: the same, nothing new
+
+
+async def test_tokens_of_a_frozen_policy_are_never_stale_and_each_trained_one_has_its_own_version(store):
+    await store.groups.register("train", 0, 1, ORDER.task(0), 3)
+    for sample, (policy, n) in enumerate([("policy", 4), ("old", 0), ("other", 1)]):
+        claim = await store.episodes.claim("w", f"c{sample}", None)
+        fresh = (VersionSpan(PolicyVersion(0, 4), 2),)
+        await store.calls.append(make_chat(claim.episode_id, versions=fresh))
+        spans = (VersionSpan(PolicyVersion(0, n), 2),)
+        await store.calls.append(make_chat(claim.episode_id, index=1, policy=policy, versions=spans))
+        await store.episodes.end(claim.episode_id, 1, {"agent": 1.0}, None, {})
+    one = CONFIG.model_copy(update={"groups_per_step": 1, "max_staleness": 1, "group_size": 3})
+    found = await asyncio.wait_for(gather_groups(store, one, ORDER.task, 1, 1, {"policy": 5, "other": 2}), 10)
+    assert (found.stale, len(found.episode_ids)) == (0, 3)
+    for versions, name in (({"policy": 5, "other": 3}, "train-000000-02"), ({"policy": 6}, "train-000000-00")):
+        found = await asyncio.wait_for(gather_groups(store, one, ORDER.task, 1, 1, versions), 10)
+        assert name not in found.episode_ids

@@ -61,7 +61,7 @@ async def test_every_accepted_episode_is_in_exactly_one_manifest(tmp_path):
         groups = [g for step in (1, 2, 3) for g in await store.groups.of_step("train", step)]
     completed = [e.episode_id for _, members in groups for e in members if e.reward is not None]
     assert trained == completed == sorted(set(trained))
-    assert [m.version for m in manifests] == [PolicyVersion(0, n) for n in range(3)]
+    assert [m.versions for m in manifests] == [{"policy": PolicyVersion(0, n)} for n in range(3)]
     assert {m.seed for m in manifests} == {0}
     assert {m.config_digest for m in manifests} == {config().digest()}
 
@@ -286,7 +286,7 @@ async def test_episodes_that_can_not_be_trained_are_left_out_counted_and_named_t
         job = ScriptedJob(folder, config(), **how)
         job.engine = OddEngine(digits_script(6, 258))
         job.learner._engine = job.engine
-        runtime = job.sessions.context.policies["policy"]
+        runtime = job.sessions.context.policies.runtime("policy")
         object.__setattr__(runtime, "engine", job.engine)
         return job
 

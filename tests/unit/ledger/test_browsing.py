@@ -26,7 +26,7 @@ async def played(store, clock) -> None:
     await store.log.commit_manifest(
         BatchManifest(
             step=3,
-            version=PolicyVersion(0, 2),
+            versions={"policy": PolicyVersion(0, 2)},
             episode_ids=("train-000000-00",),
             seed=0,
             config_digest="d",
@@ -66,7 +66,7 @@ async def test_an_episode_is_shown_with_its_calls_its_step_and_its_groups_reward
         with pytest.raises(NotFound):
             read_episode(connection, "nope")
     assert [c.completion_ids.tolist() for c in one.trajectory.chats] == [[1, 2, 3], [4]]
-    assert (one.step, one.group_rewards) == (3, (1.5, -1.0))
+    assert (one.step, one.group_rewards) == (3, ({"x": 1.0, "y": 0.5}, {"agent": -1.0}))
     assert (other.step, other.trajectory.episode.state) == (None, EpisodeState.COMPLETED)
 
 

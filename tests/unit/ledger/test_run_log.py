@@ -10,7 +10,7 @@ from unit.building import FakeClock, open_store
 def manifest(step: int = 1, **changes) -> BatchManifest:
     values = {
         "step": step,
-        "version": PolicyVersion(1, 4),
+        "versions": {"policy": PolicyVersion(1, 4)},
         "episode_ids": ("train-000000-00", "train-000000-03"),
         "seed": 2**63 - 1,
         "config_digest": "d",
@@ -33,7 +33,8 @@ async def test_a_manifest_is_fixed_once(store):
         {"episode_ids": ()},
         {"seed": 1},
         {"config_digest": "e"},
-        {"version": PolicyVersion(1, 5)},
+        {"versions": {"policy": PolicyVersion(1, 5)}},
+        {"versions": {"other": PolicyVersion(1, 4)}},
     ):
         with pytest.raises(Conflict, match="step 1"):
             await store.log.commit_manifest(manifest(**change))

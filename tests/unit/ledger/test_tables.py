@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import json
+import shutil
 import sqlite3
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -67,6 +70,32 @@ def test_an_older_file_goes_through_every_migration_after_its_own(monkeypatch, t
     assert version_of(tmp_path / "run.db") == known + 2
     assert any("three TEXT" in s for s in schema(tmp_path / "run.db"))
     open_store(tmp_path).close()  # not a second time
+
+
+async def test_manifests_of_a_version_that_had_one_policy_have_its_name(tmp_path):
+    shutil.copy(Path(__file__).parents[1] / "learner" / "run_of_3c2c73b" / "run.db", tmp_path / "run.db")
+    with sqlite3.connect(tmp_path / "run.db") as db:
+        before = db.execute("SELECT step, incarnation, n, episode_ids FROM manifests ORDER BY step").fetchall()
+    db.close()
+    assert len(before) == 2
+    with open_store(tmp_path) as store:
+        for step, incarnation, n, episode_ids in before:
+            found = await store.log.manifest(step)
+            assert found.versions == {"policy": (incarnation, n)}
+            assert list(found.episode_ids) == json.loads(episode_ids)
+    made = tmp_path / "made"
+    made.mkdir()
+    open_store(made).close()
+    assert columns(tmp_path / "run.db") == columns(made / "run.db")
+
+
+def columns(path) -> dict[str, set[str]]:
+    """The names of the columns of each table."""
+    with sqlite3.connect(path) as db:
+        names = [row[0] for row in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        found = {name: {row[1] for row in db.execute(f"PRAGMA table_info({name})")} for name in names}
+    db.close()
+    return found
 
 
 def test_a_migration_that_fails_leaves_the_file_as_it_was(monkeypatch, tmp_path):

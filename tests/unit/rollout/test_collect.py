@@ -17,8 +17,9 @@ from palestra.schemas.forks import ForkReason
 from palestra.schemas.messages import text_message
 from palestra.schemas.states import EpisodeState
 from palestra.session import Sessions
-from unit.building import FakeClock, rows_of
+from unit.building import TASK, FakeClock, rows_of
 from unit.session.conftest import STOP, Bench
+from unit.session.test_policies import TwoPolicies
 
 
 class Split(ConcurrentEnvironment):
@@ -194,3 +195,29 @@ async def test_whatever_an_environment_says_for_people_can_be_stored_and_is_not_
     assert set(recorded) >= {"reset", "0"}
     assert sum(map(len, recorded.values())) <= LONGEST_INFO
     assert all(text.isascii() and text.isprintable() for text in recorded.values())
+
+
+async def test_each_agent_is_played_by_the_policy_of_its_role_and_only_rewards_that_are_learned_from_are_returns(
+    tmp_path,
+):
+    class Two(ConcurrentEnvironment):
+        async def start(self, task):
+            self.emit("agent", (text_message("user", "a"),))
+
+        async def on_action(self, observation, action):
+            if observation.agent == "agent":
+                self.emit("opponent", (text_message("user", action.text),), parents=(observation.id,))
+                return
+            self.emit("agent", (), parents=(observation.id,), reward=0.25, terminated=True)
+            self.emit("opponent", (), parents=(observation.id,), reward=-7.0, terminated=True)
+
+    bench = TwoPolicies(tmp_path, FakeClock())
+    bench.script = lambda prompt, sampling: [*b"go", STOP]
+    await bench.store.groups.register("train", 0, 1, TASK, 1)
+    trajectory = await Runner(Sessions(bench.context, 10), RolloutSpec(environment=Two)).play_episode()
+    assert [(chat.agent, chat.policy) for chat in trajectory.chats] == [("agent", "policy"), ("opponent", "old")]
+    assert trajectory.episode.rewards == {"agent": 0.25, "opponent": -7.0}
+    assert trajectory.episode.step_rewards == (0.0, 0.25)
+    assert list(bench.store.episodes.recent_rewards) == [{"agent": 0.25, "opponent": -7.0}]
+    bench.grammars.close()
+    bench.store.close()

@@ -171,7 +171,7 @@ async def test_a_model_of_the_list_is_loaded_from_where_the_operator_says(sqlite
     launcher = FakeLauncher()
     rules = Rules(models={"house": "/srv/house"})
     async with scheduling(sqlite_store, tmp_path, launcher, rules=rules):
-        for model, weights in (("house", "/srv/house"), ("org/model", None)):
+        for model, weights in (("house", {"p": "/srv/house"}), ("org/model", {})):
             job = await submit(sqlite_store, config={"policies": {"p": {"model": model}}})
             await until(in_state(sqlite_store, job.job_id, JobState.RUNNING))
             order = launcher.servers[job.job_id].order

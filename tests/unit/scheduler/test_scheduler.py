@@ -11,6 +11,7 @@ from palestra.errors import ConfigError, ServerFailed
 from palestra.scheduler import accounts, policy_store
 from palestra.scheduler.fitting import GpuShare, Node
 from palestra.scheduler.launcher import LOG_FILE, Ended, Ending, write_ended
+from palestra.scheduler.rules import Rules
 from palestra.schemas.jobs import SHARES, Resources
 from palestra.schemas.states import JobState
 from palestra.trainer import checkpoint
@@ -112,6 +113,23 @@ async def test_a_job_that_starts_from_another_has_the_weights_in_a_folder_of_its
         launcher.end(job.job_id, Ending.LOST, "its process is gone")
         await until(lambda: is_true(launcher.started == [job.job_id] * 2))
         await until(in_state(store, job.job_id, JobState.RUNNING))
+
+
+async def test_of_several_policies_the_one_that_is_not_frozen_starts_from_the_checkpoint(store, tmp_path):
+    launcher = FakeLauncher()
+    config = {"policies": {"old": {"model": "house", "frozen": True}, "new": {"model": "tiny-random"}}}
+    checkpoints = tmp_path / "jobs" / "job-of-before" / "run" / "checkpoints"
+    checkpoint.write(checkpoints, 1, lambda path: (path / "w").write_text("w"), {"step": 1}, keep=9)
+    async with scheduling(store, tmp_path, launcher, rules=Rules(models={"house": "/srv/house"})):
+        job = await submit(store, config=config, from_job="job-of-before", from_step=1)
+        await until(in_state(store, job.job_id, JobState.RUNNING))
+        order = launcher.servers[job.job_id].order
+        own = tmp_path / "jobs" / job.job_id / "job-of-before-step-1"
+        assert {name: policy["model"] for name, policy in order.config["policies"].items()} == {
+            "old": "house",
+            "new": str(own),
+        }
+        assert order.weights == {"old": "/srv/house"}
 
 
 async def test_a_job_whose_checkpoint_went_while_it_waited_fails_and_says_so(store, tmp_path):

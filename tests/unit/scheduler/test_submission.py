@@ -138,6 +138,22 @@ async def test_another_model_than_that_of_the_checkpoint_is_refused(http, plane)
     assert "from_job trains 'tiny-random'" in await refused(http, 400, from_job=source, config={"policies": policies})
 
 
+async def test_beside_frozen_policies_the_one_that_is_not_frozen_gets_the_model_of_the_checkpoint(http, plane):
+    source = await trained(plane, 1)
+    policies = {"old": {"model": "SmolLM2-135M-Instruct", "frozen": True}, "new": {"max_context": 64}}
+    job = await made(http, from_job=source, config={"policies": policies, "roles": {"opponent": "old"}})
+    assert job["config"]["policies"] == policies | {"new": {"max_context": 64, "model": "tiny-random"}}
+    both = {"kind": "inference", "policies": {"a": {}, "b": {}}}
+    assert "from_job gives its weights to one policy" in await refused(http, 400, from_job=source, config=both)
+
+
+async def test_the_short_form_of_the_model_does_not_replace_the_checkpoint(http, plane):
+    source = await trained(plane, 1)
+    job = await made(http, from_job=source, config={"model": "tiny-random", "steps": 2})
+    assert "model" not in job["config"]  # it would be read again when the job starts
+    assert job["config"]["policies"] == {"policy": {"model": "tiny-random"}}
+
+
 async def test_a_checkpoint_that_is_not_there_is_refused_with_those_that_are(http, plane):
     source = await trained(plane, 4, 6)
     assert "it has those of 4, 6" in await refused(http, 404, from_job=source, from_step=5)

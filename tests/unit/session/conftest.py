@@ -15,7 +15,7 @@ from palestra.inference.fake import FakeEngine, digits_script
 from palestra.schemas.messages import text_message
 from palestra.schemas.states import TurnState
 from palestra.session import EpisodeSession, GenerationRequest, PolicyRuntime, SessionContext
-from unit.building import TASK, FakeClock, open_store
+from unit.building import TASK, FakeClock, one_policy, open_store
 
 STOP = 258
 
@@ -37,12 +37,13 @@ class Bench:
         tokenizer = ByteTokenizer()
         renderer = ChatMLRenderer(tokenizer)
         runtime = PolicyRuntime(
+            name="policy",
             config=self.policy,
             renderer=renderer,
             engine=self.engine,
             grammars=self.grammars,
         )
-        return SessionContext(store=self.store, policies={"policy": runtime}, seed=11)
+        return SessionContext(store=self.store, policies=one_policy(runtime), seed=11)
 
     async def session(self, kind: str = "train", request: str = "r") -> EpisodeSession:
         """A session of a newly claimed episode."""

@@ -12,7 +12,7 @@ from palestra.schemas.messages import ChatMessage, ImagePart, TextPart, text_mes
 from palestra.schemas.records import MediaSpan, TokenSequence
 from palestra.session import EpisodeSession, GenerationRequest
 from palestra.trajectory import TokenRun, common_tokens
-from unit.building import ids, rows_of
+from unit.building import ids, one_policy, rows_of
 from unit.session.conftest import says
 
 WIDTH = 3  # placeholders of an image
@@ -52,8 +52,8 @@ def shows(image: str, text: str) -> ChatMessage:
 
 async def seeing(bench, renderer) -> EpisodeSession:
     session = await bench.session()
-    runtime = replace(bench.context.policies["policy"], renderer=renderer)
-    bench.context = replace(bench.context, policies={"policy": runtime})
+    runtime = replace(bench.context.policies.runtime("policy"), renderer=renderer)
+    bench.context = replace(bench.context, policies=one_policy(runtime))
     bench.script = says("r")
     return EpisodeSession(bench.context, session.episode)
 

@@ -114,7 +114,7 @@ async def test_top_logprobs_are_heard_and_not_recorded(pieces):
 
 async def test_a_renderer_that_reads_whole_replies_gives_the_message_at_the_end(pieces):
     pieces.context = pieces.new_context()
-    runtime = pieces.context.policies["policy"]
+    runtime = pieces.context.policies.runtime("policy")
     object.__setattr__(runtime, "renderer", Foreign())
     pieces.script = says(TEXT)
     session, heard = await pieces.session(), Heard()
@@ -138,7 +138,7 @@ async def test_a_renderer_that_reads_whole_replies_gives_the_message_at_the_end(
 @pytest.mark.parametrize("foreign", [False, True])
 async def test_a_stop_string_cuts_what_any_renderer_reads(pieces, text, stop, reasoning, content, foreign):
     if foreign:
-        object.__setattr__(pieces.context.policies["policy"], "renderer", Foreign())
+        object.__setattr__(pieces.context.policies.runtime("policy"), "renderer", Foreign())
     pieces.script = says(text)
     session, heard = await pieces.session(), Heard()
     chat = await session.generate_one(call("a", stop=(stop,)), heard)
@@ -183,7 +183,7 @@ async def test_messages_that_a_template_refuses_are_the_callers_mistake(bench):
         def render(self, *arguments: Any, **more: Any) -> Any:
             raise TemplateError("roles must alternate")
 
-    object.__setattr__(bench.context.policies["policy"], "renderer", Refuses())
+    object.__setattr__(bench.context.policies.runtime("policy"), "renderer", Refuses())
     with pytest.raises(InvalidRequest, match="roles must alternate") as caught:
         await (await bench.session()).generate_one(call("a"))
     assert caught.value.field == "messages"

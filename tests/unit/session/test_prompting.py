@@ -11,6 +11,7 @@ from palestra.errors import EngineFailure, HistoryDrift
 from palestra.schemas.forks import MEANINGS, ForkReason
 from palestra.schemas.messages import ChatMessage, FunctionCall, ToolCall, text_message
 from palestra.session import EpisodeSession, GenerationRequest
+from unit.building import one_policy
 from unit.session.conftest import STOP, Bench, call
 
 WEATHER = ({"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}},)
@@ -51,11 +52,11 @@ def says(*texts: str, stop: bool = True):
 
 
 async def with_renderer(bench, renderer=None, strict: bool = False) -> EpisodeSession:
-    runtime = bench.context.policies["policy"]
+    runtime = bench.context.policies.runtime("policy")
     if renderer is not None:
         runtime = replace(runtime, renderer=renderer)
     session = await bench.session()
-    bench.context = replace(bench.context, policies={"policy": runtime}, strict_history=strict)
+    bench.context = replace(bench.context, policies=one_policy(runtime), strict_history=strict)
     return EpisodeSession(bench.context, session.episode, ())
 
 
@@ -98,7 +99,7 @@ async def test_any_earlier_call_can_be_gone_on_from_again_and_nothing_is_lost(be
     other = await session.generate_one(call("a", "r", "c"))
     assert (other.extends, other.fork) == (first, None)
     seen = {tuple(chat.ids[:n]) for chat in await bench.recorded(session) for n in range(1, chat.tokens + 1)}
-    assert len(session._prompts.trie) == len(seen)
+    assert len(session._prompts.trie("policy")) == len(seen)
 
 
 async def test_among_replies_of_equal_text_it_is_the_one_with_the_lowest_seed_whoever_came_first(bench):

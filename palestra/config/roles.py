@@ -1,0 +1,75 @@
+"""Which policy plays each agent of an episode, and whose reward is to be learned from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from pydantic import AfterValidator
+
+MAX_AGENT = 200  # characters of an agent's name
+_NUMBER = re.compile(r"-\d+(?=/|$)")  # at the end of a name, of which there are several: `solver-2`
+
+
+def is_agent_name(name: str) -> bool:
+    """Return whether an agent may have this name: printable, its own and its parents' parts between slashes."""
+    return 0 < len(name) <= MAX_AGENT and name.isprintable() and "" not in name.split("/")
+
+
+def _agent_name(name: str) -> str:
+    if not is_agent_name(name):
+        raise ValueError(f"an agent's name has 1 to {MAX_AGENT} printable characters: {name!r}")
+    return name
+
+
+AgentName = Annotated[str, AfterValidator(_agent_name)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Roles:
+    """The policies of a job's agents.
+
+    Attributes:
+        default: the policy of every agent that has no role of its own: the first one that is trained.
+        named: the policy of a role, by the agent's name.
+        frozen: the policies that are never trained.
+    """
+
+    default: str
+    named: Mapping[str, str] = field(default_factory=dict)
+    frozen: frozenset[str] = frozenset()
+
+    def policy_of(self, agent: str) -> str:
+        """Return the policy that plays an agent.
+
+        It is that of the agent's name, or of its name without numbers (`agent/solver` for `agent/solver-2`), or of its
+        nearest parent that has one (`planner` for `planner/search`); else the default.
+
+        Args:
+            agent: its name; a subagent's begins with its parent's and a slash.
+        """
+        if not self.named:
+            return self.default
+        name = agent
+        while name:
+            found = self.named.get(name) or self.named.get(_NUMBER.sub("", name))
+            if found is not None:
+                return found
+            name = name.rpartition("/")[0]
+        return self.default
+
+    def learns(self, agent: str) -> bool:
+        """Return whether the policy that plays an agent is trained."""
+        return not self.frozen or self.policy_of(agent) not in self.frozen
+
+    def trained_rewards(self, rewards: Mapping[str, float]) -> Mapping[str, float]:
+        """Return the rewards that are to be learned from: without those of agents that a frozen policy plays.
+
+        Args:
+            rewards: of an episode, by agent.
+        """
+        if not self.frozen:
+            return rewards
+        return {agent: reward for agent, reward in rewards.items() if self.learns(agent)}

@@ -1,0 +1,108 @@
+"""The policies of a job: what a call needs of each of them, which one plays an agent, and their versions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Self
+
+from palestra.chat import Renderer
+from palestra.config import JobConfig, PolicyConfig, Roles
+from palestra.errors import NotFound
+from palestra.grammars.pool import Grammars
+from palestra.inference.base import Engine
+from palestra.schemas.records import PolicyVersion
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyRuntime:
+    """Everything that a session needs to sample from one policy.
+
+    Attributes:
+        name: of the policy in the job.
+        config: of the policy, with the `max_context` that its model has.
+        renderer: turns messages into ids and back.
+        engine: samples.
+        grammars: compiles the grammars of constrained replies.
+    """
+
+    name: str
+    config: PolicyConfig
+    renderer: Renderer
+    engine: Engine
+    grammars: Grammars
+
+    @property
+    def version(self) -> PolicyVersion:
+        """Return the version of the weights that a call which begins now samples from; of a frozen policy, 0.0."""
+        return self.engine.version(self.name)
+
+    @property
+    def token_bytes(self) -> Callable[[int], bytes]:
+        """Return a function from a token to its bytes, also for control tokens."""
+        return self.renderer.vocabulary.bytes_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicySet:
+    """All policies of a job, by name; what samples, trains or shows a policy asks this object.
+
+    Attributes:
+        runtimes: by name, in the order of the configuration.
+        roles: which of them plays which agent, and which are frozen.
+    """
+
+    runtimes: Mapping[str, PolicyRuntime]
+    roles: Roles
+
+    @classmethod
+    def of(cls, config: JobConfig, runtimes: Mapping[str, PolicyRuntime]) -> Self:
+        """Return the policies of a job.
+
+        Args:
+            config: the job.
+            runtimes: one for each of its policies, by name.
+        """
+        return cls(runtimes=runtimes, roles=config.players)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of all policies, in the order of the configuration."""
+        return tuple(self.runtimes)
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """Return the names of the policies that are not frozen."""
+        return tuple(name for name in self.runtimes if name not in self.roles.frozen)
+
+    @property
+    def versions(self) -> dict[str, PolicyVersion]:
+        """Return for each policy the version that a call which begins now samples from."""
+        return {name: runtime.version for name, runtime in self.runtimes.items()}
+
+    def runtime(self, name: str) -> PolicyRuntime:
+        """Return a policy.
+
+        Raises:
+            NotFound: there is none of this name.
+        """
+        runtime = self.runtimes.get(name)
+        if runtime is None:
+            raise NotFound(f"there is no model {name!r} here; this job has {', '.join(map(repr, self.runtimes))}")
+        return runtime
+
+    def asked(self, model: str, agent: str) -> PolicyRuntime:
+        """Return the policy that a request is answered by.
+
+        It is the one that the request names. The default policy's name, which every claim gives as its `model`, stands
+        for the policy of the agent's role, so that an agent plays its role without knowing what the policies are.
+
+        Args:
+            model: what the request names.
+            agent: who calls.
+
+        Raises:
+            NotFound: there is no such policy.
+        """
+        # Frameworks know one name and send it with every call; to them the roles of their agents must not matter.
+        return self.runtime(self.roles.policy_of(agent) if model == self.roles.default else model)

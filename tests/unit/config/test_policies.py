@@ -1,0 +1,126 @@
+"""Several policies and roles in a configuration."""
+
+from __future__ import annotations
+
+import tomllib
+
+import pytest
+
+from palestra.config import JobConfig, PolicyConfig, dump_config, parse_config
+from palestra.config.roles import Roles
+from palestra.errors import ConfigError
+
+TWO = {"policies": {"white": {"model": "tiny-random"}, "black": {"frozen": True}}, "roles": {"opponent": "black"}}
+ROLES = Roles(
+    default="white",
+    named={"opponent": "black", "planner": "black", "planner/search": "white", "agent/solver": "black"},
+    frozen=frozenset({"black"}),
+)
+
+
+def test_one_policy_is_trained_and_the_others_are_frozen():
+    config = parse_config(TWO)
+    assert config.trained_policies == ("white",)
+    assert config.players == Roles(default="white", named={"opponent": "black"}, frozen=frozenset({"black"}))
+
+
+def test_the_policy_that_is_trained_plays_what_is_not_named_wherever_it_stands():
+    config = parse_config({"policies": {"old": {"frozen": True}, "new": {}}})
+    assert config.players.default == "new"
+
+
+def test_a_job_that_serves_may_have_any_policies():
+    config = parse_config({"kind": "inference", "policies": {"a": {"frozen": True}, "b": {"frozen": True}}})
+    assert (config.trained_policies, config.players.default) == ((), "a")
+    both = parse_config({"kind": "inference", "policies": {"a": {}, "b": {}}})
+    assert (both.trained_policies, both.players.default) == (("a", "b"), "a")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"policies": {}}, "at least 1"),
+        ({"policies": {f"p{n}": {"frozen": n > 0} for n in range(9)}}, "at most 8"),
+        (
+            {"policies": {"a": {}, "b": {}}},
+            "trains one policy a job, and 'a' and 'b' are not frozen; set policies.b.froz",
+        ),
+        ({"policies": {"a": {"frozen": True}}}, "all policies are frozen, and a training job trains one"),
+        (
+            {"policies": {"a": {}, "b": {"frozen": True, "optimizer": {"learning_rate": 1e-5}}}},
+            "policies.b: a frozen policy is never trained; leave out either `frozen` or its `optimizer`",
+        ),
+        ({"roles": {"black": "other"}}, "roles.black is 'other', and there is no such policy (there are 'policy')"),
+        ({"roles": {"a//b": "policy"}}, "an agent's name has 1 to 200 printable characters: 'a//b'"),
+        ({"policies": {"a": {}, "b": {}}, "model": "tiny-random"}, "`model` is of the one policy that is not frozen"),
+    ],
+)
+def test_what_can_not_be_is_refused_in_one_line(changes, said):
+    with pytest.raises(ConfigError) as caught:
+        parse_config(changes)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_model_is_that_of_the_policy_which_is_trained():
+    config = parse_config(TWO | {"model": "org/model"})
+    assert [policy.model for policy in config.policies.values()] == ["org/model", "SmolLM2-135M-Instruct"]
+    assert list(config.policies) == ["white", "black"]
+    assert config.with_model("other").policies["white"] == PolicyConfig(model="other")
+    assert config.with_model("other").policies["black"] == config.policies["black"]
+    with pytest.raises(ConfigError, match="`model` is of the one policy"):
+        parse_config({"kind": "inference", "policies": {"a": {}, "b": {}}}).with_model("other")
+    with pytest.raises(ConfigError, match="at least 1 character"):
+        config.with_model("")
+
+
+def test_what_is_written_can_be_read_again():
+    config = parse_config(TWO | {"roles": {"agent/solver": "black"}})
+    assert "optimizer" not in tomllib.loads(dump_config(config))["policies"]["black"]
+    assert parse_config(tomllib.loads(dump_config(config))) == config
+    assert JobConfig.model_validate(config.model_dump()) == config
+
+
+def test_what_decides_what_is_trained_is_in_the_digest():
+    digests = {
+        parse_config(settings).digest()
+        for settings in (
+            {},
+            TWO,
+            TWO | {"roles": {}},
+            TWO | {"roles": {"opponent": "white"}},
+            {"policies": TWO["policies"] | {"black": {"frozen": True, "model": "tiny-random"}}},
+        )
+    }
+    assert len(digests) == 5
+    assert parse_config(TWO).digest() == parse_config(TWO | {"steps": 7}).digest()
+    linear = {"policies": TWO["policies"] | {"white": {"optimizer": {"schedule": "linear"}}}}
+    assert parse_config(linear).digest() != parse_config(linear | {"steps": 7}).digest()
+
+
+@pytest.mark.parametrize(
+    ("agent", "policy"),
+    [
+        ("agent", "white"),
+        ("opponent", "black"),
+        ("opponent/helper", "black"),
+        ("opponent-2", "black"),
+        ("planner", "black"),
+        ("planner/draft-1", "black"),
+        ("planner/search", "white"),
+        ("planner/search-3/deeper-1", "white"),
+        ("agent/solver-12", "black"),
+        ("agent/solver-12b", "white"),
+        ("agent-1/solver-2", "black"),
+        ("other/opponent", "white"),
+    ],
+)
+def test_an_agent_is_played_by_its_own_role_or_by_its_parents(agent, policy):
+    assert ROLES.policy_of(agent) == policy
+    assert ROLES.learns(agent) == (policy == "white")
+
+
+def test_rewards_of_agents_that_a_frozen_policy_plays_are_left_out():
+    rewards = {"agent": 1.0, "opponent": -1.0, "planner/search": 0.5}
+    assert ROLES.trained_rewards(rewards) == {"agent": 1.0, "planner/search": 0.5}
+    assert Roles(default="white").trained_rewards(rewards) is rewards

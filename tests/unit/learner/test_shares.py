@@ -1,0 +1,113 @@
+"""What one policy learns from an episode in which another one played, too."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from palestra.algorithms.registry import create_algorithm
+from palestra.config import AlgorithmConfig, Roles
+from palestra.learner.batch import Batch, make_batch
+from palestra.learner.shares import share_of
+from palestra.schemas.records import PolicyVersion, Trajectory, VersionSpan
+from unit.building import SOLE, make_chat, make_trajectory
+
+ROLES = Roles(default="policy", named={"opponent": "old"}, frozen=frozenset({"old"}))
+
+
+def game(group: int, sample: int, agent: float, opponent: float, **changes) -> Trajectory:
+    """Two calls of the trained policy, and two of the frozen one between them; ids of both begin alike."""
+    name = f"train-{group:06d}-{sample:02d}"
+    mine = make_chat(episode_id=name, prompt=(1, 2), completion=(10 + sample, 11))
+    theirs = make_chat(
+        episode_id=name, index=1, prompt=(1, 2), completion=(10 + sample, 77, 78), policy="old", agent="opponent"
+    )
+    again = make_chat(episode_id=name, index=2, parent=mine, prompt=(3,), completion=(12,))
+    last = make_chat(
+        episode_id=name, index=3, parent=theirs, prompt=(3,), completion=(79,), policy="old", agent="opponent"
+    )
+    played = make_trajectory(group, sample, agent, [mine, theirs, again, last])
+    rewards = {"agent": agent, "opponent": opponent}
+    return replace(played, episode=replace(played.episode, rewards=rewards, **changes))
+
+
+def alone(trajectory: Trajectory) -> Trajectory:
+    """The same as if the opponent were not there."""
+    steps = tuple(step for step in trajectory.steps if step.chats[0].policy == "policy")
+    rewards = {"agent": trajectory.episode.rewards["agent"]}
+    return Trajectory(episode=replace(trajectory.episode, rewards=rewards), steps=steps)
+
+
+def batch_of(trajectories, roles=ROLES, **settings) -> Batch:
+    config = AlgorithmConfig(**settings)
+    algorithm = create_algorithm(config)
+    batch = make_batch(trajectories, algorithm, config, 16, PolicyVersion(0, 0), "policy", roles)
+    return batch.with_advantages(algorithm.advantages(batch.groups, {}), {})
+
+
+def same_rows(one: Batch, other: Batch) -> None:
+    assert len(one.samples) == len(other.samples) > 0
+    for a, b in zip(one.samples, other.samples, strict=True):
+        for name in ("ids", "loss_mask", "calls", "advantages", "loss_weights", "versions"):
+            assert getattr(a, name).tolist() == getattr(b, name).tolist(), name
+
+
+@pytest.mark.parametrize("credit", ["episode", "step", "agent", "branch"])
+@pytest.mark.parametrize("mode", ["seq-mean-token-mean", "token-mean", "seq-mean-token-sum-norm"])
+def test_rows_are_those_of_the_same_episodes_without_the_frozen_policy(credit, mode):
+    games = [game(0, 0, 1.0, 0.0), game(0, 1, 0.0, 1.0), game(1, 0, 0.5, 0.5), game(1, 1, 1.0, 0.0)]
+    found = batch_of(games, credit=credit, loss_agg_mode=mode)
+    same_rows(found, batch_of([alone(one) for one in games], SOLE, credit=credit, loss_agg_mode=mode))
+    assert {row.policy for row in found.samples} == {"policy"}
+    assert sum(int(row.loss_mask.sum()) for row in found.samples) == 4 * 3
+
+
+def test_what_a_frozen_policy_sampled_is_counted():
+    games = [game(0, 0, 1.0, 0.0), game(0, 1, 0.0, 1.0)]
+    metrics = batch_of(games).metrics
+    assert (metrics["train/calls_frozen"], metrics["train/tokens_frozen"]) == (4.0, 8.0)
+    assert metrics["rollout/completion_tokens"] == 2 * (3 + 4)
+    without = batch_of([alone(one) for one in games], SOLE).metrics
+    assert (without["train/calls_frozen"], without["train/tokens_frozen"]) == (0.0, 0.0)
+
+
+def test_a_frozen_roles_reward_is_in_no_mean_and_makes_no_difference():
+    games = [game(0, 0, 0.5, 1.0), game(0, 1, 0.5, -1.0)]
+    found = batch_of(games)
+    assert (found.metrics["train/reward_mean"], found.metrics["train/reward_std"]) == (0.5, 0.0)
+    assert found.metrics["train/groups_zero_variance"] == 1.0  # although the sums of all rewards differ
+    assert found.samples == []
+    for credit in ("agent", "branch"):
+        assert batch_of(games, credit=credit).samples == []
+
+
+def test_rewards_that_cancel_out_are_learned_from():
+    games = [game(0, 0, 1.0, -1.0), game(0, 1, -1.0, 1.0)]
+    found = batch_of(games)
+    assert found.metrics["train/reward_std"] == 1.0
+    assert [row.advantages[row.loss_mask][0] > 0 for row in found.samples] == [True, False]
+
+
+def test_an_episode_in_which_only_a_frozen_policy_spoke_has_no_tokens():
+    only = game(0, 0, 1.0, 0.0)
+    only = replace(only, steps=tuple(step for step in only.steps if step.chats[0].policy == "old"))
+    found = batch_of([only, game(0, 1, 0.0, 1.0)])
+    assert found.metrics["train/episodes_without_tokens"] == 1.0
+    assert {row.episode_id for row in found.samples} == {"train-000000-01"}
+
+
+def test_staleness_is_that_of_the_trained_policys_tokens():
+    fresh = VersionSpan(PolicyVersion(0, 5), 2)
+    mine = make_chat(versions=(fresh,))
+    theirs = make_chat(index=1, policy="old", agent="opponent")
+    games = [make_trajectory(0, sample, float(sample), [mine, theirs]) for sample in range(2)]
+    config = AlgorithmConfig()
+    batch = make_batch(games, create_algorithm(config), config, 16, PolicyVersion(0, 6), "policy", ROLES)
+    assert batch.staleness == {1: 4}
+
+
+def test_where_nothing_is_left_out_it_is_the_episode_itself():
+    played = make_trajectory(0, 0, 1.0, [make_chat()])
+    assert share_of(played, "policy", SOLE) is played
+    assert share_of(played, "policy", ROLES) is played
