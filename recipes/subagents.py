@@ -82,18 +82,12 @@ class ShownHow(Agent):
 
 def sums() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return (training, validation): 400 and 16 sums of four numbers from 1 to 9, all different."""
-    drawn = random.Random(20)
-    found: dict[str, dict[str, Any]] = {}
+    drawn, found = random.Random(20), dict[str, dict[str, Any]]()
     while len(found) < 416:
-        numbers = [drawn.randint(1, 9) for _ in range(4)]
-        a, b, c, d = numbers
+        a, b, c, d = numbers = [drawn.randint(1, 9) for _ in range(4)]
         name = "+".join(map(str, numbers))
-        found[name] = {
-            "id": name,
-            "prompt": f"({a} + {b}) + ({c} + {d}) =",
-            "answer": str(sum(numbers)),
-            "numbers": numbers,
-        }
+        prompt, answer = f"({a} + {b}) + ({c} + {d}) =", str(sum(numbers))
+        found[name] = {"id": name, "prompt": prompt, "answer": answer, "numbers": numbers}
     tasks = list(found.values())  # YOURS 3: the tasks, JSON objects
     return tasks[16:], tasks[:16]
 
@@ -118,8 +112,8 @@ def job(seed: int, steps: int, model: str = "SmolLM2-135M-Instruct") -> JobConfi
 def demonstrate(steps: int = 6, seed: int = 0, model: str = "SmolLM2-135M-Instruct") -> palestra.TrainResult:
     """Train, and score the held-out sums greedily every 2 steps."""
     training, validation = sums()
-    play = RolloutSpec(environment=team, agents={"agent": ShownHow()})
-    return palestra.train(play, training, job(seed, steps, model), validation_tasks=validation)
+    rollout = RolloutSpec(environment=team, agents={"agent": ShownHow()})
+    return palestra.train(rollout, training, job(seed, steps, model), validation_tasks=validation)
 
 
 if __name__ == "__main__":

@@ -159,7 +159,8 @@ class CausalLM:
         self.compute_dtype: torch.dtype = model.dtype
         for parameter in model.parameters():
             if parameter.ndim < 2:
-                parameter.data = parameter.data.float()
+                # A copy even of float32: a view into the mapped file would keep all of the file in memory.
+                parameter.data = parameter.data.to(torch.float32, copy=True)
         for module in model.modules():
             if isinstance(module, nn.Embedding):  # of tokens, and of positions
                 module.register_forward_hook(lambda _module, _inputs, out: self._embedded(out))

@@ -44,7 +44,7 @@ METRICS = (
     Metric(
         "train/episodes_stale",
         "episodes",
-        "Completed episodes with a token older than `max_staleness` allows: left out, and registered anew.",
+        "Completed episodes with a token older than `max_staleness` allows: left out, and registered again.",
     ),
     Metric(
         "train/episodes_without_tokens",

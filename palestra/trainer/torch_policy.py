@@ -31,6 +31,8 @@ from palestra.trainer.untrainable import record_problems
 
 # More tokens are slower even on two cores: attention in a tree takes time with its square (docs/benchmarks.md).
 MICRO_BATCH_TOKENS = {"cpu": 1024, "cuda": 8192}
+# Positions whose logits are computed at a time: 256 x 49,152 floats are 50 MB, and several of them exist together.
+LOGIT_CHUNK = {"cpu": 256, "cuda": 8192}
 _OPTIMIZER_FILE = "optimizer-{}.safetensors"
 _SHARD_BYTES = 2**28
 _IMPOSSIBLE = -1e9  # the score of tokens that can't be sampled: finite, so that 0 x score is 0 in the entropy
@@ -185,7 +187,7 @@ class TorchPolicy:
             hidden: [T, hidden], at the positions that predict the targets.
             targets: the columns of `_forward`.
         """
-        size = self._config.logit_chunk
+        size = min(self._config.logit_chunk, LOGIT_CHUNK[self._device.type])
         pieces = [
             _call(
                 self._chunk,
