@@ -15,15 +15,15 @@ import torch
 import uvloop
 from engine_work import LONG_REPLY, Prompt, main
 
-from palestra.chat import select_renderer
 from palestra.config import EmbeddedEngineConfig
-from palestra.inference.base import EngineRequest
-from palestra.inference.embedded import EmbeddedEngine
-from palestra.inference.model_runner import PolicyModel
+from palestra.engine.base import EngineRequest
+from palestra.engine.embedded.engine import EmbeddedEngine
+from palestra.engine.embedded.model_runner import PolicyModel
 from palestra.models.causal_lm import load_causal_lm, load_tokenizer
-from palestra.models.memory import tune_malloc
-from palestra.schemas.records import SamplingParams, TokenSequence
+from palestra.models.device import tune_malloc
+from palestra.renderers import select_renderer
 from palestra.threads import in_thread
+from palestra.types.records import SamplingParams, TokenSequence
 
 POLICY = "policy"
 

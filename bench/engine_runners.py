@@ -16,7 +16,7 @@ from processes import HERE, ROOT, STOP_SECONDS, BenchError, shown
 
 from palestra.models.catalog import SMOLLM2, model_folder
 
-# What Palestra asks of malloc itself (palestra/models/memory.py), asked of the others' processes from outside.
+# What Palestra asks of malloc itself (palestra/models/device.py), asked of the others' processes from outside.
 KEPT_HEAP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000"}
 PALESTRA, GENERATE, VLLM = "Palestra", "generate", "vLLM"
 VLLM_PYTHON = ROOT / ".venv-peers" / "vllm" / "bin" / "python"

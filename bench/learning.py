@@ -176,7 +176,7 @@ def play(recipe: Recipe, seed: int, steps: int) -> Outcome:
 
 def shares(run: Path) -> tuple[tuple[float, float], tuple[float, float]]:
     """How many of the first and of the last validation's rewards are 1, and 0.5."""
-    from palestra.ledger.browsing import browse, list_episodes
+    from palestra.store.browsing import browse, list_episodes
 
     with browse(run / "run.db") as connection:
         scored = sorted(list_episodes(connection, "validation", "completed", 10**6), key=lambda e: e.episode_id)
@@ -187,7 +187,7 @@ def shares(run: Path) -> tuple[tuple[float, float], tuple[float, float]]:
 
 def tree(run: Path) -> str:
     """The best episode of the last step, without the tables of its tokens."""
-    from palestra.ledger.browsing import browse, list_episodes
+    from palestra.store.browsing import browse, list_episodes
 
     with browse(run / "run.db") as connection:
         newest = list_episodes(connection, "train", "completed", 8)

@@ -21,13 +21,13 @@ import numpy as np
 from figures import Part
 from processes import HERE, run_json, shown
 
-from palestra.cluster.parts import Parts, build_parts
 from palestra.config import JobConfig, parse_config
-from palestra.inference.base import EngineRequest
+from palestra.engine.base import EngineRequest
 from palestra.models.catalog import model_folder
-from palestra.schemas.messages import text_message
-from palestra.schemas.records import Floats, Ids, SamplingParams, TokenSequence, TrainSample
+from palestra.runtime.parts import Parts, build_parts
 from palestra.trainer.base import PolicySpec
+from palestra.types.messages import text_message
+from palestra.types.records import Floats, Ids, SamplingParams, TokenSequence, TrainSample
 
 PROMPTS, REPLIES, LONGEST = 12, 8, 48
 SYSTEM = "You are a helpful calculator."

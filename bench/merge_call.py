@@ -15,9 +15,9 @@ from conversations import SYSTEM_TOKENS, TOKENS_A_TURN, calls, threads
 from merge_palestra import play
 from merge_runs import Stopwatch
 
-from palestra.schemas.records import Chat
 from palestra.session.history import History
-from palestra.trajectory import TokenTrie
+from palestra.tokens import TokenTrie
+from palestra.types.records import Chat
 
 TURNS = (1, 20, 400)
 LIMIT_SECONDS = 60.0  # of one function in one call

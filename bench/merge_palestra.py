@@ -17,10 +17,10 @@ import numpy as np
 from conversations import Call, Message, Row, Turn, calls, fresh
 from merge_runs import Stopwatch, main
 
-from palestra.schemas.messages import ChatMessage, text_message
-from palestra.schemas.records import Chat, Ids, PolicyVersion, SamplingParams, VersionSpan
 from palestra.session.history import History
-from palestra.trajectory import TokenTrie, rows_of
+from palestra.tokens import TokenTrie, rows_of
+from palestra.types.messages import ChatMessage, text_message
+from palestra.types.records import Chat, Ids, PolicyVersion, SamplingParams, VersionSpan
 
 POLICY = "policy"
 LOGPROB = -0.5

@@ -17,9 +17,9 @@ from step_palestra import job_config
 
 from palestra.algorithms.loss import LossSpec
 from palestra.algorithms.losses import PPOClipLoss
-from palestra.cluster.parts import build_parts
-from palestra.schemas.records import TrainSample
+from palestra.runtime.parts import build_parts
 from palestra.trainer.base import PolicySpec
+from palestra.types.records import TrainSample
 
 TRAINED = 12  # tokens at the end of a row, at most
 TIMES = 3  # the first is not counted

@@ -17,15 +17,15 @@ from dataclasses import replace
 
 from figures import Part
 
-from palestra.scheduler.fitting import GpuShare, Node, RunningJob
-from palestra.scheduler.placement import Policy, place
-from palestra.scheduler.turns import WaitingJob
-from palestra.schemas.jobs import PRIORITIES, SHARES, Resources
+from palestra.control.placement.fitting import GpuShare, Node, RunningJob
+from palestra.control.placement.placement import PlacementPolicy, place
+from palestra.control.placement.queues import WaitingJob
+from palestra.types.jobs import PRIORITIES, SHARES, Resources
 
 TABLE = "One decision: which of the waiting jobs start where"
 DEVICES, TENANTS, NOW = 8, 50, 100_000.0
-EVERYTHING = Policy(starts_at_once=1_000_000, aging_seconds=1800.0)
-Case = tuple[list[WaitingJob], list[RunningJob], list[Node], Policy]
+EVERYTHING = PlacementPolicy(starts_at_once=1_000_000, aging_seconds=1800.0)
+Case = tuple[list[WaitingJob], list[RunningJob], list[Node], PlacementPolicy]
 
 
 def needs_of(draw: random.Random, distinct: bool) -> Resources:

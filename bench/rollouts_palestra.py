@@ -22,18 +22,17 @@ from typing import Any
 import uvloop
 from sleeps import STEPS, Meter, Workload, workload_of
 
-from palestra.chat import ByteTokenizer, ChatMLRenderer
 from palestra.config import PolicyConfig, Roles, RolloutConfig, StoreConfig
+from palestra.engine.fake import FakeEngine
 from palestra.envs import ConcurrentEnvironment
 from palestra.grammars.pool import Grammars
-from palestra.inference.fake import FakeEngine
-from palestra.ledger import open_run_store
-from palestra.rollout import Collected, RolloutOrchestrator, RolloutSpec, Runner
-from palestra.schemas.messages import ChatMessage, text_message
-from palestra.schemas.observations import Observation
-from palestra.schemas.records import Episode, Task, Trajectory
+from palestra.renderers import ByteTokenizer, ChatMLRenderer
+from palestra.rollout import EpisodeResult, RolloutOrchestrator, RolloutSpec, Runner
 from palestra.session import PolicyRuntime, PolicySet, SessionContext, Sessions
-from palestra.trajectory import TokenTrie, rows_of
+from palestra.store import open_run_store
+from palestra.tokens import TokenTrie, rows_of
+from palestra.types.messages import ChatMessage, Observation, text_message
+from palestra.types.records import EpisodeRecord, Task, Trajectory
 
 ROOT = Path(__file__).parent.parent
 REPLY_TOKENS = 32
@@ -97,7 +96,7 @@ async def play(sessions: Sessions, work: Workload) -> int:
     """Play all; returns how many trajectories became the rows that they should."""
     store, runner = sessions.context.store, Runner(sessions, RolloutSpec(environment=Sleeping))
 
-    async def claims() -> AsyncIterator[Episode]:
+    async def claims() -> AsyncIterator[EpisodeRecord]:
         """As many at once as there are slots, at first; later a few."""
         count = work.slots
         while found := await store.episodes.claim_many("bench", uuid.uuid4().hex, count):
@@ -105,7 +104,7 @@ async def play(sessions: Sessions, work: Workload) -> int:
                 yield claim
             count = BATCH
 
-    orchestrator: RolloutOrchestrator[Episode, Collected] = RolloutOrchestrator(
+    orchestrator: RolloutOrchestrator[EpisodeRecord, EpisodeResult] = RolloutOrchestrator(
         runner.play_claim, max_concurrency=work.slots
     )
     playing = asyncio.create_task(orchestrator.run_producers_from_stream(claims()))

@@ -6,8 +6,8 @@ import asyncio
 import json
 import time
 
-from palestra.schemas.messages import FunctionCall, ToolCall
 from palestra.tools import ToolManager, tool
+from palestra.types.messages import FunctionCall, ToolCall
 
 CALLS, SECONDS, ROUNDS = 100, 0.1, 5
 

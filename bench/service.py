@@ -31,12 +31,12 @@ from processes import HERE, ROOT, BenchError
 from palestra import AsyncClient, ModelEndpoint
 from palestra.client import Worker
 from palestra.client.control import OVER, ControlClient, Job
-from palestra.cluster.ray_cluster import stop_local
 from palestra.config.job import RolloutConfig, StoreConfig
-from palestra.ledger import RunStore, open_run_store
-from palestra.ledger.tables import episodes
-from palestra.schemas.records import Task
-from palestra.schemas.states import EpisodeState
+from palestra.runtime.ray.cluster import stop_local
+from palestra.store import RunStore, open_run_store
+from palestra.store.tables import episodes
+from palestra.types.records import Task
+from palestra.types.states import EpisodeState
 
 JOBS_TABLE = "Jobs from submission to their end: one step of 2 episodes, fake engine"
 RAMP_TABLE = "Jobs that run at the same time, fake engine"

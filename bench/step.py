@@ -14,7 +14,7 @@ from processes import HERE, ROOT, run_json, shown
 from palestra.models.catalog import SMOLLM2, model_folder
 
 TRL = ROOT / ".venv-peers" / "trl" / "bin" / "python"
-# What Palestra asks of malloc itself (palestra/models/memory.py), asked of TRL's process from outside.
+# What Palestra asks of malloc itself (palestra/models/device.py), asked of TRL's process from outside.
 KEPT_HEAP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000"}
 TABLE = "One GRPO step: 8 prompts x 8 samples, 40 + 12 tokens, SmolLM2-135M, float32 weights, bf16 compute"
 FLOOR = "Arithmetic floor of that step (weights x tokens at the measured rate of bf16 products)"

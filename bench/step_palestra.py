@@ -22,15 +22,16 @@ import numpy as np
 from step_floor import best_rate, count_weights, generate_flop, product_rates, train_flop
 
 from palestra.algorithms.registry import create_algorithm
-from palestra.cluster.parts import Parts, build_parts
 from palestra.config import JobConfig, parse_config
-from palestra.inference.base import EngineRequest
+from palestra.engine.base import EngineRequest
 from palestra.learner.batch import make_batch
 from palestra.models.causal_lm import load_causal_lm
-from palestra.schemas.messages import ChatMessage, text_message
-from palestra.schemas.records import (
+from palestra.runtime.parts import Parts, build_parts
+from palestra.trainer.base import OptimParams, PolicySpec
+from palestra.types.messages import ChatMessage, text_message
+from palestra.types.records import (
     Chat,
-    Episode,
+    EpisodeRecord,
     Ids,
     SamplingParams,
     Task,
@@ -39,8 +40,7 @@ from palestra.schemas.records import (
     Trajectory,
     VersionSpan,
 )
-from palestra.schemas.states import EpisodeState
-from palestra.trainer.base import OptimParams, PolicySpec
+from palestra.types.states import EpisodeState
 
 PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 8, 8, 40, 12
 SYSTEM = "You are a calculator. Reply with the number only."
@@ -143,7 +143,7 @@ class Bench:
 
     def reward(self, step: int, place: int, chat: Chat) -> Trajectory:
         """A completed episode with a random reward."""
-        episode = Episode(
+        episode = EpisodeRecord(
             episode_id=f"step-{step}-{place}",
             kind="train",
             group_index=step * PROMPTS + place // SAMPLES,

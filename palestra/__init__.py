@@ -41,11 +41,6 @@ if TYPE_CHECKING:
     from palestra.client import ModelEndpoint as ModelEndpoint
     from palestra.client import RolloutResult as RolloutResult
     from palestra.client.control import ControlClient as ControlClient
-    from palestra.cluster.evaluating import Evaluation as Evaluation
-    from palestra.cluster.evaluating import TaskOutcome as TaskOutcome
-    from palestra.cluster.evaluating import evaluate as evaluate
-    from palestra.cluster.job_thread import TrainResult as TrainResult
-    from palestra.cluster.training import train as train
     from palestra.config import JobConfig as JobConfig
     from palestra.config import OptimizerConfig as OptimizerConfig
     from palestra.config import PolicyConfig as PolicyConfig
@@ -66,8 +61,13 @@ if TYPE_CHECKING:
     from palestra.envs import check_environment as check_environment
     from palestra.envs.arithmetic import last_number as last_number
     from palestra.envs.arithmetic import right_number as right_number
-    from palestra.ledger.browsing import read_episodes as read_episodes
     from palestra.rollout import RolloutSpec as RolloutSpec
+    from palestra.runtime.evaluating import Evaluation as Evaluation
+    from palestra.runtime.evaluating import TaskOutcome as TaskOutcome
+    from palestra.runtime.evaluating import evaluate as evaluate
+    from palestra.runtime.job_thread import TrainResult as TrainResult
+    from palestra.runtime.training import train as train
+    from palestra.store.browsing import read_episodes as read_episodes
     from palestra.tools import Tool as Tool
     from palestra.tools import tool as tool
 
@@ -93,9 +93,9 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     ),
     "palestra.client": ("AsyncClient", "Client", "Episode", "ModelEndpoint", "RolloutResult"),
     "palestra.client.control": ("ControlClient",),
-    "palestra.cluster.evaluating": ("Evaluation", "TaskOutcome", "evaluate"),
-    "palestra.cluster.job_thread": ("TrainResult",),
-    "palestra.cluster.training": ("train",),
+    "palestra.runtime.evaluating": ("Evaluation", "TaskOutcome", "evaluate"),
+    "palestra.runtime.job_thread": ("TrainResult",),
+    "palestra.runtime.training": ("train",),
     "palestra.config": ("JobConfig", "OptimizerConfig", "PolicyConfig", "RolloutConfig", "load_config"),
     "palestra.envs": (
         "Arithmetic",
@@ -116,7 +116,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "last_number",
         "right_number",
     ),
-    "palestra.ledger.browsing": ("read_episodes",),
+    "palestra.store.browsing": ("read_episodes",),
     "palestra.rollout": ("RolloutSpec",),
     "palestra.tools": ("Tool", "tool"),
 }

@@ -24,12 +24,12 @@
     ├── ServerStopping               503  the server is going down; it may come back
     ├── EngineFailure                503  the engine could not finish a call
     ├── ConnectionLost               503  the server could not be reached (raised by the client)
-    ├── EnvironmentMistake       500  an environment does not keep to what environments have to do
+    ├── InvalidEnvironment       500  an environment does not keep to what environments have to do
     ├── NotScored                500  an episode was given None in the place of a reward
     ├── RolloutFailed            500  an episode that Palestra played itself could not be finished
-    ├── WorkersCrash                 500  worker processes die as soon as they are started
+    ├── WorkerCrashLoop                 500  worker processes die as soon as they are started
     ├── ServerFailed                 503  a model server could not be started
-    │   └── MachineGone              503  the machine that was chosen for it is dead
+    │   └── NodeLost              503  the machine that was chosen for it is dead
     ├── ModelError                   500  weights are missing or can't be used
     ├── CheckpointError              500  no checkpoint can be read
     └── StoreError                   500  a store is damaged, of another version, or in use
@@ -207,7 +207,7 @@ class JobOver(Conflict):
 
 
 class IllegalTransition(Conflict):
-    """A change of state that the lifecycle's table in `schemas/states.py` does not allow."""
+    """A change of state that the lifecycle's table in `types/states.py` does not allow."""
 
 
 class ClaimOver(Conflict):
@@ -290,7 +290,7 @@ class ConnectionLost(PalestraError):
     retryable = True
 
 
-class EnvironmentMistake(PalestraError):
+class InvalidEnvironment(PalestraError):
     """An environment breaks the rules of `Environment`: a method returned a wrong type, say.
 
     The message names the rule.
@@ -317,7 +317,7 @@ class RolloutFailed(PalestraError):
         self.termination = termination
 
 
-class WorkersCrash(PalestraError):
+class WorkerCrashLoop(PalestraError):
     """Worker processes die as soon as they are started, so the command gives up rather than start them for ever."""
 
 
@@ -331,7 +331,7 @@ class ServerFailed(PalestraError):
     retryable = True
 
 
-class MachineGone(ServerFailed):
+class NodeLost(ServerFailed):
     """The node that was chosen for a model server is dead; the job waits until another node has room."""
 
 

@@ -15,9 +15,9 @@ from pydantic_core import PydanticUndefined
 from python_reference import python_page
 
 from palestra.config import JobConfig
-from palestra.config.explaining import sections_of
+from palestra.config.section import sections_of
+from palestra.control.jobs.rules import CAPS
 from palestra.learner.metrics import metric_tables
-from palestra.scheduler.rules import CAPS
 from palestra.terminal import say
 
 _HEADER = "<!-- made by `make docs` from the code; do not edit -->\n\n"
@@ -96,9 +96,9 @@ def openapi_document() -> dict[str, Any]:
     import asyncio
     from contextlib import AsyncExitStack
 
-    from palestra.cluster.local import local_job
     from palestra.config import parse_config
-    from palestra.gateway import create_app
+    from palestra.runtime.local import local_job
+    from palestra.server import create_app
 
     async def read(folder: str) -> dict[str, Any]:
         config = parse_config({"run_dir": folder, "engine": {"kind": "fake"}, "server": {"port": 0}})

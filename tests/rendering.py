@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from palestra.chat import ChatMLRenderer, PackageRenderer, Renderer
-from palestra.schemas.messages import ChatMessage
+from palestra.renderers import ChatMLRenderer, PackageRenderer, Renderer
+from palestra.types.messages import ChatMessage
 
 Dicts = Sequence[dict[str, Any]]
 

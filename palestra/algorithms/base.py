@@ -13,8 +13,8 @@ from typing import ClassVar, Literal
 
 from palestra.algorithms.loss import LossSpec
 from palestra.config import AlgorithmConfig
-from palestra.schemas.metrics import Metric
-from palestra.schemas.records import Floats, TrainSample, Trajectory
+from palestra.types.metrics import Metric
+from palestra.types.records import Floats, TrainSample, Trajectory
 
 StepOrder = Literal["observed", "acted"]
 ForwardOutput = Literal["old_logprobs", "reference_logprobs", "values", "teacher_logprobs"]

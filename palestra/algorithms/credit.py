@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from palestra.algorithms.base import StepOrder
-from palestra.schemas.records import StepTimes, Trajectory
+from palestra.types.records import StepTimes, Trajectory
 
 CreditMode = Literal["episode", "step", "agent", "branch"]
 

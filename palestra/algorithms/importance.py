@@ -19,8 +19,8 @@ from typing import Literal
 
 import numpy as np
 
-from palestra.schemas.metrics import Metric
-from palestra.schemas.records import Floats, TrainSample
+from palestra.types.metrics import Metric
+from palestra.types.records import Floats, TrainSample
 
 ImportanceMode = Literal["token-truncate", "token-mask", "sequence-truncate", "sequence-mask"]
 IMPORTANCE_METRICS = (

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
-from palestra.schemas.metrics import Metric
+from palestra.types.metrics import Metric
 
 if TYPE_CHECKING:  # a job with a fake trainer loads no torch
     from torch import Tensor

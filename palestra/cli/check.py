@@ -18,9 +18,9 @@ from palestra.terminal import TerminalConsole, one_line, say
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from palestra.cluster.checking import Finding
-    from palestra.cluster.trial import Estimate
     from palestra.config import JobConfig
+    from palestra.runtime.checking import Finding
+    from palestra.runtime.trial import Estimate
 
 GIB = 2**30
 NEARLY = 0.9  # of the free memory; above, a job may still be ended by the kernel
@@ -50,8 +50,8 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check the job, try it for two steps where nothing stands against it, print both, and return the exit code."""
-    from palestra.cluster.checking import available_bytes, check_job
     from palestra.config import load_config
+    from palestra.runtime.checking import available_bytes, check_job
 
     config = load_config(arguments.config, overrides(arguments.set))
     with _progress(arguments.json) as report:
@@ -79,8 +79,8 @@ def _tried(
         free: bytes of memory that were free before.
         report: is given a line when the trial gets further.
     """
-    from palestra.cluster.checking import Finding
-    from palestra.cluster.trial import estimate_step, load_model
+    from palestra.runtime.checking import Finding
+    from palestra.runtime.trial import estimate_step, load_model
 
     try:
         if config.kind == "inference":
@@ -172,7 +172,7 @@ def _table(config: JobConfig, estimate: Estimate, free: int) -> Table:
     """Return the table of an estimate: what, how much, and a remark."""
     from rich.table import Table
 
-    from palestra.schemas.progress import duration
+    from palestra.types.progress import duration
 
     table = Table(box=None, pad_edge=False, show_header=False)
     for justify in ("left", "right", "left"):

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from rich.text import Text
 
-from palestra.ledger.browsing import EpisodeSummary
-from palestra.schemas.progress import duration
+from palestra.store.browsing import EpisodeSummary
+from palestra.types.progress import duration
 
 NOTE = 24  # columns of a terminal below which a note gets a line of its own
 INDENT = "    "

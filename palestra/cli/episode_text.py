@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rich.text import Text
 
-from palestra.schemas.messages import ChatMessage
-from palestra.schemas.records import Chat, Trajectory
+from palestra.types.messages import ChatMessage
+from palestra.types.records import Chat, Trajectory
 
 
 def conversation(trajectory: Trajectory) -> Text:

@@ -7,9 +7,8 @@ from collections.abc import Collection, Sequence
 from rich.text import Text
 from rich.tree import Tree
 
-from palestra.schemas.forks import MEANINGS, Fork
-from palestra.schemas.records import Chat, Trajectory
-from palestra.trajectory import Node, TokenTrie
+from palestra.tokens import TokenTrie, TrieNode
+from palestra.types.records import MEANINGS, Chat, Fork, Trajectory
 
 _REPLY = 60  # characters of a reply that are shown
 
@@ -34,7 +33,7 @@ def call_tree(trajectory: Trajectory, trie: TokenTrie, left_out: Collection[int]
     return root
 
 
-def _goes_on_from(chat: Chat, ends: dict[Node, Chat], path: Sequence[Node]) -> Chat | None:
+def _goes_on_from(chat: Chat, ends: dict[TrieNode, Chat], path: Sequence[TrieNode]) -> Chat | None:
     """The longest earlier call that the prompt starts with all of."""
     for node in reversed(path):
         found = ends.get(node)

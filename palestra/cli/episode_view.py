@@ -15,10 +15,10 @@ from palestra.cli.episode_list import episode_lines
 from palestra.cli.episode_text import conversation
 from palestra.cli.episode_tree import call_tree
 from palestra.config import JobConfig, PolicyConfig, Roles
-from palestra.ledger.browsing import EpisodeView, browse, list_episodes, read_episode
-from palestra.schemas.states import EpisodeState
+from palestra.store.browsing import EpisodeView, browse, list_episodes, read_episode
 from palestra.terminal import TerminalConsole
-from palestra.trajectory import TokenRow, TokenTrie, calls_of_final_answers, rows_of
+from palestra.tokens import TokenRow, TokenTrie, calls_of_final_answers, rows_of
+from palestra.types.states import EpisodeState
 
 FOLDED = 26  # characters that stand for the tokens of a prompt
 
@@ -121,7 +121,7 @@ def _shortened(text: str) -> str:
 
 def _token_text(config: JobConfig, policy: PolicyConfig) -> Callable[[int], str]:
     if config.engine.kind == "fake":
-        from palestra.chat import ByteTokenizer
+        from palestra.renderers import ByteTokenizer
 
         plain = ByteTokenizer()
         return lambda token: plain.decode([token])

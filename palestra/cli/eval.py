@@ -11,8 +11,8 @@ from palestra.errors import ConfigError, NotFound
 from palestra.terminal import say
 
 if TYPE_CHECKING:
-    from palestra.cluster.evaluating import Evaluation
     from palestra.config import JobConfig
+    from palestra.runtime.evaluating import Evaluation
 
 
 def add(commands: Any) -> None:
@@ -60,7 +60,7 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Score the model, print the outcome of each task, and return the exit code that the help names."""
     from palestra.client.arguments import checked_count
-    from palestra.cluster.evaluating import evaluate_until_stopped
+    from palestra.runtime.evaluating import evaluate_until_stopped
 
     config = _config(arguments)
     checked_count("--concurrency", arguments.concurrency)

@@ -218,7 +218,7 @@ def load_tasks(
     if ":" in source and not Path(source).is_file():
         train, held_out = load_function(source)()
         return train, held_out
-    from palestra.cluster.tasks import read_tasks
+    from palestra.runtime.tasks import read_tasks
 
     paths = [Path(source), *([] if validation is None else [validation])]
     train, *others = [[{"id": task.task_id, **task.data} for task in read_tasks(path)] for path in paths]

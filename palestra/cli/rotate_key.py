@@ -27,7 +27,7 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Replace the secret that the job's keys are derived from; a job that runs continues under the new keys."""
     if JOB_ID.fullmatch(arguments.source) is None:
-        from palestra.ledger.key_files import rotate_keys
+        from palestra.store.key_files import rotate_keys
 
         folder, config = run_folder(Path(arguments.source))
         rotate_keys(folder, config.name)

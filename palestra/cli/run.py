@@ -29,10 +29,10 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve the job, and train, until its steps are done or Ctrl-C; return 130 where a signal stopped it."""
-    from palestra.cluster.local import run_on_uvloop, serve
-    from palestra.cluster.run_dir import resolve_run_dir
-    from palestra.cluster.serving_console import console_of
     from palestra.config import load_config
+    from palestra.runtime.console import console_of
+    from palestra.runtime.local import run_on_uvloop, serve
+    from palestra.runtime.run_dir import resolve_run_dir
     from palestra.trainer.checkpoint import newest_path
 
     config = load_config(arguments.config, overrides(arguments.set))

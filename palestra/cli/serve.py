@@ -69,10 +69,10 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until Ctrl-C; the first start prints the admin's key."""
-    from palestra.cluster.control import ServeOptions, serve_control
-    from palestra.cluster.local import run_on_uvloop
-    from palestra.cluster.ray_cluster import LocalRay
-    from palestra.scheduler.rules import Rules, load_rules
+    from palestra.control.jobs.rules import Rules, load_rules
+    from palestra.runtime.local import run_on_uvloop
+    from palestra.runtime.ray.cluster import LocalRay
+    from palestra.runtime.ray.serve import ServeOptions, serve_control
 
     options = ServeOptions(
         state_dir=arguments.state_dir,

@@ -114,8 +114,8 @@ def _config(arguments: argparse.Namespace) -> tuple[dict[str, Any] | None, dict[
     Raises:
         ConfigError: there is no configuration, or the configuration or a file of tasks is wrong.
     """
-    from palestra.cluster.tasks import check_sizes, read_files
     from palestra.config import load_config
+    from palestra.runtime.tasks import check_sizes, read_files
 
     tasks: dict[str, list[dict[str, Any]]] = {"train": [], "validation": []}
     if arguments.config is None:

@@ -38,8 +38,8 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train in this process until the steps are done; return 130 where a signal stopped the run."""
-    from palestra.cluster.training import train_until_stopped
     from palestra.config import load_config, parse_config
+    from palestra.runtime.training import train_until_stopped
 
     settings = overrides(arguments.set)
     for split in ("train", "validation"):

@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from palestra.client import Client
     from palestra.client.arguments import checked_amount, checked_count
-    from palestra.client.fleet import Fleet
+    from palestra.client.worker import Fleet
 
     checked_count("--concurrency", arguments.concurrency)
     checked_count("--processes", arguments.processes)

@@ -15,9 +15,8 @@ from typing import Any, Self, TypeVar
 
 import httpx2
 
-from palestra.client.episode import Episode
+from palestra.client.episode import Episode, Heartbeats, renewed
 from palestra.client.exchange import Action, Reply, Settings, send_call
-from palestra.client.heartbeats import Heartbeats, renewed
 from palestra.client.protocol import (
     Call,
     abort_call,

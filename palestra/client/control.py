@@ -22,7 +22,7 @@ from palestra.client.arguments import checked_amount, checked_count
 from palestra.client.client import Client, drive
 from palestra.client.exchange import Endpoint, checked_key, checked_url, exchange, trouble_of
 from palestra.errors import ConfigError, ConnectionLost, JobOver, NotFound
-from palestra.schemas.control_wire import (
+from palestra.types.control_wire import (
     ArtifactView,
     ChangeView,
     JobKeyView,
@@ -362,12 +362,12 @@ class Job:
         temporary = to.with_name(f".{to.name}.part")
         try:
             with temporary.open("wb") as file:
-                self._fetch(path, _Part(file))
+                self._fetch(path, _EventText(file))
             temporary.replace(to)
         finally:
             temporary.unlink(missing_ok=True)
 
-    def _fetch(self, path: str, part: _Part) -> None:
+    def _fetch(self, path: str, part: _EventText) -> None:
         most, until = 0, time.monotonic() + self._control.retry_seconds
         while True:
             try:
@@ -383,7 +383,7 @@ class Job:
             time.sleep(0.2 * random.uniform(0.5, 1.0))
 
 
-class _Part:
+class _EventText:
     """A file that is being downloaded: how much has arrived, and of which version (ETag) of the file."""
 
     def __init__(self, file: IO[bytes]) -> None:

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from palestra.client.arguments import checked_amount
 from palestra.client.episode import Episode, ModelEndpoint
 from palestra.errors import InvalidRequest
-from palestra.schemas.wire import (
+from palestra.types.wire import (
     AbortEpisode,
     ClaimAnswer,
     ClaimEpisode,

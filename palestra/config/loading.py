@@ -14,9 +14,9 @@ from typing import Any, Final, get_args, get_origin
 import tomli_w
 from pydantic import ValidationError
 
-from palestra.config.explaining import explain, sections_of
 from palestra.config.job import JobConfig
 from palestra.config.renames import in_present_names
+from palestra.config.section import explain, sections_of
 from palestra.errors import ConfigError
 
 SAVED_CONFIG = "config.toml"  # in a run's folder, next to run.db

@@ -1,14 +1,125 @@
-"""`Section`, the base class of all tables of a configuration, and types that several tables use."""
+"""What all tables of a configuration have in common: unknown keys are refused, and every mistake is one line.
+
+The line names the key, the value and the nearest known key.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+import difflib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic._internal._model_construction import ModelMetaclass  # exported nowhere else
 
-from palestra.config.explaining import explain
+from palestra.config.renames import new_name, new_value
 from palestra.errors import ConfigError
+
+SHOWN = (int, float, str, bool, type(None), list, tuple)  # types whose values can be shown in a message, shortened
+
+
+def explain(error: ValidationError, root: type[BaseModel]) -> str:
+    """Return the first mistake of a configuration as a sentence.
+
+    Args:
+        error: the error that pydantic raised.
+        root: the section that was checked; the keys in `error` are below it.
+    """
+    first = error.errors()[0]
+    place, section = _walk(root, tuple(first["loc"]))
+    dotted = ".".join(place)
+    if first["type"] == "extra_forbidden":
+        return _unknown(place, section, root, first["input"])
+    message = first["msg"].removeprefix("Value error, ") + _given(first["type"], first["input"])
+    if place and (now := new_value(place[-1], first["input"])) is not None:
+        message += f", which is {now!r} now"
+    return f"{dotted}: {message}" if dotted else message
+
+
+def sections_of(annotation: Any) -> list[type[BaseModel]]:
+    """Return the sections that a field may hold: one, the kinds of a union, or none if it holds values."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [section for part in get_args(annotation) for section in sections_of(part)]
+
+
+def _unknown(place: tuple[str, ...], section: type[BaseModel], root: type[BaseModel], given: Any) -> str:
+    """Return what to write instead of a key that its section does not have."""
+    *path, key = place
+    known, others = list(section.model_fields), _alternatives(root, path)
+    if (rename := new_name(key, {name for other in (section, *others) for name in other.model_fields})) is not None:
+        value = f" = {rename.values.get(given, given)!r}" if isinstance(given, str) else ""
+        return f"{'.'.join(place)!r} has a new name; write {'.'.join((*path, rename.now))}{value}"
+    for other in others:
+        if key in other.model_fields and other is not section:
+            return f"{'.'.join(place)!r} is a key of kind = {_kind(other)!r} only; known keys here: {', '.join(known)}"
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    below = [] if near else _keys_named(key, root)
+    hint = f"did you mean {(near + below)[0]!r}?" if near or below else f"known keys here: {', '.join(known)}"
+    return f"unknown key {'.'.join(place)!r}; {hint}"
+
+
+def _given(kind: str, value: Any) -> str:
+    """Return the refused value as the end of a sentence, unless the message has it already."""
+    if kind == "value_error" or not isinstance(value, SHOWN):
+        return ""
+    shown = repr(value)
+    return f"; it is {shown if len(shown) <= 60 else shown[:59] + '…'}"
+
+
+def _walk(root: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[tuple[str, ...], type[BaseModel]]:
+    """Return the path that a user has written, and the section of its last key.
+
+    Args:
+        root: the section that was checked.
+        loc: pydantic's path, which also has the kind of each union that it goes through.
+    """
+    place: list[str] = []
+    section, rest = root, [str(step) for step in loc]
+    while rest:
+        step = rest.pop(0)
+        place.append(step)
+        field = section.model_fields.get(step)
+        inner = [] if field is None else sections_of(field.annotation)
+        if not inner or not rest:
+            return (*place, *rest), section
+        assert field is not None
+        if get_origin(field.annotation) is dict:
+            place.append(rest.pop(0))
+        elif len(inner) > 1:
+            kind = rest.pop(0)
+            inner = [one for one in inner if _kind(one) == kind]
+        section = inner[0]
+    return tuple(place), section
+
+
+def _kind(section: type[BaseModel]) -> str:
+    """Return the value of `kind` by which a section of a union is chosen."""
+    return str(section.model_fields["kind"].default)
+
+
+def _alternatives(root: type[BaseModel], path: Sequence[str]) -> list[type[BaseModel]]:
+    """Return the kinds of section that a path may hold; one or none if there is no choice."""
+    annotation: Any = root
+    for step in path:
+        fields = [section.model_fields[step] for section in sections_of(annotation) if step in section.model_fields]
+        if not fields:
+            return []
+        annotation = fields[0].annotation
+    return sections_of(annotation)
+
+
+def _keys_named(name: str, root: type[BaseModel], above: str = "") -> list[str]:
+    """Return the dotted keys of `root` whose last part is `name`, with NAME for the keys of a `dict[str, Section]`."""
+    found = []
+    for key, field in root.model_fields.items():
+        if key == name and above:
+            found.append(above + key)
+        step = "NAME." if get_origin(field.annotation) is dict else ""
+        for part in sections_of(field.annotation):
+            found += _keys_named(name, part, f"{above}{key}.{step}")
+    return found
+
 
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]

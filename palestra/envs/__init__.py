@@ -7,20 +7,16 @@ from palestra.envs.arithmetic import Arithmetic
 from palestra.envs.calculator import CalculatorEnvironment
 from palestra.envs.catalog import CATALOG, CatalogEntry, catalog_entry
 from palestra.envs.check import check_environment
-from palestra.envs.concurrent import ConcurrentEnvironment
-from palestra.envs.delegating import DELEGATE, Subagent
-from palestra.envs.environment import Environment
-from palestra.envs.frozen_lake import FrozenLake
+from palestra.envs.concurrent import ConcurrentEnvironment, SerialEnvironment
+from palestra.envs.environment import Environment, TaskEnvironment
 from palestra.envs.gomoku import Gomoku
 from palestra.envs.gomoku_duel import GomokuDuel
-from palestra.envs.gymnasium_worlds import GymnasiumEnvironment
-from palestra.envs.reasoning import ReasoningEnvironment
+from palestra.envs.gymnasium import FrozenLake, GymnasiumEnvironment
+from palestra.envs.reasoning_gym import ReasoningEnvironment
 from palestra.envs.rewards import reward_function
-from palestra.envs.serial import SerialEnvironment
 from palestra.envs.split_sum import SplitSum
-from palestra.envs.splits import Split
-from palestra.envs.subagents import SubagentEnvironment
-from palestra.envs.task import TaskEnvironment
+from palestra.envs.subagents import DELEGATE, Subagent, SubagentEnvironment
+from palestra.envs.task_splits import Split
 from palestra.envs.tool_environment import ToolEnvironment
 
 __all__ = [

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 
-from palestra.envs.splits import Split, draw_tasks
-from palestra.envs.task import TaskEnvironment
+from palestra.envs.environment import TaskEnvironment
+from palestra.envs.task_splits import Split, draw_tasks
 
 SYSTEM = "You are a calculator. Reply with the number only."
 _NUMBER = re.compile(r"(?<![0-9.])-?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|-?\.[0-9]+")

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from palestra.envs.arithmetic import right_number
-from palestra.envs.splits import Split, draw_tasks
+from palestra.envs.task_splits import Split, draw_tasks
 from palestra.envs.tool_environment import ToolEnvironment
-from palestra.schemas.clock import Clock
 from palestra.tools import Calculator
+from palestra.types.clock import Clock
 
 SYSTEM = """Use the calculator, then say the result. To use it, reply with:
 <tool_call>

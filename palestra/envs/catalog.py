@@ -16,12 +16,12 @@ from palestra.envs.arithmetic import Arithmetic, arithmetic_tasks
 from palestra.envs.calculator import CalculatorEnvironment, calculator_tasks
 from palestra.envs.concurrent import ConcurrentEnvironment
 from palestra.envs.environment import Environment
-from palestra.envs.frozen_lake import FrozenLake, frozen_lake_tasks
 from palestra.envs.gomoku import Gomoku, gomoku_tasks
 from palestra.envs.gomoku_duel import GomokuDuel
-from palestra.envs.reasoning import ReasoningEnvironment, reasoning_tasks
+from palestra.envs.gymnasium import FrozenLake, frozen_lake_tasks
+from palestra.envs.reasoning_gym import ReasoningEnvironment, reasoning_tasks
 from palestra.envs.split_sum import SplitSum, split_sum_tasks
-from palestra.envs.splits import Split
+from palestra.envs.task_splits import Split
 from palestra.errors import ConfigError
 
 

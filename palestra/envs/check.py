@@ -8,14 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, cast
 
-from palestra.envs.check_actions import Script, Task, scripts
-from palestra.envs.check_concurrent import check_concurrent, check_nothing_left
-from palestra.envs.concurrent import ConcurrentEnvironment
+from palestra.envs.check_concurrent import Script, Task, check_concurrent, check_nothing_left, scripts
+from palestra.envs.concurrent import ConcurrentEnvironment, checked_reset, checked_step, step_of
 from palestra.envs.environment import Environment
-from palestra.envs.serial import checked_reset, checked_step, step_of
-from palestra.errors import EnvironmentMistake
-from palestra.schemas.messages import ChatMessage
+from palestra.errors import InvalidEnvironment
 from palestra.threads import call
+from palestra.types.messages import ChatMessage
 
 
 def check_environment(
@@ -61,18 +59,18 @@ def check_environment(
         timeout_seconds: the longest time that a concurrent environment may show nothing.
 
     Raises:
-        EnvironmentMistake: the first mistake that was found, in words.
+        InvalidEnvironment: the first mistake that was found, in words.
         ValueError: `tasks` is empty, or `actions` is.
     """
     if not tasks or (actions is not None and not actions):
         raise ValueError("check_environment needs a task, and actions if they are given")
     made, other = _make(make), _make(make)
     if not isinstance(made, Environment | ConcurrentEnvironment):
-        raise EnvironmentMistake(f"`make` returned a {type(made).__name__}, which is no environment")
+        raise InvalidEnvironment(f"`make` returned a {type(made).__name__}, which is no environment")
     if made is other:
-        raise EnvironmentMistake("`make` returned the same environment twice; an episode may need a new one")
+        raise InvalidEnvironment("`make` returned the same environment twice; an episode may need a new one")
     if made.max_steps is not None and made.max_steps < 1:
-        raise EnvironmentMistake(f"max_steps is at least 1, or None, and not {made.max_steps}")
+        raise InvalidEnvironment(f"max_steps is at least 1, or None, and not {made.max_steps}")
     plan = scripts(tasks, actions)
     if isinstance(made, ConcurrentEnvironment):
         work = check_concurrent(cast("Callable[[], ConcurrentEnvironment]", make), plan, max_steps, timeout_seconds)
@@ -92,7 +90,7 @@ async def _check_serial(make: Callable[[], Environment], plan: Sequence[tuple[Ta
     for task, script in plan:
         fresh.append(await _played(make(), task, script, max_steps))
         if fresh[-1] != await _played(make(), task, script, max_steps):
-            raise EnvironmentMistake(
+            raise InvalidEnvironment(
                 "two new environments answer the same task and actions differently; take randomness from the task"
             )
     environment = make()
@@ -100,7 +98,7 @@ async def _check_serial(make: Callable[[], Environment], plan: Sequence[tuple[Ta
         await _call_of("setup", environment, environment.setup)
         again = [await _episode(environment, task, script, max_steps) for task, script in (*plan, *plan)]
         if again != fresh + fresh:
-            raise EnvironmentMistake("it says that it is reusable, and a second episode differs from that of a new one")
+            raise InvalidEnvironment("it says that it is reusable, and a second episode differs from that of a new one")
         await _close(environment)
 
 
@@ -121,7 +119,7 @@ async def _episode(environment: Environment, task: Task, script: Script, max_ste
     before = repr(task)
     text, _ = checked_reset(await _call_of("reset", environment, partial(environment.reset, task)))
     if repr(task) != before:
-        raise EnvironmentMistake("reset changed the task; copy what has to be changed")
+        raise InvalidEnvironment("reset changed the task; copy what has to be changed")
     seen: list[Any] = [text]
     limit = environment.max_steps
     for number in range(max_steps if limit is None else min(limit, max_steps)):
@@ -132,7 +130,7 @@ async def _episode(environment: Environment, task: Task, script: Script, max_ste
         if answer[2] or answer[3]:
             return seen
     if limit is None:
-        raise EnvironmentMistake(f"an episode did not end within {max_steps} steps; set max_steps, or truncate it")
+        raise InvalidEnvironment(f"an episode did not end within {max_steps} steps; set max_steps, or truncate it")
     return seen
 
 
@@ -140,14 +138,14 @@ def _make(make: Callable[[], Any]) -> Any:
     """Return a new environment.
 
     Raises:
-        EnvironmentMistake: `make` raised something.
+        InvalidEnvironment: `make` raised something.
     """
     try:
         return make()
-    except EnvironmentMistake:
+    except InvalidEnvironment:
         raise
     except Exception as error:
-        raise EnvironmentMistake(f"make raised {type(error).__name__}: {error}") from error
+        raise InvalidEnvironment(f"make raised {type(error).__name__}: {error}") from error
 
 
 async def _call_of(what: str, environment: Environment, function: Callable[[], Any]) -> Any:
@@ -159,11 +157,11 @@ async def _call_of(what: str, environment: Environment, function: Callable[[], A
         function: the call.
 
     Raises:
-        EnvironmentMistake: the function raised an exception, which is named in the message.
+        InvalidEnvironment: the function raised an exception, which is named in the message.
     """
     try:
         return await call(function, "palestra-environment", blocking=environment.blocking)
-    except EnvironmentMistake:
+    except InvalidEnvironment:
         raise
     except Exception as error:
-        raise EnvironmentMistake(f"{what} raised {type(error).__name__}: {error}") from error
+        raise InvalidEnvironment(f"{what} raised {type(error).__name__}: {error}") from error

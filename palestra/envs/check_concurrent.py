@@ -1,18 +1,86 @@
-"""The part of `check_environment` that is only for concurrent environments."""
+"""The part of `check_environment` that is for concurrent environments, and the actions that all checks take."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, cast
 
-from palestra.envs.check_actions import Script, Task
 from palestra.envs.concurrent import ConcurrentEnvironment
-from palestra.errors import EnvironmentMistake, EpisodeOver
-from palestra.schemas.messages import ChatMessage
-from palestra.schemas.observations import Observation
+from palestra.errors import EpisodeOver, InvalidEnvironment
+from palestra.tools import FINISH
+from palestra.types.messages import ChatMessage, FunctionCall, Observation, TextPart, ToolCall, text_message
+
+TEXTS = ("", "hello", "1", '{"x": 1}', "é 漢 👩‍💻", "\ud800", "x" * 10_000)
+_VALUES: dict[str, Any] = {"string": "1 + 1", "integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}}
+
+Task = Mapping[str, Any]
+Script = Callable[[int, Sequence[Mapping[str, Any]]], ChatMessage]
+"""(number of actions that the agent has taken, tools that the agent is offered) -> the agent's next action."""
+
+
+def scripts(tasks: Sequence[Task], actions: Sequence[str | ChatMessage] | None) -> list[tuple[Task, Script]]:
+    """Return the episodes to play, each as a task and the script of its actions.
+
+    Without `actions` the first task is played once for each kind of action, beginning with that kind.
+    """
+    if actions is not None:
+        return [(task, _repeated([_message(action) for action in actions])) for task in tasks]
+    kinds = len(TEXTS) + len(_calls([], 0))
+    first = [(tasks[0], _rotated(start)) for start in range(kinds)]
+    return first + [(task, _rotated(start)) for start, task in enumerate(tasks[1:], start=1)]
+
+
+def _message(action: str | ChatMessage) -> ChatMessage:
+    """Return the action as a message; text with a lone surrogate gets `?` in its place, as in a model's reply."""
+    return text_message("assistant", action) if isinstance(action, str) else action
+
+
+def _repeated(actions: Sequence[ChatMessage]) -> Script:
+    return lambda number, tools: actions[number % len(actions)]
+
+
+def _rotated(start: int) -> Script:
+    def action(number: int, tools: Sequence[Mapping[str, Any]]) -> ChatMessage:
+        choices: list[ChatMessage] = [*(_calls(tools, number) if tools else ()), *map(_message, TEXTS)]
+        return choices[(start + number) % len(choices)]
+
+    return action
+
+
+def _calls(tools: Sequence[Mapping[str, Any]], number: int) -> list[ChatMessage]:
+    """Return actions that call: without arguments, with text that is not JSON, an unknown tool, and correctly."""
+    names = [str(tool["function"]["name"]) for tool in tools]
+    good = [(name, _arguments(tool)) for name, tool in zip(names, tools, strict=True) if name != FINISH]
+    turns = [
+        [(name, "{}") for name in names],
+        [(name, '{"x": ') for name in names[:1]],
+        [("no_such_tool", "{}")],
+        good or [("no_such_tool", "{}")],
+    ]
+    return [_calling(turn, f"call_{number}") for turn in turns]
+
+
+def _calling(turn: Sequence[tuple[str, str]], ids: str) -> ChatMessage:
+    calls = [
+        ToolCall(id=f"{ids}_{place}", function=FunctionCall(name=name, arguments=arguments))
+        for place, (name, arguments) in enumerate(turn)
+    ]
+    return ChatMessage(role="assistant", content=(TextPart(text=""),), tool_calls=tuple(calls))
+
+
+def _arguments(tool: Mapping[str, Any]) -> str:
+    properties = (tool["function"].get("parameters") or {}).get("properties") or {}
+    return json.dumps({name: _value(schema) for name, schema in properties.items()})
+
+
+def _value(schema: Mapping[str, Any]) -> Any:
+    kind = schema.get("type")
+    return schema["enum"][0] if schema.get("enum") else _VALUES.get(kind) if isinstance(kind, str) else None
+
 
 # Observations by agent. Only their order within one agent is compared: between agents no order is promised.
 Seen = dict[str, list[Any]]
@@ -33,7 +101,7 @@ async def check_concurrent(
         timeout_seconds: the longest time that an environment may show nothing.
 
     Raises:
-        EnvironmentMistake: the first mistake that was found, in words.
+        InvalidEnvironment: the first mistake that was found, in words.
     """
     fresh = []
     for task, script in plan:
@@ -43,7 +111,7 @@ async def check_concurrent(
             fresh.append(await _Episode(environment, script, max_steps, timeout_seconds).play(task))
             await _close(environment)
         if fresh.pop() != fresh[-1]:
-            raise EnvironmentMistake(
+            raise InvalidEnvironment(
                 "two new environments answer the same task and actions differently; take randomness from the task"
             )
     environment = make()
@@ -51,7 +119,7 @@ async def check_concurrent(
     if environment.reusable:
         again = [await _Episode(environment, s, max_steps, timeout_seconds).play(task) for task, s in (*plan, *plan)]
         if again != fresh + fresh:
-            raise EnvironmentMistake("it says that it is reusable, and a second episode differs from that of a new one")
+            raise InvalidEnvironment("it says that it is reusable, and a second episode differs from that of a new one")
         await _close(environment)
         return
     await _call("reset", environment.reset(plan[0][0]))
@@ -67,12 +135,12 @@ async def _close(environment: ConcurrentEnvironment) -> None:
 
 
 async def check_nothing_left() -> None:
-    """Raise EnvironmentMistake if a task of this event loop still runs beside the caller's own."""
+    """Raise InvalidEnvironment if a task of this event loop still runs beside the caller's own."""
     await asyncio.sleep(0)  # one turn of the loop lets cancelled tasks end
     left = asyncio.all_tasks() - {asyncio.current_task()}
     if left:
         names = ", ".join(sorted(str(getattr(task.get_coro(), "__qualname__", task.get_name())) for task in left))
-        raise EnvironmentMistake(f"after close this still runs: {names}")
+        raise InvalidEnvironment(f"after close this still runs: {names}")
 
 
 class _Episode:
@@ -94,17 +162,17 @@ class _Episode:
         before = repr(task)
         await _call("reset", self._environment.reset(task))
         if repr(task) != before:
-            raise EnvironmentMistake("reset changed the task; copy what has to be changed")
+            raise InvalidEnvironment("reset changed the task; copy what has to be changed")
         while (observation := await self._next()) is not None:
             self._check(observation)
             if not observation.is_last:
                 self._open[observation.agent] = observation
             if self._acted.total() > self._max_steps:
-                raise EnvironmentMistake(
+                raise InvalidEnvironment(
                     f"an episode did not end within {self._max_steps} steps; set max_steps, or truncate it"
                 )
         if not self._acted:
-            raise EnvironmentMistake("an episode began with nothing to answer; `start` emits what there is to see")
+            raise InvalidEnvironment("an episode began with nothing to answer; `start` emits what there is to see")
         return self._seen
 
     async def begin(self) -> None:
@@ -126,7 +194,7 @@ class _Episode:
                 await asyncio.sleep(0)
             done, _ = await asyncio.wait((observing,), timeout=self._timeout_seconds)
             if not done:
-                raise EnvironmentMistake(
+                raise InvalidEnvironment(
                     f"nothing was shown for {self._timeout_seconds:g} s, and the episode is not over"
                 )
             return cast("Observation", await _call("the answer to an action", observing))
@@ -149,23 +217,23 @@ class _Episode:
         tools: tuple[Any, ...] = observation.tools
         flags: tuple[Any, ...] = (observation.reward, observation.terminated, observation.truncated)
         if not isinstance(agent, str) or not agent:
-            raise EnvironmentMistake(f"an observation is for an agent by name, not for {agent!r}")
+            raise InvalidEnvironment(f"an observation is for an agent by name, not for {agent!r}")
         if not isinstance(content, tuple) or not all(isinstance(message, ChatMessage) for message in content):
-            raise EnvironmentMistake(f"what {agent!r} sees is a tuple of messages, not {content!r:.80}")
+            raise InvalidEnvironment(f"what {agent!r} sees is a tuple of messages, not {content!r:.80}")
         if flags[0] is not None and (type(flags[0]) not in (int, float) or not math.isfinite(flags[0])):
-            raise EnvironmentMistake(f"a reward is a finite number or None, not {flags[0]!r}")
+            raise InvalidEnvironment(f"a reward is a finite number or None, not {flags[0]!r}")
         if not all(type(flag) is bool for flag in flags[1:]):
-            raise EnvironmentMistake("terminated and truncated are True or False")
+            raise InvalidEnvironment("terminated and truncated are True or False")
         if unknown := set(observation.parents) - self._ids:
-            raise EnvironmentMistake(f"the parents of {observation.id} are {sorted(unknown)}, which nobody has seen")
+            raise InvalidEnvironment(f"the parents of {observation.id} are {sorted(unknown)}, which nobody has seen")
         if not observation.is_last and not content and agent not in self._seen:
-            raise EnvironmentMistake(f"the first that {agent!r} sees is nothing")
+            raise InvalidEnvironment(f"the first that {agent!r} sees is nothing")
         if agent in self._open and not observation.is_last:
-            raise EnvironmentMistake(f"{agent!r} is shown {observation.id} before it answered what it was shown before")
+            raise InvalidEnvironment(f"{agent!r} is shown {observation.id} before it answered what it was shown before")
         for tool in tools:
             function = tool.get("function") if isinstance(tool, dict) else None
             if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-                raise EnvironmentMistake(f"a tool is offered in OpenAI's shape, and not as {tool!r:.80}")
+                raise InvalidEnvironment(f"a tool is offered in OpenAI's shape, and not as {tool!r:.80}")
         if not observation.is_last:
             self._check_conversation(observation)
         self._ids.add(observation.id)
@@ -177,15 +245,15 @@ class _Episode:
         called = self._calls.pop(agent, [])
         answered = [message.tool_call_id for message in observation.content if message.role == "tool"]
         if missing := [call for call in called if call not in answered]:
-            raise EnvironmentMistake(f"the call {missing[0]!r} of {agent!r} has no answer in what it sees next")
+            raise InvalidEnvironment(f"the call {missing[0]!r} of {agent!r} has no answer in what it sees next")
         if strange := [answer for answer in answered if answer not in called]:
-            raise EnvironmentMistake(f"{agent!r} is told the result of a call {strange[0]!r} that it did not make")
+            raise InvalidEnvironment(f"{agent!r} is told the result of a call {strange[0]!r} that it did not make")
 
 
 async def _call(what: str, work: Awaitable[Any]) -> Any:
     try:
         return await work
-    except (EnvironmentMistake, EpisodeOver):
+    except (InvalidEnvironment, EpisodeOver):
         raise
     except Exception as error:
-        raise EnvironmentMistake(f"{what} raised {type(error).__name__}: {error}") from error
+        raise InvalidEnvironment(f"{what} raised {type(error).__name__}: {error}") from error

@@ -1,12 +1,13 @@
-"""`Environment`: the easy form of an environment, with Gymnasium's five values, text in and text out."""
+"""The easy forms of an environment: Gymnasium's five values with text in and out, and one question with one answer."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, ClassVar
 
-from palestra.schemas.messages import ChatMessage
+from palestra.envs.rewards import reward_function
+from palestra.types.messages import ChatMessage
 
 Info = dict[str, Any]
 Reset = tuple[str, Info]
@@ -82,3 +83,44 @@ class Environment(ABC):
             The five values of `step`; the observation may also be a tuple of messages.
         """
         return self.step(action.text)
+
+
+def task_prompt(task: Mapping[str, Any]) -> str:
+    """Return the text under the task's key `prompt`, which is the default question of a task."""
+    return str(task["prompt"])
+
+
+class TaskEnvironment(Environment):
+    """An environment that asks one question and ends after the first answer, which `reward_fn` scores."""
+
+    def __init__(
+        self,
+        reward_fn: Callable[..., Any],
+        prompt: Callable[[Mapping[str, Any]], str] = task_prompt,
+    ) -> None:
+        """Create the environment.
+
+        Args:
+            reward_fn: `(task, answer) -> float`, or a function in TRL's form; sync or async.
+            prompt: makes the question of a task.
+        """
+        self._reward, self._prompt = reward_function(reward_fn), prompt
+        self._task: Mapping[str, Any] = {}
+
+    def reset(self, task: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+        """Return the task's question as the first observation."""
+        self._task = task
+        return self._prompt(task), {}
+
+    def step(self, action: str) -> Step | Awaitable[Step]:
+        """Score the answer with the reward function and end the episode."""
+        reward = self._reward(self._task, action)
+        return _last(reward) if isinstance(reward, float) else _last_of(reward)
+
+
+async def _last_of(reward: Awaitable[float]) -> Step:
+    return _last(await reward)
+
+
+def _last(reward: float) -> Step:
+    return "", reward, True, False, {}

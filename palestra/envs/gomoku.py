@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from palestra.envs.environment import Environment
-from palestra.envs.splits import Split, draw_tasks
+from palestra.envs.task_splits import Split, draw_tasks
 
 _MOVE = re.compile(r"(\d+)\D+(\d+)")
 _DIRECTIONS = ((0, 1), (1, 0), (1, 1), (1, -1))

@@ -7,9 +7,8 @@ from typing import Any
 
 from palestra.envs.concurrent import ConcurrentEnvironment
 from palestra.envs.gomoku import AGENT, OPPONENT, Board
-from palestra.schemas.clock import Clock
-from palestra.schemas.messages import ChatMessage, text_message
-from palestra.schemas.observations import Observation
+from palestra.types.clock import Clock
+from palestra.types.messages import ChatMessage, Observation, text_message
 
 STONES = {"agent": AGENT, "opponent": OPPONENT}
 WON, DRAWN, LOST, IMPOSSIBLE = 1.0, 0.5, 0.0, -0.5

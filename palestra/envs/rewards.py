@@ -7,7 +7,7 @@ import math
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from palestra.errors import EnvironmentMistake, NotScored
+from palestra.errors import InvalidEnvironment, NotScored
 from palestra.threads import is_async
 
 RewardFunction = Callable[[Mapping[str, Any], str], float | Awaitable[float]]
@@ -39,7 +39,7 @@ def reward_function(function: Callable[..., Any]) -> RewardFunction:
         if not of_batch:
             return finite_reward(function, found)
         if not hasattr(found, "__len__") or len(found) != 1:
-            raise EnvironmentMistake(f"{_name(function)} got one completion and returned {found!r}, not one reward")
+            raise InvalidEnvironment(f"{_name(function)} got one completion and returned {found!r}, not one reward")
         return finite_reward(function, found[0])
 
     async def awaited(task: Mapping[str, Any], answer: str) -> float:
@@ -57,16 +57,16 @@ def finite_reward(function: Callable[..., Any], value: Any) -> float:
 
     Raises:
         NotScored: the value is None, so the episode is left out of training.
-        EnvironmentMistake: the value is not a number, or not finite.
+        InvalidEnvironment: the value is not a number, or not finite.
     """
     if value is None:
         raise NotScored(f"{_name(function)} returned None")
     try:
         number = float(value)
     except (TypeError, ValueError, RuntimeError):
-        raise EnvironmentMistake(f"{_name(function)} returned {value!r}, which is no reward") from None
+        raise InvalidEnvironment(f"{_name(function)} returned {value!r}, which is no reward") from None
     if not math.isfinite(number):
-        raise EnvironmentMistake(f"{_name(function)} returned {number}, and a reward is finite")
+        raise InvalidEnvironment(f"{_name(function)} returned {number}, and a reward is finite")
     return number
 
 

@@ -10,11 +10,10 @@ from typing import Any, Literal
 
 from palestra.envs import arithmetic, calculator
 from palestra.envs.arithmetic import last_number, right_number
-from palestra.envs.delegating import Subagent
-from palestra.envs.splits import Split, draw_tasks
-from palestra.envs.subagents import SubagentEnvironment
-from palestra.schemas.clock import Clock
+from palestra.envs.subagents import Subagent, SubagentEnvironment
+from palestra.envs.task_splits import Split, draw_tasks
 from palestra.tools import Calculator
+from palestra.types.clock import Clock
 
 SYSTEM = """Give each product to a subagent, both in one reply, then say the sum of their results. For 1 * 2 + 3 * 4:
 <tool_call>

@@ -1,4 +1,4 @@
-"""`SubagentEnvironment`: a task whose agent may hand parts of it to subagents, which work concurrently."""
+"""A task whose agent may hand parts of it to subagents, which work side by side, each in a conversation of its own."""
 
 from __future__ import annotations
 
@@ -10,28 +10,100 @@ from functools import partial
 from typing import Any, Literal
 
 from palestra.envs.concurrent import ConcurrentEnvironment
-from palestra.envs.delegating import DELEGATE, Delegate, Subagent
-from palestra.envs.final_answer import final_answer
+from palestra.envs.environment import task_prompt
 from palestra.envs.rewards import finite_reward, reward_function
-from palestra.envs.task import task_prompt
-from palestra.schemas.clock import Clock
-from palestra.schemas.messages import ChatMessage, text_message
-from palestra.schemas.observations import Observation
+from palestra.envs.tool_environment import final_answer
 from palestra.threads import call
-from palestra.tools import Finish, Tool, ToolManager
+from palestra.tools import BadArguments, Finish, Tool, ToolManager
+from palestra.types.clock import Clock
+from palestra.types.messages import ChatMessage, Observation, text_message
+
+DELEGATE = "delegate"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Subagent:
+    """One kind of subagent that an agent may start, any number of times, with the tool `delegate`."""
+
+    name: str  # of the kind; the first that an agent named `agent` starts is `agent/NAME-1`
+    description: str = ""  # its purpose, shown to agents that may delegate to it
+    system: str | None = None  # system message of its conversation, if any
+    tools: tuple[Tool, ...] = ()  # tools that it may call, beside `finish` and `delegate`
+    max_steps: int = 8  # replies that it may make; its last text is then its result
+
+    def __post_init__(self) -> None:
+        """Check the name and the limit.
+
+        Raises:
+            ValueError: the name is empty or has a slash, or `max_steps` is below 1.
+        """
+        if not self.name or "/" in self.name:
+            raise ValueError(f"a subagent's name has a letter and no slash, and is not {self.name!r}")
+        if self.max_steps < 1:
+            raise ValueError(f"max_steps of {self.name!r} is at least 1")
+
+
+class Delegate(Tool):
+    """Tool `delegate(prompt, kind)`: one call starts one subagent; the calls of one reply start theirs concurrently."""
+
+    def __init__(self, kinds: Mapping[str, Subagent], start: Callable[[Subagent, str], str]) -> None:
+        """Create the tool of one agent.
+
+        Args:
+            kinds: kinds of subagents by name.
+            start: called with the kind and the prompt; returns the result of the call, as the agent reads it.
+        """
+        self._kinds, self._start = kinds, start
+
+    def get_json_schema(self) -> dict[str, Any]:
+        """Return the tool in OpenAI's shape. The argument `kind` is optional if there is only one kind."""
+        about = " ".join(f"{kind.name}: {kind.description}" for kind in self._kinds.values() if kind.description)
+        several = len(self._kinds) > 1
+        properties = {
+            "prompt": {"type": "string", "description": "All that it has to know."},
+            "kind": {"type": "string", "enum": list(self._kinds)} | ({"description": about} if about else {}),
+        }
+        return {
+            "type": "function",
+            "function": {
+                "name": DELEGATE,
+                "description": "Hand a part of the task to a subagent. Several calls at once run side by side.",
+                "parameters": {
+                    "type": "object",
+                    "properties": properties,
+                    "required": ["prompt", "kind"] if several else ["prompt"],
+                },
+            },
+        }
+
+    async def apply_async(self, **arguments: Any) -> str:
+        """Start a subagent and return what the agent reads as the result of the call.
+
+        Raises:
+            BadArguments: there is no such kind, or the prompt is empty.
+        """
+        name = arguments.get("kind", next(iter(self._kinds), ""))
+        kind = self._kinds.get(name) if isinstance(name, str) else None
+        if kind is None:
+            raise BadArguments(f"there is no subagent {name!r}; known are {', '.join(self._kinds) or 'none'}")
+        prompt = arguments["prompt"]
+        if not isinstance(prompt, str) or not prompt.strip():
+            raise BadArguments("the prompt is no text, or an empty one")
+        return self._start(kind, prompt)
+
 
 SubagentReward = Callable[[Mapping[str, Any], str, str], float | Awaitable[float]]
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
-class _Part:
+class _AgentState:
     """The state of one agent in the episode."""
 
     name: str
     kind: Subagent
     depth: int  # 0: the task's own agent
     prompt: str
-    parent: _Part | None
+    parent: _AgentState | None
     manager: ToolManager = field(default_factory=ToolManager)
     observation: Observation | None = None  # the last one that the agent was shown
     steps: int = 0
@@ -40,7 +112,7 @@ class _Part:
     result: str = ""  # shown to its parent when the agent is over
     started: Counter[str] = field(default_factory=Counter)  # its subagents so far, by kind
     unshown: int = 0  # subagents whose results the agent has not seen
-    arrived: asyncio.Queue[_Part] = field(default_factory=asyncio.Queue)  # subagents that are over
+    arrived: asyncio.Queue[_AgentState] = field(default_factory=asyncio.Queue)  # subagents that are over
 
 
 class SubagentEnvironment(ConcurrentEnvironment):
@@ -121,7 +193,7 @@ class SubagentEnvironment(ConcurrentEnvironment):
         self._prompt, self._results = prompt, results
         self._max_depth, self._max_agents, self._timeout_seconds = max_depth, max_agents, timeout_seconds
         self._task: Mapping[str, Any] = {}
-        self._parts: dict[str, _Part] = {}
+        self._parts: dict[str, _AgentState] = {}
         self.counts: Counter[str] = Counter()
 
     async def start(self, task: Mapping[str, Any]) -> None:
@@ -155,13 +227,13 @@ class SubagentEnvironment(ConcurrentEnvironment):
             if part.observation is not None and part.observation.id == observation_id and not part.over:
                 self._leave(part, "(no answer: cancelled)")
 
-    def _begin(self, kind: Subagent, prompt: str, parent: _Part | None) -> _Part:
+    def _begin(self, kind: Subagent, prompt: str, parent: _AgentState | None) -> _AgentState:
         """Create an agent and show it its first observation."""
         name = kind.name
         if parent is not None:
             parent.started[kind.name] += 1
             name = f"{parent.name}/{kind.name}-{parent.started[kind.name]}"
-        part = _Part(
+        part = _AgentState(
             name=name, kind=kind, depth=0 if parent is None else parent.depth + 1, prompt=prompt, parent=parent
         )
         delegate = Delegate(self._kinds, lambda kind, prompt: self._delegated(part, kind, prompt))
@@ -172,7 +244,7 @@ class SubagentEnvironment(ConcurrentEnvironment):
         self._show(part, (*system, text_message("user", prompt)), causes)
         return part
 
-    def _show(self, part: _Part, content: tuple[ChatMessage, ...], causes: tuple[str, ...]) -> None:
+    def _show(self, part: _AgentState, content: tuple[ChatMessage, ...], causes: tuple[str, ...]) -> None:
         """Ask an agent for an action.
 
         A subagent that could call nothing but `finish` is offered no tools: text is its answer.
@@ -183,7 +255,7 @@ class SubagentEnvironment(ConcurrentEnvironment):
             part.name, content, parents=causes, tools=tools if part.parent is None or len(tools) > 1 else ()
         )
 
-    def _delegated(self, part: _Part, kind: Subagent, prompt: str) -> str:
+    def _delegated(self, part: _AgentState, kind: Subagent, prompt: str) -> str:
         """Start a subagent and return its name, or return the error that the calling agent reads."""
         if part.depth >= self._max_depth:
             self.counts["too_deep"] += 1
@@ -195,11 +267,11 @@ class SubagentEnvironment(ConcurrentEnvironment):
         part.unshown += 1
         return self._begin(kind, prompt, part).name
 
-    async def _answers(self, part: _Part, action: ChatMessage) -> tuple[tuple[ChatMessage, ...], tuple[str, ...]]:
+    async def _answers(self, part: _AgentState, action: ChatMessage) -> tuple[tuple[ChatMessage, ...], tuple[str, ...]]:
         """Run an action's calls; return their answers and the ids of the observations that caused them."""
         results = await part.manager.execute_calls(action.tool_calls)
         children = [self._parts.get(r.content) if r.name == DELEGATE and not r.failure else None for r in results]
-        shown: list[_Part] = []
+        shown: list[_AgentState] = []
         started = sum(child is not None for child in children)
         if self._results == "together":
             shown = [await part.arrived.get() for _ in range(started)]
@@ -208,12 +280,12 @@ class SubagentEnvironment(ConcurrentEnvironment):
         part.unshown -= len(shown)
         answers: list[ChatMessage] = []
         for result, child in zip(results, children, strict=True):
-            said = result.content if child is None else _told(child, child in shown)
+            said = result.content if child is None else _result_text(child, child in shown)
             answers.append(replace(result, content=said).message)
         later = [text_message("user", f"{c.name} has answered:\n{c.result}") for c in shown if c not in children]
         return (*answers, *later), tuple(c.observation.id for c in shown if c.observation is not None)
 
-    async def _end(self, part: _Part, answer: str, truncated: bool) -> None:
+    async def _end(self, part: _AgentState, answer: str, truncated: bool) -> None:
         """End an agent's part by its answer or limit of steps: cut off its subagents, score it, notify its parent."""
         for other in self._parts.values():
             if other.name.startswith(f"{part.name}/"):
@@ -227,7 +299,7 @@ class SubagentEnvironment(ConcurrentEnvironment):
         if part.parent is not None:
             part.parent.arrived.put_nowait(part)
 
-    async def _scored(self, part: _Part, answer: str) -> float | None:
+    async def _scored(self, part: _AgentState, answer: str) -> float | None:
         if part.parent is None:
             reward: float = await call(partial(self._reward, self._task, answer), "palestra-reward")
             return reward
@@ -236,7 +308,7 @@ class SubagentEnvironment(ConcurrentEnvironment):
         found = await call(partial(self._subagent_reward, self._task, part.prompt, answer), "palestra-reward")
         return finite_reward(self._subagent_reward, found)
 
-    def _cut(self, part: _Part) -> None:
+    def _cut(self, part: _AgentState) -> None:
         """Cut off an agent whose result is not needed any more."""
         if part.over:
             return
@@ -248,7 +320,7 @@ class SubagentEnvironment(ConcurrentEnvironment):
             super().cancel(part.observation.id)
         self._last(part, truncated=True)
 
-    def _leave(self, part: _Part, result: str) -> None:
+    def _leave(self, part: _AgentState, result: str) -> None:
         """End the part of an agent whose observation the rollout has cancelled."""
         part.over, part.result = True, result
         for other in self._parts.values():
@@ -257,12 +329,12 @@ class SubagentEnvironment(ConcurrentEnvironment):
         if part.parent is not None:
             part.parent.arrived.put_nowait(part)
 
-    def _last(self, part: _Part, *, truncated: bool, reward: float | None = None) -> None:
+    def _last(self, part: _AgentState, *, truncated: bool, reward: float | None = None) -> None:
         """Emit an agent's last observation; that of a subagent is always terminated."""
         causes = () if part.observation is None else (part.observation.id,)
         own = part.parent is None
         self.emit(part.name, (), parents=causes, reward=reward, terminated=not (own and truncated), truncated=truncated)
 
 
-def _told(child: _Part, over: bool) -> str:
+def _result_text(child: _AgentState, over: bool) -> str:
     return child.result if over else f"{child.name} is still at work."

@@ -1,20 +1,37 @@
-"""`ToolEnvironment`: a task with tools, whose calls are run and answered until the agent hands in an answer."""
+"""A task with tools: calls are run, their results are shown, until the agent hands in an answer."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 from palestra.envs.concurrent import ConcurrentEnvironment
-from palestra.envs.final_answer import final_answer
+from palestra.envs.environment import task_prompt
 from palestra.envs.rewards import reward_function
-from palestra.envs.task import task_prompt
-from palestra.schemas.clock import Clock
-from palestra.schemas.messages import ChatMessage, text_message
-from palestra.schemas.observations import Observation
 from palestra.threads import call
-from palestra.tools import Finish, Tool, ToolManager, ToolResult
+from palestra.tools import FINISH, Finish, Tool, ToolManager, ToolResult
+from palestra.types.clock import Clock
+from palestra.types.messages import ChatMessage, Observation, text_message
+
+
+def final_answer(action: ChatMessage) -> str | None:
+    """Return the answer that an action hands in, or None if the episode continues.
+
+    An answer is the argument of a call of `finish`, or the text of an action without calls. None: the action calls
+    other tools only, or calls `finish` with bad arguments.
+    """
+    if not action.tool_calls:
+        return action.text
+    for asked in action.tool_calls:
+        if asked.function.name == FINISH:
+            try:
+                return str(json.loads(asked.function.arguments)["answer"])
+            except (ValueError, KeyError, TypeError, RecursionError):
+                # `ToolManager` shows the model an error for this call, and the model may try again.
+                return None
+    return None
 
 
 class ToolEnvironment(ConcurrentEnvironment):

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from palestra.errors import EngineFailure, GrammarRefused, InvalidRequest, PalestraError, TooManyRequests
 from palestra.grammars.bounds import BOUNDS, Bounds
-from palestra.grammars.process import GrammarProcess, GrammarServer, Matcher, Refusal, Vocabulary, refusal
+from palestra.grammars.process import GrammarProcess, GrammarServer, GrammarVocabulary, Matcher, Refusal, refusal
 
 MOST_PROCESSES = 32
 MOST_COMPILING = 2
@@ -41,7 +41,7 @@ class _Compilation:
 class Grammars:
     """Makes matchers for the grammars of one tokenizer. No process is started before the first grammar."""
 
-    def __init__(self, vocabulary: Vocabulary | None = None, bounds: Bounds = BOUNDS) -> None:
+    def __init__(self, vocabulary: GrammarVocabulary | None = None, bounds: Bounds = BOUNDS) -> None:
         """Create an empty pool.
 
         Args:

@@ -27,7 +27,7 @@ _LIMITS = ("fuel", "too many", "too large", "too complex", "unable to determine"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Vocabulary:
+class GrammarVocabulary:
     """The tokens to which the bits of a mask belong.
 
     Attributes:
@@ -44,7 +44,7 @@ class Vocabulary:
 class GrammarServer:
     """The process from which grammar processes are forked. It ends with this process, or when `close` is called."""
 
-    def __init__(self, vocabulary: Vocabulary | None) -> None:
+    def __init__(self, vocabulary: GrammarVocabulary | None) -> None:
         """Start the process and wait until it has loaded the tokenizer.
 
         Args:

@@ -1,4 +1,7 @@
-"""The FastAPI application of either server: every request needs a key, and every error becomes an answer."""
+"""What the application of either server begins with: every request needs a key, and every error is answered.
+
+Bodies that are read by hand are described in the OpenAPI document like those that FastAPI reads.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,52 @@ from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI
+from pydantic import BaseModel
 
 from palestra.http.errors import ErrorAnswers, ErrorForm
 from palestra.http.guard import Authenticate, RequestGuard
-from palestra.schemas.wire import ErrorAnswer
+from palestra.types.wire import ErrorAnswer
+
+
+def request_schema(kind: type[BaseModel]) -> dict[str, Any]:
+    """Return the description of a body that a route reads itself, for FastAPI's `openapi_extra`.
+
+    Args:
+        kind: the model of the body.
+    """
+    schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def describe(app: FastAPI) -> None:
+    """Make the application's OpenAPI document contain each model once, under its name."""
+    made = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        document = made()
+        known = document["components"]["schemas"]
+        for methods in document["paths"].values():
+            for route in methods.values():
+                content = route.get("requestBody", {}).get("content", {}).get("application/json")
+                if content is not None and "$ref" not in content["schema"]:
+                    content["schema"] = {"$ref": _add(content["schema"], known)}
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's guide replaces the method in this way
+
+
+def _add(schema: dict[str, Any], known: dict[str, Any]) -> str:
+    """Add a schema and its definitions to the known ones, and return the reference to it.
+
+    Raises:
+        ValueError: another model has the same name.
+    """
+    whole = dict(schema)
+    for name, definition in (whole.pop("$defs", {}) | {schema["title"]: whole}).items():
+        if known.setdefault(name, definition) != definition:
+            raise ValueError(f"two models are called {name}")
+    return f"#/components/schemas/{schema['title']}"
+
 
 PUBLIC = ("/openapi.json",)  # answered without a key
 _ERRORS: dict[int | str, dict[str, Any]] = {

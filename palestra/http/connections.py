@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Protocol
 
-from palestra.schemas.clock import Clock, SystemClock
+from palestra.types.clock import Clock, SystemClock
 
 log = logging.getLogger("palestra.http")
 MOST_CONNECTIONS = 8192  # an idle connection takes about 10 KiB

@@ -14,10 +14,9 @@ from palestra.algorithms.base import Algorithm, ForwardOutputs, Group, TokenAdva
 from palestra.algorithms.loss import token_weights
 from palestra.config import AlgorithmConfig, Roles
 from palestra.learner.shares import share_of
-from palestra.schemas.forks import ForkReason
-from palestra.schemas.records import Floats, PolicyVersion, TrainSample, Trajectory
+from palestra.tokens import TokenTrie, calls_of_final_answers, rows_of
 from palestra.trainer.untrainable import not_finite
-from palestra.trajectory import TokenTrie, calls_of_final_answers, rows_of
+from palestra.types.records import Floats, ForkReason, PolicyVersion, TrainSample, Trajectory
 
 LEFT_OUT = (
     "groups_zero_variance",

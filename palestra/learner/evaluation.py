@@ -6,9 +6,9 @@ import time
 from collections.abc import Sequence
 
 from palestra.config import Roles
-from palestra.ledger import Groups
-from palestra.schemas.records import Task
-from palestra.schemas.states import EpisodeState
+from palestra.store import Groups
+from palestra.types.records import Task
+from palestra.types.states import EpisodeState
 
 
 async def evaluate(groups: Groups, tasks: Sequence[Task], done: int, roles: Roles) -> dict[str, float]:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from palestra.config import RolloutConfig
 from palestra.database import WAKE_SECONDS
 from palestra.errors import EngineFailure
-from palestra.ledger import RunStore
-from palestra.schemas.protocols import GroupRecord
-from palestra.schemas.records import Episode, Task
-from palestra.schemas.states import EpisodeState, GroupState
+from palestra.store import RunStore
+from palestra.types.progress import GroupRecord
+from palestra.types.records import EpisodeRecord, Task
+from palestra.types.states import EpisodeState, GroupState
 
 OPEN = (EpisodeState.REGISTERED, EpisodeState.CLAIMED)
 
@@ -38,11 +38,11 @@ class Gathered:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Bucket:
+class GroupEpisodes:
     """A group as it is now, with its episodes in order of their sample index."""
 
     record: GroupRecord
-    episodes: tuple[Episode, ...]
+    episodes: tuple[EpisodeRecord, ...]
 
     @property
     def is_open(self) -> bool:
@@ -118,10 +118,10 @@ async def gather_groups(
                 await store.groups.wait_settled("train", step, discarded)
 
 
-async def _buckets(store: RunStore, step: int) -> list[Bucket]:
+async def _buckets(store: RunStore, step: int) -> list[GroupEpisodes]:
     """Return the groups of a step in canonical order."""
     found = await store.groups.of_step("train", step)
-    return [Bucket(record=record, episodes=tuple(episodes)) for record, episodes in found]
+    return [GroupEpisodes(record=record, episodes=tuple(episodes)) for record, episodes in found]
 
 
 async def _register(store: RunStore, config: RolloutConfig, task_of: Callable[[int], Task], steps: range) -> bool:
@@ -140,7 +140,7 @@ async def _register(store: RunStore, config: RolloutConfig, task_of: Callable[[i
     return False
 
 
-async def _settle(store: RunStore, config: RolloutConfig, bucket: Bucket, oldest: Mapping[str, int]) -> None:
+async def _settle(store: RunStore, config: RolloutConfig, bucket: GroupEpisodes, oldest: Mapping[str, int]) -> None:
     """Make a group READY, or DROPPED, once none of its episodes is open and none has to be played again."""
     if bucket.record.state is not GroupState.OPEN or bucket.is_open:
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from palestra.schemas.progress import HealthWarning
+from palestra.types.progress import HealthWarning
 
 Row = Mapping[str, float]
 

@@ -14,23 +14,22 @@ from typing import Any
 
 from palestra.algorithms.base import Algorithm
 from palestra.config import JobConfig
+from palestra.engine.base import Engine
 from palestra.errors import ConfigError
 from palestra.faults import fault_point
-from palestra.inference.base import Engine
 from palestra.learner.checkpoints import CheckpointSchedule
 from palestra.learner.evaluation import evaluate
 from palestra.learner.groups import gather_groups
-from palestra.learner.reporting import RunFolder
+from palestra.learner.reporting import RunFolder, StepLog
 from palestra.learner.schedule import TaskOrder
-from palestra.learner.step_log import StepLog
 from palestra.learner.update import PolicyUpdate
-from palestra.ledger import RunStore
 from palestra.rollout import RolloutSyncLock
-from palestra.schemas.progress import Collecting, JobProgress
-from palestra.schemas.records import BatchManifest, PolicyVersion, Task
-from palestra.schemas.states import JobState
 from palestra.session import PolicySet
+from palestra.store import RunStore
 from palestra.trainer.base import Trainer
+from palestra.types.progress import JobProgress, Phase
+from palestra.types.records import BatchManifest, PolicyVersion, Task
+from palestra.types.states import JobState
 from palestra.waiting import race
 
 Report = Callable[[str, dict[str, Any]], None]
@@ -197,7 +196,7 @@ class Learner:
                 "train/episodes_discarded": 0.0,
                 "train/episodes_stale": 0.0,
             }
-        self._progress.enter(f"gathering step {step}", Collecting("train", step))
+        self._progress.enter(f"gathering step {step}", Phase("train", step))
         started = time.monotonic()
         rollout = self._config.rollout
         versions = self._versions()
@@ -264,7 +263,7 @@ class Learner:
         if every and self._validation_tasks and (step % every == 0 or step == self._config.steps):
             if self._stopping.is_set():
                 return False
-            self._progress.enter(_evaluating(step), Collecting("validation", step))
+            self._progress.enter(_evaluating(step), Phase("validation", step))
             roles = self._policies.roles
             found = await self._unless_stopped(evaluate(self._store.groups, self._validation_tasks, step, roles))
             if found is None:

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from palestra.algorithms.loss import LOSSES, LossMetric
 from palestra.algorithms.registry import ALGORITHMS
-from palestra.schemas.metrics import METRICS, Metric
 from palestra.trainer.base import TRAINER_METRICS, StepReport
+from palestra.types.metrics import METRICS, Metric
 
 
 def metric_tables() -> dict[str, tuple[Metric, ...]]:

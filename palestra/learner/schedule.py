@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 
 from palestra.config import OptimizerConfig
-from palestra.schemas.records import Task
+from palestra.types.records import Task
 
 
 class TaskOrder:

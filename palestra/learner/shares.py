@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from palestra.config import Roles
-from palestra.schemas.records import Trajectory
+from palestra.types.records import Trajectory
 
 
 def share_of(trajectory: Trajectory, policy: str, roles: Roles) -> Trajectory:

@@ -15,8 +15,8 @@ from palestra.config import JobConfig
 from palestra.learner.batch import Batch, make_batch
 from palestra.learner.metrics import loss_metrics
 from palestra.learner.schedule import learning_rate
-from palestra.schemas.records import Trajectory
 from palestra.trainer.base import OptimParams, StepReport, Trainer
+from palestra.types.records import Trajectory
 
 log = logging.getLogger("palestra.learner")
 AddEvent = Callable[[str, dict[str, Any]], Awaitable[None]]

@@ -1,15 +1,15 @@
 """Rollouts in Palestra's own process: agents and environments use the same sessions as remote workers, without HTTP."""
 
-from palestra.rollout.collect import Collected, Step, Termination, TrajectoryCollectEngine
-from palestra.rollout.environments import Environments
+from palestra.rollout.collect import EpisodeResult, Step, Termination, TrajectoryCollectEngine
+from palestra.rollout.environment_pool import EnvironmentPool
 from palestra.rollout.orchestrator import Outcome, RolloutOrchestrator
 from palestra.rollout.pool import RunnerPool
 from palestra.rollout.runner import RolloutSpec, Runner
 from palestra.rollout.sync_lock import RolloutSyncLock
 
 __all__ = [
-    "Collected",
-    "Environments",
+    "EnvironmentPool",
+    "EpisodeResult",
     "Outcome",
     "RolloutOrchestrator",
     "RolloutSpec",

@@ -23,10 +23,9 @@ from palestra.errors import (
     ServerStopping,
     place_of,
 )
-from palestra.schemas.messages import ChatMessage, ToolChoice
-from palestra.schemas.observations import Observation
-from palestra.schemas.records import Chat, StepTimes
 from palestra.session import EpisodeSession, GenerationRequest, Sessions
+from palestra.types.messages import ChatMessage, Observation, ToolChoice
+from palestra.types.records import Chat, StepTimes
 
 
 class Termination(StrEnum):
@@ -61,7 +60,7 @@ class Step:
 
 
 @dataclass(kw_only=True, slots=True)
-class Collected:
+class EpisodeResult:
     """The outcome of an episode: how it ended, and what is recorded beside its model calls."""
 
     termination: Termination = Termination.DONE
@@ -123,9 +122,9 @@ class TrajectoryCollectEngine:
         self._temperature = temperature
         self._histories: dict[str, tuple[ChatMessage, ...]] = defaultdict(tuple)
         self._number: dict[str, int] = {}  # observation -> its TimeStep
-        self._result = Collected()
+        self._result = EpisodeResult()
 
-    async def collect(self, task: Mapping[str, Any]) -> Collected:
+    async def collect(self, task: Mapping[str, Any]) -> EpisodeResult:
         """Play the episode of `task` to its end. However it ends, no task of it keeps running.
 
         Raises:
@@ -135,12 +134,12 @@ class TrajectoryCollectEngine:
         turns: set[asyncio.Task[None]] = set()
         observing: asyncio.Task[Observation] | None = None
         try:
-            with failing(Termination.ENVIRONMENT_FAILED):
+            with classify_errors(Termination.ENVIRONMENT_FAILED):
                 await self._environment.reset(task)
             while True:
                 # Fast path: with nothing else to wait for, no task of the event loop is needed.
                 if not turns and observing is None:
-                    with failing(Termination.ENVIRONMENT_FAILED):
+                    with classify_errors(Termination.ENVIRONMENT_FAILED):
                         observation = await self._environment.observe()
                     if not self._take(observation):
                         continue
@@ -155,7 +154,7 @@ class TrajectoryCollectEngine:
                     turns.discard(turn)
                     turn.result()
                 if observing.done():
-                    with failing(Termination.ENVIRONMENT_FAILED):
+                    with classify_errors(Termination.ENVIRONMENT_FAILED):
                         observation, observing = observing.result(), None
                     if self._take(observation):
                         turns.add(asyncio.ensure_future(self._turn(observation)))
@@ -204,7 +203,7 @@ class TrajectoryCollectEngine:
         """Let the agent answer an observation, and pass its action to the environment."""
         number, name = self._number[observation.id], observation.agent
         try:
-            with failing(Termination.AGENT_FAILED):
+            with classify_errors(Termination.AGENT_FAILED):
                 chats, action = await self._agent(name).step(observation, _Handle(self, name, number))
         except ContextOverflow:
             if "/" not in name:
@@ -214,7 +213,7 @@ class TrajectoryCollectEngine:
             return
         self._result.steps[number].acted_at = self._environment.clock.now()
         self._histories[name] = _conversation((*self._histories[name], *observation.content), chats, action)
-        with failing(Termination.ENVIRONMENT_FAILED):
+        with classify_errors(Termination.ENVIRONMENT_FAILED):
             self._environment.act(observation.id, action)
 
     def _agent(self, name: str) -> Agent:
@@ -245,7 +244,7 @@ def _note(notes: dict[str, str], name: str, info: Mapping[str, Any]) -> None:
     notes[name] = text if len(text) <= left else text[: max(left - 3, 0)] + "..."
 
 
-class failing:
+class classify_errors:
     """Context manager that turns an exception into `RolloutFailed`, which names the component that failed.
 
     Exceptions that end an episode in good order (`EpisodeOver`, `ContextOverflow`, `NotScored`) pass unchanged.

@@ -9,13 +9,13 @@ from collections.abc import AsyncIterator
 
 from palestra.database import WAKE_SECONDS
 from palestra.errors import RolloutFailed
-from palestra.rollout.collect import Collected, Lost, Termination
+from palestra.rollout.collect import EpisodeResult, Lost, Termination
 from palestra.rollout.orchestrator import Outcome, RolloutOrchestrator
 from palestra.rollout.runner import Runner
 from palestra.rollout.sync_lock import RolloutSyncLock
-from palestra.schemas.progress import RolloutProgress
-from palestra.schemas.records import Episode
 from palestra.session import Sessions
+from palestra.types.progress import RolloutProgress
+from palestra.types.records import EpisodeRecord
 
 log = logging.getLogger("palestra.rollout")
 FAILURES_IN_A_ROW = 20
@@ -45,7 +45,7 @@ class RunnerPool:
         self._store, self._runner, self._lock = sessions.context.store, runner, lock
         self.progress = progress or RolloutProgress()
         self._max_concurrency = max_concurrency
-        self._unplayed: dict[str, Episode] = {}  # claimed and waiting for their turn
+        self._unplayed: dict[str, EpisodeRecord] = {}  # claimed and waiting for their turn
         self._claiming = asyncio.Lock()
         self._free = asyncio.Event()
         self._in_a_row = 0  # failures without a success between them
@@ -71,7 +71,7 @@ class RunnerPool:
                 await asyncio.gather(producing, return_exceptions=True)
                 await asyncio.shield(self._give_back_unplayed())
 
-    async def _claims(self) -> AsyncIterator[Episode]:
+    async def _claims(self) -> AsyncIterator[EpisodeRecord]:
         """Yield episodes as places become free; all free places are claimed for in one transaction."""
         while True:
             seen = self._store.episodes.available.count
@@ -85,7 +85,7 @@ class RunnerPool:
             elif len(claimed) < free:
                 await self._store.episodes.available.wait(WAKE_SECONDS, seen)
 
-    async def _claim(self, free: int) -> list[Episode]:
+    async def _claim(self, free: int) -> list[EpisodeRecord]:
         """Claim up to `free` episodes.
 
         Callers shield this call from cancellation, so that every claimed episode is known and can be given back.
@@ -97,7 +97,7 @@ class RunnerPool:
             self._unplayed |= {episode.episode_id: episode for episode in claimed}
             return claimed
 
-    async def _play(self, episode: Episode) -> Collected:
+    async def _play(self, episode: EpisodeRecord) -> EpisodeResult:
         del self._unplayed[episode.episode_id]
         self.progress.playing += 1
         try:
@@ -110,7 +110,7 @@ class RunnerPool:
             self.progress.playing -= 1
             self._free.set()
 
-    def _count(self, outcome: Outcome[Episode, Collected]) -> None:
+    def _count(self, outcome: Outcome[EpisodeRecord, EpisodeResult]) -> None:
         error = outcome.error
         if error is None:
             assert outcome.result is not None

@@ -12,10 +12,10 @@ from typing import Any, Self
 from palestra.agents import Agent, ModelAgent
 from palestra.client.arguments import checked_amount, checked_count
 from palestra.errors import NotScored, RolloutFailed
-from palestra.rollout.collect import Collected, Lost, Termination, TrajectoryCollectEngine
-from palestra.rollout.environments import Environments, Made
-from palestra.schemas.records import Episode, Task, Trajectory
+from palestra.rollout.collect import EpisodeResult, Lost, Termination, TrajectoryCollectEngine
+from palestra.rollout.environment_pool import EnvironmentPool, Made
 from palestra.session import Sessions
+from palestra.types.records import EpisodeRecord, Task, Trajectory
 
 log = logging.getLogger("palestra.rollout")
 
@@ -67,7 +67,7 @@ class Runner:
         """
         self._sessions, self._store = sessions, sessions.context.store
         self._agents = play.agents or {"": ModelAgent(max_tokens=play.max_tokens)}
-        self._environments = Environments(play.environment, system=play.system, clock=sessions.context.clock)
+        self._environments = EnvironmentPool(play.environment, system=play.system, clock=sessions.context.clock)
         self._temperature = play.temperature
         self._timeout_seconds, self.worker_id = timeout_seconds, worker_id
 
@@ -103,7 +103,7 @@ class Runner:
         await self.play_claim(episode)
         return (await store.calls.trajectories([episode.episode_id]))[0]
 
-    async def _claim(self, name: str | None) -> Episode | None:
+    async def _claim(self, name: str | None) -> EpisodeRecord | None:
         """Claim an episode. If the caller is cancelled meanwhile, a claimed episode is given back."""
         claiming = asyncio.ensure_future(self._store.episodes.claim(self.worker_id, uuid.uuid4().hex, None, name))
         try:
@@ -113,7 +113,7 @@ class Runner:
                 await self.give_back(episode, Termination.CANCELLED, "the job was stopped")
             raise
 
-    async def play_claim(self, episode: Episode) -> Collected:
+    async def play_claim(self, episode: EpisodeRecord) -> EpisodeResult:
         """Play a claimed episode to its end and hand in its reward.
 
         If something fails, the time is over, or this call is cancelled, the episode is given back. A failure is never
@@ -141,7 +141,7 @@ class Runner:
             raise
         except NotScored as error:
             await self.give_back(episode, Termination.NOT_SCORED, str(error), discard=True)
-            return Collected(termination=Termination.NOT_SCORED)
+            return EpisodeResult(termination=Termination.NOT_SCORED)
         await self._store.episodes.end(
             episode.episode_id,
             episode.fence,
@@ -152,7 +152,9 @@ class Runner:
         )
         return collected
 
-    async def give_back(self, episode: Episode, termination: Termination, reason: str, discard: bool = False) -> None:
+    async def give_back(
+        self, episode: EpisodeRecord, termination: Termination, reason: str, discard: bool = False
+    ) -> None:
         """Give an episode back, to be played again or to be discarded.
 
         Args:
@@ -172,8 +174,8 @@ class Runner:
         except Lost:  # its lease ran out, so it has been given back already
             log.info("episode %s was given back before: %s", episode.episode_id, reason)
 
-    async def _collect(self, episode: Episode) -> Collected:
-        async with self._environments.one() as environment:
+    async def _collect(self, episode: EpisodeRecord) -> EpisodeResult:
+        async with self._environments.acquire() as environment:
             engine = TrajectoryCollectEngine(
                 environment=environment,
                 agents=self._agents,

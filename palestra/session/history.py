@@ -1,16 +1,124 @@
-"""The conversations of an episode: finds the earlier call that a request continues, or the point where it deviates."""
+"""The conversations of an episode: finds the earlier call that messages continue, or the place where they left one.
+
+Arguments of tool calls are compared as numbers and text, not as JSON texts, because agents print them in their own way.
+"""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_
+from typing import Any, NoReturn
 
-from palestra.schemas.forks import ForkReason
-from palestra.schemas.messages import ChatMessage, TextPart, ToolCall
-from palestra.schemas.records import Chat
-from palestra.session.arguments import arguments_key
+import orjson
+
+from palestra.types.messages import ChatMessage, TextPart, ToolCall
+from palestra.types.records import Chat, ForkReason
+
+_EXACT = range(-(2**63), 2**64)  # integers that orjson reads exactly; it turns all others into floats
+_LONGEST = 20  # number of digits of the longest of them
+
+
+class _Number(str):
+    """A number that is no 64-bit integer, as the text of its exact value. Its `repr` can't be that of a JSON string."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def arguments_key(text: str) -> Hashable:
+    """Return a key that is equal for two JSON texts with the same value.
+
+    Order of keys, white space and escapes in strings do not count; of equal keys in an object the last counts. Numbers
+    are compared by their exact decimal value, of any size: `1`, `1.0` and `10e-1` are equal, and two integers or
+    fractions that differ in any digit are not, even if a 64-bit float could not tell them apart. Text that is not JSON
+    (`NaN`, a cut object) equals only itself.
+    """
+    try:
+        value = orjson.loads(text)
+        if not _has_float(value):
+            return _sorted(value)
+    except orjson.JSONDecodeError:  # perhaps only because a number is too large for a float
+        pass
+    try:
+        return _exact_key(text)
+    except (ValueError, TypeError, RecursionError):  # not JSON, or half a surrogate pair, or nested too deep
+        return text
+
+
+def _exact_key(text: str) -> Hashable:
+    """Return the key of a text with numbers that a float may round.
+
+    Raises:
+        ValueError: the text is not JSON.
+    """
+    beyond: list[_Number] = []
+
+    def number(written: str) -> int | _Number:
+        read = _decimal(written)
+        if isinstance(read, _Number):
+            beyond.append(read)
+        return read
+
+    value = _decoder(number).decode(text)
+    # Without such a number the text may still contain 1.0, which needs the same key as 1.
+    return (True, repr(value)) if beyond else _sorted(value)
+
+
+def _decoder(number: Callable[[str], int | _Number]) -> json.JSONDecoder:
+    """Return a JSON decoder that reads numbers with `number`, refuses NaN and sorts keys."""
+    return json.JSONDecoder(
+        parse_int=number,
+        parse_float=number,
+        parse_constant=_refuse,
+        object_pairs_hook=lambda pairs: dict(sorted(dict(pairs).items())),
+    )
+
+
+def _refuse(constant: str) -> NoReturn:
+    """Refuse NaN and infinities, which Python's decoder would accept."""
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _sorted(value: Any) -> bytes:
+    """Return a value as compact JSON with sorted keys, by which values are compared."""
+    return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
+
+
+def _has_float(value: Any) -> bool:
+    """Return whether a value contains a float, which may have been rounded when it was read."""
+    values = [value]
+    while values:
+        value = values.pop()
+        if type(value) is dict:
+            values.extend(value.values())
+        elif type(value) is list:
+            values.extend(value)
+        elif type(value) is float:
+            return True
+    return False
+
+
+def _decimal(written: str) -> int | _Number:
+    """Return the exact value of a JSON number: an integer if orjson can read it, else digits and a power of ten."""
+    mantissa, _, exponent = written.lower().removeprefix("-").partition("e")
+    whole, _, fraction = mantissa.partition(".")
+    digits = (whole + fraction).lstrip("0")
+    if not digits:
+        return 0
+    if len(exponent) > _LONGEST:  # Python refuses to read integers of thousands of digits
+        return _Number(written.lower())
+    significant = digits.rstrip("0")
+    power = int(exponent or 0) - len(fraction) + len(digits) - len(significant)
+    sign = "-" if written[0] == "-" else ""
+    if 0 <= power <= _LONGEST - len(significant) and (integer := int(sign + significant + "0" * power)) in _EXACT:
+        return integer
+    return _Number(f"{sign}{significant}e{power}")
+
 
 _THOUGHT = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 _SPACED_TAG = re.compile(r"\s*(</?think>)\s*")
@@ -32,7 +140,7 @@ class Sameness:
 EXACT = Sameness()
 
 
-class _Node:
+class _HistoryNode:
     """A message in the tree of conversations; its parent is the message before it.
 
     Attributes:
@@ -45,11 +153,11 @@ class _Node:
 
     __slots__ = ("calls", "children", "depth", "message", "parent")
 
-    def __init__(self, parent: _Node | None, message: ChatMessage | None) -> None:
+    def __init__(self, parent: _HistoryNode | None, message: ChatMessage | None) -> None:
         self.parent = parent
         self.message = message
         self.depth: int = 0 if parent is None else parent.depth + 1
-        self.children: dict[Hashable, _Node] = {}
+        self.children: dict[Hashable, _HistoryNode] = {}
         self.calls: list[Chat] = []
 
 
@@ -82,8 +190,8 @@ class History:
             sameness: which changes of a reply keep it the same message.
         """
         self._sameness = sameness
-        self._starts: dict[str, _Node] = {}
-        self._ends: dict[int, _Node] = {}  # the node of a call's reply, by the call's index
+        self._starts: dict[str, _HistoryNode] = {}
+        self._ends: dict[int, _HistoryNode] = {}  # the node of a call's reply, by the call's index
         self._replies: dict[tuple[str, Hashable], list[Chat]] = {}  # by policy and key
         self._newest: dict[str, tuple[Chat, tuple[ChatMessage, ...]]] = {}  # of each policy, with messages and reply
 
@@ -109,7 +217,7 @@ class History:
             key = known[id(message)] if id(message) in known else self._key(message)
             child = node.children.get(key)
             if child is None:
-                child = node.children[key] = _Node(node, message)
+                child = node.children[key] = _HistoryNode(node, message)
             node = child
         node.calls.append(chat)
         self._ends[chat.index] = node
@@ -185,9 +293,9 @@ class History:
         """Return the key by which messages are compared in this episode."""
         return message_key(message, self._sameness)
 
-    def _start(self, policy: str) -> _Node:
+    def _start(self, policy: str) -> _HistoryNode:
         """Return the root of a policy's conversations."""
-        return self._starts.setdefault(policy, _Node(None, None))
+        return self._starts.setdefault(policy, _HistoryNode(None, None))
 
     def _has_reply(self, policy: str, messages: Sequence[ChatMessage]) -> bool:
         """Return whether one of the messages is a reply of an earlier call of the policy."""
@@ -195,7 +303,7 @@ class History:
         replies = self._replies
         return any(message.role == "assistant" and (policy, self._key(message)) in replies for message in messages)
 
-    def _left(self, policy: str, node: _Node, rest: Sequence[ChatMessage]) -> tuple[Chat | None, ForkReason]:
+    def _left(self, policy: str, node: _HistoryNode, rest: Sequence[ChatMessage]) -> tuple[Chat | None, ForkReason]:
         """Return the call from which a conversation deviates at `node`, and why.
 
         Args:
@@ -233,7 +341,7 @@ class History:
             return ForkReason.TOOL_ARGUMENTS
         return None
 
-    def _keeper(self, policy: str, node: _Node, rest: Sequence[ChatMessage]) -> Chat | None:
+    def _keeper(self, policy: str, node: _HistoryNode, rest: Sequence[ChatMessage]) -> Chat | None:
         """Return the last call that continued from `node` and whose reply is the last one kept in `rest`.
 
         None: the policy has no such call.
@@ -241,7 +349,7 @@ class History:
         for message in reversed(rest):
             if message.role == "assistant":
                 for chat in reversed(self._replies.get((policy, self._key(message)), ())):
-                    end: _Node | None = self._ends[chat.index]
+                    end: _HistoryNode | None = self._ends[chat.index]
                     while end is not None and end.depth > node.depth + 1:
                         end = end.parent
                     if end is not None and end.parent is node:
@@ -254,7 +362,7 @@ def is_raw(chat: Chat) -> bool:
     return not chat.shared_messages and not chat.new_messages
 
 
-def _latest(node: _Node) -> Chat:
+def _latest(node: _HistoryNode) -> Chat:
     """Return the last call that contains this message. A node without children is always a reply."""
     while node.children:
         node = next(reversed(node.children.values()))

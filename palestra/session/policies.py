@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Self
 
-from palestra.chat import Renderer
 from palestra.config import JobConfig, PolicyConfig, Roles
+from palestra.engine.base import Engine
 from palestra.errors import NotFound
 from palestra.grammars.pool import Grammars
-from palestra.inference.base import Engine
-from palestra.schemas.records import PolicyVersion
+from palestra.renderers import Renderer
+from palestra.types.records import PolicyVersion
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

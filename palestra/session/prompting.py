@@ -10,16 +10,15 @@ from typing import Any, TypeVar
 import numpy as np
 from jinja2 import TemplateError
 
-from palestra.chat import Renderer
-from palestra.chat.long_text import TooManyTokens
 from palestra.errors import ContextOverflow, HistoryDrift, InvalidRequest
-from palestra.schemas.forks import Fork, ForkReason
-from palestra.schemas.messages import ChatMessage
-from palestra.schemas.records import Chat, Ids, MediaSpan, TokenSequence
+from palestra.renderers import Renderer
+from palestra.renderers.long_text import TooManyTokens
 from palestra.session.history import History, Match, Sameness, is_raw
 from palestra.session.request import GenerationRequest
 from palestra.threads import WorkPool
-from palestra.trajectory import TokenTrie, common_tokens
+from palestra.tokens import TokenTrie, common_tokens
+from palestra.types.messages import ChatMessage
+from palestra.types.records import Chat, Fork, ForkReason, Ids, MediaSpan, TokenSequence
 
 LONG_TEXT = 8_000  # characters (or as much other work) above which rendering is done in a thread
 _VALUE = 40  # a message, tool call or value of a tool costs as much as this many characters, besides its text

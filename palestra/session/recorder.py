@@ -7,10 +7,10 @@ from collections.abc import Hashable, Mapping
 from functools import partial
 from typing import Protocol
 
-from palestra.schemas.records import Chat
 from palestra.session.context import SessionContext
 from palestra.session.prompting import PromptBuilder
 from palestra.session.registry import CallRegistry
+from palestra.types.records import Chat
 
 
 class CallStore(Protocol):

@@ -8,12 +8,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import count
 
-from palestra.schemas.records import Chat, Ids
 from palestra.session.request import GenerationRequest
+from palestra.types.records import Chat, Ids
 
 
 @dataclass(frozen=True, slots=True)
-class Reservation:
+class ReservedCall:
     """The number and the seed of a call, reserved when its prompt is known.
 
     Attributes:
@@ -62,7 +62,7 @@ class CallRegistry:
             if chat.index not in used:
                 self._undelivered[chat.request_digest] = chat
 
-    def reserve(self, prompt_ids: Ids, policy: str = "") -> Reservation:
+    def reserve(self, prompt_ids: Ids, policy: str = "") -> ReservedCall:
         """Give a call its number and its seed: the first seed of its prompt that no other call has.
 
         Args:
@@ -79,9 +79,9 @@ class CallRegistry:
         self._seeds.add(seed)
         index = self._next_index  # larger than its parent's, because prompts are built in this order
         self._next_index += 1
-        return Reservation(index, seed, prompt, occurrence)
+        return ReservedCall(index, seed, prompt, occurrence)
 
-    def release(self, reservation: Reservation) -> None:
+    def release(self, reservation: ReservedCall) -> None:
         """Free the seed of a call that will not be recorded, so that sending the call again gives the same sample."""
         self._seeds.discard(reservation.seed)
         self._taken[reservation.prompt] = min(self._taken[reservation.prompt], reservation.occurrence)

@@ -10,15 +10,14 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from palestra.chat import MessageDelta, PlainTextStream, Renderer, Reply
-from palestra.chat.base import NOTHING
-from palestra.chat.stop_strings import StopStrings
-from palestra.chat.text_stream import TextStream
+from palestra.engine.base import Engine, EngineRequest
 from palestra.errors import EngineFailure
-from palestra.inference.base import Engine, EngineRequest
-from palestra.schemas.records import FinishReason, Ids, SampledTokens, SamplingParams, TokenSequence, VersionSpan
+from palestra.renderers import MessageDelta, PlainTextStream, Renderer, Reply
+from palestra.renderers.base import NOTHING
+from palestra.renderers.text_stream import StopStrings, TextStream
 from palestra.session.policies import PolicyRuntime
 from palestra.session.request import GenerationRequest, ReplyPiece
+from palestra.types.records import FinishReason, Ids, SampledTokens, SamplingParams, TokenSequence, VersionSpan
 
 CALL_END = "</tool_call>"  # value of `Chat.stop` for a reply that ended with its only tool call
 

@@ -1,13 +1,82 @@
-"""The request of an agent for a reply, and the interface of a listener that follows its sampling."""
+"""What an agent asks of a model, what its reply has to match, and what it may hear while the reply is sampled."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from palestra.chat import MessageDelta
-from palestra.schemas.messages import ChatMessage, ToolChoice
-from palestra.schemas.records import Chat, Ids, SamplingParams
+from palestra.errors import GrammarRefused, InvalidRequest, UnsupportedField
+from palestra.renderers import MessageDelta, NotInThisFormat, Renderer, ReplyForm
+from palestra.renderers.base import Tools
+from palestra.types.messages import ChatMessage, ToolChoice
+from palestra.types.records import Chat, Ids, SamplingParams
+
+_MAX_CALLS = 8  # of one reply if calls are required: a small model would write calls until its token limit
+
+
+class Constraint(NamedTuple):
+    """The grammar that a reply has to match.
+
+    Attributes:
+        grammar: in a form that `llguidance` reads, not yet compiled; "": anything.
+        field: of the request that asked for the constraint, for errors.
+    """
+
+    grammar: str
+    field: str
+
+
+def constraint_of(call: GenerationRequest, renderer: Renderer) -> Constraint:
+    """Return the constraint that a request asks for. A constrained reply has no reasoning before it.
+
+    If there are tools and a `response_schema`, the reply may be tool calls or an answer, depending on `tool_choice`.
+
+    Args:
+        call: the request.
+        renderer: writes the grammar in the model's format.
+
+    Raises:
+        InvalidRequest: an unknown tool, or choices together with tools or a schema.
+        GrammarRefused: a schema that is nested too deep.
+        UnsupportedField: tool calls can't be constrained in the format of this model.
+    """
+    required = call.tool_choice == "required"
+    if call.response_choices:
+        if required or call.callable_tools or call.response_schema is not None:
+            raise InvalidRequest("choices can't be had beside tools or a schema", "choices")
+        return Constraint(renderer.grammar(ReplyForm(choices=call.response_choices)), "choices")
+    field = "tool_choice" if required else "response_format"
+    if not required and call.response_schema is None:
+        return Constraint("", field)
+    form = ReplyForm(
+        tools=_callable(call) if required or call.callable_tools else (),
+        most_calls=_MAX_CALLS if call.parallel_tool_calls and call.tool_name is None else 1,
+        schema=None if required else call.response_schema,
+    )
+    try:
+        return Constraint(renderer.grammar(form), field)
+    except RecursionError:
+        raise GrammarRefused(f"{field}: over the bound of a grammar: it is nested too deep", field) from None
+    except NotInThisFormat:
+        raise UnsupportedField(
+            f"{field}: calls of tools can't be constrained in the format of this model; use tool_choice auto or none",
+            field,
+        ) from None
+
+
+def _callable(call: GenerationRequest) -> Tools:
+    """Return the tools that a constrained reply may call.
+
+    Raises:
+        InvalidRequest: there are none.
+    """
+    tools = call.tools
+    if call.tool_name is not None:
+        tools = tuple(tool for tool in tools if tool["function"]["name"] == call.tool_name)
+    if not tools:
+        named = "there are no tools" if call.tool_name is None else f"there is no tool {call.tool_name!r}"
+        raise InvalidRequest(f"tool_choice: {named} in this request", "tool_choice")
+    return tools
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

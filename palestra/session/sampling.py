@@ -7,8 +7,8 @@ from typing import Any
 
 from palestra.config import PolicyConfig
 from palestra.errors import UnsupportedField
-from palestra.schemas.records import EpisodeKind, SamplingParams
 from palestra.session.request import GenerationRequest
+from palestra.types.records import EpisodeKind, SamplingParams
 
 _SEEDS = 2**63
 

@@ -8,20 +8,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from uuid import uuid4
 
-from palestra.chat import whole_message
 from palestra.errors import GrammarRefused, PalestraError, UnsupportedField
-from palestra.schemas.records import Chat, Episode, EpisodeKind, SamplingParams
-from palestra.schemas.states import TurnState
-from palestra.session.constraints import Constraint, constraint_of
+from palestra.renderers import whole_message
 from palestra.session.context import SessionContext
 from palestra.session.policies import PolicyRuntime
 from palestra.session.prompting import Prompt, PromptBuilder
 from palestra.session.recorder import CallStore, NoStore, Recorder
-from palestra.session.registry import CallRegistry, Reservation
+from palestra.session.registry import CallRegistry, ReservedCall
 from palestra.session.reply import SampledReply, sample_reply
-from palestra.session.request import CallStart, GenerationRequest, Listener, ReplyPiece
+from palestra.session.request import CallStart, Constraint, GenerationRequest, Listener, ReplyPiece, constraint_of
 from palestra.session.sampling import overruled, sampling_of, trainable
 from palestra.session.turns import Turn, Turns
+from palestra.types.records import Chat, EpisodeKind, EpisodeRecord, SamplingParams
+from palestra.types.states import TurnState
 from palestra.waiting import together
 
 GRAMMARS_AT_ONCE = 2  # grammars of one session that are being compiled or wait to be
@@ -41,7 +40,7 @@ class _Choice:
 
     number: int
     turn: Turn
-    reserved: Reservation | None = None
+    reserved: ReservedCall | None = None
     sampling: SamplingParams | None = None
     recorded: bool = False
 
@@ -362,7 +361,7 @@ class Session:
 class EpisodeSession(Session):
     """The calls of one lease of an episode, each in the run store before its reply is returned."""
 
-    def __init__(self, context: SessionContext, episode: Episode, recorded: Sequence[Chat] = ()) -> None:
+    def __init__(self, context: SessionContext, episode: EpisodeRecord, recorded: Sequence[Chat] = ()) -> None:
         """Start with the calls that the store has of this lease.
 
         Args:

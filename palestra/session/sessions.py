@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 from palestra.errors import EpisodeEnded, EpisodeLeaseExpired, PalestraError, TooManyRequests
-from palestra.schemas.records import Episode
 from palestra.session.context import SessionContext
 from palestra.session.session import EpisodeSession, StatelessSession
+from palestra.types.records import EpisodeRecord
 
 
 class Sessions:
@@ -59,7 +59,7 @@ class Sessions:
             self._stateless.discard(session)
             session.terminate(EpisodeEnded("this call is over"))
 
-    async def begin(self, episode: Episode) -> EpisodeSession:
+    async def begin(self, episode: EpisodeRecord) -> EpisodeSession:
         """Return the session of a lease that this process has just been granted, under which nothing is recorded yet.
 
         Raises:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from palestra.schemas.states import TurnState, check_transition
-from palestra.session.counters import StateTimes
+from palestra.session.context import StateTimes
+from palestra.types.states import TurnState, check_transition
 
 
 class Turn:

@@ -4,10 +4,9 @@ Importing this package loads neither torch nor ray, so that a rollout worker sta
 """
 
 from palestra.tools.calculator import Calculator
-from palestra.tools.finish import FINISH, Finish
 from palestra.tools.function import FunctionTool, tool
 from palestra.tools.manager import ToolFailure, ToolManager, ToolResult
-from palestra.tools.tool import BadArguments, Tool
+from palestra.tools.tool import FINISH, BadArguments, Finish, Tool
 
 __all__ = [
     "FINISH",

@@ -13,8 +13,8 @@ from typing import Any
 
 from pydantic_core import PydanticSerializationError, to_json
 
-from palestra.schemas.messages import ChatMessage, TextPart, ToolCall
 from palestra.tools.tool import BadArguments, Tool
+from palestra.types.messages import ChatMessage, TextPart, ToolCall
 
 
 class ToolFailure(StrEnum):

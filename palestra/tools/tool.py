@@ -1,4 +1,4 @@
-"""The interface of a tool: a name, a JSON schema of its arguments, and a function."""
+"""What a tool is, and the tool that ends an episode."""
 
 from __future__ import annotations
 
@@ -57,3 +57,26 @@ class Tool(ABC):
     async def apply_async(self, **arguments: Any) -> Any:
         """Run the tool on the event loop and return its result. By default `apply` is run."""
         return await call(partial(self.apply, **arguments), "palestra-tool")
+
+
+FINISH = "finish"
+
+
+class Finish(Tool):
+    """Tool `finish(answer)`: the agent hands in its answer, and an environment that sees this call ends the episode."""
+
+    def get_json_schema(self) -> dict[str, Any]:
+        """Return the tool in OpenAI's shape, with its one argument `answer`."""
+        answer = {"type": "string", "description": "The final answer."}
+        return {
+            "type": "function",
+            "function": {
+                "name": FINISH,
+                "description": "Hand in the final answer and end.",
+                "parameters": {"type": "object", "properties": {"answer": answer}, "required": ["answer"]},
+            },
+        }
+
+    async def apply_async(self, **arguments: Any) -> str:
+        """Return the argument `answer` as text. Environments read the call itself (`final_answer`), not this result."""
+        return str(arguments["answer"])

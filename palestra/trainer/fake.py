@@ -18,11 +18,11 @@ from palestra.algorithms.losses import build_loss
 from palestra.errors import ConfigError, NotFound
 from palestra.faults import fault_point
 from palestra.models.weights import LocalWeights, WeightSource
-from palestra.schemas.records import PolicyVersion, TrainSample
 from palestra.trainer import checkpoint
 from palestra.trainer.base import TRAINER_METRICS, OptimParams, OptimReport, PolicySpec, StepReport
 from palestra.trainer.serial import Serial
 from palestra.trainer.untrainable import record_problems
+from palestra.types.records import PolicyVersion, TrainSample
 
 WEIGHTS_FILE = "weights.txt"
 

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from palestra.schemas.records import TrainSample
-from palestra.trajectory import TokenRun
+from palestra.tokens import TokenRun
+from palestra.types.records import TrainSample
 
 
 class Tree:

@@ -20,14 +20,14 @@ from palestra.faults import fault_point
 from palestra.grammars.bounds import TRAINER_BOUNDS
 from palestra.grammars.pool import Grammars
 from palestra.models.causal_lm import CausalLM
-from palestra.models.grammar import unpack_bits, vocabulary_of
-from palestra.schemas.records import Floats, PolicyVersion, TrainSample
+from palestra.models.grammar_masks import unpack_bits, vocabulary_of
 from palestra.trainer import checkpoint
 from palestra.trainer.base import TRAINER_METRICS, OptimParams, OptimReport, StepReport
 from palestra.trainer.constraints import allowed_tokens, grammar_problem
 from palestra.trainer.metrics import MetricSums
 from palestra.trainer.packing import MicroBatch, TreeAttention, pack
 from palestra.trainer.untrainable import record_problems
+from palestra.types.records import Floats, PolicyVersion, TrainSample
 
 # More tokens are slower even on two cores: attention in a tree takes time with its square (docs/benchmarks.md).
 MICRO_BATCH_TOKENS = {"cpu": 1024, "cuda": 8192}

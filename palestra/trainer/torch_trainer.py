@@ -15,13 +15,13 @@ from palestra.algorithms.losses import build_loss
 from palestra.config import TrainerConfig
 from palestra.errors import ConfigError, NotFound
 from palestra.models.causal_lm import CausalLM, load_causal_lm, load_tokenizer, set_threads
-from palestra.models.devices import device_of
+from palestra.models.device import device_of
 from palestra.models.weights import LocalWeights, WeightSource
-from palestra.schemas.records import PolicyVersion, TrainSample
 from palestra.threads import in_thread
 from palestra.trainer.base import OptimParams, OptimReport, PolicySpec, StepReport
 from palestra.trainer.serial import Serial
 from palestra.trainer.torch_policy import TorchPolicy
+from palestra.types.records import PolicyVersion, TrainSample
 
 T = TypeVar("T")
 LoadModel = Callable[[str, torch.device], tuple[CausalLM, Any]]

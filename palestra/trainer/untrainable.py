@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from palestra.schemas.records import Floats, TrainSample
+from palestra.types.records import Floats, TrainSample
 
 
 def record_problems(batch: Sequence[TrainSample]) -> dict[str, str]:

@@ -13,8 +13,8 @@ from rendering import render_ids
 
 from conformance import vocabularies
 from conformance.stand_in import StandIn
-from palestra.chat import ChatMLRenderer, PackageRenderer, select_renderer
 from palestra.errors import ControlTokenInText
+from palestra.renderers import ChatMLRenderer, PackageRenderer, select_renderer
 
 SMOLLM2 = "SmolLM2-135M-Instruct"
 TINY = "tiny-random"

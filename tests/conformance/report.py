@@ -23,7 +23,7 @@ and renders only what is new.
 
 ## Which one a model gets
 
-`palestra.chat.select_renderer` looks, in this order:
+`palestra.renderers.select_renderer` looks, in this order:
 
 1. the model's name in the `renderers` package: the renderer that was made for it;
 2. ChatML of ours, if it gives exactly the ids of the model's own template on some conversations, with tools and

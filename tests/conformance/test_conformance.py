@@ -15,8 +15,8 @@ from conformance.conversations import conversations
 from conformance.families import NEEDS_THE_NETWORK, QWEN, TINY, of_the_package, ours
 from conformance.fixtures import QWEN25
 from conformance.simulation import simulate
-from palestra.chat import select_renderer
-from palestra.schemas.messages import text_message
+from palestra.renderers import select_renderer
+from palestra.types.messages import text_message
 
 RUNS = list(conversations(1, 10))
 OURS = {family.name: family for family in ours()}

@@ -14,8 +14,8 @@ from rendering import bridged, render_ids
 
 from conformance.conversations import conversations
 from conformance.families import TINY, of_the_package, ours
-from palestra.chat import PackageRenderer
-from palestra.chat.control_text import control_tokens
+from palestra.renderers import PackageRenderer
+from palestra.renderers.control_text import control_tokens
 
 FAMILIES = {family.name: family for family in [*ours(), *of_the_package()]}
 each_family = pytest.mark.parametrize(

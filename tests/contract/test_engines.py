@@ -11,13 +11,13 @@ import torch
 from unit.building import engine_request
 
 from palestra.config import EmbeddedEngineConfig
+from palestra.engine.embedded.engine import EmbeddedEngine
+from palestra.engine.embedded.model_runner import PolicyModel
+from palestra.engine.fake import FakeEngine, digits_script
 from palestra.errors import EngineFailure
-from palestra.inference.embedded import EmbeddedEngine
-from palestra.inference.fake import FakeEngine, digits_script
-from palestra.inference.model_runner import PolicyModel
 from palestra.models.causal_lm import load_causal_lm
 from palestra.models.weights import LocalWeights
-from palestra.schemas.records import PolicyVersion, SamplingParams
+from palestra.types.records import PolicyVersion, SamplingParams
 
 PROMPT = np.arange(40, 52, dtype=np.int32)
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=10, seed=3)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from rendering import messages_of
 
-from palestra.chat import (
+from palestra.models.causal_lm import load_tokenizer
+from palestra.renderers import (
     ByteTokenizer,
     ChatMLRenderer,
     MessageDelta,
@@ -17,10 +18,9 @@ from palestra.chat import (
     select_renderer,
     whole_message,
 )
-from palestra.chat.long_text import TooManyTokens
-from palestra.models.causal_lm import load_tokenizer
-from palestra.schemas.messages import ChatMessage, text_message
-from palestra.schemas.records import Ids, TokenSequence
+from palestra.renderers.long_text import TooManyTokens
+from palestra.types.messages import ChatMessage, text_message
+from palestra.types.records import Ids, TokenSequence
 
 TOOL = {
     "type": "function",

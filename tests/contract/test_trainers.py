@@ -13,15 +13,15 @@ from unit.building import make_sample
 from palestra.algorithms.loss import LossSpec
 from palestra.algorithms.losses import PPOClipLoss
 from palestra.config import EmbeddedEngineConfig, TrainerConfig
+from palestra.engine.embedded.engine import EmbeddedEngine
+from palestra.engine.embedded.model_runner import PolicyModel
+from palestra.engine.fake import FakeEngine, digits_script
 from palestra.errors import CheckpointError, ConfigError, NotFound
-from palestra.inference.embedded import EmbeddedEngine
-from palestra.inference.fake import FakeEngine, digits_script
-from palestra.inference.model_runner import PolicyModel
 from palestra.models.causal_lm import load_causal_lm, load_tokenizer
-from palestra.schemas.records import GrammarSpan, PolicyVersion
 from palestra.trainer.base import TRAINER_METRICS, OptimParams, PolicySpec
 from palestra.trainer.fake import FakeTrainer
 from palestra.trainer.torch_trainer import TorchTrainer
+from palestra.types.records import GrammarSpan, PolicyVersion
 
 LOSS = LossSpec.of(PPOClipLoss(clip_low=0.2, clip_high=0.2))
 PARAMS = OptimParams(learning_rate=1e-3)

@@ -17,7 +17,7 @@ from documents.blocks import BLOCKS, BY_LANGUAGE, BY_MARK, PAGES, ROOT, SIGNATUR
 from documents.commands import lines_of, trouble
 from documents.links import broken
 from palestra.config import JobConfig, parse_config
-from palestra.scheduler.rules import load_rules
+from palestra.control.jobs.rules import load_rules
 
 SECTIONS = {name for name, field in JobConfig.model_fields.items() if "Config" in str(field.annotation)}
 KEY = re.compile(rf"`((?:{'|'.join(sorted(SECTIONS))})(?:\.[a-z_*]+)+)(?: = [^`]*)?`")

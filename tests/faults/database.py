@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import psutil
 import pytest
-from unit.scheduler.building import pg_ctl
+from unit.control.building import pg_ctl
 
 HOLDER = "SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND granted"  # one session has the scheduler's lock
 

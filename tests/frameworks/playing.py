@@ -15,9 +15,9 @@ from typing import Any
 import h11
 from integration.in_process import Reply, episode_of, parts_of, renderer_of, serving, trajectory_of
 
-from palestra.chat import ChatMLRenderer
 from palestra.client import AsyncClient
-from palestra.schemas.records import Chat
+from palestra.renderers import ChatMLRenderer
+from palestra.types.records import Chat
 
 HERE = Path(__file__).parent
 REQUIREMENTS = HERE / "requirements.txt"

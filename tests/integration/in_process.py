@@ -11,17 +11,17 @@ from typing import Any
 import openai
 import pytest
 
-from palestra.chat import Renderer, select_renderer
-from palestra.cluster import local
-from palestra.cluster.local import LocalJob, local_job
-from palestra.cluster.parts import Parts
 from palestra.config import PolicyConfig, Roles, dump_config, parse_config
+from palestra.engine.fake import FakeEngine
 from palestra.grammars.pool import Grammars
-from palestra.inference.fake import FakeEngine
 from palestra.models.causal_lm import load_tokenizer
-from palestra.schemas.records import Task, Trajectory
+from palestra.renderers import Renderer, select_renderer
+from palestra.runtime import local
+from palestra.runtime.local import LocalJob, local_job
+from palestra.runtime.parts import Parts
 from palestra.session import PolicyRuntime, PolicySet
 from palestra.trainer.fake import FakeTrainer
+from palestra.types.records import Task, Trajectory
 
 Reply = Callable[[str, int], str]  # (the prompt as text, seed) -> what the model says, without its stop token
 

@@ -20,10 +20,9 @@ from rendering import render_ids
 from servers import PALESTRA
 from unit.building import rows_of
 
-from palestra.chat import ChatMLConfig, ChatMLRenderer, PackageRenderer
-from palestra.schemas.forks import ForkReason
-from palestra.schemas.records import Chat
-from palestra.trajectory import TokenTrie
+from palestra.renderers import ChatMLConfig, ChatMLRenderer, PackageRenderer
+from palestra.tokens import TokenTrie
+from palestra.types.records import Chat, ForkReason
 
 QWEN_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
 TURNS = 20

@@ -14,8 +14,8 @@ from in_process import episode_of, parts_of, serving
 from servers import KEY, SCRIPTED, Job, Plane
 
 from palestra import Client
-from palestra.chat import ByteTokenizer, ChatMLConfig, ChatMLRenderer
 from palestra.client.episode import Episode
+from palestra.renderers import ByteTokenizer, ChatMLConfig, ChatMLRenderer
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 

@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
 from schemathesis import Case, GenerationMode
 from servers import KEY, Job, Plane
-from unit.scheduler.launching import FakeLauncher
+from unit.control.launching import FakeLauncher
 
-from palestra.cluster import control
+from palestra.runtime.ray import serve
 
 EXAMPLES = drawn(1, 12)  # of each kind for each route
 TIMEOUT_SECONDS = 60.0  # of one answer; a server that hangs gives none at all
@@ -33,12 +33,12 @@ class ControlThread:
     """What `palestra serve` runs, in a thread; its launcher starts nothing."""
 
     def __init__(self, folder: Path) -> None:
-        self._options = control.ServeOptions(state_dir=folder, port=0)
+        self._options = serve.ServeOptions(state_dir=folder, port=0)
         self._ready, self._thread = threading.Event(), threading.Thread(target=lambda: asyncio.run(self._serve()))
         self.url, self.key = "", ""
 
     async def _serve(self) -> None:
-        async with control.control_plane(self._options) as serving:
+        async with serve.control_plane(self._options) as serving:
             assert serving.first is not None
             self.url, self.key = serving.url, serving.first.secret
             self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
@@ -57,10 +57,10 @@ class ControlThread:
 
 @pytest.fixture
 def control_plane(tmp_path, monkeypatch) -> Iterator[ControlThread]:
-    fake = types.ModuleType("palestra.cluster.ray_servers")
+    fake = types.ModuleType("palestra.runtime.ray.servers")
     fake.RayServers = lambda *_: FakeLauncher()
-    monkeypatch.setitem(sys.modules, "palestra.cluster.ray_servers", fake)
-    monkeypatch.setattr(control, "connect", lambda *_: "fake")
+    monkeypatch.setitem(sys.modules, "palestra.runtime.ray.servers", fake)
+    monkeypatch.setattr(serve, "connect", lambda *_: "fake")
     with ControlThread(tmp_path) as running:
         yield running
 

@@ -13,8 +13,8 @@ import openai
 import pytest
 from servers import Job, Plane, until
 
-from palestra.ledger.codec import unpack
 from palestra.session.registry import call_seed, prompt_digest
+from palestra.store.codec import unpack
 
 DELAY_SECONDS = 1.0
 SETTINGS = {"steps": 100, "engine": {"kind": "fake", "delay_seconds": DELAY_SECONDS}}

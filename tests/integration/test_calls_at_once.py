@@ -12,10 +12,10 @@ from caller_process import converse
 from servers import HERE, SCRIPTED, Job, Plane, Process, until
 from unit.building import rows_of
 
-from palestra.ledger.browsing import browse
-from palestra.ledger.calls import read_trajectory
-from palestra.schemas.records import Chat
-from palestra.trajectory import TokenTrie
+from palestra.store.browsing import browse
+from palestra.store.calls import read_trajectory
+from palestra.tokens import TokenTrie
+from palestra.types.records import Chat
 
 BRANCHES = ("north", "south", "north", "east", "north", "west")  # three attempts at one of them
 EPISODE = "train-000000-00"

@@ -111,7 +111,7 @@ def test_a_start_that_fails_is_named_with_its_key(job_file, capsys):
 
 
 def test_a_job_that_needs_more_memory_than_is_free(job_file, capsys, monkeypatch):
-    from palestra.cluster import checking
+    from palestra.runtime import checking
 
     monkeypatch.setattr(checking, "available_bytes", lambda: 2**20)
     assert main(["check", "job.toml"]) == 1

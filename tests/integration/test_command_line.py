@@ -24,8 +24,8 @@ from palestra import __version__
 from palestra.cli.episode_list import episode_lines
 from palestra.cli.main import COMMANDS, main
 from palestra.client.control import ControlClient
-from palestra.cluster import local
-from palestra.ledger.browsing import EpisodeSummary, browse, list_episodes
+from palestra.runtime import local
+from palestra.store.browsing import EpisodeSummary, browse, list_episodes
 
 JOB = """
 name = "mine"

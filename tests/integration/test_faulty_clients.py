@@ -14,8 +14,8 @@ import openai
 import pytest
 from test_dialect import asks, recorded, speaking, until
 
-from palestra.gateway import app, respond
 from palestra.http import guard
+from palestra.server import app, respond
 
 IDLE = 2000
 SLOW = 10

@@ -16,8 +16,8 @@ import torch
 from servers import TINY, Job
 from transformers import AutoModelForCausalLM
 
-from palestra.ledger.calls import read_trajectory
 from palestra.models.catalog import model_folder
+from palestra.store.calls import read_trajectory
 
 LIMIT = 1.05
 POLICY = TINY["policies"]["policy"]

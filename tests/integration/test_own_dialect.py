@@ -13,17 +13,17 @@ import pytest
 from in_process import serving
 from pydantic import BaseModel, ConfigDict
 
-from palestra.cluster.local import LocalJob
-from palestra.gateway import create_app
-from palestra.gateway.dialects import DIALECTS, Dialect
-from palestra.gateway.dialects.base import DialectRequest, EventWriter, GenerationResult, TokenCounter
-from palestra.gateway.dialects.headers import call_fields
 from palestra.http.bodies import parse_body
 from palestra.http.errors import Failure
 from palestra.http.server import listen, served, url_of
-from palestra.schemas.messages import text_message
-from palestra.schemas.records import Chat, Task
+from palestra.runtime.local import LocalJob
+from palestra.server import create_app
+from palestra.server.dialects import DIALECTS, Dialect
+from palestra.server.dialects.base import DialectRequest, EventWriter, GenerationResult, TokenCounter
+from palestra.server.dialects.fields import call_fields
 from palestra.session import CallStart, GenerationRequest, PolicyRuntime, ReplyPiece
+from palestra.types.messages import text_message
+from palestra.types.records import Chat, Task
 
 
 class Say(BaseModel):

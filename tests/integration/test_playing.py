@@ -17,7 +17,7 @@ from palestra import JobConfig, RolloutSpec
 from palestra.agents import ModelAgent
 from palestra.envs import Environment, Gomoku
 from palestra.errors import ConfigError, RolloutFailed
-from palestra.ledger.browsing import browse, list_episodes, read_episode
+from palestra.store.browsing import browse, list_episodes, read_episode
 from palestra.trainer.fake import FakeTrainer
 
 SCRIPTED = {"engine": {"kind": "fake", "reply_tokens": 6}, "server": {"port": 0}}

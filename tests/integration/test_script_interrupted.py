@@ -74,7 +74,7 @@ def test_an_evaluation_ends_and_gives_back_what_was_being_played(tmp_path, where
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_the_model_is_loaded_ends_the_script_without_waiting(tmp_path, number):
     code = (
-        "import os, sys, threading, palestra.cluster.local as local\n"
+        "import os, sys, threading, palestra.runtime.local as local\n"
         "def slow(*_):\n"
         f"    os.kill(os.getpid(), {int(number)})\n"
         "    threading.Event().wait()\n"

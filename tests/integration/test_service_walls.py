@@ -12,8 +12,8 @@ import psutil
 import pytest
 from service import GAMES, LONG, Service, until
 
-from palestra.cluster.job_environment import NAMES, PREFIXES
 from palestra.models.catalog import model_folder
+from palestra.runtime.ray.job_environment import NAMES, PREFIXES
 
 pytestmark = pytest.mark.service
 SECRETS = {

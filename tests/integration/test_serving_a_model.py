@@ -21,11 +21,11 @@ from test_dialect import CALL, TOOLS, asks, joined, reply
 from test_dialect import until as until_here
 from test_other_dialects import anthropic_of
 
-from palestra.chat import ByteTokenizer, ChatMLRenderer
-from palestra.cluster.local import LocalJob, local_job
 from palestra.config import parse_config
+from palestra.engine.fake import FakeEngine
 from palestra.errors import ConfigError
-from palestra.inference.fake import FakeEngine
+from palestra.renderers import ByteTokenizer, ChatMLRenderer
+from palestra.runtime.local import LocalJob, local_job
 
 EPISODE_ROUTES = ("tasks", "register_episode", "claim_episode", "heartbeat_episode", "end_episode", "abort_episode")
 

@@ -16,11 +16,11 @@ from servers import SCRIPTED, TINY, Job, Plane, run_through
 
 import palestra
 from palestra import JobConfig, RolloutSpec
-from palestra.cluster.local import local_job
 from palestra.config import parse_config
 from palestra.envs import ConcurrentEnvironment
-from palestra.schemas.messages import text_message
-from palestra.schemas.records import Task
+from palestra.runtime.local import local_job
+from palestra.types.messages import text_message
+from palestra.types.records import Task
 
 TWO = {"white": {}, "black": {"frozen": True}}
 ROLES = {"opponent": "black"}

@@ -17,16 +17,16 @@ from drawing import examples
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
-from palestra.chat import ByteTokenizer, ChatMLRenderer
 from palestra.config import parse_config
-from palestra.gateway import DataPlane, KeyRing, create_app
+from palestra.engine.fake import FakeEngine, digits_script
 from palestra.grammars.pool import Grammars
 from palestra.http.bodies import _outside_strings
-from palestra.inference.fake import FakeEngine, digits_script
-from palestra.ledger import open_run_store
-from palestra.schemas.progress import JobProgress
-from palestra.schemas.records import Task
+from palestra.renderers import ByteTokenizer, ChatMLRenderer
+from palestra.server import DataPlane, KeyRing, create_app
 from palestra.session import PolicyRuntime, PolicySet, SessionContext, Sessions
+from palestra.store import open_run_store
+from palestra.types.progress import JobProgress
+from palestra.types.records import Task
 
 TOOL = {"name": "f", "description": "d", "parameters": {"type": "object"}}
 ASK = {"role": "user", "content": [{"type": "text", "text": "a"}]}

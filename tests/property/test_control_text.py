@@ -12,10 +12,10 @@ from rendering import render_ids
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from palestra.chat import PackageRenderer
-from palestra.chat.control_text import ControlText, control_tokens
 from palestra.errors import ControlTokenInText, InvalidRequest
 from palestra.models.causal_lm import load_tokenizer
+from palestra.renderers import PackageRenderer
+from palestra.renderers.control_text import ControlText, control_tokens
 
 KINDS = ["tiny-random", "unigram", pytest.param("SmolLM2-135M-Instruct", marks=pytest.mark.model)]
 each_kind = pytest.mark.parametrize("kind", KINDS)

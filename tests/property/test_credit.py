@@ -18,8 +18,8 @@ from unit.building import make_chat, make_episode, make_train_batch
 from palestra.algorithms.credit import BaselineKey, Returns, agent_reward, episode_returns, step_returns
 from palestra.algorithms.grpo import centred_returns, group_advantages
 from palestra.config import AlgorithmConfig, Roles
-from palestra.ledger.calls import time_steps
-from palestra.schemas.records import Chat, PolicyVersion, TrainSample, Trajectory
+from palestra.store.calls import time_steps
+from palestra.types.records import Chat, PolicyVersion, TrainSample, Trajectory
 from property.calls import Drawn, episodes, orders, record
 
 VERSION = PolicyVersion(0, 0)

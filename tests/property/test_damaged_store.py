@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from unit.learner.scripted_job import ScriptedJob, config
 
 from palestra.errors import NotFound, StoreError
-from palestra.ledger import open_run_store
-from palestra.ledger.browsing import browse, list_episodes, read_episode
+from palestra.store import open_run_store
+from palestra.store.browsing import browse, list_episodes, read_episode
 
 
 @cache

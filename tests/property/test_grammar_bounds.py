@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from palestra.errors import InvalidRequest
 from palestra.grammars.bounds import BOUNDS
 from palestra.grammars.pool import Grammars
-from palestra.session.constraints import constraint_of
-from palestra.session.request import GenerationRequest
+from palestra.session.request import GenerationRequest, constraint_of
 
 # Smaller than a server's, so that many examples take seconds; what is bounded is the same.
 SMALL = replace(BOUNDS, compile_cpu_seconds=0.5, memory_mib=64)
@@ -122,7 +121,7 @@ class Bench:
     """Grammars on an event loop of their own."""
 
     def __init__(self) -> None:
-        from palestra.chat import ByteTokenizer, ChatMLRenderer
+        from palestra.renderers import ByteTokenizer, ChatMLRenderer
 
         self.loop = asyncio.new_event_loop()
         self.grammars, self.renderer = Grammars(bounds=SMALL), ChatMLRenderer(ByteTokenizer())

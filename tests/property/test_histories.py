@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit.building import make_chat
 
-from palestra.schemas.forks import ForkReason
-from palestra.schemas.messages import ChatMessage, FunctionCall, ToolCall, text_message
-from palestra.schemas.records import Chat, SamplingParams
 from palestra.session.history import EXACT, History, Match, Sameness, message_key
+from palestra.types.messages import ChatMessage, FunctionCall, ToolCall, text_message
+from palestra.types.records import Chat, ForkReason, SamplingParams
 
 texts = st.sampled_from(["", "x", "y", " x\n", "<think>a</think>x", "<think>b</think>\nx"])
 thoughts = st.sampled_from([None, "", "a", "b"])

@@ -7,7 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from palestra.errors import Unauthorized
-from palestra.gateway.auth import EpisodeKey, KeyRing
+from palestra.server.auth import EpisodeKey, KeyRing
 
 RING = KeyRing(lambda: b"s" * 32, "job")
 episodes = st.text(alphabet="train-0123456789.adhoc", min_size=1, max_size=24)

@@ -7,10 +7,10 @@ from drawing import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.chat import ByteTokenizer, long_text
-from palestra.chat.control_text import plain_encoder
-from palestra.chat.long_text import LongText, TooManyTokens
 from palestra.models.causal_lm import load_tokenizer
+from palestra.renderers import ByteTokenizer, long_text
+from palestra.renderers.control_text import plain_encoder
+from palestra.renderers.long_text import LongText, TooManyTokens
 
 WORDS = [
     "hello",

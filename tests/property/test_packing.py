@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit.building import make_sample
 
+from palestra.tokens import TokenRun, common_prefix
 from palestra.trainer.packing import Tree, pack
-from palestra.trajectory import TokenRun, common_prefix
 
 rows = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=7), min_size=1, max_size=8)
 

@@ -11,13 +11,13 @@ from drawing import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.scheduler.fitting import Node
-from palestra.scheduler.placement import Policy, Quota, place
-from palestra.scheduler.turns import WaitingJob
-from palestra.schemas.jobs import PRIORITIES, Resources
+from palestra.control.placement.fitting import Node
+from palestra.control.placement.placement import PlacementPolicy, Quota, place
+from palestra.control.placement.queues import WaitingJob
+from palestra.types.jobs import PRIORITIES, Resources
 from property.virtual_cluster import AGING, LONGEST, STARTING, Cluster
 
-EVERYTHING = Policy(starts_at_once=1_000_000, aging_seconds=AGING)
+EVERYTHING = PlacementPolicy(starts_at_once=1_000_000, aging_seconds=AGING)
 
 needs_lists = st.one_of(
     st.sampled_from([Resources(gpus=0.5), Resources(gpus=1.0), Resources(cpus=0.1, gpus=2.0), Resources()]),
@@ -74,7 +74,7 @@ def stories(draw):
     nodes = draw(node_lists())
     quotas = {tenant: draw(quota_lists()) for tenant in "tu"}
     starts, backfill = draw(st.sampled_from([1, 2, 1000])), draw(st.booleans())
-    policy = Policy(quotas=quotas, starts_at_once=starts, aging_seconds=AGING, backfill=backfill)
+    policy = PlacementPolicy(quotas=quotas, starts_at_once=starts, aging_seconds=AGING, backfill=backfill)
     queue = [draw(jobs(number)) for number in range(draw(st.integers(1, 15)))]
     troubles = draw(
         st.lists(
@@ -148,7 +148,7 @@ def test_a_large_job_starts_in_bounded_time_while_small_ones_flow_past(data):
     nodes.append(Node(node_id="server", cpus=16.0, gpus=8, memory_gib=4.0))
     most = max(node.gpus for node in nodes[:2])
     quotas = {"t": Quota(gpus=draw(st.sampled_from([None, 8.0 + most])))}
-    policy = Policy(quotas=quotas, starts_at_once=draw(st.sampled_from([2, 1000])), aging_seconds=AGING)
+    policy = PlacementPolicy(quotas=quotas, starts_at_once=draw(st.sampled_from([2, 1000])), aging_seconds=AGING)
     shared = {"tenant": "t", "priority": draw(st.sampled_from(PRIORITIES))}
     server = WaitingJob(
         job_id="server", submitted_at=0.0, needs=Resources(gpus=8.0), expected_seconds=float("inf"), **shared

@@ -11,9 +11,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from rendering import bridged, render_ids
 
-from palestra.chat import select_renderer
 from palestra.models.causal_lm import load_tokenizer
-from palestra.schemas.messages import ChatMessage, text_message
+from palestra.renderers import select_renderer
+from palestra.types.messages import ChatMessage, text_message
 
 MODELS = ["tiny-random", pytest.param("SmolLM2-135M-Instruct", marks=pytest.mark.model)]
 each_model = pytest.mark.parametrize("model", MODELS)

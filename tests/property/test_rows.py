@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit.building import make_chat, rows_of
 
-from palestra.schemas.records import SamplingParams
-from palestra.trajectory import TokenRow
+from palestra.tokens import TokenRow
+from palestra.types.records import SamplingParams
 from property.calls import Drawn, Edge, digests_of, episodes, orders, record
 
 

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from unit.building import FakeClock, rows_of
 from unit.session.conftest import STOP, Bench
 
-from palestra.inference.fake import FakeEngine
-from palestra.ledger.tables import chats as chats_table
-from palestra.schemas.messages import ChatMessage, text_message
-from palestra.schemas.records import Chat
+from palestra.engine.fake import FakeEngine
 from palestra.session import EpisodeSession, GenerationRequest
 from palestra.session.prompting import PromptBuilder
 from palestra.session.registry import call_seed, prompt_digest
-from palestra.trajectory import TokenTrie
+from palestra.store.tables import chats as chats_table
+from palestra.tokens import TokenTrie
+from palestra.types.messages import ChatMessage, text_message
+from palestra.types.records import Chat
 
 Messages = tuple[ChatMessage, ...]
 

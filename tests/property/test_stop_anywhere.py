@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit.learner.scripted_job import ScriptedJob, config
 
-from palestra.schemas.states import JobState
+from palestra.types.states import JobState
 
 LAST = 3
 DIFFERS = ("time/", "wall_seconds", "rollout/tokens_per_second")

@@ -12,8 +12,8 @@ from drawing import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.schemas.records import Chat
-from palestra.trajectory import TokenTrie
+from palestra.tokens import TokenTrie
+from palestra.types.records import Chat
 from property.calls import Drawn, Edge, edges, episodes, orders, record, spans
 
 Beginning = tuple[Edge, ...]

@@ -7,10 +7,10 @@ import itertools
 from collections import Counter
 from dataclasses import replace
 
-from palestra.scheduler.fitting import RunningJob, counted
-from palestra.scheduler.placement import Decision, place
-from palestra.scheduler.turns import WaitingJob
-from palestra.schemas.jobs import SHARES
+from palestra.control.placement.fitting import RunningJob, counted
+from palestra.control.placement.placement import Decision, place
+from palestra.control.placement.queues import WaitingJob
+from palestra.types.jobs import SHARES
 
 AGING, LONGEST, STARTING = 50.0, 40.0, 1.0  # seconds
 

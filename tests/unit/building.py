@@ -9,18 +9,20 @@ from typing import Any
 
 import numpy as np
 
-from palestra import trajectory
+from palestra import tokens
 from palestra.algorithms.base import StepOrder
 from palestra.algorithms.registry import create_algorithm
 from palestra.config import AlgorithmConfig, Roles, RolloutConfig, StoreConfig
-from palestra.inference.base import EngineRequest
+from palestra.engine.base import EngineRequest
 from palestra.learner.batch import Batch, make_batch
 from palestra.learner.metrics import metric_tables
-from palestra.ledger import RunStore, open_run_store
-from palestra.schemas.messages import ChatMessage, text_message
-from palestra.schemas.records import (
+from palestra.session import PolicyRuntime, PolicySet
+from palestra.store import RunStore, open_run_store
+from palestra.tokens import TokenRow
+from palestra.types.messages import ChatMessage, text_message
+from palestra.types.records import (
     Chat,
-    Episode,
+    EpisodeRecord,
     MediaSpan,
     PolicyVersion,
     SamplingParams,
@@ -31,9 +33,7 @@ from palestra.schemas.records import (
     Trajectory,
     VersionSpan,
 )
-from palestra.schemas.states import EpisodeState
-from palestra.session import PolicyRuntime, PolicySet
-from palestra.trajectory import TokenRow
+from palestra.types.states import EpisodeState
 
 SOLE = Roles(default="policy")  # of a job with one policy
 TASK = Task(task_id="t", data={"question": "1 + 1"})
@@ -122,11 +122,11 @@ def one_policy(runtime: PolicyRuntime) -> PolicySet:
 
 def rows_of(chats: Iterable[Chat], trained: Collection[int] | None = None) -> list[TokenRow]:
     """The rows of an episode's calls."""
-    return trajectory.rows_of(trajectory.TokenTrie(chats), trained)
+    return tokens.rows_of(tokens.TokenTrie(chats), trained)
 
 
-def make_episode(group: int = 0, sample: int = 0, reward: float | None = 1.0, **changes: Any) -> Episode:
-    episode = Episode(
+def make_episode(group: int = 0, sample: int = 0, reward: float | None = 1.0, **changes: Any) -> EpisodeRecord:
+    episode = EpisodeRecord(
         episode_id=f"train-{group:06d}-{sample:02d}",
         kind="train",
         group_index=group,

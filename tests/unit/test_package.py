@@ -11,7 +11,7 @@ import pytest
 
 import palestra
 
-LIGHT = ["palestra", "palestra.client", "palestra.schemas", "palestra.envs", "palestra.config", "palestra.errors"]
+LIGHT = ["palestra", "palestra.client", "palestra.types", "palestra.envs", "palestra.config", "palestra.errors"]
 HEAVY = ("torch", "ray", "transformers")
 
 
@@ -24,7 +24,7 @@ def modules_of(package: str) -> list[str]:
 
 def test_importing_the_light_rooms_loads_neither_torch_nor_ray_nor_transformers():
     names = [name for room in LIGHT for name in modules_of(room)]
-    assert "palestra.schemas.records" in names
+    assert "palestra.types.records" in names
     code = (
         "import sys, importlib\n"
         f"for name in {names!r}: importlib.import_module(name)\n"
@@ -37,7 +37,7 @@ def test_importing_the_light_rooms_loads_neither_torch_nor_ray_nor_transformers(
 
 
 def test_the_server_without_a_model_loads_no_torch():
-    rooms = "palestra.database, palestra.ledger, palestra.gateway, palestra.session, palestra.chat"
+    rooms = "palestra.database, palestra.store, palestra.server, palestra.session, palestra.renderers"
     code = f"import sys, {rooms}; print([m for m in {HEAVY!r} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

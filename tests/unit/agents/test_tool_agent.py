@@ -11,11 +11,10 @@ import pytest
 from palestra.agents import ToolAgent
 from palestra.envs import Environment, TaskEnvironment
 from palestra.rollout import RolloutSpec, Runner
-from palestra.schemas.messages import text_message
-from palestra.schemas.observations import Observation
-from palestra.schemas.records import Task
 from palestra.session import Sessions
 from palestra.tools import Calculator, ToolManager, tool
+from palestra.types.messages import Observation, text_message
+from palestra.types.records import Task
 from unit.building import FakeClock, make_chat, rows_of
 from unit.envs.playing import calls, says
 from unit.session.conftest import STOP, Bench

@@ -8,7 +8,7 @@ import numpy as np
 
 from palestra.algorithms.base import Algorithm, TokenAdvantages
 from palestra.algorithms.loss import Loss, LossMetric, LossOutput, LossSpec, Max, Mean, Sum, register_loss
-from palestra.schemas.metrics import Metric
+from palestra.types.metrics import Metric
 
 
 @register_loss("surprise")

@@ -9,8 +9,8 @@ import pytest
 
 from palestra.algorithms.credit import BaselineKey, agent_reward, episode_returns
 from palestra.algorithms.grpo import group_advantages
-from palestra.ledger.calls import time_steps
-from palestra.schemas.records import Trajectory
+from palestra.store.calls import time_steps
+from palestra.types.records import Trajectory
 from unit.building import make_chat, make_episode
 
 

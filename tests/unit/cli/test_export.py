@@ -4,7 +4,7 @@ import pytest
 
 from palestra.cli.main import main
 from palestra.client.control import Job
-from palestra.schemas.control_wire import ArtifactView
+from palestra.types.control_wire import ArtifactView
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 from palestra.cli.main import main, parser
 from palestra.cli.options import commands_of
 from palestra.cli.users import LIMITS
-from palestra.schemas.control_wire import LimitsBody
+from palestra.types.control_wire import LimitsBody
 
 COMMANDS = sorted(commands_of(parser()))
 UNITS = {"STEPS", "STEP", "EPISODES", "PROCESSES", "JOBS", "CORES", "CPUS", "GPUS", "GIB", "SECONDS", "DAYS", "TIME"}

@@ -12,9 +12,9 @@ import pytest
 
 from palestra.cli.main import main, parser
 from palestra.config import dump_config, parse_config
-from palestra.schemas.records import Task
+from palestra.types.records import Task
 from unit.building import open_store
-from unit.ledger.playing import claim, end
+from unit.store.playing import claim, end
 
 HOSTILE = "\x1b]0;pwned\x07\x1b[2J\x9b31m\u202eevil\x7f\x08"
 JOB = "job-0123456789abcdef"

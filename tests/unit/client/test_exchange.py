@@ -22,7 +22,7 @@ from palestra.errors import (
     TooManyRequests,
     Unauthorized,
 )
-from palestra.schemas.wire import EpisodeAnswer, HeartbeatEpisode
+from palestra.types.wire import EpisodeAnswer, HeartbeatEpisode
 
 CALL = Call("/heartbeat_episode", HeartbeatEpisode(episode_id="e"), EpisodeAnswer)
 ANSWER = EpisodeAnswer(episode_id="e", state="claimed")

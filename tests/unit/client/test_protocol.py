@@ -17,7 +17,7 @@ from palestra.client.protocol import (
     read_claim,
 )
 from palestra.errors import InvalidRequest
-from palestra.schemas.wire import ClaimAnswer
+from palestra.types.wire import ClaimAnswer
 from unit.client.building import EPISODE
 
 

@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from palestra.database.sqlite import open_engine
 from palestra.database.writer import MAX_BATCH, Writer
 from palestra.errors import Conflict, StoreError
-from palestra.ledger.damage import store_error
+from palestra.store.run_store import store_error
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import inspect
 import json
 
 from palestra.errors import EpisodeOver
-from palestra.schemas.messages import ChatMessage, FunctionCall, TextPart, ToolCall, text_message
+from palestra.types.messages import ChatMessage, FunctionCall, TextPart, ToolCall, text_message
 
 
 def says(text: str) -> ChatMessage:

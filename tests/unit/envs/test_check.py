@@ -8,7 +8,7 @@ import random
 import pytest
 
 from palestra.envs import Environment, check_environment
-from palestra.errors import EnvironmentMistake
+from palestra.errors import InvalidEnvironment
 
 TASKS = [{"n": 3}, {"n": 1}]
 
@@ -71,7 +71,7 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("methods", "words"), MISTAKES, ids=[words for _, words in MISTAKES])
 def test_a_mistake_is_found_and_said(methods, words):
-    with pytest.raises(EnvironmentMistake, match=words):
+    with pytest.raises(InvalidEnvironment, match=words):
         check_environment(change(**methods), TASKS, max_steps=50)
 
 
@@ -121,7 +121,7 @@ async def one_value(self, task):
     ],
 )
 def test_the_mistakes_of_asynchronous_ones_are_found(methods, said):
-    with pytest.raises(EnvironmentMistake, match=said):
+    with pytest.raises(InvalidEnvironment, match=said):
         check_environment(type("Bad", (GoodAsync,), methods), TASKS)
 
 

@@ -8,8 +8,8 @@ import random
 import pytest
 
 from palestra.envs import ConcurrentEnvironment, Environment, check_environment
-from palestra.errors import EnvironmentMistake
-from palestra.schemas.messages import ChatMessage, TextPart, text_message
+from palestra.errors import InvalidEnvironment
+from palestra.types.messages import ChatMessage, TextPart, text_message
 
 TASKS = [{"n": 3}, {"n": 1}]
 TOOLS = ({"type": "function", "function": {"name": "look"}},)
@@ -143,7 +143,7 @@ MISTAKES = [
 @pytest.mark.parametrize(("methods", "words"), MISTAKES, ids=[f"{n}-{words}" for n, (_, words) in enumerate(MISTAKES)])
 def test_a_mistake_is_found_and_said(methods, words):
     actions = ["hello"] if words == "did not make" else None
-    with pytest.raises(EnvironmentMistake, match=words):
+    with pytest.raises(InvalidEnvironment, match=words):
         check_environment(change(**methods), TASKS, actions, max_steps=50, timeout_seconds=0.2)
 
 
@@ -162,11 +162,11 @@ async def test_it_can_be_called_where_an_event_loop_runs():
 
 def test_what_is_made_is_a_new_environment():
     one = Good()
-    with pytest.raises(EnvironmentMistake, match="same environment twice"):
+    with pytest.raises(InvalidEnvironment, match="same environment twice"):
         check_environment(lambda: one, TASKS)
-    with pytest.raises(EnvironmentMistake, match="is no environment"):
+    with pytest.raises(InvalidEnvironment, match="is no environment"):
         check_environment(lambda: 3, TASKS)
-    with pytest.raises(EnvironmentMistake, match="make raised"):
+    with pytest.raises(InvalidEnvironment, match="make raised"):
         check_environment(lambda: 1 / 0, TASKS)
     with pytest.raises(ValueError, match="needs a task"):
         check_environment(Good, TASKS, [])
@@ -188,5 +188,5 @@ def test_an_environment_with_tools_is_tried_with_calls():
                 raise RuntimeError(action.tool_calls[0].function.name)
             return self.step(action.text)
 
-    with pytest.raises(EnvironmentMistake, match=r"step\('look'\) raised RuntimeError"):
+    with pytest.raises(InvalidEnvironment, match=r"step\('look'\) raised RuntimeError"):
         check_environment(Calls, TASKS)

@@ -6,7 +6,7 @@ import pytest
 
 from palestra.envs import ConcurrentEnvironment
 from palestra.errors import Conflict, EpisodeOver
-from palestra.schemas.messages import text_message
+from palestra.types.messages import text_message
 
 
 class Echo(ConcurrentEnvironment):

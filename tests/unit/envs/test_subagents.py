@@ -12,7 +12,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from palestra.envs import Subagent, SubagentEnvironment, check_environment
-from palestra.errors import Conflict, EnvironmentMistake, EpisodeOver
+from palestra.errors import Conflict, EpisodeOver, InvalidEnvironment
 from palestra.tools import Calculator, tool
 from unit.envs.playing import calls, delegates, play, says, settle, shown
 
@@ -258,7 +258,7 @@ async def test_abandoning_leaves_nothing_running():
 async def test_a_reward_function_that_fails_is_no_reward():
     environment = made(subagent_reward_fn=lambda task, prompt, answer: float("nan"))
     agent = lambda o: delegates("a") if o.agent == "agent" else says("x")  # noqa: E731
-    with pytest.raises(EnvironmentMistake, match="finite"):
+    with pytest.raises(InvalidEnvironment, match="finite"):
         await play(environment, TASK, agent)
 
 

@@ -10,9 +10,8 @@ import pytest
 from palestra.algorithms.credit import episode_returns
 from palestra.envs import SplitSum
 from palestra.rollout import RolloutSpec, Runner
-from palestra.schemas.forks import ForkReason
-from palestra.schemas.records import Task
 from palestra.session import Sessions
+from palestra.types.records import ForkReason, Task
 from unit.building import FakeClock, rows_of
 from unit.session.conftest import STOP, Bench
 

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from palestra.envs import SerialEnvironment, TaskEnvironment, ToolEnvironment, reward_function
-from palestra.errors import EnvironmentMistake, NotScored
+from palestra.errors import InvalidEnvironment, NotScored
 from palestra.rollout import RolloutSpec, Runner
 from palestra.session import Sessions
 from palestra.tools import Calculator
@@ -103,9 +103,9 @@ def test_none_is_no_reward_and_no_mistake():
 
 @pytest.mark.parametrize("value", ["much", float("nan"), [1.0]])
 def test_what_is_no_reward_is_an_error_and_not_zero(value):
-    with pytest.raises(EnvironmentMistake):
+    with pytest.raises(InvalidEnvironment):
         reward_function(lambda task, answer: value)({}, "")
-    with pytest.raises(EnvironmentMistake):
+    with pytest.raises(InvalidEnvironment):
         reward_function(lambda completions: [value, value])({}, "")
 
 
@@ -137,7 +137,7 @@ async def test_what_an_asynchronous_reward_function_returns_is_checked():
     async def much(task, answer):
         return "much"
 
-    with pytest.raises(EnvironmentMistake, match="much returned 'much'"):
+    with pytest.raises(InvalidEnvironment, match="much returned 'much'"):
         await play(ToolEnvironment([], much), {"prompt": "?"}, lambda observation: says("22"))
 
 

@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from palestra.algorithms.registry import create_algorithm
-from palestra.chat import ByteTokenizer, ChatMLRenderer
 from palestra.config import JobConfig
+from palestra.engine.fake import FakeEngine, digits_script
 from palestra.grammars.pool import Grammars
-from palestra.inference.fake import FakeEngine, digits_script
 from palestra.learner import Learner, RunFolder
-from palestra.ledger import open_run_store
-from palestra.schemas.messages import text_message
-from palestra.schemas.progress import JobProgress
-from palestra.schemas.records import Task
+from palestra.renderers import ByteTokenizer, ChatMLRenderer
 from palestra.session import GenerationRequest, PolicyRuntime, PolicySet, SessionContext, Sessions
+from palestra.store import open_run_store
 from palestra.trainer.base import PolicySpec
 from palestra.trainer.fake import FakeTrainer
+from palestra.types.messages import text_message
+from palestra.types.progress import JobProgress
+from palestra.types.records import Task
 from unit.building import FakeClock
 
 TASKS = [Task(task_id=f"t{i}", data={"text": f"say {i}"}) for i in range(5)]

@@ -8,8 +8,7 @@ import pytest
 
 from palestra.config import AlgorithmConfig
 from palestra.learner.batch import LEFT_OUT
-from palestra.schemas.forks import Fork, ForkReason
-from palestra.schemas.records import PolicyVersion, Trajectory, VersionSpan
+from palestra.types.records import Fork, ForkReason, PolicyVersion, Trajectory, VersionSpan
 from unit.building import make_chat, make_episode, make_train_batch, make_trajectory, metric_names
 
 VERSION = PolicyVersion(0, 3)

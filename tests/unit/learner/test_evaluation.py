@@ -6,7 +6,7 @@ import pytest
 
 from palestra.config import Roles
 from palestra.learner.evaluation import evaluate
-from palestra.schemas.records import Task
+from palestra.types.records import Task
 from unit.building import SOLE
 
 TASKS = [Task(task_id=str(i), data={"i": i}) for i in range(4)]

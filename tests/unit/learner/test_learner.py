@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 
 from palestra.config import load_config
+from palestra.engine.fake import FakeEngine, digits_script
 from palestra.errors import ConfigError, StoreError
-from palestra.inference.fake import FakeEngine, digits_script
 from palestra.learner.learner import Learner
-from palestra.schemas.records import PolicyVersion
-from palestra.schemas.states import JobState
 from palestra.trainer.base import PolicySpec
 from palestra.trainer.fake import FakeTrainer
+from palestra.types.records import PolicyVersion
+from palestra.types.states import JobState
 from unit.building import metric_names, open_store
 from unit.learner.scripted_job import Crash, ScriptedJob, config
 

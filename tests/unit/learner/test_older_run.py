@@ -10,8 +10,8 @@ import shutil
 from pathlib import Path
 
 from palestra.config import load_config
-from palestra.ledger.browsing import browse, list_episodes, read_episode
-from palestra.ledger.run_log import read_events
+from palestra.store.browsing import browse, list_episodes, read_episode
+from palestra.store.run_log import read_events
 from unit.learner.scripted_job import ScriptedJob, config
 
 OLDER = Path(__file__).parent / "run_of_3c2c73b"

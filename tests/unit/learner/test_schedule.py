@@ -6,7 +6,7 @@ import pytest
 
 from palestra.config import OptimizerConfig
 from palestra.learner.schedule import TaskOrder, learning_rate
-from palestra.schemas.records import Task
+from palestra.types.records import Task
 
 TASKS = [Task(task_id=str(i), data={}) for i in range(7)]
 

@@ -10,7 +10,7 @@ from palestra.algorithms.registry import create_algorithm
 from palestra.config import AlgorithmConfig, Roles
 from palestra.learner.batch import Batch, make_batch
 from palestra.learner.shares import share_of
-from palestra.schemas.records import PolicyVersion, Trajectory, VersionSpan
+from palestra.types.records import PolicyVersion, Trajectory, VersionSpan
 from unit.building import SOLE, make_chat, make_trajectory
 
 ROLES = Roles(default="policy", named={"opponent": "old"}, frozen=frozenset({"old"}))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from palestra.errors import ConfigError
-from palestra.models.devices import device_of
+from palestra.models.device import device_of
 
 
 @pytest.mark.parametrize("there", [False, True])

@@ -9,10 +9,10 @@ from typing import ClassVar
 import pytest
 from huggingface_hub import constants
 
+from palestra.control.jobs.launcher import Ending, ending_of
 from palestra.errors import ModelError, ServerFailed
 from palestra.models.catalog import exact_model, model_folder
 from palestra.models.causal_lm import load_tokenizer
-from palestra.scheduler.launcher import Ending, ending_of
 
 
 class Hub(BaseHTTPRequestHandler):

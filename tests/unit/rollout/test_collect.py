@@ -13,10 +13,10 @@ from palestra.envs import ConcurrentEnvironment, Environment
 from palestra.errors import RolloutFailed
 from palestra.rollout import RolloutSpec, Runner, Termination
 from palestra.rollout.collect import LONGEST_INFO
-from palestra.schemas.forks import ForkReason
-from palestra.schemas.messages import text_message
-from palestra.schemas.states import EpisodeState
 from palestra.session import Sessions
+from palestra.types.messages import text_message
+from palestra.types.records import ForkReason
+from palestra.types.states import EpisodeState
 from unit.building import TASK, FakeClock, rows_of
 from unit.session.conftest import STOP, Bench
 from unit.session.test_policies import TwoPolicies

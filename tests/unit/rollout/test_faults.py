@@ -19,11 +19,11 @@ from palestra.envs import ConcurrentEnvironment, Environment, ToolEnvironment
 from palestra.errors import EngineFailure
 from palestra.learner.groups import gather_groups
 from palestra.rollout import RolloutOrchestrator, RolloutSpec, Runner, RunnerPool
-from palestra.schemas.messages import text_message
-from palestra.schemas.records import Task
-from palestra.schemas.states import EpisodeState
 from palestra.session import Sessions
 from palestra.tools import tool
+from palestra.types.messages import text_message
+from palestra.types.records import Task
+from palestra.types.states import EpisodeState
 from unit.building import FakeClock
 from unit.session.conftest import STOP, Bench
 

@@ -10,9 +10,9 @@ from palestra.agents import ModelAgent
 from palestra.envs import ConcurrentEnvironment, Environment
 from palestra.errors import EngineFailure, EpisodeLeaseExpired, RolloutFailed
 from palestra.rollout import RolloutSpec, Runner, Termination
-from palestra.schemas.messages import text_message
-from palestra.schemas.states import EpisodeState
 from palestra.session import Sessions
+from palestra.types.messages import text_message
+from palestra.types.states import EpisodeState
 from unit.building import TASK, rows_of
 from unit.session.conftest import STOP
 

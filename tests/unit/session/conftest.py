@@ -8,13 +8,13 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from palestra.chat import ByteTokenizer, ChatMLRenderer
 from palestra.config import PolicyConfig
+from palestra.engine.fake import FakeEngine, digits_script
 from palestra.grammars.pool import Grammars
-from palestra.inference.fake import FakeEngine, digits_script
-from palestra.schemas.messages import text_message
-from palestra.schemas.states import TurnState
+from palestra.renderers import ByteTokenizer, ChatMLRenderer
 from palestra.session import EpisodeSession, GenerationRequest, PolicyRuntime, SessionContext
+from palestra.types.messages import text_message
+from palestra.types.states import TurnState
 from unit.building import TASK, FakeClock, one_policy, open_store
 
 STOP = 258

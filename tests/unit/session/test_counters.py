@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from palestra.session.counters import WINDOW_SECONDS, TokenRate
+from palestra.session.context import WINDOW_SECONDS, TokenRate
 from unit.building import FakeClock
 
 

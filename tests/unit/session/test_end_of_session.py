@@ -8,9 +8,9 @@ import weakref
 
 import pytest
 
-from palestra.chat import ByteTokenizer, ChatMLRenderer
 from palestra.errors import EpisodeEnded, EpisodeLeaseExpired
-from palestra.schemas.states import TurnState
+from palestra.renderers import ByteTokenizer, ChatMLRenderer
+from palestra.types.states import TurnState
 from unit.session.conftest import busy_writer, call, in_flight, until
 
 RENDERER = ChatMLRenderer(ByteTokenizer())

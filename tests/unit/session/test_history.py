@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from palestra.schemas.forks import ForkReason
-from palestra.schemas.messages import ChatMessage, FunctionCall, ImagePart, TextPart, ToolCall, text_message
-from palestra.schemas.records import SamplingParams
 from palestra.session.history import History, Sameness, message_key
+from palestra.types.messages import ChatMessage, FunctionCall, ImagePart, TextPart, ToolCall, text_message
+from palestra.types.records import ForkReason, SamplingParams
 from unit.building import make_chat
 
 

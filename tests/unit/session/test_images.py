@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from palestra.chat import ByteTokenizer, ChatMLRenderer
-from palestra.schemas.messages import ChatMessage, ImagePart, TextPart, text_message
-from palestra.schemas.records import MediaSpan, TokenSequence
+from palestra.renderers import ByteTokenizer, ChatMLRenderer
 from palestra.session import EpisodeSession, GenerationRequest
-from palestra.trajectory import TokenRun, common_tokens
+from palestra.tokens import TokenRun, common_tokens
+from palestra.types.messages import ChatMessage, ImagePart, TextPart, text_message
+from palestra.types.records import MediaSpan, TokenSequence
 from unit.building import ids, one_policy, rows_of
 from unit.session.conftest import says
 

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from jinja2 import TemplateError
 
-from palestra.chat import ByteTokenizer, ChatMLRenderer, MessageDelta, whole_message
-from palestra.chat.base import WholeReplyStream
 from palestra.config import PolicyConfig
+from palestra.engine.fake import FakeEngine
 from palestra.errors import EngineFailure, InvalidRequest, UnsupportedField
-from palestra.inference.fake import FakeEngine
-from palestra.schemas.records import PolicyVersion, SampledTokens
+from palestra.renderers import ByteTokenizer, ChatMLRenderer, MessageDelta, whole_message
+from palestra.renderers.base import WholeReplyStream
 from palestra.session import EpisodeSession, Session
 from palestra.session.recorder import NoStore
+from palestra.types.records import PolicyVersion, SampledTokens
 from unit.session.conftest import STOP, call
 
 TOOLS = ({"type": "function", "function": {"name": "f"}},)

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from palestra.chat import ByteTokenizer, ChatMLRenderer
 from palestra.config import PolicyConfig, Roles
 from palestra.errors import ContextOverflow, NotFound, UnsupportedField
-from palestra.schemas.forks import ForkReason
+from palestra.renderers import ByteTokenizer, ChatMLRenderer
 from palestra.session import PolicyRuntime, PolicySet, SessionContext
 from palestra.session.registry import CallRegistry, call_seed, prompt_digest
+from palestra.types.records import ForkReason
 from unit.building import ids
 from unit.session.conftest import Bench, call, says
 

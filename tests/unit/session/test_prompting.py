@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from palestra.chat import ByteTokenizer, ChatMLRenderer
 from palestra.errors import EngineFailure, HistoryDrift
-from palestra.schemas.forks import MEANINGS, ForkReason
-from palestra.schemas.messages import ChatMessage, FunctionCall, ToolCall, text_message
+from palestra.renderers import ByteTokenizer, ChatMLRenderer
 from palestra.session import EpisodeSession, GenerationRequest
+from palestra.types.messages import ChatMessage, FunctionCall, ToolCall, text_message
+from palestra.types.records import MEANINGS, ForkReason
 from unit.building import one_policy
 from unit.session.conftest import STOP, Bench, call
 

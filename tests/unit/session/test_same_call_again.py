@@ -6,12 +6,12 @@ import asyncio
 
 import pytest
 
-from palestra.chat import ByteTokenizer, ChatMLRenderer
 from palestra.errors import EngineFailure
-from palestra.schemas.states import TurnState
+from palestra.renderers import ByteTokenizer, ChatMLRenderer
 from palestra.session import Session
 from palestra.session.recorder import NoStore
 from palestra.session.registry import call_seed, prompt_digest
+from palestra.types.states import TurnState
 from unit.session.conftest import busy_writer, call, in_flight, says, until
 
 RENDERER = ChatMLRenderer(ByteTokenizer())

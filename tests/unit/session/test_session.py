@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from rendering import render_ids
 
-from palestra.chat import ByteTokenizer, ChatMLRenderer
 from palestra.errors import ContextOverflow, EpisodeEnded, NotFound
-from palestra.schemas.messages import text_message
-from palestra.schemas.records import PolicyVersion, SampledTokens, VersionSpan
-from palestra.schemas.states import TurnState
+from palestra.renderers import ByteTokenizer, ChatMLRenderer
 from palestra.session import EpisodeSession, GenerationRequest
 from palestra.session.prompting import LONG_TEXT
 from palestra.session.registry import call_seed, prompt_digest
+from palestra.types.messages import text_message
+from palestra.types.records import PolicyVersion, SampledTokens, VersionSpan
+from palestra.types.states import TurnState
 from unit.building import ids, rows_of
 from unit.session.conftest import STOP, Bench, call, in_flight, says, until
 

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from palestra.errors import EpisodeEnded, EpisodeLeaseExpired, NotFound, ServerStopping, TooManyRequests
-from palestra.schemas.states import TurnState
 from palestra.session import Sessions
+from palestra.types.states import TurnState
 from unit.building import TASK
 from unit.session.conftest import call
 

@@ -8,8 +8,8 @@ import pytest
 from sqlalchemy import text
 
 from palestra.errors import EpisodeEnded, ServerStopping
-from palestra.schemas.states import TurnState
 from palestra.session import Sessions
+from palestra.types.states import TurnState
 from unit.session.conftest import call
 
 

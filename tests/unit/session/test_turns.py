@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 
 from palestra.errors import IllegalTransition
-from palestra.schemas.states import TurnState
-from palestra.session.counters import StateTimes
+from palestra.session.context import StateTimes
 from palestra.session.turns import Turn
+from palestra.types.states import TurnState
 from unit.building import FakeClock
 
 

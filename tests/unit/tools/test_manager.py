@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from palestra.schemas.messages import FunctionCall, ToolCall
 from palestra.tools import Calculator, Finish, Tool, ToolFailure, ToolManager, tool
+from palestra.types.messages import FunctionCall, ToolCall
 
 
 def call(name: str, arguments: str = "{}", call_id: str = "c") -> ToolCall:

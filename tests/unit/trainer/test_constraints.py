@@ -13,13 +13,13 @@ from llguidance import LLMatcher
 from palestra.algorithms.loss import LossSpec
 from palestra.algorithms.losses import PPOClipLoss
 from palestra.config import EmbeddedEngineConfig
+from palestra.engine.embedded.engine import EmbeddedEngine
+from palestra.engine.embedded.model_runner import PolicyModel
 from palestra.grammars.pool import Grammars
-from palestra.inference.embedded import EmbeddedEngine
-from palestra.inference.model_runner import PolicyModel
 from palestra.models.causal_lm import load_causal_lm, load_tokenizer
-from palestra.models.grammar import vocabulary_of
-from palestra.schemas.records import GrammarSpan, SamplingParams
+from palestra.models.grammar_masks import vocabulary_of
 from palestra.trainer.constraints import allowed_tokens
+from palestra.types.records import GrammarSpan, SamplingParams
 from unit.building import engine_request, make_chat, make_sample, rows_of
 from unit.trainer.test_torch_trainer import training
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from palestra.schemas.records import MediaSpan
+from palestra.tokens import TokenRun
 from palestra.trainer.packing import Tree, TreeAttention, pack
-from palestra.trajectory import TokenRun
+from palestra.types.records import MediaSpan
 from unit.building import make_sample
 
 

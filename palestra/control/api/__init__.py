@@ -1,0 +1,38 @@
+"""The HTTP API of the control plane, as an ASGI application."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from starlette.requests import Request
+
+from palestra.control.api.access import ControlPlane
+from palestra.control.api.accounts_api import add_account_routes, add_key_routes
+from palestra.control.api.cluster_api import add_cluster_routes
+from palestra.control.api.denials import note_denials
+from palestra.control.api.jobs_api import add_job_routes, add_reading_routes
+from palestra.http import app as http_app
+from palestra.http.app import describe
+
+MAX_BODY_BYTES = 4 * 2**20
+PUBLIC = ("/healthz", *http_app.PUBLIC)  # paths that are answered without a key
+
+__all__ = ["PUBLIC", "ControlPlane", "create_control_app"]
+
+
+def create_control_app(plane: ControlPlane) -> FastAPI:
+    """Return the application with all routes of the control plane."""
+
+    async def authenticate(request: Request) -> int:
+        return (await plane.who(request)).limits.body_bytes
+
+    app = http_app.build_app(
+        "Palestra control plane", "Submit jobs, watch them, and say who may.", authenticate, MAX_BODY_BYTES, PUBLIC
+    )
+    add_job_routes(app, plane)
+    add_reading_routes(app, plane)
+    add_account_routes(app, plane)
+    add_key_routes(app, plane)
+    add_cluster_routes(app, plane)
+    note_denials(app, plane)
+    describe(app)
+    return app

@@ -1,0 +1,73 @@
+"""Routes for the cluster: machines, what is free, and whether jobs may start."""
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Annotated
+
+from fastapi import Depends, FastAPI
+from starlette.requests import Request
+
+from palestra.control.accounts.identity import Identity
+from palestra.control.api.access import ControlPlane
+from palestra.control.placement.fitting import RunningJob
+from palestra.control.rights.permissions import Action
+from palestra.control.store.decisions import is_draining
+from palestra.http.app import request_schema
+from palestra.types.control_wire import ClusterView, Drain, InUse, NodeView, QuotaBody
+
+
+def add_cluster_routes(app: FastAPI, plane: ControlPlane) -> None:
+    """Add the routes for the cluster to the application."""
+    scheduler = plane.scheduler
+
+    @app.get("/healthz", tags=["cluster"])
+    async def healthz() -> dict[str, str]:
+        """Answer, without a key, when the server accepts requests."""
+        return {"status": "ok"}
+
+    @app.get("/cluster", tags=["cluster"])
+    async def cluster(by: Annotated[Identity, Depends(plane.may(Action.CLUSTER_READ))]) -> ClusterView:
+        """Return the machines and what is free, but not whose jobs run there, and the quota of the caller's tenant."""
+        held = list(scheduler.running.values())
+        nodes = []
+        for node in scheduler.nodes:
+            here = [job for job in held if job.node_id == node.node_id]
+            nodes.append(
+                NodeView(
+                    node_id=node.node_id,
+                    alive=node.alive,
+                    draining=node.draining,
+                    cpus=node.cpus,
+                    gpus=node.gpus,
+                    memory_gib=node.memory_gib,
+                    free_cpus=node.cpus - sum(job.needs.cpus for job in here),
+                    free_gpus=node.gpus - sum(job.needs.gpus for job in here),
+                    jobs=len(here),
+                )
+            )
+        queued = len(await plane.store.queue())
+        return ClusterView(
+            nodes=nodes,
+            draining=await plane.store.read(is_draining),
+            queued=queued,
+            live=len(held),
+            quota=QuotaBody.model_validate(asdict(await scheduler.quota_of(by.tenant))),
+            in_use=_in_use(job for job in held if job.tenant == by.tenant),
+        )
+
+    @app.post("/cluster/drain", tags=["cluster"], status_code=204, openapi_extra=request_schema(Drain))
+    async def drain(request: Request, by: Annotated[Identity, Depends(plane.may(Action.CLUSTER_DRAIN))]) -> None:
+        """Stop starting jobs, so that the cluster runs empty, also after a restart; or start jobs again."""
+        body = await plane.body(Drain, request)
+        await plane.administration.drain(by, body.on)
+
+
+def _in_use(running: Iterable[RunningJob]) -> InUse:
+    """Return the sum of what jobs hold."""
+    held = list(running)
+    return InUse(
+        jobs=len(held),
+        cpus=sum(job.needs.cpus for job in held),
+        gpus=sum(job.needs.gpus for job in held),
+        memory_gib=sum(job.needs.memory_gib for job in held),
+    )

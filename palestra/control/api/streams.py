@@ -1,0 +1,156 @@
+"""Streams of a run's log, changes of state and events, which can be read again from any point."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import NamedTuple, Self
+
+import orjson
+
+from palestra.control.accounts.identity import Identity
+from palestra.control.api.access import ControlPlane
+from palestra.control.rights.permissions import Action
+from palestra.errors import Forbidden, InvalidRequest, NotFound, StoreError
+from palestra.http.sse import News, encode_event, follow
+from palestra.store.browsing import browse
+from palestra.store.run_log import read_events
+from palestra.types.jobs import JobChange, JobRecord
+from palestra.types.records import Event
+
+CHUNK_BYTES = 2**16
+MOST_EVENTS = 500
+LARGEST = 2**53  # the largest number of an event that is accepted; SQLite could not compare with a huge one
+
+
+class Place(NamedTuple):
+    """The position of a client in a stream of events.
+
+    Attributes:
+        change: number of the last change of state that was read.
+        event: id of the last event of the run that was read.
+    """
+
+    change: int = 0
+    event: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.change}.{self.event}"
+
+    @classmethod
+    def of(cls, text: str | None) -> Self:
+        """Return the place in the header `Last-Event-ID`; None: the start.
+
+        Raises:
+            InvalidRequest: no stream of the control plane has sent this id.
+        """
+        if text is None:
+            return cls()
+        change, _, event = text.partition(".")
+        if not (text.isascii() and change.isdigit() and event.isdigit() and len(text) < 40):
+            raise InvalidRequest(f"Last-Event-ID is {text!r}; send one that this stream had", "last-event-id")
+        return cls(min(int(change), LARGEST), min(int(event), LARGEST))
+
+    def after(self, one: JobChange | Event) -> Self:
+        """Return the place after a change or an event."""
+        if isinstance(one, Event):
+            return self._replace(event=one.event_id)
+        return self._replace(change=one.number)
+
+
+def events(plane: ControlPlane, by: Identity, job_id: str, run: Path, place: Place, wait: bool) -> AsyncIterator[bytes]:
+    """Yield a job's changes of state and what its run reports, as server-sent events.
+
+    Args:
+        plane: the control plane.
+        by: the reader; the stream ends when the reader's key does not open the job any more.
+        job_id: of the job.
+        run: the folder of its run.
+        place: how far the reader has read.
+        wait: whether to wait for future events.
+    """
+
+    async def look() -> News | None:
+        nonlocal place
+        job = await _readable(plane, by, job_id)  # read before the events, so that those of its end are not missed
+        if job is None:
+            return None
+        changes = await plane.store.changes(by.tenant, job_id, place.change)
+        reported = await asyncio.to_thread(_events_after, run, place.event)
+        chunks = []
+        happened: Iterator[JobChange | Event] = heapq.merge(changes, reported, key=lambda one: one.at)
+        for one in happened:
+            place = place.after(one)
+            chunks.append(_encoded(place, one))
+        return News(chunks, job.is_over)
+
+    return follow(look, wait)
+
+
+def log(plane: ControlPlane, by: Identity, job_id: str, path: Path, offset: int, wait: bool) -> AsyncIterator[bytes]:
+    """Yield a job's log from a byte on.
+
+    Args:
+        plane: the control plane.
+        by: the reader; see `events`.
+        job_id: of the job.
+        path: of the log.
+        offset: number of the first byte.
+        wait: whether to wait for further lines.
+    """
+
+    async def look() -> News | None:
+        nonlocal offset
+        job = await _readable(plane, by, job_id)
+        if job is None:
+            return None
+        chunk = await asyncio.to_thread(_read, path, offset)
+        offset += len(chunk)
+        return News([chunk] if chunk else [], job.is_over)
+
+    return follow(look, wait, keepalive=False)
+
+
+async def _readable(plane: ControlPlane, by: Identity, job_id: str) -> JobRecord | None:
+    """Return the job; None: the reader's key was revoked, or the reader's role changed, since the stream began."""
+    now = await plane.identities.renewed(by)
+    if now is None:
+        return None
+    try:
+        job = await plane.job(now, job_id, Action.JOB_READ)
+    except (Forbidden, NotFound):
+        return None
+    plane.scheduler.seen(job_id)
+    return job
+
+
+def _encoded(place: Place, one: JobChange | Event) -> bytes:
+    """Return a change or an event as a server-sent event, whose id is the place after it."""
+    if isinstance(one, Event):
+        return encode_event(orjson.dumps({"at": one.at, **one.data}), one.kind, str(place))
+    change = {"at": one.at, "state": one.following.value, "reason": one.reason}
+    return encode_event(orjson.dumps(change), "state", str(place))
+
+
+def _events_after(run: Path, last: int) -> list[Event]:
+    """Return what the run has reported after event `last`; [] while it has no store."""
+    store = run / "run.db"
+    if not store.exists():
+        return []
+    try:
+        with browse(store) as connection:
+            return read_events(connection, last, MOST_EVENTS)
+    except StoreError:  # the store is just being created
+        return []
+
+
+def _read(path: Path, offset: int) -> bytes:
+    """Return the next bytes of a log; b"" while there is no log."""
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            return file.read(CHUNK_BYTES)
+    except FileNotFoundError:
+        return b""

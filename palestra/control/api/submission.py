@@ -1,0 +1,168 @@
+"""Check and complete submissions, so that a mistake is answered immediately and not found when the job starts."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from palestra.algorithms.registry import create_algorithm
+from palestra.config import JobConfig, parse_config
+from palestra.control.accounts.identity import Identity
+from palestra.control.api.access import ControlPlane
+from palestra.control.jobs.rules import Rules
+from palestra.control.jobs.scheduler import RUN
+from palestra.control.jobs.sources import step_meant
+from palestra.control.rights.permissions import Action
+from palestra.errors import ConfigError, InvalidRequest
+from palestra.types.control_wire import SubmitJob
+from palestra.types.jobs import JobKind, JobRecord, JobRequest, Resources
+
+
+async def request_of(plane: ControlPlane, body: SubmitJob, by: Identity) -> JobRequest:
+    """Return the job that a body requests, checked and complete.
+
+    Args:
+        plane: the control plane.
+        body: of the request.
+        by: the caller.
+
+    Raises:
+        ConfigError, InvalidRequest: the job can't be run, for the reason in the message.
+        NotFound: `from_job` is no job of this tenant, or has no such checkpoint.
+        Forbidden: the key does not allow reading that job.
+    """
+    if body.from_step is not None and body.from_job is None:
+        raise InvalidRequest("from_step is a checkpoint of from_job, which is missing", "from_step")
+    source, step = None, None
+    if body.from_job is not None:
+        source = await plane.job(by, body.from_job, Action.JOB_READ)
+        run = plane.scheduler.folder_of(source.job_id) / RUN
+        step = await asyncio.to_thread(step_meant, run, source.job_id, body.from_step)
+    # A configuration may be as long as a body, and is read several times.
+    kind, given = await plane.pool.run(_completed, body, source, by, plane.rules)
+    return JobRequest(
+        name=body.name or ("job" if source is None else source.name),
+        kind=kind,
+        priority=body.priority,
+        config=given,
+        resources=Resources(cpus=body.resources.cpus, gpus=body.resources.gpus, memory_gib=body.resources.memory_gib),
+        attached=body.attached,
+        private=await _private(plane, body, by, source),
+        restarts_limit=body.restarts,
+        time_limit_seconds=plane.rules.time_limit(body.time_limit_seconds),
+        from_job=body.from_job,
+        from_step=step,
+        from_newest=body.from_step is None and source is not None,
+    )
+
+
+def _completed(body: SubmitJob, source: JobRecord | None, by: Identity, rules: Rules) -> tuple[JobKind, dict[str, Any]]:
+    """Return the kind and the whole configuration of a submission.
+
+    Args:
+        body: the submission.
+        source: its `from_job`; None: it names none.
+        by: who sends it.
+        rules: the operator's.
+
+    Raises:
+        ConfigError, InvalidRequest: see `request_of`.
+    """
+    given = _config(body, source)
+    config = _checked(given, rules)
+    if source is not None:
+        given = _with_model_of(source, given, config)
+    return config.kind, allowed(given, by, rules)
+
+
+def allowed(given: dict[str, Any], by: Identity, rules: Rules) -> dict[str, Any]:
+    """Return a configuration that the operator allows, with `max_claimed` lowered to what the caller's key allows.
+
+    Args:
+        given: a JobConfig as JSON.
+        by: the caller.
+        rules: the operator's.
+
+    Raises:
+        ConfigError: a value is over a cap of the operator's.
+    """
+    config = parse_config(given)
+    rules.check(config)
+    most = min(by.limits.episodes_in_flight, config.rollout.max_claimed or by.limits.episodes_in_flight)
+    if config.kind != "training" or config.rollout.max_claimed == most:
+        return given
+    return given | {"rollout": given.get("rollout", {}) | {"max_claimed": most}}
+
+
+async def _private(plane: ControlPlane, body: SubmitJob, by: Identity, source: JobRecord | None) -> bool:
+    """Return whether the job will be private: as requested, else as its source, else as the tenant's default."""
+    if body.private is not None:
+        return body.private
+    return (source is not None and source.private) or await plane.administration.private_jobs(by)
+
+
+def _config(body: SubmitJob, source: JobRecord | None) -> dict[str, Any]:
+    """Return the requested configuration with its kind, or that of `from_job` if none was given.
+
+    Raises:
+        ConfigError: body and configuration name different kinds.
+        InvalidRequest: there is neither a configuration nor `from_job`.
+    """
+    if body.config is not None:
+        given = dict(body.config)
+        kind = given.get("kind", body.kind)
+        if body.kind is not None and kind != body.kind:
+            raise ConfigError(f"kind is {body.kind!r}, and config.kind is {kind!r}; leave one of them out")
+        return given if kind is None else given | {"kind": kind}
+    if source is None:
+        raise InvalidRequest("a job has a config, or from_job, whose configuration it takes", "config")
+    kind = body.kind or "inference"
+    left_out = ("environment",) if kind == "inference" else ()
+    return {key: value for key, value in source.config.items() if key not in left_out} | {"kind": kind}
+
+
+def _checked(given: dict[str, Any], rules: Rules) -> JobConfig:
+    """Return the parsed configuration, if a tenant may submit it.
+
+    Raises:
+        ConfigError, InvalidRequest: it is not valid, or names files, models or code that tenants may not use.
+    """
+    for section, keys in (("tasks", ("train", "validation")), ("run_dir", ())):
+        value = given.get(section)
+        if value is not None and (not keys or (isinstance(value, dict) and any(value.get(key) for key in keys))):
+            raise InvalidRequest(f"config.{section} names files, which the server does not read", f"config.{section}")
+    config = parse_config(given)
+    for name, policy in config.policies.items():
+        try:
+            rules.weights(policy.model)
+        except ConfigError as error:
+            raise InvalidRequest(str(error), f"config.policies.{name}.model") from error
+    create_algorithm(config.algorithm)  # refuses code of the tenant's own
+    return config
+
+
+def _with_model_of(source: JobRecord, given: dict[str, Any], config: JobConfig) -> dict[str, Any]:
+    """Return the configuration with the model from which the checkpoint of `source` was made.
+
+    Args:
+        source: the job of `from_job`.
+        given: a JobConfig as JSON.
+        config: the same, parsed.
+
+    Raises:
+        ConfigError: the configuration names another model, or several policies could start from the checkpoint.
+    """
+    if len(config.trained_policies) != 1:
+        raise ConfigError(
+            "from_job gives its weights to one policy; set `frozen` for the others, which are served as they are"
+        )
+    before = parse_config(source.config)
+    (name,), (trained,) = config.trained_policies, before.trained_policies
+    own, model = config.policies[name], before.policies[trained].model
+    if "model" in own.model_fields_set and own.model != model:
+        raise ConfigError(
+            f"policies.{name}.model is {own.model!r}, and from_job trains {model!r}; leave one of them out"
+        )
+    policies = given.get("policies", {})
+    rest = {key: value for key, value in given.items() if key != "model"}  # else it would replace the checkpoint
+    return rest | {"policies": policies | {name: policies.get(name, {}) | {"model": model}}}

@@ -1,0 +1,1 @@
+"""Jobs of the control plane: the scheduler that starts and watches them, and the launcher that it asks to."""

@@ -1,0 +1,224 @@
+"""What the scheduler asks of a launcher of model servers, and which state follows when a server has ended."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sqlite3
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Protocol
+
+from palestra.control.jobs.deadlines import limit_is_over
+from palestra.control.placement.fitting import Node
+from palestra.errors import PalestraError
+from palestra.types.jobs import JobRecord, Resources
+from palestra.types.states import JobState
+
+LOG_FILE = "log.txt"  # in a job's folder
+ENDED_FILE = "ended.json"  # in a job's folder, after its server has ended
+
+# A full disk or quota, a failing or missing disk, no memory, no descriptor, a folder that is read-only at the moment.
+MACHINE_ERRORS = frozenset(
+    (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EROFS)
+)
+SQLITE_MACHINE_ERRORS = frozenset(
+    (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_READONLY)
+)
+
+
+class Ending(StrEnum):
+    """The ways in which a model server can end; they decide whether it is started again.
+
+    Attributes:
+        COMPLETED: its steps are finished.
+        STOPPED: it was asked to stop, and what was trained is in a checkpoint.
+        FAILED: it can't continue, and says why; starting it again would not help.
+        LOST: its process or its machine is gone; it can continue from its last checkpoint.
+    """
+
+    COMPLETED = "completed"
+    STOPPED = "stopped"
+    FAILED = "failed"
+    LOST = "lost"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ended:
+    """The ending of a model server, with the reason for people."""
+
+    ending: Ending
+    reason: str = ""
+
+
+def ending_of(error: BaseException) -> Ending:
+    """Classify an error that ends a job, by the one rule for all errors.
+
+    LOST, so that the job is started again as often as `restarts` allows, for an error that may not happen again: one
+    that is `retryable`, or that the machine's disks or its lack of a resource caused (`MACHINE_ERRORS`). FAILED for all
+    others: the configuration, the model, a damaged store, a defect.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, PalestraError) and cause.retryable:
+            return Ending.LOST
+        if isinstance(cause, MemoryError) or (isinstance(cause, OSError) and cause.errno in MACHINE_ERRORS):
+            return Ending.LOST
+        # Python's own error for text that is not UTF-8 has no code, and means that the file is damaged.
+        code = getattr(cause, "sqlite_errorcode", None)
+        if isinstance(cause, sqlite3.OperationalError) and code is not None and code & 0xFF in SQLITE_MACHINE_ERRORS:
+            return Ending.LOST
+        cause = cause.__cause__ or cause.__context__
+    return Ending.FAILED
+
+
+def write_ended(folder: Path, ended: Ended) -> None:
+    """Write into a job's folder how its server ended, for a scheduler that was not running then."""
+    temporary = folder / f".{ENDED_FILE}"
+    temporary.write_text(ended_text(ended))
+    temporary.replace(folder / ENDED_FILE)
+
+
+def ended_text(ended: Ended) -> str:
+    """Return the content of `ENDED_FILE` for this ending."""
+    return json.dumps({"ending": ended.ending.value, "reason": ended.reason})
+
+
+def read_ended(folder: Path) -> Ended | None:
+    """Return how a server ended, from `ENDED_FILE`; None: there is no such file, because the server was killed."""
+    try:
+        found = json.loads((folder / ENDED_FILE).read_text())
+        return Ended(ending=Ending(found["ending"]), reason=str(found["reason"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerOrder:
+    """A model server to be started.
+
+    Attributes:
+        job_id: of the job that it runs.
+        config: a JobConfig as JSON.
+        folder: of the job: its run, and its log.
+        node: where to start it.
+        resources: what the job holds.
+        weights: by policy an absolute folder, or a name of the hub, instead of the policy's `model`.
+        memory_gib: how much memory its processes may use before the job is ended; None: any amount.
+    """
+
+    job_id: str
+    config: dict[str, Any]
+    folder: Path
+    node: str
+    resources: Resources
+    weights: Mapping[str, str] = field(default_factory=dict)
+    memory_gib: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Listening:
+    """A model server that accepts requests.
+
+    Attributes:
+        url: of its data plane.
+        devices: GPUs that it got, by their index on its machine; (): it does not say.
+    """
+
+    url: str
+    devices: tuple[int, ...] = ()
+
+
+class Launcher(Protocol):
+    """Starts, watches and stops model servers, which outlive the scheduler."""
+
+    async def nodes(self) -> list[Node]:
+        """Return the machines of the cluster, with everything that they have.
+
+        Raises:
+            ServerFailed: the cluster does not answer.
+        """
+        ...
+
+    async def start(self, order: ServerOrder) -> Listening:
+        """Start a model server, or continue the run in its folder; return when the server listens.
+
+        Raises:
+            PalestraError: the server can't be started, for the reason in the message; nothing of it is left.
+        """
+        ...
+
+    async def find(self, job_id: str) -> Listening | None:
+        """Return a server that was started before; None: there is none, and nothing is left of one."""
+        ...
+
+    async def known(self) -> list[str]:
+        """Return the ids of all jobs that have a server or hold resources, also those of other schedulers."""
+        ...
+
+    async def ended(self, job_id: str, heard: Callable[[float | None], None]) -> Ended:
+        """Wait until the server has ended for any reason, and return how; nothing of it is left then.
+
+        Args:
+            job_id: of the job that the server runs.
+            heard: called each time the server answers, with the job's own estimate of the seconds that it has left
+                (`JobProgress.seconds_left`); None: there is no estimate yet.
+        """
+        ...
+
+    async def stop(self, job_id: str, grace_seconds: float) -> None:
+        """Ask a server to save and end, and return when nothing of it is left.
+
+        Args:
+            job_id: of the job that the server runs.
+            grace_seconds: how long the server may take until its process is killed.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Release everything that this object holds; the servers continue."""
+        ...
+
+
+TAIL_BYTES = 4000
+
+
+def following_state(job: JobRecord, ended: Ended, now: float) -> tuple[JobState, str, int]:
+    """Return the next state of a job whose server has ended, the reason, and how many restarts are left.
+
+    Args:
+        job: whose server it was.
+        ended: how the server ended.
+        now: Unix seconds of the ending, at which the job's time limit may be over.
+    """
+    left = job.restarts_left
+    if ended.ending is Ending.COMPLETED:
+        return JobState.COMPLETED, "its steps are done", left
+    if job.cancel_requested:
+        return JobState.CANCELLED, f"{job.reason}; {ended.reason}" if ended.reason else job.reason, left
+    if ended.ending is Ending.FAILED:
+        return JobState.FAILED, ended.reason, left
+    if job.time_left(now) == 0.0:  # a restart would have no time left
+        reason = limit_is_over(job)
+        return JobState.CANCELLED, f"{reason}; {ended.reason}" if ended.reason else reason, left
+    if ended.ending is Ending.LOST and left == 0:
+        return JobState.FAILED, f"lost {job.restarts_limit + 1} times, at last: {ended.reason}", left
+    if ended.ending is Ending.LOST:
+        goes_on = "it goes on from its last checkpoint" if job.kind == "training" else "it is started again"
+        return JobState.QUEUED, f"{ended.reason}; {goes_on}", left - 1
+    return JobState.QUEUED, ended.reason or "it was stopped, and goes on from its checkpoint", left
+
+
+def last_lines(path: Path) -> str | None:
+    """Return the last lines of a log, at most `TAIL_BYTES`; None: the file can't be read."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(size - TAIL_BYTES, 0))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return None
+    return text if size <= TAIL_BYTES else text.partition("\n")[2]

@@ -1,0 +1,276 @@
+"""The operator's limits on submitted jobs: the largest numbers of a configuration, and the models."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from palestra.config import SMOLLM2, TINY, JobConfig
+from palestra.errors import ConfigError
+
+DAY, WEEK = 86_400, 604_800  # seconds
+HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
+OPEN_EPISODES = "rollout.group_size x groups_per_step x (1 + max_staleness)"
+TIME_LIMIT = "time_limit_seconds"  # of a job, beside its configuration; no cap unless the operator sets one
+_SETTINGS = "environment.settings.*"
+
+CAPS: Mapping[str, float] = {
+    "steps": 1_000_000,
+    "policies.*.max_context": 262_144,
+    "policies.*.sampling.max_tokens": 262_144,
+    _SETTINGS: 1_000,
+    "environment.train_tasks": 100_000,
+    "environment.validation_tasks": 10_000,
+    "environment.max_concurrency": 1_024,
+    "environment.timeout_seconds": WEEK,
+    "rollout.group_size": 1_024,
+    "rollout.groups_per_step": 1_024,
+    "rollout.max_attempts": 100,
+    "rollout.lease_seconds": DAY,
+    "rollout.max_lease_seconds": DAY,
+    "rollout.max_episode_seconds": WEEK,
+    "rollout.max_open_buckets": 16_384,
+    "rollout.max_per_worker": 16_384,
+    "rollout.max_claimed": 1_000_000,
+    "algorithm.epochs": 64,
+    "evaluation.max_tasks": 10_000,
+    "checkpoint.keep": 20,
+    "engine.threads": 256,
+    "engine.max_batch": 1_024,
+    "engine.prefill_tokens": 65_536,
+    "engine.prefill_chunk": 65_536,
+    "engine.cache_gib": 512,
+    "engine.prefix_cache_tokens": 4_194_304,
+    "engine.delay_seconds": 60,
+    "engine.reply_tokens": 65_536,
+    "trainer.threads": 256,
+    "trainer.micro_batch_tokens": 262_144,
+    "trainer.logit_chunk": 65_536,
+    "server.max_body_bytes": 64 * 2**20,
+    "server.max_waiting_calls": 16_384,
+    "server.max_wait_seconds": 600,
+    OPEN_EPISODES: 32_768,
+}
+"""The largest values that a configuration of a service may have, by dotted key."""
+
+EXEMPT: Mapping[str, str] = {
+    "seed": "a name",
+    "policies.*.sampling.temperature": "costs nothing, and JobConfig bounds it",
+    "policies.*.optimizer.learning_rate": "a number of a formula",
+    "policies.*.optimizer.warmup_steps": "a number of a formula",
+    "policies.*.optimizer.betas": "a number of a formula",
+    "policies.*.optimizer.epsilon": "a number of a formula",
+    "policies.*.optimizer.weight_decay": "a number of a formula",
+    "policies.*.optimizer.max_grad_norm": "a number of a formula",
+    "rollout.min_group_size": "at most group_size",
+    "rollout.max_staleness": "JobConfig bounds it, and the open episodes are capped",
+    "algorithm.clip_low": "a number of a formula",
+    "algorithm.clip_high": "a number of a formula",
+    "algorithm.discount": "a number of a formula",
+    "algorithm.importance_limit": "a number of a formula",
+    "evaluation.every_steps": "more is less work",
+    "checkpoint.every_steps": "more is less work",
+    "server.port": "the service chooses the port",
+}
+"""Numbers of a configuration that need no cap, with the reason. Every number stands here or in CAPS; a test looks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rules:
+    """The operator's limits on submitted configurations.
+
+    Attributes:
+        caps: largest values, by dotted key.
+        models: absolute folder, or name of the hub, by the name under which tenants use the model.
+        hub_models: whether tenants may name any model of the hub.
+    """
+
+    caps: Mapping[str, float] = field(default_factory=lambda: CAPS)
+    models: Mapping[str, str] = field(default_factory=dict)
+    hub_models: bool = True
+
+    def check(self, config: JobConfig) -> None:
+        """Refuse a configuration that asks for more than the operator allows.
+
+        Raises:
+            ConfigError: a value is over its cap; the message names key, value and cap.
+        """
+        rollout = config.rollout
+        episodes = rollout.group_size * rollout.groups_per_step * (1 + rollout.max_staleness)
+        for path, value in (*_numbers(config.model_dump()), ((OPEN_EPISODES,), episodes)):
+            most = self.caps.get(_key(path))
+            if most is not None and abs(value) > most:
+                raise ConfigError(
+                    f"{'.'.join(path)} is {_text(value)}, and this service allows at most {_text(most)}; lower it, or "
+                    "ask its operator for more"
+                )
+
+    def time_limit(self, asked: float | None) -> float | None:
+        """Return the time limit of a job: what was requested, else the operator's cap.
+
+        Args:
+            asked: seconds; None: any time.
+
+        Raises:
+            ConfigError: it is over the cap.
+        """
+        most = self.caps.get(TIME_LIMIT, math.inf)
+        if asked is None:
+            return None if most == math.inf else most
+        if asked > most:
+            raise ConfigError(
+                f"{TIME_LIMIT} is {_text(asked)}, and this service allows at most {_text(most)}; lower it, or ask its "
+                "operator for more"
+            )
+        return asked
+
+    def weights(self, model: str) -> str | None:
+        """Return the folder, or the hub's name, of a model in the operator's list.
+
+        None: the name itself says where it is.
+
+        Raises:
+            ConfigError: tenants may not use this model.
+        """
+        if model in self.models:
+            return self.models[model]
+        if model in (SMOLLM2, TINY) or (self.hub_models and HUB_NAME.fullmatch(model)):
+            return None
+        known = ", ".join(map(repr, (SMOLLM2, TINY, *sorted(self.models))))
+        other = " or a name of the Hugging Face hub such as 'org/model'" if self.hub_models else ""
+        raise ConfigError(
+            f"the model is {model!r}; the server takes {known}{other}, and no folder; a checkpoint of a job is named "
+            "with from_job"
+        )
+
+    def places(self, config: JobConfig, *, started_from_job: bool) -> dict[str, str]:
+        """Return where the models of a job are, by policy, for those that are not where they say; see `weights`.
+
+        Args:
+            config: the job.
+            started_from_job: whether the model of the policy that is not frozen is a folder of the job's own.
+
+        Raises:
+            ConfigError: a tenant may not use a model.
+        """
+        own = config.trained_policies if started_from_job else ()
+        found = {name: self.weights(policy.model) for name, policy in config.policies.items() if name not in own}
+        return {name: place for name, place in found.items() if place is not None}
+
+
+def load_rules(path: Path) -> Rules:
+    """Read the operator's TOML file with `hub_models`, `[models]` and `[caps]`.
+
+    Keys that it leaves out keep their defaults.
+
+    Raises:
+        ConfigError: no such file, not TOML, an unknown key, or a value out of range.
+    """
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: can't be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    for key in data:
+        _require_known(path, key, ("hub_models", "models", "caps"))
+    hub = data.get("hub_models", True)
+    models, given = data.get("models", {}), data.get("caps", {})
+    if not isinstance(hub, bool) or not isinstance(models, dict) or not isinstance(given, dict):
+        raise ConfigError(f"{path}: hub_models is true or false, [models] and [caps] are tables")
+    caps = dict(CAPS)
+    for key, value in _flat(given, ""):
+        _require_known(path, key, (*CAPS, TIME_LIMIT))
+        caps[key] = _cap(path, key, value)
+    return Rules(caps=caps, models={name: _place(path, name, place) for name, place in models.items()}, hub_models=hub)
+
+
+def _cap(path: Path, key: str, value: Any) -> float:
+    """Return a cap of the file; `none` is infinite.
+
+    Args:
+        path: of the file, for the error.
+        key: of the cap.
+        value: from the file.
+
+    Raises:
+        ConfigError: the value is no cap.
+    """
+    if value == "none":
+        return float("inf")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ConfigError(f"{path}: caps.{key} is {value!r}; it has to be a number above 0, or 'none'")
+    return value
+
+
+def _place(path: Path, name: str, place: Any) -> str:
+    """Return the folder or the hub's name of a model in the file.
+
+    Args:
+        path: of the file, to which relative folders relate.
+        name: of the model.
+        place: from the file.
+
+    Raises:
+        ConfigError: it is neither a folder nor a name of the hub, or the name is a built-in model's.
+    """
+    if name in (SMOLLM2, TINY):
+        raise ConfigError(f"{path}: models.{name} is the name of a model that Palestra has; take another name")
+    if not isinstance(place, str) or not place:
+        raise ConfigError(f"{path}: models.{name} has to be a folder, or a name of the Hugging Face hub")
+    folder = path.parent / Path(place).expanduser()
+    if folder.is_dir():
+        return str(folder.resolve())
+    if place.startswith((".", "/", "~")) or place.count("/") != 1:
+        raise ConfigError(f"{path}: models.{name} is {place!r}: no such folder, and no name of the hub")
+    return place
+
+
+def _require_known(path: Path, key: str, known: tuple[str, ...]) -> None:
+    """Refuse a key of the file that is not known, and name the closest one.
+
+    Raises:
+        ConfigError: the key is not known.
+    """
+    if key not in known:
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+        raise ConfigError(
+            f"{path}: unknown key {key!r}; "
+            + (f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}")
+        )
+
+
+def _numbers(values: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], float]]:
+    """Yield all numbers of a configuration with their paths, as tuples: names that users chose may contain dots."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _numbers(value, (*path, name))
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield (*path, name), value
+
+
+def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested tables with their dotted keys."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _key(path: tuple[str, ...]) -> str:
+    """Return the key of `CAPS` for a path in a configuration, with `*` for a name that a user chose."""
+    if path[0] == "policies":
+        return ".".join(("policies", "*", *path[2:]))
+    return _SETTINGS if path[:2] == ("environment", "settings") else ".".join(path)
+
+
+def _text(value: float) -> str:
+    """Return a number as people write it, with commas."""
+    return f"{value:,}" if isinstance(value, int) else f"{value:,g}"

@@ -1,0 +1,454 @@
+"""The scheduler: starts jobs where there is room, watches their servers, and records how they end.
+
+No token passes through it. Its decisions are made by `placement.place`, a pure function, and its state is in the
+control store. Model servers outlive the scheduler: a restarted one finds them and continues to watch them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from palestra.config import parse_config
+from palestra.control.jobs.deadlines import Deadlines
+from palestra.control.jobs.launcher import (
+    ENDED_FILE,
+    LOG_FILE,
+    Ended,
+    Ending,
+    Launcher,
+    Listening,
+    ServerOrder,
+    ending_of,
+    following_state,
+    last_lines,
+    read_ended,
+)
+from palestra.control.jobs.rules import Rules
+from palestra.control.jobs.sources import with_own_weights
+from palestra.control.placement.fitting import GpuShare, Node, RunningJob, counted, devices_for, memory_limit_gib
+from palestra.control.placement.placement import JobStart, PlacementPolicy, place
+from palestra.control.placement.queues import WaitingJob
+from palestra.control.placement.reasons import refusal, short
+from palestra.control.placement.tenants import Quota
+from palestra.control.store import decisions
+from palestra.control.store.control_store import ControlStore
+from palestra.database import Notifier
+from palestra.errors import (
+    ConfigError,
+    Conflict,
+    IllegalTransition,
+    NodeLost,
+    NotFound,
+    PalestraError,
+    StoreUnreachable,
+)
+from palestra.types.jobs import LIVE_STATES, SHARES, JobRecord, Resources
+from palestra.types.states import JobState
+from palestra.waiting import race
+
+log = logging.getLogger("palestra.control")
+LOOK_SECONDS = 5.0  # machines come and go without a notification, and failures are tried again after this time
+NOTE_SECONDS = 5.0  # how long a scheduler that is stopped may take to record endings
+RUN = "run"  # name of the run's folder in a job's folder
+
+
+class JobScheduler:
+    """Runs the jobs of one cluster. There is one scheduler for a cluster.
+
+    Attributes:
+        policy: as it was read for the last decision.
+        nodes: machines of the cluster, as they were at the last look.
+        running: what live jobs hold, by job id.
+        waiting: reasons of the queued jobs, by job id.
+        ready: set when the machines, and the jobs that run on them, are known.
+    """
+
+    def __init__(
+        self,
+        store: ControlStore,
+        launcher: Launcher,
+        folder: Path,
+        policy: PlacementPolicy,
+        *,
+        rules: Rules | None = None,
+        stop_seconds: float = 120.0,
+        absent_seconds: float = 120.0,
+    ) -> None:
+        """Create a scheduler, which starts to work in `run`.
+
+        Args:
+            store: the control store.
+            launcher: starts and stops model servers.
+            folder: of all jobs, each in a folder of its own; every machine has to see it.
+            policy: its quotas, and whether it drains, are replaced by the stored ones.
+            rules: the operator's, with a list of models; None: the default ones.
+            stop_seconds: how long a cancelled job may take to save.
+            absent_seconds: how long the client of an attached job may be gone.
+        """
+        self._store, self._launcher, self._folder = store, launcher, folder
+        self.policy, self._rules = policy, rules or Rules()
+        self._stop_seconds = stop_seconds
+        self._deadlines = Deadlines(store.clock, absent_seconds)
+        self.nodes: list[Node] = []
+        self.running: dict[str, RunningJob] = {}
+        self.waiting: Mapping[str, str] = {}
+        self._lives: dict[str, asyncio.Task[None]] = {}  # one for each live job, from its start to its end
+        self._starting: dict[str, asyncio.Task[Listening]] = {}  # the part of a life that may be cancelled
+        self._cancelled: set[str] = set()  # jobs whose life is to end
+        self._stops: dict[str, asyncio.Task[None]] = {}
+        self._notes: set[asyncio.Task[None]] = set()  # endings that are being recorded
+        self._changed = Notifier()
+        self._closing = False
+        self.ready = asyncio.Event()
+
+    async def run(self) -> None:
+        """Schedule until cancelled. The jobs continue then.
+
+        Raises:
+            PalestraError: the control store can't be used any more. If the store or the cluster only does not answer,
+                that is logged and tried again.
+        """
+        try:
+            while True:
+                seen, submitted = self._changed.count, self._store.changed.count
+                seconds = LOOK_SECONDS
+                try:
+                    again_at = await self._round()
+                except PalestraError as error:
+                    if not error.retryable:
+                        raise
+                    log.error("nothing could be started now, tried again in %g s: %s", LOOK_SECONDS, error)
+                    await asyncio.sleep(LOOK_SECONDS)
+                else:
+                    self.ready.set()
+                    if again_at is not None:
+                        seconds = min(max(again_at - self._store.clock.now(), 0.01), LOOK_SECONDS)
+                await self._wait(seconds, seen, submitted)
+        finally:
+            self._closing = True
+            tasks = [*self._lives.values(), *self._stops.values()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            if self._notes:
+                await asyncio.wait(self._notes, timeout=NOTE_SECONDS)
+
+    async def _round(self) -> float | None:
+        """Look at everything once, and return when to look again even if nothing changes."""
+        self.nodes = await self._launcher.nodes()
+        await self._adopt()
+        if not self.ready.is_set():
+            await self._clear_forgotten()
+        again_at = await self._place()
+        for job_id, reason in self._deadlines.passed().items():
+            await self.cancel(None, job_id, reason)
+            self._deadlines.remove(job_id)
+        return again_at
+
+    def folder_of(self, job_id: str) -> Path:
+        """Return the folder of a job, which contains its run and its log."""
+        return self._folder / job_id
+
+    async def quota_of(self, tenant: str) -> Quota:
+        """Return what the jobs of a tenant may hold at the same time."""
+        return await self._store.read(lambda c: decisions.quota_of(c, tenant)) or Quota()
+
+    async def refusal(self, needs: Resources, tenant: str) -> str | None:
+        """Return why a job of a tenant with these needs could never start; None: it could."""
+        return refusal(needs, self.nodes, tenant, await self.quota_of(tenant))
+
+    def seen(self, job_id: str) -> None:
+        """Record that a job's client has sent a request."""
+        self._deadlines.seen(job_id)
+
+    async def cancel(self, tenant: str | None, job_id: str, reason: str) -> JobRecord:
+        """End a job, after it has saved what it trained.
+
+        Args:
+            tenant: the owner's; None: any.
+            job_id: of the job.
+            reason: why, for people.
+
+        Raises:
+            NotFound: there is no such job in this tenant.
+        """
+        job = await self._store.request_cancel(tenant, job_id, reason)
+        if job.is_over:
+            self._deadlines.remove(job_id)
+        else:
+            if job_id in self._lives:
+                self._cancelled.add(job_id)
+            self._end(job_id)
+        return job
+
+    async def _place(self) -> float | None:
+        """Start the queued jobs that `place` chooses, and return when it could start others."""
+        queued = await self._store.queue()
+        # Queue and running jobs are read without an await between them: a job that has just ended must be in one of
+        # them, or its room could be given away while it is queued again.
+        queue = {job.job_id: job for job in queued if job.job_id not in self._lives}
+        running = list(self.running.values())
+        now = self._store.clock.now()
+        for job in queue.values():
+            self._deadlines.watch(job)
+        waiting = [
+            WaitingJob(
+                job_id=job.job_id,
+                tenant=job.tenant,
+                priority=job.priority,
+                submitted_at=job.created_at,
+                needs=job.resources,
+                private=job.private,
+                expected_seconds=job.expected_seconds(now),
+            )
+            for job in queue.values()
+        ]
+        # Read after the queue, so that a job submitted under a new quota is not started under the old one.
+        self.policy = await self._store.read(lambda c: decisions.decided(c, self.policy))
+        decision = place(waiting, running, self.nodes, self.policy, self._store.clock.now())
+        self.waiting = {**decision.waiting, **decision.impossible}
+        for start in decision.starts:
+            job = queue[start.job_id]
+            self._hold(job, start, starting=True)
+            self._live(job.job_id, self._start(job, start))
+        return decision.again_at
+
+    async def _wait(self, seconds: float, seen: int, submitted: int) -> None:
+        """Return when something changes, or when the time is over."""
+        await race(self._changed.wait(seconds, seen), self._store.changed.wait(seconds, submitted))
+
+    def _hold(self, job: JobRecord, start: JobStart, *, starting: bool) -> None:
+        """Record what a job holds from now on."""
+        now = self._store.clock.now()
+        self.running[job.job_id] = RunningJob(
+            job_id=job.job_id,
+            tenant=job.tenant,
+            submitted_at=job.created_at,
+            needs=job.resources,
+            node_id=start.node_id,
+            devices=start.devices,
+            since=now,
+            expected_end=_expected_end(job, now),
+            starting=starting,
+        )
+
+    def _live(self, job_id: str, life: object) -> None:
+        """Run the coroutine that takes a job from its start, or its adoption, to its end."""
+        task = asyncio.ensure_future(life)  # type: ignore[call-overload]
+        self._lives[job_id] = task
+        task.add_done_callback(lambda done: self._lived(job_id, done))
+
+    def _lived(self, job_id: str, done: asyncio.Task[None]) -> None:
+        """Forget a job whose coroutine has ended; the next round adopts the job if that failed."""
+        self._lives.pop(job_id, None)
+        self.running.pop(job_id, None)
+        self._cancelled.discard(job_id)
+        if not done.cancelled() and (error := done.exception()) is not None:
+            log.error("job %s: %s: %s", job_id, type(error).__name__, error, exc_info=error)
+        else:
+            self._changed.notify()
+
+    async def _start(self, job: JobRecord, start: JobStart) -> None:
+        """Take a job from QUEUED to its end."""
+        folder = self.folder_of(job.job_id)
+        try:
+            job = await self._store.change_state(
+                job.job_id,
+                JobState.QUEUED,
+                JobState.STARTING,
+                f"starting on node {short(start.node_id)}",
+                node=start.node_id,
+                run_dir=str(folder / RUN),
+            )
+        except Conflict:  # the job was cancelled meanwhile
+            return
+        server = await self._started(job, start.node_id)
+        if isinstance(server, Ended):
+            await self._over(job.job_id, server)
+        else:
+            await self._watch(job.job_id, server)
+
+    async def _started(self, job: JobRecord, node_id: str) -> Listening | Ended:
+        """Start a server, and return it, or how the start ended."""
+        starting = asyncio.ensure_future(self._launch(job, node_id))
+        self._starting[job.job_id] = starting
+        try:
+            if job.job_id in self._cancelled:  # cancelled before this task existed
+                self._end(job.job_id)
+            return await starting
+        except asyncio.CancelledError:
+            if self._closing:
+                raise
+            return Ended(ending=Ending.STOPPED)
+        except ConfigError as error:  # starting the job again would not help
+            return Ended(ending=Ending.FAILED, reason=str(error))
+        except NodeLost as error:  # no fault of the job
+            return Ended(ending=Ending.STOPPED, reason=str(error))
+        except PalestraError as error:
+            return Ended(ending=ending_of(error), reason=str(error))
+        except Exception as error:
+            log.exception("job %s could not be started", job.job_id)
+            return Ended(ending=Ending.LOST, reason=f"{type(error).__name__}: {error}")
+        finally:
+            del self._starting[job.job_id]
+
+    async def _launch(self, job: JobRecord, node_id: str) -> Listening:
+        """Prepare a job's folder, and have the launcher start its server."""
+        folder, config = self.folder_of(job.job_id), job.config
+        if job.from_job is not None:
+            source = self.folder_of(job.from_job) / RUN
+            config = await asyncio.to_thread(with_own_weights, job, folder, source)
+        await asyncio.to_thread((folder / ENDED_FILE).unlink, missing_ok=True)  # left by the job's previous server
+        own = job.from_job is not None
+        weights = await asyncio.to_thread(lambda: self._rules.places(parse_config(config), started_from_job=own))
+        node = next((node for node in self.nodes if node.node_id == node_id), None)
+        return await self._launcher.start(
+            ServerOrder(
+                job_id=job.job_id,
+                config=config,
+                folder=folder,
+                node=node_id,
+                resources=job.resources,
+                weights=weights,
+                memory_gib=None if node is None else memory_limit_gib(job.resources, node),
+            )
+        )
+
+    async def _watch(self, job_id: str, server: Listening) -> None:
+        """Watch a server that listens until it has ended."""
+        job = await self._store.job(None, job_id)
+        if job.state is JobState.STARTING:
+            job = await self._store.change_state(
+                job_id, JobState.STARTING, JobState.RUNNING, "it listens", url=server.url
+            )
+        self._deadlines.watch(job)
+        expected_end = _expected_end(job, self._store.clock.now())
+        running = replace(self.running[job_id], starting=False, expected_end=expected_end)
+        node = next((node for node in self.nodes if node.node_id == running.node_id), None)
+        given = server.devices if running.needs.gpus else ()
+        # Indices beyond the node's devices would mean that the cluster numbers devices differently.
+        if given and node is not None and max(given) < node.gpus:
+            share = counted(running.needs).gpus // len(given)
+            running = replace(running, devices=tuple(GpuShare(device, share) for device in given))
+        self.running[job_id] = running
+        self._changed.notify()
+        await self._over(
+            job_id, await self._launcher.ended(job_id, lambda left: self._heard(job_id, expected_end, left))
+        )
+
+    def _heard(self, job_id: str, latest: float | None, seconds_left: float | None) -> None:
+        """Update the expected end of a running job from its learner's estimate, but not beyond `latest`."""
+        running = self.running.get(job_id)
+        if running is not None and seconds_left is not None and 0 <= seconds_left < math.inf:
+            estimate = self._store.clock.now() + seconds_left
+            expected_end = estimate if latest is None else min(latest, estimate)
+            self.running[job_id] = replace(running, expected_end=expected_end)
+
+    async def _over(self, job_id: str, ended: Ended) -> None:
+        """Record how a model server ended, even if this scheduler is stopped meanwhile."""
+        note = asyncio.ensure_future(self._note(job_id, ended))
+        self._notes.add(note)
+        note.add_done_callback(self._notes.discard)
+        await asyncio.shield(note)
+
+    async def _note(self, job_id: str, ended: Ended) -> None:
+        """Write a server's ending and the job's next state to the store, and retry while the store does not answer."""
+        folder = self.folder_of(job_id)
+        if ended.ending is Ending.LOST:  # the server may have written how it ended before its process died
+            written = await asyncio.to_thread(read_ended, folder)
+            ended = ended if written is None else written
+        tail = await asyncio.to_thread(last_lines, folder / LOG_FILE)
+        while True:
+            try:
+                job = await self._store.job(None, job_id)
+                following, reason, left = following_state(job, ended, self._store.clock.now())
+                await self._store.change_state(job_id, job.state, following, reason, restarts_left=left, log_tail=tail)
+                break
+            except IllegalTransition:
+                raise
+            except Conflict:  # the cancellation was requested meanwhile, which changes the ending
+                continue
+            except StoreUnreachable as error:  # must not be lost: a server that is gone can't be asked again
+                log.error("the end of job %s could not be written down, tried again: %s", job_id, error)
+                await asyncio.sleep(LOOK_SECONDS)
+        if following is JobState.QUEUED:
+            self._deadlines.stop_limit(job_id)
+        else:
+            self._deadlines.remove(job_id)
+
+    def _end(self, job_id: str) -> None:
+        """Stop the server of a live job, or break off its start. A second call changes nothing."""
+        starting = self._starting.get(job_id)
+        if starting is not None and not starting.done():
+            if not starting.cancelling():  # a second cancellation would interrupt the clean-up
+                starting.cancel()
+        elif job_id not in self._stops:
+            self._stops[job_id] = asyncio.ensure_future(self._launcher.stop(job_id, self._stop_seconds))
+            self._stops[job_id].add_done_callback(lambda done: self._stopped(job_id, done))
+
+    def _stopped(self, job_id: str, done: asyncio.Task[None]) -> None:
+        """Forget a stop that is done, and log why it failed if it did."""
+        del self._stops[job_id]
+        if not done.cancelled() and (error := done.exception()) is not None:
+            log.error("job %s could not be stopped: %s: %s", job_id, type(error).__name__, error, exc_info=error)
+
+    async def _adopt(self) -> None:
+        """Watch live jobs that are not watched: those of an earlier scheduler, and those whose watch failed."""
+        for job in await self._store.live():
+            if job.job_id in self._lives:
+                continue
+            self._deadlines.watch(job)
+            node_id = job.node or ""
+            devices = self._devices(node_id, job.resources)
+            start = JobStart(job_id=job.job_id, node_id=node_id, devices=devices)
+            self._hold(job, start, starting=job.state is JobState.STARTING)
+            self._live(job.job_id, self._find(job.job_id))
+
+    async def _find(self, job_id: str) -> None:
+        """Watch the server of a live job again; if there is none, record how it ended."""
+        job = await self._store.job(None, job_id)
+        if job.state not in LIVE_STATES:  # the job ended since it was listed
+            return
+        server = await self._launcher.find(job_id)
+        if server is not None:
+            if job.cancel_requested:
+                self._end(job_id)
+            await self._watch(job_id, server)
+        elif job.state is JobState.STARTING:  # no fault of the job
+            await self._over(job_id, Ended(ending=Ending.STOPPED, reason="its start was broken off"))
+        else:
+            ended = await asyncio.to_thread(read_ended, self.folder_of(job_id))
+            await self._over(job_id, ended or Ended(ending=Ending.LOST, reason="its model server is gone"))
+
+    async def _clear_forgotten(self) -> None:
+        """End servers whose jobs do not run, because a scheduler died before it could end them."""
+        for job_id in await self._launcher.known():
+            try:
+                job = await self._store.job(None, job_id)
+            except NotFound:  # a job of another control plane on the same cluster
+                continue
+            if job.state not in LIVE_STATES:
+                log.warning("job %s is %s, and something of its server was left; it is ended", job_id, job.state)
+                await self._launcher.stop(job_id, 0.0)
+
+    def _devices(self, node_id: str, needs: Resources) -> tuple[GpuShare, ...]:
+        """Return devices for a job that an earlier scheduler started: as many as it holds. Which ones is not known."""
+        node = next((node for node in self.nodes if node.node_id == node_id), None)
+        if node is None:
+            return ()
+        free = [SHARES] * node.gpus
+        for other in self.running.values():
+            for device, share in other.devices if other.node_id == node_id else ():
+                free[device] -= share
+        return devices_for(counted(needs).gpus, free, free) or ()
+
+
+def _expected_end(job: JobRecord, now: float) -> float | None:
+    """Return when a job that runs or starts at `now` will have ended (Unix seconds), for `RunningJob.expected_end`."""
+    seconds = job.expected_seconds(now)
+    return None if seconds is None else now + seconds

@@ -1,0 +1,308 @@
+"""Decide which job starts where: a pure function of the queue, the running jobs, the nodes, the policy and the time.
+
+Jobs have their turns in the order of `turns`. A job that fits starts where the least is left over (`fitting`). For the
+first job that fits nowhere a node is kept, and later jobs start only where they do not delay it (backfill). A job that
+its tenant's quota stops keeps its part of the quota in the same way. No job waits for ever:
+
+- a waiting job ages until it is overdue, once the finite number of jobs that its tenant submitted before it are over;
+- a finite number of jobs is overdue for longer than it is, so it becomes the first;
+- the node kept for an overdue job is chosen without trusting estimates, and the choice settles (`fitting.reserve`).
+
+Only room that opens when a dead node comes back, or when an endless job is stopped, can't be promised.
+
+With W waiting jobs, D different needs among them, S starts and N nodes a call takes O(W log W + (S + D) N).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from palestra.control.placement.fitting import (
+    Allocation,
+    Amounts,
+    FreeOnNode,
+    GpuShare,
+    Node,
+    Reservation,
+    RunningJob,
+    best_fit,
+    counted,
+    devices_for,
+    reserve,
+)
+from palestra.control.placement.queues import QueueEntry, TenantQueue, WaitingJob, in_order
+from palestra.control.placement.reasons import Shortage, behind, name_of, sizes_of, too_large
+from palestra.control.placement.tenants import Quota, QuotaReservation, TenantUsage
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlacementPolicy:
+    """The operator's settings of placement.
+
+    Attributes:
+        quotas: by tenant; other tenants have no limits.
+        starts_at_once: how many jobs may be STARTING at the same time.
+        draining: whether no job starts.
+        aging_seconds: waiting for so long raises a job by one priority class.
+        backfill: whether later jobs may start while a job waits for room.
+    """
+
+    quotas: Mapping[str, Quota] = field(default_factory=dict)
+    starts_at_once: int = 2
+    draining: bool = False
+    aging_seconds: float = 1800.0
+    backfill: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobStart:
+    """A job that starts now.
+
+    Attributes:
+        job_id: of the job.
+        node_id: where it starts.
+        devices: GPUs that it holds from now on; CPUs and memory are those that it needs.
+    """
+
+    job_id: str
+    node_id: str
+    devices: tuple[GpuShare, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """The result of `place`. Every waiting job is in exactly one of the first three attributes.
+
+    Attributes:
+        starts: the jobs that start now.
+        waiting: reason by job.
+        impossible: reason by job that can never start, even on an empty cluster.
+        again_at: when the same call could start a job if nothing else happens, Unix seconds; None: never.
+    """
+
+    starts: tuple[JobStart, ...]
+    waiting: Mapping[str, str]
+    impossible: Mapping[str, str]
+    again_at: float | None
+
+
+def place(
+    queue: Iterable[WaitingJob],
+    running: Iterable[RunningJob],
+    nodes: Iterable[Node],
+    policy: PlacementPolicy,
+    now: float,
+) -> Decision:
+    """Decide which jobs start now. The order in which jobs and nodes are given does not matter.
+
+    Call it when a job is submitted or ends, when a start is finished, when a node or the policy changes, at `again_at`,
+    and again after a decision that starts a job, because that changes whose turn it is.
+
+    Args:
+        queue: all jobs that wait.
+        running: all jobs that hold resources, including those that are starting.
+        nodes: all known nodes, including dead and draining ones.
+        policy: quotas and limits.
+        now: seconds on the clock of all other times here.
+    """
+    waiting, held, machines = list(queue), list(running), sorted(nodes, key=lambda node: node.node_id)
+    call = _Placement(held, machines, policy, now)
+    for turn in in_order(call.lines(waiting, held), now):
+        call.decide(turn)
+    return call.decision()
+
+
+class _Placement:
+    """One decision while it is made."""
+
+    def __init__(
+        self, running: Sequence[RunningJob], nodes: Sequence[Node], policy: PlacementPolicy, now: float
+    ) -> None:
+        self._nodes, self._policy, self._now = nodes, policy, now
+        self._sizes = sizes_of(nodes)
+        self._rooms = _rooms(nodes, running)
+        self._starts_left = policy.starts_at_once - sum(job.starting for job in running)
+        self._starts: list[JobStart] = []
+        self._waiting: dict[str, str] = {}
+        self._turns: list[QueueEntry] = []  # of the jobs that wait
+        self._impossible: dict[str, str] = {}
+        # Answers that many jobs share, by their needs; the best fit with the number of starts when it was found.
+        self._refusals: dict[Amounts, str | None] = {}
+        self._reached: dict[Amounts, bool] = {}
+        self._best: dict[Amounts, tuple[int, FreeOnNode | None]] = {}
+        self._short: list[tuple[str, Amounts]] = []  # jobs that wait for room
+        self._first: QueueEntry | None = None  # the first of these, which no other job may delay
+        self._kept: Reservation | None = None
+        # Jobs that would delay the first one: the soonest end by needs, and (tenant, priority, needs).
+        self._kept_back: dict[Amounts, float] = {}
+        self._overtaken: set[tuple[str, str, Amounts]] = set()
+        self._held = False  # whether a job waits although there is room for it
+
+    def lines(self, queue: Iterable[WaitingJob], running: Iterable[RunningJob]) -> list[TenantQueue]:
+        """Return the queue of each tenant, with what the tenant holds."""
+        total = Amounts(*map(sum, zip((0, 0, 0), *(node.capacity for node in self._nodes if node.alive), strict=True)))
+        waiting: dict[str, list[WaitingJob]] = {}
+        held: dict[str, list[RunningJob]] = {}
+        for job in queue:
+            waiting.setdefault(job.tenant, []).append(job)
+        for holder in running:
+            held.setdefault(holder.tenant, []).append(holder)
+        lines = []
+        for tenant, jobs in waiting.items():
+            account = TenantUsage(tenant, self._policy.quotas.get(tenant, Quota()), total)
+            for holder in held.get(tenant, ()):
+                account.hold(counted(holder.needs), holder.expected_end)
+            lines.append(TenantQueue(account, jobs, held.get(tenant, ()), self._policy.aging_seconds))
+        return lines
+
+    def decide(self, turn: QueueEntry) -> None:
+        """Start the job whose turn it is, or record why it waits."""
+        job, account, needs = turn.job, turn.line.account, counted(turn.job.needs)
+        if refusal := account.refusal(needs) or self._too_large(needs):
+            self._impossible[job.job_id] = refusal
+            return
+        reason = self._obstacle(turn, needs)
+        if reason is None and (found := self._find(turn, needs)):
+            self._start(turn, needs, *found)
+            return
+        self._waiting[job.job_id] = self._behind(turn, needs) if reason is None else reason
+        self._turns.append(turn)
+        if account.claim is None and self._reachable(needs) and account.will_allow(needs):
+            account.claim = QuotaReservation(name_of(job), (*needs, 1))
+
+    def decision(self) -> Decision:
+        """Return the decision, after putting shortages into words."""
+        shortage, told = Shortage(self._rooms, self._nodes), dict[Amounts, str]()
+        for job_id, needs in self._short:
+            if needs not in told:
+                told[needs] = shortage.describe(needs)
+            self._waiting[job_id] = told[needs]
+        if self._kept:
+            self._waiting[self._kept.job_id] += f"; node {self._kept.node.node_id} is kept for it"
+        return Decision(
+            starts=tuple(self._starts),
+            waiting=self._waiting,
+            impossible=self._impossible,
+            again_at=self._again_at(),
+        )
+
+    def _obstacle(self, turn: QueueEntry, needs: Amounts) -> str | None:
+        """Return what prevents a job from starting, apart from the reservation; None: nothing does, "": a shortage.
+
+        Shortages are put into words at the end, when it is known what is left.
+        """
+        account = turn.line.account
+        if self._policy.draining:
+            return "the cluster is draining, so nothing starts"
+        if obstacle := account.obstacle(needs):
+            return obstacle
+        if claim := account.disturbs(needs):
+            self._held = True
+            return f"behind {claim.name}: the quota of tenant {account.tenant} is kept for it"
+        if self._best_fit(needs) is None:
+            self._short.append((turn.job_id, needs))
+            self._keep_node(turn, needs)
+            return ""
+        if self._starts_left <= 0:
+            limit = self._policy.starts_at_once
+            return f"{limit} start{'s are' if limit != 1 else ' is'} going on"
+        return None
+
+    def _too_large(self, needs: Amounts) -> str | None:
+        """Return why no node can ever hold a job with these needs; None: one can."""
+        if needs not in self._refusals:
+            self._refusals[needs] = too_large(needs, self._sizes)
+        return self._refusals[needs]
+
+    def _reachable(self, needs: Amounts) -> bool:
+        """Return whether a job will fit on an open node when all jobs that ever end have ended."""
+        if needs not in self._reached:
+            self._reached[needs] = any(room.will_fit(needs) for room in self._rooms)
+        return self._reached[needs]
+
+    def _best_fit(self, needs: Amounts) -> FreeOnNode | None:
+        """Return the best node for a job now; None: it fits nowhere.
+
+        A job that did not fit once will not fit later in this call, because free amounts only shrink.
+        """
+        known, starts = self._best.get(needs), len(self._starts)
+        if known is None or (known[1] is not None and known[0] != starts):
+            known = self._best[needs] = starts, best_fit(self._rooms, needs)
+        return known[1]
+
+    def _keep_node(self, turn: QueueEntry, needs: Amounts) -> None:
+        """Keep a node for the first job that fits nowhere. For an overdue job, estimated ends are not trusted."""
+        if self._first is None and self._reachable(needs):
+            self._kept = reserve(self._rooms, turn.job_id, needs, self._now, turn.below_overdue > 0)
+            self._first = turn if self._kept else None
+
+    def _find(self, turn: QueueEntry, needs: Amounts) -> tuple[FreeOnNode, tuple[GpuShare, ...]] | None:
+        """Return where a job that fits may start; None: nowhere without delaying the first job."""
+        room, kept = self._best_fit(needs), self._kept
+        if kept:
+            if not self._policy.backfill or self._is_kept_back(turn, needs):
+                return None
+            if room is kept.node:
+                if (devices := kept.borrow(needs, self._ends(turn.job))) is not None:
+                    return room, devices
+                room = best_fit((other for other in self._rooms if other is not kept.node), needs)
+        devices = devices_for(needs.gpus, room.devices, room.devices) if room else None
+        return (room, devices) if room and devices is not None else None
+
+    def _is_kept_back(self, turn: QueueEntry, needs: Amounts) -> bool:
+        """Return whether an equal job was kept back that ends as soon, or that has the same tenant and priority.
+
+        Then this job is kept back, too, without another search.
+        """
+        soonest = self._kept_back.get(needs)
+        if soonest is None:
+            return False
+        return soonest <= self._latest_end(turn.job) or (turn.job.tenant, turn.job.priority, needs) in self._overtaken
+
+    def _behind(self, turn: QueueEntry, needs: Amounts) -> str:
+        """Record that a job is kept back for the first one, and return the reason in words."""
+        if self._first is None or self._kept is None:
+            raise AssertionError(f"job {turn.job_id} fits and nothing is in its way, but it does not start")
+        self._held = True
+        self._kept_back[needs] = min(self._kept_back.get(needs, math.inf), self._latest_end(turn.job))
+        self._overtaken.add((turn.job.tenant, turn.job.priority, needs))
+        return behind(turn, self._first, self._kept.node.node_id if self._policy.backfill else None)
+
+    def _ends(self, job: WaitingJob) -> float | None:
+        """Return when a job ends if it starts now; None: unknown; infinite: it does not end."""
+        return None if job.expected_seconds is None else self._now + job.expected_seconds
+
+    def _latest_end(self, job: WaitingJob) -> float:
+        """Return when a job ends at the latest if it starts now; infinite if that is unknown."""
+        return math.inf if job.expected_seconds is None else self._now + job.expected_seconds
+
+    def _start(self, turn: QueueEntry, needs: Amounts, room: FreeOnNode, devices: tuple[GpuShare, ...]) -> None:
+        """Give a job the node and the devices, and count what it holds."""
+        job, ends = turn.job, self._ends(turn.job)
+        if self._kept and self._kept.node is room:
+            self._kept.lend(needs, devices, ends)
+        room.hold(Allocation(self._now, job.job_id, ends, needs, devices))
+        turn.line.account.hold(needs, ends)
+        turn.line.start(job)
+        self._starts.append(JobStart(job_id=job.job_id, node_id=room.node_id, devices=devices))
+        self._starts_left -= 1
+
+    def _again_at(self) -> float | None:
+        """Return when a job that is kept back could start, because a job has aged or has exceeded its expected end."""
+        if not self._held or self._starts_left <= 0:
+            return None
+        times = [turn.line.next_rise(turn.job, self._now) for turn in self._turns]
+        times += [held.ends for room in self._rooms for held in room.holdings]
+        return min((time for time in times if time is not None and self._now < time < math.inf), default=None)
+
+
+def _rooms(nodes: Iterable[Node], running: Iterable[RunningJob]) -> list[FreeOnNode]:
+    """Return the nodes on which jobs may start, with what their jobs hold."""
+    rooms = {node.node_id: FreeOnNode(node) for node in nodes if node.is_open}
+    for job in running:
+        if job.node_id in rooms:
+            needs = counted(job.needs)
+            rooms[job.node_id].hold(Allocation(job.since, job.job_id, job.expected_end, needs, job.devices))
+    return list(rooms.values())

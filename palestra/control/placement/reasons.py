@@ -1,0 +1,157 @@
+"""The reasons for which jobs do not start, in words. Tenants read them, so they name no job of another tenant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from itertools import islice
+
+from palestra.control.placement.fitting import Amounts, FreeOnNode, Node, counted
+from palestra.control.placement.queues import QueueEntry, WaitingJob
+from palestra.control.placement.tenants import (
+    CPUS,
+    GPUS,
+    MEMORY,
+    UNITS,
+    Quota,
+    TenantUsage,
+    format_amount,
+    format_needs,
+    in_units,
+)
+from palestra.types.jobs import SHARES, Resources
+
+SHOWN = 3  # how many nodes a reason names
+
+
+def refusal(needs: Resources, nodes: Sequence[Node], tenant: str = "", quota: Quota | None = None) -> str | None:
+    """Return why a job can never start, not even on an empty cluster; None: it can. For checking submissions.
+
+    Dead and draining nodes count, because they may come back. Without any node no job is refused.
+
+    Args:
+        needs: of the job.
+        nodes: all known nodes.
+        tenant: the owner's.
+        quota: of the tenant; None: no limits.
+    """
+    amounts, nothing = counted(needs), Amounts(0, 0, 0)
+    return TenantUsage(tenant, quota or Quota(), nothing).refusal(amounts) or too_large(amounts, sizes_of(nodes))
+
+
+def sizes_of(nodes: Iterable[Node]) -> list[Amounts]:
+    """Return the different sizes of nodes, ascending, each once."""
+    return sorted({node.capacity for node in nodes})
+
+
+def too_large(needs: Amounts, sizes: Sequence[Amounts]) -> str | None:
+    """Return why no node can hold a job, with the largest size that there is; None: a node can."""
+    if not sizes or any(_within(needs, size) for size in sizes):
+        return None
+    for kind in (GPUS, CPUS, MEMORY):
+        largest = max(size[kind] for size in sizes)
+        if needs[kind] > largest:
+            have = in_units(largest, UNITS[kind])
+            return f"needs {format_amount(needs[kind], kind)} on one node; the largest node has {have}"
+    nearest = max(sizes, key=lambda size: (sum(map(int.__le__, needs, size)), size[GPUS], size))
+    return f"needs {format_needs(needs)} on one node; the nearest has {format_needs(nearest)}"
+
+
+def name_of(job: WaitingJob) -> str:
+    """Return how a job is named to other users of its tenant."""
+    return "a private job" if job.private else f"job {job.job_id}"
+
+
+def behind(turn: QueueEntry, first: QueueEntry, node_id: str | None) -> str:
+    """Return the reason of a job that would fit, but is kept back for the first one.
+
+    Args:
+        turn: of the job that waits.
+        first: of the job that must not be delayed.
+        node_id: the node that is kept for the first job; None: none is named.
+    """
+    name = name_of(first.job) if turn.line is first.line else "a job of another tenant"
+    if first.below_overdue == 0:
+        text = f"behind {name} that has waited for too long"
+    elif first.job.priority == turn.job.priority:
+        text = f"behind {name} of the same priority"
+    else:
+        text = f"behind {name} of priority {first.job.priority}"
+    return text if node_id is None else f"{text}: node {short(node_id)} is kept for it"
+
+
+class Shortage:
+    """Explains what jobs wait for, by the resources that are free at the end of a decision."""
+
+    def __init__(self, rooms: Sequence[FreeOnNode], nodes: Sequence[Node]) -> None:
+        """Take the nodes as they are at the end of a decision.
+
+        Args:
+            rooms: the nodes on which jobs may start.
+            nodes: all nodes.
+        """
+        self._rooms, self._nodes = rooms, sorted(nodes, key=lambda node: node.node_id)
+
+    @cached_property
+    def _by_cpus(self) -> list[tuple[int, FreeOnNode]]:
+        return _most_first((room.cpus, room) for room in self._rooms)
+
+    @cached_property
+    def _by_memory(self) -> list[tuple[int, FreeOnNode]]:
+        return _most_first((room.memory, room) for room in self._rooms)
+
+    @cached_property
+    def _by_whole_gpus(self) -> list[tuple[int, FreeOnNode]]:
+        return _most_first((room.whole * SHARES, room) for room in self._rooms)
+
+    @cached_property
+    def _by_largest_part(self) -> list[tuple[int, FreeOnNode]]:
+        return _most_first((max(room.devices, default=0), room) for room in self._rooms)
+
+    def _by(self, kind: int, needs: Amounts) -> list[tuple[int, FreeOnNode]]:
+        """Return the nodes by the free amount of a kind of resource, the largest first."""
+        if kind == GPUS:
+            return self._by_largest_part if needs.gpus < SHARES else self._by_whole_gpus
+        return self._by_cpus if kind == CPUS else self._by_memory
+
+    def describe(self, needs: Amounts) -> str:
+        """Return what a job waits for that fits nowhere now: `waits for 2 GPUs: node a has 1 free, node b 0`."""
+        for kind in (GPUS, CPUS, MEMORY):
+            able = ((free, room) for free, room in self._by(kind, needs) if room.could_hold(needs))
+            seen = list(islice(able, SHOWN + 1))
+            if not seen:
+                return self._closed(needs)
+            if needs[kind] > max(0, seen[0][0]):
+                parts = [
+                    f"node {short(room.node_id)} {in_units(max(0, free), UNITS[kind])}" for free, room in seen[:SHOWN]
+                ]
+                first = parts[0].rpartition(" ")
+                parts[0] = f"{first[0]} has {first[2]} free"
+                rest = ", and no other has more" if len(seen) > SHOWN else ""
+                return f"waits for {format_amount(needs[kind], kind)}: {', '.join(parts)}{rest}"
+        kind = GPUS if needs.gpus else CPUS
+        room = next(room for _, room in self._by(kind, needs) if room.could_hold(needs))
+        free = Amounts(room.cpus, room.whole * SHARES or max(room.devices, default=0), room.memory)
+        return f"waits for {format_needs(needs)} on one node: node {short(room.node_id)} has {format_needs(free)} free"
+
+    def _closed(self, needs: Amounts) -> str:
+        """Return the reason of a job that only fits on nodes on which no job may start."""
+        for node in self._nodes:
+            if _within(needs, node.capacity):
+                return f"waits for node {short(node.node_id)}, which is {'draining' if node.alive else 'not alive'}"
+        return "waits for a node: there is none"
+
+
+def _within(needs: Amounts, size: Amounts) -> bool:
+    """Return whether a node of this size can hold these needs."""
+    return all(map(int.__le__, needs, size))
+
+
+def _most_first(rooms: Iterable[tuple[int, FreeOnNode]]) -> list[tuple[int, FreeOnNode]]:
+    """Sort nodes by an amount, the largest first, and by name."""
+    return sorted(rooms, key=lambda pair: (-pair[0], pair[1].node_id))
+
+
+def short(node_id: str) -> str:
+    """Return enough of a node's id to tell nodes apart."""
+    return node_id[:12]

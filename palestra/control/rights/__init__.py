@@ -1,0 +1,1 @@
+"""What a key may do: roles, actions, expiry and limits."""

@@ -1,0 +1,85 @@
+"""What every engine does: it samples tokens from the newest weights that each policy was given."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from palestra.models.weights import WeightSource
+from palestra.types.records import PolicyVersion, SampledTokens, SamplingParams, TokenSequence
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class EngineRequest:
+    """One reply that an engine is asked for. Ids in, ids out: text is the session's."""
+
+    policy: str
+    prompt: TokenSequence  # [P] ids, at least one, with the images behind those that are placeholders
+    sampling: SamplingParams  # temperature, limits, seed, grammar
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineLoad:
+    """What an engine has to do at this moment, and what it has done since it was made."""
+
+    waiting: int  # requests that have not begun
+    running: int  # requests whose prompt or reply is being computed
+    kv_bytes_used: int = 0  # keys and values: reserved by requests that have begun, or kept for prompts to come
+    kv_bytes: int = 0  # the most that they may be; 0: the engine has none
+    passes: int = 0  # forward passes so far
+    prefilled_tokens: int = 0  # prompt tokens that were computed so far
+    sampled_tokens: int = 0  # tokens that were sampled so far
+
+
+class Engine(Protocol):
+    """Samples tokens from the newest weights of each of its policies."""
+
+    def generate(self, request: EngineRequest) -> AsyncIterator[SampledTokens]:
+        """Stream a reply, which ends with a stop token or at `max_tokens`. Closing the iterator cancels the request.
+
+        Raises:
+            InvalidRequest: the engine can't answer such a request.
+            EngineFailure: the reply could not be finished; nothing of it may be used.
+        """
+        ...
+
+    async def sync_weights(self, policy: str, version: PolicyVersion, source: WeightSource) -> None:
+        """Replace a policy's weights, between two forward passes.
+
+        What was computed with the older weights is not used for requests that begin later. Other policies keep theirs.
+
+        Args:
+            policy: whose weights these are.
+            version: what tokens that are sampled from them say.
+            source: where the engine reads the weights; it has read all of them when this returns.
+
+        Raises:
+            ModelError: the weights do not fit the policy's model, which then keeps what it had.
+            EngineFailure: the engine was stopped, or has failed.
+        """
+        ...
+
+    async def pause(self) -> None:
+        """Return when no forward pass runs; none starts until `resume`."""
+        ...
+
+    async def resume(self) -> None:
+        """Let forward passes run again after `pause`; requests continue where they stood."""
+        ...
+
+    def version(self, policy: str) -> PolicyVersion:
+        """Return the version of a policy's weights that a request which begins now is sampled from."""
+        ...
+
+    def load(self) -> EngineLoad:
+        """Return what the engine has to do at this moment; cheap, and from any thread."""
+        ...
+
+    async def failure(self) -> str:
+        """Return when the engine as a whole can't continue, and say why; an engine that was closed never returns."""
+        ...
+
+    async def close(self) -> None:
+        """Stop the engine; requests in flight fail with EngineFailure."""
+        ...

@@ -1,0 +1,198 @@
+"""The engine's loop, in its thread: schedule the passes of a turn, run them, deliver what was sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from palestra.config import EmbeddedEngineConfig
+from palestra.engine.base import EngineLoad
+from palestra.engine.embedded.model_runner import ModelRunner, PolicyModel
+from palestra.engine.embedded.request import DONE, Request
+from palestra.engine.embedded.sampling import SampledBatch
+from palestra.engine.embedded.scheduler import Decode, Prefill, Scheduler
+from palestra.errors import EngineFailure, GrammarRefused, PalestraError
+from palestra.faults import fault_point
+from palestra.types.records import PolicyVersion, SampledTokens
+
+
+class EngineCore:
+    """A scheduler, the runners of all policies, and what becomes of their failures."""
+
+    def __init__(
+        self,
+        policies: Mapping[str, PolicyModel],
+        version: PolicyVersion,
+        config: EmbeddedEngineConfig,
+        deterministic: bool,
+        kv_bytes: int,
+    ) -> None:
+        """Prepare to answer requests.
+
+        Args:
+            policies: by name; each has a model of its own.
+            version: of the weights that the models have now.
+            config: the limits of a pass and of a batch.
+            deterministic: whether results must not depend on what is computed beside them.
+            kv_bytes: memory for the keys and values of all policies, kept prefixes included.
+        """
+        self.runners = {
+            name: ModelRunner(policy, version, config.prefix_cache_tokens, deterministic)
+            for name, policy in policies.items()
+        }
+        self.scheduler = Scheduler(self.runners, config, deterministic, kv_bytes)
+        self._outbox: list[tuple[Request, Any]] = []
+
+    def step(self) -> None:
+        """Run one turn. A failure ends the request that caused it, or, if that is not known, all of its policy."""
+        try:
+            for work in self.scheduler.schedule():
+                if not self._run(work):
+                    break
+        except Exception as error:  # noqa: BLE001 - fails requests, not the engine
+            self._survive(error, self.runners)
+        self.flush()
+
+    def load(self) -> EngineLoad:
+        """Return how many requests wait and run now, and how many tokens were sampled, as `Engine.load` does."""
+        scheduler, runners = self.scheduler, self.runners.values()
+        return EngineLoad(
+            waiting=len(scheduler.waiting),
+            running=scheduler.begun,
+            kv_bytes_used=scheduler.budget.reserved + scheduler.budget.kept,
+            kv_bytes=scheduler.budget.total,
+            passes=sum(runner.passes for runner in runners),
+            prefilled_tokens=sum(runner.prefilled_tokens for runner in runners),
+            sampled_tokens=sum(runner.sampled_tokens for runner in runners),
+        )
+
+    def fail_all(self, error: Exception) -> None:
+        """Fail every request, those that wait included."""
+        waiting, self.scheduler.waiting = self.scheduler.waiting, []
+        self._fail_begun(error, self.runners)
+        self._outbox += [(request, _failure(error)) for request in waiting]
+
+    def flush(self) -> None:
+        """Deliver the tokens and failures of the requests."""
+        outbox, self._outbox = self._outbox, []
+        for request, item in outbox:
+            if not request.cancelled:
+                try:
+                    request.deliver(item)
+                except RuntimeError:  # the caller's event loop is closed
+                    request.cancelled = True
+
+    # Passes.
+
+    def _run(self, work: Prefill | Decode) -> bool:
+        """Run one pass. False: it failed as a whole."""
+        runner = self.runners[work.policy]
+        try:
+            if isinstance(work, Prefill):
+                self._prefill(runner, work.pieces)
+            else:
+                self._decode(runner, work.requests)
+        except Exception as error:  # noqa: BLE001 - fails requests, not the engine
+            self._survive(error, (work.policy,))
+            return False
+        return True
+
+    def _prefill(self, runner: ModelRunner, pieces: Sequence[tuple[Request, int]]) -> None:
+        """Compute pieces of prompts, and sample the first token of each request whose prompt is then complete."""
+        self._compute(runner, [piece for piece in pieces if piece[1]])
+        computed = [(leader, leader.keys, leader.hidden) for leader, _ in pieces]
+        starting = [
+            (leader, keys, hidden, request)
+            for leader, keys, hidden in computed
+            if keys is not None and hidden is not None
+            for request in leader.group
+        ]
+        if not starting:
+            return
+        sampled = runner.sample([request for *_, request in starting], torch.stack([h for _, _, h, _ in starting]))
+        for number, (leader, keys, _, request) in enumerate(starting):
+            if request is leader:
+                self.scheduler.keep_prefix(leader, leader.prompt, keys)
+            request.row = runner.add_row(keys)
+            self.scheduler.start(request, leader)
+            self._append(runner, request, sampled, number)
+        for leader, *_ in starting:
+            leader.keys = leader.hidden = None
+
+    def _compute(self, runner: ModelRunner, pieces: Sequence[tuple[Request, int]]) -> None:
+        """Compute pieces of prompts together; if that fails, one by one, to find whose fault it is."""
+        if not pieces:
+            return
+        try:
+            runner.prefill(pieces)
+        except Exception as error:
+            if _out_of_memory(error):
+                raise
+            if len(pieces) == 1:
+                self._fail(pieces[0][0], error)
+                return
+            for piece in pieces:
+                self._compute(runner, [piece])
+
+    def _decode(self, runner: ModelRunner, requests: Sequence[Request]) -> None:
+        """Sample the next token of each running reply; replies whose grammar can't go on fail before that."""
+        fault_point("during_generation")
+        constrained = [request for request in requests if request.matcher is not None]
+        if constrained:
+            for request, error in zip(constrained, runner.advance_grammars(constrained), strict=True):
+                if error is not None:
+                    self._fail(request, error)
+            requests = [request for request in requests if request.row is not None]
+        if requests:
+            order, sampled = runner.decode(requests)
+            for number, request in enumerate(order):
+                self._append(runner, request, sampled, number)
+
+    def _append(self, runner: ModelRunner, request: Request, sampled: SampledBatch, number: int) -> None:
+        """Add the token of row `number` to a reply, and finish the reply where it ends."""
+        token = sampled.tokens[number]
+        request.append(token)
+        piece = SampledTokens(
+            ids=(token,),
+            logprobs=(sampled.logprobs[number],),
+            version=runner.version,
+            top=(sampled.top[number],) if request.sampling.top_logprobs else (),
+        )
+        self._outbox.append((request, piece))
+        if request.stops_at(token, runner.stops):
+            self._outbox.append((request, DONE))
+            self.scheduler.finish(request)
+
+    # Failures.
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        """Fail a request that has begun, and those that wait for its prompt."""
+        self._outbox += [(one, _failure(error)) for one in request.group]
+        self.scheduler.remove(request)
+
+    def _survive(self, error: Exception, policies: Collection[str]) -> None:
+        """Fail the newest request where memory ran out; after any other error all of the policies that have begun."""
+        newest = (*self.scheduler.running, *self.scheduler.prefilling)[-1:]
+        if _out_of_memory(error) and newest:
+            for runner in self.runners.values():
+                runner.prefixes.clear()
+            self._fail(newest[0], error)
+            return
+        self._fail_begun(error, policies)
+
+    def _fail_begun(self, error: Exception, policies: Collection[str]) -> None:
+        """Fail every request of some policies that has begun; what their models have computed is forgotten."""
+        self._outbox += [(request, _failure(error)) for request in self.scheduler.remove_all(policies)]
+
+
+def _failure(error: Exception) -> PalestraError:
+    """Return the error for the caller: a grammar over its bound is the request's fault, all else the engine's."""
+    if isinstance(error, GrammarRefused):
+        return error
+    return EngineFailure(f"{type(error).__name__}: {error}")
+
+
+def _out_of_memory(error: Exception) -> bool:
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)

@@ -1,0 +1,244 @@
+"""The embedded engine: continuous batching over transformers models, in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+import torch
+
+from palestra.config import EmbeddedEngineConfig
+from palestra.engine.base import EngineLoad, EngineRequest
+from palestra.engine.embedded.command_queue import Command, CommandQueue
+from palestra.engine.embedded.core import EngineCore
+from palestra.engine.embedded.model_runner import PolicyModel, check_determinism
+from palestra.engine.embedded.request import DONE, Request
+from palestra.errors import EngineFailure, InvalidRequest, ModelError
+from palestra.models.causal_lm import CausalLM, set_threads
+from palestra.models.device import memory_bytes
+from palestra.models.weights import WeightSource
+from palestra.types.records import PolicyVersion, SampledTokens
+
+log = logging.getLogger("palestra.engine")
+
+
+class EmbeddedEngine:
+    """Implements `Engine` for one or more policies, each with a model of its own, on one device."""
+
+    def __init__(
+        self,
+        policies: Mapping[str, PolicyModel],
+        config: EmbeddedEngineConfig,
+        deterministic: bool = False,
+        version: PolicyVersion = PolicyVersion(0, 0),  # noqa: B008 - immutable
+    ) -> None:
+        """Start the engine's thread.
+
+        Args:
+            policies: by name; no two of them share a model, because each has weights of its own.
+            config: limits, memory and threads.
+            deterministic: whether a reply must be the same bit for bit, no matter what is computed beside it.
+            version: of the weights that the models have now.
+
+        Raises:
+            ModelError: `deterministic`, and this machine's arithmetic can't keep it.
+        """
+        self._policies, self._config = dict(policies), config
+        if deterministic:
+            set_threads(config.threads)
+            for policy in policies.values():
+                check_determinism(policy.model, config.max_batch)
+        total = kv_bytes(next(iter(policies.values())).model, config)
+        self._core = EngineCore(self._policies, version, config, deterministic, total)
+        self._commands = CommandQueue()
+        self._syncs: list[tuple[str, Command]] = []  # new weights that wait for the running replies of their policy
+        self._paused = self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="palestra-engine", daemon=True)
+        self._thread.start()
+
+    # What others call, on any event loop.
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[SampledTokens]:
+        """See `Engine`.
+
+        Raises:
+            InvalidRequest: an id that the model does not have, media, or a grammar that can't be used.
+            GrammarRefused: the grammar is over a bound, perhaps at a token of the reply.
+            ModelError: the engine has no such policy.
+        """
+        policy = self._policy(request.policy)
+        _check(request, policy.model.vocab_size)
+        loop = asyncio.get_running_loop()
+        pieces: asyncio.Queue[Any] = asyncio.Queue()
+        running = Request(request, lambda item: loop.call_soon_threadsafe(pieces.put_nowait, item))
+        if request.sampling.grammar:
+            if policy.grammars is None:
+                raise InvalidRequest("this engine has no grammars", "response_format")
+            running.matcher = await policy.grammars.matcher(request.sampling.grammar)
+        try:
+            self._commands.put(lambda: self._core.scheduler.add(running))
+            while (item := await pieces.get()) is not DONE:
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
+        finally:
+            running.cancelled = True
+            if policy.grammars is not None and running.matcher is not None:
+                policy.grammars.release(running.matcher)
+
+    async def sync_weights(self, policy: str, version: PolicyVersion, source: WeightSource) -> None:
+        """Copy new weights into the engine's model of a policy, as `Engine.sync_weights` describes.
+
+        Replies of the policy that are being sampled continue under the new weights, or are finished first, as
+        `in_flight_updates` says; while the engine is paused they can't be finished, and so continue.
+
+        Args:
+            policy: whose weights these are.
+            version: what tokens that are sampled from them say.
+            source: tensors of the model's names and shapes.
+        """
+        self._policy(policy)
+        runner = self._core.runners[policy]
+
+        def sync(load: Command) -> None:
+            if self._config.in_flight_updates == "continue" or not self._must_wait(policy):
+                load()
+            else:
+                self._core.scheduler.draining.add(policy)
+                self._syncs.append((policy, load))
+
+        await self._on_thread(lambda: runner.load_weights(version, source), via=sync)
+
+    async def pause(self) -> None:
+        """Finish the forward pass that runs, and begin no other until `resume`."""
+        await self._on_thread(lambda: setattr(self, "_paused", True))
+
+    async def resume(self) -> None:
+        """Let forward passes run again after `pause`; requests that waited continue where they were."""
+        await self._on_thread(lambda: setattr(self, "_paused", False))
+
+    def version(self, policy: str) -> PolicyVersion:
+        """See `Engine`.
+
+        Raises:
+            ModelError: the engine has no such policy.
+        """
+        self._policy(policy)
+        return self._core.runners[policy].version
+
+    def load(self) -> EngineLoad:
+        """Return how many requests wait and run, and the counters that `/metrics` shows."""
+        return self._core.load()
+
+    async def close(self) -> None:
+        """Fail the requests that are open, and end what the engine has started."""
+        with contextlib.suppress(EngineFailure):  # its thread has ended already
+            self._commands.put(lambda: setattr(self, "_stopping", True))
+        await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
+
+    async def failure(self) -> str:
+        """Wait until the engine can not go on by itself, and return the reason in one line."""
+        return await asyncio.wrap_future(self._commands.failure())
+
+    def _policy(self, name: str) -> PolicyModel:
+        if name not in self._policies:
+            raise ModelError(f"this engine has the policies {', '.join(map(repr, self._policies))}, not {name!r}")
+        return self._policies[name]
+
+    async def _on_thread(self, work: Command, via: Callable[[Command], None] = lambda run: run()) -> None:
+        """Run something on the engine's thread, between two turns, and wait for it.
+
+        Args:
+            work: what to run; its error is raised here.
+            via: is given the command on the engine's thread, and runs it now or lets it be run later.
+        """
+        future = self._commands.future()
+
+        def run() -> None:
+            if future.done() or not future.set_running_or_notify_cancel():  # the caller has given up
+                return
+            try:
+                work()
+            except Exception as error:  # noqa: BLE001 - raised at the caller
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+
+        self._commands.put(lambda: via(run))
+        await asyncio.wrap_future(future)
+
+    # The engine's thread.
+
+    def _run(self) -> None:
+        set_threads(self._config.threads)
+        problem = None
+        try:
+            with torch.inference_mode():
+                while not self._stopping:
+                    self._commands.run(wait=self._paused or self._core.scheduler.idle)
+                    if not (self._paused or self._stopping):
+                        self._core.step()
+                    self._sync_drained()
+        except Exception as error:  # a defect of the engine itself
+            log.exception("the engine's thread ended")
+            problem = f"the engine failed: {type(error).__name__}: {error}"
+        why = problem or "the engine was stopped"
+        self._commands.close(why, failed=problem is not None)
+        self._core.fail_all(EngineFailure(why))
+        self._core.flush()
+
+    def _must_wait(self, policy: str) -> bool:
+        """Whether running replies of a policy can be finished before its weights are replaced."""
+        return not self._paused and self._core.scheduler.has_begun(policy)
+
+    def _sync_drained(self) -> None:
+        """Replace the weights of the policies whose running replies are finished."""
+        due = [(policy, load) for policy, load in self._syncs if not self._must_wait(policy)]
+        if due and not self._stopping:
+            self._syncs = [sync for sync in self._syncs if sync not in due]
+            for policy, load in due:
+                self._core.scheduler.draining.discard(policy)
+                load()
+
+
+def _check(request: EngineRequest, vocab_size: int) -> None:
+    """Refuse ids that do not exist, because one of them would fail all requests of its pass.
+
+    Raises:
+        InvalidRequest: such an id; or media, which no model of this engine reads.
+    """
+    ids, sampling = request.prompt.ids, request.sampling
+    if request.prompt.media:
+        raise InvalidRequest("the models of this engine read text only", "prompt")
+    if len(ids) == 0 or int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+        raise InvalidRequest(f"a prompt has at least one token, and all are from 0 to {vocab_size - 1}", "prompt")
+    for name, named in (
+        ("logit_bias", [token for token, _ in sampling.logit_bias]),
+        ("stop_token_ids", list(sampling.stop_ids)),
+    ):
+        if any(not 0 <= token < vocab_size for token in named):
+            raise InvalidRequest(f"{name} names tokens from 0 to {vocab_size - 1}", name)
+
+
+def kv_bytes(model: CausalLM, config: EmbeddedEngineConfig) -> int:
+    """Return how many bytes an engine's keys and values may take.
+
+    Args:
+        model: one of the engine's; it says on which device the others are, too.
+        config: `cache_gib`; without it, a quarter of the memory that this process may use, or half of what is free on
+            the GPU.
+    """
+    if config.cache_gib is not None:
+        return int(config.cache_gib * 2**30)
+    if model.device.type == "cuda":
+        return int(torch.cuda.mem_get_info(model.device)[0] / 2)
+    return int(memory_bytes() / 4)
+
+
+def token_budget(model: CausalLM, config: EmbeddedEngineConfig) -> int:
+    """Return how many tokens of one model fit into the memory for keys and values, see `kv_bytes`."""
+    return kv_bytes(model, config) // model.token_bytes

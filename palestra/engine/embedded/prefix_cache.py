@@ -1,0 +1,121 @@
+"""Keys and values of earlier prompts and replies, found by the longest beginning that a new prompt has in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+
+import numpy as np
+from torch import Tensor
+
+from palestra.tokens import TokenRun
+
+
+class _PrefixNode:
+    """A run of tokens with its keys and values; what comes before the run is in its ancestors."""
+
+    __slots__ = ("children", "keys", "parent", "tokens", "used")
+
+    def __init__(self, parent: _PrefixNode | None, tokens: TokenRun, keys: Tensor | None) -> None:
+        """Add a run of N tokens below `parent`; `keys` are [layers, 2, key heads, N, head dim], None at the root."""
+        self.parent, self.tokens, self.keys = parent, tokens, keys
+        self.children: dict[tuple[int, str | None], _PrefixNode] = {}  # by first token
+        self.used = 0
+
+
+class PrefixCache:
+    """The prefixes of one policy and version, in at most `capacity` tokens; the least recently used is dropped first.
+
+    Tokens are compared with the digests of what they stand for, so that two images never share their keys and values.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.clear()
+
+    def clear(self) -> None:
+        """Drop all keys and values, as when new weights make those that are kept useless."""
+        self.tokens = 0  # that are kept
+        self._root = _PrefixNode(None, TokenRun(np.empty(0, np.int32)), None)
+        self._clock = count(1)
+
+    def copy_into(self, keys: Tensor, tokens: TokenRun) -> int:
+        """Copy the keys and values of the longest known beginning of a run of tokens, and return its length.
+
+        Args:
+            keys: [layers, 2, key heads, at least N, head dim], filled from position 0.
+            tokens: [N].
+        """
+        done = 0
+        for node, common in self._path(tokens):
+            assert node.keys is not None
+            keys[:, :, :, done : done + common] = node.keys[:, :, :, :common]
+            done += common
+        return done
+
+    def insert(self, tokens: TokenRun, keys: Tensor) -> None:
+        """Keep a copy of the keys and values that are not known yet.
+
+        Args:
+            tokens: [N].
+            keys: [layers, 2, key heads, N, head dim], those of the tokens.
+        """
+        node, done = self._root, 0
+        for found, common in self._path(tokens):
+            node, done = found, done + common
+            if common < len(found.tokens):
+                node = _split(found, common)
+        if done < len(tokens) and len(tokens) - done <= self.capacity:
+            self.shrink(self.capacity - (len(tokens) - done), but=node)
+            new = _PrefixNode(node, tokens[done:].copy(), keys[:, :, :, done:].clone())
+            new.used = next(self._clock)
+            node.children[new.tokens.first] = new
+            self.tokens += len(new.tokens)
+
+    def shrink(self, tokens: int, but: _PrefixNode | None = None) -> None:
+        """Drop leaves, the least recently used first, until at most `tokens` tokens are left; never the leaf `but`."""
+        while self.tokens > max(tokens, 0):
+            leaves = [leaf for leaf in self._leaves() if leaf is not but]
+            if not leaves:
+                return
+            oldest = min(leaves, key=lambda leaf: leaf.used)
+            assert oldest.parent is not None
+            del oldest.parent.children[oldest.tokens.first]
+            self.tokens -= len(oldest.tokens)
+
+    def _path(self, tokens: TokenRun) -> Iterator[tuple[_PrefixNode, int]]:
+        """Yield the nodes with which `tokens` begins, each with how many of its tokens do."""
+        node, done, now = self._root, 0, next(self._clock)
+        while done < len(tokens):
+            rest = tokens[done:]
+            child = node.children.get(rest.first)
+            if child is None:
+                return
+            common = child.tokens.common(rest)
+            child.used = now
+            whole = common == len(child.tokens)
+            yield child, common
+            if not whole:
+                return
+            node, done = child, done + common
+
+    def _leaves(self) -> Iterator[_PrefixNode]:
+        stack = list(self._root.children.values())
+        while stack:
+            node = stack.pop()
+            if not node.children:
+                yield node
+            stack.extend(node.children.values())
+
+
+def _split(node: _PrefixNode, common: int) -> _PrefixNode:
+    """Cut a node in two and return the upper part. Each gets memory of its own, so that each can be dropped alone."""
+    parent, keys = node.parent, node.keys
+    assert parent is not None
+    assert keys is not None
+    upper = _PrefixNode(parent, node.tokens[:common], keys[:, :, :, :common].clone())
+    upper.used = node.used
+    parent.children[upper.tokens.first] = upper
+    node.parent, node.tokens, node.keys = upper, node.tokens[common:], keys[:, :, :, common:].clone()
+    upper.children[node.tokens.first] = node
+    return upper

@@ -1,0 +1,231 @@
+"""Which requests the engine computes next. A request waits, is admitted, prefilled, decoded, and leaves.
+
+Requests join and leave between two passes. A prompt that several requests have is computed once. The tokens of a pass
+belong to one policy; the policies of an engine take turns, and share its memory and its limits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from palestra.config import EmbeddedEngineConfig
+from palestra.engine.embedded.kv_budget import KVBudget
+from palestra.engine.embedded.model_runner import ModelRunner
+from palestra.engine.embedded.request import Request
+from palestra.tokens import TokenRun
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """A pass that computes pieces of prompts of one policy."""
+
+    policy: str
+    pieces: list[tuple[Request, int]]  # each with how many further tokens of its prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """A pass that gives every running reply of one policy one more token."""
+
+    policy: str
+    requests: list[Request]
+
+
+class Scheduler:
+    """The queues of an engine, and the memory that its requests have reserved."""
+
+    def __init__(
+        self, runners: Mapping[str, ModelRunner], config: EmbeddedEngineConfig, deterministic: bool, kv_bytes: int
+    ) -> None:
+        """Make empty queues.
+
+        Args:
+            runners: by policy.
+            config: the limits of a pass and of a batch.
+            deterministic: whether prompts are prefilled whole and alone.
+            kv_bytes: memory for the keys and values of all policies, kept prefixes included.
+        """
+        self._runners, self._config, self._deterministic = runners, config, deterministic
+        self.budget = KVBudget(kv_bytes, prefixes=[(r.prefixes, r.model.token_bytes) for r in runners.values()])
+        self.waiting: list[Request] = []
+        self.prefilling: list[Request] = []  # of those with the same prompt only the first, which has the others
+        self.running: list[Request] = []
+        self.draining: set[str] = set()  # policies whose running replies new weights wait for: none are admitted
+
+    def schedule(self) -> Iterator[Prefill | Decode]:
+        """Yield the passes of one turn; each is planned when the passes before it have been computed.
+
+        First come up to `prefill_tokens` of the prompts, then the next token of every running reply.
+        """
+        self._drop_cancelled()
+        self._admit()
+        yield from self._prefill()
+        yield from self._decode()
+
+    # What the engine asks.
+
+    def add(self, request: Request) -> None:
+        """Queue a new request; it begins when there is room."""
+        self.waiting.append(request)
+
+    def has_begun(self, policy: str | None = None) -> bool:
+        """Whether any request has begun; with a policy, any request of it."""
+        return any(policy in (None, r.policy) for queue in (self.prefilling, self.running) for r in queue)
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to compute."""
+        return not self.has_begun() and all(r.policy in self.draining for r in self.waiting)
+
+    @property
+    def begun(self) -> int:
+        """Number of requests that were admitted and have not left: in prefill, with followers, or in decoding."""
+        return len(self.running) + sum(len(r.group) for r in self.prefilling)
+
+    # Waiting to prefill.
+
+    def _drop_cancelled(self) -> None:
+        self.waiting = [r for r in self.waiting if not r.cancelled]
+        for request in [r for r in self.running if r.cancelled]:
+            self.finish(request)
+        for request in self.prefilling:
+            for follower in [f for f in request.followers if f.cancelled]:
+                request.followers.remove(follower)
+                self._release(follower)
+        for request in [r for r in self.prefilling if r.cancelled]:
+            self.prefilling.remove(request)
+            self._release(request)
+            if (heir := request.promote_follower()) is not None:
+                self.prefilling.insert(0, heir)
+
+    def _admit(self) -> None:
+        """Begin waiting requests, the oldest first, while their longest replies fit into memory."""
+        leaders = {_key(r): r for r in self.prefilling} if self.waiting else {}
+        for request in [r for r in self.waiting if r.policy not in self.draining]:
+            if self.begun >= self._config.max_batch or not self._reserve(request):
+                return
+            self.waiting.remove(request)
+            request.version = self._runners[request.policy].version
+            leader = leaders.setdefault(_key(request), request)
+            if leader is request:
+                self.prefilling.append(request)
+            else:
+                leader.followers.append(request)
+
+    def _reserve(self, request: Request) -> bool:
+        runner = self._runners[request.policy]
+        each = runner.model.token_bytes
+        wanted = min(runner.longest_bytes(request), self.budget.total // each * each)
+        if not self.budget.reserve(wanted):
+            return False
+        request.reserved = wanted
+        return True
+
+    def _release(self, request: Request) -> None:
+        self.budget.release(request.reserved)
+        request.reserved = 0
+
+    # Passes.
+
+    def _prefill(self) -> Iterator[Prefill]:
+        left = self._config.prefill_tokens
+        if self.running and not self._deterministic:  # they wait for their next token
+            left = min(left, self._config.prefill_chunk)
+        while self.prefilling and left > 0:
+            pieces = self._pieces(left)
+            left -= sum(new for _, new in pieces)
+            yield from (Prefill(policy, own) for policy, own in _by_policy(pieces))
+
+    def _pieces(self, most: int) -> list[tuple[Request, int]]:
+        """Return what to prefill next: of the oldest prompts at most so many tokens; or the oldest one, whole."""
+        pieces: list[tuple[Request, int]] = []
+        for request in self.prefilling[: 1 if self._deterministic else None]:
+            if most <= 0:
+                break
+            if request.keys is None:
+                self._runners[request.policy].allocate_prompt(request)
+            new = request.remaining if self._deterministic else min(request.remaining, most)
+            pieces.append((request, new))
+            most -= new
+        return pieces
+
+    def _decode(self) -> Iterator[Decode]:
+        for policy in self._runners:
+            requests = [r for r in self.running if r.policy == policy]
+            if requests:
+                yield Decode(policy, requests)
+
+    # From prefill to decode, and out.
+
+    def start(self, request: Request, leader: Request) -> None:
+        """Move a request whose prompt is computed from prefill to decode.
+
+        Args:
+            request: one of the group of `leader`.
+            leader: the request for which the prompt was computed; it starts last of its group.
+        """
+        if request is leader:
+            self.prefilling.remove(leader)
+        else:
+            leader.followers.remove(request)
+        self.running.append(request)
+
+    def keep_prefix(self, request: Request, tokens: TokenRun, keys: Tensor) -> None:
+        """Keep what was computed for a request, for prompts to come; not what replaced weights have computed.
+
+        Args:
+            request: the request.
+            tokens: [N] of its prompt and reply.
+            keys: [layers, 2, key heads, N, head dim], their keys and values.
+        """
+        runner = self._runners[request.policy]
+        if request.version == runner.version:
+            runner.keep_prefix(tokens, keys, self.budget.room_for(runner.prefixes, runner.model.token_bytes))
+
+    def finish(self, request: Request) -> None:
+        """Take out a reply that has ended, and keep its keys and values for requests that continue it."""
+        row = request.row
+        assert row is not None
+        reply = np.array(request.reply[: row.length - len(request.prompt)], np.int32)  # the last token is not computed
+        keys = row.bucket.storage[:, :, row.index, :, : row.length]
+        self.keep_prefix(request, request.prompt.followed_by(reply), keys)
+        self.remove(request)
+
+    def remove(self, request: Request) -> None:
+        """Take a request that has begun out of its queue, with its followers, and give back their memory."""
+        for one in request.group:
+            self._release(one)
+        if request.row is None:
+            self.prefilling.remove(request)
+        else:
+            self._runners[request.policy].remove_row(request.row)
+            request.row = None
+            self.running.remove(request)
+
+    def remove_all(self, policies: Collection[str]) -> list[Request]:
+        """Take out and return all requests of some policies that have begun; the policies' runners are cleared."""
+        removed = [r for queue in (self.running, self.prefilling) for r in queue if r.policy in policies]
+        self.running = [r for r in self.running if r.policy not in policies]
+        self.prefilling = [r for r in self.prefilling if r.policy not in policies]
+        removed = [one for request in removed for one in request.group]
+        for request in removed:
+            self._release(request)
+        for policy in policies:
+            self._runners[policy].clear()
+        return removed
+
+
+def _key(request: Request) -> tuple[object, ...]:
+    """Return what two requests must have in common to share a prompt: its tokens, and the weights that read it."""
+    return (request.policy, request.version, *request.prompt.key)
+
+
+def _by_policy(pieces: list[tuple[Request, int]]) -> list[tuple[str, list[tuple[Request, int]]]]:
+    found: dict[str, list[tuple[Request, int]]] = {}
+    for piece in pieces:
+        found.setdefault(piece[0].policy, []).append(piece)
+    return list(found.items())

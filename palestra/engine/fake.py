@@ -1,0 +1,135 @@
+"""An engine without a model: replies from a function, for tests and for measuring everything but the model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from palestra.engine.base import EngineLoad, EngineRequest
+from palestra.engine.rng import uniform
+from palestra.errors import EngineFailure
+from palestra.faults import fault_point
+from palestra.models.weights import WeightSource
+from palestra.types.records import Ids, PolicyVersion, SampledTokens, SamplingParams
+
+Script = Callable[[Ids, SamplingParams], Sequence[int]]
+
+
+def digits_script(length: int, stop_id: int) -> Script:
+    """Return a script whose replies are digits as bytes, drawn from the call's seed, and then the stop token.
+
+    Args:
+        length: the most tokens of a reply, the stop token included.
+        stop_id: the token at the end of each reply.
+    """
+
+    def reply(prompt_ids: Ids, sampling: SamplingParams) -> list[int]:
+        count = 1 + int(uniform(sampling.seed, 0) * (length - 1))
+        return [ord("0") + int(uniform(sampling.seed, i) * 10) for i in range(1, count)] + [stop_id]
+
+    return reply
+
+
+class FakeEngine:
+    """Implements `Engine` with a script, for any policy; every token has logprob -1, and is the most probable one.
+
+    Of a request's sampling it obeys `max_tokens`, `stop_ids` and `top_logprobs`; the script gets all of it.
+    """
+
+    def __init__(
+        self, script: Script, delay_seconds: float = 0.0, piece_tokens: int = 0, piece_delay_seconds: float = 0.0
+    ) -> None:
+        """Prepare to answer from a script.
+
+        Args:
+            script: makes the ids of a reply from a prompt, [P], and how it is to be sampled.
+            delay_seconds: time before the first piece of a reply.
+            piece_tokens: tokens of a piece; 0: a reply comes whole.
+            piece_delay_seconds: time between two pieces.
+        """
+        self._script, self._delay = script, delay_seconds
+        self._piece, self._piece_delay = piece_tokens, piece_delay_seconds
+        self._versions: dict[str, PolicyVersion] = {}
+        self._running = asyncio.Event()
+        self._running.set()
+        self._closed = False
+        self.calls = 0  # requests that were answered, or are being answered
+        self.running = 0  # requests that are being answered
+        self._waiting = self._sampled_tokens = 0
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[SampledTokens]:
+        """Yield the tokens of a reply in the order in which they are sampled, as `Engine.generate` describes."""
+        self._waiting += 1
+        try:
+            await self._running.wait()
+            if self._delay:
+                await asyncio.sleep(self._delay)
+        finally:
+            self._waiting -= 1
+        if self._closed:
+            raise EngineFailure("the engine was stopped")
+        self.calls += 1
+        self.running += 1
+        try:
+            ids = _until_stop(self._script(request.prompt.ids, request.sampling), request.sampling)
+            size = self._piece or max(len(ids), 1)
+            for start in range(0, max(len(ids), 1), size):
+                if start and self._piece_delay:
+                    await asyncio.sleep(self._piece_delay)
+                fault_point("during_generation")
+                yield self._sampled(request, ids[start : start + size])
+        finally:
+            self.running -= 1
+
+    def _sampled(self, request: EngineRequest, ids: tuple[int, ...]) -> SampledTokens:
+        self._sampled_tokens += len(ids)
+        number = request.sampling.top_logprobs
+        top = tuple(_top(token, number) for token in ids) if number else ()
+        return SampledTokens(ids=ids, logprobs=(-1.0,) * len(ids), version=self.version(request.policy), top=top)
+
+    async def sync_weights(self, policy: str, version: PolicyVersion, source: WeightSource) -> None:
+        """Take the version of new weights, and no tensor: a function that writes replies has no weights.
+
+        Args:
+            policy: whose weights these are.
+            version: what tokens that are sampled from them say.
+            source: not read.
+        """
+        self._versions[policy] = version
+
+    async def pause(self) -> None:
+        """Finish the forward pass that runs, and begin no other until `resume`."""
+        self._running.clear()
+
+    async def resume(self) -> None:
+        """Let forward passes run again after `pause`; requests that waited continue where they were."""
+        self._running.set()
+
+    def version(self, policy: str) -> PolicyVersion:
+        """Return the version of the weights that a policy is sampled from now."""
+        return self._versions.get(policy, PolicyVersion(0, 0))
+
+    def load(self) -> EngineLoad:
+        """Return how many requests wait and run, and the counters that `/metrics` shows."""
+        return EngineLoad(waiting=self._waiting, running=self.running, sampled_tokens=self._sampled_tokens)
+
+    async def failure(self) -> str:
+        """Wait until the engine can not go on by itself, and return the reason in one line."""
+        never: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        return await never  # a script has nothing that could break
+
+    async def close(self) -> None:
+        """Fail the requests that are open, and end what the engine has started."""
+        self._closed = True
+        self._running.set()
+
+
+def _until_stop(reply: Sequence[int], sampling: SamplingParams) -> tuple[int, ...]:
+    ids = tuple(reply)[: sampling.max_tokens]
+    ends = [place for place, token in enumerate(ids) if token in sampling.stop_ids]
+    return ids[: ends[0] + 1] if ends else ids
+
+
+def _top(token: int, number: int) -> tuple[tuple[int, float], ...]:
+    """Return the token, and those with the next ids, each a little less probable."""
+    return tuple((token + k, -1.0 - k) for k in range(number))

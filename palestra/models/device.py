@@ -1,0 +1,58 @@
+"""The machine that models run on: which device, how much memory, and how freed memory is kept for the next pass."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from typing import Literal
+
+import torch
+
+from palestra.errors import ConfigError
+
+DeviceName = Literal["auto", "cpu", "cuda"]
+
+
+def device_of(name: DeviceName, setting: str) -> torch.device:
+    """Return the torch device for a configured name; `auto` is the GPU if there is one.
+
+    Args:
+        name: the configured value.
+        setting: the configuration key, for the error.
+
+    Raises:
+        ConfigError: `cuda` on a machine without a CUDA device.
+    """
+    there = torch.cuda.is_available()
+    if name == "cuda" and not there:
+        raise ConfigError(f"{setting} is 'cuda', and torch sees no CUDA device here; use 'cpu' or 'auto'")
+    return torch.device("cuda" if there and name != "cpu" else "cpu")
+
+
+MEMORY_VARIABLE = "PALESTRA_MEMORY_GIB"  # set by the control plane, which ends a job that uses more
+_M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # malloc.h
+
+
+def tune_malloc() -> bool:
+    """Make glibc's malloc keep freed memory, in one heap for all threads started later.
+
+    Otherwise page faults on large temporaries take a third of a training step (docs/benchmarks.md).
+
+    Returns:
+        False if the C library has no such settings.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except AttributeError:  # another C library
+        return False
+    return all(mallopt(*setting) for setting in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_ARENA_MAX, 1)))
+
+
+def memory_bytes() -> int:
+    """Return how many bytes of memory this process may use: `PALESTRA_MEMORY_GIB`, or all that the machine has."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    given = os.environ.get(MEMORY_VARIABLE)
+    return machine if given is None else min(machine, int(float(given) * 2**30))

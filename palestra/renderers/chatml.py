@@ -1,0 +1,176 @@
+r"""Renderer for ChatML (SmolLM2, Qwen2.5): `<|im_start|>role\ncontent<|im_end|>\n`, with tools, reasoning and a bridge.
+
+Messages, tools, calls and results are encoded as plain text: a text that contains `<|im_end|>` can't close its turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from palestra.renderers.base import Renderer, Reply, Tools, reply_of
+from palestra.renderers.chatml_reply import ChatMLStream, read_reply, write_thought
+from palestra.renderers.control_text import plain_encoder
+from palestra.renderers.long_text import PIECE, LongText, TooManyTokens
+from palestra.renderers.tool_calls import grammar_of_calls, offer, write_call, write_result
+from palestra.renderers.vocabulary import Vocabulary
+from palestra.threads import check_wanted
+from palestra.types.messages import ChatMessage
+from palestra.types.records import Ids, TokenSequence
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatMLConfig:
+    """The settings in which a model's template differs from plain ChatML."""
+
+    default_system: str | None = None  # system message that the template adds to a conversation without one
+    developer: Literal["developer", "system"] = "developer"  # role of a developer's message in the prompt
+    reasons: bool = False  # whether the template shows reasoning; it is written and read in any case
+
+
+class ChatMLRenderer(Renderer):
+    """Renders the ChatML family. Its `extend` always succeeds, and never needs the prompt."""
+
+    incremental = True
+
+    def __init__(self, tokenizer: Any, config: ChatMLConfig | None = None) -> None:
+        """Create a renderer for a tokenizer with `encode`, `decode` and `convert_tokens_to_ids`, as in transformers.
+
+        Args:
+            tokenizer: the model's tokenizer.
+            config: how the model's template differs from plain ChatML; None: it does not.
+
+        Raises:
+            ValueError: the tokenizer lacks ChatML's control tokens.
+        """
+        self.config = config or ChatMLConfig()
+        self.reasons = self.config.reasons
+        self.vocabulary = Vocabulary(tokenizer)
+        self._start = tokenizer.convert_tokens_to_ids("<|im_start|>")
+        self._end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+        end_of_text = tokenizer.convert_tokens_to_ids("<|endoftext|>")
+        unknown = tokenizer.unk_token_id
+        if None in (self._start, self._end) or (unknown in (self._start, self._end) and unknown is not None):
+            raise ValueError("the tokenizer has no <|im_start|> and <|im_end|>")
+        known = (
+            end_of_text is not None and tokenizer.decode([end_of_text]) == "<|endoftext|>"
+        )  # an unknown token may also get an id
+        self.stop_ids = (self._end, end_of_text) if known else (self._end,)
+        self._encode = plain_encoder(tokenizer)
+        self._long = LongText(tokenizer, self._encode)
+
+    def render(self, messages: Sequence[ChatMessage], tools: Tools = (), room: int | None = None) -> TokenSequence:
+        """Return the prompt of a conversation, int32 [P]. See `Renderer.render`.
+
+        Args:
+            messages: the conversation; at least one message.
+            tools: tools that the model is offered, in the system message.
+            room: the most tokens that are of use.
+        """
+        if not messages:
+            raise ValueError("no messages")
+        ids = self._ids(self._turns(messages, tools), [], room)
+        return TokenSequence(np.asarray(ids + self._opening(), np.int32))
+
+    def extend(
+        self,
+        prompt_ids: Callable[[], Ids],
+        completion_ids: Ids,
+        new_messages: Sequence[ChatMessage],
+        tools: Tools = (),
+        room: int | None = None,
+    ) -> TokenSequence:
+        """Return the tokens, int32 [N], from the end of a reply to the start of the next one. See `Renderer.extend`.
+
+        A reply that was cut at its token limit gets its end token first; only the last of `completion_ids` [C] is
+        looked at, and `prompt_ids` and `tools` are not needed. `new_messages` and `room` are as in `Renderer.extend`.
+        """
+        ids = self._ids(_turns(new_messages, self._role), self._closing(completion_ids), room)
+        return TokenSequence(np.asarray(ids + self._opening(), np.int32))
+
+    def parse(
+        self, completion_ids: Ids, prompt_ids: Callable[[], Ids], tools: Tools = (), call_ids: str = "call"
+    ) -> Reply:
+        """Return the message of a completion, int32 [C]. See `Renderer.parse`.
+
+        `completion_ids`, `tools` and `call_ids` are as there; `prompt_ids` is not needed.
+        """
+        ids = completion_ids.tolist()
+        while ids and ids[-1] in self.stop_ids:
+            ids.pop()
+        return reply_of(*read_reply(self.vocabulary.decode(ids), bool(tools)), call_ids)
+
+    def stream(
+        self, prompt_ids: Callable[[], Ids], tools: Tools = (), call_ids: str = "call", single_call: bool = False
+    ) -> ChatMLStream:
+        """Return a reader that takes reasoning, content and tool calls apart as text arrives. See `Renderer.stream`.
+
+        `tools`, `call_ids` and `single_call` are as there; `prompt_ids` is not needed.
+        """
+        return ChatMLStream(bool(tools), call_ids, single_call)
+
+    def _grammar_of_calls(self, tools: Tools, most_calls: int) -> str:
+        return grammar_of_calls(tools, most_calls)
+
+    def _turns(self, messages: Sequence[ChatMessage], tools: Tools) -> Iterator[str]:
+        """Yield the turns of a whole conversation. A system turn comes first if there is a system message or a tool."""
+        given = self._role(messages[0]) == "system"
+        said = messages[0].text if given else self.config.default_system
+        if said is not None or tools:
+            yield "system\n" + "\n\n".join(([] if said is None else [said]) + ([offer(tools)] if tools else []))
+        yield from _turns(messages[1:] if given else messages, self._role)
+
+    def _role(self, message: ChatMessage) -> str:
+        return self.config.developer if message.role == "developer" else message.role
+
+    def _ids(self, turns: Iterable[str], ids: list[int], room: int | None) -> list[int]:
+        """Return `ids` followed by the ids of the turns.
+
+        Raises:
+            TooManyTokens: there are more than `room` ids.
+        """
+        for text in turns:
+            if room is None or len(text) <= PIECE:
+                body: Sequence[int] = self._encode(text)
+            else:
+                body = self._long.encode(text, max(room - len(ids), 0))
+            ids += [self._start, *body, self._end, *self._encode("\n")]
+            if room is not None and len(ids) > room:
+                raise TooManyTokens(len(ids))
+            check_wanted()
+        return ids
+
+    def _opening(self) -> list[int]:
+        return [self._start, *self._encode("assistant\n")]
+
+    def _closing(self, completion_ids: Ids) -> list[int]:
+        stopped = len(completion_ids) > 0 and int(completion_ids[-1]) in self.stop_ids
+        return [*([] if stopped else [self._end]), *self._encode("\n")]
+
+
+def _turns(messages: Sequence[ChatMessage], role: Callable[[ChatMessage], str]) -> Iterator[str]:
+    """Yield the text between start token and end token of each turn.
+
+    Consecutive results of tools share one turn of the user, as in the templates of Qwen.
+    """
+    results: list[str] = []
+    for message in messages:
+        if message.role == "tool":
+            results.append(write_result(message.text))
+            continue
+        if results:
+            yield "user\n" + "\n".join(results)
+            results = []
+        yield f"{role(message)}\n{_reply(message) if message.role == 'assistant' else message.text}"
+    if results:
+        yield "user\n" + "\n".join(results)
+
+
+def _reply(message: ChatMessage) -> str:
+    content, thought = message.text, message.reasoning_content
+    calls = [write_call(call) for call in message.tool_calls]
+    answer = "\n".join([content, *calls] if content or not calls else calls)
+    return write_thought(thought) + answer if thought else answer

@@ -1,0 +1,108 @@
+"""Probe conversations: a renderer is chosen for a model only if its ids on them are those of the model's template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from palestra.types.messages import ChatMessage
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A conversation. Arguments of calls are objects, because many templates take nothing else."""
+
+    messages: Sequence[dict[str, Any]]
+    tools: Sequence[dict[str, Any]] = ()
+
+
+def _call(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"id": "call_0", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _tool(name: str, description: str, **properties: Any) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": properties, "required": list(properties)}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+TOOLS = (
+    _tool("weather", 'Says what the sky is like; "where" is a city.', where={"type": "string"}),
+    _tool("add", "a + b, für 漢字 & <b>", a={"type": "number"}, b={"type": "number"}),
+)
+_ASK: dict[str, Any] = {"role": "user", "content": "How is it in Łódź?"}
+_CALL: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [_call("weather", where="Łódź")]}
+_PARALLEL: dict[str, Any] = {
+    "role": "assistant",
+    "content": "Both.",
+    "tool_calls": [_call("weather", where='"x"\n'), _call("add", a=1, b=[2.5, None, True, {}])],
+}
+_RESULT: dict[str, Any] = {"role": "tool", "name": "weather", "tool_call_id": "call_0", "content": '{"sky": "clear"}'}
+
+PLAIN = (
+    Probe([{"role": "user", "content": "Hi."}]),
+    Probe([{"role": "system", "content": "Be brief."}, {"role": "user", "content": " 1 + 1?\n"}]),
+    Probe(
+        [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "b\n"},
+            {"role": "user", "content": "é 漢字"},
+        ]
+    ),
+)
+WITH_TOOLS = (
+    Probe([_ASK], TOOLS),
+    Probe([_ASK, _CALL, _RESULT], TOOLS),
+    Probe([{"role": "system", "content": "Be brief."}, _ASK, _PARALLEL, _RESULT, _RESULT], TOOLS[:1]),
+    Probe(
+        [
+            _ASK,
+            _PARALLEL,
+            _RESULT,
+            {"role": "tool", "name": "add", "tool_call_id": "call_0", "content": " "},
+            {"role": "assistant", "content": "Done."},
+            {"role": "user", "content": "And now?"},
+            _CALL,
+            _RESULT,
+        ],
+        TOOLS,
+    ),
+)
+_THOUGHT: dict[str, Any] = {"role": "assistant", "content": "2", "reasoning_content": "One and one."}
+REASONING = (
+    Probe([{"role": "user", "content": "1 + 1?"}, _THOUGHT, {"role": "user", "content": "Sure?"}]),
+    Probe([_ASK, {**_CALL, "reasoning_content": "I'll look."}, _RESULT], TOOLS),
+)
+
+
+def messages_of(probe: Probe) -> list[ChatMessage]:
+    """Return the messages of a conversation as agents send them: arguments of calls are JSON text."""
+    return [ChatMessage.model_validate(_with_text_arguments(message)) for message in probe.messages]
+
+
+def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    calls = [
+        {
+            **call,
+            "function": {
+                **call["function"],
+                "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+            },
+        }
+        for call in message.get("tool_calls", ())
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def shows_reasoning(show: Callable[[Probe], object]) -> bool:
+    """Return whether earlier replies are shown to the model with their reasoning.
+
+    Args:
+        show: returns the text or the ids of a conversation.
+    """
+
+    def without(message: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in message.items() if key != "reasoning_content"}
+
+    return any(show(p) != show(Probe([without(m) for m in p.messages], p.tools)) for p in REASONING)

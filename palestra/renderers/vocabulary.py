@@ -1,0 +1,102 @@
+"""A tokenizer as the rest of Palestra uses it: text to ids, ids to text, and the bytes that each token stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from palestra.renderers.long_text import PIECE, LongText, token_bytes
+from palestra.types.records import Ids
+
+SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+
+
+class Vocabulary:
+    """One tokenizer behind the methods that Palestra needs."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        """Wrap a tokenizer of transformers, or a `ByteTokenizer`."""
+        self._tokenizer = tokenizer
+
+    def __len__(self) -> int:
+        """Return the first id that is not a token; all lower ids may be."""
+        return len(self._tokenizer) if hasattr(self._tokenizer, "__len__") else int(self._tokenizer.vocab_size)
+
+    def encode(self, text: str, room: int | None = None) -> Ids:
+        """Return the ids of a raw prompt, int32 [N]. Text that spells a control token becomes that token.
+
+        Args:
+            text: any text. Tokens that the tokenizer adds around every text are added.
+            room: the most tokens that are of use. None: any number.
+
+        Raises:
+            TooManyTokens: there are more than `room` tokens; raised before all of a long text is tokenised.
+        """
+        text = text.encode("utf-8", errors="replace").decode("utf-8")  # lone surrogates
+        if room is None or len(text) <= PIECE:
+            return np.asarray(self._tokenizer.encode(text), np.int32)
+        before, after = self._around
+        return np.asarray([*before, *self.long_text.encode(text, room), *after], np.int32)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids, control tokens included."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    @cached_property
+    def bytes_of(self) -> Callable[[int], bytes]:
+        """Return a function from a token's id to its bytes; a control token has the bytes of its name.
+
+        See `token_bytes`.
+        """
+        return token_bytes(self._tokenizer)
+
+    @cached_property
+    def long_text(self) -> LongText:
+        """Return bounds and cuts for long texts, in which control tokens are recognized."""
+        return LongText(self._tokenizer, lambda text: self._tokenizer.encode(text, add_special_tokens=False))
+
+    @cached_property
+    def _around(self) -> tuple[list[int], list[int]]:
+        """Return the ids that the tokenizer adds before and after every text."""
+        whole = list(self._tokenizer.encode("a"))
+        bare = list(self._tokenizer.encode("a", add_special_tokens=False))
+        at = next(k for k in range(len(whole) - len(bare) + 1) if whole[k : k + len(bare)] == bare)
+        return whole[:at], whole[at + len(bare) :]
+
+
+class ByteTokenizer:
+    """A tokenizer without a file, for the fake engine: one token per byte, and ChatML's control tokens.
+
+    Ids 0 to 255 are bytes; 256, 257 and 258 are `SPECIALS`, which text can't produce.
+    """
+
+    eos_token_id = 258
+    unk_token_id = None
+    name_or_path = "bytes"
+    vocab_size = 256 + len(SPECIALS)
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """Return the UTF-8 bytes of a text; lone surrogates are replaced."""
+        return list(text.encode("utf-8", errors="replace"))
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """Return the text of ids. Bytes that are not UTF-8, and unknown ids, become U+FFFD."""
+        pieces, run = [], bytearray()
+        for token in token_ids:
+            if token < 256:
+                run.append(token)
+                continue
+            pieces.append(run.decode("utf-8", errors="replace"))
+            run.clear()
+            if token >= self.vocab_size:
+                pieces.append("\ufffd")
+            elif not skip_special_tokens:
+                pieces.append(SPECIALS[token - 256])
+        return "".join(pieces) + run.decode("utf-8", errors="replace")
+
+    def convert_tokens_to_ids(self, token: str) -> int | None:
+        """Return the id of a control token, or None for any other text."""
+        return 256 + SPECIALS.index(token) if token in SPECIALS else None

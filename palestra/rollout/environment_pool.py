@@ -1,0 +1,83 @@
+"""A pool of environments for episodes: made, set up, reused where they allow it, and always closed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from palestra.envs import ConcurrentEnvironment, Environment, SerialEnvironment
+from palestra.rollout.collect import Termination, classify_errors
+from palestra.types.clock import Clock
+
+log = logging.getLogger("palestra.rollout")
+CLOSE_SECONDS = 30.0
+Made = Environment | ConcurrentEnvironment
+
+
+class EnvironmentPool:
+    """Gives each episode that is being played an environment of its own.
+
+    `setup` is called once per environment, `reset` with every episode, `close` at the end.
+    """
+
+    def __init__(self, make: Callable[[], Made], *, system: str | None, clock: Clock) -> None:
+        """Create an empty pool.
+
+        Args:
+            make: returns a new environment.
+            system: system message of the agent of an `Environment`; None: the environment's own.
+            clock: source of the times of observations.
+        """
+        self._make, self._system, self._clock = make, system, clock
+        self._idle: list[Made] = []
+        self._kept = False
+
+    def keep(self) -> None:
+        """From now on, keep reusable environments until `close` instead of closing each after its episode."""
+        self._kept = True
+
+    async def close(self) -> None:
+        """Close the environments that are kept."""
+        self._kept = False
+        while self._idle:
+            await self._close(self._idle.pop())
+
+    @asynccontextmanager
+    async def acquire(self) -> AsyncIterator[ConcurrentEnvironment]:
+        """Provide an environment for one episode, for the time of the block.
+
+        Raises:
+            RolloutFailed: the environment could not be made, or set up.
+        """
+        made = self._idle.pop() if self._idle else None
+        usable = False
+        try:
+            with classify_errors(Termination.ENVIRONMENT_FAILED):
+                if made is None:
+                    made = self._make()
+                    environment = self._concurrent(made)
+                    await environment.setup()
+                else:
+                    environment = self._concurrent(made)
+            yield environment
+            usable = made.reusable
+        finally:
+            if usable and self._kept and made is not None:
+                self._idle.append(made)
+            elif made is not None:
+                await asyncio.shield(self._close(made))
+
+    async def _close(self, made: Made) -> None:
+        """Close an environment; an error is only logged, because its last episode is over and has its result."""
+        try:
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await self._concurrent(made).close()
+        except Exception as error:  # noqa: BLE001 - the user's code failed, after its episode was over
+            log.warning("closing a %s failed: %s: %s", type(made).__name__, type(error).__name__, error)
+
+    def _concurrent(self, made: Made) -> ConcurrentEnvironment:
+        return (
+            SerialEnvironment(made, system=self._system, clock=self._clock) if isinstance(made, Environment) else made
+        )

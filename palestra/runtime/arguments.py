@@ -1,0 +1,148 @@
+"""The arguments of `train` and `evaluate`, checked and brought into one form before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from palestra.client.worker import Rollout
+from palestra.config import JobConfig
+from palestra.envs import ConcurrentEnvironment, Environment, TaskEnvironment
+from palestra.errors import ConfigError
+from palestra.rollout import RolloutSpec
+from palestra.runtime.tasks import read_tasks
+
+TaskData = Mapping[str, Any]
+Tasks = Iterable[TaskData] | str | Path
+EnvironmentMaker = Callable[[], Environment | ConcurrentEnvironment]
+RewardFunction = Callable[..., Any]
+
+
+def resolve_config(
+    config: JobConfig | None, model: str | None, environment: EnvironmentMaker | str | None
+) -> JobConfig:
+    """Return the job that a configuration and the arguments beside it describe.
+
+    Args:
+        config: the job; None for the defaults.
+        model: replaces the model of the job's one policy that is not frozen; None leaves it.
+        environment: a name sets `environment.name`; anything else leaves it.
+
+    Raises:
+        ConfigError: `config` is not a JobConfig, or names another environment.
+    """
+    if config is not None and not isinstance(config, JobConfig):
+        raise ConfigError(f"the configuration is a {type(config).__name__}; write palestra.JobConfig(steps=30, …)")
+    config = config or JobConfig()
+    if model is not None:
+        if not isinstance(model, str):
+            raise ConfigError(
+                f"`model` has the type {type(model).__name__}; give the name of a model, or the folder that it is in"
+            )
+        config = config.with_model(model)
+    if isinstance(environment, str):
+        if config.environment.name not in (None, environment):
+            raise ConfigError(
+                f"`environment` is {environment!r}, and environment.name is {config.environment.name!r}; leave one out"
+            )
+        config = config.model_copy(
+            update={"environment": config.environment.model_copy(update={"name": environment})},
+        )
+    return config
+
+
+def resolve_rollout(
+    config: JobConfig,
+    rollout: Rollout | RolloutSpec | None,
+    environment: EnvironmentMaker | str | None,
+    reward: RewardFunction | None,
+) -> Rollout | RolloutSpec | None:
+    """Return what plays an episode: a rollout function of the user's, or agents in an environment.
+
+    Args:
+        config: the job, whose `environment.name` may name an environment.
+        rollout: a function `(task, endpoint)`, or a `RolloutSpec`.
+        environment: the class of an environment, or a function without arguments that makes one, or a name.
+        reward: scores the answer to a task's `prompt`.
+
+    Returns:
+        The function or spec, or None if `config.environment` names the environment.
+
+    Raises:
+        ConfigError: none of the arguments says what is played, or more than one does, or one has a wrong type.
+    """
+    named = config.environment.name
+    _check_rollout(rollout)
+    given = {
+        "rollout": rollout is not None,
+        "environment": environment is not None and not isinstance(environment, str),
+        "reward": reward is not None,
+        f"environment.name = {named!r}": named is not None,
+    }
+    found = [name for name, is_given in given.items() if is_given]
+    if not found:
+        raise ConfigError(
+            "nothing says what is played: give `rollout`, a function (task, endpoint) -> reward; or `environment`; or "
+            "`reward`, a function (task, answer) -> reward that scores one answer to each task's `prompt`"
+        )
+    if len(found) > 1:
+        raise ConfigError(f"what is played is said more than once, by {' and '.join(found)}; leave one of them out")
+    if rollout is not None:
+        return rollout
+    if reward is not None:
+        if not callable(reward):
+            raise ConfigError(
+                f"`reward` has the type {type(reward).__name__}; give a function (task, answer) -> number"
+            )
+        return RolloutSpec(environment=lambda: TaskEnvironment(reward), system=config.environment.system)
+    if environment is None or isinstance(environment, str):
+        return None
+    maker: object = environment
+    if not callable(maker):
+        name = type(maker).__name__
+        raise ConfigError(
+            f"`environment` is one {name}, and each episode needs its own; give the class {name}, or "
+            f"`lambda: {name}(…)`"
+        )
+    return RolloutSpec(environment=environment, system=config.environment.system)
+
+
+def _check_rollout(rollout: object) -> None:
+    if rollout is None or isinstance(rollout, RolloutSpec):
+        return
+    made = rollout if isinstance(rollout, type) else type(rollout)
+    if issubclass(made, Environment | ConcurrentEnvironment):
+        raise ConfigError(
+            f"{made.__name__} is an environment, not a rollout function; give environment={made.__name__}"
+        )
+    if not callable(rollout):
+        raise ConfigError(f"`rollout` has the type {made.__name__}; give a function (task, endpoint) -> reward")
+
+
+def resolve_tasks(name: str, tasks: Tasks, most: int | None = None) -> list[dict[str, Any]]:
+    """Return tasks as a list of JSON objects.
+
+    Args:
+        name: name of the argument, for messages.
+        tasks: a sequence or an iterator of JSON objects, a data set of `datasets`, or the path of a JSONL file.
+        most: number of tasks to take from an iterator, which may be endless; None: all.
+
+    Raises:
+        ConfigError: `tasks` has none of these types, or the file has a line that is not a task.
+    """
+    if isinstance(tasks, str | Path):
+        return [{"id": task.task_id, **task.data} for task in read_tasks(Path(tasks))]
+    if isinstance(tasks, Mapping):
+        # `datasets.load_dataset` without `split` is a mapping of splits.
+        raise ConfigError(
+            f"`{name}` is one {type(tasks).__name__}, not several tasks; write [{{…}}], or choose a split of a data set"
+        )
+    if not isinstance(tasks, Iterable):
+        raise ConfigError(
+            f"`{name}` has the type {type(tasks).__name__}; give a list of JSON objects, or a JSONL file's path"
+        )
+    # Entries that are not objects pass here: the check of pushed tasks, which all tasks go through, refuses them.
+    found: list[Any] = list(tasks) if hasattr(tasks, "__len__") else list(islice(tasks, most))
+    return [dict(task) if isinstance(task, Mapping) else task for task in found]

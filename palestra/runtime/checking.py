@@ -1,0 +1,271 @@
+"""What is wrong with a job on this machine, found before the job is started: each finding names the key to change.
+
+Nothing is written, and no model is loaded; `trial` does the rest with a short run of the job itself.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from palestra.config import DEFAULT_CONTEXT, FakeEngineConfig, JobConfig
+from palestra.envs import ConcurrentEnvironment, Environment
+from palestra.envs.catalog import catalog_entry
+from palestra.envs.check import check_environment
+from palestra.errors import ConfigError, InvalidEnvironment, ModelError
+from palestra.extras import missing_extra
+from palestra.http.server import listen
+from palestra.runtime.tasks import read_files
+
+GIB = 2**30
+TRAINED_BYTES = 16  # a parameter that is trained: weight, gradient and two moments in float32
+SAVED_BYTES = 12  # a parameter in a checkpoint: weight and two moments in float32
+ENGINE_BYTES = {"bfloat16": 2, "float32": 4}  # a parameter in the engine
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """Something that will not work, or that is worth knowing.
+
+    Attributes:
+        key: what to change in the configuration, as a dotted key.
+        text: one sentence for people.
+        fatal: whether the job can't run, or can't learn; otherwise the finding is a warning.
+    """
+
+    key: str
+    text: str
+    fatal: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFacts:
+    """What the files of a model say without being loaded.
+
+    Attributes:
+        parameters: number of weights; None: the folder has no safetensors.
+        context: most positions; None: the model does not say.
+    """
+
+    parameters: int | None
+    context: int | None
+
+
+def check_job(config: JobConfig) -> list[Finding]:
+    """Return what the configuration, this machine and the files that the job names make impossible.
+
+    Args:
+        config: the job.
+    """
+    checks: list[Callable[[JobConfig], Iterator[Finding]]] = [_port, _folder, _devices]
+    if config.kind == "training":
+        checks += [_tasks, _environment, _groups]
+    if not isinstance(config.engine, FakeEngineConfig):
+        checks.append(_models)
+    return [finding for check in checks for finding in check(config)]
+
+
+def environment_of(config: JobConfig) -> Callable[[], Environment | ConcurrentEnvironment] | None:
+    """Return what makes an environment that the job names; None where workers outside play.
+
+    Args:
+        config: the job.
+
+    Raises:
+        ConfigError: there is no such environment, or a setting is wrong.
+        ModuleNotFoundError: the environment needs a package that is not installed.
+    """
+    chosen = config.environment
+    if chosen.name is None:
+        return None
+    make = catalog_entry(chosen.name).make
+    settings: dict[str, Any] = dict(chosen.settings)
+    if chosen.system is not None and isinstance(make(**settings), ConcurrentEnvironment):
+        settings["system"] = chosen.system
+    make(**settings)
+    return partial(make, **settings)
+
+
+def existing_parent(folder: Path) -> Path:
+    """Return the folder, or the nearest folder above it that exists."""
+    folder = folder.absolute()
+    return next(path for path in (folder, *folder.parents) if path.exists())
+
+
+def available_bytes() -> int:
+    """Return the memory that this process may still get: what the kernel says, or less where the job is limited."""
+    from palestra.models.device import memory_bytes
+
+    lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
+    free = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), memory_bytes())
+    return min(free, memory_bytes())
+
+
+def model_facts(folder: Path) -> ModelFacts:
+    """Return what the files of a model say.
+
+    Args:
+        folder: has the model in Hugging Face's layout.
+    """
+    found: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    text = found.get("text_config", found)
+    files = sorted(folder.glob("*.safetensors"))
+    return ModelFacts(
+        parameters=sum(map(_parameters, files)) if files else None, context=text.get("max_position_embeddings")
+    )
+
+
+def _parameters(file: Path) -> int:
+    """Return how many numbers a safetensors file holds, from its header."""
+    with file.open("rb") as opened:
+        (size,) = struct.unpack("<Q", opened.read(8))
+        header = json.loads(opened.read(size))
+    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+
+
+def _port(config: JobConfig) -> Iterator[Finding]:
+    try:
+        listen(config.server.host, config.server.port).close()
+    except ConfigError as error:
+        yield Finding(key="server.port", text=str(error))
+
+
+def _folder(config: JobConfig) -> Iterator[Finding]:
+    """Look at the run's folder: one that has a run, or can't be written."""
+    folder = config.folder
+    if config.run_dir is not None and (folder / "run.db").exists():
+        yield Finding(
+            key="run_dir",
+            text=f"{folder} has a run already: start with --resume, or choose another folder",
+            fatal=False,
+        )
+    parent = existing_parent(folder)
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        yield Finding(key="run_dir", text=f"{folder} can't be made: {parent} is no folder that may be written to")
+
+
+def _devices(config: JobConfig) -> Iterator[Finding]:
+    """Look for a device that is not there, and for a GPU in a job that is to be deterministic."""
+    if isinstance(config.engine, FakeEngineConfig):
+        return
+    import torch
+
+    there = torch.cuda.is_available()
+    parts = {"engine.device": config.engine.device}
+    parts |= {"trainer.device": config.trainer.device} if config.kind == "training" else {}
+    for key, device in parts.items():
+        if device == "cuda" and not there:
+            yield Finding(key=key, text=f"{key} is 'cuda', and torch sees no CUDA device here; use 'cpu' or 'auto'")
+        elif config.deterministic and there and device != "cpu":
+            yield Finding(
+                key=key,
+                text="deterministic = true is only kept on a CPU, and this machine would use its GPU; "
+                f"set {key} = 'cpu', or deterministic = false",
+            )
+
+
+def _tasks(config: JobConfig) -> Iterator[Finding]:
+    try:
+        read_files(config)
+    except ConfigError as error:
+        yield Finding(key="tasks", text=str(error))
+
+
+def _environment(config: JobConfig) -> Iterator[Finding]:
+    """Make the environment that the job names, and play it with good and bad actions."""
+    name = config.environment.name
+    if name is None:
+        return
+    try:
+        make = environment_of(config)
+        assert make is not None
+        generated = catalog_entry(name).generate
+        generated("validation", config.environment.validation_tasks, config.seed)
+        tasks = generated("train", config.environment.train_tasks, config.seed)
+        files = read_files(config).get("train")
+        check_environment(make, [files[1][0].data] if files is not None else tasks[:1])
+    except ModuleNotFoundError as error:
+        said = missing_extra(error) or f"{error.name} is not installed; install gymnasium and reasoning-gym"
+        yield Finding(key="environment.name", text=f"environment {name!r} can't be imported: {said}")
+    except ConfigError as error:
+        key = "environment.settings" if "setting" in str(error) else "environment"
+        yield Finding(key=key, text=str(error))
+    except InvalidEnvironment as error:
+        yield Finding(key="environment", text=f"environment {name!r} fails its check: {error}")
+
+
+def _groups(config: JobConfig) -> Iterator[Finding]:
+    """Look for groups that can't teach: rewards are compared within a group."""
+    rollout = config.rollout
+    if rollout.group_size == 1:
+        yield Finding(
+            key="rollout.group_size",
+            text="a group of one episode can't teach: rewards are compared within a group; use at least 2",
+        )
+    elif rollout.min_group_size == 1:
+        yield Finding(
+            key="rollout.min_group_size",
+            text="a group that has lost all episodes but one is trained, and can't teach; use at least 2",
+            fatal=False,
+        )
+
+
+def _models(config: JobConfig) -> Iterator[Finding]:
+    """Look at the models of all policies: whether they are there, their context, memory and disk."""
+    from palestra.models.catalog import model_folder
+
+    needed = saved = 0
+    for name, policy in config.policies.items():
+        try:
+            folder = model_folder(policy.model)
+            facts = model_facts(folder) if isinstance(folder, Path) else ModelFacts(parameters=None, context=None)
+        except (ModelError, OSError, ValueError) as error:
+            yield Finding(key=f"policies.{name}.model", text=f"model {policy.model!r}: {str(error).splitlines()[0]}")
+            continue
+        if facts.context is not None and policy.max_context > facts.context and policy.max_context != DEFAULT_CONTEXT:
+            yield Finding(
+                key=f"policies.{name}.max_context",
+                text=f"max_context is {policy.max_context} and {policy.model} has {facts.context} positions",
+            )
+        trained = config.kind == "training" and not policy.frozen
+        engine = ENGINE_BYTES[getattr(config.engine, "dtype", "bfloat16")]
+        needed += (facts.parameters or 0) * (engine + TRAINED_BYTES * trained)
+        saved += (facts.parameters or 0) * SAVED_BYTES * trained
+    yield from _room(config, needed, saved)
+
+
+def _room(config: JobConfig, needed: int, saved: int) -> Iterator[Finding]:
+    """Compare weights with the memory, and checkpoints with the disk.
+
+    Args:
+        config: the job.
+        needed: bytes of weights, gradients and moments.
+        saved: bytes of one checkpoint.
+    """
+    import torch
+
+    free, whose = available_bytes(), "memory"
+    if config.trainer.device != "cpu" and torch.cuda.is_available():
+        free, whose = torch.cuda.mem_get_info()[0], "the GPU's memory"
+    if needed > free:
+        yield Finding(
+            key="model",
+            text=f"weights, gradients and moments take {needed / GIB:.1f} GiB, and {free / GIB:.1f} GiB of {whose} are "
+            "free; choose a smaller model",
+        )
+    # One more than are kept: the oldest is removed when the newest is whole.
+    wanted, disk = saved * (config.checkpoint.keep + 1), shutil.disk_usage(existing_parent(config.folder)).free
+    if wanted > disk:
+        yield Finding(
+            key="checkpoint.keep",
+            text=f"{config.checkpoint.keep + 1} checkpoints take {wanted / GIB:.1f} GiB, and {config.folder} has room "
+            f"for {disk / GIB:.1f} GiB; free some, keep fewer, or choose another run_dir",
+        )

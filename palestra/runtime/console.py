@@ -1,0 +1,266 @@
+"""What a person sees while a job runs: a line a step and the time that is left, or how many calls a model answers."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, TYPE_CHECKING, Any, Self
+
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.text import Text
+
+from palestra.config import JobConfig
+from palestra.runtime.situation import STALLED_SECONDS, PlainLines, describe, situation_of
+from palestra.terminal import TerminalConsole
+from palestra.types.states import TurnState
+
+if TYPE_CHECKING:
+    from palestra.runtime.local import LocalJob
+
+REFRESH_SECONDS = 0.25
+LOADING = "loading the model"
+MOST_HOLDERS = 10_000  # the most held episodes that are counted by worker
+SHOWN_STATES = (TurnState.PENDING, TurnState.GENERATING, TurnState.INTERACTING)
+
+
+class Console:
+    """Shows a job on a terminal, or as plain lines if the output is not a terminal."""
+
+    def __init__(
+        self, config: JobConfig, quiet: bool = False, file: IO[str] | None = None, notes: Sequence[str] = ()
+    ) -> None:
+        """Prepare the output; it begins when the console is entered.
+
+        Args:
+            config: the job.
+            quiet: whether to print nothing.
+            file: gets the lines instead of standard output.
+            notes: lines to print first.
+        """
+        self._notes = notes
+        self._config = config
+        self._out = TerminalConsole(quiet=quiet, highlight=False, soft_wrap=True, file=file)
+        self._bars = Progress(
+            BarColumn(bar_width=30),
+            MofNCompleteColumn(),
+            TextColumn("steps"),
+            console=self._out,
+            auto_refresh=False,
+        )
+        self._bar = self._bars.add_task("", total=config.steps)
+        shown = not quiet and file is None and sys.stdout.isatty()
+        self._live = Live(console=self._out, transient=True, auto_refresh=False) if shown else None
+        self._plain = None if quiet or shown else PlainLines(time.monotonic())
+        self._moved: tuple[tuple[object, ...], float] = (
+            (),
+            time.monotonic(),
+        )  # the last change that was seen, and when
+        self._job: LocalJob | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._refresh, name="palestra-console", daemon=True)
+
+    def __enter__(self) -> Self:
+        for note in self._notes:
+            self._out.print(note, markup=False)
+        self._out.print(f"[bold]{self._config.name}[/]: {self._headline()}{self._target()}")
+        if self._live is not None:
+            self._live.start()
+        if self._live is not None or self._plain is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        if self._live is not None:
+            self._live.stop()
+
+    def ready(self, job: LocalJob) -> None:
+        """Note that the data plane of `job` listens, and print its URL."""
+        self._job = job
+        self._say(f"data plane at {job.url}, its key in {job.folder.path / 'api_key'}")
+
+    def report(self, kind: str, data: dict[str, Any]) -> None:
+        """Print a line for an event of the job, if it is of interest.
+
+        Args:
+            kind: kind of the event.
+            data: data of the event.
+        """
+        if kind == "running" and data["step"]:
+            self._say(f"resumed after step {data['step']}")
+        elif kind == "evaluated" and data["step"] == 0 and "validation/reward_mean" in data:
+            self._say(f"before training: {_validation(data)}")
+        elif kind == "step" and data["step"]:
+            self._say(self._step_line(data))
+        elif kind == "warning":
+            self._say(f"[yellow]warning:[/] {escape(data['text'])}")
+
+    def finished(self, state: str, checkpoint: Path | None) -> None:
+        """Print where the results are, or how to continue, when the job is over or was stopped.
+
+        Args:
+            state: the job's last state.
+            checkpoint: folder of the newest checkpoint, if any.
+        """
+        folder = self._config.folder
+        if state != "completed":
+            self._out.print(f"stopped; go on with --resume (the run is in {folder})")
+            return
+        self._out.print(f"\n[bold]done[/]: {folder / 'curve.png'}, {folder / 'metrics.jsonl'}")
+        if checkpoint is not None:
+            self._out.print(f"model:  {checkpoint}  (load it with transformers)")
+        self._out.print(
+            "next:   "
+            f"palestra episodes {folder}   what was played, token by token\n"
+            f"        palestra export {folder} my-model   the trained model as a folder of its own"
+        )
+
+    def _step_line(self, row: dict[str, float]) -> str:
+        width = len(str(self._config.steps))
+        text = f"step {int(row['step']):>{width}}/{self._config.steps}   "
+        if len(self._config.policies) > 1:
+            text += f"{self._config.players.default} "
+        text += f"reward {row['train/reward_mean']:5.2f}"
+        rate = row.get("rollout/tokens_per_second")
+        text += f"   {'-' if rate is None else f'{rate:.0f}':>6} tok/s   {row['time/step_seconds']:5.1f} s"
+        if "validation/reward_mean" in row:
+            text += f"   [bold]{_validation(row)}[/]"
+        return text
+
+    def _headline(self) -> str:
+        return f"{models_of(self._config)}, {self._config.steps} steps"
+
+    def _say(self, text: str) -> None:
+        """Print a line that stays on the screen."""
+        self._out.print(text)
+        if self._plain is not None:
+            self._plain.wrote(time.monotonic())
+
+    def _target(self) -> str:
+        return f" → {self._config.folder}"
+
+    def _refresh(self) -> None:
+        while not self._stop.wait(REFRESH_SECONDS):
+            if self._live is not None:
+                self._live.update(Group(*self._now(self._job)), refresh=True)
+            elif self._plain is not None:
+                news, text = self._situation(self._job)
+                if text and self._plain.due(news, time.monotonic()):
+                    self._out.print(text, markup=False)
+
+    def _situation(self, job: LocalJob | None) -> tuple[object, str]:
+        """Return a value that changes when there are news, and the job's situation as a line, which may be empty."""
+        if job is None:
+            return LOADING, LOADING
+        now, at = situation_of(job), time.monotonic()
+        if now.moved != self._moved[0]:
+            self._moved = now.moved, at
+        still = at - self._moved[1]
+        holders = job.plane.store.leases.holders(MOST_HOLDERS) if still >= STALLED_SECONDS else ()
+        return (now.moved, now.waits_for_workers, still >= STALLED_SECONDS), describe(now, still, holders)
+
+    def _now(self, job: LocalJob | None) -> Sequence[RenderableType]:
+        """Return the output below the lines; `job` is None while the model is being loaded."""
+        lines = [LOADING]
+        if job is not None:
+            self._bars.update(self._bar, completed=job.progress.step)
+            lines = [self._situation(job)[1], *self._going_on(job)]
+        return self._bars, *(Text(line, style="dim", no_wrap=False, overflow="fold") for line in lines)
+
+    def _going_on(self, job: LocalJob) -> list[str]:
+        """Return lines about episodes, calls, tokens and rewards now, and where the time is spent."""
+        context, store, episodes = job.plane.sessions.context, job.plane.store, job.progress.episodes
+        parts = (
+            []
+            if episodes is None
+            else [
+                f"episodes {episodes.completed:,} done, {episodes.claimed:,} in flight, {episodes.registered:,} waiting"
+            ]
+        )
+        parts += [f"calls {job.plane.sessions.in_flight:,} in flight", f"{context.rate.per_second:,.0f} tok/s"]
+        if (reward := job.plane.recent_reward) is not None:
+            parts.append(f"reward {reward:.2f} (last {len(store.episodes.recent_rewards)})")
+        found = context.times.seconds
+        seconds = {state: found.get(state, 0.0) for state in SHOWN_STATES}
+        whole = sum(seconds.values())
+        shares = [f"{state.value} {spent / whole:.0%}" for state, spent in seconds.items()] if whole else []
+        stale, trained = job.progress.staleness, sum(job.progress.staleness.values())
+        if any(stale):  # some tokens are of an older version
+            ages = ", ".join(f"{age}: {tokens / trained:.0%}" for age, tokens in sorted(stale.items()))
+            shares.append(f"staleness {ages}")
+        return ["   ".join(parts), "   ".join(shares)]
+
+
+def models_of(config: JobConfig) -> str:
+    """Return the models of a job in words, with their policies' names where there are several."""
+    if len(config.policies) == 1:
+        return next(iter(config.policies.values())).model
+    return ", ".join(
+        f"{name}: {policy.model}{' (frozen)' if policy.frozen else ''}" for name, policy in config.policies.items()
+    )
+
+
+def _validation(row: dict[str, Any]) -> str:
+    scored, total = int(row["validation/scored"]), int(row["validation/total"])
+    of = f"{total}" if scored == total else f"{scored} of {total}"
+    return f"validation {row['validation/reward_mean']:.2f} on {of} tasks"
+
+
+def console_of(config: JobConfig, file: IO[str] | None = None) -> Console:
+    """Return the console for this kind of job; `file` gets the lines instead of standard output."""
+    return (ServingConsole if config.kind == "inference" else Console)(config, file=file)
+
+
+class ServingConsole(Console):
+    """Shows an inference job on a terminal, or as plain lines."""
+
+    def report(self, kind: str, data: dict[str, Any]) -> None:
+        """Print the totals when the job has ended; other events are not shown.
+
+        Args:
+            kind: kind of the event.
+            data: data of the event.
+        """
+        if kind == "served":
+            tokens = data["prompt_tokens"] + data["completion_tokens"]
+            self._out.print(f"served {data['calls']:,} calls, {tokens:,} tokens")
+
+    def finished(self, state: str, checkpoint: Path | None) -> None:
+        """Print how to serve the model again.
+
+        Args:
+            state: the job's last state.
+            checkpoint: not used: nothing is trained.
+        """
+        folder = self._config.folder
+        self._out.print(f"stopped; serve it again under the same key with --resume (the run is in {folder})")
+
+    def _headline(self) -> str:
+        return f"serving {models_of(self._config)}"
+
+    def _situation(self, job: LocalJob | None) -> tuple[object, str]:
+        return super()._situation(None) if job is None else ("", "")  # plain lines about calls would only fill a log
+
+    def _now(self, job: LocalJob | None) -> Sequence[RenderableType]:
+        if job is None:
+            return (Text("loading the model", style="dim"),)
+        context = job.plane.sessions.context
+        counts = context.counts
+        tokens = counts["prompt_tokens"] + counts["completion_tokens"]
+        parts = [
+            f"calls {counts['calls']:,} answered, {job.plane.sessions.in_flight:,} in flight",
+            f"{tokens:,} tokens",
+            f"{context.rate.per_second:,.0f} tok/s",
+        ]
+        return Text(job.progress.phase), Text("   ".join(parts), style="dim")

@@ -1,0 +1,257 @@
+"""A job in a thread with an event loop of its own, a caller that waits for it, and what signals do meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self, TypeVar
+
+from palestra.config import JobConfig
+from palestra.rollout import RolloutSpec
+from palestra.runtime.console import Console
+from palestra.runtime.local import LocalJob, local_job, run_on_uvloop
+from palestra.trainer.checkpoint import newest_path
+from palestra.types.records import Task
+from palestra.waiting import race
+
+T = TypeVar("T")
+NUMBERS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupts:
+    """A context manager in which SIGINT and SIGTERM ask for a stop; `raise_received` then ends the caller's script.
+
+    The handlers are Python's, not those of an event loop, so that they also work if the caller blocks inside of a
+    running loop (a notebook). Outside of the main thread there are none, because Python delivers signals to the main
+    thread only.
+    """
+
+    def __init__(self, stop: Callable[[], bool]) -> None:
+        """Prepare the handlers, which are set while the block is open.
+
+        Args:
+            stop: asks the work to end; returns False if there is nothing to wait for.
+        """
+        self._stop = stop
+        self._before: dict[signal.Signals, Any] = {}
+        self.received: signal.Signals | None = None
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._handle) for number in NUMBERS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: it was not set by Python
+
+    def raise_received(self, said: str) -> None:
+        """End the script if a signal was received: KeyboardInterrupt after SIGINT, exit code 143 after SIGTERM.
+
+        Args:
+            said: text of the KeyboardInterrupt.
+
+        Raises:
+            KeyboardInterrupt, SystemExit: not subclasses of Exception, so that no handler in a script takes them for a
+                failed step.
+        """
+        if self.received is signal.SIGINT:
+            raise KeyboardInterrupt(said)
+        if self.received is not None:
+            raise SystemExit(128 + self.received)
+
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        again, self.received = self.received is not None, signal.Signals(number)
+        if not self._stop() or again:  # a second signal does not wait
+            self.raise_received("interrupted before anything could be saved" if not again else "interrupted twice")
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine here, or in a thread of its own if an event loop is running here (a notebook)."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    done: Future[T] = Future()
+
+    def body() -> None:
+        try:
+            done.set_result(asyncio.run(work))
+        except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
+            done.set_exception(error)
+
+    threading.Thread(
+        target=body, name="palestra-foreground", daemon=True
+    ).start()  # daemon: a second Ctrl-C ends the process without it
+    return done.result()
+
+
+OWN_WORKER = "palestra-train"  # worker id of the rollout function that runs in the job's own process
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainResult:
+    """The result of a training run: its state, folder, metrics and newest checkpoint."""
+
+    state: str  # "completed", or "running" if the run was stopped (`train` then raises)
+    run_dir: Path
+    metrics: list[dict[str, float]]  # the rows of metrics.jsonl
+    checkpoint: Path | None  # newest checkpoint, which loads in transformers; None: none
+
+
+class JobThread:
+    """A job in a thread with an event loop of its own, where a user's rollout function can't block it."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        console: Console,
+        play: RolloutSpec | None = None,
+        *,
+        weights: Mapping[str, str] | None = None,
+        scored: Sequence[Task] | None = None,
+        own_code: bool = False,
+    ) -> None:
+        """Prepare the thread; `start` starts it.
+
+        Args:
+            config: the job.
+            console: is notified of the job's events.
+            play: what the process plays itself; see `local_job`.
+            weights: folder to load the model from; see `local_job`.
+            scored: tasks to score the model on; see `local_job`.
+            own_code: whether the user's own classes may be imported; see `local_job`.
+        """
+        self._config, self._console, self._play = config, console, play
+        self._weights, self._scored, self._own_code = weights, scored, own_code
+        self._job: LocalJob | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping = False
+        self._result: TrainResult | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._main, name="palestra-server", daemon=True)
+
+    async def start(self) -> LocalJob:
+        """Start the job, and return it when its data plane listens.
+
+        Raises:
+            PalestraError: the job can't be started.
+        """
+        ready: asyncio.Future[LocalJob | None] = asyncio.get_running_loop().create_future()
+        self._ready = _from_other_thread(ready)
+        self.ended = asyncio.Event()
+        self._on_end = _from_other_thread(self.ended)
+        self._thread.start()
+        job = await ready
+        if job is None:
+            self.result()
+        assert job is not None
+        return job
+
+    def stop(self) -> bool:
+        """Ask the job to end. Returns False if it does not listen yet; it then ends as soon as it would."""
+        self._stopping = True  # before the check: a job that starts now reads it
+        if self._loop is None or self._job is None:
+            return False
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the job has ended
+            self._loop.call_soon_threadsafe(self._job.stop)
+        return True
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Return the learner's estimate of the seconds until its last step is done, or None."""
+        return None if self._job is None else self._job.progress.seconds_left
+
+    async def answer(self) -> None:
+        """Return when the job's event loop has done everything that it was asked before, or has ended."""
+        answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if self._loop is None:
+            return
+        try:
+            self._loop.call_soon_threadsafe(_from_other_thread(answered), None)
+        except RuntimeError:  # the loop is closed
+            return
+        await race(answered, self.ended.wait())
+
+    def result(self) -> TrainResult:
+        """Wait for the end of the job and return its result.
+
+        Raises:
+            PalestraError: the job failed.
+        """
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        return self._result
+
+    def _main(self) -> None:
+        try:
+            run_on_uvloop(self._serve())
+        except BaseException as error:  # noqa: BLE001 - raised in `result`
+            self._error = error
+        finally:
+            self._ready(None)
+            self._on_end(None)
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        async with local_job(
+            self._config,
+            self._console.report,
+            self._play,
+            weights=self._weights,
+            scored=self._scored,
+            own_code=self._own_code,
+        ) as job:
+            await _give_back_of_before(job)
+            self._job = job
+            if self._stopping:
+                job.stop()
+            self._console.ready(job)
+            self._ready(job)
+            try:
+                await job.run()
+            finally:
+                await job.linger()
+            self._result = TrainResult(
+                state=job.progress.state.value,
+                run_dir=job.folder.path,
+                metrics=await job.plane.store.log.metrics(),
+                # In a thread, because hashing takes long: a caller of `stop` checks that the event loop answers.
+                checkpoint=await asyncio.to_thread(newest_path, job.folder.checkpoints),
+            )
+
+
+async def _give_back_of_before(job: LocalJob) -> None:
+    """Give back episodes that an earlier process of this job was playing, before their leases run out."""
+    episodes = job.plane.store.episodes
+    for episode in await episodes.claimed_by(OWN_WORKER):
+        reason = "cancelled: the job was started anew"
+        await episodes.abort(episode.episode_id, episode.fence, reason, discard=False, counts=False)
+
+
+def _from_other_thread(target: asyncio.Future[Any] | asyncio.Event) -> Callable[[Any], None]:
+    """Return a function, callable from any thread, that sets `target` on the event loop of this caller."""
+    loop = asyncio.get_running_loop()
+
+    def set_it(value: Any) -> None:
+        if isinstance(target, asyncio.Event):
+            target.set()
+        elif not target.done():
+            target.set_result(value)
+
+    def call(value: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: no caller waits any more
+            loop.call_soon_threadsafe(set_it, value)
+
+    return call

@@ -1,0 +1,349 @@
+"""One job in one process: store, engine, trainer and learner (if it trains), and the data plane on a port."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+import uvloop
+
+from palestra.algorithms.registry import create_algorithm
+from palestra.client.protocol import LONGEST_PAUSE_SECONDS
+from palestra.config import JobConfig
+from palestra.engine.base import Engine
+from palestra.envs import ConcurrentEnvironment
+from palestra.envs.catalog import catalog_entry
+from palestra.errors import EngineFailure, PalestraError, StoreError
+from palestra.faults import fault_point
+from palestra.http.server import listen, served, url_of
+from palestra.learner import Learner, RunFolder
+from palestra.rollout import RolloutSpec, RolloutSyncLock, Runner, RunnerPool
+from palestra.runtime.parts import build_parts
+from palestra.runtime.run_dir import starting_in
+from palestra.runtime.serving import Scoring, Serving
+from palestra.runtime.tasks import load_tasks, read_files
+from palestra.server import DataPlane, KeyRing, create_app
+from palestra.session import Sameness, SessionContext, Sessions
+from palestra.store import RunStore, open_run_store
+from palestra.store.key_files import SecretFile, publish_key
+from palestra.threads import in_thread
+from palestra.trainer.base import PolicySpec
+from palestra.types.progress import JobProgress, Phase, PhaseProgress
+from palestra.types.records import Task
+from palestra.types.states import JobState
+from palestra.waiting import cancelled, race
+
+log = logging.getLogger("palestra")
+T = TypeVar("T")
+MOST_AT_ONCE = 256  # episodes played concurrently, unless the job sets another number
+LINGER_SECONDS = 10.0  # limit for notifying workers that the job is over
+RETURN_SECONDS = LONGEST_PAUSE_SECONDS + 0.5  # after a restart, all earlier workers have retried within this time
+Report = Callable[[str, dict[str, Any]], None]
+
+
+class LocalJob:
+    """A running job, with what its owner may see and do."""
+
+    def __init__(
+        self,
+        work: Learner | Serving | Scoring,
+        plane: DataPlane,
+        engine: Engine,
+        url: str,
+        folder: RunFolder,
+        resumed: bool,
+        pool: RunnerPool | None,
+    ) -> None:
+        """Assemble a job; `run` runs it.
+
+        Args:
+            work: trains, serves or scores.
+            plane: the state of the job's data plane.
+            engine: the engine that samples.
+            url: URL of the data plane.
+            folder: files of the run.
+            resumed: whether workers of an earlier process may come back.
+            pool: plays episodes in this process; None: no episodes are played here.
+        """
+        self._work, self.plane, self.url, self.folder = work, plane, url, folder
+        self._engine, self._pool = engine, pool
+        self._all_back_at = time.monotonic() + (RETURN_SECONDS if resumed else 0.0)
+        self.over = asyncio.Event()  # set when `run` has ended
+
+    @property
+    def progress(self) -> JobProgress:
+        """Return the job's progress, which is updated while the job runs."""
+        return self.plane.progress
+
+    @property
+    def plays_itself(self) -> bool:
+        """Return whether this process plays the episodes."""
+        return self._pool is not None
+
+    @property
+    def api_key(self) -> str:
+        """Return the job's present key, which opens its data plane."""
+        return self.plane.keys.job_key
+
+    def stop(self) -> None:
+        """Make the job save and end, after finishing or dropping the present step; end the serving of a model."""
+        self._work.stop()
+
+    async def run(self) -> None:
+        """Train until the steps are done, or serve until `stop`; after a failure the job's state says why."""
+        try:
+            await self._play_and_work()
+        except PalestraError as error:
+            await self._failed(error)
+            raise
+        finally:
+            self.over.set()
+
+    async def _play_and_work(self) -> None:
+        """Run the work, the runners if there are any, and the watches of engine and store; an error in one ends all."""
+        parts: list[Coroutine[Any, Any, None]] = [self._work.run(), self._engine_failed(), self._store_lost()]
+        if self._pool is not None:
+            parts.append(self._pool.run())
+        await race(*parts)
+
+    async def _engine_failed(self) -> None:
+        """Fail the job when the engine fails: every call would fail, and the job would wait for episodes for ever."""
+        raise EngineFailure(await self._engine.failure())
+
+    async def _store_lost(self) -> None:
+        """Fail the job when the store's file was deleted: results that are handed in would be lost."""
+        raise await self.plane.store.db.lost()
+
+    async def _failed(self, error: PalestraError) -> None:
+        try:
+            # Before the state changes, so that followers of events see the reason.
+            await self.plane.store.log.add_event("failed", {"reason": str(error)})
+        except StoreError as unrecorded:  # a full disk, perhaps, or the same error as the failure's
+            if str(unrecorded) != str(error):
+                log.error("why the job failed could not be recorded: %s", unrecorded)
+        finally:
+            if not self.progress.over:
+                self.progress.move(JobState.FAILED, str(error))
+            self.plane.store.episodes.available.notify()
+
+    async def linger(self) -> None:
+        """Wait until connected workers have been notified that the job is over, for LINGER_SECONDS at most."""
+        until = time.monotonic() + LINGER_SECONDS
+        while self.progress.over and time.monotonic() < until:
+            if self.plane.workers.all_notified and time.monotonic() >= self._all_back_at:
+                return
+            await asyncio.sleep(0.05)
+
+
+@asynccontextmanager
+async def local_job(
+    config: JobConfig,
+    report: Report,
+    play: RolloutSpec | None = None,
+    *,
+    weights: Mapping[str, str] | None = None,
+    scored: Sequence[Task] | None = None,
+    own_code: bool = False,
+) -> AsyncIterator[LocalJob]:
+    """Open a job and serve its data plane while the block is open. Nothing is trained until `run` is called.
+
+    Args:
+        config: the job.
+        report: is called with every event of the job, and its data.
+        play: what this process plays itself; None: the environment that `config.environment` names, or nothing.
+        weights: folders to load models from, instead of the policies' `model`, by the policy's name. None: none.
+        scored: tasks to score the models on, once each, without training. None: the job does what its configuration
+            says.
+        own_code: whether `algorithm.name` may be a class of the user's own; never true in a server.
+
+    Raises:
+        ConfigError: the port is in use, the folder belongs to a running job, or the configuration can't be met.
+        ModelError: weights are missing.
+    """
+    known = (config.folder / "run.db").exists()
+    resumed = known and config.kind == "training"
+    tasks = None if known or scored is not None else read_files(config)  # before the model, whose loading takes long
+    algorithm = None
+    if config.kind == "training" and scored is None:
+        algorithm = create_algorithm(config.algorithm, config.rollout.step_order, own_code=own_code)
+    with contextlib.ExitStack() as stack:
+        start = stack.enter_context(starting_in(config.folder))
+        folder = RunFolder(config.folder)
+        listener = stack.enter_context(listen(config.server.host, config.server.port))
+        trained = (
+            config if scored is None else config.model_copy(update={"kind": "inference"})
+        )  # scoring needs no trainer
+        parts = await in_thread(lambda: build_parts(trained, weights))  # in a thread of its own, not of a pool
+        runtimes = parts.policies.runtimes
+        config = config.model_copy(update={"policies": {name: each.config for name, each in runtimes.items()}})
+        if resumed:
+            await parts.engine.pause()  # until the learner has published the run's weights
+        store = stack.enter_context(open_run_store(folder.store, config.rollout, config.store))
+        try:
+            if parts.trainer is not None:
+                for name in parts.policies.trained:
+                    model = (weights or {}).get(name, config.policies[name].model)
+                    await parts.trainer.create(name, PolicySpec(model=model))
+            if scored is None:
+                await load_tasks(store.tasks, config, tasks)
+            fault_point("during_start")
+            context = SessionContext(
+                store=store,
+                policies=parts.policies,
+                seed=config.seed,
+                strict_history=config.rollout.strict_history,
+                ignore_untrainable=config.rollout.untrainable_sampling == "ignore",
+                sameness=Sameness(
+                    reasoning=config.rollout.dropped_reasoning == "keep",
+                    whitespace=config.rollout.stripped_whitespace == "keep",
+                ),
+            )
+            stack.callback(context.pool.close)
+            progress = JobProgress(job=config.name, steps=config.steps, run_dir=str(folder.path))
+            keys = KeyRing(SecretFile(folder.path).current, config.name, os.environ.get("PALESTRA_API_KEY"))
+            publish_key(folder.path, lambda: keys.job_key)
+            plane = DataPlane(
+                config=config,
+                store=store,
+                sessions=Sessions(context, config.server.max_waiting_calls),
+                keys=keys,
+                progress=progress,
+                started_at=time.time(),
+            )
+            pool, lock = _runners(config, plane.sessions, progress, play)
+            work: Learner | Serving | Scoring
+            if scored is not None:
+                work = Scoring(config, store, parts.engine, folder, progress, scored)
+            elif parts.trainer is None or algorithm is None:
+                work = Serving(config, store.log, folder, progress, report, context.counts)
+            else:
+                work = Learner(
+                    config,
+                    store,
+                    parts.trainer,
+                    algorithm,
+                    parts.engine,
+                    parts.policies,
+                    folder,
+                    progress,
+                    report,
+                    lock,
+                )
+            async with served(create_app(plane), listener, plane.stop, plane.connections), _watched(store, progress):
+                start.succeeded = True
+                yield LocalJob(work, plane, parts.engine, url_of(listener), folder, resumed, pool)
+        finally:
+            await parts.engine.close()
+            for runtime in runtimes.values():
+                runtime.grammars.close()
+            if parts.trainer is not None:
+                await parts.trainer.close()
+
+
+def _runners(
+    config: JobConfig, sessions: Sessions, progress: JobProgress, play: RolloutSpec | None
+) -> tuple[RunnerPool | None, RolloutSyncLock | None]:
+    """Return the pool that plays episodes here, if any, and the lock that keeps weights fixed during an episode."""
+    chosen = config.environment
+    if config.kind == "inference":
+        return None, None
+    if play is None and chosen.name is not None:
+        make = catalog_entry(chosen.name).make
+        settings: dict[str, Any] = dict(chosen.settings)
+        made = make(**settings)  # a wrong setting is refused now
+        if chosen.system is not None and isinstance(made, ConcurrentEnvironment):
+            settings["system"] = chosen.system
+            make(**settings)
+        play = RolloutSpec(environment=partial(make, **settings), system=chosen.system)
+    if play is None:
+        return None, None
+    due = config.rollout.group_size * config.rollout.groups_per_step * (1 + config.rollout.max_staleness)
+    lock = RolloutSyncLock() if config.rollout.weight_sync == "between_episodes" else None
+    pool = RunnerPool(
+        sessions,
+        Runner(sessions, play, timeout_seconds=chosen.timeout_seconds),
+        max_concurrency=chosen.max_concurrency or min(due, MOST_AT_ONCE),
+        lock=lock,
+        progress=progress.rollouts,
+    )
+    return pool, lock
+
+
+@asynccontextmanager
+async def _watched(store: RunStore, progress: JobProgress) -> AsyncIterator[None]:
+    """Expire leases, and keep the counts of episodes up to date, while the block is open."""
+
+    async def watch() -> None:
+        counted: tuple[int, Phase | None] = (-1, None)
+        said = ""
+        while True:
+            await asyncio.sleep(0.5)
+            try:
+                await store.episodes.expire_leases()
+                if counted != (store.db.commits, progress.collecting):
+                    counted = (store.db.commits, progress.collecting)
+                    await _count(store, progress)
+                said = ""
+            except Exception as error:  # noqa: BLE001 - a full disk, perhaps: try again
+                if str(error) != said:
+                    said = str(error)
+                    log.error("leases can't be looked after now: %s: %s", type(error).__name__, error)
+
+    task = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        await cancelled(task)
+
+
+async def _count(store: RunStore, progress: JobProgress) -> None:
+    """Update the counts of episodes in `progress`."""
+    progress.episodes = await store.episodes.counts()
+    if (wanted := progress.collecting) is not None:
+        found = PhaseProgress(*await store.groups.settled_of_step(wanted.kind, wanted.step))
+        if progress.collecting == wanted:  # the same phase as before the query
+            progress.collected = found
+
+
+def run_on_uvloop(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine as `asyncio.run` does, on uvloop, which is faster, for threads and processes that serve."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(work)
+
+
+def tune_gc() -> None:
+    """Make garbage collection rare, for a process that only runs a job."""
+    gc.freeze()  # objects of imported modules are not examined again
+    gc.set_threshold(50_000, 20, 10)  # recorded calls are many small objects, hardly any in a cycle
+
+
+async def serve(config: JobConfig, report: Report, ready: Callable[[LocalJob], None]) -> JobProgress:
+    """Run a job in the foreground until its steps are done, or until SIGINT or SIGTERM.
+
+    Args:
+        config: the job.
+        report: is called with every event of the job, and its data.
+        ready: is called with the job when its data plane listens.
+    """
+    tune_gc()
+    async with local_job(config, report) as job:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, job.stop)
+        ready(job)
+        try:
+            await job.run()
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+            await job.linger()
+        return job.progress

@@ -1,0 +1,150 @@
+"""Builds the parts of a job from its configuration: engine, trainer, policies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from palestra.config import DEFAULT_CONTEXT, EmbeddedEngineConfig, FakeEngineConfig, JobConfig, PolicyConfig
+from palestra.engine.base import Engine
+from palestra.errors import ConfigError
+from palestra.grammars.pool import Grammars
+from palestra.renderers import ByteTokenizer, ChatMLRenderer, Renderer, select_renderer
+from palestra.session import PolicyRuntime, PolicySet
+from palestra.trainer.base import Trainer
+
+if TYPE_CHECKING:
+    from palestra.engine.embedded.model_runner import PolicyModel
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """The parts that differ between a real job and one with a fake engine: what samples, what trains, the policies."""
+
+    engine: Engine
+    trainer: Trainer | None  # without a policy yet; None: nothing is trained
+    policies: PolicySet
+
+
+def build_parts(config: JobConfig, weights: Mapping[str, str] | None = None) -> Parts:
+    """Build the parts of a job, and load the models to sample from. A trainer loads its own copy of one that it gets.
+
+    Args:
+        config: the job.
+        weights: folders to load models from, instead of the policies' `model`, by the policy's name. None: none.
+
+    Raises:
+        ModelError: weights are missing, or the architecture is not supported.
+        ConfigError: a `max_context` is more than its model has.
+    """
+    if isinstance(config.engine, FakeEngineConfig):
+        return _fake(config, config.engine)
+    return _embedded(config, config.engine, weights or {})
+
+
+def _fake(config: JobConfig, settings: FakeEngineConfig) -> Parts:
+    """Build a job without a model: neither torch nor transformers is imported."""
+    from palestra.engine.fake import FakeEngine, digits_script
+    from palestra.trainer.fake import FakeTrainer
+
+    tokenizer = ByteTokenizer()
+    engine = FakeEngine(digits_script(settings.reply_tokens, tokenizer.eos_token_id), settings.delay_seconds)
+    runtimes = {
+        name: PolicyRuntime(
+            name=name, config=policy, renderer=ChatMLRenderer(tokenizer), engine=engine, grammars=Grammars()
+        )
+        for name, policy in config.policies.items()
+    }
+    return Parts(
+        engine=engine,
+        trainer=FakeTrainer(config.checkpoint.keep) if config.kind == "training" else None,
+        policies=PolicySet.of(config, runtimes),
+    )
+
+
+def _embedded(config: JobConfig, settings: EmbeddedEngineConfig, weights: Mapping[str, str]) -> Parts:
+    """Build a job whose engine and trainer are in this process, each with weights of its own for every policy."""
+    import torch
+
+    from palestra.engine.embedded.engine import EmbeddedEngine
+    from palestra.models.device import tune_malloc
+
+    tune_malloc()
+    if config.deterministic:
+        torch.use_deterministic_algorithms(True)
+    loaded = {
+        name: _load(policy, weights.get(name, policy.model), settings, config.rollout.dropped_reasoning == "keep")
+        for name, policy in config.policies.items()
+    }
+    engine = EmbeddedEngine({name: one.model for name, one in loaded.items()}, settings, config.deterministic)
+    runtimes = {
+        name: PolicyRuntime(
+            name=name,
+            config=config.policies[name].model_copy(update={"max_context": one.max_context}),
+            renderer=one.renderer,
+            engine=engine,
+            grammars=one.grammars,
+        )
+        for name, one in loaded.items()
+    }
+    return Parts(
+        engine=engine,
+        trainer=_torch_trainer(config) if config.kind == "training" else None,
+        policies=PolicySet.of(config, runtimes),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Loaded:
+    """A model that an engine samples from, and what a session and the engine need of its tokenizer."""
+
+    model: PolicyModel
+    renderer: Renderer
+    grammars: Grammars
+    max_context: int  # tokens
+
+
+def _load(policy: PolicyConfig, model: str, settings: EmbeddedEngineConfig, keep_reasoning: bool) -> _Loaded:
+    """Load the model of one policy.
+
+    Args:
+        policy: its settings.
+        model: where its weights are.
+        settings: of the engine.
+        keep_reasoning: see `select_renderer`.
+    """
+    import torch
+
+    from palestra.engine.embedded.engine import token_budget
+    from palestra.engine.embedded.model_runner import PolicyModel
+    from palestra.models.causal_lm import load_causal_lm, load_tokenizer
+    from palestra.models.device import device_of
+    from palestra.models.grammar_masks import vocabulary_of
+
+    tokenizer = load_tokenizer(model)
+    renderer = select_renderer(tokenizer, keep_reasoning=keep_reasoning)
+    sampler = load_causal_lm(model, getattr(torch, settings.dtype), device_of(settings.device, "engine.device"))
+    longest = getattr(sampler.config, "max_position_embeddings", policy.max_context)
+    if policy.max_context > longest and policy.max_context != DEFAULT_CONTEXT:
+        raise ConfigError(f"max_context is {policy.max_context} and {policy.model} has {longest} positions")
+    max_context = min(policy.max_context, longest)
+    budget = token_budget(sampler, settings)
+    if max_context > budget:
+        raise ConfigError(
+            f"max_context is {max_context} and the keys and values of {budget} tokens fit into the engine's "
+            "memory; raise engine.cache_gib, or lower max_context"
+        )
+    grammars = Grammars(vocabulary_of(tokenizer, sampler.vocab_size))
+    return _Loaded(
+        model=PolicyModel(model=sampler, stop_ids=frozenset(renderer.stop_ids), grammars=grammars),
+        renderer=renderer,
+        grammars=grammars,
+        max_context=max_context,
+    )
+
+
+def _torch_trainer(config: JobConfig) -> Trainer:
+    from palestra.trainer.torch_trainer import TorchTrainer
+
+    return TorchTrainer(config.trainer, config.checkpoint.keep)

@@ -1,0 +1,142 @@
+"""`palestra serve`: the scheduler, its API, and the Ray cluster on which it starts model servers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from palestra.control.accounts.administration import Administration
+from palestra.control.accounts.identity import Identities
+from palestra.control.api import ControlPlane, create_control_app
+from palestra.control.jobs.rules import Rules
+from palestra.control.jobs.scheduler import JobScheduler
+from palestra.control.placement.placement import PlacementPolicy
+from palestra.control.rights.keys import NewKey
+from palestra.control.rights.limits import RequestRates
+from palestra.control.store.control_store import ControlStore
+from palestra.errors import ConfigError
+from palestra.http.server import listen, served, url_of
+from palestra.runtime.ray.cluster import LocalRay, connect, stop_local
+from palestra.waiting import race
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServeOptions:
+    """An operator's options of `palestra serve`.
+
+    Attributes:
+        state_dir: folder of the control store, of jobs, and of what is known of the local cluster.
+        host: address to listen on.
+        port: port to listen on.
+        database: URL of the control store's database; None: SQLite in `state_dir`.
+        ray_address: address of a Ray cluster to join; None: a local one.
+        local: resources of a local cluster that is started.
+        without_keys: whether requests need no key; only allowed on loopback.
+        rules: caps of jobs' configurations, and the models that they may use.
+        pass_env: names of variables that jobs get beside those of `job_environment`.
+        new_admin_key: whether to make a new key for the first admin, because all earlier ones were lost.
+    """
+
+    state_dir: Path
+    host: str = "127.0.0.1"
+    port: int = 7400
+    database: str | None = None
+    ray_address: str | None = None
+    local: LocalRay = field(default_factory=LocalRay)
+    without_keys: bool = False
+    rules: Rules = field(default_factory=Rules)
+    pass_env: tuple[str, ...] = ()
+    new_admin_key: bool = False
+
+
+class ServedControlPlane(NamedTuple):
+    """A control plane that is being served."""
+
+    plane: ControlPlane
+    url: str
+    first: NewKey | None  # the admin's key, if this start has made one
+    scheduling: asyncio.Task[None]  # ends by itself only with an error; no job starts afterwards
+
+
+@asynccontextmanager
+async def control_plane(options: ServeOptions) -> AsyncIterator[ServedControlPlane]:
+    """Serve the control plane while the block is open.
+
+    Raises:
+        ConfigError: the port or the store is in use, no Ray cluster can be joined or started, or keys are turned off
+            where others could reach the server.
+        StoreError: the control store can't be opened.
+    """
+    if options.without_keys and options.host not in LOOPBACK:
+        raise ConfigError(f"without keys only loopback may be listened on, and not {options.host}")
+    options.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # runs contain prompts and keys
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(listen(options.host, options.port))
+        url = options.database or f"sqlite:///{options.state_dir.resolve() / 'control.db'}"
+        store = stack.enter_context(ControlStore(url))
+        await asyncio.to_thread(connect, options.ray_address, options.state_dir, options.local, options.pass_env)
+        from palestra.runtime.ray.servers import RayServers  # imports ray, which reads its environment then
+
+        here = options.ray_address is None and options.host in LOOPBACK
+        launcher = RayServers("127.0.0.1" if here else None, options.pass_env)
+        identities = Identities(store)
+        administration = Administration(store, identities)
+        first = await administration.first_start()
+        if first is None and options.new_admin_key:
+            first = await administration.recover()
+        scheduler = JobScheduler(
+            store, launcher, options.state_dir.resolve() / "jobs", PlacementPolicy(), rules=options.rules
+        )
+        plane = ControlPlane(
+            scheduler=scheduler,
+            store=store,
+            identities=identities,
+            administration=administration,
+            rates=RequestRates(store.clock),
+            rules=options.rules,
+            without_keys=options.without_keys,
+        )
+        stack.callback(plane.pool.close)
+        scheduling = asyncio.create_task(scheduler.run())
+        try:
+            # Until it knows the cluster's nodes, the scheduler would refuse every job, so the API opens only then.
+            await race(scheduler.ready.wait(), asyncio.shield(scheduling))
+            async with served(create_control_app(plane), listener):
+                yield ServedControlPlane(plane, url_of(listener), first, scheduling)
+                if scheduling.done():
+                    scheduling.result()
+        finally:
+            scheduling.cancel()
+            await asyncio.gather(scheduling, return_exceptions=True)
+            idle = not await store.live()
+            await identities.settle()
+            await launcher.close()
+            if options.ray_address is None and idle:
+                await asyncio.to_thread(stop_local, options.state_dir)
+
+
+async def serve_control(options: ServeOptions, ready: Callable[[str, NewKey | None], None]) -> None:
+    """Serve the control plane until SIGINT or SIGTERM; running jobs continue without it.
+
+    Args:
+        options: the operator's options.
+        ready: is called with the URL, and with the admin's key if one was made, when the server listens.
+
+    Raises:
+        PalestraError: see `control_plane` and `JobScheduler.run`.
+    """
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    async with control_plane(options) as (_, url, first, scheduling):
+        for number in (signal.SIGINT, signal.SIGTERM):  # after `ray.init`, which sets handlers of its own
+            loop.add_signal_handler(number, stop.set)
+        ready(url, first)
+        await race(stop.wait(), asyncio.shield(scheduling))

@@ -1,0 +1,397 @@
+"""Model servers as Ray actors: detached and named, so that they outlive the scheduler and can be found again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_placement_group,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from palestra.control.jobs.launcher import (
+    ENDED_FILE,
+    LOG_FILE,
+    Ended,
+    Ending,
+    Listening,
+    ServerOrder,
+    ended_text,
+)
+from palestra.control.placement.fitting import Node
+from palestra.errors import NodeLost, PalestraError, RunInUse, ServerFailed
+from palestra.models.device import MEMORY_VARIABLE
+from palestra.runtime.local import tune_gc
+from palestra.runtime.model_server import ModelServer
+from palestra.runtime.ray import memory_watch
+from palestra.runtime.ray.cluster import NAMESPACE, disconnect
+from palestra.runtime.ray.job_environment import limit_environment
+from palestra.waiting import race
+
+log = logging.getLogger("palestra.runtime")
+ROOM_SECONDS = 60.0  # limit for a node to free the resources that the scheduler counts as free
+NODE_SECONDS = 2.0  # between two checks that the chosen node is alive
+START_SECONDS = 600.0  # a large model takes long to load
+IN_USE_SECONDS = 5.0  # between two checks whether another process still runs the job
+PING_SECONDS, PING_LIMIT_SECONDS = 5.0, 30.0  # a server that does not answer within the limit is killed
+STUCK_SECONDS = 5.0  # a stopping job whose event loop is blocked for so long is killed
+WORK = "work"  # the empty working directory of a job's process, in the job's folder
+WATCH = Path(memory_watch.__file__)
+GIB = 2**30
+PREFIX = "palestra-"  # prefix of actors' and placement groups' names
+
+
+class RayServers:
+    """Implements `Launcher`: starts, finds, watches and stops model servers on a Ray cluster."""
+
+    def __init__(self, host: str | None = None, pass_env: Collection[str] = ()) -> None:
+        """Use the cluster that this process has joined.
+
+        Args:
+            host: address for data planes to listen on; None: their node's address in the cluster.
+            pass_env: variables of the operator that jobs get beside those of `job_environment`.
+        """
+        self._host, self._pass_env = host, tuple(pass_env)
+        self._killed: dict[str, str] = {}  # jobs that did not stop when asked, and why they were killed
+
+    async def nodes(self) -> list[Node]:
+        """Return the nodes of the cluster with their resources. See `Launcher.nodes`."""
+        found = []
+        try:
+            nodes = await asyncio.to_thread(ray.nodes)
+        except ray.exceptions.RayError as error:
+            raise ServerFailed(f"the Ray cluster does not answer: {_first_line(error)}") from error
+        for node in nodes:
+            has = node["Resources"] or {}
+            found.append(
+                Node(
+                    node_id=node["NodeID"],
+                    cpus=float(has.get("CPU", 0.0)),
+                    gpus=int(has.get("GPU", 0)),
+                    memory_gib=float(has.get("memory", 0.0)) / GIB,
+                    alive=bool(node["Alive"]),
+                )
+            )
+        return found
+
+    async def start(self, order: ServerOrder) -> Listening:
+        """Start a model server on the node of `order`, and return its URL when it listens. See `Launcher.start`."""
+        needs = order.resources
+        memory = int(needs.memory_gib * GIB)
+        bundle: dict[str, float] = {"CPU": needs.cpus, "GPU": needs.gpus, "memory": memory}
+        bundle = {name: amount for name, amount in bundle.items() if amount}
+        make: Any = ray.remote(_Actor)
+        try:
+            group = await _made(
+                placement_group,
+                [bundle],
+                strategy="STRICT_PACK",
+                name=_name(order.job_id),
+                lifetime="detached",
+                bundle_label_selector=[{"ray.io/node-id": order.node}],  # another node's resources are not this job's
+            )
+            async with asyncio.timeout(ROOM_SECONDS):
+                await _until_ready(group, order.node)
+            async with asyncio.timeout(START_SECONDS):
+                actor = await _made(
+                    make.options(
+                        max_restarts=0,
+                        name=_name(order.job_id),
+                        lifetime="detached",
+                        num_cpus=needs.cpus,
+                        num_gpus=needs.gpus,
+                        memory=memory or None,
+                        max_concurrency=16,
+                        scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
+                    ).remote,
+                    self._pass_env,
+                )
+                listening = await _listening(actor, order, self._host)
+        except BaseException as error:
+            await asyncio.shield(self._clear(order.job_id))
+            if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, PalestraError):
+                raise error.cause from None
+            if isinstance(error, TimeoutError):
+                raise ServerFailed("its machine had no room in time, or the model server did not start") from None
+            if isinstance(error, ray.exceptions.RayError):
+                raise ServerFailed(f"the model server did not start: {_first_line(error)}") from error
+            raise
+        return listening
+
+    async def find(self, job_id: str) -> Listening | None:
+        """Return the running model server of a job, or clear what is left of it and return None.
+
+        See `Launcher.find`.
+        """
+        actor, listening = await _actor(job_id), None
+        if actor is not None:
+            with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
+                async with asyncio.timeout(PING_LIMIT_SECONDS):
+                    listening = await actor.listening.remote()
+        if listening is None:
+            await self._clear(job_id)
+        return listening
+
+    async def known(self) -> list[str]:
+        """Return the ids of all jobs that have an actor or hold resources in the cluster. See `Launcher.known`."""
+        actors, groups = await asyncio.to_thread(lambda: (ray.util.list_named_actors(), placement_group_table()))
+        names = {*actors, *(group["name"] for group in groups.values() if group["state"] != "REMOVED")}
+        return sorted(name.removeprefix(PREFIX) for name in names if name.startswith(PREFIX))
+
+    async def ended(self, job_id: str, heard: Callable[[float | None], None]) -> Ended:
+        """Wait until a model server has ended or fallen silent, clear what is left, and return how it ended.
+
+        Args:
+            job_id: id of the job.
+            heard: is called with the job's estimate of its seconds left, at every answer.
+        """
+        actor = await _actor(job_id)
+        if actor is None:
+            return Ended(ending=Ending.LOST, reason="the model server is gone")
+        silence = _until_silent(actor.ping.remote, PING_SECONDS, PING_LIMIT_SECONDS, heard)
+        try:
+            ended = (await race(_result(actor), silence)).result
+            if ended is None:
+                return Ended(ending=Ending.LOST, reason=f"it did not answer for {PING_LIMIT_SECONDS:g} s")
+            if job_id in self._killed and ended.ending is Ending.LOST:
+                return Ended(ending=Ending.LOST, reason=f"{self._killed[job_id]} and was killed")
+            return ended
+        finally:
+            self._killed.pop(job_id, None)
+            if not asyncio.current_task().cancelling():  # type: ignore[union-attr]  # if cancelled, the server stays
+                await self._clear(job_id)
+
+    async def stop(self, job_id: str, grace_seconds: float) -> None:
+        """Ask a model server to save and end, wait at most `grace_seconds`, then kill what is left.
+
+        See `Launcher.stop`.
+        """
+        actor = await _actor(job_id)
+        if actor is not None and grace_seconds > 0 and (problem := await _stopped(actor, grace_seconds)):
+            self._killed[job_id] = problem
+        await self._clear(job_id)
+
+    async def close(self) -> None:
+        """Leave the cluster; model servers keep running. See `Launcher.close`."""
+        await asyncio.to_thread(disconnect)
+
+    async def _clear(self, job_id: str) -> None:
+        """Kill the actor of a job, and free its resources."""
+        if (actor := await _actor(job_id)) is not None:
+            ray.kill(actor)
+        group = await _group(job_id)
+        if group is not None:
+            await asyncio.to_thread(remove_placement_group, group)
+
+
+class _Actor:
+    """A `ModelServer` in a process of its own, with the variables, working directory and memory limit of a job."""
+
+    def __init__(self, pass_env: Collection[str]) -> None:
+        limit_environment(os.environ, pass_env)
+        tune_gc()
+        self._server = ModelServer()
+
+    async def start(self, order: ServerOrder, host: str | None) -> Listening:
+        here: str = host or ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        work = order.folder / WORK
+        work.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.chdir(work)
+        _limit_memory(order)
+        while True:
+            try:
+                return _at(await self._server.start(order.config, str(order.folder), here, order.weights))
+            except RunInUse:  # a server on a node that Ray has lost may still run; two must not write one run
+                await asyncio.sleep(IN_USE_SECONDS)
+
+    async def listening(self) -> Listening | None:
+        url = await self._server.address()
+        return None if url is None else _at(url)
+
+    async def ended(self) -> Ended:
+        return await self._server.ended()
+
+    async def stop(self) -> None:
+        await self._server.stop()
+
+    async def answer(self) -> None:
+        await self._server.answer()
+
+    async def ping(self) -> float | None:
+        return await self._server.ping()
+
+
+def _limit_memory(order: ServerOrder) -> None:
+    """Start a watcher that ends this process and its children if they use too much memory; see `memory_watch`."""
+    limit, asked = order.memory_gib, order.resources.memory_gib
+    if limit is None:
+        return
+    os.environ[MEMORY_VARIABLE] = f"{limit:g}"
+    remedy = "submit it with more --memory-gib, or make it smaller (docs/operations.md)"
+    why = f"it asked for {asked:g} GiB" if asked else f"it asked for none, and its share of the node is {limit:.3g} GiB"
+    reason = f"out of memory: its processes had {memory_watch.USED} GiB, and {why}; {remedy}"
+    text = ended_text(Ended(ending=Ending.FAILED, reason=reason))
+    command = [sys.executable, "-I", "-S", str(WATCH), str(os.getpid()), str(int(limit * GIB))]
+    command += [str(order.folder / ENDED_FILE), text, str(order.folder / LOG_FILE)]
+
+    def keep_watching() -> None:
+        while True:  # restart the watcher if it was killed, perhaps because the machine was short of memory
+            subprocess.run(command, check=False)
+            time.sleep(1.0)
+
+    threading.Thread(target=keep_watching, name="palestra-memory", daemon=True).start()
+
+
+def _at(url: str) -> Listening:
+    """Return the address of this process's server, with the GPUs that Ray has assigned to it."""
+    found = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+    return Listening(url=url, devices=tuple(int(name) for name in found if str(name).isdigit()))
+
+
+def _name(job_id: str) -> str:
+    return f"{PREFIX}{job_id}"
+
+
+async def _actor(job_id: str) -> Any | None:
+    try:
+        return await asyncio.to_thread(ray.get_actor, _name(job_id), namespace=NAMESPACE)
+    except ValueError:  # Ray raises this if there is no such actor
+        return None
+
+
+async def _group(job_id: str) -> PlacementGroup | None:
+    try:
+        found: PlacementGroup = await asyncio.to_thread(get_placement_group, _name(job_id))
+    except ValueError:
+        return None
+    return found
+
+
+async def _made(make: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
+    """Call `make` in a thread.
+
+    If this is cancelled, wait for the thread first, so that its result can be cleared up.
+    """
+    making = asyncio.ensure_future(asyncio.to_thread(make, *arguments, **more))
+    try:
+        return await asyncio.shield(making)
+    finally:
+        await asyncio.wait((making,))
+
+
+async def _until_ready(group: PlacementGroup, node_id: str) -> None:
+    """Wait until the placement group holds its resources.
+
+    Raises:
+        NodeLost: the node is dead; Ray reports that only some time after the processes on it have ended.
+    """
+    ready = asyncio.ensure_future(_awaited(group.ready()))
+    try:
+        while not ready.done():
+            await asyncio.wait({ready}, timeout=NODE_SECONDS)
+            nodes = await asyncio.to_thread(ray.nodes)
+            if not any(node["NodeID"] == node_id and node["Alive"] for node in nodes):
+                raise NodeLost(f"node {node_id[:12]} is gone; it is started elsewhere")
+        ready.result()
+    finally:
+        ready.cancel()
+
+
+async def _awaited(reference: Any) -> Any:
+    return await reference
+
+
+async def _result(actor: Any) -> Ended:
+    while True:
+        try:
+            found: Ended = await actor.ended.remote()
+        except ray.exceptions.ActorUnavailableError:  # perhaps only for a while; `_until_silent` decides
+            await asyncio.sleep(1.0)
+        except ray.exceptions.RayError as error:
+            return Ended(ending=Ending.LOST, reason=f"its process or its machine is gone: {_first_line(error)}")
+        else:
+            return found
+
+
+async def _listening(actor: Any, order: ServerOrder, host: str | None) -> Listening:
+    """Start a new server and return its address when it listens.
+
+    Raises:
+        ServerFailed: its process was running and stopped answering.
+    """
+
+    async def until_silent() -> None:
+        with contextlib.suppress(ray.exceptions.RayError):  # `start` raises the same error
+            await actor.ping.remote()  # answered once the process exists, which has no time limit
+        await _until_silent(actor.ping.remote, PING_SECONDS, PING_LIMIT_SECONDS)
+
+    listening: Listening | None = (await race(_awaited(actor.start.remote(order, host)), until_silent())).result
+    if listening is None:
+        raise ServerFailed(f"the model server did not answer for {PING_LIMIT_SECONDS:g} s while it started")
+    return listening
+
+
+async def _stopped(actor: Any, grace_seconds: float) -> str | None:
+    """Ask a job to save and end, and wait. Returns None if it has ended, or why it is not waited for any longer."""
+    silence = _until_silent(actor.answer.remote, STUCK_SECONDS / 5, STUCK_SECONDS)
+    first = (await race(_end(actor), silence, asyncio.sleep(grace_seconds))).index
+    return (None, f"it did not answer for {STUCK_SECONDS:g} s", f"it took over {grace_seconds:g} s to end")[first]
+
+
+async def _end(actor: Any) -> None:
+    with contextlib.suppress(ray.exceptions.RayError):  # the actor is gone
+        await actor.stop.remote()
+        await actor.ended.remote()
+
+
+async def _until_silent(
+    ping: Callable[[], Any],
+    every_seconds: float,
+    limit_seconds: float,
+    heard: Callable[[Any], None] = lambda _: None,
+) -> None:
+    """Return when a server has not answered `ping` for `limit_seconds`. The server's death is noticed elsewhere.
+
+    Silence is counted in waits, not by the clock: a process that stands still itself hears no answer.
+
+    `every_seconds` is the time between two pings, and `heard` is called with every answer.
+    """
+    silent_seconds, asked = 0.0, None
+    try:
+        while silent_seconds < limit_seconds:
+            asked = asked or asyncio.ensure_future(_awaited(ping()))
+            await asyncio.wait({asked}, timeout=every_seconds)
+            if not asked.done():
+                silent_seconds += every_seconds
+                continue
+            try:
+                answer = asked.result()
+            except ray.exceptions.RayError:
+                silent_seconds += every_seconds
+            else:
+                silent_seconds = 0.0
+                heard(answer)
+            asked = None
+            await asyncio.sleep(every_seconds)
+    finally:
+        if asked is not None:
+            asked.cancel()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

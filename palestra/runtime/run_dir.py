@@ -1,0 +1,128 @@
+"""The folder of a run: its choice, its lock, and its removal if the start of the run fails."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO
+
+from palestra.config import JobConfig
+from palestra.errors import ConfigError, RunInUse
+
+LOCK = ".lock"
+ATTEMPTS = 100  # attempts to lock a folder, which failing starts of other processes may remove
+MADE_BY_A_START = ("secret", "api_key", "run.db", "run.db-wal", "run.db-shm")
+
+
+def resolve_run_dir(config: JobConfig, resume: bool, say: Callable[[str], None] = lambda text: None) -> JobConfig:
+    """Return the configuration with the run's folder: the configured one, or a new `runs/<name>`, `runs/<name>-2`, …
+
+    Args:
+        config: the job.
+        resume: whether to continue a run; the newest of the job's name if no folder is configured.
+        say: is called with a sentence for people if a folder other than `runs/<name>` is chosen.
+
+    Raises:
+        ConfigError: the folder has a run and `resume` is False, or has none and `resume` is True.
+    """
+    if config.run_dir is None:
+        number, folder, newest = 1, config.folder, None
+        while (folder / "run.db").exists():
+            newest, number = folder, number + 1
+            folder = config.folder.with_name(f"{config.name}-{number}")
+        if newest is not None and not resume:
+            say(f"{newest} has a run already; this is a new one, in {folder} (--resume goes on with the other)")
+        config = config.model_copy(update={"run_dir": newest if resume and newest else folder})
+    known = (config.folder / "run.db").exists()
+    if known and not resume:
+        raise ConfigError(
+            f"{config.folder} has a run already; add --resume to go on with it, or choose another run_dir "
+            "(--set run_dir=…)"
+        )
+    if resume and not known:
+        raise ConfigError(f"{config.folder} has no run to go on with; leave --resume out to start one")
+    return config
+
+
+class RunStart:
+    """The start of a run in a folder, which can be undone."""
+
+    def __init__(self, folder: Path) -> None:
+        """Note which folders and files exist before anything is made."""
+        self._folder = folder
+        missing = (parent for parent in (folder, *folder.parents) if not parent.exists())
+        self._new_folders = list(missing)  # deepest first
+        self._made: tuple[str, ...] = () if (folder / LOCK).exists() else (LOCK,)
+        self._is_new = False
+        self.succeeded = False
+
+    def locked(self) -> None:
+        """Note which files exist, now that the folder is locked and no other process makes a run here."""
+        self._is_new = not (self._folder / "run.db").exists()
+        # The lock is removed last: with a new lock, another process would start with the remains of this run.
+        self._made = (*(name for name in MADE_BY_A_START if not (self._folder / name).exists()), *self._made)
+
+    def undo(self) -> None:
+        """Remove the files and folders that the start has made, if it did not succeed and there was no run before."""
+        if self.succeeded or not self._is_new:
+            return
+        for name in self._made:
+            (self._folder / name).unlink(missing_ok=True)
+        for folder in self._new_folders:
+            try:
+                folder.rmdir()
+            except OSError:  # another file is in it
+                return
+
+
+@contextlib.contextmanager
+def starting_in(folder: Path) -> Iterator[RunStart]:
+    """Lock the folder for this process while the block is open; undo the start unless `succeeded` is set.
+
+    Raises:
+        RunInUse: another process runs the job in this folder.
+        ConfigError: the folder can't be made or written.
+    """
+    start = RunStart(folder)
+    lock = _locked(folder)
+    try:
+        start.locked()
+        yield start
+    finally:
+        start.undo()
+        lock.close()
+
+
+def _locked(folder: Path) -> IO[str]:
+    """Return the lock file of a run, locked by this process.
+
+    Raises:
+        RunInUse: another process has locked it.
+        ConfigError: the file can't be made or locked.
+    """
+    for _ in range(ATTEMPTS):
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # private: a run contains prompts
+            lock: IO[str] = (folder / LOCK).open("w")
+        except FileNotFoundError:  # a failing start has just removed the folder, or the working directory is gone
+            continue
+        except OSError as error:
+            raise ConfigError(f"{folder} can't be used as a run's folder: {error.strerror}") from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            lock.close()
+            raise RunInUse(f"another process is running the job in {folder}") from error
+        except OSError as error:
+            lock.close()
+            raise ConfigError(f"{folder} can't be used as a run's folder: {error.strerror}") from error
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(lock.fileno()), (folder / LOCK).stat()):
+                return lock
+        lock.close()  # a failing start has removed this file, and there may be a new one
+    raise ConfigError(
+        f"{folder} can't be used as a run's folder: it, or the folder that it is in, is deleted each time"
+    )

@@ -1,0 +1,186 @@
+"""`train`: a rollout function or an environment, and tasks, go in; a trained model comes out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from palestra.client import AsyncClient, Worker
+from palestra.client.arguments import checked_count
+from palestra.client.protocol import push_calls
+from palestra.client.worker import Rollout
+from palestra.config import JobConfig
+from palestra.errors import ConfigError
+from palestra.rollout import RolloutSpec
+from palestra.runtime.arguments import (
+    EnvironmentMaker,
+    RewardFunction,
+    TaskData,
+    Tasks,
+    resolve_config,
+    resolve_rollout,
+    resolve_tasks,
+)
+from palestra.runtime.console import Console
+from palestra.runtime.job_thread import OWN_WORKER, Interrupts, JobThread, TrainResult, run
+from palestra.runtime.run_dir import resolve_run_dir
+from palestra.waiting import race
+
+SAVE_SECONDS = 120.0  # limit for saving after an error of the rollout function
+
+
+def train(
+    rollout: Rollout | RolloutSpec | None = None,
+    tasks: Tasks = (),
+    config: JobConfig | None = None,
+    *,
+    model: str | None = None,
+    environment: EnvironmentMaker | str | None = None,
+    reward: RewardFunction | None = None,
+    validation_tasks: Tasks = (),
+    concurrency: int | None = None,
+    resume: bool = False,
+    quiet: bool = False,
+) -> TrainResult:
+    """Train a model on episodes that are played in this process, showing progress.
+
+    Exactly one of `rollout`, `environment`, `reward` and `config.environment` says how an episode is played. A rollout
+    function calls the model server, which listens on a loopback port, like a remote one. Environments run beside the
+    server, without HTTP: their code on the event loop must not block.
+
+    Args:
+        rollout: a function `(task, endpoint)`, sync or async; it gets a task and a `ModelEndpoint` (base_url, api_key,
+            model for any OpenAI client) and returns a reward, rewards by agent, or a `RolloutResult`. An exception
+            gives the episode back and is no reward. Or a `RolloutSpec`: an environment, and the agents that act in it.
+        tasks: JSON objects: a list, an iterator, a data set of `datasets`, or the path of a JSONL file; a key `id`
+            names a task. From an iterator, which may be endless, as many are taken as the job has groups. May be empty
+            if the configuration names files, or an environment that makes its own tasks.
+        config: the job; None for the defaults.
+        model: name of a model, or folder of a model or of a checkpoint; None: the configuration's.
+        environment: class of an environment, a function without arguments that makes one, or the name of one that ships
+            with Palestra (`palestra environments`).
+        reward: scores one answer to each task's `prompt`: `(task, answer) -> float`, or one of TRL's reward functions.
+        validation_tasks: held-out tasks, in the same forms; scored greedily every `evaluation.every_steps` steps.
+        concurrency: number of episodes that are played at the same time; None: one step's episodes, at most 64.
+        resume: whether to continue the run in the configured folder (or the newest of the job's name).
+        quiet: whether to print nothing.
+
+    Returns:
+        The run's folder, its newest checkpoint, and the rows of its metrics.
+
+    Raises:
+        ConfigError: none of the arguments says what is played, or more than one does, or an argument has a wrong type,
+            or `concurrency` is below 1.
+        InvalidRequest: a task is not a JSON object.
+        PalestraError: the job failed; the message says why and what to do.
+        KeyboardInterrupt: after Ctrl-C. The step that is being trained is finished, the run is saved, and `resume`
+            continues it. A second Ctrl-C does not wait for that.
+        SystemExit: after SIGTERM, with exit code 143; the run is saved in the same way.
+    """
+    result, interrupts = train_until_stopped(
+        rollout,
+        tasks,
+        resolve_config(config, model, environment),
+        environment=environment,
+        reward=reward,
+        validation_tasks=validation_tasks,
+        concurrency=concurrency,
+        resume=resume,
+        quiet=quiet,
+    )
+    interrupts.raise_received(
+        f"training is {result.state} and saved; go on with resume=True (the run is in {result.run_dir})"
+    )
+    return result
+
+
+def train_until_stopped(
+    rollout: Rollout | RolloutSpec | None,
+    tasks: Tasks,
+    config: JobConfig,
+    *,
+    environment: EnvironmentMaker | str | None = None,
+    reward: RewardFunction | None = None,
+    validation_tasks: Tasks = (),
+    concurrency: int | None = None,
+    resume: bool = False,
+    quiet: bool = False,
+) -> tuple[TrainResult, Interrupts]:
+    """Train as `train` does, and also return the received signals, so that a caller may end as it likes.
+
+    `rollout`, `tasks`, `config`, `environment`, `reward`, `validation_tasks`, `concurrency`, `resume` and `quiet` are
+    those of `train`.
+    """
+    if concurrency is not None:
+        concurrency = checked_count("concurrency", concurrency)
+    played = resolve_rollout(config, rollout, environment, reward)
+    most = config.steps * config.rollout.groups_per_step
+    splits = {
+        "validation": resolve_tasks("validation_tasks", validation_tasks),
+        "train": resolve_tasks("tasks", tasks, most),
+    }
+    # An error in a task is raised before the model is loaded.
+    for _ in push_calls(splits):
+        pass
+    _check_job(config, splits["train"])
+    notes: list[str] = []
+    config = resolve_run_dir(config, resume, notes.append)
+    limits = config.environment.model_copy(update={"max_concurrency": concurrency} if concurrency else {})
+    server_config = config.server.model_copy(update={"port": 0})
+    config = config.model_copy(update={"server": server_config, "environment": limits})
+    playing = concurrency or min(64, config.rollout.group_size * config.rollout.groups_per_step)
+    console = Console(config, quiet=quiet, notes=notes)
+    spec = played if isinstance(played, RolloutSpec) else None
+    function = None if isinstance(played, RolloutSpec) else played
+    server = JobThread(config, console, spec, own_code=True)  # this is the user's own process
+    with console, Interrupts(server.stop) as interrupts:
+        run(play_until_over(server, Rollouts(function, splits["train"], splits["validation"], playing)))
+        result = server.result()
+        console.finished(result.state, result.checkpoint)
+    return result, interrupts
+
+
+@dataclass(frozen=True, slots=True)
+class Rollouts:
+    """The rollout function and the tasks that a user gave to `train`."""
+
+    rollout: Rollout | None  # None: the server plays the episodes itself
+    tasks: Sequence[TaskData]
+    validation_tasks: Sequence[TaskData]
+    concurrency: int
+
+
+def _check_job(config: JobConfig, tasks: Sequence[TaskData]) -> None:
+    if config.kind != "training":
+        raise ConfigError(f"`train` is given a configuration with kind = {config.kind!r}; leave kind out")
+    if not tasks and config.environment.name is None and config.tasks.train is None:
+        raise ConfigError("the job has no tasks: give `train` some, or name a file in tasks.train")
+
+
+async def play_until_over(server: JobThread, user: Rollouts) -> None:
+    """Push the tasks and play episodes until the job is over or was stopped.
+
+    Args:
+        server: the job, which is started here.
+        user: the rollout function and its tasks.
+    """
+    job = await server.start()
+    try:
+        async with AsyncClient(job.url, job.api_key, worker_id=OWN_WORKER) as client:
+            if user.tasks:
+                await client.push_tasks(user.tasks, user.validation_tasks)
+            if user.rollout is None:
+                await server.ended.wait()
+                return
+            await race(Worker(client, user.rollout, user.concurrency).run(), server.ended.wait())
+    except Exception:
+        # The job saves what it has trained before the error is raised: the job's thread ends with the process.
+        server.stop()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SAVE_SECONDS):
+                await server.ended.wait()
+        raise
+    finally:
+        server.stop()

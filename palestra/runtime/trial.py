@@ -1,0 +1,378 @@
+"""A short run of a job, from which memory, tokens and seconds of a whole step on this machine are estimated.
+
+The trial is the job itself, in a folder that is removed afterwards: its model, its environment, the engine, the trainer
+with real gradients, two steps. Three things are smaller where the job is large: groups of a step (as many as keep the
+engine's batch full), tokens of a reply, and the time. What the estimate assumes is said with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Self
+
+from palestra.config import JobConfig, Roles
+from palestra.envs import ConcurrentEnvironment, Environment, SerialEnvironment
+from palestra.rollout import RolloutSpec
+from palestra.runtime.checking import environment_of, existing_parent
+from palestra.runtime.local import local_job, run_on_uvloop
+from palestra.runtime.tasks import task_of
+from palestra.store.browsing import EpisodeSummary, browse, list_episodes
+
+STEPS = 2  # the first step makes the optimizer's moments and warms up; the second one is measured
+REPLY_TOKENS = 64  # of a reply in the trial
+STAND_IN_WORDS = 200  # of a prompt where nothing says what prompts are like
+LOOK_SECONDS = 0.02  # between two looks at the memory
+# What half of the episodes get on top of their reward, so that every group has a gradient to measure. It is more than
+# environments give, and a power of two, so that the environment's own reward can be told apart afterwards.
+LUCK = 2.0**20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimate:
+    """What a step of the job takes on this machine.
+
+    Attributes:
+        memory_bytes: most resident memory of the process.
+        gpu_bytes: most memory of the GPU; 0 where none is used.
+        episodes: of a step.
+        calls: model calls of a step.
+        prompt_tokens: of all calls of a step.
+        completion_tokens: sampled tokens of a step.
+        rollout_seconds: playing the episodes of a step.
+        train_seconds: forward, backward, optimizer, for the share of groups that teach.
+        most_train_seconds: the same where every group teaches.
+        step_seconds: the whole step, without evaluations, for the share of groups that teach.
+        most_step_seconds: the same where every group teaches.
+        checkpoint_bytes: of one checkpoint, on disk.
+        load_seconds: from the start until the data plane listens.
+        trial_seconds: how long the trial took.
+        truncated_share: share of the trial's replies that reached the limit of tokens.
+        teaching_share: share of the trial's groups with rewards that differ; the others have no gradient.
+        assumptions: what the numbers rest on, in sentences.
+    """
+
+    memory_bytes: int
+    gpu_bytes: int
+    episodes: int
+    calls: int
+    prompt_tokens: int
+    completion_tokens: int
+    rollout_seconds: float
+    train_seconds: float
+    most_train_seconds: float
+    step_seconds: float
+    most_step_seconds: float
+    checkpoint_bytes: int
+    load_seconds: float
+    trial_seconds: float
+    truncated_share: float
+    teaching_share: float
+    assumptions: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """What was seen of a trial.
+
+    Attributes:
+        row: metrics of the last step.
+        calls: model calls of all steps.
+        episodes: episodes of all steps.
+        teaching_share: share of the groups whose episodes got different rewards from the environment.
+        idle_bytes: resident memory when the models were loaded.
+        peak_bytes: most resident memory.
+        gpu_bytes: most memory of the GPU.
+        load_seconds: until the data plane listened.
+        checkpoint_bytes: of the checkpoint that the trial wrote.
+    """
+
+    row: Mapping[str, float]
+    calls: int
+    episodes: int
+    teaching_share: float
+    idle_bytes: int
+    peak_bytes: int
+    gpu_bytes: int
+    load_seconds: float
+    checkpoint_bytes: int
+
+
+def estimate_step(config: JobConfig, report: Callable[[str], None], limit_seconds: float) -> Estimate:
+    """Run two short steps of a training job, and say what a whole step takes.
+
+    Args:
+        config: the job, which has passed `check_job`.
+        report: is given a line when the trial gets further.
+        limit_seconds: after which the trial is given up.
+
+    Returns:
+        The estimate, with what it assumes.
+
+    Raises:
+        PalestraError: the job can't run; the message says why.
+        TimeoutError: two steps took longer than the limit.
+    """
+    began = time.monotonic()
+    with TemporaryDirectory(prefix=".palestra-check-", dir=existing_parent(config.folder)) as folder:
+        trial = trial_config(config, Path(folder) / "run")
+        measured = run_on_uvloop(_run(trial, config, report, limit_seconds))
+    return extrapolate(config, trial, measured, time.monotonic() - began)
+
+
+def load_model(config: JobConfig, report: Callable[[str], None]) -> None:
+    """Open a job that only serves its model, and close it.
+
+    Args:
+        config: the job, which has passed `check_job`.
+        report: is given a line before the model is loaded.
+
+    Raises:
+        PalestraError: the model can't be loaded, or served with this configuration.
+    """
+
+    async def work() -> None:
+        async with local_job(trial, lambda kind, data: None):
+            pass
+
+    report("loading the model")
+    with TemporaryDirectory(prefix=".palestra-check-", dir=existing_parent(config.folder)) as folder:
+        server = config.server.model_copy(update={"host": "127.0.0.1", "port": 0})
+        trial = config.model_copy(update={"run_dir": Path(folder) / "run", "server": server})
+        run_on_uvloop(work())
+
+
+def trial_config(config: JobConfig, folder: Path) -> JobConfig:
+    """Return the job that is run as the trial.
+
+    Args:
+        config: the job.
+        folder: the trial's run folder, which does not exist yet.
+    """
+    at_once = getattr(config.engine, "max_batch", config.rollout.group_size)
+    groups = min(config.rollout.groups_per_step, math.ceil(at_once / config.rollout.group_size))
+    policies = {}
+    for name, policy in config.policies.items():
+        tokens = min(policy.sampling.max_tokens, REPLY_TOKENS)
+        policies[name] = policy.model_copy(
+            update={"sampling": policy.sampling.model_copy(update={"max_tokens": tokens})}
+        )
+    return config.model_copy(
+        update={
+            "name": "check",
+            "steps": STEPS,
+            "run_dir": folder,
+            "policies": policies,
+            "rollout": config.rollout.model_copy(update={"groups_per_step": groups}),
+            "evaluation": config.evaluation.model_copy(update={"every_steps": 0}),
+            "checkpoint": config.checkpoint.model_copy(update={"every_steps": STEPS}),
+            "server": config.server.model_copy(update={"host": "127.0.0.1", "port": 0}),
+        }
+    )
+
+
+def extrapolate(config: JobConfig, trial: JobConfig, seen: Measured, trial_seconds: float) -> Estimate:
+    """Return what a step of the job takes, from what a step of the trial took.
+
+    Args:
+        config: the job.
+        trial: the job that was run.
+        seen: what was measured of it.
+        trial_seconds: how long that took.
+    """
+    row, larger = seen.row, config.rollout.groups_per_step / trial.rollout.groups_per_step
+    calls = seen.calls / max(seen.episodes, 1) * row["train/episodes"]
+    short, full = _reply_limit(trial), _reply_limit(config)
+    cut = row["rollout/truncated_share"] * calls if full > short else 0.0
+    sampled, prompt = row["rollout/completion_tokens"], row["rollout/prompt_tokens"]
+    longer = (sampled + cut * (full - short)) / max(sampled, 1)
+    distinct = (prompt - row["rollout/reused_tokens"] + sampled) * (1 - row.get("train/merged_share", 0.0))
+    rows_longer = (distinct + sampled * (longer - 1)) / max(distinct, 1)
+    rollout = row["time/rollout_seconds"] * larger * longer
+    most = row["time/train_seconds"] * larger * rows_longer
+    train = most * seen.teaching_share
+    rest = row["time/step_seconds"] - row["time/rollout_seconds"] - row["time/train_seconds"]
+    others = rollout + max(rest, 0.0)
+    # Activations grow with the tokens of a micro-batch; one row that is longer than a micro-batch has one of its own.
+    call_tokens = (prompt + sampled) / max(calls, 1)
+    long_row = call_tokens * longer / max(config.trainer.micro_batch_tokens or 1024, call_tokens)
+    peak = seen.idle_bytes + (seen.peak_bytes - seen.idle_bytes) * max(1.0, long_row)
+    return Estimate(
+        memory_bytes=int(peak),
+        gpu_bytes=seen.gpu_bytes,
+        episodes=config.rollout.group_size * config.rollout.groups_per_step,
+        calls=round(calls * larger),
+        prompt_tokens=round(prompt * larger),
+        completion_tokens=round(sampled * larger * longer),
+        rollout_seconds=rollout,
+        train_seconds=train,
+        most_train_seconds=most,
+        step_seconds=others + train,
+        most_step_seconds=others + most,
+        checkpoint_bytes=seen.checkpoint_bytes,
+        load_seconds=seen.load_seconds,
+        trial_seconds=trial_seconds,
+        truncated_share=row["rollout/truncated_share"],
+        teaching_share=seen.teaching_share,
+        assumptions=tuple(_assumptions(config, trial, seen)),
+    )
+
+
+def _assumptions(config: JobConfig, trial: JobConfig, seen: Measured) -> Iterator[str]:
+    """Say what the numbers of an estimate rest on."""
+    yield f"measured in step {STEPS} of a trial with the model as it is now; evaluations are left out"
+    if seen.teaching_share < 1:
+        yield (
+            f"{seen.teaching_share:.0%} of the groups had different rewards, and only those are trained: the shorter "
+            "times are for as many, the longer ones for a step in which all groups are"
+        )
+    groups, trial_groups = config.rollout.groups_per_step, trial.rollout.groups_per_step
+    if groups > trial_groups:
+        yield f"{trial_groups} of {groups} groups were played; time grows with their number"
+    if _reply_limit(config) > _reply_limit(trial):
+        share = seen.row["rollout/truncated_share"]
+        yield (
+            f"replies were cut at {_reply_limit(trial)} tokens; the {share:.0%} that reached it are taken to have all "
+            f"{_reply_limit(config)} of max_tokens"
+        )
+    if config.environment.name is None:
+        what = "the task as JSON" if config.tasks.train is not None else f"{STAND_IN_WORDS} words"
+        yield f"your agent plays outside: an episode is taken to be one call, whose prompt is {what}"
+
+
+def _reply_limit(config: JobConfig) -> int:
+    """Return the most tokens of a reply over all policies."""
+    return max(policy.sampling.max_tokens for policy in config.policies.values())
+
+
+async def _run(trial: JobConfig, config: JobConfig, report: Callable[[str], None], limit_seconds: float) -> Measured:
+    """Run the trial in this process, and measure it."""
+    rows: list[dict[str, float]] = []
+
+    def heard(kind: str, data: dict[str, Any]) -> None:
+        if kind == "step" and data["step"]:
+            rows.append(data)
+            report(f"step {len(rows)} of {STEPS} took {data['time/step_seconds']:.1f} s")
+
+    report("loading the model")
+    began = time.monotonic()
+    with _MemoryPeak() as memory:
+        async with asyncio.timeout(limit_seconds), local_job(trial, heard, _played(config)) as job:
+            loaded, idle = time.monotonic() - began, memory.now()
+            if config.tasks.train is None and config.environment.name is None:
+                await job.plane.store.tasks.push("train", [task_of({"prompt": "word " * STAND_IN_WORDS})], "check")
+                await job.plane.store.tasks.seal()
+            report("playing and training")
+            await job.run()
+    assert trial.run_dir is not None
+    with browse(trial.run_dir / "run.db") as connection:
+        played = list_episodes(connection, "train", "completed", 10**6)
+    newest = sorted((trial.run_dir / "checkpoints").glob("step-*"))[-1]
+    return Measured(
+        row=rows[-1],
+        calls=sum(episode.calls for episode in played),
+        episodes=len(played),
+        teaching_share=1.0 if config.environment.name is None else _teaching_share(played, config.players),
+        idle_bytes=idle,
+        peak_bytes=memory.peak,
+        gpu_bytes=_gpu_peak(),
+        load_seconds=loaded,
+        checkpoint_bytes=sum(file.stat().st_size for file in newest.rglob("*") if file.is_file()),
+    )
+
+
+def _teaching_share(played: Sequence[EpisodeSummary], roles: Roles) -> float:
+    """Return the share of groups whose episodes differ in what the environment gave them.
+
+    Args:
+        played: completed episodes, each with a reward to which `LUCK` was added some number of times.
+        roles: which agents a frozen policy plays; nothing is learned from their rewards.
+    """
+    rewards: dict[str, set[float]] = {}
+    for episode in played:
+        if episode.rewards is not None:
+            group, earned = episode.episode_id.rpartition("-")[0], sum(roles.trained_rewards(episode.rewards).values())
+            rewards.setdefault(group, set()).add(round(math.remainder(earned, LUCK), 6))
+    return sum(len(different) > 1 for different in rewards.values()) / max(len(rewards), 1)
+
+
+def _played(config: JobConfig) -> RolloutSpec:
+    """Return what the trial plays: the job's environment, or one question that stands in for the user's agent."""
+    make = environment_of(config) or _StandIn
+    number = itertools.count()
+
+    def made() -> ConcurrentEnvironment:
+        found = make()
+        system = config.environment.system
+        environment = found if isinstance(found, ConcurrentEnvironment) else SerialEnvironment(found, system=system)
+        luck, emit = LUCK * (next(number) % 2), environment.emit
+
+        def emit_with_luck(agent: str, content: Any, **more: Any) -> Any:
+            if more.get("reward") is not None:
+                more["reward"] += luck
+            return emit(agent, content, **more)
+
+        environment.emit = emit_with_luck  # type: ignore[method-assign]  # of this episode's environment alone
+        return environment
+
+    return RolloutSpec(environment=made)
+
+
+class _StandIn(Environment):
+    """One question, which is the task itself, and any answer."""
+
+    blocking = False
+
+    def reset(self, task: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+        """Show the prompt of the task, or the task as JSON."""
+        prompt = task.get("prompt")
+        return (prompt if isinstance(prompt, str) else json.dumps(dict(task))), {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """End the episode."""
+        return "", 0.0, True, False, {}
+
+
+class _MemoryPeak:
+    """Looks at the resident memory of this process, from a thread, as long as it is entered."""
+
+    def __init__(self) -> None:
+        self.peak = 0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="palestra-memory", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def now(self) -> int:
+        """Return the resident memory in bytes; 0 where there is no /proc."""
+        try:
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+        except OSError:
+            return 0
+        return pages * 4096
+
+    def _watch(self) -> None:
+        while not self._over.wait(LOOK_SECONDS):
+            self.peak = max(self.peak, self.now())
+
+
+def _gpu_peak() -> int:
+    """Return the most memory that torch has held on a GPU; 0 where it was not used."""
+    import sys
+
+    torch = sys.modules.get("torch")
+    return int(torch.cuda.max_memory_allocated()) if torch is not None and torch.cuda.is_available() else 0

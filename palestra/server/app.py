@@ -1,0 +1,44 @@
+"""The web application of a data plane: its routes, and the check of a key before any body is read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.requests import Request
+
+from palestra.http.app import build_app, describe
+from palestra.server.dialects import DIALECTS, Dialect
+from palestra.server.episode_api import add_episode_routes
+from palestra.server.generate import add_dialect_routes
+from palestra.server.state import DataPlane
+from palestra.server.status_api import add_models_route, add_status_routes
+
+
+def create_app(plane: DataPlane, dialects: Sequence[Dialect[Any]] = DIALECTS) -> FastAPI:
+    """Return the application of one job's data plane.
+
+    Args:
+        plane: the state that the routes share.
+        dialects: the wire formats in which the model can be called.
+    """
+    most = plane.config.server.max_body_bytes
+
+    async def authenticate(request: Request) -> int:
+        plane.keys.admit(request)
+        return most
+
+    app = build_app(
+        "Palestra data plane",
+        "Claim episodes, call the model, hand in rewards.",
+        authenticate,
+        most,
+        error_forms={dialect.path: dialect.error_body for dialect in dialects},
+    )
+    add_dialect_routes(app, plane, dialects)
+    add_models_route(app, plane)
+    add_episode_routes(app, plane)
+    add_status_routes(app, plane)
+    describe(app)
+    return app

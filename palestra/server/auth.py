@@ -1,0 +1,180 @@
+"""Authentication of a data plane: its keys, and the session that a model call gets by its key.
+
+An episode's key is derived from the run's secret, not stored, so that a claim that is sent again gets the same key.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+
+from starlette.requests import Request
+
+from palestra.config import JobKind
+from palestra.errors import Conflict, Forbidden, Unauthorized
+from palestra.http.guard import bearer
+from palestra.session import EpisodeSession, Session, Sessions
+from palestra.store import Episodes
+from palestra.store.key_files import job_key, sign
+
+_OPENS = "palestra.opens"  # the place in a request's scope for the checked key
+OpenSession = Callable[[], AbstractAsyncContextManager[Session]]  # open for one request
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeKey:
+    """The lease that an episode's key opens. An `EpisodeKey` exists only after the key's signature has been checked."""
+
+    episode_id: str
+    fence: int
+
+
+class KeyRing:
+    """Makes and checks the keys of one job from its run's secret."""
+
+    def __init__(self, secret: Callable[[], bytes], job: str, given: str | None = None) -> None:
+        """Make the keys of a job.
+
+        Args:
+            secret: returns the present secret. A new secret makes all keys from the old one invalid.
+            job: the job's name.
+            given: a job key to use instead of the derived one.
+        """
+        self._secret, self._job, self._given = secret, job, given
+        self._derived = (b"", "")  # the last secret, and the job key made from it
+
+    @property
+    def job_key(self) -> str:
+        """Return the job's key, as given or as derived from the present secret."""
+        return self._job_key(self._secret())
+
+    def episode_key(self, episode_id: str, fence: int) -> str:
+        """Return the key of an episode's lease: HMAC(secret, job, episode, fence), after episode and fence in clear."""
+        return self._episode_key(self._secret(), episode_id, fence)
+
+    def _job_key(self, secret: bytes) -> str:
+        if self._given is not None:
+            return self._given
+        if self._derived[0] != secret:
+            self._derived = secret, job_key(secret, self._job)
+        return self._derived[1]
+
+    def _episode_key(self, secret: bytes, episode_id: str, fence: int) -> str:
+        return f"pe-{episode_id}.{fence}.{sign(secret, self._job, 'episode', episode_id, str(fence))}"
+
+    def check(self, key: str | None) -> EpisodeKey | None:
+        """Return the episode that a key opens, or None for the job's key.
+
+        Raises:
+            Unauthorized: there is no key, or it is not a key of this job.
+        """
+        if not key:
+            raise Unauthorized("no key; send the header `Authorization: Bearer <key>`")
+        secret = self._secret()  # once: each look at it asks the file system
+        if hmac.compare_digest(key.encode(), self._job_key(secret).encode()):
+            return None
+        prefix, _, _ = key.rpartition(".")
+        episode_id, _, fence = prefix.removeprefix("pe-").rpartition(".")
+        known = key.startswith("pe-") and fence.isascii() and fence.isdigit() and len(fence) < 10
+        if known and hmac.compare_digest(key.encode(), self._episode_key(secret, episode_id, int(fence)).encode()):
+            return EpisodeKey(episode_id, int(fence))
+        raise Unauthorized("unknown key; it may be of another job, or the run has other keys by now")
+
+    def admit(self, request: Request) -> None:
+        """Check the key of a request before its body is read, and keep the result for `require_episode`.
+
+        Raises:
+            Unauthorized: there is no key, or it is not a key of this job.
+        """
+        request.scope[_OPENS] = self.check(bearer(request))
+
+    def require_job(self, request: Request) -> None:
+        """Check that a request carries the job's present key.
+
+        Raises:
+            Unauthorized: there is no key, or it is not a key of this job.
+            Forbidden: the key is an episode's.
+        """
+        if self.check(bearer(request)) is not None:
+            raise Forbidden("this is an episode's key; this route takes the job's key")
+
+    def opens_job(self, request: Request) -> bool:
+        """Return whether a request carries the job's present key."""
+        return hmac.compare_digest((bearer(request) or "").encode(), self.job_key.encode())
+
+    def require_episode(self, request: Request) -> EpisodeKey:
+        """Return the episode that a request's key opens.
+
+        Raises:
+            Unauthorized: there is no key, or it is not a key of this job.
+            Forbidden: the key is the job's.
+        """
+        key = request.scope[_OPENS] if _OPENS in request.scope else self.check(bearer(request))
+        if key is None:
+            raise Forbidden("this is the job's key; this route takes the key of the episode (claim one)")
+        return key
+
+    async def require_this_episode(self, request: Request, episode_id: str, episodes: Episodes) -> EpisodeKey:
+        """Check that a request carries the key of one episode, and return what the key opens.
+
+        Args:
+            request: a worker's request.
+            episode_id: the episode that the request is about.
+            episodes: the job's episodes, to tell an unknown episode from a wrong key.
+
+        Raises:
+            Unauthorized: there is no key, or it is not a key of this job.
+            Forbidden: the key is not this episode's.
+            NotFound: there is no such episode.
+        """
+        key = self.check(bearer(request))
+        if key is None or key.episode_id != episode_id:
+            await episodes.get(episode_id)
+            raise Forbidden(f"this key is not the key of episode {episode_id}")
+        return key
+
+
+def session_opener(kind: JobKind, keys: KeyRing, sessions: Sessions, request: Request) -> OpenSession:
+    """Check the key of a model call, and return a function that opens the session to make the call in.
+
+    Args:
+        kind: kind of the job: a training job has a session for each episode, a served model one for each request.
+        keys: the job's keys.
+        sessions: the job's sessions.
+        request: the model call.
+
+    Raises:
+        Unauthorized: there is no key, or it is not a key of this job.
+        Forbidden: the key is the job's and episodes are played, or an episode's and a model is served.
+    """
+    if kind == "inference":
+        keys.require_job(request)
+        return sessions.stateless
+    return partial(_of_lease, sessions, keys.require_episode(request))
+
+
+@asynccontextmanager
+async def _of_lease(sessions: Sessions, key: EpisodeKey) -> AsyncIterator[EpisodeSession]:
+    yield await sessions.open(key.episode_id, key.fence)
+
+
+async def refuse_episodes(kind: JobKind, keys: KeyRing, request: Request) -> None:
+    """Refuse a request about episodes if the job has none.
+
+    Args:
+        kind: kind of the job.
+        keys: the job's keys.
+        request: a request to a route for episodes.
+
+    Raises:
+        Conflict: the job serves a model.
+        Unauthorized: the job serves a model, and the key is not this job's.
+    """
+    if kind == "inference":
+        keys.check(bearer(request))
+        raise Conflict(
+            "this job serves a model and has no episodes; call /v1/chat/completions, or another dialect, with its key"
+        )

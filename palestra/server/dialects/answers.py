@@ -1,0 +1,113 @@
+"""What the answers of several dialects have in common: ids, usage, and logprobs of sampled tokens."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Sequence
+from math import isfinite
+from typing import Any
+
+from palestra.session import CallStart
+from palestra.types.records import Chat
+
+
+def answer_id(kind: str, call: Chat | CallStart) -> str:
+    """Return the id of an answer, made from its first call, so that a retry that gets the same call gets the same id.
+
+    Args:
+        kind: prefix of such ids in the format, such as `chatcmpl`.
+        call: the first call of the answer.
+    """
+    return f"{kind}-{call.episode_id}-{call.fence}-{call.index}"
+
+
+def fingerprint(chats: Sequence[Chat]) -> str:
+    """Return OpenAI's `system_fingerprint`: here the version of the policy that sampled the last token."""
+    return f"version-{chats[-1].versions[-1].version}"
+
+
+def usage_of(chats: Sequence[Chat], choices: int) -> dict[str, Any]:
+    """Return OpenAI's `usage` of an answer.
+
+    Args:
+        chats: all choices of all prompts.
+        choices: number of choices of each prompt; a prompt's tokens count once.
+    """
+    prompts = chats[::choices]
+    prompt = sum(chat.prompt_tokens for chat in prompts)
+    sampled = sum(len(chat.completion_ids) for chat in chats)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": sampled,
+        "total_tokens": prompt + sampled,
+        "prompt_tokens_details": {"cached_tokens": sum(chat.shared for chat in prompts)},
+    }
+
+
+TokenBytes = Callable[[int], bytes]  # the bytes of a token, which may be part of a character
+
+
+def chat_logprobs(
+    ids: Sequence[int], logprobs: Sequence[float], top: Sequence[Sequence[tuple[int, float]]], bytes_of: TokenBytes
+) -> dict[str, Any]:
+    """Return `choice.logprobs` of a chat completion.
+
+    Args:
+        ids: [N], the sampled tokens.
+        logprobs: [N], their log-probabilities.
+        top: empty, or [N], at each place the most probable tokens with their logprobs. Tokens that `top_k` or `top_p`
+            have excluded are left out of the answer.
+        bytes_of: returns the bytes of a token.
+    """
+    content = []
+    for place, (token, logprob) in enumerate(zip(ids, logprobs, strict=True)):
+        most = _possible(top[place]) if top else ()
+        content.append(_entry(token, logprob, bytes_of) | {"top_logprobs": [_entry(t, p, bytes_of) for t, p in most]})
+    return {"content": content, "refusal": None}
+
+
+def _possible(top: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    return [(token, logprob) for token, logprob in top if isfinite(logprob)]
+
+
+def _entry(token: int, logprob: float, bytes_of: TokenBytes) -> dict[str, Any]:
+    # Bytes that are only part of a character are written as OpenAI writes them: a backslash, x, and two digits.
+    data = bytes_of(token)
+    return {"token": data.decode("utf-8", "backslashreplace"), "logprob": logprob, "bytes": list(data)}
+
+
+class TokenTexts:
+    """The tokens of a text completion as texts, and the place in the text at which each begins."""
+
+    def __init__(self, bytes_of: TokenBytes) -> None:
+        self._bytes_of = bytes_of
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0  # number of complete characters so far
+
+    def logprobs(
+        self, ids: Sequence[int], logprobs: Sequence[float], top: Sequence[Sequence[tuple[int, float]]]
+    ) -> dict[str, Any]:
+        """Return `choice.logprobs` of the tokens that follow those of earlier calls.
+
+        Args:
+            ids: [N], the sampled tokens.
+            logprobs: [N], their log-probabilities.
+            top: empty, or [N], at each place the most probable tokens with their logprobs.
+        """
+        offsets = []
+        for token in ids:
+            offsets.append(self._offset)
+            self._offset += len(self._decoder.decode(self._bytes_of(token)))
+        return {
+            "tokens": [self._text(token) for token in ids],
+            "token_logprobs": list(logprobs),
+            "top_logprobs": [{self._text(t): p for t, p in _possible(most)} for most in top] or None,
+            "text_offset": offsets,
+        }
+
+    def _text(self, token: int) -> str:
+        data = self._bytes_of(token)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)

@@ -1,0 +1,323 @@
+"""Anthropic's messages, `/v1/messages`, whole and as events, and its route to count tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
+
+from palestra.errors import InvalidRequest, UnsupportedField
+from palestra.http.bodies import parse_body
+from palestra.http.errors import Failure
+from palestra.server.dialects.answers import answer_id
+from palestra.server.dialects.anthropic_blocks import MessageParam, TextBlocks, blocks_of, messages_of
+from palestra.server.dialects.base import Dialect, DialectRequest, EventWriter, GenerationResult, TokenCounter
+from palestra.server.dialects.fields import (
+    Count,
+    Flag,
+    FunctionName,
+    Probability,
+    Schema,
+    StopStrings,
+    Temperature,
+    call_fields,
+    refuse_others,
+)
+from palestra.session import CallStart, GenerationRequest, PolicyRuntime, ReplyPiece
+from palestra.session.reply import CALL_END
+from palestra.types.records import Chat
+
+_IGNORED = ("metadata", "service_tier", "cache_control", "inference_geo")
+_ERRORS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+
+
+class ToolParam(BaseModel):
+    """A tool that the model may call, in Anthropic's form."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    type: Literal["custom"] | None = None
+    name: FunctionName
+    description: str | None = None
+    input_schema: Schema
+
+
+class ToolChoice(BaseModel):
+    """Which tools must or may be called, in Anthropic's form."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: FunctionName | None = None
+    disable_parallel_tool_use: Flag | None = None
+
+
+class ThinkingDisabled(BaseModel):
+    """The client has no wish about reasoning: the model reasons or not, as it was trained."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    type: Literal["disabled"]
+
+
+class ThinkingAdaptive(BaseModel):
+    """The model decides how much it reasons; the model must be one that reasons."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    type: Literal["adaptive"]
+    display: Literal["summarized"] | None = None  # all reasoning is returned; "omitted" is not supported
+
+
+class ThinkingEnabled(ThinkingAdaptive):
+    """Reasoning with a budget in tokens, which is checked and then bounds nothing of its own."""
+
+    type: Literal["enabled"]  # type: ignore[assignment]  # narrows the inherited field to another literal
+    budget_tokens: Count
+
+
+Thinking = Annotated[ThinkingDisabled | ThinkingAdaptive | ThinkingEnabled, Field(discriminator="type")]
+
+
+class CountRequest(BaseModel):
+    """The fields of Anthropic's request that make the prompt."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    model: str = Field(description="The policy's name, as the claim gave it.")
+    messages: Annotated[tuple[MessageParam, ...], Field(min_length=1, max_length=10_000)] = Field(
+        description="The conversation so far: text, tool_use, tool_result and thinking blocks."
+    )
+    system: TextBlocks | None = Field(None, description="A system message that comes first.")
+    tools: Annotated[tuple[ToolParam, ...], Field(max_length=1000)] | None = Field(
+        None, description="Tools that the model may call."
+    )
+    tool_choice: ToolChoice | None = Field(
+        None,
+        description="`any` or `tool`: the reply is constrained to calls. `disable_parallel_tool_use`: at most one.",
+    )
+    thinking: Thinking | None = Field(
+        None,
+        description="`enabled` and `adaptive` where the model reasons, else 400. `budget_tokens` is less than "
+        "`max_tokens` and bounds nothing: thinking and answer share `max_tokens`.",
+    )
+
+
+class MessagesRequest(CountRequest):
+    """The fields of Anthropic's request that this server acts on."""
+
+    max_tokens: Count = Field(description="Most tokens to sample; the job's own limit applies as well.")
+    temperature: Temperature | None = Field(
+        None, description="Used in ad-hoc episodes only; elsewhere the job has its own."
+    )
+    top_p: Probability | None = Field(
+        None, description="Below 1: refused or ignored in training episodes (see `rollout.untrainable_sampling`)."
+    )
+    top_k: Annotated[int, Field(ge=0, strict=True)] | None = Field(
+        None, description="Above 0: not possible in training episodes."
+    )
+    stop_sequences: StopStrings | None = Field(None, description="Texts that end the reply.")
+    stream: Flag | None = Field(None, description="Server-sent events, from the first text on.")
+
+
+class CountTokens(TokenCounter[CountRequest]):
+    """Anthropic's route that counts the tokens of a prompt."""
+
+    path = "/v1/messages/count_tokens"
+    body = CountRequest
+    description = "Count the tokens of the prompt that these messages would have now. Nothing is sampled or recorded."
+
+    def parse(self, body: bytes, headers: Mapping[str, str]) -> DialectRequest[CountRequest]:
+        """Parse the request whose prompt is to be counted. See `Dialect.parse`."""
+        wanted = parse_body(CountRequest, body)
+        refuse_others(wanted, _IGNORED, {})
+        call = GenerationRequest(**_prompt_fields(wanted), **call_fields(body, headers, self.path))
+        return DialectRequest(body=wanted, calls=(call,))
+
+    def render(self, tokens: int) -> dict[str, int]:
+        """Return the number of tokens in Anthropic's form."""
+        return {"input_tokens": tokens}
+
+
+class Messages(Dialect[MessagesRequest]):
+    """The dialect of Anthropic's messages, in which the content of a message is a list of blocks."""
+
+    path = "/v1/messages"
+    body = MessagesRequest
+    counter = CountTokens()
+    description = """Sample a reply, as Anthropic's client asks for it, with the key of an episode in `x-api-key`.
+
+Errors have Anthropic's shape. Streamed, tool_use blocks come after the text, when the reply is complete."""
+
+    def parse(self, body: bytes, headers: Mapping[str, str]) -> DialectRequest[MessagesRequest]:
+        """Parse a request into one call. See `Dialect.parse`.
+
+        Raises:
+            InvalidRequest: also if the budget for reasoning leaves no tokens for the answer, as with Anthropic.
+        """
+        wanted = parse_body(MessagesRequest, body)
+        refuse_others(wanted, _IGNORED, {})
+        budget = wanted.thinking.budget_tokens if isinstance(wanted.thinking, ThinkingEnabled) else None
+        if budget is not None and budget >= wanted.max_tokens:
+            raise InvalidRequest(
+                f"thinking.budget_tokens = {budget} has to be less than max_tokens = {wanted.max_tokens}: the answer "
+                "needs tokens, too",
+                "thinking.budget_tokens",
+            )
+        choice = wanted.tool_choice or ToolChoice(type="auto")
+        kinds: dict[str, Literal["auto", "none", "required"]] = {"auto": "auto", "none": "none"}
+        call = GenerationRequest(
+            max_tokens=wanted.max_tokens,
+            thinking_budget=budget,
+            temperature=wanted.temperature,
+            top_p=1.0 if wanted.top_p is None else wanted.top_p,
+            top_k=wanted.top_k or 0,
+            stop=wanted.stop_sequences or (),
+            tool_choice=kinds.get(choice.type, "required"),
+            tool_name=choice.name if choice.type == "tool" else None,
+            parallel_tool_calls=not choice.disable_parallel_tool_use,
+            **_prompt_fields(wanted),
+            **call_fields(body, headers, self.path),
+        )
+        return DialectRequest(body=wanted, calls=(call,), stream=bool(wanted.stream))
+
+    def check(self, request: DialectRequest[Any], runtime: PolicyRuntime) -> None:
+        """Refuse a wish for reasoning if the model does not reason.
+
+        Raises:
+            UnsupportedField: the model does not reason.
+        """
+        thinking = request.body.thinking
+        if thinking is None or thinking.type == "disabled":
+            return
+        if not runtime.renderer.reasons:
+            raise UnsupportedField(
+                f"thinking.type = '{thinking.type}': this model does not reason; leave thinking out", "thinking"
+            )
+
+    def render(
+        self, request: DialectRequest[MessagesRequest], result: GenerationResult, runtime: PolicyRuntime
+    ) -> dict[str, Any]:
+        """Return the whole message in Anthropic's form, from the one choice in `result` that `request` asked for.
+
+        The policy's `runtime` is not needed.
+        """
+        (chat,) = result.chats
+        return _frame(answer_id("msg", chat), chat.policy) | {
+            "content": blocks_of(chat.reply),
+            **_end(chat),
+            "usage": _usage(chat.prompt_tokens, chat.shared, len(chat.completion_ids)),
+        }
+
+    def sse(self, request: DialectRequest[MessagesRequest], runtime: PolicyRuntime, created: float) -> EventWriter:
+        """Return the writer of Anthropic's events for `request`; `runtime` and `created` do not appear in them."""
+        return _MessageEvents(request.policy)
+
+    def error_body(self, failure: Failure) -> dict[str, Any]:
+        """Return the body of an error in Anthropic's form."""
+        kind = _ERRORS.get(failure.status, "invalid_request_error" if failure.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": failure.message}}
+
+
+def _prompt_fields(wanted: CountRequest) -> dict[str, Any]:
+    return {
+        "policy": wanted.model,
+        "messages": messages_of(wanted.system or (), wanted.messages),
+        "tools": tuple(map(_tool, wanted.tools or ())),
+    }
+
+
+def _tool(tool: ToolParam) -> dict[str, JsonValue]:
+    function: dict[str, JsonValue] = {"name": tool.name}
+    if tool.description is not None:
+        function["description"] = tool.description
+    return {"type": "function", "function": function | {"parameters": tool.input_schema}}
+
+
+def _frame(name: str, model: str) -> dict[str, Any]:
+    return {"id": name, "type": "message", "role": "assistant", "model": model}
+
+
+def _end(chat: Chat) -> dict[str, Any]:
+    string = chat.stop if chat.stop != CALL_END else None
+    reason = "max_tokens" if chat.finish_reason == "length" else "end_turn" if string is None else "stop_sequence"
+    return {"stop_reason": "tool_use" if chat.reply.tool_calls else reason, "stop_sequence": string}
+
+
+def _usage(prompt: int, shared: int, sampled: int) -> dict[str, Any]:
+    """Return Anthropic's usage, which counts input that was read from a cache apart from the other input."""
+    return {
+        "input_tokens": prompt - shared,
+        "cache_read_input_tokens": shared,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": sampled,
+    }
+
+
+class _MessageEvents(EventWriter):
+    """Writes the events of one message. A block is closed before the next one opens."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__()
+        self._model = model
+        self._blocks = 0  # number of blocks so far
+        self._open: str | None = None  # type of the open block, if any
+
+    def started(self, choice: int, start: CallStart) -> None:
+        """Write `message_start`, with the usage of the prompt."""
+        name = answer_id("msg", start)
+        begun: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
+        usage = _usage(len(start.prompt_ids), start.shared, 0)
+        self._event("message_start", message=_frame(name, self._model) | begun | {"usage": usage})
+
+    def sampled(self, choice: int, piece: ReplyPiece) -> None:
+        """Write the new reasoning and text as deltas of their blocks."""
+        if piece.delta.reasoning:
+            self._begin("thinking", {"thinking": "", "signature": ""})
+            self._delta({"type": "thinking_delta", "thinking": piece.delta.reasoning})
+        if piece.delta.content:
+            self._begin("text", {"text": ""})
+            self._delta({"type": "text_delta", "text": piece.delta.content})
+
+    def finished(self, choice: int, chat: Chat) -> None:
+        """Write the blocks of tool calls, then the stop reason and the usage."""
+        for call in chat.reply.tool_calls:
+            self._close()
+            self._begin("tool_use", {"id": call.id, "name": call.function.name, "input": {}})
+            self._delta({"type": "input_json_delta", "partial_json": call.function.arguments})
+        self._close()
+        usage = _usage(chat.prompt_tokens, chat.shared, len(chat.completion_ids))
+        self._event("message_delta", delta=_end(chat), usage=usage)
+        self._event("message_stop")
+
+    def failed(self, body: Mapping[str, Any]) -> None:
+        """Write the error as an event of the type `error`."""
+        self.write(body, "error")
+
+    def _begin(self, kind: str, empty: Mapping[str, Any]) -> None:
+        if self._open == kind:
+            return
+        self._close()
+        self._open = kind
+        self._event("content_block_start", index=self._blocks, content_block={"type": kind, **empty})
+        self._blocks += 1
+
+    def _delta(self, delta: Mapping[str, Any]) -> None:
+        self._event("content_block_delta", index=self._blocks - 1, delta=delta)
+
+    def _close(self) -> None:
+        if self._open is not None:
+            self._event("content_block_stop", index=self._blocks - 1)
+            self._open = None
+
+    def _event(self, kind: str, **fields: Any) -> None:
+        self.write({"type": kind} | fields, kind)

@@ -1,0 +1,118 @@
+"""Anthropic's content blocks: blocks of a request become messages, and a reply becomes blocks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
+from pydantic_core import PydanticCustomError
+
+from palestra.http.bodies import UNSUPPORTED
+from palestra.server.dialects.transcript import Transcript
+from palestra.types.messages import ChatMessage, Text
+
+_BLOCKS = ("text", "tool_use", "tool_result", "thinking")
+
+
+class _Block(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class TextBlock(_Block):
+    """A block of text, in Anthropic's form; messages and results of tools consist of such blocks."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class ToolUseBlock(_Block):
+    """A block that holds a tool call of the model; its `id` is what the result refers to."""
+
+    type: Literal["tool_use"]
+    id: Text
+    name: Text
+    input: dict[str, JsonValue]
+
+
+class ThinkingBlock(_Block):
+    """A block of the model's reasoning, which precedes its answer."""
+
+    type: Literal["thinking"]
+    thinking: Text
+
+
+def _known(value: Any) -> Any:
+    """Return text or blocks as blocks; refuse blocks of unknown types."""
+    if isinstance(value, str):
+        return ({"type": "text", "text": value},)
+    for block in value if isinstance(value, list) else ():
+        kind = block.get("type") if isinstance(block, dict) else None
+        if isinstance(kind, str) and kind not in _BLOCKS:
+            raise PydanticCustomError(UNSUPPORTED, "content of type {kind} is not supported", {"kind": repr(kind)[:60]})
+    return value
+
+
+TextBlocks = Annotated[
+    tuple[TextBlock, ...], BeforeValidator(_known, json_schema_input_type=str | tuple[TextBlock, ...])
+]
+
+
+class ToolResultBlock(_Block):
+    """A block that holds the result of a tool call."""
+
+    type: Literal["tool_result"]
+    tool_use_id: Text
+    content: TextBlocks = ()
+
+
+Block = Annotated[TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock, Field(discriminator="type")]
+
+
+class MessageParam(BaseModel):
+    """One message as a list of blocks. Results of tools are blocks of the user's message."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[tuple[Block, ...], BeforeValidator(_known, json_schema_input_type=str | tuple[Block, ...])]
+
+
+def messages_of(system: Sequence[TextBlock], turns: Sequence[MessageParam]) -> tuple[ChatMessage, ...]:
+    """Return the messages that blocks stand for.
+
+    Args:
+        system: blocks of the system message, which comes first; empty: there is none.
+        turns: the conversation.
+    """
+    out = Transcript()
+    if system:
+        out.say("system", "\n\n".join(block.text for block in system))
+    for turn in turns:
+        text = "".join(block.text for block in turn.content if isinstance(block, TextBlock))
+        if turn.role == "assistant":
+            out.think("".join(block.thinking for block in turn.content if isinstance(block, ThinkingBlock)))
+            out.say("assistant", text)
+        for block in turn.content:
+            if isinstance(block, ToolUseBlock):
+                out.call(block.id, block.name, json.dumps(block.input, ensure_ascii=False))
+            elif isinstance(block, ToolResultBlock):
+                out.result(block.tool_use_id, "".join(part.text for part in block.content))
+        results = any(isinstance(block, ToolResultBlock) for block in turn.content)
+        if turn.role != "assistant" and (text or not results):
+            out.say(turn.role, text)
+    return out.messages
+
+
+def blocks_of(reply: ChatMessage) -> list[dict[str, Any]]:
+    """Return the blocks of a reply: thinking, text, tool calls."""
+    blocks: list[dict[str, Any]] = []
+    if reply.reasoning_content is not None:
+        blocks.append({"type": "thinking", "thinking": reply.reasoning_content, "signature": ""})
+    if reply.text:
+        blocks.append({"type": "text", "text": reply.text})
+    for call in reply.tool_calls:
+        given = json.loads(call.function.arguments)
+        blocks.append({"type": "tool_use", "id": call.id, "name": call.function.name, "input": given})
+    return blocks

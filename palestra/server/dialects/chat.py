@@ -1,0 +1,280 @@
+"""OpenAI's chat completions, `/v1/chat/completions`: whole, or in chunks that add up to the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from palestra.errors import InvalidRequest
+from palestra.http.bodies import parse_body
+from palestra.server.dialects.answers import TokenBytes, answer_id, chat_logprobs, fingerprint, usage_of
+from palestra.server.dialects.base import Dialect, DialectRequest, EventWriter, GenerationResult
+from palestra.server.dialects.fields import (
+    Count,
+    Flag,
+    FunctionName,
+    Message,
+    SamplingFields,
+    Schema,
+    ToolSpec,
+    call_fields,
+    refuse_others,
+)
+from palestra.session import CallStart, GenerationRequest, PolicyRuntime, ReplyPiece
+from palestra.types.messages import ChatMessage
+from palestra.types.records import Chat
+
+# Fields that this server does not act on, with the values that ask for its own behaviour and are accepted.
+_HARMLESS: dict[str, tuple[Any, ...]] = {"functions": ([],), "modalities": (["text"],)}
+_IGNORED = (
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+)
+
+
+class NamedFunction(BaseModel):
+    """A tool by its name, in OpenAI's form."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: FunctionName
+
+
+class NamedTool(BaseModel):
+    """The one tool that has to be called."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class NamedSchema(BaseModel):
+    """A JSON schema with an optional name, in OpenAI's form."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    name: str | None = None
+    schema_: Annotated[Schema, Field(alias="schema")]
+
+
+class ResponseFormat(BaseModel):
+    """The form that the reply's content must have: any text, any JSON object, or JSON of a schema."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+    def schema_wanted(self) -> dict[str, Any] | None:
+        """Return the JSON schema that the content must match, or None for any text.
+
+        Raises:
+            InvalidRequest: the schema is missing.
+        """
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return {"type": "object"}
+        if self.json_schema is None:
+            raise InvalidRequest("response_format.json_schema is missing", "response_format")
+        return dict(self.json_schema.schema_)
+
+
+class ChatRequest(SamplingFields):
+    """The fields of OpenAI's chat request that this server acts on."""
+
+    messages: Annotated[tuple[Message, ...], Field(min_length=1, max_length=10_000)] = Field(
+        description="The conversation so far; content is text, or a list of text parts."
+    )
+    max_completion_tokens: Count | None = Field(None, description="The newer name of `max_tokens`.")
+    tools: Annotated[tuple[ToolSpec, ...], Field(max_length=1000)] | None = Field(
+        None,
+        description="Tools that the model may call. Calls come back in `tool_calls`, unless `tool_choice` is none.",
+    )
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
+        None, description="Required, or a tool's name: the reply is constrained to calls."
+    )
+    parallel_tool_calls: Flag | None = Field(
+        None, description="False: the reply ends with its first call, as at a stop string."
+    )
+    response_format: ResponseFormat | None = Field(
+        None,
+        description="`json_object` or `json_schema`: the reply is constrained to it, without reasoning.",
+    )
+    logprobs: Flag | None = Field(None, description="Return the logprobs of the sampled tokens.")
+    top_logprobs: Annotated[int, Field(ge=0, le=20, strict=True)] | None = Field(
+        None, description="With `logprobs`: number of most probable tokens to return at each place."
+    )
+
+
+class ChatCompletions(Dialect[ChatRequest]):
+    """The dialect of OpenAI's chat completions, the one that most clients and agent frameworks speak."""
+
+    path = "/v1/chat/completions"
+    body = ChatRequest
+    description = """Sample replies. Needs the key of an episode; each is recorded before it is answered.
+
+Where the job serves a model, this route and the other dialects need the job's key, and nothing is recorded.
+
+Streamed, a tool call comes in one piece when it is complete; for models whose format only the `renderers`
+package reads, the message comes in one piece when it is. `reasoning_content` is what a reply has in
+`<think>`. A stop string is looked for in the reply as the model wrote it, tags included."""
+
+    def parse(self, body: bytes, headers: Mapping[str, str]) -> DialectRequest[ChatRequest]:
+        """Parse a request into one call. See `Dialect.parse`."""
+        wanted = parse_body(ChatRequest, body)
+        refuse_others(wanted, _IGNORED, _HARMLESS)
+        if wanted.top_logprobs and not wanted.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs = true", "top_logprobs")
+        choice = wanted.tool_choice
+        named = choice.function.name if isinstance(choice, NamedTool) else None
+        call = GenerationRequest(
+            policy=wanted.model,
+            messages=wanted.messages,
+            max_tokens=wanted.max_completion_tokens or wanted.max_tokens,
+            top_logprobs=wanted.top_logprobs or 0,
+            tools=() if wanted.tools is None else tuple(tool.model_dump(exclude_unset=True) for tool in wanted.tools),
+            tool_choice="required" if isinstance(choice, NamedTool) else choice or "auto",
+            tool_name=named,
+            parallel_tool_calls=wanted.parallel_tool_calls is not False,
+            response_schema=None if wanted.response_format is None else wanted.response_format.schema_wanted(),
+            **wanted.sampling(),
+            **call_fields(body, headers, self.path),
+        )
+        return DialectRequest(body=wanted, calls=(call,), stream=bool(wanted.stream))
+
+    def render(
+        self, request: DialectRequest[ChatRequest], result: GenerationResult, runtime: PolicyRuntime
+    ) -> dict[str, Any]:
+        """Return the whole `chat.completion` object of `request`.
+
+        `result` has the recorded choices; `runtime` gives the bytes of tokens where logprobs were asked for.
+        """
+        return_ids = bool(request.body.return_token_ids)
+        bytes_of = runtime.token_bytes if request.body.logprobs else None
+        first, choices = result.chats[0], []
+        for number, (chat, top) in enumerate(zip(result.chats, result.top, strict=True)):
+            choice: dict[str, Any] = {
+                "index": number,
+                "message": _message(chat.reply),
+                "finish_reason": _finish_reason(chat),
+                "logprobs": None,
+            }
+            if bytes_of is not None:
+                ids, logprobs = chat.completion_ids.tolist(), chat.logprobs.tolist()
+                choice["logprobs"] = chat_logprobs(ids, logprobs, top, bytes_of)
+            if return_ids:
+                choice["token_ids"] = chat.completion_ids.tolist()
+            choices.append(choice)
+        return {
+            "id": answer_id("chatcmpl", first),
+            "object": "chat.completion",
+            "created": int(first.finished_at),
+            "model": first.policy,
+            "choices": choices,
+            "usage": usage_of(result.chats, len(result.chats)),
+            "system_fingerprint": fingerprint(result.chats),
+            **({"prompt_token_ids": first.prompt_ids.tolist()} if return_ids else {}),
+        }
+
+    def sse(self, request: DialectRequest[ChatRequest], runtime: PolicyRuntime, created: float) -> EventWriter:
+        """Return the writer of `chat.completion.chunk` events for `request`.
+
+        `runtime` gives the bytes of tokens where logprobs were asked for; `created` is the time of the request in Unix
+        seconds.
+        """
+        return _ChatChunks(request.body, runtime, created)
+
+
+def _message(reply: ChatMessage) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": reply.text, "refusal": None}
+    if reply.reasoning_content is not None:
+        message["reasoning_content"] = reply.reasoning_content
+    if reply.tool_calls:
+        message["content"] = reply.text or None
+        message["tool_calls"] = [call.model_dump() for call in reply.tool_calls]
+    return message
+
+
+def _finish_reason(chat: Chat) -> str:
+    return "tool_calls" if chat.reply.tool_calls else chat.finish_reason
+
+
+class _ChatChunks(EventWriter):
+    """Writes `chat.completion.chunk` events, and `[DONE]` at the end."""
+
+    def __init__(self, wanted: ChatRequest, runtime: PolicyRuntime, created: float) -> None:
+        super().__init__()
+        self._bytes_of: TokenBytes | None = runtime.token_bytes if wanted.logprobs else None
+        self._ids, self._usage = bool(wanted.return_token_ids), wanted.usage_wanted
+        self._head: dict[str, Any] = {"id": "", "object": "chat.completion.chunk", "created": int(created)}
+        self._head |= {"model": runtime.name, "system_fingerprint": None}
+        self._prompt: list[int] | None = None  # prompt ids to send with the next chunk
+        self._said: dict[int, set[str]] = {}  # by choice: fields of its message that were sent
+        self._calls: dict[int, int] = {}  # by choice: number of tool calls so far
+
+    def started(self, choice: int, start: CallStart) -> None:
+        """Name the answer after its first call and prepare the choice. See `Listener`."""
+        if not self._head["id"]:
+            self._head["id"] = answer_id("chatcmpl", start)
+            self._prompt = start.prompt_ids.tolist() if self._ids else None
+        self._said[choice], self._calls[choice] = set(), 0
+
+    def sampled(self, choice: int, piece: ReplyPiece) -> None:
+        """Write a chunk with the new part of the message, and with logprobs and token ids if they were asked for."""
+        delta = self._delta(choice, piece)
+        more: dict[str, Any] = {"logprobs": None}
+        if self._bytes_of is not None and piece.ids:
+            more["logprobs"] = chat_logprobs(piece.ids, piece.logprobs, piece.top, self._bytes_of)
+        if self._ids:
+            more["token_ids"] = list(piece.ids)
+        if delta or more["logprobs"] is not None or more.get("token_ids"):
+            self._chunk(choice, delta, None, more)
+
+    def finished(self, choice: int, chat: Chat) -> None:
+        """Write the choice's last chunk, which has the finish reason."""
+        delta: dict[str, Any] = {}
+        if not self._said[choice]:
+            delta["role"] = "assistant"
+        if "content" not in self._said[choice] and not chat.reply.tool_calls:
+            delta["content"] = ""
+        self._head["system_fingerprint"] = fingerprint([chat])
+        self._chunk(choice, delta, _finish_reason(chat), {"logprobs": None})
+
+    def ended(self, chats: Sequence[Chat]) -> None:
+        """Write the chunk with the usage, if it was asked for, and `[DONE]`."""
+        if self._usage:
+            self.write(self._head | {"choices": [], "usage": usage_of(chats, len(chats))})
+        self.write(b"[DONE]")
+
+    def _delta(self, choice: int, piece: ReplyPiece) -> dict[str, Any]:
+        added, said = piece.delta, self._said[choice]
+        delta: dict[str, Any] = {}
+        if added.reasoning:
+            delta["reasoning_content"] = added.reasoning
+        if added.content:
+            delta["content"] = added.content
+        if added.calls:
+            first = self._calls[choice]
+            delta["tool_calls"] = [{"index": first + k} | call.model_dump() for k, call in enumerate(added.calls)]
+            self._calls[choice] += len(added.calls)
+        if delta and not said:
+            delta = {"role": "assistant"} | delta
+        said.update(delta)
+        return delta
+
+    def _chunk(self, choice: int, delta: dict[str, Any], finish_reason: str | None, more: dict[str, Any]) -> None:
+        entry = {"index": choice, "delta": delta, "finish_reason": finish_reason} | more
+        chunk = self._head | {"choices": [entry]}
+        if self._usage:
+            chunk["usage"] = None
+        if self._prompt is not None:
+            chunk["prompt_token_ids"], self._prompt = self._prompt, None
+        self.write(chunk)

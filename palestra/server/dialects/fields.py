@@ -1,0 +1,231 @@
+"""Fields and headers of requests that several dialects have, with their limits, and how a refusal reads."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import orjson
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
+from pydantic_core import PydanticCustomError
+
+from palestra.config import MAX_AGENT, is_agent_name
+from palestra.errors import InvalidRequest, UnsupportedField
+from palestra.http.bodies import UNSUPPORTED
+from palestra.types.messages import ChatMessage
+
+SOLE_AGENT = "agent"  # name of an agent that does not say its name
+MAX_STEP = 1_000_000
+
+
+def call_fields(body: bytes, headers: Mapping[str, str], path: str) -> dict[str, Any]:
+    """Return the fields of a `GenerationRequest` that do not depend on the dialect.
+
+    Args:
+        body: body of the request. Together with the path it identifies a retry.
+        headers: headers of the request.
+        path: path of the route.
+
+    Raises:
+        InvalidRequest: one of Palestra's headers has a value that can't be used.
+    """
+    return {
+        "agent": agent_of(headers),
+        "time_step": time_step_of(headers),
+        "digest": hashlib.blake2b(body, digest_size=16, person=path.encode()[-16:]).hexdigest(),
+        "retry": headers.get("x-stainless-retry-count", "0") not in ("", "0"),
+    }
+
+
+def agent_of(headers: Mapping[str, str]) -> str:
+    """Return the name of the calling agent; a subagent's starts with its parent's: `planner/search`.
+
+    Raises:
+        InvalidRequest: the header is not a valid name.
+    """
+    name = headers.get("x-palestra-agent", SOLE_AGENT)
+    if not is_agent_name(name):
+        raise InvalidRequest(f"an agent's name has 1 to {MAX_AGENT} printable characters: {name!r}", "x-palestra-agent")
+    return name
+
+
+def time_step_of(headers: Mapping[str, str]) -> int | None:
+    """Return the TimeStep that the call belongs to, or None: the call is a TimeStep of its own.
+
+    Raises:
+        InvalidRequest: the header is not a number, or too large.
+    """
+    step = headers.get("x-palestra-step")
+    if step is None:
+        return None
+    if not step.isascii() or not step.isdigit() or len(step) > len(str(MAX_STEP)) or int(step) > MAX_STEP:
+        raise InvalidRequest(f"a TimeStep is a number from 0 to {MAX_STEP}: {step[:20]!r}", "x-palestra-step")
+    return int(step)
+
+
+MAX_CHOICES = 128
+MAX_STOPS, MAX_STOP_LENGTH = 16, 256
+MAX_SCHEMA_BYTES = 65_536
+SEED_BITS = 2**63 - 1
+
+
+def _listed(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+def _only_text(message: Any) -> Any:
+    """Refuse content other than text.
+
+    Records can hold images, but renderers can't show them yet, and to drop an image silently would change the prompt.
+    """
+    if isinstance(message, dict):
+        content = message.get("content")
+        parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+        kinds = [part["type"] for part in parts if isinstance(part.get("type"), str) and part["type"] != "text"]
+        found = [key for key in ("function_call", "audio") if message.get(key)]
+        found += [f"content of type {kind!r}" for kind in kinds]
+        if found:
+            raise PydanticCustomError(UNSUPPORTED, "{found} is not supported by this server", {"found": found[0]})
+    return message
+
+
+def _small(schema: Any) -> Any:
+    try:
+        size = len(orjson.dumps(schema))
+    except TypeError as error:
+        raise ValueError(str(error)) from None
+    if size > MAX_SCHEMA_BYTES:
+        raise ValueError(f"a schema of {size} bytes is over the limit of {MAX_SCHEMA_BYTES}")
+    return schema
+
+
+Message = Annotated[ChatMessage, BeforeValidator(_only_text)]
+Count = Annotated[int, Field(ge=1, strict=True)]
+Flag = Annotated[bool, Field(strict=True)]
+Temperature = Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)]
+Probability = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+Token = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+StopStrings = Annotated[
+    tuple[StopString, ...],
+    BeforeValidator(_listed, json_schema_input_type=StopString | tuple[StopString, ...]),
+    Field(max_length=MAX_STOPS),
+]
+Schema = Annotated[dict[str, JsonValue], BeforeValidator(_small)]
+FunctionName = Annotated[str, Field(min_length=1, max_length=200)]
+
+
+class FunctionSpec(BaseModel):
+    """A tool's name, its purpose, and the JSON schema of its arguments."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    name: FunctionName
+    description: str | None = None
+    parameters: Schema | None = None
+
+
+class ToolSpec(BaseModel):
+    """A tool that the model may call, in OpenAI's form."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    type: Literal["function"]
+    function: FunctionSpec
+
+
+class StreamOptions(BaseModel):
+    """Options of a streamed answer, in OpenAI's form."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    include_usage: Flag | None = Field(None, description="Whether to send one more chunk at the end, with the usage.")
+
+
+class SamplingFields(BaseModel):
+    """Sampling parameters of `/v1/chat/completions` and `/v1/completions`, with vLLM's extensions."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    model: str = Field(description="The policy's name, as the claim gave it.")
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES, strict=True)] | None = Field(
+        None, description="Number of replies to sample; each is recorded as a call of its own."
+    )
+    max_tokens: Count | None = Field(None, description="Most tokens to sample; the job's own limit applies as well.")
+    min_tokens: Annotated[int, Field(ge=0, strict=True)] | None = Field(
+        None, description="Fewest tokens to sample; not possible in training episodes."
+    )
+    temperature: Temperature | None = Field(
+        None, description="Used in ad-hoc episodes only; elsewhere the job has its own (see `x-palestra-sampling`)."
+    )
+    seed: Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)] | None = Field(
+        None, description="Used in ad-hoc episodes only; elsewhere the job derives the seed."
+    )
+    top_p: Probability | None = Field(
+        None, description="Below 1: refused or ignored in training episodes (see `rollout.untrainable_sampling`)."
+    )
+    top_k: Annotated[int, Field(ge=-1, strict=True)] | None = Field(
+        None, description="Above 0: not possible in training episodes."
+    )
+    presence_penalty: Penalty | None = Field(None, description="Not possible in training episodes.")
+    frequency_penalty: Penalty | None = Field(None, description="Not possible in training episodes.")
+    logit_bias: (
+        Annotated[
+            dict[Annotated[int, Field(ge=0, lt=2**31)], Annotated[float, Field(ge=-100, le=100)]],
+            Field(max_length=1024),
+        ]
+        | None
+    ) = Field(None, description="By token id; not possible in training episodes.")
+    stop: StopStrings | None = Field(
+        None,
+        description=f"Text, or up to {MAX_STOPS} texts of at most {MAX_STOP_LENGTH} characters, that end the reply and "
+        "are not part of it.",
+    )
+    stop_token_ids: Annotated[tuple[Token, ...], Field(max_length=MAX_STOPS)] | None = Field(
+        None, description="Token ids that end the reply and are not part of it."
+    )
+    stream: Flag | None = Field(None, description="Server-sent events, from the first text on.")
+    stream_options: StreamOptions | None = Field(None, description="`include_usage`: usage in a last chunk.")
+    return_token_ids: Flag | None = Field(
+        None, description="Add `prompt_token_ids`, and `token_ids` to each choice: the exact tokens."
+    )
+
+    @property
+    def usage_wanted(self) -> bool:
+        """Return whether a stream ends with a chunk that has the usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def sampling(self) -> dict[str, Any]:
+        """Return the fields of a `GenerationRequest` that say how to sample."""
+        return {
+            "choices": self.n or 1,
+            "min_tokens": self.min_tokens or 0,
+            "temperature": self.temperature,
+            "seed": None if self.seed is None else self.seed & SEED_BITS,
+            "top_p": 1.0 if self.top_p is None else self.top_p,
+            "top_k": max(self.top_k or 0, 0),
+            "stop": self.stop or (),
+            "stop_token_ids": self.stop_token_ids or (),
+            "presence_penalty": self.presence_penalty or 0.0,
+            "frequency_penalty": self.frequency_penalty or 0.0,
+            "logit_bias": tuple(sorted((self.logit_bias or {}).items())),
+        }
+
+
+def refuse_others(wanted: BaseModel, ignored: Sequence[str], harmless: Mapping[str, Sequence[Any]]) -> None:
+    """Refuse fields that this server does not act on, unless their values ask for nothing.
+
+    Args:
+        wanted: a request body, with its unknown fields in `model_extra`.
+        ignored: names of fields that change no reply.
+        harmless: by field name, the values that ask for the server's own behaviour.
+
+    Raises:
+        UnsupportedField: names the first such field.
+    """
+    for name, value in (wanted.model_extra or {}).items():
+        if value is None or name in ignored or value in harmless.get(name, ()):
+            continue
+        raise UnsupportedField(f"{name[:100]} = {str(value)[:60]!r} is not supported by this server", name[:100])

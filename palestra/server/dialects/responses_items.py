@@ -1,0 +1,185 @@
+"""Items of OpenAI's responses: items of a request become messages, and a reply becomes items."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+from palestra.errors import InvalidRequest
+from palestra.http.bodies import UNSUPPORTED
+from palestra.server.dialects.answers import answer_id
+from palestra.server.dialects.transcript import Transcript
+from palestra.types.messages import ChatMessage, Text
+from palestra.types.records import Chat
+
+_ITEMS = ("message", "function_call", "function_call_output", "reasoning")
+
+
+class _Item(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class TextContent(_Item):
+    """A part of an item that holds text of the input or of an output."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: Text
+
+
+def _content(value: Any) -> Any:
+    """Return text or parts as parts; refuse parts that are not text."""
+    if isinstance(value, str):
+        return ({"type": "input_text", "text": value},)
+    for part in value if isinstance(value, list) else ():
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind not in ("input_text", "output_text", "text"):
+            raise PydanticCustomError(UNSUPPORTED, "content of type {kind} is not supported", {"kind": repr(kind)[:60]})
+    return value
+
+
+Contents = Annotated[
+    tuple[TextContent, ...], BeforeValidator(_content, json_schema_input_type=str | tuple[TextContent, ...])
+]
+
+
+class MessageItem(_Item):
+    """An item that holds a message of the user, the model, the system or a developer."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Contents
+
+
+class FunctionCallItem(_Item):
+    """An item that holds a tool call of the model."""
+
+    type: Literal["function_call"]
+    call_id: Text
+    name: Text
+    arguments: Text
+
+
+class FunctionOutputItem(_Item):
+    """An item that holds the result of a tool call."""
+
+    type: Literal["function_call_output"]
+    call_id: Text
+    output: Contents
+
+
+class ReasoningText(_Item):
+    """A part of an item of reasoning."""
+
+    text: Text
+
+
+class ReasoningItem(_Item):
+    """An item of the model's reasoning, which precedes its answer."""
+
+    type: Literal["reasoning"]
+    content: tuple[ReasoningText, ...] | None = None
+
+
+def _typed(value: Any) -> Any:
+    if isinstance(value, dict):
+        kind = value.get("type", "message")
+        if isinstance(kind, str) and kind not in _ITEMS:
+            raise PydanticCustomError(UNSUPPORTED, "an item of type {kind} is not supported", {"kind": repr(kind)[:60]})
+        return {"type": kind} | value
+    return value
+
+
+def _items(value: Any) -> Any:
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
+_AnyItem = Annotated[MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem, Field(discriminator="type")]
+Item = Annotated[_AnyItem, BeforeValidator(_typed, json_schema_input_type=_AnyItem)]
+Items = Annotated[
+    tuple[Item, ...],
+    BeforeValidator(_items, json_schema_input_type=str | tuple[Item, ...]),
+    Field(min_length=1, max_length=10_000),
+]
+
+
+def messages_of(instructions: str | None, items: Sequence[Item]) -> tuple[ChatMessage, ...]:
+    """Return the messages that items stand for; the items of one reply become one message again.
+
+    Args:
+        instructions: text of a system message that comes first, if any.
+        items: the conversation.
+
+    Raises:
+        InvalidRequest: the items contain no message.
+    """
+    out = Transcript()
+    if instructions:
+        out.say("system", instructions)
+    for item in items:
+        if isinstance(item, MessageItem):
+            out.say(item.role, "".join(part.text for part in item.content))
+        elif isinstance(item, FunctionCallItem):
+            out.call(item.call_id, item.name, item.arguments)
+        elif isinstance(item, FunctionOutputItem):
+            out.result(item.call_id, "".join(part.text for part in item.output))
+        else:
+            out.think("".join(part.text for part in item.content or ()))
+    if not out.messages:
+        raise InvalidRequest("input has no message", "input")
+    return out.messages
+
+
+def items_of(chat: Chat) -> list[dict[str, Any]]:
+    """Return the items of a reply: reasoning, message, tool calls."""
+    name, reply = answer_id("", chat), chat.reply
+    status = "incomplete" if chat.finish_reason == "length" else "completed"
+    items = []
+    if reply.reasoning_content is not None:
+        over = "completed" if reply.text or reply.tool_calls else status
+        items.append(reasoning_item(name, reply.reasoning_content, over))
+    if reply.text or not reply.tool_calls:
+        items.append(message_item(name, reply.text, status))
+    for number, call in enumerate(reply.tool_calls):
+        items.append(
+            {
+                "id": f"fc{name}-{number}",
+                "type": "function_call",
+                "call_id": call.id,
+                "name": call.function.name,
+                "arguments": call.function.arguments,
+                "status": "completed",
+            }
+        )
+    return items
+
+
+def reasoning_item(name: str, text: str, status: str) -> dict[str, Any]:
+    """Return an item of reasoning.
+
+    Args:
+        name: id of the answer, with which the item's id ends.
+        text: the reasoning; empty: the item has no content yet.
+        status: `in_progress`, `completed` or `incomplete`.
+    """
+    content = [{"type": "reasoning_text", "text": text}] if text else []
+    return {"id": f"rs{name}", "type": "reasoning", "summary": [], "content": content, "status": status}
+
+
+def message_item(name: str, text: str | None, status: str) -> dict[str, Any]:
+    """Return an item of text.
+
+    Args:
+        name: id of the answer, with which the item's id ends.
+        text: the text; None: the item has no content yet.
+        status: `in_progress`, `completed` or `incomplete`.
+    """
+    content = [] if text is None else [text_part(text)]
+    return {"id": f"msg{name}", "type": "message", "role": "assistant", "status": status, "content": content}
+
+
+def text_part(text: str) -> dict[str, Any]:
+    """Return the content part of an item of text."""
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

@@ -1,0 +1,166 @@
+"""The routes that workers call: claim, heartbeat, end and abort episodes, and push tasks."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from fastapi import APIRouter, Depends, FastAPI
+from starlette.requests import Request
+
+from palestra.errors import InvalidRequest, ServerStopping
+from palestra.http.app import request_schema
+from palestra.http.bodies import parse_body, read_request, read_with
+from palestra.http.disconnects import until_disconnect
+from palestra.server.auth import refuse_episodes
+from palestra.server.dialects.fields import SOLE_AGENT
+from palestra.server.state import DataPlane
+from palestra.types.records import EpisodeRecord, Task
+from palestra.types.wire import (
+    AbortEpisode,
+    ClaimAnswer,
+    ClaimedEpisode,
+    ClaimEpisode,
+    EndEpisode,
+    EpisodeAnswer,
+    EpisodeRegistered,
+    HeartbeatEpisode,
+    PushTasks,
+    RegisterEpisode,
+    TasksPushed,
+    task_id_of,
+)
+
+
+def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
+    """Add the routes that workers call; a job that serves a model answers all of them with 409."""
+    episodes, tasks_of_job, keys = plane.store.episodes, plane.store.tasks, plane.keys
+    routes = APIRouter(
+        tags=["episodes"], dependencies=[Depends(partial(refuse_episodes, plane.config.kind, plane.keys))]
+    )
+
+    @routes.post("/tasks", openapi_extra=request_schema(PushTasks))
+    async def push_tasks(request: Request) -> TasksPushed:
+        """Add tasks, in chunks that may be sent again; `final` says that all tasks are there, and starts the job."""
+        keys.require_job(request)
+        body, tasks = await read_with(_pushed, request, plane.pool)
+        total = await tasks_of_job.push(body.split, tasks, body.chunk_id)
+        if body.final:
+            await tasks_of_job.seal()
+        return TasksPushed(split=body.split, total=total)
+
+    @routes.post("/register_episode", openapi_extra=request_schema(RegisterEpisode))
+    async def register_episode(request: Request) -> EpisodeRegistered:
+        """Register an episode outside the schedule: recorded, never trained on, and claimed by its id."""
+        keys.require_job(request)
+        body = await read_request(RegisterEpisode, request, plane.pool)
+        task = Task(task_id=task_id_of(body.task), data=body.task.data)
+        return EpisodeRegistered(episode_id=await episodes.register_adhoc(task, body.request_id))
+
+    @routes.post("/claim_episode", openapi_extra=request_schema(ClaimEpisode))
+    async def claim_episode(request: Request) -> ClaimAnswer:
+        """Claim the next episode, or wait up to `wait_seconds` for one.
+
+        Sent again, the same request gets the same episode.
+        """
+        keys.require_job(request)
+        body = await read_request(ClaimEpisode, request, plane.pool)
+        plane.workers.mark_claiming(body.worker_id, body.request_id)
+        try:
+            episode = await until_disconnect(request.receive, _claim(plane, body, request))
+        finally:
+            plane.workers.mark_answered(body.worker_id, body.request_id)
+        if episode is not None:
+            plane.workers.mark_playing(body.worker_id, episode.episode_id, episode.fence)
+            return ClaimAnswer(status="claimed", episode=_claimed(plane, episode, request), job_state=_state(plane))
+        if plane.progress.over:
+            plane.workers.mark_notified(body.worker_id, body.request_id)
+        return ClaimAnswer(status="finished" if plane.progress.over else "waiting", job_state=_state(plane))
+
+    @routes.post("/heartbeat_episode", openapi_extra=request_schema(HeartbeatEpisode))
+    async def heartbeat_episode(request: Request) -> EpisodeAnswer:
+        """Renew the episode's lease. Every model call of the episode renews it as well."""
+        body = await read_request(HeartbeatEpisode, request, plane.pool)
+        key = await keys.require_this_episode(request, body.episode_id, episodes)
+        await episodes.renew(key.episode_id, key.fence)
+        return EpisodeAnswer(episode_id=key.episode_id, state="claimed")
+
+    @routes.post("/end_episode", openapi_extra=request_schema(EndEpisode))
+    async def end_episode(request: Request) -> EpisodeAnswer:
+        """Hand in the reward; the answer comes when it is on disk. Sent again, the same body gets the same answer."""
+        body = await read_request(EndEpisode, request, plane.pool)
+        key = await keys.require_this_episode(request, body.episode_id, episodes)
+        if (body.reward is None) == (body.rewards is None):
+            raise InvalidRequest("give either reward or rewards", "reward")
+        rewards = body.rewards if body.rewards is not None else {SOLE_AGENT: float(body.reward or 0.0)}
+        plane.workers.mark_finished(key.episode_id, key.fence)
+        await episodes.end(key.episode_id, key.fence, rewards, body.step_rewards, body.metadata)
+        return EpisodeAnswer(episode_id=key.episode_id, state="completed")
+
+    @routes.post("/abort_episode", openapi_extra=request_schema(AbortEpisode))
+    async def abort_episode(request: Request) -> EpisodeAnswer:
+        """Give the episode back after a failure that is not the policy's: no reward is recorded, nothing is trained."""
+        body = await read_request(AbortEpisode, request, plane.pool)
+        key = await keys.require_this_episode(request, body.episode_id, episodes)
+        plane.workers.mark_finished(key.episode_id, key.fence)
+        await episodes.abort(key.episode_id, key.fence, body.reason or "given back by its worker", body.discard)
+        return EpisodeAnswer(episode_id=key.episode_id, state=(await episodes.get(key.episode_id)).state)
+
+    app.include_router(routes)
+
+
+def _pushed(body: bytes) -> tuple[PushTasks, list[Task]]:
+    pushed = parse_body(PushTasks, body)
+    return pushed, [Task(task_id=task_id_of(task), data=task.data) for task in pushed.tasks]
+
+
+async def _claim(plane: DataPlane, body: ClaimEpisode, request: Request) -> EpisodeRecord | None:
+    """Wait for an episode. Returns None when the waiting time is over, or the job is.
+
+    Args:
+        plane: the state of the job.
+        body: the worker's request.
+        request: the HTTP request, whose key is checked again before each attempt.
+
+    Raises:
+        Unauthorized: the job got another key meanwhile; the episode's key would be made from the new secret.
+        ServerStopping: the server is shutting down.
+    """
+    clock, episodes = plane.store.clock, plane.store.episodes
+    until = clock.monotonic() + min(body.wait_seconds, plane.config.server.max_wait_seconds)
+    while True:
+        plane.keys.require_job(request)
+        if plane.progress.over and body.episode_id is None:
+            return None
+        if plane.stopping.is_set():
+            raise ServerStopping("the server is going down; it may come back")
+        seen = episodes.available.count
+        episode = await episodes.claim(body.worker_id, body.request_id, body.allow_discard_timeout, body.episode_id)
+        if episode is not None:
+            plane.keys.require_job(request)
+            return episode
+        left = until - clock.monotonic()
+        if left <= 0:
+            return None
+        await episodes.available.wait(left, seen)
+
+
+def _claimed(plane: DataPlane, episode: EpisodeRecord, request: Request) -> ClaimedEpisode:
+    """Return everything a worker needs to play an episode, with the versions that the engine samples from now."""
+    policies = plane.sessions.context.policies
+    default, versions = policies.roles.default, {name: str(version) for name, version in policies.versions.items()}
+    return ClaimedEpisode(
+        episode_id=episode.episode_id,
+        kind=episode.kind,
+        task_id=episode.task.task_id,
+        task=episode.task.data,
+        base_url=f"{request.base_url}v1",
+        api_key=plane.keys.episode_key(episode.episode_id, episode.fence),
+        model=default,
+        version=versions[default],
+        policies=versions,
+        lease_seconds=episode.lease_seconds,
+    )
+
+
+def _state(plane: DataPlane) -> str:
+    return plane.progress.state.value

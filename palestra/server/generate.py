@@ -1,0 +1,146 @@
+"""Model calls over HTTP: one handler for all dialects, whole or streamed, in an episode or of a served model."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Any
+
+import orjson
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from palestra.http.app import request_schema
+from palestra.http.bodies import read_with
+from palestra.http.disconnects import until_disconnect
+from palestra.server.auth import OpenSession, session_opener
+from palestra.server.dialects.base import Dialect, DialectRequest, GenerationResult, TokenCounter
+from palestra.server.respond import StreamedAnswer, WholeAnswer, generate
+from palestra.server.state import DataPlane
+from palestra.session import PolicyRuntime
+
+# Answers with more tokens (counting `top_logprobs`) are written as JSON in a thread, not on the event loop.
+MANY_TOKENS = 4096
+
+
+def add_dialect_routes(app: FastAPI, plane: DataPlane, dialects: Sequence[Dialect[Any]]) -> None:
+    """Add the routes of the dialects: one for replies each, and one for counting tokens where the format has it.
+
+    Args:
+        app: the application to add routes to.
+        plane: the state that the routes share.
+        dialects: the wire formats.
+    """
+    for dialect in dialects:
+        _add_route(app, dialect, GenerateHandler(plane, dialect).generate)
+        if dialect.counter is not None:
+            _add_route(app, dialect.counter, CountHandler(plane, dialect, dialect.counter).count)
+
+
+class GenerateHandler:
+    """Answers the model calls of one dialect: reads the request, opens the session, samples, and writes the answer."""
+
+    def __init__(self, plane: DataPlane, dialect: Dialect[Any]) -> None:
+        self._plane, self._sessions, self._dialect = plane, plane.sessions, dialect
+
+    async def generate(self, request: Request) -> Response:
+        """Sample the replies that a request asks for.
+
+        The answer is sent when they are on disk, or streamed from the first text on.
+
+        Raises:
+            PalestraError: see `session_opener`, `Dialect.parse`, `Dialect.check` and `Session.generate`.
+            ClientDisconnect: the client has disconnected; nothing is recorded.
+        """
+        open_session = _session_opener(self._plane, request)
+        asked, runtime = await _read(self._plane, request, self._dialect.parse, self._dialect.check)
+        if asked.stream:
+            writer = self._dialect.sse(asked, runtime, self._plane.store.clock.now())
+            return StreamedAnswer(self._sessions, open_session, asked.calls, writer, self._dialect.error_body)
+        with self._sessions.admitted():
+            async with open_session() as session:
+                result = await until_disconnect(request.receive, generate(session, asked.calls))
+                body = await self._rendered(asked, result, runtime)
+                return WholeAnswer(session, asked.calls, result.chats, body)
+
+    async def _rendered(self, asked: DialectRequest[Any], result: GenerationResult, runtime: PolicyRuntime) -> bytes:
+        """Return the whole answer as JSON.
+
+        A long one is written in a thread, so that it does not block other requests.
+        """
+        tokens = sum(len(chat.completion_ids) for chat in result.chats)
+        if tokens * (1 + max(call.top_logprobs for call in asked.calls)) > MANY_TOKENS:
+            return await self._plane.pool.run(self._json, asked, result, runtime)
+        return self._json(asked, result, runtime)
+
+    def _json(self, asked: DialectRequest[Any], result: GenerationResult, runtime: PolicyRuntime) -> bytes:
+        return orjson.dumps(self._dialect.render(asked, result, runtime))
+
+
+class CountHandler:
+    """Answers how many tokens a prompt has, for one dialect."""
+
+    def __init__(self, plane: DataPlane, dialect: Dialect[Any], counter: TokenCounter[Any]) -> None:
+        self._plane, self._dialect, self._counter = plane, dialect, counter
+
+    async def count(self, request: Request) -> Response:
+        """Count the tokens of a request's prompt; nothing is sampled or recorded.
+
+        Raises:
+            PalestraError: see `GenerateHandler.generate`, and `Session.count_tokens`.
+            ClientDisconnect: the client has disconnected.
+        """
+        open_session = _session_opener(self._plane, request)
+        asked, _ = await _read(self._plane, request, self._counter.parse, self._dialect.check)
+        with self._plane.sessions.admitted():
+            async with open_session() as session:
+                tokens = await until_disconnect(request.receive, session.count_tokens(asked.calls[0]))
+        return JSONResponse(self._counter.render(tokens))
+
+
+def _session_opener(plane: DataPlane, request: Request) -> OpenSession:
+    return session_opener(plane.config.kind, plane.keys, plane.sessions, request)
+
+
+async def _read(
+    plane: DataPlane,
+    request: Request,
+    parse: Callable[..., DialectRequest[Any]],
+    check: Callable[[DialectRequest[Any], PolicyRuntime], None],
+) -> tuple[DialectRequest[Any], PolicyRuntime]:
+    """Return the parsed request and the runtime of the policy that answers it."""
+    asked = await read_with(partial(parse, headers=request.headers), request, plane.pool)
+    runtime = plane.sessions.context.policies.asked(asked.policy, asked.agent)
+    if runtime.name != asked.policy:
+        asked = asked.of_policy(runtime.name)
+    check(asked, runtime)
+    return asked, runtime
+
+
+class _BareRoute(APIRoute):
+    """A route in FastAPI's document whose endpoint gets the raw request.
+
+    Dialects parse bodies themselves, because a long one has to be parsed in a thread.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
+        """Return the endpoint itself, without FastAPI's parsing around it."""
+        handler: Callable[[Request], Awaitable[Response]] = self.endpoint
+        return handler
+
+
+def _add_route(
+    app: FastAPI, form: Dialect[Any] | TokenCounter[Any], endpoint: Callable[[Request], Awaitable[Response]]
+) -> None:
+    app.router.add_api_route(
+        form.path,
+        endpoint,
+        methods=["POST"],
+        tags=["model"],
+        description=form.description,
+        response_model=None,
+        openapi_extra=request_schema(form.body),
+        route_class_override=_BareRoute,
+    )

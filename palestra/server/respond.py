@@ -1,0 +1,275 @@
+"""Answers to model calls: whole, or as server-sent events while the replies of all choices are sampled together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Sequence
+
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from palestra.errors import PalestraError
+from palestra.http.disconnects import until_disconnect
+from palestra.http.errors import ErrorForm, Failure
+from palestra.http.sse import AS_IT_COMES, MEDIA_TYPE
+from palestra.server.auth import OpenSession
+from palestra.server.dialects.base import EventWriter, GenerationResult
+from palestra.session import CallStart, GenerationRequest, Listener, ReplyPiece, Session, Sessions
+from palestra.session.sampling import overruled
+from palestra.types.records import Chat
+from palestra.waiting import cancelled
+
+
+async def generate(session: Session, calls: Sequence[GenerationRequest]) -> GenerationResult:
+    """Sample all choices of all calls, and collect the most probable tokens where a call asks for them.
+
+    Args:
+        session: the session that makes and records the calls.
+        calls: the calls of one request.
+
+    Raises:
+        PalestraError: see `Session.generate`.
+    """
+    top = _TopLogprobs() if any(call.top_logprobs for call in calls) else None
+    chats = await sample_calls(session, calls, top)
+    return GenerationResult(chats=chats, top=[()] * len(chats) if top is None else top.of(len(chats)))
+
+
+async def sample_calls(
+    session: Session, calls: Sequence[GenerationRequest], listener: Listener | None
+) -> tuple[Chat, ...]:
+    """Sample all choices of all calls concurrently. If one call fails, the others are cancelled.
+
+    The event loop serves other requests between the starts of two calls, and no call is started after one has failed.
+
+    Args:
+        session: the session that makes and records the calls.
+        calls: the calls of one request.
+        listener: is notified of all choices; the choices of the second call are numbered after those of the first.
+
+    Returns:
+        The choices, in the order of their calls.
+
+    Raises:
+        PalestraError: the error of the call that failed first; see `Session.generate`.
+    """
+    if len(calls) == 1:
+        return await session.generate(calls[0], listener)
+    tasks: list[asyncio.Task[tuple[Chat, ...]]] = []
+    first, failure = 0, None
+    try:
+        async with asyncio.TaskGroup() as group:
+            for call in calls:
+                numbered = None if listener is None else _Numbered(listener, first)
+                tasks.append(group.create_task(session.generate(call, numbered)))
+                first += call.choices
+                await asyncio.sleep(0)
+    except BaseExceptionGroup as errors:
+        failure = errors.exceptions[0]
+    try:
+        if failure is not None:
+            raise failure
+        return tuple(chat for task in tasks for chat in task.result())
+    finally:
+        # The error refers to this frame: if the frame referred to the error, only the garbage collector freed both.
+        del failure, tasks
+
+
+class _Numbered:
+    """A listener for one call of a request, which shifts the numbers of the call's choices."""
+
+    def __init__(self, listener: Listener, first: int) -> None:
+        """Wrap `listener`; `first` is the number of the call's first choice in the request."""
+        self._listener, self._first = listener, first
+
+    def started(self, choice: int, start: CallStart) -> None:
+        self._listener.started(self._first + choice, start)
+
+    def sampled(self, choice: int, piece: ReplyPiece) -> None:
+        self._listener.sampled(self._first + choice, piece)
+
+    def finished(self, choice: int, chat: Chat) -> None:
+        self._listener.finished(self._first + choice, chat)
+
+
+class _TopLogprobs:
+    """A listener that keeps the most probable tokens at each place, which are not part of the records."""
+
+    def __init__(self) -> None:
+        self._top: defaultdict[int, list[Sequence[tuple[int, float]]]] = defaultdict(list)
+
+    def of(self, choices: int) -> list[list[Sequence[tuple[int, float]]]]:
+        """Return for each of the choices its most probable tokens, place by place."""
+        return [self._top[number] for number in range(choices)]
+
+    def started(self, choice: int, start: CallStart) -> None:
+        pass
+
+    def sampled(self, choice: int, piece: ReplyPiece) -> None:
+        self._top[choice] += piece.top
+
+    def finished(self, choice: int, chat: Chat) -> None:
+        pass
+
+
+log = logging.getLogger("palestra.server")
+STALLED_SECONDS = 60.0  # a client that reads nothing of a stream for so long counts as disconnected
+OVERRULED = "x-palestra-sampling"  # header: sampling parameters that the job has set instead of the caller
+
+
+class WholeAnswer(Response):
+    """A complete answer.
+
+    The session is notified when its last byte has been sent: a later equal request is a new call.
+    """
+
+    def __init__(
+        self, session: Session, calls: Sequence[GenerationRequest], chats: Sequence[Chat], body: bytes
+    ) -> None:
+        """Prepare the answer.
+
+        Args:
+            session: the session that made the calls.
+            calls: the calls as they were requested.
+            chats: the calls as they were recorded.
+            body: the answer as JSON.
+        """
+        note = overruled(calls[0], chats[0].sampling)
+        super().__init__(body, 200, None if note is None else {OVERRULED: note}, "application/json")
+        self._session, self._chats = session, chats
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the answer, then notify the session that its calls were delivered."""
+        await super().__call__(scope, receive, send)
+        for chat in self._chats:
+            self._session.delivered(chat)
+
+
+class StreamedAnswer(Response):
+    """Events that are sent while the replies are sampled.
+
+    If the client disconnects, or reads nothing for a minute, the calls are cancelled. A failure before the first event
+    is answered with its own status; a later one is the stream's last event.
+    """
+
+    def __init__(
+        self,
+        sessions: Sessions,
+        open_session: OpenSession,
+        calls: Sequence[GenerationRequest],
+        writer: EventWriter,
+        error_form: ErrorForm,
+    ) -> None:
+        """Prepare the answer; nothing is sampled before the answer is called.
+
+        Args:
+            sessions: the job's sessions, which admit or refuse the request.
+            open_session: opens the session to make the calls in.
+            calls: the calls to sample.
+            writer: writes the dialect's events.
+            error_form: makes the dialect's form of an error.
+        """
+        super().__init__()
+        self._sessions, self._open_session, self._calls = sessions, open_session, calls
+        self._writer, self._error_form = writer, error_form
+        self._ready = asyncio.Event()  # set when there are events to send
+        self._note: str | None = None
+        self._begun = False  # whether the status line has been sent
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sample the calls and send the events.
+
+        Raises:
+            PalestraError: the calls failed before anything was sent.
+        """
+        with self._sessions.admitted():
+            async with self._open_session() as session:
+                try:
+                    await until_disconnect(receive, self._stream(session, send))
+                except ClientDisconnect:
+                    pass  # a retry returns the calls that were committed; the others are not kept
+                except TimeoutError:
+                    log.info("%s: the client takes nothing; its call is given up", scope["path"])
+
+    # These three methods make the answer a `Listener`: it keeps the header's value and forwards to the writer.
+
+    def started(self, choice: int, start: CallStart) -> None:
+        """Forward the start of a choice to the writer, and keep the value of the header `x-palestra-sampling`."""
+        if choice == 0:
+            self._note = overruled(self._calls[0], start.sampling)
+        self._writer.started(choice, start)
+
+    def sampled(self, choice: int, piece: ReplyPiece) -> None:
+        """Forward a piece of a choice to the writer, and wake the sending task."""
+        self._writer.sampled(choice, piece)
+        self._ready.set()
+
+    def finished(self, choice: int, chat: Chat) -> None:
+        """Forward the end of a choice to the writer, and wake the sending task."""
+        self._writer.finished(choice, chat)
+        self._ready.set()
+
+    async def _stream(self, session: Session, send: Send) -> None:
+        """Send events while the choices are sampled, then the stream's end, or the failure."""
+        sampling = asyncio.ensure_future(self._sample(session))
+        sampling.add_done_callback(lambda _: self._ready.set())
+        outcome: tuple[Chat, ...] | Exception | None = None
+        try:
+            while not sampling.done():
+                await self._ready.wait()
+                self._ready.clear()
+                if not sampling.done():
+                    await self._flush(send)
+            outcome = sampling.result()
+            if not isinstance(outcome, Exception):
+                self._writer.ended(outcome)
+            elif self._begun:
+                self._write_failure(outcome)
+            else:
+                raise outcome
+            await self._flush(send)
+            await _send(send, {"type": "http.response.body", "body": b"", "more_body": False})
+            for chat in () if isinstance(outcome, Exception) else outcome:
+                session.delivered(chat)
+        finally:
+            await cancelled(sampling)
+            # The error refers to this frame: if the frame referred to the error, the request would stay in memory.
+            del sampling, outcome
+
+    async def _sample(self, session: Session) -> tuple[Chat, ...] | Exception:
+        try:
+            return await sample_calls(session, self._calls, self)
+        except Exception as error:  # noqa: BLE001 - `_stream` raises the error, or writes it as an event
+            return error
+
+    def _write_failure(self, error: Exception) -> None:
+        if not isinstance(error, PalestraError):
+            log.error("a call failed while it was streamed", exc_info=error)
+        self._writer.failed(self._error_form(Failure.of(error)))
+
+    async def _flush(self, send: Send) -> None:
+        """Send the events written so far, preceded by the headers the first time."""
+        events = self._writer.take()
+        if not events:
+            return
+        if not self._begun:
+            self._begun = True
+            await _send(send, {"type": "http.response.start", "status": 200, "headers": self._status_headers()})
+        await _send(send, {"type": "http.response.body", "body": events, "more_body": True})
+
+    def _status_headers(self) -> list[tuple[bytes, bytes]]:
+        named = {"content-type": MEDIA_TYPE, **AS_IT_COMES} | ({} if self._note is None else {OVERRULED: self._note})
+        return [(name.encode(), value.encode()) for name, value in named.items()]
+
+
+async def _send(send: Send, message: Message) -> None:
+    """Send a message to the client.
+
+    Raises:
+        TimeoutError: the client read nothing for `STALLED_SECONDS`.
+    """
+    async with asyncio.timeout(STALLED_SECONDS):
+        await send(message)

@@ -1,0 +1,222 @@
+"""Status, models, events and metrics of a job."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Literal
+
+import orjson
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from palestra.errors import InvalidRequest
+from palestra.http import sse
+from palestra.http.guard import bearer
+from palestra.http.sse import AS_IT_COMES, MEDIA_TYPE, News, encode_event
+from palestra.server.state import DataPlane
+from palestra.store.leases import Holder
+from palestra.types.progress import Counts
+from palestra.types.records import Event
+from palestra.types.wire import EpisodeHolder, HealthWarningBody, JobStatus
+
+
+class ModelInfo(BaseModel):
+    """One policy, in OpenAI's form of a model."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "palestra"
+
+
+class ModelList(BaseModel):
+    """The answer to `GET /v1/models`: the policies of the job, in OpenAI's form of a list."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelInfo]
+
+
+def add_models_route(app: FastAPI, plane: DataPlane) -> None:
+    """Add the route `/v1/models`, which lists a job's policies."""
+
+    @app.get("/v1/models", tags=["model"])
+    async def models(request: Request) -> ModelList:
+        """List the policies of this job. Any key of the job or of one of its episodes opens this route."""
+        plane.keys.check(bearer(request))
+        created = int(plane.started_at)
+        return ModelList(data=[ModelInfo(id=name, created=created) for name in plane.sessions.context.policies.names])
+
+
+HOLDERS = 20  # the most held episodes that `/status` lists
+
+
+def add_status_routes(app: FastAPI, plane: DataPlane) -> None:
+    """Add the routes to watch a job: `/status`, `/events` and `/metrics`."""
+
+    @app.get("/status", tags=["status"])
+    async def status(request: Request) -> JobStatus:
+        """Return the job's progress: its state, phase and step, episodes, workers and newest metrics."""
+        plane.keys.require_job(request)
+        progress, counts = plane.progress, await plane.store.episodes.counts()
+        return JobStatus(
+            job=progress.job,
+            kind=plane.config.kind,
+            state=progress.state.value,
+            reason=progress.reason,
+            phase=progress.phase,
+            step=progress.step,
+            steps=progress.steps,
+            version=progress.version,
+            policies=list(plane.sessions.context.policies.names),
+            versions={name: str(version) for name, version in plane.sessions.context.policies.versions.items()},
+            phase_done=None if progress.collected is None else progress.collected.done,
+            phase_due=None if progress.collected is None else progress.collected.due,
+            episodes=_episodes(counts),
+            held_by=[_holder(holder) for holder in plane.store.leases.holders(HOLDERS)],
+            workers=plane.workers.busy,
+            calls={"in_flight": plane.sessions.in_flight, **plane.sessions.context.counts},
+            tokens_per_second=plane.sessions.context.rate.per_second,
+            turn_seconds={state.value: spent for state, spent in plane.sessions.context.times.seconds.items()},
+            rollouts={"playing": progress.rollouts.playing, **progress.rollouts.terminations},
+            recent_reward=plane.recent_reward,
+            staleness=progress.staleness,
+            warnings=[HealthWarningBody(code=w.code, step=w.step, text=w.text) for w in progress.warnings],
+            last_metrics=progress.last_metrics,
+            seconds_left=progress.seconds_left,
+            run_dir=progress.run_dir,
+        )
+
+    @app.get("/events", tags=["status"])
+    async def events(request: Request, after: int = 0, follow: bool = True) -> StreamingResponse:
+        """Stream server-sent events: all after number `after` (or the header `Last-Event-ID`), then new ones."""
+        plane.keys.require_job(request)
+        last = request.headers.get("last-event-id", str(after))
+        if not (last.isascii() and last.isdigit() and len(last) < 19):
+            raise InvalidRequest(f"Last-Event-ID is {last!r}; it is the number of an event", "last-event-id")
+        look = _events_after(plane, request, int(last))
+        return StreamingResponse(sse.follow(look, follow, partial(_pause, plane)), 200, AS_IT_COMES, MEDIA_TYPE)
+
+    @app.get("/metrics", tags=["status"])
+    async def metrics(request: Request) -> Response:
+        """Return the job's status and newest metrics in Prometheus' text format."""
+        plane.keys.require_job(request)
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(_Collector(plane, await plane.store.episodes.counts()))
+        return Response(generate_latest(registry), media_type="text/plain; version=0.0.4")
+
+
+def _holder(holder: Holder) -> EpisodeHolder:
+    return EpisodeHolder(
+        episode_id=holder.episode_id,
+        worker_id=holder.worker_id,
+        claimed_seconds=holder.claimed_seconds,
+        heard_seconds=holder.heard_seconds,
+    )
+
+
+def _episodes(counts: Counts) -> dict[str, int]:
+    return {name: getattr(counts, name) for name in Counts.__slots__}
+
+
+def _events_after(plane: DataPlane, request: Request, last: int) -> Callable[[], Awaitable[News | None]]:
+    """Return a function that returns events after number `last`, or None once the request's key is invalid."""
+
+    async def look() -> News | None:
+        nonlocal last
+        if not plane.keys.opens_job(request):
+            return None
+        over = plane.progress.over or plane.stopping.is_set()  # before the query, so that the last event is not missed
+        found = await plane.store.log.events(last)
+        last = found[-1].event_id if found else last
+        return News([_encoded(event) for event in found], over)
+
+    return look
+
+
+def _encoded(event: Event) -> bytes:
+    data = orjson.dumps({"at": event.at, "kind": event.kind, **event.data})
+    return encode_event(data, event.kind, str(event.event_id))
+
+
+async def _pause(plane: DataPlane, seconds: float) -> None:
+    """Return after `seconds`, or as soon as the server stops."""
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(plane.stopping.wait(), seconds)
+
+
+def _of_engines(plane: DataPlane) -> list[Metric]:
+    """Return metrics of the engines of all policies; an engine that samples several policies counts once."""
+    engines = {id(runtime.engine): runtime.engine for runtime in plane.sessions.context.policies.runtimes.values()}
+    loads = [engine.load() for engine in engines.values()]
+    requests = GaugeMetricFamily("palestra_engine_requests", "Requests of the engines by state.", labels=["state"])
+    requests.add_metric(["waiting"], sum(load.waiting for load in loads))
+    requests.add_metric(["running"], sum(load.running for load in loads))
+    tokens = CounterMetricFamily("palestra_engine_tokens", "Tokens that the engines have computed.", labels=["what"])
+    tokens.add_metric(["prefilled"], sum(load.prefilled_tokens for load in loads))
+    tokens.add_metric(["sampled"], sum(load.sampled_tokens for load in loads))
+    used = GaugeMetricFamily(
+        "palestra_engine_kv_used_bytes",
+        "Keys and values that running requests have reserved, or that are kept for prompts to come.",
+        value=sum(load.kv_bytes_used for load in loads),
+    )
+    total = GaugeMetricFamily(
+        "palestra_engine_kv_bytes", "The most that they may be.", value=sum(load.kv_bytes for load in loads)
+    )
+    versions = GaugeMetricFamily(
+        "palestra_policy_version", "n of the version that each policy is sampled from.", labels=["policy"]
+    )
+    for name, version in plane.sessions.context.policies.versions.items():
+        versions.add_metric([name], version.n)
+    return [requests, tokens, used, total, versions]
+
+
+class _Collector(Collector):
+    """Counters and gauges for Prometheus, read at the time of the request."""
+
+    def __init__(self, plane: DataPlane, counts: Counts) -> None:
+        self._plane, self._counts = plane, counts
+
+    def collect(self) -> list[Metric]:
+        """Return the metrics, as prometheus_client asks for them."""
+        plane = self._plane
+        episodes = GaugeMetricFamily("palestra_episodes", "Episodes by state.", labels=["state"])
+        for state, number in _episodes(self._counts).items():
+            episodes.add_metric([state], number)
+        seconds = CounterMetricFamily("palestra_turn_seconds", "Time of calls by state.", labels=["state"])
+        for turn_state, spent in plane.sessions.context.times.seconds.items():
+            seconds.add_metric([turn_state.value], spent)
+        happened = CounterMetricFamily(
+            "palestra_calls", "What became of model calls, and their tokens.", labels=["what"]
+        )
+        for what, number in plane.sessions.context.counts.items():
+            happened.add_metric([what], number)
+        events = CounterMetricFamily("palestra_connection_events", "What happened to connections.", labels=["what"])
+        for what, number in plane.connections.counts.items():
+            events.add_metric([what], number)
+        latest = GaugeMetricFamily("palestra_metric", "The newest row of metrics.jsonl.", labels=["name"])
+        for name, value in plane.progress.last_metrics.items():
+            latest.add_metric([name], value)
+        return [
+            episodes,
+            seconds,
+            happened,
+            events,
+            latest,
+            GaugeMetricFamily("palestra_connections", "Connections that are open.", value=len(plane.connections)),
+            GaugeMetricFamily("palestra_step", "Steps that are done.", value=plane.progress.step),
+            GaugeMetricFamily(
+                "palestra_tokens_per_second",
+                "Of the calls that ended in the last ten seconds.",
+                value=plane.sessions.context.rate.per_second,
+            ),
+            GaugeMetricFamily("palestra_calls_in_flight", "Model calls in flight.", value=plane.sessions.in_flight),
+            *_of_engines(plane),
+        ]

@@ -1,0 +1,198 @@
+"""Read a run store from another process, without writing to it."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+from sqlalchemy import Connection, func, select
+
+from palestra.database.sqlite import MOST_VALUES, open_engine
+from palestra.errors import PalestraError
+from palestra.store.calls import read_trajectory
+from palestra.store.codec import fork_of
+from palestra.store.run_store import store_error
+from palestra.store.tables import chats, episodes, manifests
+from palestra.types.records import ForkReason, Trajectory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EpisodeSummary:
+    """One episode, as lists of episodes show it.
+
+    Attributes:
+        episode_id: unique in the run.
+        task_id: of its task.
+        state: `registered`, `claimed`, `completed` or `discarded`.
+        rewards: by agent; None until it is completed.
+        calls: model calls under its last lease.
+        completion_tokens: tokens that these calls sampled.
+        attempts: claims used so far.
+        forks: calls that lost exact tokens of an earlier one, by reason.
+        metadata: what the worker handed in with the reward.
+        reason: why it was given back or discarded last; None of a completed one.
+        worker_id: the worker that holds it; None: it is not claimed.
+        claimed_at: Unix seconds of that claim; None: it is not claimed.
+    """
+
+    episode_id: str
+    task_id: str
+    state: str
+    rewards: dict[str, float] | None
+    calls: int
+    completion_tokens: int
+    attempts: int
+    forks: dict[ForkReason, int]
+    metadata: dict[str, Any]
+    reason: str | None
+    worker_id: str | None
+    claimed_at: float | None
+
+    @property
+    def reward(self) -> float | None:
+        """Return the sum of the rewards of its agents; None until it is completed."""
+        return None if self.rewards is None else float(sum(self.rewards.values()))
+
+
+@contextmanager
+def browse(path: Path) -> Iterator[Connection]:
+    """Open a read-only connection to a run store. A job that writes to it at the same time is not disturbed.
+
+    Args:
+        path: of the file, `run.db`.
+
+    Raises:
+        StoreError: the file is not a run store.
+    """
+    engine = open_engine(path, "FULL", read_only=True)
+    try:
+        with engine.begin() as connection:
+            yield connection
+    except PalestraError:
+        raise
+    except Exception as error:
+        raise store_error(path, error) from error
+    finally:
+        engine.dispose()
+
+
+def list_episodes(connection: Connection, kind: str | None, state: str | None, limit: int) -> list[EpisodeSummary]:
+    """Return the episodes that were claimed last, in canonical order.
+
+    Args:
+        connection: from `browse`.
+        kind: of the episodes; None: any.
+        state: of the episodes; None: any.
+        limit: the most episodes to return.
+    """
+    wanted = select(episodes)
+    if kind is not None:
+        wanted = wanted.where(episodes.c.kind == kind)
+    if state is not None:
+        wanted = wanted.where(episodes.c.state == state)
+    newest = wanted.order_by(
+        func.coalesce(episodes.c.claimed_at, 0).desc(),
+        episodes.c.group_index.desc(),
+        episodes.c.sample_index.desc(),
+    ).limit(limit)
+    rows = sorted(connection.execute(newest), key=lambda r: (r.kind, r.group_index, r.sample_index))
+    calls = _calls_of(connection, [row.episode_id for row in rows])
+    return [_summary(row, calls.get(row.episode_id, [])) for row in rows]
+
+
+def read_episodes(
+    run_dir: Path | str, kind: str | None = None, state: str | None = "completed"
+) -> list[EpisodeSummary]:
+    """Return the episodes that a run recorded, in canonical order. The run may still be running.
+
+    Args:
+        run_dir: the run's folder, such as `TrainResult.run_dir`.
+        kind: `train`, `validation` or `adhoc`; None: all.
+        state: such as `completed`; None: all.
+
+    Raises:
+        StoreError: there is no run, or it can't be read.
+    """
+    with browse(Path(run_dir) / "run.db") as connection:
+        return list_episodes(connection, kind, state, sys.maxsize)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EpisodeView:
+    """One episode with all of its calls, for people to look at.
+
+    Attributes:
+        trajectory: the episode and its calls.
+        step: the step whose batch it is in; None: it is in none.
+        group_rewards: by agent, of the completed episodes of its group, including itself.
+    """
+
+    trajectory: Trajectory
+    step: int | None
+    group_rewards: tuple[dict[str, float], ...]
+
+
+def read_episode(connection: Connection, episode_id: str) -> EpisodeView:
+    """Return an episode with its calls, the step that trained on it, and the rewards of its group.
+
+    Raises:
+        NotFound: no such episode.
+    """
+    found = read_trajectory(connection, episode_id)
+    step = connection.execute(
+        select(manifests.c.step).where(manifests.c.episode_ids.contains(f'"{episode_id}"'))
+    ).scalar()
+    group = select(episodes.c.rewards).where(
+        episodes.c.kind == found.episode.kind,
+        episodes.c.group_index == found.episode.group_index,
+        episodes.c.rewards.is_not(None),
+    )
+    rewards = tuple(orjson.loads(rewards) for rewards in connection.execute(group).scalars())
+    return EpisodeView(trajectory=found, step=step, group_rewards=rewards)
+
+
+def _calls_of(connection: Connection, episode_ids: Sequence[str]) -> dict[str, list[Any]]:
+    """Return (versions, fork) of each call of the episodes' last leases, by episode."""
+    found: dict[str, list[Any]] = {}
+    for start in range(0, len(episode_ids), MOST_VALUES):
+        wanted = (
+            select(chats.c.episode_id, chats.c.versions, chats.c.fork)
+            .join(episodes, (episodes.c.episode_id == chats.c.episode_id) & (episodes.c.fence == chats.c.fence))
+            .where(chats.c.episode_id.in_(episode_ids[start : start + MOST_VALUES]))
+            .order_by(chats.c.episode_id, chats.c.idx)
+        )
+        for call in connection.execute(wanted):
+            found.setdefault(call.episode_id, []).append(call)
+    return found
+
+
+def _summary(row: Any, calls: Sequence[Any]) -> EpisodeSummary:
+    """Return the summary of a row of `episodes`.
+
+    Args:
+        row: of `episodes`.
+        calls: rows with `versions` and `fork` of its calls.
+    """
+    # The lengths of the version spans add up to the completion's, so no compressed tokens have to be read.
+    lengths = [sum(count for _, _, count in orjson.loads(call.versions)) for call in calls]
+    forks = Counter(fork_of(call.fork).reason for call in calls if call.fork is not None)
+    return EpisodeSummary(
+        episode_id=row.episode_id,
+        task_id=row.task_id,
+        state=row.state,
+        rewards=None if row.rewards is None else orjson.loads(row.rewards),
+        calls=len(lengths),
+        completion_tokens=sum(lengths),
+        attempts=row.attempts,
+        forks={reason: count for reason, count in forks.items() if reason.is_drift},
+        metadata=orjson.loads(row.metadata),
+        reason=row.reason if row.state != "completed" else None,
+        worker_id=row.worker_id if row.state == "claimed" else None,
+        claimed_at=row.claimed_at if row.state == "claimed" else None,
+    )

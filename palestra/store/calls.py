@@ -1,0 +1,164 @@
+"""The calls of episodes. A call is stored without the parts that its parent has, so n turns take O(total) bytes."""
+
+from __future__ import annotations
+
+from asyncio import Future
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+from sqlalchemy import BindParameter, Connection, bindparam, select
+
+from palestra.database import Database
+from palestra.database.sqlite import MOST_VALUES
+from palestra.store.codec import chat_of, chat_row
+from palestra.store.lifecycle import held, read
+from palestra.store.tables import Prepared, chats, episodes
+from palestra.types.records import Chat, EpisodeRecord, StepTimes, TimeStep, Trajectory
+from palestra.types.states import EpisodeState
+
+_LEASE: dict[str, BindParameter[Any]] = {"episode_id": bindparam("episode_id"), "fence": bindparam("fence")}
+_INSERT_IF_HELD = Prepared(
+    chats.insert().from_select(
+        [column.name for column in chats.c],
+        select(*(bindparam(column.name, type_=column.type) for column in chats.c))
+        .select_from(episodes)
+        .where(
+            *(episodes.c[name] == value for name, value in _LEASE.items()),
+            episodes.c.state == EpisodeState.CLAIMED.value,
+        ),
+    )
+)
+_OF_LEASE = Prepared(
+    select(chats).where(*(chats.c[name] == value for name, value in _LEASE.items())).order_by(chats.c.idx)
+)
+
+
+class Calls:
+    """Records the calls of a job's episodes, and reads them.
+
+    A session appends to it; the learner and the commands that show episodes read trajectories from it.
+    """
+
+    def __init__(self, db: Database) -> None:
+        self._db = db
+
+    def append(self, chat: Chat) -> Future[None]:
+        """Record a call; the future is done when the call is on disk, even if the client has disconnected.
+
+        Raises (the future):
+            EpisodeLeaseExpired, EpisodeEnded: the lease under which the call was made is over.
+        """
+
+        def insert(connection: Connection) -> None:
+            if _INSERT_IF_HELD.change(connection, chat_row(chat)) == 0:
+                held(connection, chat.episode_id, chat.fence)  # raises the reason
+                raise AssertionError(f"a call of episode {chat.episode_id}, which is held, was not recorded")
+
+        return self._db.submit(insert, "chat_commit")
+
+    async def of_lease(self, episode_id: str, fence: int) -> tuple[EpisodeRecord, tuple[Chat, ...]]:
+        """Return an episode and the calls that were recorded under one lease of it, from one consistent read.
+
+        Args:
+            episode_id: of the episode.
+            fence: of the lease, which need not be the present one.
+
+        Raises:
+            NotFound: there is no such episode.
+        """
+
+        def query(connection: Connection) -> tuple[EpisodeRecord, tuple[Chat, ...]]:
+            return read(connection, episode_id), _of_lease(connection, episode_id, fence)
+
+        return await self._db.read(query)
+
+    async def trajectories(self, episode_ids: Sequence[str]) -> list[Trajectory]:
+        """Return episodes with the calls of their last lease, in the order of `episode_ids`.
+
+        Raises:
+            NotFound: one of them does not exist.
+        """
+        return await self._db.read(lambda connection: [read_trajectory(connection, name) for name in episode_ids])
+
+    async def oldest_tokens(self, episode_ids: Sequence[str], policies: Sequence[str]) -> dict[str, dict[str, int]]:
+        """Return for each episode and policy the `n` of the oldest version that sampled a token under its last lease.
+
+        The learner uses it to leave out episodes that are staler than the job allows.
+
+        Args:
+            episode_ids: ids of episodes, any number.
+            policies: names of the policies whose tokens count.
+
+        Returns:
+            By episode id and policy; without episodes and policies that have no token.
+        """
+
+        def query(connection: Connection) -> dict[str, dict[str, int]]:
+            found: dict[str, dict[str, int]] = {}
+            for start in range(0, len(episode_ids), MOST_VALUES):
+                wanted = (
+                    select(chats.c.episode_id, chats.c.policy, chats.c.versions)
+                    .join(episodes, (episodes.c.episode_id == chats.c.episode_id) & (episodes.c.fence == chats.c.fence))
+                    .where(chats.c.episode_id.in_(episode_ids[start : start + MOST_VALUES]))
+                    .where(chats.c.policy.in_(policies))
+                )
+                for name, policy, versions in connection.execute(wanted):
+                    oldest = min((n for _, n, _ in orjson.loads(versions)), default=None)
+                    if oldest is not None:
+                        by_policy = found.setdefault(name, {})
+                        by_policy[policy] = min(oldest, by_policy.get(policy, oldest))
+            return found
+
+        return await self._db.read(query)
+
+
+def read_trajectory(connection: Connection, episode_id: str) -> Trajectory:
+    """Return an episode with the calls of its last lease.
+
+    Raises:
+        NotFound: no such episode.
+    """
+    episode = read(connection, episode_id)
+    return Trajectory(episode=episode, steps=time_steps(episode, _of_lease(connection, episode_id, episode.fence)))
+
+
+def _of_lease(connection: Connection, episode_id: str, fence: int) -> tuple[Chat, ...]:
+    """Return the calls that were recorded under one lease, in order of index, so that parents come before children."""
+    found: dict[int, Chat] = {}
+    for row in _OF_LEASE.rows(connection, {"episode_id": episode_id, "fence": fence}):
+        found[row.idx] = chat_of(row, found)
+    return tuple(found.values())
+
+
+def time_steps(episode: EpisodeRecord, calls: Sequence[Chat]) -> tuple[TimeStep, ...]:
+    """Return the TimeSteps of an episode that have calls, in order.
+
+    Args:
+        episode: its rewards and times by TimeStep, if it has them, are copied to the TimeSteps.
+        calls: of one lease of the episode, in any order.
+    """
+    by_step: dict[int, list[Chat]] = {}
+    for chat in calls:
+        by_step.setdefault(chat.time_step, []).append(chat)
+    rewards, times = episode.step_rewards or (), episode.step_times or ()
+    last = max(by_step, default=-1)
+    over = episode.state is EpisodeState.COMPLETED
+    return tuple(
+        TimeStep(
+            index=index,
+            chats=tuple(group),
+            reward=rewards[index] if index < len(rewards) else None,
+            observed_at=times[index].observed_at if index < len(times) else min(chat.started_at for chat in group),
+            acted_at=_acted_at(times[index : index + 1], group),
+            terminated=over and index == last,
+            truncated=False,
+        )
+        for index, group in sorted(by_step.items())
+    )
+
+
+def _acted_at(times: Sequence[StepTimes], calls: Sequence[Chat]) -> float:
+    """Return when the action of a TimeStep was given; if that is not recorded, when its last call returned."""
+    acted = times[0].acted_at if times else None
+    return max(chat.finished_at for chat in calls) if acted is None else acted

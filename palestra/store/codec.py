@@ -1,0 +1,198 @@
+"""Convert records to rows and back: token arrays as compressed binary, JSON for the rest."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import MISSING, fields
+from typing import Any
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from palestra.database import to_json
+from palestra.types.messages import ChatMessage
+from palestra.types.records import (
+    Chat,
+    EpisodeRecord,
+    Fork,
+    ForkReason,
+    MediaSpan,
+    PolicyVersion,
+    SamplingParams,
+    StepTimes,
+    Task,
+    VersionSpan,
+)
+from palestra.types.states import EpisodeState
+
+SHORT = 512  # bytes: 128 tokens
+_BLOCK = struct.Struct("<3sHH")
+
+
+def pack(array: NDArray[Any], kind: str) -> bytes:
+    """Return an array as a zlib stream of little-endian numbers. Arrays of up to `SHORT` bytes are not compressed.
+
+    Args:
+        array: [n] token ids or logprobs.
+        kind: `i4` for int32, `f4` for float32.
+    """
+    data = np.ascontiguousarray(array, dtype=f"<{kind}").tobytes()
+    return zlib.compress(data, level=1) if len(data) > SHORT else _stored(data)
+
+
+def _stored(data: bytes) -> bytes:
+    """Return a zlib stream of one block that is not compressed (RFC 1950 and 1951).
+
+    The stream is a zlib stream, and not the bytes as they are, so that `unpack` needs no second format and its
+    checksum notices a damaged file.
+    """
+    # For a short reply zlib.compress would take ten times as long. Its calls also release the interpreter's lock,
+    # and getting the lock back costs even more under load.
+    return _BLOCK.pack(b"\x78\x01\x01", len(data), len(data) ^ 0xFFFF) + data + zlib.adler32(data).to_bytes(4, "big")
+
+
+def unpack(blob: bytes, kind: str) -> NDArray[Any]:
+    """Return the array [n] that `pack` was given, bit by bit.
+
+    Args:
+        blob: what `pack` returned.
+        kind: `i4` or `f4`, as for `pack`.
+
+    Raises:
+        zlib.error: the stream is damaged.
+    """
+    return np.frombuffer(zlib.decompress(blob), dtype=f"<{kind}")
+
+
+def episode_of(row: Any) -> EpisodeRecord:
+    """Return the episode that a row of `episodes` holds."""
+    return EpisodeRecord(
+        episode_id=row.episode_id,
+        kind=row.kind,
+        group_index=row.group_index,
+        sample_index=row.sample_index,
+        task=Task(task_id=row.task_id, data=orjson.loads(row.task_data)),
+        state=EpisodeState(row.state),
+        fence=row.fence,
+        attempts=row.attempts,
+        rewards=None if row.rewards is None else orjson.loads(row.rewards),
+        step_rewards=None if row.step_rewards is None else tuple(orjson.loads(row.step_rewards)),
+        step_times=None if row.step_times is None else tuple(StepTimes(*t) for t in orjson.loads(row.step_times)),
+        metadata=orjson.loads(row.metadata),
+        worker_id=row.worker_id,
+        lease_seconds=row.lease_seconds,
+    )
+
+
+def chat_row(chat: Chat) -> dict[str, Any]:
+    """Return the row of `chats` for a call, with only the parts that its parent does not have."""
+    tools = () if chat.parent is None else chat.parent.tools
+    return {
+        "episode_id": chat.episode_id,
+        "fence": chat.fence,
+        "idx": chat.index,
+        "time_step": chat.time_step,
+        "agent": chat.agent,
+        "policy": chat.policy,
+        "parent": None if chat.parent is None else chat.parent.index,
+        "shared": chat.shared,
+        "shared_messages": chat.shared_messages,
+        "messages": "[" + ",".join(map(_message_text, chat.new_messages)) + "]",
+        "tools": None if chat.tools == tools else to_json(chat.tools),
+        "media": to_json([list(span) for span in chat.media]) if chat.media else None,
+        "reply": _message_text(chat.reply),
+        "prompt_tail": pack(chat.prompt_tail, "i4"),
+        "completion": pack(chat.completion_ids, "i4"),
+        "logprobs": pack(chat.logprobs, "f4"),
+        "versions": to_json([[*span.version, span.tokens] for span in chat.versions]),
+        "finish_reason": chat.finish_reason,
+        "fork": None if chat.fork is None else _fork_text(chat.fork),
+        "stop": chat.stop,
+        "temperature": chat.sampling.temperature,
+        "max_tokens": chat.sampling.max_tokens,
+        "sampling": _more_text(chat.sampling),
+        "seed": str(chat.sampling.seed),
+        "request_digest": chat.request_digest,
+        "started_at": chat.started_at,
+        "finished_at": chat.finished_at,
+    }
+
+
+def chat_of(row: Any, earlier: dict[int, Chat]) -> Chat:
+    """Return the call that a row of `chats` holds, linked to its parent.
+
+    Args:
+        row: of `chats`.
+        earlier: the earlier calls of the same lease by their index, including the call's parent.
+    """
+    parent = None if row.parent is None else earlier[row.parent]
+    inherited = () if parent is None else parent.tools
+    return Chat(
+        episode_id=row.episode_id,
+        fence=row.fence,
+        index=row.idx,
+        time_step=row.time_step,
+        agent=row.agent,
+        policy=row.policy,
+        parent=parent,
+        shared=row.shared,
+        shared_messages=row.shared_messages,
+        new_messages=tuple(ChatMessage.model_validate(m) for m in orjson.loads(row.messages)),
+        prompt_tail=unpack(row.prompt_tail, "i4"),
+        media=tuple(MediaSpan(*span) for span in orjson.loads(row.media)) if row.media else (),
+        tools=inherited if row.tools is None else tuple(orjson.loads(row.tools)),
+        reply=ChatMessage.model_validate_json(row.reply),
+        completion_ids=unpack(row.completion, "i4"),
+        logprobs=unpack(row.logprobs, "f4"),
+        versions=tuple(VersionSpan(PolicyVersion(i, n), count) for i, n, count in orjson.loads(row.versions)),
+        finish_reason=row.finish_reason,
+        fork=None if row.fork is None else fork_of(row.fork),
+        stop=row.stop,
+        sampling=SamplingParams(
+            temperature=row.temperature, max_tokens=row.max_tokens, seed=int(row.seed), **_more(row.sampling)
+        ),
+        request_digest=row.request_digest,
+        started_at=row.started_at,
+        finished_at=row.finished_at,
+    )
+
+
+def _message_text(message: ChatMessage) -> str:
+    """Return a message as JSON without empty fields, which keeps rows small."""
+    return message.model_dump_json(exclude_none=True, exclude=None if message.tool_calls else {"tool_calls"})
+
+
+def _more_text(sampling: SamplingParams) -> str | None:
+    """Return as JSON the parameters that have no column of their own and differ from their defaults.
+
+    None: there are none.
+    """
+    more = {
+        field.name: getattr(sampling, field.name)
+        for field in fields(SamplingParams)
+        if field.default is not MISSING and getattr(sampling, field.name) != field.default
+    }
+    return to_json(more) if more else None
+
+
+def _more(text: str | None) -> dict[str, Any]:
+    """Return the parameters in a text of `_more_text`, with lists as tuples, which `SamplingParams` has."""
+    more: dict[str, Any] = {} if text is None else orjson.loads(text)
+    return more | {
+        name: tuple(tuple(v) if isinstance(v, list) else v for v in value)
+        for name, value in more.items()
+        if isinstance(value, list)
+    }
+
+
+def _fork_text(fork: Fork) -> str:
+    """Return a fork as a JSON list, for the column `chats.fork`."""
+    return to_json([fork.reason, fork.call, fork.message, fork.position])
+
+
+def fork_of(text: str) -> Fork:
+    """Return the fork that a text of the column `chats.fork` holds."""
+    reason, call, message, position = orjson.loads(text)
+    return Fork(reason=ForkReason(reason), call=call, message=message, position=position)

@@ -1,0 +1,319 @@
+"""The episodes of a job: registered, claimed under a lease, and completed or discarded once."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from sqlalchemy import Connection, func, select
+
+from palestra.config import RolloutConfig
+from palestra.database import Database, Notifier, shielded, to_json
+from palestra.errors import Conflict, InvalidRequest
+from palestra.store import lifecycle
+from palestra.store.leases import LeaseBook
+from palestra.store.run_log import insert_event
+from palestra.store.tables import episodes
+from palestra.types.clock import Clock
+from palestra.types.progress import Counts
+from palestra.types.records import EpisodeRecord, StepTimes, Task
+from palestra.types.states import EpisodeState
+
+LeaseOver = Callable[[str, int], None]
+
+
+class Episodes:
+    """Hands out the registered episodes of a job, each to one worker, and takes their rewards.
+
+    A method that changes something returns when the change is on disk. The leases in memory follow the committed
+    changes, even if the caller is cancelled meanwhile.
+
+    Attributes:
+        leases: of the episodes that are claimed now.
+        available: notified when an episode can be claimed.
+        settled: notified when an episode was completed or discarded.
+        on_lease_over: called with (episode id, fence) when an episode was ended or given back.
+        recent_rewards: by agent, of the 64 training episodes that were completed last, oldest first.
+    """
+
+    def __init__(self, db: Database, leases: LeaseBook, rollout: RolloutConfig, clock: Clock) -> None:
+        """Give each claimed episode a full period of its lease, because time passed while no server was running.
+
+        Args:
+            db: the run's database, with the tables of `tables.SCHEMA`.
+            leases: an empty book.
+            rollout: the limits of claims, leases and attempts.
+            clock: of the times that are recorded.
+        """
+        self._db, self.leases, self._rollout, self._clock = db, leases, rollout, clock
+        self.available, self.settled = Notifier(), Notifier()
+        self.on_lease_over: list[LeaseOver] = []
+        self.recent_rewards: deque[Mapping[str, float]] = deque(maxlen=64)
+        self._being_claimed = 0  # claims in progress, which have no lease yet
+        self._limit_reached = False  # whether `max_claimed` prevented a claim since the last end of a lease
+        for episode in db.query(lifecycle.live):
+            self._grant(episode)
+
+    async def register_adhoc(self, task: Task, request_id: str) -> str:
+        """Register an episode outside the schedule, and return its id. It is claimed by its id and never trained on.
+
+        Args:
+            task: what is played.
+            request_id: a repeated request with the same id gets the same episode.
+        """
+        episode_id = "adhoc-" + hashlib.sha256(request_id.encode()).hexdigest()[:16]
+
+        def register(connection: Connection) -> None:
+            if connection.execute(select(episodes.c.kind).where(episodes.c.episode_id == episode_id)).first():
+                return
+            number = select(func.coalesce(func.max(episodes.c.group_index), -1) + 1).where(episodes.c.kind == "adhoc")
+            connection.execute(
+                episodes.insert(),
+                {
+                    "episode_id": episode_id,
+                    "kind": "adhoc",
+                    "group_index": connection.execute(number).scalar_one(),
+                    "sample_index": 0,
+                    "task_id": task.task_id,
+                    "task_data": to_json(task.data),
+                    "state": EpisodeState.REGISTERED.value,
+                },
+            )
+
+        await self._db.write(register)
+        return episode_id
+
+    @shielded
+    async def claim(
+        self, worker_id: str, request_id: str, lease_seconds: float | None, episode_id: str | None = None
+    ) -> EpisodeRecord | None:
+        """Hand out the next registered episode, or a named one, under a new lease.
+
+        Args:
+            worker_id: of the worker that will play it.
+            request_id: a repeated claim with the same id gets the same episode.
+            lease_seconds: the period of the lease; None: the job's.
+            episode_id: of an episode to claim; None: the next one.
+
+        Returns:
+            The claimed episode; None: none can be claimed now. `available` is notified when there is one.
+
+        Raises:
+            InvalidRequest: the lease is longer than the job allows.
+            ClaimOver: the claim of this `request_id` is over.
+            NotFound, IllegalTransition: the named episode does not exist, or is not registered.
+        """
+        seconds = self._rollout.lease_seconds if lease_seconds is None else lease_seconds
+        if seconds > self._rollout.max_lease_seconds:
+            raise InvalidRequest(
+                f"allow_discard_timeout is {seconds:g} s and this job allows {self._rollout.max_lease_seconds:g} s",
+                "allow_discard_timeout",
+            )
+        now, most = self._clock.now(), self._rollout.max_per_worker
+        with self._claiming(1) as limit:
+            found = await self._db.write(
+                lambda c: self._claim(c, worker_id, request_id, seconds, episode_id, now, most, limit), "claim_commit"
+            )
+            if found is not None:
+                self._grant(found)
+        return found
+
+    @shielded
+    async def claim_many(self, worker_id: str, request_id: str, count: int) -> list[EpisodeRecord]:
+        """Hand out up to `count` registered episodes in canonical order, in one transaction, with the job's lease.
+
+        Args:
+            worker_id: of the worker that will play them.
+            request_id: of this claim; each episode's claim gets an id of its own that begins with it.
+            count: the most episodes to claim.
+        """
+        seconds, now = self._rollout.lease_seconds, self._clock.now()
+
+        def claim(connection: Connection) -> list[EpisodeRecord]:
+            found: list[EpisodeRecord] = []
+            for number in range(count):
+                name = f"{request_id}-{number}"
+                episode = self._claim(connection, worker_id, name, seconds, None, now, None, limit)
+                if episode is None:
+                    break
+                found.append(episode)
+            return found
+
+        with self._claiming(count) as limit:
+            claimed = await self._db.write(claim, "claim_commit")
+            for episode in claimed:
+                self._grant(episode)
+        return claimed
+
+    async def claimed_by(self, worker_id: str) -> list[EpisodeRecord]:
+        """Return the episodes that a worker holds now."""
+        return [episode for episode in await self._db.read(lifecycle.live) if episode.worker_id == worker_id]
+
+    @shielded
+    async def end(
+        self,
+        episode_id: str,
+        fence: int,
+        rewards: Mapping[str, float],
+        step_rewards: Sequence[float] | None,
+        metadata: Mapping[str, Any],
+        step_times: Sequence[StepTimes] | None = None,
+    ) -> bool:
+        """Complete an episode with its rewards, in one transaction.
+
+        Args:
+            episode_id: of the episode.
+            fence: of the lease under which it was played.
+            rewards: by agent.
+            step_rewards: one for each TimeStep; None: the reward is for the whole episode.
+            metadata: what the worker says about the episode, for people.
+            step_times: one for each TimeStep; None: not known.
+
+        Returns:
+            True if the episode was completed now; False if it was before, with the same body.
+
+        Raises:
+            Conflict: the episode was completed before with another body.
+            EpisodeLeaseExpired, EpisodeEnded, NotFound: the episode is not held under this fence.
+            InvalidRequest: there are fewer step rewards than TimeSteps with calls.
+        """
+        now = self._clock.now()
+        first = await self._db.write(
+            lambda c: lifecycle.complete(c, episode_id, fence, rewards, step_rewards, step_times, metadata, now),
+            "end_commit",
+        )
+        if first:
+            if lifecycle.kind_of(episode_id) == "train":
+                self.recent_rewards.append(rewards)
+            self._lease_over(episode_id, fence)
+            self.settled.notify()
+        return first
+
+    @shielded
+    async def abort(self, episode_id: str, fence: int, reason: str, discard: bool, counts: bool = True) -> None:
+        """Give an episode back, or discard it. Calls of this lease are not trained on.
+
+        Args:
+            episode_id: of the episode.
+            fence: of the lease under which it was played.
+            reason: why, for people.
+            discard: whether it must not be played again. It is also discarded when its attempts are used up.
+            counts: whether the attempt is one of the job's `max_attempts`; False if the server caused its end.
+
+        Raises:
+            EpisodeLeaseExpired, EpisodeEnded, NotFound: the episode is not held under this fence.
+        """
+        limit, now = self._rollout.max_attempts, self._clock.now()
+        following = await self._db.write(
+            lambda c: lifecycle.give_back(c, episode_id, fence, reason, discard, limit, now, counts)
+        )
+        self._given_back(episode_id, fence, following)
+
+    async def expire_leases(self) -> int:
+        """Give back every episode whose lease has expired, with an event `lease_expired`, and return their number."""
+        expired = 0
+        for episode_id, fence in self.leases.expired():
+            try:
+                await self._expire(episode_id, fence)
+            except Conflict:  # its worker ended the episode meanwhile
+                self.leases.drop(episode_id, fence)
+                continue
+            expired += 1
+        return expired
+
+    @shielded
+    async def _expire(self, episode_id: str, fence: int) -> None:
+        """Give one episode back and record the event, in one transaction."""
+        limit, now = self._rollout.max_attempts, self._clock.now()
+
+        def give_back(connection: Connection) -> EpisodeState:
+            following = lifecycle.give_back(connection, episode_id, fence, "lease expired", False, limit, now)
+            insert_event(connection, "lease_expired", {"episode_id": episode_id, "fence": fence}, now)
+            return following
+
+        self._given_back(episode_id, fence, await self._db.write(give_back))
+
+    async def renew(self, episode_id: str, fence: int) -> None:
+        """Start the period of a lease again, as every call of its worker does.
+
+        Args:
+            episode_id: of the episode.
+            fence: of the worker's lease.
+
+        Raises:
+            EpisodeLeaseExpired, EpisodeEnded, NotFound: the worker does not hold the episode.
+        """
+        if not self.leases.renew(episode_id, fence):
+            await self._db.read(lambda c: lifecycle.held(c, episode_id, fence))
+
+    async def get(self, episode_id: str) -> EpisodeRecord:
+        """Return one episode as it is stored now.
+
+        Raises:
+            NotFound: there is no such episode.
+        """
+        return await self._db.read(lambda c: lifecycle.read(c, episode_id))
+
+    async def counts(self) -> Counts:
+        """Return how many episodes are in each state, over all kinds."""
+
+        def query(connection: Connection) -> Counts:
+            rows = connection.execute(select(episodes.c.state, func.count()).group_by(episodes.c.state))
+            found: dict[str, int] = {state: number for state, number in rows}
+            return Counts(**{state.value: found.get(state.value, 0) for state in EpisodeState})
+
+        return await self._db.read(query)
+
+    @contextmanager
+    def _claiming(self, count: int) -> Iterator[int | None]:
+        """Track claims in progress.
+
+        Yields `max_claimed` only if it might be exceeded, so most claims need no COUNT query.
+        """
+        limit = self._rollout.max_claimed
+        self._being_claimed += count
+        try:
+            yield limit if limit is not None and len(self.leases) + self._being_claimed > limit else None
+        finally:
+            self._being_claimed -= count
+
+    def _claim(
+        self,
+        connection: Connection,
+        worker_id: str,
+        request_id: str,
+        seconds: float,
+        episode_id: str | None,
+        now: float,
+        most: int | None,
+        limit: int | None,
+    ) -> EpisodeRecord | None:
+        """Claim an episode on the writing thread, and remember if the job's `max_claimed` (`limit`) prevented it."""
+        found = lifecycle.claim(connection, worker_id, request_id, seconds, episode_id, now, most, limit)
+        if found is None and limit is not None and lifecycle.number_claimed(connection) >= limit:
+            self._limit_reached = True  # the next end of a lease wakes the claims that wait
+        return found
+
+    def _grant(self, episode: EpisodeRecord) -> None:
+        """Start the lease of a claimed episode, in memory."""
+        self.leases.grant(episode.episode_id, episode.fence, episode.lease_seconds, episode.worker_id or "")
+
+    def _given_back(self, episode_id: str, fence: int, following: EpisodeState) -> None:
+        """End a lease whose episode was given back or discarded, and notify the tasks that wait for it."""
+        self._lease_over(episode_id, fence)
+        if following is EpisodeState.REGISTERED:
+            self.available.notify(1)
+        else:
+            self.settled.notify()
+
+    def _lease_over(self, episode_id: str, fence: int) -> None:
+        """Forget a lease, call `on_lease_over`, and wake claims that a limit may have kept waiting."""
+        if self._limit_reached or self._rollout.max_per_worker is not None:
+            self._limit_reached = False
+            self.available.notify()  # all of them, because each may have waited for another limit
+        self.leases.drop(episode_id, fence)
+        for callback in self.on_lease_over:
+            callback(episode_id, fence)

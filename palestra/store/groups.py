@@ -1,0 +1,266 @@
+"""The groups of a job: registered whole, and settled when all of their episodes are."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from sqlalchemy import Connection, bindparam, func, select
+
+from palestra.database import WAKE_SECONDS, Database, Notifier, shielded, to_json
+from palestra.store.codec import episode_of
+from palestra.store.lifecycle import episode_name
+from palestra.store.tables import episodes, groups
+from palestra.types.progress import GroupRecord
+from palestra.types.records import EpisodeKind, EpisodeRecord, Task
+from palestra.types.states import EpisodeState, GroupState, check_transition
+
+OPEN_STATES = (EpisodeState.REGISTERED, EpisodeState.CLAIMED)
+SETTLED_STATES = (EpisodeState.COMPLETED, EpisodeState.DISCARDED)
+_OPEN_OF_STEP = (
+    select(episodes.c.episode_id)
+    .join(groups, (groups.c.kind == episodes.c.kind) & (groups.c.group_index == episodes.c.group_index))
+    .where(
+        episodes.c.state == bindparam("state"),
+        episodes.c.kind == bindparam("kind"),
+        groups.c.step == bindparam("step"),
+    )
+    .limit(1)
+)
+_SETTLED_OF_STEP = (
+    select(
+        func.count().filter(episodes.c.state.in_([state.value for state in SETTLED_STATES])),
+        func.count(),
+    )
+    .join(groups, (groups.c.kind == episodes.c.kind) & (groups.c.group_index == episodes.c.group_index))
+    .where(
+        episodes.c.kind == bindparam("kind"),
+        groups.c.step == bindparam("step"),
+        groups.c.state != GroupState.DROPPED.value,
+    )
+)
+_COUNT = select(func.count()).where(episodes.c.state == bindparam("state"), episodes.c.kind == bindparam("kind"))
+
+
+class Groups:
+    """Registers groups of episodes, and waits for them. The learner decides when a group is ready or dropped.
+
+    A method that changes something returns when the change is on disk.
+
+    Attributes:
+        available: notified when episodes can be claimed.
+        settled: notified when an episode was completed or discarded.
+    """
+
+    def __init__(self, db: Database, available: Notifier, settled: Notifier) -> None:
+        self._db, self.available, self.settled = db, available, settled
+
+    @shielded
+    async def register(self, kind: EpisodeKind, group_index: int, step: int, task: Task, size: int) -> None:
+        """Register a group and its episodes; a group that exists already is not changed.
+
+        Args:
+            kind: of the episodes.
+            group_index: position of the group in the canonical order of its kind.
+            step: train: the step that trains on it; validation: the number of steps after which it is scored.
+            task: what each of its episodes plays.
+            size: number of its episodes.
+        """
+
+        def register(connection: Connection) -> int:
+            """Return how many episodes were added."""
+            where = (groups.c.kind == kind, groups.c.group_index == group_index)
+            if connection.execute(select(groups.c.size).where(*where)).first():
+                return 0
+            connection.execute(
+                groups.insert(),
+                {
+                    "kind": kind,
+                    "group_index": group_index,
+                    "step": step,
+                    "task_id": task.task_id,
+                    "size": size,
+                    "state": GroupState.OPEN.value,
+                },
+            )
+            _add_episodes(connection, kind, group_index, task.task_id, to_json(task.data), range(size))
+            return size
+
+        self.available.notify(await self._db.write(register))
+
+    @shielded
+    async def register_again(self, kind: EpisodeKind, group_index: int, count: int) -> None:
+        """Add episodes to a group, to replace some that can't be used.
+
+        Args:
+            kind: of the group.
+            group_index: of the group.
+            count: how many episodes to add.
+        """
+
+        def add(connection: Connection) -> None:
+            last = connection.execute(
+                select(episodes)
+                .where(episodes.c.kind == kind, episodes.c.group_index == group_index)
+                .order_by(episodes.c.sample_index.desc())
+                .limit(1)
+            ).one()
+            following = range(last.sample_index + 1, last.sample_index + 1 + count)
+            _add_episodes(connection, kind, group_index, last.task_id, last.task_data, following)
+
+        await self._db.write(add)
+        self.available.notify(count)
+
+    async def of_step(self, kind: EpisodeKind, step: int) -> list[tuple[GroupRecord, list[EpisodeRecord]]]:
+        """Return the groups of a step in canonical order, each with its episodes."""
+        return await self._db.read(lambda connection: _of_step(connection, kind, step))
+
+    async def settled_of_step(self, kind: EpisodeKind, step: int) -> tuple[int, int]:
+        """Return (settled episodes, all episodes) of the groups of a step that were not dropped."""
+
+        def query(connection: Connection) -> tuple[int, int]:
+            done, due = connection.execute(_SETTLED_OF_STEP, {"kind": kind, "step": step}).one()
+            return int(done), int(due)
+
+        return await self._db.read(query)
+
+    async def discarded(self, kind: EpisodeKind) -> int:
+        """Return how many episodes of this kind were discarded, over the whole run."""
+        return await self._db.read(lambda connection: _discarded(connection, kind))
+
+    async def discard_reasons(self, kind: EpisodeKind, step: int) -> list[str]:
+        """Return why each discarded episode of a step was discarded, dropped groups included."""
+        wanted = (
+            select(episodes.c.reason)
+            .join(groups, (groups.c.kind == episodes.c.kind) & (groups.c.group_index == episodes.c.group_index))
+            .where(episodes.c.kind == kind, groups.c.step == step, episodes.c.state == EpisodeState.DISCARDED.value)
+            .order_by(episodes.c.group_index, episodes.c.sample_index)
+        )
+
+        def query(connection: Connection) -> list[str]:
+            return [reason or "" for reason in connection.execute(wanted).scalars()]
+
+        return await self._db.read(query)
+
+    async def number_open(self, kind: EpisodeKind) -> int:
+        """Return how many groups have an episode that may still be completed."""
+        states = [state.value for state in OPEN_STATES]
+        wanted = select(func.count(sa.distinct(episodes.c.group_index))).where(
+            episodes.c.state.in_(states), episodes.c.kind == kind
+        )
+        return await self._db.read(lambda connection: int(connection.execute(wanted).scalar_one()))
+
+    async def wait_settled(self, kind: EpisodeKind, step: int, discarded: int) -> None:
+        """Return when no episode of a step is open, or when an episode of its kind was discarded.
+
+        Args:
+            kind: of the step's episodes.
+            step: the step to wait for.
+            discarded: how many episodes of this kind were discarded when the caller last read it; another number ends
+                the wait, because a group may have to be replaced.
+        """
+
+        def query(connection: Connection) -> tuple[bool, int]:
+            is_open = any(
+                connection.execute(_OPEN_OF_STEP, {"kind": kind, "step": step, "state": state.value}).first()
+                for state in OPEN_STATES
+            )
+            return is_open, _discarded(connection, kind)
+
+        while True:
+            seen = self.settled.count
+            is_open, now = await self._db.read(query)
+            if not is_open or now != discarded:
+                return
+            await self.settled.wait(WAKE_SECONDS, seen)
+
+    async def settle(self, kind: EpisodeKind, group_index: int, following: GroupState) -> None:
+        """Move a group from OPEN to READY or DROPPED; does nothing if the group is already in that state.
+
+        Args:
+            kind: of the group.
+            group_index: of the group.
+            following: READY or DROPPED.
+
+        Raises:
+            IllegalTransition: the group was settled in the other way.
+        """
+
+        def change(connection: Connection) -> None:
+            where = (groups.c.kind == kind, groups.c.group_index == group_index)
+            current = GroupState(connection.execute(select(groups.c.state).where(*where)).scalar_one())
+            if current is following:
+                return
+            check_transition(f"group {kind} {group_index}", current, following)
+            connection.execute(sa.update(groups).where(*where).values(state=following.value))
+
+        await self._db.write(change)
+
+    async def next_index(self, kind: EpisodeKind) -> int:
+        """Return the index of the next group of this kind: one more than the largest."""
+        wanted = select(func.coalesce(func.max(groups.c.group_index), -1) + 1).where(groups.c.kind == kind)
+        return await self._db.read(lambda connection: int(connection.execute(wanted).scalar_one()))
+
+
+def _of_step(connection: Connection, kind: EpisodeKind, step: int) -> list[tuple[GroupRecord, list[EpisodeRecord]]]:
+    """Read the groups of a step with their episodes, by two queries."""
+    records = [
+        GroupRecord(
+            kind=row.kind,
+            group_index=row.group_index,
+            step=row.step,
+            task_id=row.task_id,
+            size=row.size,
+            state=GroupState(row.state),
+        )
+        for row in connection.execute(
+            select(groups).where(groups.c.kind == kind, groups.c.step == step).order_by(groups.c.group_index)
+        )
+    ]
+    if not records:
+        return []
+    members: dict[int, list[EpisodeRecord]] = {record.group_index: [] for record in records}
+    for row in connection.execute(
+        select(episodes)
+        .where(
+            episodes.c.kind == kind,
+            episodes.c.group_index.between(records[0].group_index, records[-1].group_index),
+        )
+        .order_by(episodes.c.group_index, episodes.c.sample_index)
+    ):
+        if row.group_index in members:
+            members[row.group_index].append(episode_of(row))
+    return [(record, members[record.group_index]) for record in records]
+
+
+def _discarded(connection: Connection, kind: EpisodeKind) -> int:
+    """Return how many episodes of this kind were discarded."""
+    return int(connection.execute(_COUNT, {"kind": kind, "state": EpisodeState.DISCARDED.value}).scalar_one())
+
+
+def _add_episodes(
+    connection: Connection, kind: EpisodeKind, group_index: int, task_id: str, task_data: str, samples: range
+) -> None:
+    """Insert registered episodes into a group.
+
+    Args:
+        connection: in a transaction of the writing thread.
+        kind: of the group.
+        group_index: of the group.
+        task_id: of the group's task.
+        task_data: its data, as JSON.
+        samples: the sample indices of the new episodes.
+    """
+    connection.execute(
+        episodes.insert(),
+        [
+            {
+                "episode_id": episode_name(kind, group_index, sample),
+                "kind": kind,
+                "group_index": group_index,
+                "sample_index": sample,
+                "task_id": task_id,
+                "task_data": task_data,
+                "state": EpisodeState.REGISTERED.value,
+            }
+            for sample in samples
+        ],
+    )

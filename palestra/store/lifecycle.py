@@ -1,0 +1,325 @@
+"""The lifecycle of an episode, as operations on a connection.
+
+The writing thread runs one operation after another, so each sees the changes of all earlier ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy import Connection, bindparam, func, select
+
+from palestra.database import to_json
+from palestra.errors import ClaimOver, Conflict, EpisodeEnded, EpisodeLeaseExpired, InvalidRequest, NotFound
+from palestra.store.codec import episode_of
+from palestra.store.tables import Prepared, chats, episodes
+from palestra.types.records import EpisodeKind, EpisodeRecord, StepTimes
+from palestra.types.states import EpisodeState, check_transition
+
+_BY_ID = Prepared(select(episodes).where(episodes.c.episode_id == bindparam("episode_id")))
+_BY_REQUEST = Prepared(select(episodes).where(episodes.c.claim_request_id == bindparam("request_id")))
+_NEXT = Prepared(
+    select(episodes)
+    .where(episodes.c.state == EpisodeState.REGISTERED.value, episodes.c.kind == bindparam("kind"))
+    .order_by(episodes.c.group_index, episodes.c.sample_index)
+    .limit(1)
+)
+_OTHERS = episodes.alias()
+# The next episode of a group of which the worker holds fewer than `most`.
+_NEXT_SHARED = Prepared(
+    select(episodes)
+    .where(
+        episodes.c.state == EpisodeState.REGISTERED.value,
+        episodes.c.kind == bindparam("kind"),
+        select(func.count())
+        .where(
+            _OTHERS.c.kind == episodes.c.kind,
+            _OTHERS.c.group_index == episodes.c.group_index,
+            _OTHERS.c.state == EpisodeState.CLAIMED.value,
+            _OTHERS.c.worker_id == bindparam("worker_id"),
+        )
+        .scalar_subquery()
+        < bindparam("most"),
+    )
+    .order_by(episodes.c.group_index, episodes.c.sample_index)
+    .limit(1)
+)
+_CLAIMED = Prepared(select(func.count()).where(episodes.c.state == EpisodeState.CLAIMED.value))
+_LAST_STEP = Prepared(
+    select(func.max(chats.c.time_step)).where(
+        chats.c.episode_id == bindparam("episode_id"), chats.c.fence == bindparam("fence")
+    )
+)
+CLAIM_ORDER: tuple[EpisodeKind, ...] = ("validation", "train")  # ad-hoc episodes are claimed by id only
+
+
+def episode_name(kind: EpisodeKind, group_index: int, sample_index: int) -> str:
+    """Return the id of a scheduled episode, which is the same in every run of a job.
+
+    Args:
+        kind: of the episode.
+        group_index: position of its group in the canonical order of its kind.
+        sample_index: position of the episode in its group.
+    """
+    return f"{kind}-{group_index:06d}-{sample_index:02d}"
+
+
+def kind_of(episode_id: str) -> str:
+    """Return the kind of an episode, with which its id begins."""
+    return episode_id.partition("-")[0]
+
+
+def read(connection: Connection, episode_id: str) -> EpisodeRecord:
+    """Return one episode as the connection's transaction sees it.
+
+    Raises:
+        NotFound: there is no such episode.
+    """
+    return _episode(_BY_ID.row(connection, {"episode_id": episode_id}), episode_id)
+
+
+def _episode(row: Any, episode_id: str) -> EpisodeRecord:
+    """Return the episode of a row.
+
+    Raises:
+        NotFound: the row is None.
+    """
+    if row is None:
+        raise NotFound(f"there is no episode {episode_id!r}")
+    return episode_of(row)
+
+
+def claim(
+    connection: Connection,
+    worker_id: str,
+    request_id: str,
+    lease_seconds: float,
+    episode_id: str | None,
+    now: float,
+    most: int | None,
+    most_claimed: int | None,
+) -> EpisodeRecord | None:
+    """Claim the next registered episode in canonical order, or a named one: REGISTERED → CLAIMED.
+
+    Args:
+        connection: in a transaction of the writing thread.
+        worker_id: of the worker that will hold the episode.
+        request_id: of the claim. A repeated claim with the same id gets the same episode.
+        lease_seconds: the period of the lease, kept with the episode for a restart.
+        episode_id: of the episode to claim; None: the next one.
+        now: Unix seconds.
+        most: how many episodes of one group the worker may hold at the same time; None: any number.
+        most_claimed: how many episodes all workers together may hold; None: any number.
+
+    Returns:
+        The claimed episode; None: none is registered, or the limits do not allow another claim.
+
+    Raises:
+        ClaimOver: the claim of this `request_id` is over.
+        NotFound, IllegalTransition: the named episode does not exist, or is not registered.
+    """
+    known = _BY_REQUEST.row(connection, {"request_id": request_id})
+    if known is not None:
+        if known.state != EpisodeState.CLAIMED:
+            raise ClaimOver(
+                f"the claim {request_id!r} is over: episode {known.episode_id} is {known.state}; claim anew"
+            )
+        return episode_of(known)
+    found = read(connection, episode_id) if episode_id is not None else _next(connection, worker_id, most)
+    if found is None:
+        return None
+    check_transition(f"episode {found.episode_id}", found.state, EpisodeState.CLAIMED)
+    if most_claimed is not None and number_claimed(connection) >= most_claimed:
+        return None
+    claimed = replace(
+        found,
+        state=EpisodeState.CLAIMED,
+        fence=found.fence + 1,
+        attempts=found.attempts + 1,
+        worker_id=worker_id,
+        lease_seconds=lease_seconds,
+    )
+    changed = {
+        "fence": claimed.fence,
+        "attempts": claimed.attempts,
+        "worker_id": worker_id,
+        "claim_request_id": request_id,
+        "lease_seconds": lease_seconds,
+        "claimed_at": now,
+    }
+    _change(connection, found, EpisodeState.CLAIMED, changed)
+    return claimed
+
+
+def held(connection: Connection, episode_id: str, fence: int) -> EpisodeRecord:
+    """Return the episode if it is claimed under this fence.
+
+    Args:
+        connection: to the store.
+        episode_id: of the episode.
+        fence: of the lease.
+
+    Raises:
+        EpisodeLeaseExpired, EpisodeEnded: it is not, or not any more.
+        NotFound: there is no such episode.
+    """
+    return _held(read(connection, episode_id), fence)
+
+
+def _held(episode: EpisodeRecord, fence: int) -> EpisodeRecord:
+    """Return the episode if it is claimed under this fence; see `held`."""
+    episode_id = episode.episode_id
+    if episode.fence != fence or episode.state is EpisodeState.REGISTERED:
+        raise EpisodeLeaseExpired(
+            f"episode {episode_id} is no longer yours (claim {fence} of {episode.fence}): its lease ran out or it was "
+            "given back; claim again"
+        )
+    if episode.state is not EpisodeState.CLAIMED:
+        raise EpisodeEnded(f"episode {episode_id} is {episode.state}; nothing can be added to it")
+    return episode
+
+
+def complete(
+    connection: Connection,
+    episode_id: str,
+    fence: int,
+    rewards: Mapping[str, float],
+    step_rewards: Sequence[float] | None,
+    step_times: Sequence[StepTimes] | None,
+    extra: Mapping[str, Any],
+    now: float,
+) -> bool:
+    """Complete an episode: CLAIMED → COMPLETED. One statement writes its rewards and its state.
+
+    Args:
+        connection: in a transaction of the writing thread.
+        episode_id: of the episode.
+        fence: of the lease under which it was played.
+        rewards: by agent.
+        step_rewards: one for each TimeStep; None: the reward is for the whole episode.
+        step_times: one for each TimeStep; None: not known.
+        extra: what the worker says about the episode, for people.
+        now: Unix seconds.
+
+    Returns:
+        True if the episode was completed now; False if it was before, with the same body.
+
+    Raises:
+        Conflict: the episode was completed before with another body.
+        EpisodeLeaseExpired, EpisodeEnded, NotFound: the episode is not held under this fence.
+        InvalidRequest: there are fewer step rewards than TimeSteps with calls.
+    """
+    body: dict[str, str | None] = {
+        "rewards": to_json(dict(rewards)),
+        "step_rewards": None if step_rewards is None else to_json(list(step_rewards)),
+        "metadata": to_json(dict(extra)),
+    }
+    digest = hashlib.sha256(to_json(sorted(body.items())).encode()).hexdigest()
+    body["step_times"] = None if step_times is None else to_json([list(times) for times in step_times])
+    row = _BY_ID.row(connection, {"episode_id": episode_id})
+    if row is not None and row.fence == fence and row.state == EpisodeState.COMPLETED:
+        if row.end_digest == digest:
+            return False
+        raise Conflict(f"episode {episode_id} was ended before with another body; the first one stands")
+    episode = _held(_episode(row, episode_id), fence)
+    if step_rewards is not None:
+        _one_for_each_step(connection, episode, len(step_rewards))
+    _change(connection, episode, EpisodeState.COMPLETED, {**body, "end_digest": digest, "ended_at": now})
+    return True
+
+
+def _one_for_each_step(connection: Connection, episode: EpisodeRecord, rewards: int) -> None:
+    """Require a reward for each TimeStep that has a call; there may be more, for TimeSteps without a call.
+
+    Raises:
+        InvalidRequest: there are fewer.
+    """
+    last = _LAST_STEP.row(connection, {"episode_id": episode.episode_id, "fence": episode.fence})[0]
+    if last is not None and rewards <= last:
+        raise InvalidRequest(
+            f"step_rewards has {rewards} rewards, and the calls of episode {episode.episode_id} belong to TimeSteps 0 "
+            f"to {last}; give one for each, or send `x-palestra-step` with the calls to say which they belong to",
+            "step_rewards",
+        )
+
+
+def give_back(
+    connection: Connection,
+    episode_id: str,
+    fence: int,
+    reason: str,
+    discard: bool,
+    max_attempts: int,
+    now: float,
+    counts: bool = True,
+) -> EpisodeState:
+    """Give an episode back: CLAIMED → REGISTERED, or → DISCARDED on request or when its attempts are used up.
+
+    Args:
+        connection: in a transaction of the writing thread.
+        episode_id: of the episode.
+        fence: of the lease under which it was played.
+        reason: why, for people.
+        discard: whether it must not be played again.
+        max_attempts: how many attempts an episode has.
+        now: Unix seconds.
+        counts: whether this attempt is one of them; False: the episode has as many attempts left as before the claim.
+
+    Returns:
+        The state that the episode has now.
+
+    Raises:
+        EpisodeLeaseExpired, EpisodeEnded, NotFound: the episode is not held under this fence.
+    """
+    episode = held(connection, episode_id, fence)
+    attempts = episode.attempts if counts else episode.attempts - 1
+    final = discard or attempts >= max_attempts
+    following = EpisodeState.DISCARDED if final else EpisodeState.REGISTERED
+    changed = {"reason": reason, "ended_at": now if final else None, "attempts": attempts}
+    _change(connection, episode, following, changed)
+    return following
+
+
+def number_claimed(connection: Connection) -> int:
+    """Return how many episodes are claimed now, by all workers together."""
+    return int(_CLAIMED.row(connection, {})[0])
+
+
+def live(connection: Connection) -> list[EpisodeRecord]:
+    """Return all claimed episodes, which a restart gives new leases."""
+    rows = connection.execute(select(episodes).where(episodes.c.state == EpisodeState.CLAIMED.value))
+    return [episode_of(row) for row in rows]
+
+
+def _next(connection: Connection, worker_id: str, most: int | None) -> EpisodeRecord | None:
+    """Return the next registered episode in canonical order, validation first; None: there is none for this worker."""
+    for kind in CLAIM_ORDER:
+        if most is None:
+            row = _NEXT.row(connection, {"kind": kind})
+        else:
+            row = _NEXT_SHARED.row(connection, {"kind": kind, "worker_id": worker_id, "most": most})
+        if row is not None:
+            return episode_of(row)
+    return None
+
+
+def _change(connection: Connection, episode: EpisodeRecord, following: EpisodeState, values: Mapping[str, Any]) -> None:
+    """Set an episode's state and other columns. This is the only function that writes the state of an episode."""
+    check_transition(f"episode {episode.episode_id}", episode.state, following)
+    known = {"b_id": episode.episode_id, "b_fence": episode.fence, "b_state": following.value}
+    _changing(tuple(values)).change(connection, known | {f"v_{name}": value for name, value in values.items()})
+
+
+@cache
+def _changing(columns: tuple[str, ...]) -> Prepared:
+    """Return the statement that sets an episode's state and these columns, compiled once."""
+    return Prepared(
+        sa.update(episodes)
+        .where(episodes.c.episode_id == bindparam("b_id"), episodes.c.fence == bindparam("b_fence"))
+        .values(state=bindparam("b_state"), **{name: bindparam(f"v_{name}") for name in columns})
+    )

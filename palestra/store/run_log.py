@@ -1,0 +1,186 @@
+"""The history of a job, step by step: manifests, metrics, events, and small facts of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+import sqlalchemy as sa
+from sqlalchemy import Connection, select
+
+from palestra.database import Database, to_json
+from palestra.errors import Conflict
+from palestra.store.tables import events, manifests, meta, metric_rows
+from palestra.types.clock import Clock
+from palestra.types.records import BatchManifest, Event, PolicyVersion
+
+UNFINISHED = "unfinished_metrics"  # fact that holds the row of a step that is trained but not evaluated
+
+
+class RunLog:
+    """Keeps the history of a run. A method that changes something returns when the change is on disk."""
+
+    def __init__(self, db: Database, clock: Clock) -> None:
+        self._db, self._clock = db, clock
+
+    async def commit_manifest(self, manifest: BatchManifest) -> None:
+        """Fix the batch on which a step trains; the same manifest a second time changes nothing.
+
+        Raises:
+            Conflict: the step has another manifest.
+        """
+
+        def commit(connection: Connection) -> None:
+            known = _manifest(connection, manifest.step)
+            if known == manifest:
+                return
+            if known is not None:
+                raise Conflict(f"step {manifest.step} has a manifest with other episodes")
+            connection.execute(
+                manifests.insert(),
+                {
+                    "step": manifest.step,
+                    "versions": to_json({name: [*version] for name, version in manifest.versions.items()}),
+                    "episode_ids": to_json(manifest.episode_ids),
+                    "seed": str(manifest.seed),
+                    "config_digest": manifest.config_digest,
+                },
+            )
+
+        await self._db.write(commit, "manifest_commit")
+
+    async def manifest(self, step: int) -> BatchManifest | None:
+        """Return the batch on which a step trains; None until it is fixed."""
+        return await self._db.read(lambda connection: _manifest(connection, step))
+
+    async def put_metrics(self, step: int, data: Mapping[str, float]) -> None:
+        """Write the finished row of a step, in place of an earlier one.
+
+        Args:
+            step: number of the step.
+            data: the whole row, by name of the metric.
+        """
+
+        def put(connection: Connection) -> None:
+            connection.execute(sa.delete(metric_rows).where(metric_rows.c.step == step))
+            connection.execute(metric_rows.insert(), {"step": step, "data": to_json(dict(data))})
+            if _unfinished_step(connection) == step:
+                connection.execute(sa.delete(meta).where(meta.c.key == UNFINISHED))
+
+        await self._db.write(put)
+
+    async def put_unfinished_metrics(self, data: Mapping[str, float]) -> None:
+        """Keep the row of a trained step until `put_metrics` writes it with the step's evaluation.
+
+        Until then `metrics` does not return the row.
+        """
+        await self._db.write(lambda connection: _set_fact(connection, UNFINISHED, to_json(dict(data))))
+
+    async def restore_metrics(self, step: int) -> dict[str, float] | None:
+        """Drop the rows of steps after `step`, which will be trained again.
+
+        Returns:
+            The row of `step`, if it still waits for its evaluation.
+        """
+
+        def restore(connection: Connection) -> dict[str, float] | None:
+            connection.execute(sa.delete(metric_rows).where(metric_rows.c.step > step))
+            row = connection.execute(select(metric_rows.c.data).where(metric_rows.c.step == step)).scalar()
+            # A run of an earlier version kept an unfinished row among the others, without `wall_seconds`.
+            if row is not None and "wall_seconds" not in orjson.loads(row):
+                _set_fact(connection, UNFINISHED, row)
+                connection.execute(sa.delete(metric_rows).where(metric_rows.c.step == step))
+            if _unfinished_step(connection) != step:
+                return None
+            unfinished: dict[str, float] = orjson.loads(_fact(connection, UNFINISHED) or "")
+            return unfinished
+
+        return await self._db.write(restore)
+
+    async def metrics(self) -> list[dict[str, float]]:
+        """Return all finished rows, in order of their steps."""
+
+        def query(connection: Connection) -> list[dict[str, float]]:
+            rows = connection.execute(select(metric_rows.c.data).order_by(metric_rows.c.step)).scalars()
+            return [orjson.loads(row) for row in rows]
+
+        return await self._db.read(query)
+
+    async def add_event(self, kind: str, data: Mapping[str, Any]) -> Event:
+        """Record an event of this moment, for people and programs that follow the job.
+
+        Args:
+            kind: what happened, such as `saved`.
+            data: further values, JSON.
+        """
+        now = self._clock.now()
+        return await self._db.write(lambda connection: insert_event(connection, kind, data, now))
+
+    async def events(self, after: int, limit: int = 500) -> list[Event]:
+        """Return up to `limit` events with a larger id than `after`, oldest first."""
+        return await self._db.read(lambda connection: read_events(connection, after, limit))
+
+    async def fact(self, key: str) -> str | None:
+        """Return a small fact of the run, such as its incarnation; None: it was never set."""
+        return await self._db.read(lambda connection: _fact(connection, key))
+
+    async def set_fact(self, key: str, value: str) -> None:
+        """Set a small fact of the run, which a restart reads again."""
+        await self._db.write(lambda connection: _set_fact(connection, key, value))
+
+
+def insert_event(connection: Connection, kind: str, data: Mapping[str, Any], now: float) -> Event:
+    """Append an event in the caller's transaction, together with the change that the event reports.
+
+    Args:
+        connection: in a transaction of the writing thread.
+        kind: what happened.
+        data: further values, JSON.
+        now: Unix seconds.
+    """
+    result = connection.execute(events.insert(), {"at": now, "kind": kind, "data": to_json(dict(data))})
+    key = result.inserted_primary_key
+    assert key is not None
+    return Event(event_id=key[0], at=now, kind=kind, data=dict(data))
+
+
+def read_events(connection: Connection, after: int, limit: int) -> list[Event]:
+    """Return up to `limit` events with a larger id than `after`, oldest first. Works in any process.
+
+    Args:
+        connection: to the store, possibly read-only.
+        after: id of the newest event that the caller has; 0: none.
+        limit: the most events to return.
+    """
+    rows = connection.execute(select(events).where(events.c.event_id > after).order_by(events.c.event_id).limit(limit))
+    return [Event(event_id=r.event_id, at=r.at, kind=r.kind, data=orjson.loads(r.data)) for r in rows]
+
+
+def _manifest(connection: Connection, step: int) -> BatchManifest | None:
+    """Return the manifest of a step; None: there is none."""
+    row = connection.execute(select(manifests).where(manifests.c.step == step)).first()
+    if row is None:
+        return None
+    return BatchManifest(
+        step=row.step,
+        versions={policy: PolicyVersion(*version) for policy, version in orjson.loads(row.versions).items()},
+        episode_ids=tuple(orjson.loads(row.episode_ids)),
+        seed=int(row.seed),
+        config_digest=row.config_digest,
+    )
+
+
+def _unfinished_step(connection: Connection) -> int | None:
+    """Return the step whose row waits for its evaluation; None: no row does."""
+    found = _fact(connection, UNFINISHED)
+    return None if found is None else int(orjson.loads(found)["step"])
+
+
+def _fact(connection: Connection, key: str) -> str | None:
+    return connection.execute(select(meta.c.value).where(meta.c.key == key)).scalar()
+
+
+def _set_fact(connection: Connection, key: str, value: str) -> None:
+    connection.execute(sa.delete(meta).where(meta.c.key == key))
+    connection.execute(meta.insert(), {"key": key, "value": value})

@@ -1,0 +1,213 @@
+"""Opens the database of a run, bundles what works on it, and says what is wrong with its file.
+
+A file can be damaged, full, read-only, or gone while it is used.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import zlib
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Self
+
+import sqlalchemy as sa
+
+from palestra.config import RolloutConfig, StoreConfig
+from palestra.database import Backend, Database
+from palestra.database.sqlite import make_private, open_engine
+from palestra.disk import writing
+from palestra.errors import StoreError
+from palestra.store import tables
+from palestra.store.calls import Calls
+from palestra.store.episodes import Episodes
+from palestra.store.groups import Groups
+from palestra.store.leases import LeaseBook
+from palestra.store.run_log import RunLog
+from palestra.store.tasks import Tasks
+from palestra.types.clock import Clock, SystemClock
+
+DAMAGED_CODES = frozenset((sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT))
+# Errors of decoding a damaged record: its JSON, compressed arrays, text, or names of states.
+UNREADABLE = (zlib.error, ValueError)
+# Errors that a damaged record may also cause, or a defect of Palestra; checking the whole file tells which it was.
+PERHAPS = (KeyError, IndexError, TypeError, AttributeError, AssertionError, sqlite3.IntegrityError)
+
+
+def store_error(path: Path, error: Exception) -> Exception:
+    """Return the error that callers get for an error of a run store: a StoreError if the file or the disk is the cause.
+
+    Defects of Palestra and PalestraErrors are returned unchanged.
+
+    Args:
+        path: of the store.
+        error: raised by SQLite, SQLAlchemy, or the decoding of a record.
+    """
+    cause = error.orig if isinstance(error, sa.exc.DBAPIError) and error.orig is not None else error
+    if isinstance(cause, PERHAPS):
+        if (damage := damage_of(path)) is None:
+            return error
+        found = damaged(path, damage)
+    elif isinstance(cause, sqlite3.DatabaseError) and not _says_damaged(cause):
+        found = StoreError(f"the run store {path} can't be used: {cause}; mend that, and go on with --resume")
+    elif isinstance(cause, (sqlite3.DatabaseError, *UNREADABLE)):
+        found = damaged(path, str(cause))
+    else:
+        return error
+    found.__cause__ = cause
+    return found
+
+
+def _says_damaged(error: sqlite3.DatabaseError) -> bool:
+    """Return whether an error of SQLite is about the content of the file.
+
+    Python's own error for text that is not UTF-8 has no error code, and is recognised by its message.
+    """
+    code = getattr(error, "sqlite_errorcode", None)
+    return "decode" in str(error) if code is None else code & 0xFF in DAMAGED_CODES
+
+
+def damaged(path: Path, how: str) -> StoreError:
+    """Return the error for a store whose content can't be trusted any more.
+
+    Args:
+        path: of the store.
+        how: what is wrong, for the message.
+    """
+    line = " ".join(how.split())[:200]
+    return StoreError(
+        f"{path} is not a run store, or is damaged: {line}; go on with a copy of it, or start a new run from the "
+        "newest checkpoint (policies.*.model)"
+    )
+
+
+def damage_of(path: Path) -> str | None:
+    """Check the whole file, and return what is wrong with it; None: nothing.
+
+    The check takes as long as reading the file, so call it only after something has failed.
+    """
+    try:
+        connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
+        try:
+            (found,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
+        finally:
+            connection.close()
+    except sqlite3.DatabaseError as error:
+        return str(error)
+    return None if found == "ok" else str(found)
+
+
+class OpenFile:
+    """Remembers which file was opened, to notice when its path names another file, or none.
+
+    A process may write for ever into a file that was deleted, because SQLite does not look at the path again. No other
+    file can get the inode meanwhile, because it is still open.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Remember the inodes of `path` and of its write-ahead log, which have to be open already."""
+        names = (
+            str(path),
+            f"{path}-wal",
+        )  # text: it is looked at after each commit, and a Path takes three times as long
+        self._known = {name: found for name in names if (found := _identity(name)) is not None}
+
+    def problem(self) -> StoreError | None:
+        """Return an error if the path does not name the opened file any more; None: it does."""
+        for name, known in self._known.items():
+            if _identity(name) != known:
+                return StoreError(
+                    f"{name} was deleted, moved or replaced while the job was running, so nothing more is "
+                    "acknowledged; put it back from a copy and go on with --resume, or start a new run"
+                )
+        return None
+
+
+def _identity(name: str) -> tuple[int, int] | None:
+    """Return device and inode of the file that a path names; None: there is none."""
+    try:
+        found = os.stat(name)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStore:
+    """The store of one run: a bundle of parts, of which each component gets only those that it needs.
+
+    A context manager that closes the store.
+
+    Attributes:
+        db: the run's database.
+        clock: of all recorded times, and of the leases.
+        leases: of the episodes that are claimed now.
+        tasks: the inputs of the episodes.
+        episodes: claims and ends, for workers.
+        calls: the recorded calls, for sessions; and trajectories, for the learner.
+        groups: episodes of one task, for the learner.
+        log: manifests, metrics, events and facts of the run.
+    """
+
+    db: Database
+    clock: Clock
+    leases: LeaseBook
+    tasks: Tasks
+    episodes: Episodes
+    calls: Calls
+    groups: Groups
+    log: RunLog
+
+    def close(self) -> None:
+        """Finish the submitted operations and close the file."""
+        self.db.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_run_store(path: Path, rollout: RolloutConfig, store: StoreConfig, clock: Clock | None = None) -> RunStore:
+    """Open the store of a run, or create it.
+
+    Args:
+        path: of its file, `run.db`.
+        rollout: the limits of claims, leases and attempts.
+        store: how durable a commit is.
+        clock: of times and leases; None: the system's.
+
+    Raises:
+        StoreError: the file can't be written, is not a run store, is damaged, or of a newer version of Palestra.
+    """
+    clock = clock or SystemClock()
+    with writing(path):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(path)
+    backend = Backend(
+        engine=open_engine(path, store.synchronous),
+        read_engine=open_engine(path, store.synchronous, read_only=True),
+        readers=1,
+        explain=partial(store_error, path),
+        watch=lambda: OpenFile(path).problem,
+    )
+    db = Database(backend, tables.SCHEMA)
+    try:
+        leases = LeaseBook(clock, rollout.max_episode_seconds)
+        episodes = Episodes(db, leases, rollout, clock)
+    except BaseException:
+        db.close()
+        raise
+    return RunStore(
+        db=db,
+        clock=clock,
+        leases=leases,
+        tasks=Tasks(db),
+        episodes=episodes,
+        calls=Calls(db),
+        groups=Groups(db, episodes.available, episodes.settled),
+        log=RunLog(db, clock),
+    )

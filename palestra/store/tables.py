@@ -1,0 +1,215 @@
+"""The tables of the run store, how an older file is brought up to date, and the statements of its busy paths."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections import namedtuple
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
+
+import sqlalchemy as sa
+from sqlalchemy import Column, Float, Index, Integer, LargeBinary, String, Table, Text
+from sqlalchemy.dialects import sqlite
+
+from palestra.database import Schema
+
+metadata = sa.MetaData()
+
+meta = Table("meta", metadata, Column("key", String, primary_key=True), Column("value", Text, nullable=False))
+
+tasks = Table(
+    "tasks",
+    metadata,
+    Column("split", String, primary_key=True),
+    Column("position", Integer, primary_key=True),
+    Column("task_id", String, nullable=False),
+    Column("data", Text, nullable=False),
+    Index("tasks_by_id", "split", "task_id", unique=True),
+)
+
+task_chunks = Table(
+    "task_chunks",
+    metadata,
+    Column("split", String, primary_key=True),
+    Column("chunk_id", String, primary_key=True),
+    Column("digest", String, nullable=False),
+)
+
+groups = Table(
+    "groups",
+    metadata,
+    Column("kind", String, primary_key=True),
+    Column("group_index", Integer, primary_key=True),
+    Column("step", Integer, nullable=False),
+    Column("task_id", String, nullable=False),
+    Column("size", Integer, nullable=False),
+    Column("state", String, nullable=False),
+    Index("groups_by_step", "kind", "step"),
+)
+
+episodes = Table(
+    "episodes",
+    metadata,
+    Column("episode_id", String, primary_key=True),
+    Column("kind", String, nullable=False),
+    Column("group_index", Integer, nullable=False),
+    Column("sample_index", Integer, nullable=False),
+    Column("task_id", String, nullable=False),
+    Column("task_data", Text, nullable=False),
+    Column("state", String, nullable=False),
+    Column("fence", Integer, nullable=False, default=0),
+    Column("attempts", Integer, nullable=False, default=0),
+    Column("lease_seconds", Float, nullable=False, default=0.0),
+    Column("worker_id", String),
+    Column("claim_request_id", String, unique=True),
+    Column("rewards", Text),
+    Column("step_rewards", Text),
+    Column("step_times", Text),  # [[observed, acted or null], …]; NULL: not known
+    Column("metadata", Text, nullable=False, default="{}"),
+    Column("end_digest", String),
+    Column("reason", Text),
+    Column("claimed_at", Float),
+    Column("ended_at", Float),
+    Index("episodes_of_group", "kind", "group_index", "sample_index", unique=True),
+    Index("episodes_by_state", "state", "kind", "group_index", "sample_index"),
+)
+
+chats = Table(
+    "chats",
+    metadata,
+    Column("episode_id", String, primary_key=True),
+    Column("fence", Integer, primary_key=True),
+    Column("idx", Integer, primary_key=True),
+    Column("time_step", Integer, nullable=False),
+    Column("agent", String, nullable=False),
+    Column("policy", String, nullable=False),
+    Column("parent", Integer),
+    Column("shared", Integer, nullable=False),  # leading prompt ids taken from the parent, not stored again
+    Column("shared_messages", Integer, nullable=False),  # leading messages taken from the parent, not stored again
+    Column("messages", Text, nullable=False),  # the other messages, JSON
+    Column("tools", Text),  # JSON; NULL: the parent's, or none
+    Column("media", Text),  # [[start, tokens, digest], …] in the tail; NULL: none
+    Column("reply", Text, nullable=False),
+    Column("prompt_tail", LargeBinary, nullable=False),  # the other prompt ids: zlib of int32
+    Column("completion", LargeBinary, nullable=False),  # zlib of int32
+    Column("logprobs", LargeBinary, nullable=False),  # zlib of float32
+    Column("versions", Text, nullable=False),  # [[incarnation, n, count], …]
+    Column("finish_reason", String, nullable=False),
+    Column("stop", Text),  # the stop string that ended it; NULL: none
+    Column("fork", Text),  # [reason, call, message, position]; NULL: none
+    Column("temperature", Float, nullable=False),
+    Column("max_tokens", Integer, nullable=False),
+    Column("sampling", Text),  # other parameters that differ from their defaults, a JSON object; NULL: none
+    Column("seed", String, nullable=False),  # up to 64 bits unsigned, which is too large for SQLite's integers
+    Column("request_digest", String, nullable=False),
+    Column("started_at", Float, nullable=False),
+    Column("finished_at", Float, nullable=False),
+    sqlite_with_rowid=False,
+)
+
+manifests = Table(
+    "manifests",
+    metadata,
+    Column("step", Integer, primary_key=True),
+    Column("episode_ids", Text, nullable=False),
+    Column("seed", String, nullable=False),
+    Column("config_digest", String, nullable=False),
+    Column("versions", Text, nullable=False),  # {policy: [incarnation, n]} of those that are trained
+)
+
+metric_rows = Table(
+    "metric_rows", metadata, Column("step", Integer, primary_key=True), Column("data", Text, nullable=False)
+)
+
+events = Table(
+    "events",
+    metadata,
+    Column("event_id", Integer, primary_key=True, autoincrement=True),
+    Column("at", Float, nullable=False),
+    Column("kind", String, nullable=False),
+    Column("data", Text, nullable=False),
+)
+
+MIGRATIONS: tuple[tuple[str, ...], ...] = (
+    (),
+    (
+        "ALTER TABLE chats ADD COLUMN tools TEXT",
+        "ALTER TABLE chats ADD COLUMN media TEXT",
+        "ALTER TABLE chats ADD COLUMN fork TEXT",
+        "ALTER TABLE chats ADD COLUMN stop TEXT",
+        "ALTER TABLE chats ADD COLUMN sampling TEXT",
+    ),
+    ("ALTER TABLE episodes ADD COLUMN step_times TEXT",),
+    (
+        "ALTER TABLE manifests ADD COLUMN versions TEXT NOT NULL DEFAULT '{}'",
+        # A run of that time has one policy, whose name the calls of any of its episodes have.
+        "UPDATE manifests SET versions = "
+        "'{\"' || (SELECT policy FROM chats LIMIT 1) || '\": [' || incarnation || ', ' || n || ']}' "
+        "WHERE EXISTS (SELECT 1 FROM chats)",
+        "ALTER TABLE manifests DROP COLUMN incarnation",
+        "ALTER TABLE manifests DROP COLUMN n",
+    ),
+)
+
+
+def _read_version(connection: sa.Connection) -> int:
+    """Return the version of the tables in a file; 0: the file is empty."""
+    return int(connection.exec_driver_sql("PRAGMA user_version").scalar_one())
+
+
+def _write_version(connection: sa.Connection, version: int) -> None:
+    """Record the version of the tables in the file."""
+    connection.exec_driver_sql(f"PRAGMA user_version = {version}")
+
+
+SCHEMA = Schema(
+    store="run store",
+    metadata=metadata,
+    migrations=MIGRATIONS,
+    read_version=_read_version,
+    write_version=_write_version,
+)
+
+
+T = TypeVar("T")
+_DIALECT = sqlite.dialect()
+_namedtuple = cast(Any, namedtuple)  # the columns are not known to a type checker
+
+
+class Prepared:
+    """A compiled statement whose values need no conversion for SQLite: text, numbers, bytes and None."""
+
+    def __init__(self, statement: sa.Select[Any] | sa.Insert | sa.Update) -> None:
+        """Compile a statement. The values of its `bindparam`s are given by name when it is executed."""
+        compiled = statement.compile(dialect=_DIALECT)
+        self._sql, self._names = str(compiled), tuple(compiled.positiontup or ())
+        self._fixed = {name: value for name, value in compiled.params.items() if value is not None}
+        columns = statement.selected_columns.keys() if isinstance(statement, sa.Select) else []
+        self._row: Callable[[tuple[Any, ...]], Any] = _namedtuple("Row", columns, rename=True)._make
+
+    def change(self, connection: sa.Connection, values: Mapping[str, Any]) -> int:
+        """Execute an insert or update, and return how many rows it changed."""
+        return self._execute(connection, values, lambda cursor: cursor.rowcount)
+
+    def rows(self, connection: sa.Connection, values: Mapping[str, Any]) -> list[Any]:
+        """Execute a select, and return its rows, whose columns are attributes, as in SQLAlchemy."""
+        return [self._row(found) for found in self._execute(connection, values, sqlite3.Cursor.fetchall)]
+
+    def row(self, connection: sa.Connection, values: Mapping[str, Any]) -> Any:
+        """Execute a select, and return its first row; None: there is none."""
+        found = self._execute(connection, values, sqlite3.Cursor.fetchone)
+        return None if found is None else self._row(found)
+
+    def _execute(self, connection: sa.Connection, values: Mapping[str, Any], take: Callable[[sqlite3.Cursor], T]) -> T:
+        """Execute the statement and return what `take` makes of its cursor.
+
+        Raises:
+            sqlalchemy.exc.DBAPIError: SQLite failed; the class has the same name as SQLite's own.
+        """
+        known = {**self._fixed, **values}
+        driver = cast(sqlite3.Connection, connection.connection.driver_connection)
+        try:
+            return take(driver.execute(self._sql, [known[name] for name in self._names]))
+        except sqlite3.Error as error:  # raised as SQLAlchemy's error, so that callers handle one kind of errors
+            kind: type[sa.exc.DBAPIError] = getattr(sa.exc, type(error).__name__, sa.exc.DatabaseError)
+            raise kind(self._sql, None, error) from error

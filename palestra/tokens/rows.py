@@ -1,0 +1,169 @@
+"""Turn the token trie of an episode into rows for the trainer.
+
+There are as few rows as possible, and each sampled token has its loss in exactly one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from palestra.tokens.trie import Sampled, TokenTrie, TrieNode
+from palestra.types.records import Chat, Floats, GrammarSpan, Ids, Mask, MediaSpan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TokenRow:
+    """A path of the trie: one prompt and completion that the engine saw, N tokens from the first to the last.
+
+    Attributes:
+        policy: name of the policy that sampled the trained tokens.
+        ids: int32 [N], token ids.
+        media: spans of tokens that stand for images.
+        sampled: bool [N], True where the token was sampled by a call that this row trains.
+        logprobs: float32 [N], log-probabilities at sampling; NaN where not sampled: never scored, which differs from 0.
+        versions: int32 [N, 2], (incarnation, n) of the weights that sampled the token; -1 where not sampled.
+        temperatures: float32 [N], sampling temperature; 1 where not sampled.
+        grammars: spans of calls that were constrained by a grammar.
+        chats: int32 [N], index of the call that sampled the token; -1 where not sampled.
+    """
+
+    policy: str
+    ids: Ids
+    media: tuple[MediaSpan, ...]
+    sampled: Mask
+    logprobs: Floats
+    versions: NDArray[np.int32]
+    temperatures: Floats
+    grammars: tuple[GrammarSpan, ...]
+    chats: NDArray[np.int32]
+
+
+def rows_of(trie: TokenTrie, trained: Collection[int] | None = None) -> list[TokenRow]:
+    """Return rows for the trainer, in an order that depends on the tokens alone.
+
+    For each policy, each path to a last trained token is a row; tokens that an earlier row has trained are only context
+    in it. A token that several calls sampled after the same prompt, as retries do, counts once per call: in another row
+    that passes it or, if there is none, in an additional row. The trainer computes common prefixes of rows once.
+
+    Args:
+        trie: the calls of an episode.
+        trained: indices of the calls whose tokens are trained; tokens of other calls are context. None: all calls.
+    """
+    nodes = list(trie.nodes())
+    rows: list[TokenRow] = []
+    for policy in sorted({s.chat.policy for node in nodes for s in node.samplings}):
+        left = {node: _wanted(node, policy, trained) for node in nodes}
+        while left := {node: samplings for node, samplings in left.items() if samplings}:
+            rows += [_row(trie, policy, path, _take(trie, left, path)) for path in _longest_paths(left)]
+    return rows
+
+
+def calls_of_final_answers(trie: TokenTrie, chats: Sequence[Chat]) -> frozenset[int]:
+    """Return the indices of the calls whose tokens are part of the last call of an agent, that call included.
+
+    Attempts that no later call continued are left out, and so are calls from before a history was rewritten.
+
+    Args:
+        trie: the calls of an episode, as tokens.
+        chats: the same calls.
+    """
+    last = {chat.agent: chat.index for chat in sorted(chats, key=lambda chat: chat.index)}
+    kept = {id(node) for index in last.values() for node in trie.end(index).path()}
+    return frozenset(chat.index for chat in chats if id(trie.end(chat.index)) in kept)
+
+
+def _wanted(node: TrieNode, policy: str, trained: Collection[int] | None) -> list[Sampled]:
+    """Return a node's samplings that are to be trained, sorted by seed.
+
+    Seeds are deterministic for a prompt; arrival order is not, so sorting by it would make rows irreproducible.
+    """
+    found = [s for s in node.samplings if s.chat.policy == policy and (trained is None or s.chat.index in trained)]
+    return sorted(found, key=lambda s: (s.chat.sampling.seed, s.chat.index))
+
+
+def _longest_paths(nodes: Collection[TrieNode]) -> list[list[TrieNode]]:
+    """Return the fewest paths from the root that contain all of `nodes`, in the order of the nodes."""
+    above: set[TrieNode] = set()
+    for node in nodes:
+        parent = node.parent
+        while parent is not None and parent not in above:
+            above.add(parent)
+            parent = parent.parent
+    return [node.path() for node in nodes if node not in above]
+
+
+def _take(
+    trie: TokenTrie, left: Mapping[TrieNode, list[Sampled]], path: Sequence[TrieNode]
+) -> list[tuple[TrieNode, Sampled]]:
+    """Take one sampling from each node of a path out of `left`, preferably of a call that ends on this path."""
+    on_path = set(path)
+    taken = []
+    for node in path:
+        samplings = left.get(node)
+        if samplings:
+            own = (k for k, s in enumerate(samplings) if trie.end(s.chat.index) in on_path)
+            taken.append((node, samplings.pop(next(own, 0))))
+    return taken
+
+
+def _row(
+    trie: TokenTrie, policy: str, path: Sequence[TrieNode], trained: Sequence[tuple[TrieNode, Sampled]]
+) -> TokenRow:
+    length = path[-1].stop
+    row = TokenRow(
+        policy=policy,
+        ids=np.concatenate([node.ids for node in path]),
+        media=_media(trie, path),
+        sampled=np.zeros(length, np.bool_),
+        logprobs=np.full(length, np.nan, np.float32),
+        versions=np.full((length, 2), -1, np.int32),
+        temperatures=np.ones(length, np.float32),
+        grammars=_grammars(trained),
+        chats=np.full(length, -1, np.int32),
+    )
+    for node, (chat, start) in trained:
+        here, there = slice(node.start, node.stop), slice(start, start + len(node))
+        row.sampled[here] = True
+        row.logprobs[here] = chat.logprobs[there]
+        row.versions[here] = chat.versions[0].version if len(chat.versions) == 1 else _versions(chat)[there]
+        row.temperatures[here] = chat.sampling.temperature
+        row.chats[here] = chat.index
+    return row
+
+
+def _grammars(trained: Sequence[tuple[TrieNode, Sampled]]) -> tuple[GrammarSpan, ...]:
+    """Return a span for each constrained call, up to the last token of the call that the row trains.
+
+    The row may leave the reply there: an agent that sends the reply back cut or formatted in another way continues with
+    other tokens, which need not match the grammar.
+    """
+    last = {sampled.chat.index: (sampled.chat, node.stop) for node, sampled in trained if sampled.chat.sampling.grammar}
+    return tuple(
+        GrammarSpan(chat.prompt_tokens, stop - chat.prompt_tokens, chat.sampling.grammar)
+        for chat, stop in last.values()
+    )
+
+
+def _versions(chat: Chat) -> NDArray[np.int32]:
+    """Return the version of the weights that sampled each of a call's C completion tokens, int32 [C, 2]."""
+    return np.repeat(
+        np.array([span.version for span in chat.versions], np.int32), [span.tokens for span in chat.versions], axis=0
+    )
+
+
+def _media(trie: TokenTrie, path: Sequence[TrieNode]) -> tuple[MediaSpan, ...]:
+    """Return the spans of media on a path. Two adjacent images of the same bytes are one span."""
+    spans: list[MediaSpan] = []
+    for node in path:
+        for position, digest in enumerate(trie.digests(node) if trie.has_media else (), node.start):
+            if digest is None:
+                continue
+            if spans and spans[-1].digest == digest and spans[-1].start + spans[-1].tokens == position:
+                spans[-1] = MediaSpan(spans[-1].start, spans[-1].tokens + 1, digest)
+            else:
+                spans.append(MediaSpan(position, 1, digest))
+    return tuple(spans)

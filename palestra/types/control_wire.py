@@ -1,0 +1,310 @@
+"""Bodies of the control plane, one class for each request and answer.
+
+The API checks them and the client builds them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from palestra.config import JobKind
+from palestra.types.wire import Body, JsonObject, Name
+
+# Upper bounds keep numbers within what SQLite, PostgreSQL and JavaScript clients can hold exactly.
+Seconds = Annotated[float, Field(gt=0, lt=1e10, allow_inf_nan=False)]
+Limit = Annotated[int, Field(ge=1, lt=2**53)]
+Amount = Annotated[float, Field(ge=0, lt=1e9, allow_inf_nan=False)]
+
+
+class ResourcesBody(Body):
+    """The resources that a job holds while it runs, in a request and in an answer."""
+
+    cpus: float = Field(1.0, ge=0, allow_inf_nan=False, description="Cores.")
+    gpus: float = Field(0.0, ge=0, allow_inf_nan=False, description="A part of one below 1, whole ones above.")
+    memory_gib: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Its processes are ended together when they use more. 0: not counted, and a share of the "
+        "node is what they may use (docs/operations.md).",
+    )
+
+
+class SubmitJob(Body):
+    """Request of `POST /jobs`: queue a job. Safe to send again with the same header `Idempotency-Key`."""
+
+    name: Name | None = Field(
+        None, description="For people; need not be unique. None: the name of `from_job`, or `job`."
+    )
+    kind: JobKind | None = Field(None, description="None: what `config.kind` says.")
+    priority: Literal["low", "normal", "high"] = "normal"
+    config: JsonObject | None = Field(
+        None,
+        description="A JobConfig (docs/configuration.md). None: that of `from_job`, to be served unless `kind` is "
+        "`training`.",
+    )
+    from_job: Name | None = Field(
+        None, description="Start from the weights of this job of the same tenant and not from a model's."
+    )
+    from_step: int | None = Field(None, ge=0, le=2**31, description="Step of its checkpoint. None: the newest.")
+    resources: ResourcesBody = ResourcesBody()
+    private: bool | None = Field(
+        None,
+        description="Only its owner and the tenant's admins see it. None: as `from_job`, where that is private, else "
+        "what the tenant's admins have decided (`PATCH /tenant`).",
+    )
+    attached: bool = Field(False, description="Cancel the job when its client has been silent for a while.")
+    restarts: int = Field(3, ge=0, le=100, description="How often it is started again after its server was lost.")
+    time_limit_seconds: Seconds | None = Field(
+        None,
+        description="How long it may run, over all of its starts; then it saves and is cancelled. A job that ends in "
+        "time may start before larger ones that wait for room. None: any time.",
+    )
+
+
+class JobView(Body):
+    """A job as the users of its tenant see it, in the answers of `/jobs`."""
+
+    job_id: str
+    name: str
+    user: str
+    kind: str
+    priority: str
+    state: str
+    reason: str = Field(description="Why it is in this state; of a job that waits, what for.")
+    resources: ResourcesBody
+    attached: bool
+    private: bool = Field(False, description="Only its owner and the tenant's admins see it.")
+    created_at: float = Field(description="Unix seconds.")
+    changed_at: float = Field(description="Unix seconds, of the newest change of state.")
+    starts: int
+    restarts_left: int
+    time_limit_seconds: float | None = Field(
+        None, description="How long it may run, over all of its starts; None: any time."
+    )
+    node: str | None
+    cancel_requested: bool
+    config: JsonObject
+    from_job: str | None = Field(None, description="The job whose weights it starts from; None: the config's model.")
+    from_step: int | None = Field(None, description="Step of that job's checkpoint.")
+    url: str | None = Field(
+        None, description="URL of its data plane while it runs; the key is in `GET /jobs/ID/server`."
+    )
+    log_tail: str | None = Field(description="The last lines of its log, kept when it ends.")
+
+
+class JobList(Body):
+    """Answer of `GET /jobs`: one page of the tenant's jobs, newest first."""
+
+    jobs: list[JobView]
+    cursor: str | None = Field(description="Pass it to get the next page; None: this is the last one.")
+
+
+class ChangeView(Body):
+    """One change of a job's state, as the routes of changes show it."""
+
+    number: int
+    at: float
+    previous: str | None
+    following: str
+    reason: str
+
+
+class ServerView(Body):
+    """The address of a job's data plane, and its key. URLs are opaque, and change when the job is started again."""
+
+    url: str
+    api_key: str
+
+
+class JobKeyView(Body):
+    """Answer of the route that replaces the key of a job's data plane: the new key, which is shown this once."""
+
+    api_key: str
+
+
+class ArtifactView(Body):
+    """A file in the folder of a job's run, by its path relative to this folder."""
+
+    path: str
+    bytes: int
+    modified_at: float
+
+
+class NodeView(Body):
+    """A node of the cluster: how much it has, and how much of it is free."""
+
+    node_id: str
+    alive: bool
+    draining: bool
+    cpus: float
+    gpus: int
+    memory_gib: float
+    free_cpus: float
+    free_gpus: float
+    jobs: int
+
+
+class QuotaBody(Body):
+    """The most that the jobs of a tenant may hold at the same time. None: as much as there is."""
+
+    jobs: int | None = Field(None, ge=0, lt=2**31, description="Jobs that may run; more wait. 0 pauses the tenant.")
+    cpus: Amount | None = None
+    gpus: Amount | None = None
+    memory_gib: Amount | None = None
+
+
+class InUse(Body):
+    """The resources that the jobs of a tenant hold now."""
+
+    jobs: int
+    cpus: float
+    gpus: float
+    memory_gib: float
+
+
+class ClusterView(Body):
+    """Answer of `GET /cluster`: the nodes, the length of the queue, and the quota of the caller's tenant."""
+
+    nodes: list[NodeView]
+    draining: bool
+    queued: int = Field(description="Jobs of all tenants that wait.")
+    live: int = Field(description="Jobs of all tenants that hold something.")
+    quota: QuotaBody = Field(description="The quota of the caller's tenant.")
+    in_use: InUse = Field(description="What the jobs of the caller's tenant hold.")
+
+
+class Drain(Body):
+    """Request of `POST /cluster/drain`: start no further job, or start jobs again."""
+
+    on: bool = True
+
+
+class AddUser(Body):
+    """Request of `POST /users`: add a user to the caller's tenant."""
+
+    name: Name
+    role: Literal["admin", "member", "viewer"] = "member"
+
+
+class ChangeRole(Body):
+    """Request of `PATCH /users/{name}`: give a user another role."""
+
+    role: Literal["admin", "member", "viewer"]
+
+
+class UserView(Body):
+    """A user of the tenant. A user who was removed stays in the list, with the time of the removal."""
+
+    name: str
+    role: str
+    created_at: float
+    removed_at: float | None
+
+
+class AddTenant(Body):
+    """Request of `POST /tenants`: add a tenant with one admin, whose key is in the answer."""
+
+    name: Name
+
+
+class ChangeTenant(Body):
+    """Request of `PATCH /tenants/{name}`: change what a tenant may hold at the same time."""
+
+    quota: QuotaBody = Field(description="What is left out stays as it is; null takes a limit away.")
+
+
+class SetPrivate(Body):
+    """Request of `PATCH /tenant`: whether new jobs of the caller's tenant are private."""
+
+    private_jobs: bool = Field(description="Jobs submitted from now on are private unless they say otherwise.")
+
+
+class TenantView(Body):
+    """A tenant, and the most that its jobs may hold at the same time."""
+
+    name: str
+    quota: QuotaBody
+
+
+class LimitsBody(Body):
+    """The limits of a new key. None: the limit of the key with which the new one is made."""
+
+    requests_per_minute: Annotated[float, Field(ge=1, lt=2**53, allow_inf_nan=False)] | None = None
+    burst: Limit | None = Field(None, description="Requests that may come at the same moment.")
+    open_jobs: Limit | None = Field(None, description="Jobs of its user that are not over.")
+    body_bytes: Limit | None = Field(None, description="Largest body of one request.")
+    episodes_in_flight: Limit | None = Field(
+        None, description="Claimed at the same time, of each job that is submitted with it (`rollout.max_claimed`)."
+    )
+
+
+class LimitsView(Body):
+    """The limits of a key, as they are applied to its requests."""
+
+    requests_per_minute: float
+    burst: int
+    open_jobs: int
+    body_bytes: int
+    episodes_in_flight: int
+
+
+class MakeKey(Body):
+    """Request of `POST /keys`: make a key with at most the rights of the calling one."""
+
+    user: str | None = Field(None, description="User of the new key. None: the caller.")
+    label: str = Field("", max_length=200)
+    scopes: list[str] | None = Field(None, description="None: all that both the user's role and the calling key have.")
+    lifetime_seconds: Seconds | None = Field(None, description="None: it does not expire.")
+    limits: LimitsBody | None = Field(None, description="Set by admins only. None: those of the key that makes it.")
+
+
+class RotateKey(Body):
+    """Request of `POST /keys/{key_id}/rotate`: replace a key by a new one with the same rights."""
+
+    grace_seconds: float = Field(86400.0, ge=0, allow_inf_nan=False, description="How long the old key still opens.")
+
+
+class KeyView(Body):
+    """A key without its secret, so that this answer opens nothing."""
+
+    key_id: str
+    user: str
+    label: str
+    scopes: list[str]
+    limits: LimitsView
+    created_at: float
+    expires_at: float | None
+    revoked_at: float | None
+    last_used_at: float | None
+    replaced_by: str | None
+
+
+class NewKeyView(KeyView):
+    """A key that was just made, with its secret, which is shown this once."""
+
+    secret: str
+
+
+class IdentityView(Body):
+    """Answer of `GET /me`: the tenant, user and rights to which the calling key belongs."""
+
+    tenant: str
+    user: str
+    role: str
+    scopes: list[str]
+    private_jobs: bool = Field(False, description="Jobs of the tenant are private unless they say otherwise.")
+
+
+class AuditView(Body):
+    """One line of the audit log: who did what, with which key, and whether it was allowed."""
+
+    number: int
+    at: float
+    who: str
+    key_id: str | None
+    what: str
+    target: str
+    outcome: str

@@ -1,0 +1,116 @@
+"""The metrics that every run writes to `metrics.jsonl`, each declared once with name, unit and formula.
+
+The docs and the checks are made from these tables. Metrics of a trainer, an algorithm or a loss are declared beside it
+(`trainer.base.TRAINER_METRICS`, `Algorithm.metrics`, `Loss.metrics`); `learner.metrics.metric_tables` joins all of
+them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from palestra.types.records import MEANINGS, ForkReason
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One column of `metrics.jsonl`.
+
+    Attributes:
+        name: key in the row, such as `train/reward_mean`.
+        unit: such as `tokens`, `s` or `1`.
+        formula: how the number is computed, in a sentence for the docs.
+    """
+
+    name: str
+    unit: str
+    formula: str
+
+
+METRICS = (
+    Metric("step", "steps", "Number of this training step, from 1."),
+    Metric("version", "updates", "n of the policy version after the step."),
+    Metric(
+        "train/reward_mean",
+        "reward",
+        "Mean of the rewards of all completed episodes of the step's batch; an episode's is the sum over its agents, "
+        "without those that a frozen policy plays.",
+    ),
+    Metric("train/reward_std", "reward", "Population standard deviation of the same rewards."),
+    Metric("train/episodes", "episodes", "Completed episodes in the batch."),
+    Metric("train/groups_zero_variance", "groups", "Groups whose rewards are all equal: advantage 0, skipped."),
+    Metric("train/groups_dropped", "groups", "Groups of this step that lost too many episodes and were replaced."),
+    Metric("train/episodes_discarded", "episodes", "Episodes of the batch's groups that were discarded."),
+    Metric(
+        "train/episodes_stale",
+        "episodes",
+        "Completed episodes with a token older than `max_staleness` allows: left out, and registered again.",
+    ),
+    Metric(
+        "train/episodes_without_tokens",
+        "episodes",
+        "Completed episodes in which nothing was sampled from the trained policy: no row.",
+    ),
+    Metric(
+        "train/episodes_untrainable",
+        "episodes",
+        "Episodes whose rows are left out because what was recorded of them can't be trained; the event "
+        "`episode_untrainable` says why. Their tokens count in the divisor of the loss, their rewards in the "
+        "advantages of their groups.",
+    ),
+    Metric("train/calls_abandoned", "calls", "Calls that were left out because of `train_on = final-branch`."),
+    Metric("train/tokens_abandoned", "tokens", "Sampled tokens of those calls."),
+    Metric("train/calls_frozen", "calls", "Calls that were left out because their policy is frozen."),
+    Metric("train/tokens_frozen", "tokens", "Sampled tokens of those calls."),
+    Metric("train/rows", "rows", "TrainSamples that entered the loss."),
+    Metric("train/trained_tokens", "tokens", "Sampled tokens that entered the loss, each once per epoch."),
+    Metric(
+        "train/merged_share",
+        "ratio",
+        "1 - tokens forwarded / tokens of the flat rows: saved by shared prefixes.",
+    ),
+    Metric("train/grad_norm", "1", "Global L2 norm of the gradient before clipping."),
+    Metric("train/updates_skipped", "updates", "Updates left out because their gradient was not finite."),
+    Metric("train/learning_rate", "1", "Learning rate of the update."),
+    Metric("train/warnings", "warnings", "Signs that the run learns nothing, after this step; `/status` has them."),
+    Metric("rollout/prompt_tokens", "tokens", "Prompt tokens of all calls of the batch."),
+    Metric("rollout/reused_tokens", "tokens", "Prompt tokens that an earlier call of the episode has, too."),
+    Metric("rollout/completion_tokens", "tokens", "Sampled tokens of all calls of the batch."),
+    Metric("rollout/truncated_share", "ratio", "Share of the trained policy's calls that ended at max_tokens."),
+    Metric(
+        "rollout/tokens_per_second",
+        "tokens/s",
+        "Prompt and completion tokens / time/rollout_seconds. "
+        "Left out of the first step after a restart, which others may have played in part.",
+    ),
+    Metric(
+        "rollout/staleness_max",
+        "versions",
+        "Largest n(policy before the step) - n(token) over trained tokens.",
+    ),
+    Metric("rollout/staleness_mean", "versions", "Mean of the same."),
+    Metric(
+        "rollout/drift_share",
+        "ratio",
+        "Share of the trained policy's calls that went on from an earlier one, and could not start with its exact "
+        "tokens.",
+    ),
+    *(
+        Metric(f"rollout/forks_{reason.value}", "calls", f"Calls that forked: {MEANINGS[reason]}.")
+        for reason in ForkReason
+    ),
+    Metric("time/rollout_seconds", "s", "From the first episode's registration to the last one's end."),
+    Metric("time/train_seconds", "s", "Forward, backward and optimizer."),
+    Metric("time/publish_seconds", "s", "Handing the weights to the engine."),
+    Metric(
+        "time/checkpoint_seconds",
+        "s",
+        "Writing a checkpoint, which goes on beside the next rollout; on the row of the step in which it ended.",
+    ),
+    Metric("time/step_seconds", "s", "The whole step, evaluation left out."),
+    Metric("validation/reward_mean", "reward", "Mean reward of the scored validation episodes, greedy."),
+    Metric("validation/scored", "episodes", "Validation episodes that got a reward."),
+    Metric("validation/total", "episodes", "Validation episodes in all; the mean is over `scored` of them."),
+    Metric("time/validation_seconds", "s", "The whole evaluation."),
+    Metric("wall_seconds", "s", "Seconds since the job was first started, without the time it was stopped."),
+)

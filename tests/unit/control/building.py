@@ -1,0 +1,76 @@
+"""Jobs and identities for tests."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+
+from palestra.control.accounts.administration import Administration
+from palestra.control.accounts.identity import Identities, Identity
+from palestra.control.api import ControlPlane
+from palestra.control.jobs.launcher import Launcher
+from palestra.control.jobs.scheduler import JobScheduler
+from palestra.control.placement.placement import PlacementPolicy
+from palestra.control.rights.limits import KeyLimits, RequestRates
+from palestra.control.rights.permissions import Role, scopes_of
+from palestra.control.store.control_store import ControlStore
+from palestra.control.store.tables import changes
+from palestra.types.jobs import JobRecord, JobRequest, Resources
+from palestra.types.states import JobState
+from unit.control.launching import FakeLauncher
+
+REQUEST = JobRequest(name="addition", config={"steps": 3}, resources=Resources(cpus=1.0))
+
+
+def ask(**values: Any) -> JobRequest:
+    return dataclasses.replace(REQUEST, **values)
+
+
+async def submit(store: ControlStore, tenant: str = "a", user: str = "ann", **values: Any) -> JobRecord:
+    return await store.submit_job(tenant, user, ask(**values))
+
+
+async def running(store: ControlStore, tenant: str = "a", user: str = "ann") -> JobRecord:
+    job = await submit(store, tenant, user)
+    await store.change_state(job.job_id, JobState.QUEUED, JobState.STARTING, "there is room")
+    return await store.change_state(job.job_id, JobState.STARTING, JobState.RUNNING, "it answers", url="http://n:1")
+
+
+async def change_numbers(store: ControlStore, tenant: str = "a") -> list[int]:
+    """Of all changes in a tenant, in order."""
+    wanted = sa.select(changes.c.number).where(changes.c.tenant == tenant).order_by(changes.c.number)
+    return await store.read(lambda connection: list(connection.execute(wanted).scalars()))
+
+
+def identity(role: Role = Role.ADMIN, **values: Any) -> Identity:
+    known = {"tenant": "default", "user": "admin", "key_id": None, "scopes": scopes_of(role), "limits": KeyLimits()}
+    return Identity(role=role, **(known | values))
+
+
+def control_plane(store: ControlStore, folder: Path, launcher: Launcher | None = None, **more: Any) -> ControlPlane:
+    """What `palestra serve` has, with a launcher that starts nothing; nobody schedules yet."""
+    identities = Identities(store)
+    return ControlPlane(
+        scheduler=JobScheduler(store, launcher or FakeLauncher(), folder / "jobs", PlacementPolicy()),
+        store=store,
+        identities=identities,
+        administration=Administration(store, identities),
+        rates=RequestRates(store.clock),
+        **more,
+    )
+
+
+def pg_ctl(server: Any, command: str) -> None:
+    """Stop or restart PostgreSQL as if its machine had lost power."""
+    subprocess.run(
+        [str(server.bin_path / "pg_ctl"), "-D", str(server.pgdata), "-w", "-m", "immediate", command],
+        user=server.system_user,
+        cwd=server.pgdata,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        check=True,
+    )

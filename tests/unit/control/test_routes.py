@@ -1,0 +1,329 @@
+"""Every route of the control plane has a rule, and keeps to it, for every role."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import httpx2
+import pytest
+from fastapi.routing import APIRoute
+
+from palestra.control.api import PUBLIC, create_control_app, jobs_api
+from palestra.control.rights.permissions import PERMISSIONS, Role
+from palestra.errors import Unauthorized
+from palestra.http import sse
+from palestra.http.bodies import LONG_BODY
+from palestra.server import KeyRing
+from palestra.store.key_files import SecretFile, write_private
+from unit.control.building import submit
+
+BODIES = {
+    ("POST", "/jobs"): {"config": {}},
+    ("POST", "/tenants"): {"name": "new"},
+    ("PATCH", "/tenants/{name}"): {"quota": {"gpus": 2}},
+    ("PATCH", "/tenant"): {"private_jobs": False},
+    ("POST", "/users"): {"name": "new"},
+    ("PATCH", "/users/{name}"): {"role": "viewer"},
+    ("POST", "/keys"): {},
+    ("POST", "/keys/{key_id}/rotate"): {},
+    ("POST", "/cluster/drain"): {"on": False},
+}
+
+
+def routes(app) -> list[tuple[str, APIRoute]]:
+    found = [route for route in app.routes if isinstance(route, APIRoute)]
+    return [(method, route) for route in found for method in sorted(route.methods)]
+
+
+def action_of(route: APIRoute):
+    (action,) = [d.call.action for d in route.dependant.dependencies if hasattr(d.call, "action")]
+    return action
+
+
+def client(plane) -> httpx2.AsyncClient:
+    transport = httpx2.ASGITransport(create_control_app(plane), raise_app_exceptions=False)
+    return httpx2.AsyncClient(transport=transport, base_url="http://control")
+
+
+async def test_every_route_but_the_public_ones_has_exactly_one_rule_of_the_table(plane):
+    found = {}
+    for method, route in routes(create_control_app(plane)):
+        if route.path not in PUBLIC:
+            found[method, route.path] = action_of(route)
+    assert set(found.values()) == PERMISSIONS.keys(), "an action without a route, or a route without an action"
+    assert all(path in found or (method, path) in found for method, path in BODIES)
+
+
+async def test_without_a_key_nothing_but_the_public_routes_answers(plane):
+    async with client(plane) as http:
+        for method, route in routes(create_control_app(plane)):
+            answer = await http.request(method, filled(route.path), json=BODIES.get((method, route.path)))
+            assert answer.status_code == (200 if route.path in PUBLIC else 401), (method, route.path)
+            wrong = {"authorization": "Bearer pk_000000000000_" + "x" * 43}
+            answer = await http.request(method, filled(route.path), headers=wrong)
+            assert answer.status_code == (200 if route.path in PUBLIC else 401)
+
+
+def filled(path: str, job_id: str = "job-0000000000000000") -> str:
+    values = {"job_id": job_id, "name": "somebody", "key_id": "000000000000"}
+    return path.replace("{path:path}", "x").format(**values)
+
+
+@pytest.mark.parametrize("role", list(Role))
+@pytest.mark.parametrize("tenant", ["default", "other"])
+async def test_each_role_may_do_what_the_table_says_and_nothing_else(plane, role, tenant):
+    admin = (await plane.administration.first_start()).secret
+    async with client(plane) as http:
+        by_admin = {"authorization": f"Bearer {admin}"}
+        if tenant == "other":
+            made = await http.post("/tenants", json={"name": "other"}, headers=by_admin)
+            by_admin = {"authorization": f"Bearer {made.json()['secret']}"}
+        made = await http.post("/users", json={"name": "ann", "role": role.value}, headers=by_admin)
+        mine = {"authorization": f"Bearer {made.json()['secret']}"}
+        job = await submit(plane.store, tenant, "ann")
+        for method, route in routes(create_control_app(plane)):
+            if route.path in PUBLIC:
+                continue
+            rule = PERMISSIONS[action_of(route)]
+            allowed = role in rule.roles and (not rule.operator or tenant == "default")
+            path = filled(route.path, job.job_id)
+            async with asyncio.timeout(10):
+                if path.endswith("/events"):
+                    path += "?follow=false"
+                answer = await http.request(method, path, json=BODIES.get((method, route.path)), headers=mine)
+            assert (answer.status_code == 403) is (not allowed), (method, route.path, answer.text)
+            assert answer.status_code < 500, (method, route.path, answer.text)
+
+
+async def test_a_job_of_another_tenant_is_exactly_as_one_that_does_not_exist(plane):
+    admin = (await plane.administration.first_start()).secret
+    job = await submit(plane.store, "other", "ann")
+    async with client(plane) as http:
+        headers = {"authorization": f"Bearer {admin}"}
+        for method, route in routes(create_control_app(plane)):
+            if "{job_id}" not in route.path:
+                continue
+            texts = []
+            for job_id in (job.job_id, "job-0000000000000000"):
+                answer = await http.request(method, filled(route.path, job_id), headers=headers)
+                assert answer.status_code == 404, (method, route.path)
+                texts.append(answer.text.replace(job_id, ""))
+            assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("private", [False, True])
+@pytest.mark.parametrize("role", list(Role))
+async def test_what_a_colleague_may_do_with_a_job_on_every_route(plane, role, private):
+    """The matrix: each route that names a job, by its owner, a colleague of each role, and a stranger."""
+    admin = (await plane.administration.first_start()).secret
+    async with client(plane) as http:
+        by_admin = {"authorization": f"Bearer {admin}"}
+        keys = {}
+        for name, its_role in (("ann", "member"), ("bob", role.value)):
+            made = await http.post("/users", json={"name": name, "role": its_role}, headers=by_admin)
+            keys[name] = {"authorization": f"Bearer {made.json()['secret']}"}
+        made = await http.post("/tenants", json={"name": "other"}, headers=by_admin)
+        keys["stranger"] = {"authorization": f"Bearer {made.json()['secret']}"}
+        for method, route in routes(create_control_app(plane)):
+            if "{job_id}" not in route.path:
+                continue
+            rule = PERMISSIONS[action_of(route)]
+            answers = {}
+            for name, headers in keys.items():
+                job = await submit(plane.store, "default", "ann", private=private)
+                path = filled(route.path, job.job_id) + ("?follow=false" if route.path.endswith("/events") else "")
+                answer = await http.request(method, path, json=BODIES.get((method, route.path)), headers=headers)
+                answers[name] = answer.status_code, answer.text.replace(job.job_id, "")
+                none = await http.request(method, path.replace(job.job_id, "job-0"), headers=headers)
+                hidden = none.status_code, none.text.replace("job-0", "")
+                if name == "stranger" or (name == "bob" and private and role is not Role.ADMIN):
+                    assert answers[name] == hidden, (method, route.path, name)
+            assert answers["ann"][0] in (200, 201) or answers["ann"][1] != hidden[1], (method, route.path)
+            if not private or role is Role.ADMIN:
+                assert (answers["bob"][0] == 403) == (role not in rule.roles & rule.others), (method, route.path)
+
+
+async def test_a_private_job_is_in_no_list_of_a_colleague_and_no_source_of_theirs(plane):
+    admin = (await plane.administration.first_start()).secret
+    async with client(plane) as http:
+        by_admin = {"authorization": f"Bearer {admin}"}
+        keys = {}
+        for name in ("ann", "bob"):
+            made = await http.post("/users", json={"name": name, "role": "member"}, headers=by_admin)
+            keys[name] = {"authorization": f"Bearer {made.json()['secret']}"}
+        open_ = (await http.post("/jobs", json={"config": {}}, headers=keys["ann"])).json()
+        private = (await http.post("/jobs", json={"config": {}, "private": True}, headers=keys["ann"])).json()
+        assert (open_["private"], private["private"]) == (False, True)
+        seen = {}
+        for name, headers in (("admin", by_admin), *keys.items()):
+            for query in ("", "?user=ann", "?limit=1"):
+                jobs = (await http.get(f"/jobs{query}", headers=headers)).json()["jobs"]
+                seen[name, query] = [job["job_id"] for job in jobs]
+        both, newest = [private["job_id"], open_["job_id"]], [private["job_id"]]
+        assert seen["admin", ""] == seen["ann", ""] == seen["ann", "?user=ann"] == both
+        assert seen["ann", "?limit=1"] == newest
+        assert seen["bob", ""] == seen["bob", "?user=ann"] == seen["bob", "?limit=1"] == [open_["job_id"]]
+        answer = await http.post("/jobs", json={"from_job": private["job_id"]}, headers=keys["bob"])
+        assert (answer.status_code, "there is no job" in answer.text) == (404, True)
+
+
+async def test_a_tenants_admin_decides_what_jobs_are_that_say_nothing(plane):
+    admin = (await plane.administration.first_start()).secret
+    async with client(plane) as http:
+        headers = {"authorization": f"Bearer {admin}"}
+        before = (await http.post("/jobs", json={"config": {}}, headers=headers)).json()
+        assert (await http.patch("/tenant", json={"private_jobs": True}, headers=headers)).status_code == 204
+        assert (await http.get("/me", headers=headers)).json()["private_jobs"]
+        after = (await http.post("/jobs", json={"config": {}}, headers=headers)).json()
+        said = (await http.post("/jobs", json={"config": {}, "private": False}, headers=headers)).json()
+        again = (await http.post(f"/jobs/{after['job_id']}/resubmit", headers=headers)).json()
+        assert [job["private"] for job in (before, after, said, again)] == [False, True, False, True]
+        audit = (await http.get("/audit", headers=headers)).json()
+        assert ("tenant.set_private", "on") in [(line["what"], line["target"]) for line in audit]
+
+
+async def test_a_log_that_is_followed_ends_when_its_reader_may_not_see_the_job_any_more(plane, monkeypatch):
+    followed = asyncio.Event()
+    monkeypatch.setattr(plane.scheduler, "seen", lambda _: followed.set())
+    monkeypatch.setattr(sse, "POLL_SECONDS", 0.05)
+    admin = (await plane.administration.first_start()).secret
+    async with client(plane) as http:
+        by_admin = {"authorization": f"Bearer {admin}"}
+        made = await http.post("/users", json={"name": "bob", "role": "admin"}, headers=by_admin)
+        job = await submit(plane.store, "default", "ann", private=True)
+        mine = {"authorization": f"Bearer {made.json()['secret']}"}
+        async with asyncio.timeout(30):
+            following = asyncio.ensure_future(http.get(f"/jobs/{job.job_id}/logs?follow=true", headers=mine))
+            await followed.wait()
+            assert not following.done()
+            await http.patch("/users/bob", json={"role": "member"}, headers=by_admin)
+            assert (await following).status_code == 200
+
+
+async def test_a_job_gets_another_key_and_that_of_before_is_void(plane):
+    admin = (await plane.administration.first_start()).secret
+    async with client(plane) as http:
+        headers = {"authorization": f"Bearer {admin}"}
+        job = (await http.post("/jobs", json={"config": {"name": "sums"}}, headers=headers)).json()["job_id"]
+        answer = await http.post(f"/jobs/{job}/rotate-key", headers=headers)
+        assert (answer.status_code, "no key yet" in answer.text) == (404, True)
+        run = plane.scheduler.folder_of(job) / "run"
+        run.mkdir(parents=True)
+        ring = KeyRing(SecretFile(run).current, "sums")
+        write_private(run / "api_key", ring.job_key)
+        old, episode = ring.job_key, ring.episode_key("e", 1)
+        new = (await http.post(f"/jobs/{job}/rotate-key", headers=headers)).json()["api_key"]
+        assert ring.check(new) is None
+        assert (run / "api_key").read_text().strip() == new
+        for void in (old, episode):
+            with pytest.raises(Unauthorized):
+                ring.check(void)
+        assert KeyRing(SecretFile(run).current, "sums").job_key == new  # after a restart, too
+
+
+async def test_the_keys_of_a_job_are_changed_one_after_another(plane, monkeypatch):
+    """Secret and key are two files: those of two changes at the same time might not fit together."""
+    admin = (await plane.administration.first_start()).secret
+    busy, overlapped = threading.Lock(), []
+
+    def slow(run, name):
+        overlapped.append(not busy.acquire(blocking=False))
+        time.sleep(0.05)
+        if not overlapped[-1]:
+            busy.release()
+        return "pj-new"
+
+    monkeypatch.setattr(jobs_api, "rotate_keys", slow)
+    async with client(plane) as http:
+        headers = {"authorization": f"Bearer {admin}"}
+        job = (await http.post("/jobs", json={"config": {}}, headers=headers)).json()["job_id"]
+        answers = [http.post(f"/jobs/{job}/rotate-key", headers=headers) for _ in range(3)]
+        assert [answer.status_code for answer in await asyncio.gather(*answers)] == [200] * 3
+    assert overlapped == [False] * 3
+
+
+async def test_a_key_that_sends_too_much_is_told_when_to_come_again(plane):
+    admin = (await plane.administration.first_start()).secret
+    async with client(plane) as http:
+        headers = {"authorization": f"Bearer {admin}"}
+        codes = [(await http.get("/me", headers=headers)).status_code for _ in range(201)]
+        assert codes == [200] * 200 + [429]
+        answer = await http.get("/me", headers=headers)
+        assert int(answer.headers["retry-after"]) >= 1
+        plane.store.clock.advance(60)
+        assert (await http.get("/me", headers=headers)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'{"config": []}',
+        b'{"config": {"steps": "many"}}',
+        b'{"config": {}, "resources": {"gpus": -1}}',
+        b'{"config": {}, "resources": {"gpus": NaN}}',
+        b'{"config": {}, "name": "\\u0000"}',
+        b'{"config": {}, "name": ""}',
+        b'{"config": {}, "priority": "highest"}',
+        b'{"config": {}, "kind": "baking"}',
+        b'{"config": {"kind": "training"}, "kind": "inference"}',
+        b'{"kind": "inference"}',
+        b'{"config": {"x": ' + b"[" * 5000 + b"]" * 5000 + b"}}",
+        b'{"config": {"name": "' + b"x" * (2 * 2**20) + b'"}}',
+        b'{"config": {"run_dir": "/etc"}}',
+        b'{"config": {"policies": {"p": {"model": "../../other"}}}}',
+        b'{"config": {"policies": {"p": {"model": "~/.ssh"}}}}',
+    ],
+)
+async def test_what_is_no_job_is_refused_in_words_and_the_server_goes_on(plane, body):
+    admin = (await plane.administration.first_start()).secret
+    async with client(plane) as http:
+        headers = {"authorization": f"Bearer {admin}", "content-type": "application/json"}
+        answer = await http.post("/jobs", content=body, headers=headers)
+        assert answer.status_code in (400, 413, 422), answer.text
+        assert answer.json()["error"]["message"]
+        assert (await http.get("/jobs", headers=headers)).json() == {"jobs": [], "cursor": None}
+
+
+async def test_the_same_submission_again_is_the_same_job_and_another_body_a_conflict(plane):
+    admin = (await plane.administration.first_start()).secret
+    async with client(plane) as http:
+        headers = {"authorization": f"Bearer {admin}", "idempotency-key": "once"}
+        first = await http.post("/jobs", json={"config": {"steps": 2}}, headers=headers)
+        again = await http.post("/jobs", json={"config": {"steps": 2}}, headers=headers)
+        assert first.status_code == again.status_code == 201
+        assert first.json()["job_id"] == again.json()["job_id"]
+        assert (await http.post("/jobs", json={"config": {"steps": 3}}, headers=headers)).status_code == 409
+
+
+async def test_a_long_body_is_parsed_in_a_thread_and_a_short_one_is_not(plane, monkeypatch):
+    in_threads = []
+    run = plane.pool.run
+
+    async def noted(function, *arguments):
+        if isinstance(arguments[0], bytes):  # a body, and not what is made of it
+            in_threads.append(len(arguments[0]))
+        return await run(function, *arguments)
+
+    monkeypatch.setattr(plane.pool, "run", noted)
+    admin = (await plane.administration.first_start()).secret
+    async with client(plane) as http:
+        headers = {"authorization": f"Bearer {admin}"}
+        wrong = {"config": {"name": "x" * LONG_BODY}}
+        assert (await http.post("/jobs", json=wrong, headers=headers)).status_code == 400
+        assert len(in_threads) == 1
+        assert (await http.post("/jobs", json={"config": {"steps": 2}}, headers=headers)).status_code == 201
+        assert len(in_threads) == 1
+
+
+async def test_a_body_is_not_read_where_its_sender_may_not_do_what_it_asks_for(plane):
+    admin = (await plane.administration.first_start()).secret
+    async with client(plane) as http:
+        viewer = {"name": "eve", "role": "viewer"}
+        made = await http.post("/users", json=viewer, headers={"authorization": f"Bearer {admin}"})
+        headers = {"authorization": f"Bearer {made.json()['secret']}"}
+        assert (await http.post("/jobs", content=b"{", headers=headers)).status_code == 403

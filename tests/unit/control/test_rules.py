@@ -1,0 +1,183 @@
+"""What an operator allows: every number has a cap, or a reason for having none, and models come from a list."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Annotated, Any, get_args, get_origin
+
+import pytest
+from pydantic import BaseModel
+
+from palestra.config import FakeEngineConfig, JobConfig, parse_config
+from palestra.control.jobs.rules import CAPS, EXEMPT, OPEN_EPISODES, TIME_LIMIT, Rules, load_rules
+from palestra.errors import ConfigError
+from palestra.types.states import JobState
+from unit.control.launching import FakeLauncher
+from unit.control.scheduling import in_state, scheduling, submit
+from unit.waiting import until
+
+
+def numeric_keys(section: type[BaseModel], prefix: str) -> Iterator[str]:
+    """The dotted keys of a configuration that take a number, `*` for the names that a user chooses."""
+    for name, known in section.model_fields.items():
+        for key, annotation in _leaves(known.annotation, f"{prefix}{name}"):
+            if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+                yield from numeric_keys(annotation, f"{key}.")
+            elif annotation in (int, float):
+                yield key
+
+
+def _leaves(annotation: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """The types that an annotation is made of, each once, with the key at which a value of it stands."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        yield from _leaves(get_args(annotation)[0], key)
+    elif origin is dict:
+        yield from _leaves(get_args(annotation)[1], f"{key}.*")
+    elif origin is not None:
+        yield from dict.fromkeys(found for part in get_args(annotation) for found in _leaves(part, key))
+    else:
+        yield key, annotation
+
+
+def test_every_number_of_a_configuration_has_a_cap_or_a_reason_for_having_none():
+    keys = set(numeric_keys(JobConfig, ""))
+    assert keys - CAPS.keys() - EXEMPT.keys() == set(), "a new number needs a cap, or a stated reason"
+    assert CAPS.keys() - keys == {OPEN_EPISODES}
+    assert EXEMPT.keys() <= keys
+    assert not CAPS.keys() & EXEMPT.keys()
+
+
+def set_to(key: str, value: float) -> dict:
+    """A configuration in which one key has a value; the names that a user chooses have dots in them."""
+    *sections, name = key.split(".")
+    sections = ["a.b" if part == "*" else part for part in sections]
+    found: dict = {("a.b" if name == "*" else name): value}
+    if sections[:1] == ["engine"] and name in FakeEngineConfig.model_fields:
+        found["kind"] = "fake"  # the keys of one kind are refused beside another
+    for section in reversed(sections):
+        found = {section: found}
+    return found
+
+
+@pytest.mark.parametrize("key", [key for key in CAPS if key != OPEN_EPISODES])
+async def test_a_value_over_its_cap_is_refused_with_key_value_and_cap(http, key):
+    cap = CAPS[key]
+    value = int(cap) + 1
+    config = set_to(key, value)
+    if key == "rollout.lease_seconds":
+        config["rollout"]["max_lease_seconds"] = value
+    answer = await http.post("/jobs", json={"config": config})
+    assert answer.status_code == 400, answer.text
+    said = answer.json()["error"]["message"]
+    assert key.replace("*", "a.b") in said or key == "rollout.lease_seconds"
+    assert f"{value:,}" in said
+    assert f"{cap:,}" in said
+
+
+async def test_values_at_their_caps_are_taken(http):
+    for key, cap in CAPS.items():
+        if key in (OPEN_EPISODES, "rollout.lease_seconds"):
+            continue
+        answer = await http.post("/jobs", json={"config": set_to(key, cap)})
+        assert answer.status_code == 201, (key, answer.text)
+
+
+async def test_many_groups_of_many_episodes_are_refused_though_each_number_is_small(http):
+    answer = await http.post("/jobs", json={"config": {"rollout": {"group_size": 1024, "groups_per_step": 1024}}})
+    assert answer.status_code == 400
+    assert "1,048,576" in answer.json()["error"]["message"]
+
+
+async def test_a_job_that_was_taken_before_a_cap_was_lowered_is_not_taken_again(http, plane):
+    job = (await http.post("/jobs", json={"config": {"steps": 50}})).json()["job_id"]
+    object.__setattr__(plane, "rules", Rules(caps={"steps": 10}))
+    answer = await http.post(f"/jobs/{job}/resubmit")
+    assert answer.status_code == 400
+    assert "steps is 50" in answer.json()["error"]["message"]
+
+
+async def test_no_job_runs_for_longer_than_the_operator_allows(http, plane):
+    body = {"config": {}, "time_limit_seconds": 7200}
+    free = (await http.post("/jobs", json=body)).json()
+    assert free["time_limit_seconds"] == 7200
+    assert (await http.post("/jobs", json={"config": {}})).json()["time_limit_seconds"] is None
+    object.__setattr__(plane, "rules", Rules(caps={**CAPS, TIME_LIMIT: 3600}))
+    for answer in (await http.post("/jobs", json=body), await http.post(f"/jobs/{free['job_id']}/resubmit")):
+        assert answer.status_code == 400, answer.text
+        assert "time_limit_seconds is 7,200, and this service allows at most 3,600" in answer.json()["error"]["message"]
+    for asked, given in ((60, 60), (3600, 3600), (None, 3600)):
+        job = (await http.post("/jobs", json=body | {"time_limit_seconds": asked})).json()
+        assert job["time_limit_seconds"] == given
+        again = (await http.post(f"/jobs/{job['job_id']}/resubmit")).json()
+        assert again["time_limit_seconds"] == given
+
+
+@pytest.mark.parametrize(("value", "most"), [("3600", 3600), ("'none'", math.inf)])
+def test_the_longest_time_limit_is_a_cap_of_the_rules(tmp_path, value, most):
+    (tmp_path / "rules.toml").write_text(f"[caps]\ntime_limit_seconds = {value}\n")
+    rules = load_rules(tmp_path / "rules.toml")
+    assert rules.caps == {**CAPS, TIME_LIMIT: most}
+    assert rules.time_limit(None) == (None if most == math.inf else most)
+
+
+def test_an_operator_changes_caps_and_names_models(tmp_path):
+    (tmp_path / "house").mkdir()
+    path = tmp_path / "rules.toml"
+    path.write_text(
+        'hub_models = false\n[models]\nhouse = "house"\nqwen = "Qwen/Qwen2.5"\n'
+        '[caps]\nsteps = 7\n"checkpoint.keep" = "none"\n[caps.rollout]\ngroup_size = 4\n'
+    )
+    rules = load_rules(path)
+    assert not rules.hub_models
+    assert rules.models == {"house": str(tmp_path / "house"), "qwen": "Qwen/Qwen2.5"}
+    assert rules.caps == {**CAPS, "steps": 7, "checkpoint.keep": float("inf"), "rollout.group_size": 4}
+    rules.check(parse_config({"steps": 7, "rollout": {"group_size": 4}, "checkpoint": {"keep": 10**9}}))
+    with pytest.raises(ConfigError, match=r"rollout\.group_size is 5, and this service allows at most 4"):
+        rules.check(parse_config({"steps": 7, "rollout": {"group_size": 5}}))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("caps", "not valid TOML"),
+        ("[cap]\nsteps = 1", "did you mean 'caps'"),
+        ('[caps]\n"rollout.groupsize" = 1', r"did you mean 'rollout\.group_size'"),
+        ("[caps]\nsteps = 0", "above 0"),
+        ("[caps]\nsteps = true", "above 0"),
+        ("[caps]\nsteps = nan", "above 0"),
+        ('[models]\nhouse = "./none"', "no such folder"),
+        ('[models]\ntiny-random = "org/model"', "another name"),
+        ("[models]\nhouse = 1", "has to be a folder"),
+        ("hub_models = 1", "true or false"),
+    ],
+)
+def test_what_can_be_no_rule_is_refused_by_name(tmp_path, text, said):
+    (tmp_path / "rules.toml").write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        load_rules(tmp_path / "rules.toml")
+
+
+async def test_models_are_the_operators_or_the_hubs_as_the_rules_say(http, plane):
+    object.__setattr__(plane, "rules", Rules(models={"house": "/srv/house"}, hub_models=False))
+    for model, status in (("house", 201), ("tiny-random", 201), ("org/model", 422), ("models/private", 422)):
+        answer = await http.post("/jobs", json={"config": {"policies": {"p": {"model": model}}}})
+        assert answer.status_code == status, answer.text
+        assert (status == 201) or "'house'" in answer.json()["error"]["message"]
+
+
+async def test_a_model_of_the_list_is_loaded_from_where_the_operator_says(sqlite_store, tmp_path):
+    launcher = FakeLauncher()
+    rules = Rules(models={"house": "/srv/house"})
+    async with scheduling(sqlite_store, tmp_path, launcher, rules=rules):
+        for model, weights in (("house", {"p": "/srv/house"}), ("org/model", {})):
+            job = await submit(sqlite_store, config={"policies": {"p": {"model": model}}})
+            await until(in_state(sqlite_store, job.job_id, JobState.RUNNING))
+            order = launcher.servers[job.job_id].order
+            assert order.weights == weights
+            assert order.config["policies"]["p"]["model"] == model  # nobody is shown the folder
+            assert order.folder.name == job.job_id
+        job = await submit(sqlite_store, config={"policies": {"p": {"model": "was-on-the-list"}}})
+        await until(in_state(sqlite_store, job.job_id, JobState.FAILED))
+        assert "no folder" in (await sqlite_store.job(None, job.job_id)).reason

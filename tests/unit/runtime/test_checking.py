@@ -1,0 +1,197 @@
+"""What will not work is found before a job is started, and the key to change is named."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from dataclasses import replace
+
+import pytest
+
+from palestra.config import parse_config
+from palestra.envs import Environment
+from palestra.envs.catalog import catalog_entry
+from palestra.runtime import checking
+from palestra.runtime.checking import check_job, environment_of, existing_parent, model_facts
+
+FAKE = {"engine": {"kind": "fake"}, "server": {"port": 0}}
+TINY = {"model": "tiny-random", "server": {"port": 0}}
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def found(**settings) -> dict[str, str]:
+    """Fatal findings: text by key."""
+    return {finding.key: finding.text for finding in check_job(parse_config(settings)) if finding.fatal}
+
+
+def noted(**settings) -> dict[str, str]:
+    return {finding.key: finding.text for finding in check_job(parse_config(settings)) if not finding.fatal}
+
+
+def test_nothing_is_found_in_a_job_that_works_and_nothing_is_written(tmp_path):
+    assert check_job(parse_config(TINY | {"environment": {"name": "arithmetic"}})) == []
+    assert check_job(parse_config(FAKE)) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_port_in_use():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert str(port) in found(engine={"kind": "fake"}, server={"port": port})["server.port"]
+    assert found(engine={"kind": "fake"}, server={"port": port}) == {}
+
+
+def test_a_folder_that_can_not_be_made_and_one_that_has_a_run(tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.db").write_text("")
+    assert "file" in found(**FAKE, run_dir=str(tmp_path / "file" / "run"))["run_dir"]
+    assert "--resume" in noted(**FAKE, run_dir=str(tmp_path / "run"))["run_dir"]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"), [(None, "No such file"), ("", "no training tasks"), ("{", "not valid JSON")]
+)
+def test_tasks_that_are_none(tmp_path, line, words):
+    if line is not None:
+        (tmp_path / "tasks.jsonl").write_text(line)
+    assert words in found(**FAKE, tasks={"train": "tasks.jsonl"})["tasks"]
+
+
+def test_what_is_about_training_only_is_not_looked_at_where_a_model_is_served():
+    assert found(**FAKE, kind="inference", tasks={"train": "tasks.jsonl"}, environment={"name": "no"}) == {}
+
+
+class Broken(Environment):
+    """Changes its task."""
+
+    def reset(self, task):
+        task["more"] = 1
+        return "x", {}
+
+    def step(self, action):
+        return "", 0.0, True, False, {}
+
+
+def needs_a_package(**_: object):
+    raise ModuleNotFoundError("No module named 'gymnasium'", name="gymnasium")
+
+
+@pytest.mark.parametrize(
+    ("make", "words"), [(Broken, "reset changed the task"), (needs_a_package, "can't be imported: gymnasium")]
+)
+def test_an_environment_that_fails_its_check_or_can_not_be_imported(monkeypatch, make, words):
+    entry = replace(catalog_entry("arithmetic"), make=make)
+    monkeypatch.setattr(checking, "catalog_entry", lambda name: entry)
+    ((key, text),) = found(**FAKE, environment={"name": "arithmetic"}).items()
+    assert key.startswith("environment")
+    assert words in text
+
+
+@pytest.mark.parametrize(
+    ("environment", "key", "words"),
+    [
+        ({"name": "gomuko"}, "environment", "gomoku"),
+        ({"name": "gomoku", "settings": {"sise": 3}}, "environment.settings", "sise"),
+    ],
+)
+def test_an_environment_or_a_setting_that_is_not_there(environment, key, words):
+    assert words in found(**FAKE, environment=environment)[key]
+
+
+def test_a_system_message_is_refused_by_an_environment_that_takes_none():
+    refused = found(**FAKE, environment={"name": "subagents", "system": "Be short."})
+    assert "'system'" in refused["environment.settings"]
+    assert found(**FAKE, environment={"name": "arithmetic", "system": "Be short."}) == {}
+    assert isinstance(environment_of(parse_config(FAKE | {"environment": {"name": "arithmetic"}}))(), Environment)
+    assert environment_of(parse_config(FAKE)) is None
+
+
+def test_groups_that_can_not_teach():
+    assert "at least 2" in found(**FAKE, rollout={"group_size": 1, "min_group_size": 1})["rollout.group_size"]
+    assert "at least 2" in noted(**FAKE, rollout={"group_size": 4, "min_group_size": 1})["rollout.min_group_size"]
+
+
+def test_a_device_that_is_not_there_and_a_promise_that_a_gpu_does_not_keep(monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "no CUDA" in found(**TINY, engine={"device": "cuda"})["engine.device"]
+    assert found(**TINY, deterministic=True) == {}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**30, 2**30))
+    keys = found(**TINY, deterministic=True)
+    assert set(keys) == {"engine.device", "trainer.device"}
+    assert "deterministic" in keys["trainer.device"]
+    assert found(**TINY, deterministic=True, engine={"device": "cpu"}, trainer={"device": "cpu"}) == {}
+
+
+@pytest.mark.parametrize("name", ["SmolLM-135M", "./nowhere", "nobody/has-this-model"])
+def test_a_model_that_is_not_there(monkeypatch, name):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert name in found(model=name, server={"port": 0})["policies.policy.model"]
+
+
+def model_in(folder, parameters: int, **more) -> str:
+    """Write a model's folder whose safetensors file has nothing but its header."""
+    header = json.dumps({"w": {"dtype": "F32", "shape": [parameters, 1], "data_offsets": [0, 0]}, "__metadata__": {}})
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header.encode())
+    (folder / "config.json").write_text(json.dumps(more))
+    return str(folder)
+
+
+def test_what_the_files_of_a_model_say(tmp_path):
+    model_in(tmp_path / "a", 12, max_position_embeddings=99)
+    model_in(tmp_path / "b", 12, text_config={"max_position_embeddings": 7})
+    assert (model_facts(tmp_path / "a").parameters, model_facts(tmp_path / "a").context) == (12, 99)
+    assert model_facts(tmp_path / "b").context == 7
+
+
+def test_a_model_whose_files_are_damaged(tmp_path):
+    folder = model_in(tmp_path / "m", 1)
+    (tmp_path / "m" / "config.json").write_text("{")
+    assert folder in found(model=folder, server={"port": 0})["policies.policy.model"]
+
+
+def test_a_context_longer_than_the_models():
+    policies = {"policy": {"model": "tiny-random", "max_context": 100_000}}
+    text = found(policies=policies, server={"port": 0})["policies.policy.max_context"]
+    assert "100000" in text
+    assert "2048" in text
+
+
+def test_a_model_that_does_not_fit_into_memory_and_checkpoints_that_do_not_fit_on_the_disk(tmp_path):
+    folder = model_in(tmp_path / "m", 10**13)
+    keys = found(model=folder, server={"port": 0})
+    assert set(keys) == {"model", "checkpoint.keep"}
+    assert "smaller model" in keys["model"]
+    assert "3 checkpoints" in keys["checkpoint.keep"]
+    served = found(model=folder, kind="inference", server={"port": 0})
+    assert set(served) == {"model"}  # no checkpoint is written
+
+
+def test_where_there_is_a_gpu_its_memory_counts(tmp_path, monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**20, 2**40))
+    folder = model_in(tmp_path / "m", 10**6)  # 18 MB
+    assert "of the GPU's memory" in found(model=folder, server={"port": 0})["model"]
+    assert found(model=folder, engine={"device": "cpu"}, trainer={"device": "cpu"}, server={"port": 0}) == {}
+
+
+def test_the_disk_that_counts_is_that_of_the_folder(tmp_path, monkeypatch):
+    asked = []
+    real = checking.shutil.disk_usage
+    monkeypatch.setattr(checking.shutil, "disk_usage", lambda path: asked.append(path) or real(path))
+    check_job(parse_config(TINY | {"run_dir": str(tmp_path / "a" / "b")}))
+    assert asked == [tmp_path]
+    assert existing_parent(tmp_path / "a" / "b") == tmp_path

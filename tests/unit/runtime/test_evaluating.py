@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from palestra.runtime.evaluating import Evaluation, TaskOutcome
+
+
+def of(*rewards: float | None) -> Evaluation:
+    outcomes = [
+        TaskOutcome(task_id=f"t{n}", episode_id=f"e{n}", reward=reward, reason=None if reward is not None else "why")
+        for n, reward in enumerate(rewards)
+    ]
+    return Evaluation(outcomes=tuple(outcomes), complete=True)
+
+
+def test_the_mean_is_of_the_tasks_that_were_scored():
+    assert of(1.0, None, 0.0).mean == 0.5
+    assert of(1.0, None, 0.0).rewards == [1.0, 0.0]
+    assert (of(None).mean, of().mean, of(None).interval, of(3.0).interval) == (None, None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("good", "of_all", "low", "high"),
+    [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)],
+)
+def test_of_zeros_and_ones_it_is_wilsons_interval(good, of_all, low, high):
+    """Newcombe 1998, Statistics in Medicine 17, table I, method 3."""
+    found = of(*[1.0] * good, *[0.0] * (of_all - good)).interval
+    assert found == pytest.approx((low, high), abs=5e-5)
+
+
+def test_of_other_rewards_it_is_1_96_standard_errors():
+    low, high = of(1.0, 2.0, 4.0, 5.0).interval  # mean 3, variance 10 / 3
+    assert (low, high) == pytest.approx((3 - 1.959964 * math.sqrt(10 / 12), 3 + 1.959964 * math.sqrt(10 / 12)))
+
+
+@given(st.lists(st.floats(-1e6, 1e6) | st.sampled_from([0.0, 1.0]), min_size=2, max_size=50))
+def test_the_mean_lies_in_its_interval(rewards):
+    found = of(*rewards)
+    low, high = found.interval
+    assert low <= found.mean + 1e-9 * max(map(abs, rewards))
+    assert found.mean <= high + 1e-9 * max(map(abs, rewards))

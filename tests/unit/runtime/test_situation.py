@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import asyncio
+import io
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from palestra.config import JobConfig
+from palestra.runtime.console import Console
+from palestra.runtime.local import local_job
+from palestra.runtime.situation import STALLED_SECONDS, PlainLines, Situation, clock, describe
+from palestra.store.leases import Holder
+from palestra.types.progress import PhaseProgress, duration
+
+
+def looked(**changes) -> Situation:
+    known = {"phase": "gathering step 3", "step": 2, "steps": 30, "collected": PhaseProgress(12, 64), "claimed": 4}
+    return Situation(**(known | {"busy_workers": 2, "known_workers": 2} | changes))
+
+
+def held(number: int, worker: str = "box-17", claimed: float = 300.0, heard: float = 200.0) -> list[Holder]:
+    return [
+        Holder(episode_id=f"e{n}", worker_id=worker, claimed_seconds=claimed, heard_seconds=heard)
+        for n in range(number)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("situation", "still", "holders", "line"),
+    [
+        (looked(), 0.0, (), "gathering step 3: 12 of 64 episodes"),
+        (looked(seconds_left=3725.0), 0.0, (), "gathering step 3: 12 of 64 episodes, about 1:02:05 left"),
+        (looked(phase="training step 3", collected=None), 900.0, held(1), "training step 3"),
+        (looked(phase="evaluating before training", collected=PhaseProgress(0, 16)), 0.0, (),
+         "evaluating before training: 0 of 16 episodes"),
+        (looked(claimed=0, busy_workers=0, known_workers=0), 0.0, (),
+         "gathering step 3: 12 of 64 episodes, waiting for workers: none has asked for an episode yet"),
+        (looked(claimed=0, busy_workers=0), 500.0, (),
+         "gathering step 3: 12 of 64 episodes, waiting for workers: none is connected now"),
+        (looked(claimed=0, busy_workers=0, plays_itself=True), 0.0, (), "gathering step 3: 12 of 64 episodes"),
+        (looked(collected=PhaseProgress(64, 64), claimed=0, busy_workers=0), 0.0, (),
+         "gathering step 3: 64 of 64 episodes"),
+        (looked(), STALLED_SECONDS, held(4),
+         "gathering step 3: 12 of 64 episodes, no progress for 60 s; held: 4 episodes by worker box-17 for 5 min, "
+         "last heard 3 min ago"),
+        (looked(), 80.0, held(1, heard=0.0),
+         "gathering step 3: 12 of 64 episodes, no progress for 80 s; held: 1 episode by worker box-17 for 5 min, "
+         "a call is in flight"),
+        (looked(), 80.0, (), "gathering step 3: 12 of 64 episodes, no progress for 80 s"),
+    ],
+)  # fmt: skip
+def test_the_line_says_what_is_going_on_and_for_whom_it_waits(situation, still, holders, line):
+    assert describe(situation, still, holders) == line
+
+
+def test_of_many_workers_those_that_hold_most_are_named():
+    holders = [holder for number in range(1, 7) for holder in held(number, f"w{number}")]
+    line = describe(looked(), 100.0, holders)
+    assert [f"by worker w{n} " in line for n in range(1, 7)] == [False, False, False, True, True, True]
+    assert line.endswith("and 3 other workers")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words", "shown"),
+    [(-1, "0 s", "0:00"), (99.4, "99 s", "1:39"), (120, "2 min", "2:00"), (9000, "2.5 h", "2:30:00")],
+)
+def test_time_spans_are_short(seconds, words, shown):
+    assert (duration(seconds), clock(max(seconds, 0))) == (words, shown)
+
+
+@given(st.lists(st.tuples(st.floats(0.1, 40.0), st.sampled_from("abc")), max_size=60))
+def test_plain_lines_are_rare_and_news_are_not_kept_back(looks):
+    lines, now = PlainLines(0.0), 0.0
+    last, shown = 0.0, None
+    for pause, news in looks:
+        now += pause
+        due, since = lines.due(news, now), now - last
+        if news != shown:
+            assert due == (since >= PlainLines.PLAIN_SECONDS)
+        elif due:
+            assert since >= PlainLines.REPEAT_SECONDS
+        else:
+            assert since < PlainLines.MOST_SECONDS
+        if due:
+            last, shown = now, news
+
+
+def test_without_news_the_pauses_grow():
+    lines, at = PlainLines(0.0), []
+    for second in range(4000):
+        if lines.due("the same", float(second)):
+            at.append(second)
+    assert at[:5] == [10, 40, 100, 220, 460]
+    assert at[-1] - at[-2] == 600
+
+
+async def test_a_pipe_gets_plain_lines_that_say_that_workers_are_missing(tmp_path, monkeypatch):
+    monkeypatch.setattr(PlainLines, "PLAIN_SECONDS", 0.1)
+    (tmp_path / "tasks.jsonl").write_text('{"a": 1}\n{"a": 2}\n')
+    config = JobConfig.model_validate(
+        {
+            "run_dir": tmp_path / "run",
+            "server": {"port": 0},
+            "engine": {"kind": "fake"},
+            "tasks": {"train": tmp_path / "tasks.jsonl", "validation": tmp_path / "tasks.jsonl"},
+        }
+    )
+    out = io.StringIO()
+    with Console(config, file=out) as console:
+        async with local_job(config, console.report) as job, asyncio.timeout(60):
+            console.ready(job)
+            running = asyncio.create_task(job.run())
+            while "none has asked for an episode yet" not in out.getvalue():
+                await asyncio.sleep(0.02)
+            job.stop()
+            await running
+    assert "evaluating before training: 0 of 2 episodes, waiting for workers: none has asked" in out.getvalue()
+    assert all(character.isprintable() or character == "\n" for character in out.getvalue())
+    assert out.getvalue().count("waiting for workers") == 1
+
+
+def test_a_worker_that_comes_after_a_long_wait_has_its_own_time():
+    alone = looked(claimed=0, busy_workers=0, known_workers=0)
+    assert alone.waits_for_workers
+    assert looked().moved != alone.moved
+    assert looked(claimed=3).moved == looked(claimed=4).moved

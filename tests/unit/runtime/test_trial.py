@@ -1,0 +1,175 @@
+"""The trial plays and trains for real, and its numbers grow to those of the job by rules that are stated."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from palestra.config import Roles, parse_config
+from palestra.envs.catalog import catalog_entry
+from palestra.errors import PalestraError
+from palestra.runtime.trial import (
+    LUCK,
+    Measured,
+    _played,
+    _teaching_share,
+    estimate_step,
+    extrapolate,
+    load_model,
+    trial_config,
+)
+from palestra.store.browsing import EpisodeSummary
+from palestra.types.messages import text_message
+
+ROW = {
+    "train/episodes": 64.0,
+    "rollout/truncated_share": 0.5,
+    "rollout/completion_tokens": 3000.0,
+    "rollout/prompt_tokens": 6400.0,
+    "rollout/reused_tokens": 0.0,
+    "train/merged_share": 0.0,
+    "time/rollout_seconds": 6.0,
+    "time/train_seconds": 4.0,
+    "time/step_seconds": 10.5,
+}
+SEEN = Measured(
+    row=ROW,
+    calls=128,
+    episodes=128,
+    teaching_share=1.0,
+    idle_bytes=10**9,
+    peak_bytes=3 * 10**9,
+    gpu_bytes=0,
+    load_seconds=2.0,
+    checkpoint_bytes=5,
+)
+
+
+def job(**settings):
+    return parse_config({"engine": {"kind": "fake"}, "server": {"port": 0}} | settings)
+
+
+def embedded(**settings):
+    return parse_config({"model": "tiny-random"} | settings)
+
+
+def test_the_trial_is_the_job_with_fewer_groups_and_shorter_replies(tmp_path):
+    config = embedded(rollout={"group_size": 8, "groups_per_step": 64}, steps=100)
+    trial = trial_config(config, tmp_path / "run")
+    assert trial.rollout.groups_per_step == 8  # 64 episodes fill the engine's batch
+    assert trial.policies["policy"].sampling.max_tokens == 64
+    assert trial.steps == 2
+    assert (trial.model_copy(update={}).rollout.group_size, trial.algorithm) == (8, config.algorithm)
+    small = embedded(rollout={"group_size": 4, "groups_per_step": 2})
+    assert trial_config(small, tmp_path / "run").rollout.groups_per_step == 2
+
+
+def test_a_job_as_large_as_its_trial_is_as_the_trial_was(tmp_path):
+    config = embedded(policies={"p": {"sampling": {"max_tokens": 64}}}, model="tiny-random", steps=3)
+    found = extrapolate(config, trial_config(config, tmp_path / "run"), SEEN, 20.0)
+    assert (found.step_seconds, found.rollout_seconds, found.train_seconds) == (10.5, 6.0, 4.0)
+    assert (found.completion_tokens, found.prompt_tokens, found.calls, found.episodes) == (3000, 6400, 64, 64)
+    assert (found.memory_bytes, found.most_step_seconds) == (3 * 10**9, 10.5)
+    assert len(found.assumptions) == 2  # of the measurement, and of the agent outside
+
+
+def test_more_groups_and_longer_replies_take_longer_by_the_stated_rule(tmp_path):
+    config = embedded(rollout={"groups_per_step": 32}, environment={"name": "arithmetic"})  # 1,024 tokens a reply
+    found = extrapolate(config, trial_config(config, tmp_path / "run"), SEEN, 20.0)
+    sampled = 3000 + 32 * (1024 - 64)  # half of the 64 calls were cut
+    assert found.completion_tokens == 4 * sampled
+    assert found.prompt_tokens == 4 * 6400
+    assert found.rollout_seconds == pytest.approx(6.0 * 4 * sampled / 3000)
+    assert found.train_seconds == pytest.approx(4.0 * 4 * (6400 + sampled) / 9400)
+    assert "8 of 32 groups" in found.assumptions[1]
+    assert "50% that reached it" in found.assumptions[2]
+
+
+def test_groups_without_different_rewards_are_not_trained(tmp_path):
+    config = embedded(policies={"p": {"sampling": {"max_tokens": 64}}}, model="tiny-random")
+    seen = replace(SEEN, teaching_share=0.25)
+    found = extrapolate(config, trial_config(config, tmp_path / "run"), seen, 20.0)
+    assert (found.train_seconds, found.most_train_seconds) == (1.0, 4.0)
+    assert (found.step_seconds, found.most_step_seconds) == (7.5, 10.5)
+    assert "25% of the groups" in found.assumptions[1]
+
+
+ROLES = Roles(default="policy", named={"opponent": "old"}, frozen=frozenset({"old"}))
+
+
+def test_what_the_environment_gave_is_told_apart_from_luck():
+    def episode(group: int, number: int, reward: float | None) -> EpisodeSummary:
+        return EpisodeSummary(
+            episode_id=f"train-{group:06d}-{number:02d}",
+            task_id="t",
+            state="completed",
+            rewards=None if reward is None else {"agent": reward, "opponent": -reward},
+            calls=1,
+            completion_tokens=1,
+            attempts=1,
+            forks={},
+            metadata={},
+            reason=None,
+            worker_id=None,
+            claimed_at=None,
+        )
+
+    equal = [episode(0, 0, 0.7), episode(0, 1, 0.7 + LUCK), episode(0, 2, 0.7 + 3 * LUCK)]
+    different = [episode(1, 0, -0.5), episode(1, 1, 0.25 + LUCK), episode(1, 2, None)]
+    assert _teaching_share(equal, ROLES) == 0.0
+    assert _teaching_share(different, ROLES) == 1.0
+    assert _teaching_share([*equal, *different], ROLES) == 0.5
+
+
+def test_a_row_longer_than_a_micro_batch_needs_its_memory_alone(tmp_path):
+    config = embedded(policies={"p": {"sampling": {"max_tokens": 4000}}}, model="tiny-random")
+    found = extrapolate(config, trial_config(config, tmp_path / "run"), SEEN, 20.0)
+    assert found.memory_bytes > SEEN.peak_bytes
+
+
+async def test_half_of_a_groups_episodes_are_lucky_whatever_they_earn():
+    spec, rewards = _played(job(environment={"name": "arithmetic"})), []
+    for _ in range(4):
+        environment = spec.environment()
+        await environment.reset(catalog_entry("arithmetic").generate("train", 1, 0)[0])
+        seen = await environment.observe()
+        environment.act(seen.id, text_message("assistant", "4"))
+        rewards.append((await environment.observe()).reward)
+    assert rewards[0] == rewards[2] != rewards[1] == rewards[3]
+
+
+@pytest.mark.parametrize("tasks", [None, {"n": "x" * 40}])
+def test_a_job_of_workers_outside_is_tried_with_a_question_in_place_of_the_agent(tmp_path, monkeypatch, tasks):
+    monkeypatch.chdir(tmp_path)
+    settings = {"rollout": {"group_size": 2, "groups_per_step": 2}}
+    if tasks is not None:
+        (tmp_path / "tasks.jsonl").write_text(json.dumps(tasks))
+        settings["tasks"] = {"train": "tasks.jsonl"}
+    lines: list[str] = []
+    found = estimate_step(job(**settings), lines.append, 60.0)
+    assert (found.episodes, found.calls) == (4, 4)
+    assert found.completion_tokens > 0
+    assert (found.prompt_tokens < 1000) == (tasks is not None)
+    assert found.step_seconds > 0
+    assert found.checkpoint_bytes > 0
+    assert lines[0] == "loading the model"
+    assert len([line for line in lines if "took" in line]) == 2
+    assert [path.name for path in tmp_path.iterdir()] == (["tasks.jsonl"] if tasks is not None else [])
+
+
+def test_a_trial_that_takes_too_long_is_given_up_and_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    slow = {"kind": "fake", "delay_seconds": 30.0}
+    with pytest.raises(TimeoutError):
+        estimate_step(job(engine=slow, environment={"name": "arithmetic"}), lambda line: None, 0.5)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_only_a_start_shows_is_raised(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(PalestraError, match="own"):
+        estimate_step(job(algorithm={"name": "my.module:Algorithm"}), lambda line: None, 10.0)
+    load_model(job(kind="inference"), lambda line: None)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,26 @@
+"""A request that another policy answers than the one it names, because of its agent's role."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from palestra.server.dialects.chat import ChatCompletions
+from palestra.server.dialects.completions import Completions
+
+BODIES = [
+    (ChatCompletions(), {"model": "white", "messages": [{"role": "user", "content": "?"}], "n": 2}),
+    (Completions(), {"model": "white", "prompt": ["a", "b"]}),
+]
+
+
+@pytest.mark.parametrize(("dialect", "body"), BODIES)
+def test_all_its_calls_are_of_that_policy_and_a_retry_is_known_by_it_too(dialect, body):
+    asked = dialect.parse(json.dumps(body).encode(), {"x-palestra-agent": "opponent"})
+    assert (asked.policy, asked.agent) == ("white", "opponent")
+    other = asked.of_policy("black")
+    assert {call.policy for call in other.calls} == {other.policy} == {"black"}
+    digests = [[call.choice_digest(n) for call in one.calls for n in range(call.choices)] for one in (asked, other)]
+    assert len({*digests[0], *digests[1]}) == 4
+    assert other.body is asked.body

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pytest
+from starlette.requests import Request
+
+from palestra.errors import Forbidden, NotFound, Unauthorized
+from palestra.http.guard import bearer
+from palestra.server.auth import EpisodeKey, KeyRing
+from unit.building import TASK, open_store
+
+SECRET = b"\x01" * 32
+RING = KeyRing(lambda: SECRET, "job")
+
+
+def request(**headers: str) -> Request:
+    raw = [(name.replace("_", "-").encode(), value.encode("latin-1")) for name, value in headers.items()]
+    return Request({"type": "http", "headers": raw})
+
+
+def carrying(key: str) -> Request:
+    return request(authorization=f"Bearer {key}")
+
+
+def test_an_episode_key_opens_its_episode_under_its_fence():
+    assert RING.check(RING.episode_key("train-000001-02", 3)) == EpisodeKey("train-000001-02", 3)
+
+
+def test_the_same_claim_always_has_the_same_key():
+    assert RING.episode_key("e", 1) == KeyRing(lambda: SECRET, "job").episode_key("e", 1)
+
+
+def test_the_key_is_the_hmac_of_secret_job_episode_and_fence():
+    import hashlib
+    import hmac
+
+    wanted = hmac.new(SECRET, b"job\0episode\0e\x007", hashlib.sha256).hexdigest()[:40]
+    assert RING.episode_key("e", 7) == f"pe-e.7.{wanted}"
+
+
+def test_the_job_key_opens_the_job_and_no_episode():
+    assert RING.check(RING.job_key) is None
+
+
+def test_a_job_key_may_be_given():
+    ring = KeyRing(lambda: SECRET, "job", "my-own-key")
+    assert ring.check("my-own-key") is None
+    with pytest.raises(Unauthorized):
+        ring.check(RING.job_key)
+
+
+@pytest.mark.parametrize(
+    "key", [None, "", "x", "pe-", "pe-e", "pe-e.1", "pe-e.1.", "pe-..", "pj-", "é", "pe-e.\u0661.x"]
+)
+def test_no_key_and_nonsense_are_unauthorized(key):
+    with pytest.raises(Unauthorized):
+        RING.check(key)
+
+
+def test_keys_of_another_job_secret_episode_or_fence_are_unauthorized():
+    good = RING.episode_key("e", 1)
+    signature = good.rpartition(".")[2]
+    forged = [
+        KeyRing(lambda: SECRET, "other").episode_key("e", 1),
+        KeyRing(lambda: b"\x02" * 32, "job").episode_key("e", 1),
+        f"pe-f.1.{signature}",
+        f"pe-e.2.{signature}",
+        f"pe-e.01.{signature}",
+        f"pe-e.1.{signature[:-1]}",
+        good + "0",
+        good.upper(),
+        KeyRing(lambda: SECRET, "other").job_key,
+    ]
+    for key in forged:
+        with pytest.raises(Unauthorized):
+            RING.check(key)
+
+
+def test_the_key_is_read_from_either_header():
+    assert bearer(request(authorization="Bearer abc ")) == "abc"
+    assert bearer(request(authorization="bearer abc")) == "abc"
+    assert bearer(request(x_api_key="abc")) == "abc"
+    assert bearer(request(authorization="Basic abc", x_api_key="def")) == "def"
+    assert bearer(request()) is None
+
+
+def test_a_route_of_the_job_forbids_an_episodes_key_and_the_other_way_round():
+    RING.require_job(carrying(RING.job_key))
+    assert RING.require_episode(carrying(RING.episode_key("e", 1))) == EpisodeKey("e", 1)
+    with pytest.raises(Forbidden):
+        RING.require_job(carrying(RING.episode_key("e", 1)))
+    with pytest.raises(Forbidden):
+        RING.require_episode(carrying(RING.job_key))
+    for check in (RING.require_job, RING.require_episode):
+        with pytest.raises(Unauthorized):
+            check(request())
+
+
+async def test_a_key_opens_no_other_episode(tmp_path):
+    with open_store(tmp_path) as store:
+        await store.groups.register("train", 0, 1, TASK, 2)
+        mine, other = "train-000000-00", "train-000000-01"
+        key = carrying(RING.episode_key(mine, 1))
+        assert await RING.require_this_episode(key, mine, store.episodes) == EpisodeKey(mine, 1)
+        with pytest.raises(Forbidden):
+            await RING.require_this_episode(key, other, store.episodes)
+        with pytest.raises(Forbidden):
+            await RING.require_this_episode(carrying(RING.job_key), mine, store.episodes)
+        with pytest.raises(NotFound):
+            await RING.require_this_episode(key, "train-000009-00", store.episodes)
+        with pytest.raises(Unauthorized):
+            await RING.require_this_episode(carrying("pe-x.1.y"), mine, store.episodes)
+
+
+@pytest.mark.parametrize("given", [None, "my-own-key"])
+def test_a_check_asks_for_the_secret_once(given):
+    asked = []
+
+    def secret() -> bytes:
+        asked.append(1)
+        return SECRET
+
+    ring = KeyRing(secret, "job", given)
+    keys = [ring.job_key, ring.episode_key("e", 1), "pe-e.1.x"]
+    for key in keys:
+        asked.clear()
+        with suppress(Unauthorized):
+            ring.check(key)
+        assert len(asked) == 1, key
