@@ -57,7 +57,7 @@ class RunnerPool:
             RolloutFailed: FAILURES_IN_A_ROW episodes in a row have failed.
         """
         for episode in await self._store.episodes.claimed_by(self._runner.worker_id):
-            await self._runner.give_back(episode, Termination.CANCELLED, "the server was started anew")
+            await self._runner.give_back(episode, Termination.CANCELLED, "the server was started again")
         orchestrator = RolloutOrchestrator(self._play, max_concurrency=self._max_concurrency)
         async with self._runner:
             producing = asyncio.ensure_future(orchestrator.run_producers_from_stream(self._claims()))

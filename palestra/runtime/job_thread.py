@@ -236,7 +236,7 @@ async def _give_back_of_before(job: LocalJob) -> None:
     """Give back episodes that an earlier process of this job was playing, before their leases run out."""
     episodes = job.plane.store.episodes
     for episode in await episodes.claimed_by(OWN_WORKER):
-        reason = "cancelled: the job was started anew"
+        reason = "cancelled: the job was started again"
         await episodes.abort(episode.episode_id, episode.fence, reason, discard=False, counts=False)
 
 

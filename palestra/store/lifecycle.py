@@ -127,7 +127,7 @@ def claim(
     if known is not None:
         if known.state != EpisodeState.CLAIMED:
             raise ClaimOver(
-                f"the claim {request_id!r} is over: episode {known.episode_id} is {known.state}; claim anew"
+                f"the claim {request_id!r} is over: episode {known.episode_id} is {known.state}; claim again"
             )
         return episode_of(known)
     found = read(connection, episode_id) if episode_id is not None else _next(connection, worker_id, most)
