@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import os
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+# Helpers of several folders, whose assertions are to say what differs; it has to be said before one imports them.
+pytest.register_assert_rewrite("outcome", "servers")
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # sums in one order, and no quarrel about the cores

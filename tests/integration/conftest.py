@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-
-pytest.register_assert_rewrite("outcome", "servers")  # so that their assertions say what differs, too
-
-from outcome import assert_complete  # noqa: E402
-from servers import SCRIPTED, TINY, Job, run_through  # noqa: E402
+from outcome import assert_complete
+from servers import SCRIPTED, TINY, Job, run_through
 
 
 @pytest.fixture(scope="session")

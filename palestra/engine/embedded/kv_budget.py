@@ -29,11 +29,11 @@ class KVBudget:
         """Reserve bytes for a request, and drop prefixes that are in the way. False: requests leave too few."""
         if self.reserved + size > self.total:
             return False
-        self.reserved += size
         for cache, each in self.prefixes:
-            too_many = self.kept + self.reserved - self.total
+            too_many = self.kept + self.reserved + size - self.total
             if too_many > 0:
                 cache.shrink(cache.tokens - -(-too_many // each))
+        self.reserved += size  # last: `Engine.load` reads from other threads, and never sees more than `total`
         return True
 
     def release(self, size: int) -> None:
