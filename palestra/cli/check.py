@@ -6,9 +6,11 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from palestra.cli.options import add_set, command, overrides
@@ -50,22 +52,39 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check the job, try it for two steps where nothing stands against it, print both, and return the exit code."""
+    from palestra.client.arguments import checked_amount
     from palestra.config import load_config
     from palestra.runtime.checking import available_bytes, check_job
 
+    limit_seconds = checked_amount("--trial-seconds", arguments.trial_seconds, above_zero=True, endless=True)
     config = load_config(arguments.config, overrides(arguments.set))
-    with _progress(arguments.json) as report:
+    with _stoppable(), _progress(arguments.json) as report:
         report("looking at configuration and machine")
         # Before a model is loaded: what the trial itself takes is a part of what the job will take.
         free, findings, estimate = available_bytes(), check_job(config), None
         if not arguments.no_trial and not any(finding.fatal for finding in findings):
-            tried, estimate = _tried(config, arguments.trial_seconds, free, report)
+            tried, estimate = _tried(config, limit_seconds, free, report)
             findings += tried
     if arguments.json:
         say(json.dumps(_as_json(findings, estimate), indent=2))
     else:
         _show(config, findings, estimate, free)
     return 1 if any(finding.fatal for finding in findings) else 0
+
+
+@contextlib.contextmanager
+def _stoppable() -> Iterator[None]:
+    """Have SIGTERM and SIGHUP raise SystemExit, so that the folder of the trial is removed as after an error."""
+
+    def leave(number: int, _frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _tried(
@@ -105,7 +124,10 @@ def _tried(
     if estimate.truncated_share == 1.0:
         text = "every reply of the trial reached max_tokens; an answer that is cut may never get a reward"
         findings.append(Finding(key="sampling.max_tokens", text=text, fatal=False))
-    if estimate.teaching_share == 0.0:
+    if estimate.silent_share == 1.0:
+        text = "the policy that is trained was not called in the trial; give the agent that is to learn no frozen role"
+        findings.append(Finding(key="roles", text=text))
+    elif estimate.teaching_share == 0.0:
         text = "all rewards of each group of the trial were equal; where that stays so, nothing is learned"
         findings.append(Finding(key="rollout.group_size", text=text, fatal=False))
     return findings, estimate

@@ -18,6 +18,7 @@ from palestra.config import JobConfig, PolicyConfig, Roles
 from palestra.store.browsing import EpisodeView, browse, list_episodes, read_episode
 from palestra.terminal import TerminalConsole
 from palestra.tokens import TokenRow, TokenTrie, calls_of_final_answers, rows_of
+from palestra.types.records import Chat
 from palestra.types.states import EpisodeState
 
 FOLDED = 26  # characters that stand for the tokens of a prompt
@@ -63,7 +64,11 @@ def _show(console: TerminalConsole, view: EpisodeView, config: JobConfig, unfold
     trie = TokenTrie(trajectory.chats)
     kept = frozenset(trie.chats)
     if config.algorithm.train_on == "final-branch":
-        kept = calls_of_final_answers(trie, trajectory.chats)
+        # As the learner does, by policy: a judge's call after it does not make a writer's last call an earlier one.
+        own: dict[str, list[Chat]] = {}
+        for chat in trajectory.chats:
+            own.setdefault(chat.policy, []).append(chat)
+        kept = frozenset().union(*(calls_of_final_answers(TokenTrie(chats), chats) for chats in own.values()))
     console.print()
     console.print(call_tree(trajectory, trie, set(trie.chats) - kept))
     for number, row in enumerate(rows_of(trie, kept), 1):

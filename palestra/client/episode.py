@@ -26,7 +26,9 @@ class ModelEndpoint:
     api_key: str
     model: str
     version: str  # weights of `model` when the episode was claimed: "incarnation.n", n counts updates
-    policies: Mapping[str, str] = field(default_factory=dict)  # the same of all policies of the job, by name
+    policies: Mapping[str, str] = field(
+        default_factory=dict, hash=False
+    )  # the same of all policies of the job, by name
 
     def of(self, policy: str) -> ModelEndpoint:
         """Return the endpoint of another policy of the job, for the same episode.
@@ -38,7 +40,8 @@ class ModelEndpoint:
             NotFound: the job has no such policy.
         """
         if policy not in self.policies:
-            raise NotFound(f"this job has the policies {', '.join(map(repr, self.policies))}, not {policy!r}")
+            known = ", ".join(map(repr, self.policies)) or repr(self.model)
+            raise NotFound(f"this job has no policy {policy!r}, but {known}")
         return replace(self, model=policy, version=self.policies[policy])
 
     @property

@@ -56,6 +56,7 @@ class PolicyConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     frozen: bool = Field(
         False,
+        strict=True,  # a text such as "false" would be true to those who read what is not checked yet
         description="The policy is sampled from and never trained: its weights and its version stay as they are, and "
         "its tokens enter no loss. A frozen policy has no `optimizer`.",
     )

@@ -11,6 +11,7 @@ from pydantic import AfterValidator
 
 MAX_AGENT = 200  # characters of an agent's name
 _NUMBER = re.compile(r"-\d+(?=/|$)")  # at the end of a name, of which there are several: `solver-2`
+_LAST_NUMBER = re.compile(r"-\d+$")
 
 
 def is_agent_name(name: str) -> bool:
@@ -44,8 +45,8 @@ class Roles:
     def policy_of(self, agent: str) -> str:
         """Return the policy that plays an agent.
 
-        It is that of the agent's name, or of its name without numbers (`agent/solver` for `agent/solver-2`), or of its
-        nearest parent that has one (`planner` for `planner/search`); else the default.
+        It is that of the agent's name, or of its name without the last number or without any (`agent/solver` for
+        `agent/solver-2`), or of its nearest parent that has one (`planner` for `planner/search`); else the default.
 
         Args:
             agent: its name; a subagent's begins with its parent's and a slash.
@@ -54,18 +55,28 @@ class Roles:
             return self.default
         name = agent
         while name:
-            found = self.named.get(name) or self.named.get(_NUMBER.sub("", name))
-            if found is not None:
-                return found
+            for form in (name, _LAST_NUMBER.sub("", name), _NUMBER.sub("", name)):
+                if form in self.named:
+                    return self.named[form]
             name = name.rpartition("/")[0]
         return self.default
 
+    def plays_frozen(self, agent: str) -> bool:
+        """Return whether a frozen policy plays an agent, beside one that is trained."""
+        return self.default not in self.frozen and self.policy_of(agent) in self.frozen
+
     def learns(self, agent: str) -> bool:
-        """Return whether the policy that plays an agent is trained."""
-        return not self.frozen or self.policy_of(agent) not in self.frozen
+        """Return whether an agent's reward is learned from: a trained policy plays it, or a subagent of it.
+
+        A subagent without a reward of its own earns that of its nearest parent which has one. Where all policies are
+        frozen nothing is trained, and every reward counts, as for an evaluation.
+        """
+        if not self.plays_frozen(agent):
+            return True
+        return any(name.startswith(f"{agent}/") and policy not in self.frozen for name, policy in self.named.items())
 
     def trained_rewards(self, rewards: Mapping[str, float]) -> Mapping[str, float]:
-        """Return the rewards that are to be learned from: without those of agents that a frozen policy plays.
+        """Return the rewards that are to be learned from; see `learns`.
 
         Args:
             rewards: of an episode, by agent.

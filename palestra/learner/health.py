@@ -56,9 +56,10 @@ def _no_calls(row: Row) -> Found:
     without, episodes = row["train/episodes_without_tokens"], row["train/episodes"]
     if not episodes or 2 * without < episodes:
         return None
+    what = "called frozen policies only" if row.get("train/calls_frozen") else "never called the model"
     return (
         "no_calls",
-        f"{without:.0f} of {episodes:.0f} episodes of step {row['step']:.0f} never called the model, so nothing is "
+        f"{without:.0f} of {episodes:.0f} episodes of step {row['step']:.0f} {what}, so nothing is "
         "trained on them; send the calls to policy.base_url with policy.api_key, or return None for what is not to be "
         "scored",
     )

@@ -205,8 +205,12 @@ class TrajectoryCollectEngine:
         try:
             with classify_errors(Termination.AGENT_FAILED):
                 chats, action = await self._agent(name).step(observation, _Handle(self, name, number))
-        except ContextOverflow:
+        except ContextOverflow as error:
             if "/" not in name:
+                if self.roles.plays_frozen(name):
+                    # The policy that is trained is not to blame, so the episode fails instead of getting a reward of 0.
+                    text = f"{name}, which a frozen policy plays: {_said(error)}"
+                    raise RolloutFailed(Termination.AGENT_FAILED, text) from error
                 raise
             self._result.full_contexts.append(name)  # only this subagent ends; its parent continues
             self._environment.cancel(observation.id)

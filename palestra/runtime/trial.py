@@ -11,6 +11,7 @@ import asyncio
 import itertools
 import json
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -57,6 +58,7 @@ class Estimate:
         trial_seconds: how long the trial took.
         truncated_share: share of the trial's replies that reached the limit of tokens.
         teaching_share: share of the trial's groups with rewards that differ; the others have no gradient.
+        silent_share: share of the trial's episodes in which the policy that is trained was not called.
         assumptions: what the numbers rest on, in sentences.
     """
 
@@ -76,6 +78,7 @@ class Estimate:
     trial_seconds: float
     truncated_share: float
     teaching_share: float
+    silent_share: float
     assumptions: tuple[str, ...]
 
 
@@ -222,6 +225,7 @@ def extrapolate(config: JobConfig, trial: JobConfig, seen: Measured, trial_secon
         trial_seconds=trial_seconds,
         truncated_share=row["rollout/truncated_share"],
         teaching_share=seen.teaching_share,
+        silent_share=row["train/episodes_without_tokens"] / max(row["train/episodes"], 1.0),
         assumptions=tuple(_assumptions(config, trial, seen)),
     )
 
@@ -239,9 +243,10 @@ def _assumptions(config: JobConfig, trial: JobConfig, seen: Measured) -> Iterato
         yield f"{trial_groups} of {groups} groups were played; time grows with their number"
     if _reply_limit(config) > _reply_limit(trial):
         share = seen.row["rollout/truncated_share"]
+        others = "; replies of frozen policies are taken as they were" if len(config.policies) > 1 else ""
         yield (
             f"replies were cut at {_reply_limit(trial)} tokens; the {share:.0%} that reached it are taken to have all "
-            f"{_reply_limit(config)} of max_tokens"
+            f"{_reply_limit(config)} of max_tokens{others}"
         )
     if config.environment.name is None:
         what = "the task as JSON" if config.tasks.train is not None else f"{STAND_IN_WORDS} words"
@@ -249,8 +254,8 @@ def _assumptions(config: JobConfig, trial: JobConfig, seen: Measured) -> Iterato
 
 
 def _reply_limit(config: JobConfig) -> int:
-    """Return the most tokens of a reply over all policies."""
-    return max(policy.sampling.max_tokens for policy in config.policies.values())
+    """Return the most tokens of a reply of the trained policy, of whose calls `truncated_share` is a share."""
+    return config.policies[config.players.default].sampling.max_tokens
 
 
 async def _run(trial: JobConfig, config: JobConfig, report: Callable[[str], None], limit_seconds: float) -> Measured:
@@ -363,7 +368,7 @@ class _MemoryPeak:
             pages = int(Path("/proc/self/statm").read_text().split()[1])
         except OSError:
             return 0
-        return pages * 4096
+        return pages * os.sysconf("SC_PAGE_SIZE")
 
     def _watch(self) -> None:
         while not self._over.wait(LOOK_SECONDS):

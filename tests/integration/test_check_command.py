@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import subprocess
 
 import pytest
-from servers import PALESTRA
+from servers import PALESTRA, until
 
 from palestra.cli import check as command
 from palestra.cli.main import main
@@ -52,6 +53,30 @@ def test_a_real_model_is_tried_and_a_step_is_estimated(job_file):
     assert 0 < estimate["rollout_seconds"] < estimate["step_seconds"]
     assert 10**8 < estimate["memory_bytes"] < 4 * 2**30  # torch, transformers and two small models
     assert estimate["checkpoint_bytes"] > 10**5
+    assert [path.name for path in job_file.parent.iterdir()] == ["job.toml"]
+
+
+@pytest.mark.parametrize("seconds", ["nan", "-1", "0"])
+def test_a_time_for_the_trial_that_makes_no_sense_is_a_mistake_of_usage(job_file, capsys, seconds):
+    assert main(["check", "job.toml", f"--trial-seconds={seconds}"]) == 2
+    assert "--trial-seconds" in capsys.readouterr().err
+
+
+def test_a_job_whose_trained_policy_plays_no_one_will_not_work(job_file, capsys):
+    job_file.write_text(FAKE + '[policies.before]\nfrozen = true\n[roles]\nagent = "before"\n')
+    assert main(["check", "job.toml"]) == 1
+    assert "the policy that is trained was not called in the trial" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_a_check_that_is_ended_leaves_nothing(job_file):
+    job_file.write_text(JOB)
+    process = subprocess.Popen(
+        [str(PALESTRA), "check", "job.toml"], cwd=job_file.parent, stderr=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    until(lambda: len(list(job_file.parent.iterdir())) == 2 or process.poll() is not None, "the folder of the trial")
+    process.terminate()
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
     assert [path.name for path in job_file.parent.iterdir()] == ["job.toml"]
 
 

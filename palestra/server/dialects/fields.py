@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -45,6 +46,8 @@ def agent_of(headers: Mapping[str, str]) -> str:
         InvalidRequest: the header is not a valid name.
     """
     name = headers.get("x-palestra-agent", SOLE_AGENT)
+    with contextlib.suppress(UnicodeError):  # headers arrive as Latin-1, and clients write UTF-8
+        name = name.encode("latin-1").decode()
     if not is_agent_name(name):
         raise InvalidRequest(f"an agent's name has 1 to {MAX_AGENT} printable characters: {name!r}", "x-palestra-agent")
     return name

@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from palestra.client.episode import ModelEndpoint
 from palestra.client.protocol import (
     CHUNK_BYTES,
     CHUNK_TASKS,
@@ -19,6 +21,12 @@ from palestra.client.protocol import (
 from palestra.errors import InvalidRequest
 from palestra.types.wire import ClaimAnswer
 from unit.client.building import EPISODE
+
+
+def test_an_endpoint_can_be_the_key_of_a_cache():
+    endpoint = ModelEndpoint(base_url="http://h/v1", api_key="k", model="a", version="0.1", policies={"a": "0.1"})
+    assert hash(endpoint) == hash(replace(endpoint))
+    assert {endpoint: 1}[replace(endpoint)] == 1
 
 
 def body(call) -> dict:

@@ -117,7 +117,32 @@ def test_what_decides_what_is_trained_is_in_the_digest():
 )
 def test_an_agent_is_played_by_its_own_role_or_by_its_parents(agent, policy):
     assert ROLES.policy_of(agent) == policy
-    assert ROLES.learns(agent) == (policy == "white")
+    assert ROLES.plays_frozen(agent) == (policy == "black")
+
+
+def test_numbers_are_left_out_from_the_end_first():
+    roles = Roles(
+        default="w", named={"agent/solver-2/critic": "a", "agent-1/solver": "b", "agent/solver": "c", "gegnér": "d"}
+    )
+    agents = ("agent/solver-2/critic-1", "agent-1/solver-2", "agent/solver-3", "agent-4/solver-1", "gegnér-2")
+    assert [roles.policy_of(agent) for agent in agents] == ["a", "b", "c", "c", "d"]
+
+
+def test_the_reward_of_a_frozen_agent_is_that_of_its_trained_subagents():
+    roles = Roles(default="w", named={"boss": "old", "boss/solver": "w"}, frozen=frozenset({"old"}))
+    assert roles.trained_rewards({"boss": 1.0, "boss/solver-1": 0.5}) == {"boss": 1.0, "boss/solver-1": 0.5}
+    assert roles.plays_frozen("boss")
+    assert not roles.plays_frozen("boss/solver-1")
+
+
+def test_where_nothing_is_trained_every_reward_counts():
+    roles = parse_config({"kind": "inference", "policies": {"a": {"frozen": True}}}).players
+    assert roles.trained_rewards({"agent": 1.0}) == {"agent": 1.0}
+
+
+def test_frozen_is_true_or_false_and_no_text():
+    with pytest.raises(ConfigError, match=r"policies\.b\.frozen"):
+        parse_config({"policies": {"a": {}, "b": {"frozen": "false"}}})
 
 
 def test_rewards_of_agents_that_a_frozen_policy_plays_are_left_out():

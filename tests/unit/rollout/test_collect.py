@@ -10,7 +10,7 @@ import pytest
 
 from palestra.agents import Agent, ModelAgent
 from palestra.envs import ConcurrentEnvironment, Environment
-from palestra.errors import RolloutFailed
+from palestra.errors import ContextOverflow, RolloutFailed
 from palestra.rollout import RolloutSpec, Runner, Termination
 from palestra.rollout.collect import LONGEST_INFO
 from palestra.session import Sessions
@@ -118,6 +118,25 @@ async def test_a_conversation_that_fills_the_context_ends_with_the_reward_so_far
     assert trajectory.episode.kind == "adhoc"
     assert trajectory.episode.metadata["termination"] == "context_full"
     assert trajectory.episode.reward == len(trajectory.chats) == len(trajectory.episode.step_rewards) - 1 > 1
+    bench.store.close()
+
+
+async def test_a_frozen_policy_whose_context_is_full_fails_the_episode_instead_of_scoring_it(tmp_path):
+    class Endless(ConcurrentEnvironment):
+        async def start(self, task):
+            self.emit("opponent", (text_message("user", "x" * 30),))
+
+        async def on_action(self, observation, action):
+            self.emit("opponent", (text_message("user", "x" * 30),), parents=(observation.id,), reward=1.0)
+
+    bench = TwoPolicies(tmp_path, FakeClock())  # the opponent's model has 300 tokens of context, the trained one 4,096
+    bench.script = lambda prompt, sampling: [*b"go", STOP]
+    runner = Runner(Sessions(bench.context, 10), RolloutSpec(environment=Endless))
+    with pytest.raises(RolloutFailed, match="opponent, which a frozen policy plays") as failed:
+        await runner.play_episode({"n": 1})
+    assert failed.value.termination == Termination.AGENT_FAILED
+    assert isinstance(failed.value.__cause__, ContextOverflow)
+    bench.grammars.close()
     bench.store.close()
 
 

@@ -25,6 +25,7 @@ from palestra.types.messages import text_message
 
 ROW = {
     "train/episodes": 64.0,
+    "train/episodes_without_tokens": 0.0,
     "rollout/truncated_share": 0.5,
     "rollout/completion_tokens": 3000.0,
     "rollout/prompt_tokens": 6400.0,
@@ -85,6 +86,14 @@ def test_more_groups_and_longer_replies_take_longer_by_the_stated_rule(tmp_path)
     assert found.train_seconds == pytest.approx(4.0 * 4 * (6400 + sampled) / 9400)
     assert "8 of 32 groups" in found.assumptions[1]
     assert "50% that reached it" in found.assumptions[2]
+
+
+def test_only_replies_of_the_policy_that_is_trained_are_taken_to_be_longer(tmp_path):
+    policies = {"p": {"sampling": {"max_tokens": 8}}, "judge": {"frozen": True, "sampling": {"max_tokens": 1024}}}
+    config = embedded(policies=policies, rollout={"groups_per_step": 8}, environment={"name": "gomoku-duel"})
+    found = extrapolate(config, trial_config(config, tmp_path / "run"), SEEN, 20.0)
+    assert found.completion_tokens == 3000
+    assert found.rollout_seconds == 6.0
 
 
 def test_groups_without_different_rewards_are_not_trained(tmp_path):

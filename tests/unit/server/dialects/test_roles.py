@@ -8,11 +8,19 @@ import pytest
 
 from palestra.server.dialects.chat import ChatCompletions
 from palestra.server.dialects.completions import Completions
+from palestra.server.dialects.fields import agent_of
 
 BODIES = [
     (ChatCompletions(), {"model": "white", "messages": [{"role": "user", "content": "?"}], "n": 2}),
     (Completions(), {"model": "white", "prompt": ["a", "b"]}),
 ]
+
+
+@pytest.mark.parametrize("name", ["gegnér", "spieler-中", "opponent"])
+def test_the_name_of_an_agent_may_come_as_utf_8_or_as_latin_1(name):
+    assert agent_of({"x-palestra-agent": name.encode().decode("latin-1")}) == name  # as headers are read
+    if name != "spieler-中":
+        assert agent_of({"x-palestra-agent": name}) == name
 
 
 @pytest.mark.parametrize(("dialect", "body"), BODIES)
