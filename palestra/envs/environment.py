@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, ClassVar
 
 from palestra.envs.rewards import reward_function
+from palestra.errors import InvalidEnvironment
 from palestra.types.messages import ChatMessage
 
 Info = dict[str, Any]
@@ -86,8 +87,20 @@ class Environment(ABC):
 
 
 def task_prompt(task: Mapping[str, Any]) -> str:
-    """Return the text under the task's key `prompt`, which is the default question of a task."""
-    return str(task["prompt"])
+    """Return the text under the task's key `prompt`, which is the default question of a task.
+
+    Raises:
+        InvalidEnvironment: the task has no such key, or its value is neither a text nor a number.
+    """
+    if "prompt" not in task:
+        raise InvalidEnvironment(f"the task has no key `prompt`; it has {', '.join(map(repr, task))}")
+    prompt = task["prompt"]
+    if not isinstance(prompt, str | int | float):
+        raise InvalidEnvironment(
+            f"the task's `prompt` has the type {type(prompt).__name__}, and is asked as one message of the user; give "
+            "a text (a system message goes into environment.system), or play a conversation with a rollout function"
+        )
+    return str(prompt)
 
 
 class TaskEnvironment(Environment):

@@ -60,9 +60,13 @@ def _no_calls(row: Row) -> Found:
     return (
         "no_calls",
         f"{without:.0f} of {episodes:.0f} episodes of step {row['step']:.0f} {what}, so nothing is "
-        "trained on them; send the calls to policy.base_url with policy.api_key, or return None for what is not to be "
-        "scored",
+        "trained on them; send the calls to endpoint.base_url with endpoint.api_key, or return None for what is not to "
+        "be scored",
     )
+
+
+def _steps(recent: Sequence[Row]) -> str:
+    return "in the only step so far" if len(recent) == 1 else f"in each of the last {len(recent)} steps"
 
 
 def _equal_rewards(recent: Sequence[Row], groups_per_step: int) -> Found:
@@ -73,7 +77,7 @@ def _equal_rewards(recent: Sequence[Row], groups_per_step: int) -> Found:
     row = recent[-1]
     return (
         "equal_rewards",
-        f"in each of the last {len(recent)} steps all groups had equal rewards (mean {row['train/reward_mean']:.3g}), "
+        f"{_steps(recent)} all groups had equal rewards (mean {row['train/reward_mean']:.3g}), "
         "so there was nothing to compare and no weight changed; choose tasks that the model solves sometimes, give "
         "partial rewards, or raise rollout.group_size",
     )
@@ -120,7 +124,7 @@ def _truncated(recent: Sequence[Row]) -> Found:
         return None
     return (
         "truncated",
-        f"in each of the last {len(recent)} steps every reply was cut at max_tokens, so rewards judge unfinished "
+        f"{_steps(recent)} every reply was cut at max_tokens, so rewards judge unfinished "
         "replies; raise policies.*.sampling.max_tokens, or the limit that the calls ask for",
     )
 

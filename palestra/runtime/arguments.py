@@ -10,7 +10,8 @@ from typing import Any
 from palestra.client.worker import Rollout
 from palestra.config import JobConfig
 from palestra.envs import ConcurrentEnvironment, Environment, TaskEnvironment
-from palestra.errors import ConfigError
+from palestra.envs.environment import task_prompt
+from palestra.errors import ConfigError, InvalidEnvironment
 from palestra.rollout import RolloutSpec
 from palestra.runtime.tasks import read_tasks
 
@@ -119,6 +120,24 @@ def _check_rollout(rollout: object) -> None:
         )
     if not callable(rollout):
         raise ConfigError(f"`rollout` has the type {made.__name__}; give a function (task, endpoint) -> reward")
+
+
+def check_prompts(name: str, tasks: Iterable[Any]) -> None:
+    """Refuse tasks whose `prompt` can not be asked, before an episode is played; for jobs that are given a reward.
+
+    Args:
+        name: name of the argument, for messages.
+        tasks: what `resolve_tasks` returned.
+
+    Raises:
+        ConfigError: a task has no `prompt`, or one that is no text.
+    """
+    for number, task in enumerate(tasks):
+        if isinstance(task, Mapping):
+            try:
+                task_prompt(task)
+            except InvalidEnvironment as error:
+                raise ConfigError(f"`{name}`, task {number}: {error}") from None
 
 
 def resolve_tasks(name: str, tasks: Tasks, most: int | None = None) -> list[dict[str, Any]]:

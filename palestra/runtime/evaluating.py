@@ -23,6 +23,7 @@ from palestra.runtime.arguments import (
     EnvironmentMaker,
     RewardFunction,
     Tasks,
+    check_prompts,
     resolve_config,
     resolve_rollout,
     resolve_tasks,
@@ -114,7 +115,8 @@ def evaluate(
         model: name of a model, or folder of a model or of a checkpoint; None: the configuration's.
         environment: class of an environment, a function without arguments that makes one, or the name of one that ships
             with Palestra (`palestra environments`).
-        reward: scores one answer to each task's `prompt`: `(task, answer) -> float`, or one of TRL's reward functions.
+        reward: scores one answer to each task's `prompt`: `(task, answer) -> float`, or a function in TRL's
+            form, which gets texts.
         trajectories: whether each outcome has its trajectory: messages, tokens, logprobs, steps.
         concurrency: number of episodes that are played at the same time.
         quiet: whether to print nothing.
@@ -164,7 +166,10 @@ def evaluate_until_stopped(
             f"{config.run_dir} has a run already; choose another folder for the episodes of an evaluation"
         )
     played = resolve_rollout(config, rollout, environment, reward) or _shipped(config)
-    scored = [task_of(task) for task in _tasks(tasks, config)]
+    given = _tasks(tasks, config)
+    if reward is not None:
+        check_prompts("tasks", given)
+    scored = [task_of(task) for task in given]
     if not scored:
         raise ConfigError(
             "there is nothing to score: give `tasks`, a list of JSON objects or a JSONL file that has some"

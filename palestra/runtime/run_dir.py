@@ -34,7 +34,10 @@ def resolve_run_dir(config: JobConfig, resume: bool, say: Callable[[str], None] 
             newest, number = folder, number + 1
             folder = config.folder.with_name(f"{config.name}-{number}")
         if newest is not None and not resume:
-            say(f"{newest} has a run already; this is a new one, in {folder} (--resume goes on with the other)")
+            say(
+                f"{newest} has a run already; this is a new one, in {folder}; resume continues the newest, "
+                f"{folder}, and the other one where run_dir is {str(newest)!r}"
+            )
         config = config.model_copy(update={"run_dir": newest if resume and newest else folder})
     known = (config.folder / "run.db").exists()
     if known and not resume:

@@ -19,6 +19,7 @@ from palestra.runtime.arguments import (
     RewardFunction,
     TaskData,
     Tasks,
+    check_prompts,
     resolve_config,
     resolve_rollout,
     resolve_tasks,
@@ -61,7 +62,8 @@ def train(
         model: name of a model, or folder of a model or of a checkpoint; None: the configuration's.
         environment: class of an environment, a function without arguments that makes one, or the name of one that ships
             with Palestra (`palestra environments`).
-        reward: scores one answer to each task's `prompt`: `(task, answer) -> float`, or one of TRL's reward functions.
+        reward: scores one answer to each task's `prompt`: `(task, answer) -> float`, or a function in TRL's
+            form, which gets texts.
         validation_tasks: held-out tasks, in the same forms; scored greedily every `evaluation.every_steps` steps.
         concurrency: number of episodes that are played at the same time; None: one step's episodes, at most 64.
         resume: whether to continue the run in the configured folder (or the newest of the job's name).
@@ -121,6 +123,9 @@ def train_until_stopped(
         "validation": resolve_tasks("validation_tasks", validation_tasks),
         "train": resolve_tasks("tasks", tasks, most),
     }
+    if reward is not None:
+        check_prompts("validation_tasks", splits["validation"])
+        check_prompts("tasks", splits["train"])
     # An error in a task is raised before the model is loaded.
     for _ in push_calls(splits):
         pass

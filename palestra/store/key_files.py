@@ -177,9 +177,11 @@ def sign(secret: bytes, job: str, *parts: str) -> str:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a line into a file that only its owner can read, whole or not at all.
+    """Write a text into a file that only its owner can read, whole or not at all.
+
+    No line feed follows, so that a script may put what it reads into a header as it is.
 
     Raises:
         StoreError: the file could not be written.
     """
-    write_whole(path, f"{text}\n".encode(), 0o600)
+    write_whole(path, text.encode(), 0o600)

@@ -176,7 +176,7 @@ def test_where_a_conversation_left_what_was_said_there_is_a_call_that_it_left_an
     there = [c for c in mine if alike(drawn.asked, whole(c)) == match.known]
     others = [c for c in there if len(whole(c)) > match.known]  # that went on from there in another way
     rest = drawn.asked[match.known :]
-    known_replies = [said(chat.reply) for chat in drawn.chats]
+    known_replies = [said(chat.reply) for chat in mine]  # what another policy said is text, as an agent's own words are
     keeps_reply = any(m.role == "assistant" and said(m) in known_replies for m in rest)
     if not rest or not others or (match.messages == match.known > 0 and not keeps_reply):
         assert (match.left, match.reason) == (None, None)

@@ -29,6 +29,19 @@ from palestra.errors import ConfigError
             "each episode needs its own; give the class Gomoku, or `lambda: Gomoku(…)`",
         ),
         ({"rollout": None, "reward": 3}, "`reward` has the type int; give a function"),
+        ({"rollout": None, "reward": len}, "`tasks`, task 0: the task has no key `prompt`; it has 'a'"),
+        (
+            {
+                "rollout": None,
+                "reward": len,
+                "tasks": [{"prompt": "?"}, {"prompt": [{"role": "user", "content": "?"}]}],
+            },
+            "`tasks`, task 1: the task's `prompt` has the type list, and is asked as one message of the user",
+        ),
+        (
+            {"rollout": None, "reward": len, "tasks": [{"prompt": "?"}], "validation_tasks": [{}]},
+            "`validation_tasks`, task 0: the task has no key `prompt`",
+        ),
         ({"model": 3}, "`model` has the type int; give the name of a model"),
         ({"model": ""}, "PolicyConfig: model: String should have at least 1 character"),
         (
