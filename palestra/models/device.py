@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from typing import Literal
-
-import torch
+from typing import TYPE_CHECKING, Literal
 
 from palestra.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 DeviceName = Literal["auto", "cpu", "cuda"]
 
@@ -24,6 +25,8 @@ def device_of(name: DeviceName, setting: str) -> torch.device:
     Raises:
         ConfigError: `cuda` on a machine without a CUDA device.
     """
+    import torch  # here alone: a server without a model of its own asks for memory, and loads no torch
+
     there = torch.cuda.is_available()
     if name == "cuda" and not there:
         raise ConfigError(f"{setting} is 'cuda', and torch sees no CUDA device here; use 'cpu' or 'auto'")
