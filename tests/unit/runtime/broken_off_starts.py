@@ -42,8 +42,8 @@ async def left_by(folder: Path, moment: str) -> dict[str, Any]:
 
     from palestra.runtime.ray import servers
 
-    servers, gate = servers.RayServers(), Gate()
-    (node,) = await servers.nodes()
+    launcher, gate = servers.RayServers(), Gate()
+    (node,) = await launcher.nodes()
     order = ServerOrder(
         job_id="job", config={}, folder=folder / "job", node=node.node_id, resources=Resources(cpus=1.0)
     )
@@ -53,9 +53,9 @@ async def left_by(folder: Path, moment: str) -> dict[str, Any]:
     elif moment == "actor":
         ray.actor.ActorClass._remote = gate.before(make_actor)
     try:
-        starting = asyncio.ensure_future(servers.start(order))
+        starting = asyncio.ensure_future(launcher.start(order))
         if moment == "server":
-            while await servers.known() != ["job"] or "palestra-job" not in ray.util.list_named_actors():
+            while await launcher.known() != ["job"] or "palestra-job" not in ray.util.list_named_actors():
                 await asyncio.sleep(0.01)
         else:
             assert await asyncio.to_thread(gate.begun.wait, SECONDS)
@@ -67,7 +67,7 @@ async def left_by(folder: Path, moment: str) -> dict[str, Any]:
         servers.placement_group, ray.actor.ActorClass._remote = make_group, make_actor
     while ray.available_resources().get("CPU") != 1.0:  # Ray says a while later what is free
         await asyncio.sleep(0.1)
-    return {"cancelled": starting.cancelled(), "known": await servers.known()}
+    return {"cancelled": starting.cancelled(), "known": await launcher.known()}
 
 
 async def all_moments(folder: Path, moments: list[str]) -> None:
