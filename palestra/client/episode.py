@@ -13,6 +13,9 @@ from typing import Any
 
 from palestra.errors import NotFound, PalestraError
 
+log = logging.getLogger("palestra.client")
+SHORTEST_SECONDS = 0.1  # between two heartbeats of one episode
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelEndpoint:
@@ -123,10 +126,6 @@ class RolloutResult:
     reward: float | Mapping[str, float] | None  # one number, or one by agent; None: not scored
     step_rewards: Sequence[float] | None = None  # by TimeStep
     metadata: Mapping[str, Any] = field(default_factory=dict)  # JSON; shown by `palestra episodes`
-
-
-log = logging.getLogger("palestra.client")
-SHORTEST_SECONDS = 0.1  # between two heartbeats of one episode
 
 
 def period(episode: Episode) -> float:

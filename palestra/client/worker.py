@@ -28,6 +28,11 @@ Rollout = Callable[[dict[str, Any], ModelEndpoint], Outcome | Awaitable[Outcome]
 FAILURES_IN_A_ROW = 20
 
 
+CRASHES, CRASHES_SECONDS = 5, 60.0  # a process that crashes so often in so many seconds is given up
+POLL_SECONDS = 0.05
+REFUSED = 2  # exit code of a child that has said why it can't work; starting it again would not help
+
+
 class Worker:
     """Claims up to `concurrency` episodes at a time and plays each with `rollout(task, policy)`.
 
@@ -144,11 +149,6 @@ def _first(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
-
-
-CRASHES, CRASHES_SECONDS = 5, 60.0  # a process that crashes so often in so many seconds is given up
-POLL_SECONDS = 0.05
-REFUSED = 2  # exit code of a child that has said why it can't work; starting it again would not help
 
 
 @dataclass(slots=True)

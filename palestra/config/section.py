@@ -18,6 +18,10 @@ from palestra.errors import ConfigError
 SHOWN = (int, float, str, bool, type(None), list, tuple)  # types whose values can be shown in a message, shortened
 
 
+Positive = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
 def explain(error: ValidationError, root: type[BaseModel]) -> str:
     """Return the first mistake of a configuration as a sentence.
 
@@ -119,10 +123,6 @@ def _keys_named(name: str, root: type[BaseModel], above: str = "") -> list[str]:
         for part in sections_of(field.annotation):
             found += _keys_named(name, part, f"{above}{key}.{step}")
     return found
-
-
-Positive = Annotated[int, Field(ge=1)]
-Seconds = Annotated[float, Field(gt=0)]
 
 
 class _InWords(ModelMetaclass):

@@ -14,6 +14,11 @@ from palestra.errors import ConfigError, InvalidEnvironment
 _NUMBER = re.compile(r"-?\d+")
 
 
+_NAME = "FrozenLake-v1"
+_MAP_SIZE = 4
+_FROZEN = 0.8  # probability that a field of a random map is ice, not a hole
+
+
 class GymnasiumEnvironment(Environment):
     """Any registered Gymnasium environment whose actions are discrete or text.
 
@@ -117,11 +122,6 @@ def imported_gymnasium() -> Any:
     except ImportError:
         raise ConfigError("this environment needs Gymnasium; run: pip install gymnasium") from None
     return gymnasium
-
-
-_NAME = "FrozenLake-v1"
-_MAP_SIZE = 4
-_FROZEN = 0.8  # probability that a field of a random map is ice, not a hole
 
 
 class FrozenLake(GymnasiumEnvironment):

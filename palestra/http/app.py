@@ -16,6 +16,11 @@ from palestra.http.errors import ErrorAnswers, ErrorForm
 from palestra.http.guard import Authenticate, RequestGuard
 from palestra.types.wire import ErrorAnswer
 
+PUBLIC = ("/openapi.json",)  # answered without a key
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    code: {"model": ErrorAnswer} for code in (400, 401, 403, 404, 409, 413, 422, 429, 503)
+}
+
 
 def request_schema(kind: type[BaseModel]) -> dict[str, Any]:
     """Return the description of a body that a route reads itself, for FastAPI's `openapi_extra`.
@@ -55,12 +60,6 @@ def _add(schema: dict[str, Any], known: dict[str, Any]) -> str:
         if known.setdefault(name, definition) != definition:
             raise ValueError(f"two models are called {name}")
     return f"#/components/schemas/{schema['title']}"
-
-
-PUBLIC = ("/openapi.json",)  # answered without a key
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    code: {"model": ErrorAnswer} for code in (400, 401, 403, 404, 409, 413, 422, 429, 503)
-}
 
 
 def build_app(

@@ -19,6 +19,10 @@ from palestra.errors import ModelError, ServerFailed
 SECONDS = 10.0
 
 
+HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]  # the files of a hub model that are fetched
+_GGUF = f"{SMOLLM2}.Q4_1.gguf"
+
+
 def hub_model(name: str) -> Path | str:
     """Return what transformers is to load: `org/model` if the hub answers, else its folder in the hub's cache.
 
@@ -43,10 +47,6 @@ def hub_model(name: str) -> Path | str:
         f"model {name!r} is not in the hub's cache, and {why}; fetch it where there is a network "
         f"(`hf download {name}`), or name a folder"
     )
-
-
-HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]  # the files of a hub model that are fetched
-_GGUF = f"{SMOLLM2}.Q4_1.gguf"
 
 
 def cache_folder() -> Path:

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 DeviceName = Literal["auto", "cpu", "cuda"]
 
 
+MEMORY_VARIABLE = "PALESTRA_MEMORY_GIB"  # set by the control plane, which ends a job that uses more
+_M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # malloc.h
+
+
 def device_of(name: DeviceName, setting: str) -> torch.device:
     """Return the torch device for a configured name; `auto` is the GPU if there is one.
 
@@ -31,10 +35,6 @@ def device_of(name: DeviceName, setting: str) -> torch.device:
     if name == "cuda" and not there:
         raise ConfigError(f"{setting} is 'cuda', and torch sees no CUDA device here; use 'cpu' or 'auto'")
     return torch.device("cuda" if there and name != "cpu" else "cpu")
-
-
-MEMORY_VARIABLE = "PALESTRA_MEMORY_GIB"  # set by the control plane, which ends a job that uses more
-_M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # malloc.h
 
 
 def tune_malloc() -> bool:

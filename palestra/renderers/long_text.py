@@ -13,6 +13,15 @@ from palestra.threads import check_wanted
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
+PIECE = 4096  # characters per call of the tokenizer: about 2 ms, during which no other thread runs
+_SPACE_BETWEEN_WORDS = re.compile(r"(?<=[A-Za-z]) (?=[A-Za-z])")
+_NORMALIZERS = {"Prepend", "Replace"}  # SentencePiece's, which may stand beside those of `_COMPOSING`
+_COMPOSING = {"NFC", "NFKC", "NFD", "NFKD"}
+_COMPOSED = 4  # the most characters that Unicode composition turns into one
+_SAMPLES = ("ab cd", "a b", "The quick brown fox Jumps", "x1 y z", "don't stop I'll go", "été ab Über", "a\n b c\t d e")
+Encode = Callable[[str], Sequence[int]]
+
+
 def token_bytes(tokenizer: Any) -> Callable[[int], bytes]:
     """Return a function from a token's id to its bytes.
 
@@ -67,15 +76,7 @@ def _byte_level() -> dict[str, int]:
 BYTES = _byte_level()
 
 
-PIECE = 4096  # characters per call of the tokenizer: about 2 ms, during which no other thread runs
-_SPACE_BETWEEN_WORDS = re.compile(r"(?<=[A-Za-z]) (?=[A-Za-z])")
-_NORMALIZERS = {"Prepend", "Replace"}  # SentencePiece's, which may stand beside those of `_COMPOSING`
-_COMPOSING = {"NFC", "NFKC", "NFD", "NFKD"}
-_COMPOSED = 4  # the most characters that Unicode composition turns into one
-_SAMPLES = ("ab cd", "a b", "The quick brown fox Jumps", "x1 y z", "don't stop I'll go", "été ab Über", "a\n b c\t d e")
-
 _CHARACTERS = {byte: character for character, byte in BYTES.items()}  # byte to its character in byte-level BPE
-Encode = Callable[[str], Sequence[int]]
 
 
 class TooManyTokens(Exception):

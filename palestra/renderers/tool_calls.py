@@ -12,6 +12,22 @@ from typing import Any, NoReturn
 from palestra.renderers.base import Attempt, Tools
 from palestra.types.messages import ToolCall
 
+_SPACE = " \t\r\n"
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+_OFFER = """# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{tools}
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
+
 
 @dataclass(frozen=True, slots=True)
 class Member:
@@ -26,7 +42,6 @@ def _refuse(constant: str) -> NoReturn:
 
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse)
-_SPACE = " \t\r\n"
 
 
 def read_object(text: str, at: int = 0) -> tuple[dict[str, Member], int]:
@@ -92,22 +107,6 @@ def _expect(text: str, at: int, wanted: str) -> int:
     if text[at : at + 1] != wanted:
         raise ValueError(f"{wanted!r} is missing at character {at}")
     return at + 1
-
-
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
-_OFFER = """# Tools
-
-You may call one or more functions to assist with the user query.
-
-You are provided with function signatures within <tools></tools> XML tags:
-<tools>
-{tools}
-</tools>
-
-For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
-<tool_call>
-{{"name": <function-name>, "arguments": <args-json-object>}}
-</tool_call>"""
 
 
 def offer(tools: Tools) -> str:

@@ -27,6 +27,10 @@ from palestra.session import EpisodeSession, GenerationRequest, Sessions
 from palestra.types.messages import ChatMessage, Observation, ToolChoice
 from palestra.types.records import Chat, StepTimes
 
+LONGEST_SEEN = 4000  # characters of the last observations
+LONGEST_INFO = 4000  # characters of an environment's information, over a whole episode
+Lost = (EpisodeLeaseExpired, EpisodeEnded)  # the episode does not belong to this runner any more
+
 
 class Termination(StrEnum):
     """Why an episode ended.
@@ -43,11 +47,6 @@ class Termination(StrEnum):
     ENGINE_FAILED = "engine_failed"
     NOT_SCORED = "not_scored"  # a reward is None: the episode is left out, and not played again
     CANCELLED = "cancelled"  # the job was stopped
-
-
-LONGEST_SEEN = 4000  # characters of the last observations
-LONGEST_INFO = 4000  # characters of an environment's information, over a whole episode
-Lost = (EpisodeLeaseExpired, EpisodeEnded)  # the episode does not belong to this runner any more
 
 
 @dataclass(kw_only=True, slots=True)

@@ -25,6 +25,9 @@ T = TypeVar("T")
 NUMBERS = (signal.SIGINT, signal.SIGTERM)
 
 
+OWN_WORKER = "palestra-train"  # worker id of the rollout function that runs in the job's own process
+
+
 class Interrupts:
     """A context manager in which SIGINT and SIGTERM ask for a stop; `raise_received` then ends the caller's script.
 
@@ -93,9 +96,6 @@ def run(work: Coroutine[Any, Any, T]) -> T:
         target=body, name="palestra-foreground", daemon=True
     ).start()  # daemon: a second Ctrl-C ends the process without it
     return done.result()
-
-
-OWN_WORKER = "palestra-train"  # worker id of the rollout function that runs in the job's own process
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,6 +22,10 @@ from palestra.session.sampling import overruled
 from palestra.types.records import Chat
 from palestra.waiting import cancelled
 
+log = logging.getLogger("palestra.server")
+STALLED_SECONDS = 60.0  # a client that reads nothing of a stream for so long counts as disconnected
+OVERRULED = "x-palestra-sampling"  # header: sampling parameters that the job has set instead of the caller
+
 
 async def generate(session: Session, calls: Sequence[GenerationRequest]) -> GenerationResult:
     """Sample all choices of all calls, and collect the most probable tokens where a call asks for them.
@@ -113,11 +117,6 @@ class _TopLogprobs:
 
     def finished(self, choice: int, chat: Chat) -> None:
         pass
-
-
-log = logging.getLogger("palestra.server")
-STALLED_SECONDS = 60.0  # a client that reads nothing of a stream for so long counts as disconnected
-OVERRULED = "x-palestra-sampling"  # header: sampling parameters that the job has set instead of the caller
 
 
 class WholeAnswer(Response):

@@ -27,6 +27,8 @@ from palestra.types.progress import Counts
 from palestra.types.records import Event
 from palestra.types.wire import EpisodeHolder, HealthWarningBody, JobStatus
 
+HOLDERS = 20  # the most held episodes that `/status` lists
+
 
 class ModelInfo(BaseModel):
     """One policy, in OpenAI's form of a model."""
@@ -53,9 +55,6 @@ def add_models_route(app: FastAPI, plane: DataPlane) -> None:
         plane.keys.check(bearer(request))
         created = int(plane.started_at)
         return ModelList(data=[ModelInfo(id=name, created=created) for name in plane.sessions.context.policies.names])
-
-
-HOLDERS = 20  # the most held episodes that `/status` lists
 
 
 def add_status_routes(app: FastAPI, plane: DataPlane) -> None:

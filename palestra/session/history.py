@@ -21,6 +21,10 @@ _EXACT = range(-(2**63), 2**64)  # integers that orjson reads exactly; it turns 
 _LONGEST = 20  # number of digits of the longest of them
 
 
+_THOUGHT = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
+_SPACED_TAG = re.compile(r"\s*(</?think>)\s*")
+
+
 class _Number(str):
     """A number that is no 64-bit integer, as the text of its exact value. Its `repr` can't be that of a JSON string."""
 
@@ -118,10 +122,6 @@ def _decimal(written: str) -> int | _Number:
     if 0 <= power <= _LONGEST - len(significant) and (integer := int(sign + significant + "0" * power)) in _EXACT:
         return integer
     return _Number(f"{sign}{significant}e{power}")
-
-
-_THOUGHT = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
-_SPACED_TAG = re.compile(r"\s*(</?think>)\s*")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -152,6 +152,11 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
 )
 
 
+T = TypeVar("T")
+_DIALECT = sqlite.dialect()
+_namedtuple = cast(Any, namedtuple)  # the columns are not known to a type checker
+
+
 def _read_version(connection: sa.Connection) -> int:
     """Return the version of the tables in a file; 0: the file is empty."""
     return int(connection.exec_driver_sql("PRAGMA user_version").scalar_one())
@@ -169,11 +174,6 @@ SCHEMA = Schema(
     read_version=_read_version,
     write_version=_write_version,
 )
-
-
-T = TypeVar("T")
-_DIALECT = sqlite.dialect()
-_namedtuple = cast(Any, namedtuple)  # the columns are not known to a type checker
 
 
 class Prepared:

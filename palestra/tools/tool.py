@@ -9,6 +9,8 @@ from typing import Any
 
 from palestra.threads import call
 
+FINISH = "finish"
+
 
 class BadArguments(ValueError):
     """Raised by a tool for arguments that it can't be called with. The model reads the message and may try again."""
@@ -57,9 +59,6 @@ class Tool(ABC):
     async def apply_async(self, **arguments: Any) -> Any:
         """Run the tool on the event loop and return its result. By default `apply` is run."""
         return await call(partial(self.apply, **arguments), "palestra-tool")
-
-
-FINISH = "finish"
 
 
 class Finish(Tool):

@@ -30,6 +30,9 @@ SQLITE_MACHINE_ERRORS = frozenset(
 )
 
 
+TAIL_BYTES = 4000
+
+
 class Ending(StrEnum):
     """The ways in which a model server can end; they decide whether it is started again.
 
@@ -181,9 +184,6 @@ class Launcher(Protocol):
     async def close(self) -> None:
         """Release everything that this object holds; the servers continue."""
         ...
-
-
-TAIL_BYTES = 4000
 
 
 def following_state(job: JobRecord, ended: Ended, now: float) -> tuple[JobState, str, int]:

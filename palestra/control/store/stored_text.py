@@ -17,6 +17,11 @@ _SECRETS = re.compile(r"(pk_[0-9a-f]{12}_)[A-Za-z0-9_-]{8,}|(pj-|pe-[\w-]{1,64}\
 _NOT_STORED = re.compile("[\0\ud800-\udfff]")  # PostgreSQL has no NUL, and halves of a pair are not Unicode
 
 
+MOST_CONFIG_BYTES = 256 * 1024
+MOST_RESTARTS = 100
+MOST_SECONDS = 1e10
+
+
 def redact(text: str) -> str:
     """Return the text with the secret part of every key in it replaced."""
     return _SECRETS.sub(lambda found: (found[1] or found[2]) + "[hidden]", text)
@@ -80,11 +85,6 @@ def _refuse_secret(text: str, field: str) -> None:
     """
     if has_secret(text):
         raise InvalidRequest(f"there is a key in {field}; revoke it, for it may have been seen", field)
-
-
-MOST_CONFIG_BYTES = 256 * 1024
-MOST_RESTARTS = 100
-MOST_SECONDS = 1e10
 
 
 def check_request(request: JobRequest) -> None:

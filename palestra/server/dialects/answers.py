@@ -10,6 +10,8 @@ from typing import Any
 from palestra.session import CallStart
 from palestra.types.records import Chat
 
+TokenBytes = Callable[[int], bytes]  # the bytes of a token, which may be part of a character
+
 
 def answer_id(kind: str, call: Chat | CallStart) -> str:
     """Return the id of an answer, made from its first call, so that a retry that gets the same call gets the same id.
@@ -42,9 +44,6 @@ def usage_of(chats: Sequence[Chat], choices: int) -> dict[str, Any]:
         "total_tokens": prompt + sampled,
         "prompt_tokens_details": {"cached_tokens": sum(chat.shared for chat in prompts)},
     }
-
-
-TokenBytes = Callable[[int], bytes]  # the bytes of a token, which may be part of a character
 
 
 def chat_logprobs(

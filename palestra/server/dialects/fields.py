@@ -20,6 +20,20 @@ SOLE_AGENT = "agent"  # name of an agent that does not say its name
 MAX_STEP = 1_000_000
 
 
+MAX_CHOICES = 128
+MAX_STOPS, MAX_STOP_LENGTH = 16, 256
+MAX_SCHEMA_BYTES = 65_536
+SEED_BITS = 2**63 - 1
+Count = Annotated[int, Field(ge=1, strict=True)]
+Flag = Annotated[bool, Field(strict=True)]
+Temperature = Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)]
+Probability = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+Token = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+FunctionName = Annotated[str, Field(min_length=1, max_length=200)]
+
+
 def call_fields(body: bytes, headers: Mapping[str, str], path: str) -> dict[str, Any]:
     """Return the fields of a `GenerationRequest` that do not depend on the dialect.
 
@@ -67,12 +81,6 @@ def time_step_of(headers: Mapping[str, str]) -> int | None:
     return int(step)
 
 
-MAX_CHOICES = 128
-MAX_STOPS, MAX_STOP_LENGTH = 16, 256
-MAX_SCHEMA_BYTES = 65_536
-SEED_BITS = 2**63 - 1
-
-
 def _listed(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
@@ -104,20 +112,12 @@ def _small(schema: Any) -> Any:
 
 
 Message = Annotated[ChatMessage, BeforeValidator(_only_text)]
-Count = Annotated[int, Field(ge=1, strict=True)]
-Flag = Annotated[bool, Field(strict=True)]
-Temperature = Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)]
-Probability = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
-Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
-Token = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
-StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 StopStrings = Annotated[
     tuple[StopString, ...],
     BeforeValidator(_listed, json_schema_input_type=StopString | tuple[StopString, ...]),
     Field(max_length=MAX_STOPS),
 ]
 Schema = Annotated[dict[str, JsonValue], BeforeValidator(_small)]
-FunctionName = Annotated[str, Field(min_length=1, max_length=200)]
 
 
 class FunctionSpec(BaseModel):
