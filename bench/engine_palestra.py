@@ -23,7 +23,7 @@ from palestra.models.causal_lm import load_causal_lm, load_tokenizer
 from palestra.models.device import tune_malloc
 from palestra.renderers import select_renderer
 from palestra.threads import in_thread
-from palestra.types.records import SamplingParams, TokenSequence
+from palestra.types.calls import SamplingParams, TokenSequence
 
 POLICY = "policy"
 

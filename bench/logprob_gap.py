@@ -26,8 +26,9 @@ from palestra.engine.base import EngineRequest
 from palestra.models.catalog import model_folder
 from palestra.runtime.parts import Parts, build_parts
 from palestra.trainer.base import PolicySpec
+from palestra.types.calls import Floats, Ids, SamplingParams, TokenSequence
 from palestra.types.messages import text_message
-from palestra.types.records import Floats, Ids, SamplingParams, TokenSequence, TrainSample
+from palestra.types.records import TrainSample
 
 PROMPTS, REPLIES, LONGEST = 12, 8, 48
 SYSTEM = "You are a helpful calculator."

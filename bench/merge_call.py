@@ -17,7 +17,7 @@ from merge_runs import Stopwatch
 
 from palestra.session.history import History
 from palestra.tokens import TokenTrie
-from palestra.types.records import Chat
+from palestra.types.calls import Chat
 
 TURNS = (1, 20, 400)
 LIMIT_SECONDS = 60.0  # of one function in one call

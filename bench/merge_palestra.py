@@ -19,8 +19,8 @@ from merge_runs import Stopwatch, main
 
 from palestra.session.history import History
 from palestra.tokens import TokenTrie, rows_of
+from palestra.types.calls import Chat, Ids, PolicyVersion, SamplingParams, VersionSpan
 from palestra.types.messages import ChatMessage, text_message
-from palestra.types.records import Chat, Ids, PolicyVersion, SamplingParams, VersionSpan
 
 POLICY = "policy"
 LOGPROB = -0.5

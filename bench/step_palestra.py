@@ -28,18 +28,9 @@ from palestra.learner.batch import make_batch
 from palestra.models.causal_lm import load_causal_lm
 from palestra.runtime.parts import Parts, build_parts
 from palestra.trainer.base import OptimParams, PolicySpec
+from palestra.types.calls import Chat, Ids, SamplingParams, TokenSequence, VersionSpan
 from palestra.types.messages import ChatMessage, text_message
-from palestra.types.records import (
-    Chat,
-    EpisodeRecord,
-    Ids,
-    SamplingParams,
-    Task,
-    TimeStep,
-    TokenSequence,
-    Trajectory,
-    VersionSpan,
-)
+from palestra.types.records import EpisodeRecord, Task, TimeStep, Trajectory
 from palestra.types.states import EpisodeState
 
 PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 8, 8, 40, 12

@@ -4,8 +4,8 @@ Importing this package loads neither torch nor ray, so that a rollout worker sta
 """
 
 from palestra.agents.agent import Agent, ModelAgent, PolicyHandle, ToolAgent
+from palestra.types.calls import Chat
 from palestra.types.messages import ChatMessage, Observation, text_message
-from palestra.types.records import Chat
 
 __all__ = [
     "Agent",

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 from palestra.client.arguments import checked_count
 from palestra.tools import Tool, ToolManager
+from palestra.types.calls import Chat
 from palestra.types.messages import ChatMessage, Observation, TextPart, ToolCall, ToolChoice
-from palestra.types.records import Chat
 
 
 class PolicyHandle(Protocol):

@@ -13,8 +13,9 @@ from typing import ClassVar, Literal
 
 from palestra.algorithms.loss import LossSpec
 from palestra.config import AlgorithmConfig
+from palestra.types.calls import Floats
 from palestra.types.metrics import Metric
-from palestra.types.records import Floats, TrainSample, Trajectory
+from palestra.types.records import TrainSample, Trajectory
 
 StepOrder = Literal["observed", "acted"]
 ForwardOutput = Literal["old_logprobs", "reference_logprobs", "values", "teacher_logprobs"]

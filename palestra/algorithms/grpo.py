@@ -17,8 +17,9 @@ from palestra.algorithms.importance import IMPORTANCE_METRICS, importance_weight
 from palestra.algorithms.loss import LossSpec
 from palestra.algorithms.losses import PPOClipLoss
 from palestra.config import AlgorithmConfig
+from palestra.types.calls import Floats
 from palestra.types.metrics import Metric
-from palestra.types.records import Floats, TrainSample, Trajectory
+from palestra.types.records import TrainSample, Trajectory
 
 # Added to the deviation of a group. TRL adds the same; it matters only where rewards are nearly equal.
 EPSILON = 1e-4

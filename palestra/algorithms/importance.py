@@ -19,8 +19,9 @@ from typing import Literal
 
 import numpy as np
 
+from palestra.types.calls import Floats
 from palestra.types.metrics import Metric
-from palestra.types.records import Floats, TrainSample
+from palestra.types.records import TrainSample
 
 ImportanceMode = Literal["token-truncate", "token-mask", "sequence-truncate", "sequence-mask"]
 IMPORTANCE_METRICS = (

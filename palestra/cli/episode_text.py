@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from rich.text import Text
 
+from palestra.types.calls import Chat
 from palestra.types.messages import ChatMessage
-from palestra.types.records import Chat, Trajectory
+from palestra.types.records import Trajectory
 
 
 def conversation(trajectory: Trajectory) -> Text:

@@ -8,7 +8,9 @@ from rich.text import Text
 from rich.tree import Tree
 
 from palestra.tokens import TokenTrie, TrieNode
-from palestra.types.records import MEANINGS, Chat, Fork, Trajectory
+from palestra.types.calls import Chat
+from palestra.types.forks import MEANINGS, Fork
+from palestra.types.records import Trajectory
 
 _REPLY = 60  # characters of a reply that are shown
 

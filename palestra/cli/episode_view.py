@@ -18,7 +18,7 @@ from palestra.config import JobConfig, PolicyConfig, Roles
 from palestra.store.browsing import EpisodeView, browse, list_episodes, read_episode
 from palestra.terminal import TerminalConsole
 from palestra.tokens import TokenRow, TokenTrie, calls_of_final_answers, rows_of
-from palestra.types.records import Chat
+from palestra.types.calls import Chat
 from palestra.types.states import EpisodeState
 
 FOLDED = 26  # characters that stand for the tokens of a prompt

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from palestra.models.weights import WeightSource
-from palestra.types.records import PolicyVersion, SampledTokens, SamplingParams, TokenSequence
+from palestra.types.calls import PolicyVersion, SampledTokens, SamplingParams, TokenSequence
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

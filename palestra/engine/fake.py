@@ -10,7 +10,7 @@ from palestra.engine.rng import uniform
 from palestra.errors import EngineFailure
 from palestra.faults import fault_point
 from palestra.models.weights import WeightSource
-from palestra.types.records import Ids, PolicyVersion, SampledTokens, SamplingParams
+from palestra.types.calls import Ids, PolicyVersion, SampledTokens, SamplingParams
 
 Script = Callable[[Ids, SamplingParams], Sequence[int]]
 

@@ -16,7 +16,9 @@ from palestra.config import AlgorithmConfig, Roles
 from palestra.learner.shares import share_of
 from palestra.tokens import TokenTrie, calls_of_final_answers, rows_of
 from palestra.trainer.untrainable import not_finite
-from palestra.types.records import Floats, ForkReason, PolicyVersion, TrainSample, Trajectory
+from palestra.types.calls import Floats, PolicyVersion
+from palestra.types.forks import ForkReason
+from palestra.types.records import TrainSample, Trajectory
 
 LEFT_OUT = (
     "groups_zero_variance",

@@ -27,8 +27,9 @@ from palestra.rollout import RolloutSyncLock
 from palestra.session import PolicySet
 from palestra.store import RunStore
 from palestra.trainer.base import Trainer
+from palestra.types.calls import PolicyVersion
 from palestra.types.progress import JobProgress, Phase
-from palestra.types.records import BatchManifest, PolicyVersion, Task
+from palestra.types.records import BatchManifest, Task
 from palestra.types.states import JobState
 from palestra.waiting import race
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from palestra.renderers.vocabulary import Vocabulary
+from palestra.types.calls import Ids, TokenSequence
 from palestra.types.messages import ChatMessage, FunctionCall, TextPart, ToolCall, text_message
-from palestra.types.records import Ids, TokenSequence
 
 Tools = Sequence[Mapping[str, Any]]  # in OpenAI's shape: {"type": "function", "function": {…}}
 

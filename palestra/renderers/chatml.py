@@ -18,8 +18,8 @@ from palestra.renderers.long_text import PIECE, LongText, TooManyTokens
 from palestra.renderers.tool_calls import grammar_of_calls, offer, write_call, write_result
 from palestra.renderers.vocabulary import Vocabulary
 from palestra.threads import check_wanted
+from palestra.types.calls import Ids, TokenSequence
 from palestra.types.messages import ChatMessage
-from palestra.types.records import Ids, TokenSequence
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,8 +10,8 @@ import re
 
 from palestra.renderers.base import Attempt, MessageDelta, Reply, ReplyStream, tool_call
 from palestra.renderers.tool_calls import CLOSE, OPEN, read_calls, read_object
+from palestra.types.calls import Ids
 from palestra.types.messages import text_message
-from palestra.types.records import Ids
 
 _THINK, _THOUGHT = "<think>", "</think>"
 _LEADING_THOUGHT = re.compile(rf"\s*{_THINK}(.*?)(?:{_THOUGHT}|\Z)", re.DOTALL)

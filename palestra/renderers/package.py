@@ -26,8 +26,8 @@ from palestra.renderers.long_text import PIECE, TooManyTokens
 from palestra.renderers.probes import PLAIN, Probe, shows_reasoning
 from palestra.renderers.tool_calls import object_text, read_object
 from palestra.renderers.vocabulary import Vocabulary
+from palestra.types.calls import Ids, TokenSequence
 from palestra.types.messages import ChatMessage
-from palestra.types.records import Ids, TokenSequence
 
 # Its library (harmony) never encodes text as control tokens, and has its own vocabulary: marks would stay in the text.
 _SAFE = frozenset({"gpt-oss"})

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from palestra.renderers.long_text import PIECE, LongText, token_bytes
-from palestra.types.records import Ids
+from palestra.types.calls import Ids
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 

@@ -24,8 +24,9 @@ from palestra.errors import (
     place_of,
 )
 from palestra.session import EpisodeSession, GenerationRequest, Sessions
+from palestra.types.calls import Chat
 from palestra.types.messages import ChatMessage, Observation, ToolChoice
-from palestra.types.records import Chat, StepTimes
+from palestra.types.records import StepTimes
 
 LONGEST_SEEN = 4000  # characters of the last observations
 LONGEST_INFO = 4000  # characters of an environment's information, over a whole episode

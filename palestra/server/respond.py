@@ -19,7 +19,7 @@ from palestra.server.auth import OpenSession
 from palestra.server.dialects.base import EventWriter, GenerationResult
 from palestra.session import CallStart, GenerationRequest, Listener, ReplyPiece, Session, Sessions
 from palestra.session.sampling import overruled
-from palestra.types.records import Chat
+from palestra.types.calls import Chat
 from palestra.waiting import cancelled
 
 log = logging.getLogger("palestra.server")

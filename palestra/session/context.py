@@ -9,8 +9,8 @@ from palestra.session.history import EXACT, Sameness
 from palestra.session.policies import PolicySet
 from palestra.store import RunStore
 from palestra.threads import WorkPool
+from palestra.types.calls import Chat
 from palestra.types.clock import Clock
-from palestra.types.records import Chat
 from palestra.types.states import TurnState
 
 WINDOW_SECONDS = 10

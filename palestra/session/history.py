@@ -14,8 +14,9 @@ from typing import Any, NoReturn
 
 import orjson
 
+from palestra.types.calls import Chat
+from palestra.types.forks import ForkReason
 from palestra.types.messages import ChatMessage, TextPart, ToolCall
-from palestra.types.records import Chat, ForkReason
 
 _EXACT = range(-(2**63), 2**64)  # integers that orjson reads exactly; it turns all others into floats
 _LONGEST = 20  # number of digits of the longest of them

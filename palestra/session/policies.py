@@ -11,7 +11,7 @@ from palestra.engine.base import Engine
 from palestra.errors import NotFound
 from palestra.grammars.pool import Grammars
 from palestra.renderers import Renderer
-from palestra.types.records import PolicyVersion
+from palestra.types.calls import PolicyVersion
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Protocol
 from palestra.session.context import SessionContext
 from palestra.session.prompting import PromptBuilder
 from palestra.session.registry import CallRegistry
-from palestra.types.records import Chat
+from palestra.types.calls import Chat
 
 
 class CallStore(Protocol):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from palestra.session.request import GenerationRequest
-from palestra.types.records import Chat, Ids
+from palestra.types.calls import Chat, Ids
 
 
 @dataclass(frozen=True, slots=True)

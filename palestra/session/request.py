@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, Protocol
 from palestra.errors import GrammarRefused, InvalidRequest, UnsupportedField
 from palestra.renderers import MessageDelta, NotInThisFormat, Renderer, ReplyForm
 from palestra.renderers.base import Tools
+from palestra.types.calls import Chat, Ids, SamplingParams
 from palestra.types.messages import ChatMessage, ToolChoice
-from palestra.types.records import Chat, Ids, SamplingParams
 
 _MAX_CALLS = 8  # of one reply if calls are required: a small model would write calls until its token limit
 

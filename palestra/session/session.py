@@ -19,7 +19,8 @@ from palestra.session.reply import SampledReply, sample_reply
 from palestra.session.request import CallStart, Constraint, GenerationRequest, Listener, ReplyPiece, constraint_of
 from palestra.session.sampling import overruled, sampling_of, trainable
 from palestra.session.turns import Turn, Turns
-from palestra.types.records import Chat, EpisodeKind, EpisodeRecord, SamplingParams
+from palestra.types.calls import Chat, SamplingParams
+from palestra.types.records import EpisodeKind, EpisodeRecord
 from palestra.types.states import TurnState
 from palestra.waiting import together
 

@@ -19,7 +19,8 @@ from palestra.store.calls import read_trajectory
 from palestra.store.codec import fork_of
 from palestra.store.run_store import store_error
 from palestra.store.tables import chats, episodes, manifests
-from palestra.types.records import ForkReason, Trajectory
+from palestra.types.forks import ForkReason
+from palestra.types.records import Trajectory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

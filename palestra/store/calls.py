@@ -14,7 +14,8 @@ from palestra.database.sqlite import MOST_VALUES
 from palestra.store.codec import chat_of, chat_row
 from palestra.store.lifecycle import held, read
 from palestra.store.tables import Prepared, chats, episodes
-from palestra.types.records import Chat, EpisodeRecord, StepTimes, TimeStep, Trajectory
+from palestra.types.calls import Chat
+from palestra.types.records import EpisodeRecord, StepTimes, TimeStep, Trajectory
 from palestra.types.states import EpisodeState
 
 _LEASE: dict[str, BindParameter[Any]] = {"episode_id": bindparam("episode_id"), "fence": bindparam("fence")}

@@ -12,19 +12,10 @@ import orjson
 from numpy.typing import NDArray
 
 from palestra.database import to_json
+from palestra.types.calls import Chat, MediaSpan, PolicyVersion, SamplingParams, VersionSpan
+from palestra.types.forks import Fork, ForkReason
 from palestra.types.messages import ChatMessage
-from palestra.types.records import (
-    Chat,
-    EpisodeRecord,
-    Fork,
-    ForkReason,
-    MediaSpan,
-    PolicyVersion,
-    SamplingParams,
-    StepTimes,
-    Task,
-    VersionSpan,
-)
+from palestra.types.records import EpisodeRecord, StepTimes, Task
 from palestra.types.states import EpisodeState
 
 SHORT = 512  # bytes: 128 tokens

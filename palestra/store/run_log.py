@@ -12,8 +12,9 @@ from sqlalchemy import Connection, select
 from palestra.database import Database, to_json
 from palestra.errors import Conflict
 from palestra.store.tables import events, manifests, meta, metric_rows
+from palestra.types.calls import PolicyVersion
 from palestra.types.clock import Clock
-from palestra.types.records import BatchManifest, Event, PolicyVersion
+from palestra.types.records import BatchManifest, Event
 
 UNFINISHED = "unfinished_metrics"  # fact that holds the row of a step that is trained but not evaluated
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from palestra.tokens.trie import Sampled, TokenTrie, TrieNode
-from palestra.types.records import Chat, Floats, GrammarSpan, Ids, Mask, MediaSpan
+from palestra.types.calls import Chat, Floats, GrammarSpan, Ids, Mask, MediaSpan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from palestra.types.records import Ids, MediaSpan, TokenSequence
+from palestra.types.calls import Ids, MediaSpan, TokenSequence
 
 Digests = NDArray[np.object_]  # [N], the digest (str) of the media behind a placeholder; None for text
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from palestra.tokens.token_run import common_prefix
-from palestra.types.records import Chat, Ids, MediaSpan
+from palestra.types.calls import Chat, Ids, MediaSpan
 
 Edges = NDArray[np.int64]  # [n] token id + (number of the media digest << 32)
 

@@ -15,7 +15,8 @@ from palestra.algorithms.base import ForwardOutput, ForwardOutputs
 from palestra.algorithms.loss import LossMetric, LossSpec
 from palestra.config import OptimizerConfig
 from palestra.models.weights import WeightSource
-from palestra.types.records import PolicyVersion, TrainSample
+from palestra.types.calls import PolicyVersion
+from palestra.types.records import TrainSample
 
 TRAINER_METRICS = (
     LossMetric("loss", "nats", "Sum over trained tokens of loss weight x loss of the token, last epoch."),

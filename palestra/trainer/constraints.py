@@ -11,7 +11,8 @@ from torch import Tensor
 
 from palestra.errors import InvalidRequest
 from palestra.grammars.pool import Grammars
-from palestra.types.records import GrammarSpan, TrainSample
+from palestra.types.calls import GrammarSpan
+from palestra.types.records import TrainSample
 
 
 def allowed_tokens(samples: Sequence[tuple[TrainSample, Any, Any]], grammars: Grammars, vocab: int) -> Tensor | None:

@@ -22,7 +22,8 @@ from palestra.trainer import checkpoint
 from palestra.trainer.base import TRAINER_METRICS, OptimParams, OptimReport, PolicySpec, StepReport
 from palestra.trainer.serial import Serial
 from palestra.trainer.untrainable import record_problems
-from palestra.types.records import PolicyVersion, TrainSample
+from palestra.types.calls import PolicyVersion
+from palestra.types.records import TrainSample
 
 WEIGHTS_FILE = "weights.txt"
 

@@ -27,7 +27,8 @@ from palestra.trainer.constraints import allowed_tokens, grammar_problem
 from palestra.trainer.metrics import MetricSums
 from palestra.trainer.packing import MicroBatch, TreeAttention, pack
 from palestra.trainer.untrainable import record_problems
-from palestra.types.records import Floats, PolicyVersion, TrainSample
+from palestra.types.calls import Floats, PolicyVersion
+from palestra.types.records import TrainSample
 
 # More tokens are slower even on two cores: attention in a tree takes time with its square (docs/benchmarks.md).
 MICRO_BATCH_TOKENS = {"cpu": 1024, "cuda": 8192}

@@ -21,7 +21,8 @@ from palestra.threads import in_thread
 from palestra.trainer.base import OptimParams, OptimReport, PolicySpec, StepReport
 from palestra.trainer.serial import Serial
 from palestra.trainer.torch_policy import TorchPolicy
-from palestra.types.records import PolicyVersion, TrainSample
+from palestra.types.calls import PolicyVersion
+from palestra.types.records import TrainSample
 
 T = TypeVar("T")
 LoadModel = Callable[[str, torch.device], tuple[CausalLM, Any]]

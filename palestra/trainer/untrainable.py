@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from palestra.types.records import Floats, TrainSample
+from palestra.types.calls import Floats
+from palestra.types.records import TrainSample
 
 
 def record_problems(batch: Sequence[TrainSample]) -> dict[str, str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from palestra.types.records import MEANINGS, ForkReason
+from palestra.types.forks import MEANINGS, ForkReason
 
 
 @dataclass(frozen=True, slots=True)

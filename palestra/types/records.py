@@ -2,93 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from palestra.types.messages import ChatMessage
+from palestra.types.calls import (
+    Chat,
+    Floats,
+    GrammarSpan,
+    Ids,
+    Mask,
+    MediaSpan,
+    PolicyVersion,
+)
 from palestra.types.states import EpisodeState
 
-
-class ForkReason(StrEnum):
-    """Why a prompt could not reuse the token ids of an earlier call. `MEANINGS` holds the text shown to users."""
-
-    EDITED_MESSAGE = "edited_message"
-    REASONING_STRIPPED = "reasoning_stripped"
-    WHITESPACE_STRIPPED = "whitespace_stripped"
-    TOOL_ARGUMENTS = "tool_arguments"
-    TOKENIZATION = "tokenization"
-    TEMPLATE = "template"
-    TOOLS_CHANGED = "tools_changed"
-    TRUNCATED_TURN = "truncated_turn"
-    NEW_CONVERSATION = "new_conversation"
-
-    @property
-    def is_drift(self) -> bool:
-        """Return whether the agent meant to continue an earlier call, so that exact tokens were lost."""
-        return self is not ForkReason.NEW_CONVERSATION
-
-
-# One table, so that the docs, the metrics and the episode view explain a reason in the same words.
-MEANINGS = {
-    ForkReason.EDITED_MESSAGE: "an earlier message was changed, left out or summarised",
-    ForkReason.REASONING_STRIPPED: "the reasoning of a reply was dropped, by the agent or by the template",
-    ForkReason.WHITESPACE_STRIPPED: "a reply came back with other white space around it, and no other change",
-    ForkReason.TOOL_ARGUMENTS: "a tool call was written again, with other arguments",
-    ForkReason.TOKENIZATION: "the same text, rendered again, has other ids",
-    ForkReason.TEMPLATE: "the template writes an earlier message with another text",
-    ForkReason.TOOLS_CHANGED: "other tools were offered",
-    ForkReason.TRUNCATED_TURN: "a reply was cut at its token limit, and the template can't go on from it",
-    ForkReason.NEW_CONVERSATION: "a subagent, another attempt, or a history replaced as a whole; no drift",
-}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fork:
-    """The place where a prompt leaves the exact token ids of an earlier call, and the reason.
-
-    Attributes:
-        reason: why it does.
-        call: index of the earlier call; None: a conversation of its own from the first message on.
-        message: index of the first message that differs.
-        position: index of the first token that differs.
-    """
-
-    reason: ForkReason
-    call: int | None
-    message: int
-    position: int
-
-
-Ids = NDArray[np.int32]
-Floats = NDArray[np.float32]
-Mask = NDArray[np.bool_]
-FinishReason = Literal["stop", "length"]
 EpisodeKind = Literal["train", "validation", "adhoc"]
-
-
-class PolicyVersion(NamedTuple):
-    """Version of a policy's weights, written as "incarnation.n".
-
-    Attributes:
-        incarnation: grows by one when a restart can't repeat history bit by bit.
-        n: grows by one with every published update.
-    """
-
-    incarnation: int
-    n: int
-
-    def __str__(self) -> str:
-        return f"{self.incarnation}.{self.n}"
-
-    @property
-    def following(self) -> PolicyVersion:
-        """Return the version after one more update."""
-        return PolicyVersion(self.incarnation, self.n + 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,68 +78,6 @@ class EpisodeRecord:
         return None if self.rewards is None else float(sum(self.rewards.values()))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SamplingParams:
-    """The parameters with which the tokens of one call are sampled.
-
-    Attributes:
-        temperature: 0: greedy.
-        max_tokens: longest reply.
-        seed: of this call; equal seeds on equal prompts and weights give equal tokens.
-        min_tokens: shortest reply: stop tokens can't be sampled before.
-        top_p: only the most probable tokens that together have this probability; 1: all.
-        top_k: only so many of the most probable tokens; 0: all.
-        stop_ids: tokens that end the reply, in addition to the policy's own.
-        presence_penalty: subtracted once from the score of a token that the reply contains.
-        frequency_penalty: subtracted as often as the reply contains the token.
-        logit_bias: pairs of a token and what is added to its score.
-        grammar: what the reply has to match, in llguidance's JSON form; "": anything.
-        top_logprobs: how many of the most probable tokens to report at each position.
-    """
-
-    temperature: float
-    max_tokens: int
-    seed: int
-    min_tokens: int = 0
-    top_p: float = 1.0
-    top_k: int = 0
-    stop_ids: tuple[int, ...] = ()
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    grammar: str = ""
-    top_logprobs: int = 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SampledTokens:
-    """A piece of a reply: consecutive tokens sampled from one version of the policy.
-
-    Attributes:
-        ids: the tokens.
-        logprobs: of each token in the distribution it was sampled from, natural log; at temperature 0 of the softmax.
-        version: of the weights.
-        top: for each token pairs (token, logprob) of the most probable ones; (): not requested.
-    """
-
-    ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    version: PolicyVersion
-    top: tuple[tuple[tuple[int, float], ...], ...] = ()
-
-
-class VersionSpan(NamedTuple):
-    """A run of completion tokens that were sampled from one version of the policy.
-
-    Attributes:
-        version: of the weights.
-        tokens: how many consecutive tokens.
-    """
-
-    version: PolicyVersion
-    tokens: int
-
-
 class StepTimes(NamedTuple):
     """When an interaction with the environment happened, in Unix seconds.
 
@@ -219,173 +88,6 @@ class StepTimes(NamedTuple):
 
     observed_at: float
     acted_at: float | None
-
-
-class MediaSpan(NamedTuple):
-    """An image in a prompt:
-
-    `tokens` placeholder ids from position `start` stand for the bytes with the SHA-256 `digest`.
-    """
-
-    start: int
-    tokens: int
-    digest: str
-
-
-class TokenSequence(NamedTuple):
-    """Token ids, and the images for which some of them are placeholders.
-
-    Two sequences are equal up to a position only if both the ids and the digests of the images are.
-
-    Attributes:
-        ids: int32 [N].
-        media: in order of their positions; (): all ids are text.
-    """
-
-    ids: Ids
-    media: tuple[MediaSpan, ...] = ()
-
-
-class GrammarSpan(NamedTuple):
-    """A reply in a row that was sampled to match a grammar:
-
-    `tokens` ids from position `start`, from the reply's beginning.
-    """
-
-    start: int
-    tokens: int
-    grammar: str
-
-
-# Compared by identity (`eq=False`), because arrays can't be compared with a single truth value. So is `TrainSample`.
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Chat:
-    """One call of a model, token by token.
-
-    Only what differs from `parent` is stored, because the prompts of a conversation would otherwise take quadratic
-    space; the properties read the rest through the parents.
-
-    Attributes:
-        episode_id: of the episode.
-        fence: of the lease under which the call was made.
-        index: grows in the order in which the prompts of this lease were made; a failed call leaves a gap.
-        time_step: interaction with the environment to which the call belongs.
-        agent: the agent that made the call.
-        policy: the policy that was sampled.
-        parent: earlier call with which the prompt has most leading ids in common; None: it has none in common with any.
-        shared: how many leading prompt ids are the parent's, of its prompt and completion; 0 without a parent.
-        shared_messages: how many leading messages are the parent's messages and reply; 0 without a parent.
-        new_messages: the other messages, as the agent sent them.
-        prompt_tail: int32 [P - shared], the other prompt ids.
-        media: images in the tail, by their positions in the whole prompt.
-        tools: tools that were offered, in OpenAI's shape.
-        reply: the completion, parsed.
-        completion_ids: int32 [C], with the stop token if one was sampled.
-        logprobs: float32 [C].
-        versions: of the completion's tokens; their lengths add up to C.
-        finish_reason: "length": the reply was cut at its token limit.
-        fork: where exact tokens of an earlier call were lost; None: nothing that the agent meant to keep was lost.
-        stop: stop string that ended the reply; None: a stop token or the limit did.
-        sampling: how the completion was sampled.
-        request_digest: of the request body, to recognise a retry.
-        started_at, finished_at: Unix seconds.
-    """
-
-    episode_id: str
-    fence: int
-    index: int
-    time_step: int
-    agent: str
-    policy: str
-    parent: Chat | None
-    shared: int
-    shared_messages: int
-    new_messages: tuple[ChatMessage, ...]
-    prompt_tail: Ids
-    media: tuple[MediaSpan, ...] = ()
-    tools: tuple[dict[str, Any], ...] = ()
-    reply: ChatMessage
-    completion_ids: Ids
-    logprobs: Floats
-    versions: tuple[VersionSpan, ...]
-    finish_reason: FinishReason
-    fork: Fork | None = None
-    stop: str | None = None
-    sampling: SamplingParams
-    request_digest: str
-    started_at: float
-    finished_at: float
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Return P, the number of prompt tokens, including those of the parents."""
-        return self.shared + len(self.prompt_tail)
-
-    @property
-    def tokens(self) -> int:
-        """Return P + C, the number of tokens of prompt and completion."""
-        return self.prompt_tokens + len(self.completion_ids)
-
-    @property
-    def extends(self) -> Chat | None:
-        """Return the parent if the prompt starts with all of its prompt and completion, else None."""
-        return self.parent if self.parent is not None and self.shared == self.parent.tokens else None
-
-    @property
-    def prompt_ids(self) -> Ids:
-        """Return the ids of the prompt, int32 [P], put together from the parts of this call and its ancestors."""
-        return self._leading(self.prompt_tokens)
-
-    @property
-    def ids(self) -> Ids:
-        """Return the ids of prompt and completion, int32 [P + C], put together from this call and its ancestors."""
-        return self._leading(self.tokens)
-
-    @property
-    def messages(self) -> tuple[ChatMessage, ...]:
-        """Return all messages of the prompt, put together from the parts of this call and its ancestors."""
-        pieces: list[tuple[ChatMessage, ...]] = [self.new_messages]
-        end = self.shared_messages
-        chat = self.parent
-        while chat is not None and end > 0:
-            pieces.append((*chat.new_messages, chat.reply)[: max(end - chat.shared_messages, 0)])
-            end = min(end, chat.shared_messages)
-            chat = chat.parent
-        return tuple(message for piece in reversed(pieces) for message in piece)
-
-    @property
-    def all_media(self) -> tuple[MediaSpan, ...]:
-        """Return the images of the whole prompt; an ancestor's images only as far as the prompt shares its ids."""
-        return tuple(
-            span._replace(tokens=min(span.tokens, end - span.start))
-            for call, end in self.lineage()
-            for span in call.media
-            if span.start < end
-        )
-
-    @property
-    def sequence(self) -> TokenSequence:
-        """Return prompt and completion with their images, [P + C]."""
-        return TokenSequence(self.ids, self.all_media)
-
-    def lineage(self) -> Iterator[tuple[Chat, int]]:
-        """Yield this call and its ancestors, each with the number of its leading ids with which this call starts."""
-        chat, end = self, self.tokens
-        while True:
-            yield chat, end
-            if chat.parent is None:
-                return
-            chat, end = chat.parent, min(end, chat.shared)
-
-    def _leading(self, length: int) -> Ids:
-        """Return the first `length` ids of prompt and completion, int32 [length]."""
-        pieces: list[Ids] = []
-        for chat, end in self.lineage():
-            end = min(end, length)
-            # Walking from this call to its oldest ancestor collects the parts from last to first.
-            pieces.append(chat.completion_ids[: max(end - chat.prompt_tokens, 0)])
-            pieces.append(chat.prompt_tail[: max(end - chat.shared, 0)])
-        return np.concatenate(pieces[::-1]).astype(np.int32, copy=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

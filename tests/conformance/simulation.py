@@ -11,8 +11,8 @@ import numpy as np
 
 from conformance.conversations import Conversation, Exchange
 from conformance.sampling import sample
+from palestra.types.calls import Ids
 from palestra.types.messages import ChatMessage, text_message
-from palestra.types.records import Ids
 
 
 @dataclass(kw_only=True)

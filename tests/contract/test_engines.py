@@ -17,7 +17,7 @@ from palestra.engine.fake import FakeEngine, digits_script
 from palestra.errors import EngineFailure
 from palestra.models.causal_lm import load_causal_lm
 from palestra.models.weights import LocalWeights
-from palestra.types.records import PolicyVersion, SamplingParams
+from palestra.types.calls import PolicyVersion, SamplingParams
 
 PROMPT = np.arange(40, 52, dtype=np.int32)
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=10, seed=3)

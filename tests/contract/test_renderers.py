@@ -19,8 +19,8 @@ from palestra.renderers import (
     whole_message,
 )
 from palestra.renderers.long_text import TooManyTokens
+from palestra.types.calls import Ids, TokenSequence
 from palestra.types.messages import ChatMessage, text_message
-from palestra.types.records import Ids, TokenSequence
 
 TOOL = {
     "type": "function",

@@ -21,7 +21,7 @@ from palestra.models.causal_lm import load_causal_lm, load_tokenizer
 from palestra.trainer.base import TRAINER_METRICS, OptimParams, PolicySpec
 from palestra.trainer.fake import FakeTrainer
 from palestra.trainer.torch_trainer import TorchTrainer
-from palestra.types.records import GrammarSpan, PolicyVersion
+from palestra.types.calls import GrammarSpan, PolicyVersion
 
 LOSS = LossSpec.of(PPOClipLoss(clip_low=0.2, clip_high=0.2))
 PARAMS = OptimParams(learning_rate=1e-3)

@@ -17,7 +17,7 @@ from integration.in_process import Reply, episode_of, parts_of, renderer_of, ser
 
 from palestra.client import AsyncClient
 from palestra.renderers import ChatMLRenderer
-from palestra.types.records import Chat
+from palestra.types.calls import Chat
 
 HERE = Path(__file__).parent
 REQUIREMENTS = HERE / "requirements.txt"

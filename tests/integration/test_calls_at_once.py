@@ -15,7 +15,7 @@ from unit.building import rows_of
 from palestra.store.browsing import browse
 from palestra.store.calls import read_trajectory
 from palestra.tokens import TokenTrie
-from palestra.types.records import Chat
+from palestra.types.calls import Chat
 
 BRANCHES = ("north", "south", "north", "east", "north", "west")  # three attempts at one of them
 EPISODE = "train-000000-00"

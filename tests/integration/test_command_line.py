@@ -233,7 +233,7 @@ def test_a_second_run_says_that_there_is_one_and_names_its_own_folder(tmp_path, 
             until(lambda log=server: "data plane at" in log.output, "the server listens")
             assert f"→ {folder}\n" in server.output
             assert ("runs/mine has a run already" in server.output) == bool(number)
-            assert ("--resume" in server.output) == bool(number)
+            assert ("resume continues the newest, runs/mine-2" in server.output) == bool(number)
         finally:
             server.send(signal.SIGINT)
             server.wait()

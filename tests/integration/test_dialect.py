@@ -17,7 +17,7 @@ from in_process import episode_of, parts_of, serving
 from palestra.engine.fake import FakeEngine
 from palestra.renderers import ByteTokenizer, ChatMLRenderer
 from palestra.runtime.local import LocalJob
-from palestra.types.records import Chat
+from palestra.types.calls import Chat
 
 STOP = 258
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1,  "t": "</tool_call> é"}}\n</tool_call>'

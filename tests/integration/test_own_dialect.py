@@ -22,8 +22,9 @@ from palestra.server.dialects import DIALECTS, Dialect
 from palestra.server.dialects.base import DialectRequest, EventWriter, GenerationResult, TokenCounter
 from palestra.server.dialects.fields import call_fields
 from palestra.session import CallStart, GenerationRequest, PolicyRuntime, ReplyPiece
+from palestra.types.calls import Chat
 from palestra.types.messages import text_message
-from palestra.types.records import Chat, Task
+from palestra.types.records import Task
 
 
 class Say(BaseModel):

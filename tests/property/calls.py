@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import strategies as st
 from unit.building import make_chat
 
-from palestra.types.records import Chat, MediaSpan, PolicyVersion, SamplingParams, VersionSpan
+from palestra.types.calls import Chat, MediaSpan, PolicyVersion, SamplingParams, VersionSpan
 
 Edge = tuple[int, str | None]  # a token id and the digest of the media that it stands for
 

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit.building import TASK, make_chat, open_store
 
+from palestra.types.calls import Chat, MediaSpan, PolicyVersion, SamplingParams, VersionSpan
 from palestra.types.messages import ChatMessage
-from palestra.types.records import Chat, MediaSpan, PolicyVersion, SamplingParams, VersionSpan
 
 EPISODE = "train-000000-00"
 texts = st.text(max_size=8)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit.building import make_chat, rows_of
 
-from palestra.types.records import Chat, SamplingParams
+from palestra.types.calls import Chat, SamplingParams
 
 STOP = 258
 PROMPT = [7, 8, 9]

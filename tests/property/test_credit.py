@@ -19,7 +19,8 @@ from palestra.algorithms.credit import BaselineKey, Returns, agent_reward, episo
 from palestra.algorithms.grpo import centred_returns, group_advantages
 from palestra.config import AlgorithmConfig, Roles
 from palestra.store.calls import time_steps
-from palestra.types.records import Chat, PolicyVersion, TrainSample, Trajectory
+from palestra.types.calls import Chat, PolicyVersion
+from palestra.types.records import TrainSample, Trajectory
 from property.calls import Drawn, episodes, orders, record
 
 VERSION = PolicyVersion(0, 0)

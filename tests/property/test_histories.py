@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from unit.building import make_chat
 
 from palestra.session.history import EXACT, History, Match, Sameness, message_key
+from palestra.types.calls import Chat, SamplingParams
+from palestra.types.forks import ForkReason
 from palestra.types.messages import ChatMessage, FunctionCall, ToolCall, text_message
-from palestra.types.records import Chat, ForkReason, SamplingParams
 
 texts = st.sampled_from(["", "x", "y", " x\n", "<think>a</think>x", "<think>b</think>\nx"])
 thoughts = st.sampled_from([None, "", "a", "b"])

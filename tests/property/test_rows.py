@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from unit.building import make_chat, rows_of
 
 from palestra.tokens import TokenRow
-from palestra.types.records import SamplingParams
+from palestra.types.calls import SamplingParams
 from property.calls import Drawn, Edge, digests_of, episodes, orders, record
 
 

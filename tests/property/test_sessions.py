@@ -22,8 +22,8 @@ from palestra.session.prompting import PromptBuilder
 from palestra.session.registry import call_seed, prompt_digest
 from palestra.store.tables import chats as chats_table
 from palestra.tokens import TokenTrie
+from palestra.types.calls import Chat
 from palestra.types.messages import ChatMessage, text_message
-from palestra.types.records import Chat
 
 Messages = tuple[ChatMessage, ...]
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from palestra.tokens import TokenTrie
-from palestra.types.records import Chat
+from palestra.types.calls import Chat
 from property.calls import Drawn, Edge, edges, episodes, orders, record, spans
 
 Beginning = tuple[Edge, ...]

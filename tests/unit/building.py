@@ -19,20 +19,9 @@ from palestra.learner.metrics import metric_tables
 from palestra.session import PolicyRuntime, PolicySet
 from palestra.store import RunStore, open_run_store
 from palestra.tokens import TokenRow
+from palestra.types.calls import Chat, MediaSpan, PolicyVersion, SamplingParams, TokenSequence, VersionSpan
 from palestra.types.messages import ChatMessage, text_message
-from palestra.types.records import (
-    Chat,
-    EpisodeRecord,
-    MediaSpan,
-    PolicyVersion,
-    SamplingParams,
-    Task,
-    TimeStep,
-    TokenSequence,
-    TrainSample,
-    Trajectory,
-    VersionSpan,
-)
+from palestra.types.records import EpisodeRecord, Task, TimeStep, TrainSample, Trajectory
 from palestra.types.states import EpisodeState
 
 SOLE = Roles(default="policy")  # of a job with one policy

@@ -15,7 +15,7 @@ from palestra.engine.embedded.sampling import SampledBatch
 from palestra.engine.embedded.scheduler import Decode, Prefill, Scheduler
 from palestra.errors import EngineFailure, GrammarRefused, PalestraError
 from palestra.faults import fault_point
-from palestra.types.records import PolicyVersion, SampledTokens
+from palestra.types.calls import PolicyVersion, SampledTokens
 
 
 class EngineCore:

@@ -21,7 +21,7 @@ from palestra.errors import EngineFailure, InvalidRequest, ModelError
 from palestra.models.causal_lm import CausalLM, set_threads
 from palestra.models.device import memory_bytes
 from palestra.models.weights import WeightSource
-from palestra.types.records import PolicyVersion, SampledTokens
+from palestra.types.calls import PolicyVersion, SampledTokens
 
 log = logging.getLogger("palestra.engine")
 

@@ -27,7 +27,7 @@ from palestra.models.causal_lm import CausalLM
 from palestra.models.grammar_masks import mask_bits, unpack_bits
 from palestra.models.weights import WeightSource
 from palestra.tokens import TokenRun
-from palestra.types.records import PolicyVersion
+from palestra.types.calls import PolicyVersion
 
 MIN_ROWS = 4  # products of fewer rows take another way through the processor, and round differently
 

@@ -13,7 +13,7 @@ from palestra.engine.base import EngineRequest
 from palestra.engine.embedded.kv_cache import Row
 from palestra.grammars.process import Matcher
 from palestra.tokens import TokenRun
-from palestra.types.records import PolicyVersion, SamplingParams
+from palestra.types.calls import PolicyVersion, SamplingParams
 
 DONE = object()  # delivered after the last token
 

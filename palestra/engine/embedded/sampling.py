@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from palestra.types.records import SamplingParams
+from palestra.types.calls import SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,7 +8,7 @@ from math import isfinite
 from typing import Any
 
 from palestra.session import CallStart
-from palestra.types.records import Chat
+from palestra.types.calls import Chat
 
 TokenBytes = Callable[[int], bytes]  # the bytes of a token, which may be part of a character
 

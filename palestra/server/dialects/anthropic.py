@@ -26,7 +26,7 @@ from palestra.server.dialects.fields import (
 )
 from palestra.session import CallStart, GenerationRequest, PolicyRuntime, ReplyPiece
 from palestra.session.reply import CALL_END
-from palestra.types.records import Chat
+from palestra.types.calls import Chat
 
 _IGNORED = ("metadata", "service_tier", "cache_control", "inference_geo")
 _ERRORS = {

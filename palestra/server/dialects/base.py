@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from palestra.http.errors import Failure, openai_error
 from palestra.http.sse import encode_event
 from palestra.session import CallStart, GenerationRequest, PolicyRuntime, ReplyPiece
-from palestra.types.records import Chat
+from palestra.types.calls import Chat
 
 B = TypeVar("B", bound=BaseModel)
 TopLogprobs = Sequence[Sequence[tuple[int, float]]]  # for each place: (token, logprob) of its most probable tokens

@@ -23,8 +23,8 @@ from palestra.server.dialects.fields import (
     refuse_others,
 )
 from palestra.session import CallStart, GenerationRequest, PolicyRuntime, ReplyPiece
+from palestra.types.calls import Chat
 from palestra.types.messages import ChatMessage
-from palestra.types.records import Chat
 
 # Fields that this server does not act on, with the values that ask for its own behaviour and are accepted.
 _HARMLESS: dict[str, tuple[Any, ...]] = {"functions": ([],), "modalities": (["text"],)}

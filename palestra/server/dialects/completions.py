@@ -14,7 +14,7 @@ from palestra.server.dialects.answers import TokenBytes, TokenTexts, answer_id, 
 from palestra.server.dialects.base import Dialect, DialectRequest, EventWriter, GenerationResult
 from palestra.server.dialects.fields import MAX_CHOICES, SamplingFields, call_fields, refuse_others
 from palestra.session import CallStart, GenerationRequest, PolicyRuntime, ReplyPiece
-from palestra.types.records import Chat
+from palestra.types.calls import Chat
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default
 _HARMLESS: dict[str, tuple[Any, ...]] = {"echo": (False,), "best_of": (1,), "suffix": ("",)}

@@ -31,8 +31,8 @@ from palestra.server.dialects.responses_items import (
     text_part,
 )
 from palestra.session import CallStart, GenerationRequest, PolicyRuntime, ReplyPiece
+from palestra.types.calls import Chat
 from palestra.types.messages import Text
-from palestra.types.records import Chat
 
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "background": (False,),

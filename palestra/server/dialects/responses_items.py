@@ -12,8 +12,8 @@ from palestra.errors import InvalidRequest
 from palestra.http.bodies import UNSUPPORTED
 from palestra.server.dialects.answers import answer_id
 from palestra.server.dialects.transcript import Transcript
+from palestra.types.calls import Chat
 from palestra.types.messages import ChatMessage, Text
-from palestra.types.records import Chat
 
 _ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 

@@ -19,7 +19,7 @@ from palestra.algorithms.losses import build_loss
 from palestra.algorithms.registry import create_algorithm
 from palestra.config import AlgorithmConfig
 from palestra.learner.batch import make_batch
-from palestra.types.records import PolicyVersion
+from palestra.types.calls import PolicyVersion
 from unit.building import SOLE, make_chat, make_trajectory
 
 MAX_TOKENS = 10

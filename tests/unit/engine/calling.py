@@ -11,7 +11,7 @@ import torch
 from palestra.config import EmbeddedEngineConfig
 from palestra.engine.embedded.engine import EmbeddedEngine
 from palestra.engine.embedded.model_runner import PolicyModel
-from palestra.types.records import SampledTokens, SamplingParams
+from palestra.types.calls import SampledTokens, SamplingParams
 from unit.building import engine_request
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, seed=0)

@@ -13,7 +13,7 @@ from palestra.engine.embedded.engine import EmbeddedEngine
 from palestra.engine.embedded.model_runner import PolicyModel
 from palestra.errors import InvalidRequest, ModelError
 from palestra.models.causal_lm import CausalLM, load_causal_lm
-from palestra.types.records import SamplingParams
+from palestra.types.calls import SamplingParams
 from unit.building import engine_request
 from unit.engine.calling import DRAWN, FOREVER, GREEDY, full_forward, prompt, reply, serving, until_it_samples
 

@@ -18,7 +18,7 @@ from palestra.grammars.pool import Grammars
 from palestra.models.causal_lm import load_tokenizer
 from palestra.models.grammar_masks import vocabulary_of
 from palestra.models.weights import LocalWeights
-from palestra.types.records import PolicyVersion, SamplingParams
+from palestra.types.calls import PolicyVersion, SamplingParams
 from unit.building import engine_request
 from unit.engine.calling import (
     DRAWN,

@@ -21,7 +21,7 @@ import torch
 from transformers import DynamicCache
 
 from palestra.models.weights import LocalWeights
-from palestra.types.records import PolicyVersion, SamplingParams
+from palestra.types.calls import PolicyVersion, SamplingParams
 from unit.building import engine_request
 from unit.engine.calling import prompt, serving
 

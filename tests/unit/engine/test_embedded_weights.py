@@ -13,7 +13,7 @@ import torch
 
 from palestra.errors import ModelError
 from palestra.models.weights import LocalWeights
-from palestra.types.records import PolicyVersion, SamplingParams
+from palestra.types.calls import PolicyVersion, SamplingParams
 from unit.building import engine_request
 from unit.engine.calling import DRAWN, FOREVER, full_forward, prompt, reply, serving
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from palestra.engine.fake import FakeEngine, digits_script
-from palestra.types.records import SamplingParams
+from palestra.types.calls import SamplingParams
 from unit.building import engine_request, ids
 
 

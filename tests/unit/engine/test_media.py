@@ -17,7 +17,7 @@ from palestra.engine.embedded.prefix_cache import PrefixCache
 from palestra.engine.embedded.request import Request
 from palestra.errors import InvalidRequest
 from palestra.tokens import TokenRun
-from palestra.types.records import MediaSpan, PolicyVersion, SamplingParams
+from palestra.types.calls import MediaSpan, PolicyVersion, SamplingParams
 from unit.building import engine_request
 from unit.engine.calling import DRAWN, prompt, reply, serving
 

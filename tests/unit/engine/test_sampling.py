@@ -8,7 +8,7 @@ import torch
 
 from palestra.engine.embedded.sampling import RowSampling, sample
 from palestra.engine.rng import uniform
-from palestra.types.records import SamplingParams
+from palestra.types.calls import SamplingParams
 
 V = 50
 

@@ -16,7 +16,7 @@ from palestra.engine.embedded.model_runner import PolicyModel
 from palestra.errors import EngineFailure, ModelError
 from palestra.models.causal_lm import CausalLM, load_causal_lm
 from palestra.models.weights import LocalWeights
-from palestra.types.records import PolicyVersion, SamplingParams
+from palestra.types.calls import PolicyVersion, SamplingParams
 from unit.building import engine_request
 from unit.engine.calling import DRAWN, FOREVER, prompt
 from unit.engine.test_embedded import deterministic_dtype

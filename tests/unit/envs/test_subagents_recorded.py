@@ -11,7 +11,8 @@ from palestra.algorithms.credit import episode_returns
 from palestra.envs import SplitSum
 from palestra.rollout import RolloutSpec, Runner
 from palestra.session import Sessions
-from palestra.types.records import ForkReason, Task
+from palestra.types.forks import ForkReason
+from palestra.types.records import Task
 from unit.building import FakeClock, rows_of
 from unit.session.conftest import STOP, Bench
 

@@ -8,7 +8,9 @@ import pytest
 
 from palestra.config import AlgorithmConfig
 from palestra.learner.batch import LEFT_OUT
-from palestra.types.records import Fork, ForkReason, PolicyVersion, Trajectory, VersionSpan
+from palestra.types.calls import PolicyVersion, VersionSpan
+from palestra.types.forks import Fork, ForkReason
+from palestra.types.records import Trajectory
 from unit.building import make_chat, make_episode, make_train_batch, make_trajectory, metric_names
 
 VERSION = PolicyVersion(0, 3)

@@ -8,7 +8,8 @@ from palestra.config import RolloutConfig
 from palestra.errors import EngineFailure
 from palestra.learner.groups import gather_groups
 from palestra.learner.schedule import TaskOrder
-from palestra.types.records import PolicyVersion, Task, VersionSpan
+from palestra.types.calls import PolicyVersion, VersionSpan
+from palestra.types.records import Task
 from unit.building import make_chat
 
 CONFIG = RolloutConfig(group_size=3, groups_per_step=2, min_group_size=2)

@@ -14,7 +14,7 @@ from palestra.errors import ConfigError, StoreError
 from palestra.learner.learner import Learner
 from palestra.trainer.base import PolicySpec
 from palestra.trainer.fake import FakeTrainer
-from palestra.types.records import PolicyVersion
+from palestra.types.calls import PolicyVersion
 from palestra.types.states import JobState
 from unit.building import metric_names, open_store
 from unit.learner.scripted_job import Crash, ScriptedJob, config

@@ -10,7 +10,8 @@ from palestra.algorithms.registry import create_algorithm
 from palestra.config import AlgorithmConfig, Roles
 from palestra.learner.batch import Batch, make_batch
 from palestra.learner.shares import share_of
-from palestra.types.records import PolicyVersion, Trajectory, VersionSpan
+from palestra.types.calls import PolicyVersion, VersionSpan
+from palestra.types.records import Trajectory
 from unit.building import SOLE, make_chat, make_trajectory
 
 ROLES = Roles(default="policy", named={"opponent": "old"}, frozen=frozenset({"old"}))

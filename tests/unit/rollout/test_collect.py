@@ -14,8 +14,8 @@ from palestra.errors import ContextOverflow, RolloutFailed
 from palestra.rollout import RolloutSpec, Runner, Termination
 from palestra.rollout.collect import LONGEST_INFO
 from palestra.session import Sessions
+from palestra.types.forks import ForkReason
 from palestra.types.messages import text_message
-from palestra.types.records import ForkReason
 from palestra.types.states import EpisodeState
 from unit.building import TASK, FakeClock, rows_of
 from unit.session.conftest import STOP, Bench

@@ -12,7 +12,7 @@ import pytest
 from palestra.errors import ContextOverflow
 from palestra.server.respond import sample_calls
 from palestra.session import GenerationRequest
-from palestra.types.records import Chat
+from palestra.types.calls import Chat
 from unit.building import make_chat
 
 CALLS = [GenerationRequest(policy="policy", prompt=str(number)) for number in range(128)]

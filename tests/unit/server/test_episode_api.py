@@ -4,7 +4,7 @@ import httpx2
 
 from palestra.config import JobConfig
 from palestra.runtime.local import local_job
-from palestra.types.records import PolicyVersion
+from palestra.types.calls import PolicyVersion
 from unit.building import TASK
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from palestra.session.history import History, Sameness, message_key
+from palestra.types.calls import SamplingParams
+from palestra.types.forks import ForkReason
 from palestra.types.messages import ChatMessage, FunctionCall, ImagePart, TextPart, ToolCall, text_message
-from palestra.types.records import ForkReason, SamplingParams
 from unit.building import make_chat
 
 

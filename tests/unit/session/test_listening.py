@@ -16,7 +16,7 @@ from palestra.renderers import ByteTokenizer, ChatMLRenderer, MessageDelta, whol
 from palestra.renderers.base import WholeReplyStream
 from palestra.session import EpisodeSession, Session
 from palestra.session.recorder import NoStore
-from palestra.types.records import PolicyVersion, SampledTokens
+from palestra.types.calls import PolicyVersion, SampledTokens
 from unit.session.conftest import STOP, call
 
 TOOLS = ({"type": "function", "function": {"name": "f"}},)

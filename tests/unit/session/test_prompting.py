@@ -9,8 +9,8 @@ import pytest
 from palestra.errors import EngineFailure, HistoryDrift
 from palestra.renderers import ByteTokenizer, ChatMLRenderer
 from palestra.session import EpisodeSession, GenerationRequest
+from palestra.types.forks import MEANINGS, ForkReason
 from palestra.types.messages import ChatMessage, FunctionCall, ToolCall, text_message
-from palestra.types.records import MEANINGS, ForkReason
 from unit.building import one_policy
 from unit.session.conftest import STOP, Bench, call
 

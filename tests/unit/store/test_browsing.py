@@ -5,7 +5,8 @@ import sqlalchemy as sa
 
 from palestra.errors import NotFound, StoreError
 from palestra.store.browsing import browse, list_episodes, read_episode
-from palestra.types.records import BatchManifest, PolicyVersion
+from palestra.types.calls import PolicyVersion
+from palestra.types.records import BatchManifest
 from palestra.types.states import EpisodeState
 from unit.building import TASK, make_chat
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from palestra.errors import EpisodeEnded, EpisodeLeaseExpired, InvalidRequest, NotFound
+from palestra.types.calls import PolicyVersion, VersionSpan
 from palestra.types.messages import text_message
-from palestra.types.records import PolicyVersion, VersionSpan
 from unit.building import TASK, make_chat
 
 EPISODE = "train-000000-00"

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from palestra.errors import Conflict
-from palestra.types.records import BatchManifest, PolicyVersion
+from palestra.types.calls import PolicyVersion
+from palestra.types.records import BatchManifest
 from unit.building import FakeClock, open_store
 
 

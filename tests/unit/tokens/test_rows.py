@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from palestra.types.records import PolicyVersion, SamplingParams, VersionSpan
+from palestra.types.calls import PolicyVersion, SamplingParams, VersionSpan
 from unit.building import make_chat, rows_of
 
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from palestra.tokens import TokenRun
-from palestra.types.records import MediaSpan
+from palestra.types.calls import MediaSpan
 
 TOKENS = st.lists(st.tuples(st.integers(0, 2), st.sampled_from([None, None, "a", "b"])), max_size=8)
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from palestra.tokens import TokenTrie
-from palestra.types.records import MediaSpan
+from palestra.types.calls import MediaSpan
 from unit.building import ids, make_chat
 
 

@@ -19,7 +19,7 @@ from palestra.grammars.pool import Grammars
 from palestra.models.causal_lm import load_causal_lm, load_tokenizer
 from palestra.models.grammar_masks import vocabulary_of
 from palestra.trainer.constraints import allowed_tokens
-from palestra.types.records import GrammarSpan, SamplingParams
+from palestra.types.calls import GrammarSpan, SamplingParams
 from unit.building import engine_request, make_chat, make_sample, rows_of
 from unit.trainer.test_torch_trainer import training
 

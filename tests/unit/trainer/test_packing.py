@@ -8,7 +8,7 @@ import torch
 
 from palestra.tokens import TokenRun
 from palestra.trainer.packing import Tree, TreeAttention, pack
-from palestra.types.records import MediaSpan
+from palestra.types.calls import MediaSpan
 from unit.building import make_sample
 
 

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from palestra.config import AlgorithmConfig
-from palestra.types.records import Chat, PolicyVersion, TrainSample
+from palestra.types.calls import Chat, PolicyVersion
+from palestra.types.records import TrainSample
 from unit.building import make_chat, make_train_batch, make_trajectory
 from unit.trainer.test_torch_trainer import LOSS, close, gradients, training
 

@@ -21,7 +21,8 @@ from palestra.models.catalog import model_folder
 from palestra.models.causal_lm import load_causal_lm, load_tokenizer
 from palestra.trainer.base import OptimParams, PolicySpec
 from palestra.trainer.torch_trainer import TorchTrainer
-from palestra.types.records import PolicyVersion, TrainSample
+from palestra.types.calls import PolicyVersion
+from palestra.types.records import TrainSample
 from unit.building import make_sample
 
 LOSS = LossSpec.of(PPOClipLoss(clip_low=0.2, clip_high=0.3))

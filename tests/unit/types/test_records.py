@@ -4,7 +4,7 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
-from palestra.types.records import PolicyVersion
+from palestra.types.calls import PolicyVersion
 from unit.building import make_chat, make_episode, make_trajectory
 
 
