@@ -26,6 +26,7 @@ from palestra.config import JobConfig, parse_config
 from palestra.engine.base import EngineRequest
 from palestra.learner.batch import make_batch
 from palestra.models.causal_lm import load_causal_lm
+from palestra.models.device import tune_malloc
 from palestra.runtime.parts import Parts, build_parts
 from palestra.trainer.base import OptimParams, PolicySpec
 from palestra.types.calls import Chat, Ids, SamplingParams, TokenSequence, VersionSpan
@@ -224,6 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=6, help="the first is a warm-up")
     parser.add_argument("--seed", type=int, default=0)
     wanted = parser.parse_args(arguments)
+    tune_malloc()
     print(json.dumps(asyncio.run(measure(wanted.threads, wanted.steps, wanted.seed))))
 
 

@@ -23,7 +23,7 @@ SAVED_CONFIG = "config.toml"  # in a run's folder, next to run.db
 UNSET: Final = object()  # value of an override that removes a key
 
 
-def load_config(path: Path, overrides: Mapping[str, Any] | None = None) -> JobConfig:
+def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> JobConfig:
     """Read a job's configuration from a TOML file; relative paths in it are relative to the file.
 
     The config.toml of a run may be one that an earlier version wrote: its names are translated, so that the run can be
@@ -36,6 +36,7 @@ def load_config(path: Path, overrides: Mapping[str, Any] | None = None) -> JobCo
     Raises:
         ConfigError: the file does not exist or is not TOML, a key is unknown, or a value is out of range.
     """
+    path = Path(path)
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:

@@ -40,7 +40,9 @@ def device_of(name: DeviceName, setting: str) -> torch.device:
 def tune_malloc() -> bool:
     """Make glibc's malloc keep freed memory, in one heap for all threads started later.
 
-    Otherwise page faults on large temporaries take a third of a training step (docs/benchmarks.md).
+    Otherwise page faults on large temporaries take a third of a training step (docs/benchmarks.md). It has to be called
+    before the process starts its first thread: heaps of earlier threads stay in use, all in turn, and each of them
+    keeps what the largest temporaries need, which together is half as much memory again as one heap needs.
 
     Returns:
         False if the C library has no such settings.

@@ -14,6 +14,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self, TypeVar
 
 from palestra.config import JobConfig
+from palestra.models.device import tune_malloc
 from palestra.rollout import RolloutSpec
 from palestra.runtime.console import Console
 from palestra.runtime.local import LocalJob, local_job, run_on_uvloop
@@ -131,6 +132,8 @@ class JobThread:
             scored: tasks to score the model on; see `local_job`.
             own_code: whether the user's own classes may be imported; see `local_job`.
         """
+        if config.engine.kind == "embedded":
+            tune_malloc()  # here, because `start` is called in a thread that exists already, beside the console's
         self._config, self._console, self._play = config, console, play
         self._weights, self._scored, self._own_code = weights, scored, own_code
         self._job: LocalJob | None = None

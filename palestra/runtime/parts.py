@@ -68,9 +68,7 @@ def _embedded(config: JobConfig, settings: EmbeddedEngineConfig, weights: Mappin
     import torch
 
     from palestra.engine.embedded.engine import EmbeddedEngine
-    from palestra.models.device import tune_malloc
 
-    tune_malloc()
     if config.deterministic:
         torch.use_deterministic_algorithms(True)
     loaded = {
