@@ -10,12 +10,11 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 from python_reference import python_page
 
 from palestra.config import JobConfig
-from palestra.config.section import sections_of
+from palestra.config.section import Section, kind_of, sections_of
 from palestra.control.jobs.rules import CAPS
 from palestra.learner.metrics import metric_tables
 from palestra.terminal import say
@@ -120,38 +119,48 @@ def pages() -> dict[str, str]:
     }
 
 
-def _section(model: type[BaseModel], path: str, lines: list[str], kind: str | None = None) -> None:
+def _section(model: type[Section], path: str, lines: list[str], kind: str | None = None) -> None:
     """Add a section's table, and those of the sections in it.
 
     Args:
         model: the section.
         path: its dotted name in TOML; empty: the whole file.
         lines: what is added to.
-        kind: the value of its key `kind`, where a section of another kind may stand in its place.
+        kind: the value of the key that chooses it, where a section of another kind may stand in its place.
     """
     doc = (model.__doc__ or "").strip().split("\n")[0]
     lines += [
         "",
-        ("## Top level" if not path else f"## `[{path}]`") + ("" if kind is None else f', `kind = "{kind}"`'),
+        ("## Top level" if not path else f"## `[{path}]`")
+        + ("" if kind is None else f', `{model.chosen_by} = "{kind}"`'),
         "",
         doc,
         "",
         "| key | type | default | meaning |",
         "|---|---|---|---|",
     ]
-    inner: list[tuple[str, type[BaseModel], str | None]] = []
+    inner: list[tuple[str, type[Section], str | None]] = []
     for name, field in model.model_fields.items():
         kinds = sections_of(field.annotation)
         within = f"{path}.{name}" if path else name
         for nested in kinds:
-            chosen = str(nested.model_fields["kind"].default) if len(kinds) > 1 else None
+            chosen = kind_of(nested) if len(kinds) > 1 else None
             inner.append((f"{within}.NAME" if get_origin(field.annotation) is dict else within, nested, chosen))
         if kinds:
             continue
+        meaning = field.description or ""
+        # The sections of a union have many keys in common, whose meaning is written once.
+        if kind is not None and any(_is_of(line, name, meaning) for line in lines):
+            meaning = "As above."
         default = "required" if field.default is PydanticUndefined else f"`{_toml(field.default)}`"
-        lines.append(f"| `{name}` | {_type(field.annotation)} | {default} | {field.description or ''} |")
+        lines.append(f"| `{name}` | {_type(field.annotation)} | {default} | {meaning} |")
     for within, nested, chosen in inner:
         _section(nested, within, lines, chosen)
+
+
+def _is_of(line: str, name: str, meaning: str) -> bool:
+    """Return whether a line of a table has this key and its meaning."""
+    return line.startswith(f"| `{name}` |") and line.endswith(f"| {meaning} |")
 
 
 def _type(annotation: Any) -> str:

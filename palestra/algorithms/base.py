@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from palestra.algorithms.loss import LossSpec
 from palestra.config import AlgorithmConfig
@@ -53,6 +53,23 @@ class TokenAdvantages:
     metrics: Mapping[str, float]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class About:
+    """The description of an algorithm, for `palestra algorithms` and the documentation.
+
+    Attributes:
+        summary: what is special about the algorithm, in a line.
+        formula: its advantage and its loss.
+        paper: who has published it, and where.
+        needs: what a job has to have for it, beyond what every job has; a line each.
+    """
+
+    summary: str
+    formula: str
+    paper: str
+    needs: tuple[str, ...] = ()
+
+
 class Algorithm(ABC):
     """Turns rewards into a gradient. Subclass it for an algorithm of your own.
 
@@ -72,11 +89,13 @@ class Algorithm(ABC):
         ```
 
     Attributes:
+        about: what the algorithm is; None: of a user's own, which is in no list.
         metrics: the metrics that `TokenAdvantages.metrics` may contain, for the documentation.
         needs: outputs that the trainer computes of the rows before `advantages` is called, and that rows then carry to
             the loss (`old_logprobs`). Empty: no additional forward pass.
     """
 
+    about: ClassVar[About | None] = None
     metrics: ClassVar[tuple[Metric, ...]] = ()
     needs: frozenset[ForwardOutput] = frozenset()
 
@@ -110,3 +129,17 @@ class Algorithm(ABC):
     @abstractmethod
     def loss(self) -> LossSpec:
         """Return the name and the parameters of the loss of a token. The trainer looks the loss up in `LOSSES`."""
+
+    def state(self) -> dict[str, Any]:
+        """Return what the algorithm has to remember from step to step, as JSON, for the checkpoint. By default nothing.
+
+        `advantages` may change it. A step that is repeated after a crash begins with the state before the step.
+        """
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:  # noqa: B027  # an algorithm without state has nothing to do
+        """Take over a state from a checkpoint.
+
+        Args:
+            state: the result of `state` at the time of the checkpoint; empty in checkpoints without one.
+        """

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from typing import Final
 
 from palestra.algorithms.base import Algorithm, StepOrder
+from palestra.algorithms.dr_grpo import DrGRPO
 from palestra.algorithms.grpo import GRPO
 from palestra.config import AlgorithmConfig
 from palestra.errors import ConfigError
 
-ALGORITHMS: Final[dict[str, type[Algorithm]]] = {"grpo": GRPO}
+ALGORITHMS: Final[dict[str, type[Algorithm]]] = {"grpo": GRPO, "dr_grpo": DrGRPO}
 
 
 def create_algorithm(
@@ -26,15 +26,10 @@ def create_algorithm(
             `palestra.train`: importing runs code, and a server must not run a tenant's code.
 
     Raises:
-        ConfigError: there is no such algorithm, or the user's own code is not allowed here.
+        ConfigError: the user's own code can't be imported, or is not allowed here.
     """
     if ":" not in config.name:
-        known = ALGORITHMS.get(config.name)
-        if known is None:
-            near = difflib.get_close_matches(config.name, ALGORITHMS, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(ALGORITHMS)}"
-            raise ConfigError(f"algorithm.name is {config.name!r}, which is no algorithm; {hint}")
-        return known(config, step_order)
+        return ALGORITHMS[config.name](config, step_order)
     if not own_code:
         raise ConfigError(
             f"algorithm.name is {config.name!r}, a class of your own, which runs only where you call palestra.train "

@@ -1,10 +1,18 @@
 """The configuration of a job: typed and checked, without torch. `load_config` reads a `JobConfig` from TOML."""
 
+from palestra.config.algorithm import (
+    ALGORITHM_NAMES,
+    AlgorithmConfig,
+    ClippedConfig,
+    DrGRPOConfig,
+    GRPOConfig,
+    OwnAlgorithmConfig,
+    PolicyGradientConfig,
+)
 from palestra.config.engine import EmbeddedEngineConfig, EngineConfig, FakeEngineConfig
 from palestra.config.job import (
     SMOLLM2,
     TINY,
-    AlgorithmConfig,
     CheckpointConfig,
     EnvironmentConfig,
     EvaluationConfig,
@@ -22,6 +30,7 @@ from palestra.config.renames import in_present_names
 from palestra.config.roles import MAX_AGENT, Roles, is_agent_name
 
 __all__ = [
+    "ALGORITHM_NAMES",
     "DEFAULT_CONTEXT",
     "MAX_AGENT",
     "SAVED_CONFIG",
@@ -30,15 +39,20 @@ __all__ = [
     "UNSET",
     "AlgorithmConfig",
     "CheckpointConfig",
+    "ClippedConfig",
+    "DrGRPOConfig",
     "EmbeddedEngineConfig",
     "EngineConfig",
     "EnvironmentConfig",
     "EvaluationConfig",
     "FakeEngineConfig",
+    "GRPOConfig",
     "JobConfig",
     "JobKind",
     "OptimizerConfig",
+    "OwnAlgorithmConfig",
     "PolicyConfig",
+    "PolicyGradientConfig",
     "Roles",
     "RolloutConfig",
     "SamplingConfig",

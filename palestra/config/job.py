@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 from pydantic_core import to_json
 
+from palestra.config.algorithm import AnyAlgorithmConfig, GRPOConfig
 from palestra.config.engine import EmbeddedEngineConfig, EngineConfig
 from palestra.config.policy import PolicyConfig, not_frozen, with_model
 from palestra.config.renames import in_first_names
@@ -123,65 +124,21 @@ class RolloutConfig(Section):
         "`x-palestra-sampling` says so, for frameworks that always send them.",
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _whole_groups_of_one(cls, data: Any) -> Any:
+        """Need one episode of a group that has one, unless `min_group_size` says otherwise."""
+        if isinstance(data, Mapping) and data.get("group_size") == 1 and "min_group_size" not in data:
+            return {**data, "min_group_size": 1}
+        return data
+
     @model_validator(mode="after")
     def _sizes_fit(self) -> RolloutConfig:
-        if self.group_size == 1 and "min_group_size" not in self.model_fields_set:
-            raise ValueError(
-                "group_size is 1, and GRPO compares the episodes of a group with one another, so it needs at least 2; "
-                "more learn faster (8 is the default)"
-            )
         if self.min_group_size > self.group_size:
             raise ValueError("min_group_size is larger than group_size")
         if self.lease_seconds > self.max_lease_seconds:
             raise ValueError("lease_seconds is larger than max_lease_seconds")
         return self
-
-
-class AlgorithmConfig(Section):
-    """How rewards become a gradient: GRPO (Shao et al. 2024, DeepSeekMath, section 4.1) or an algorithm of your own."""
-
-    name: str = Field(
-        "grpo",
-        pattern=r"^[A-Za-z_][A-Za-z0-9_.-]{0,127}(:[A-Za-z_][A-Za-z0-9_]{0,63})?$",
-        description="`grpo`, or a class of your own as `package.module:Class` where you call `palestra.train` yourself "
-        "(a server imports no code of its users).",
-    )
-    advantage_scale: Literal["std", "none"] = Field(
-        "std", description="`std`: divide by the group's deviation (GRPO); `none`: do not (Dr. GRPO)."
-    )
-    clip_low: float = Field(0.2, ge=0, le=1, description="Probability ratios below 1 - clip_low are clipped.")
-    clip_high: float = Field(0.2, ge=0, description="Probability ratios above 1 + clip_high are clipped.")
-    loss_agg_mode: Literal["seq-mean-token-mean", "token-mean", "seq-mean-token-sum-norm"] = Field(
-        "seq-mean-token-mean",
-        description="How the losses of tokens become one number, by verl's names; a sequence is a rollout, of any "
-        "number of calls. `seq-mean-token-mean`: mean over a rollout's tokens, then over rollouts (GRPO); "
-        "`token-mean`: mean over all tokens of the batch (DAPO); `seq-mean-token-sum-norm`: sum over tokens divided by "
-        "rollouts x max_tokens (Dr. GRPO).",
-    )
-    credit: Literal["episode", "step", "agent", "branch"] = Field(
-        "episode",
-        description="The return with which a call's tokens are credited. `episode`: the sum of all rewards; `step`: "
-        "the discounted sum of rewards from the call's own TimeStep on; `agent`: the reward of the call's agent, or of "
-        "the nearest parent that has one (`planner` for `planner/search`), compared with those of the same agent; "
-        "`branch`: as `agent`, but subagents are compared with all that the same parent started.",
-    )
-    discount: float = Field(1.0, ge=0, le=1, description="Discount factor of one TimeStep, for `credit = step`.")
-    importance_sampling: Literal["none", "token-truncate", "token-mask", "sequence-truncate", "sequence-mask"] = Field(
-        "none",
-        description="Correction for tokens that were sampled with other probabilities than those of the policy before "
-        "the step (older weights, or an engine that rounds differently). `none`: the clipped ratio is to the sampling "
-        "probability. Otherwise the ratio is to the policy before the step, and each token's loss is multiplied by "
-        "w = policy before the step / sampled, of the token or of the call's whole reply (sequence); `truncate`: at "
-        "most `importance_limit` (truncated importance sampling, TIS: Yao et al. 2025); `mask`: w itself between "
-        "1 / `importance_limit` and `importance_limit`, and 0 outside (masked importance sampling, MIS).",
-    )
-    importance_limit: float = Field(2.0, gt=1, description="Bound of the weights of `importance_sampling`.")
-    train_on: Literal["all-calls", "final-branch"] = Field(
-        "all-calls",
-        description="`all-calls`: every call of an episode is trained; `final-branch`: only calls whose tokens are in "
-        "the last call of an agent; others, such as attempts that were given up, are left out and counted.",
-    )
-    epochs: Positive = Field(1, description="Optimizer steps made from one batch.")
 
 
 class EvaluationConfig(Section):
@@ -233,7 +190,9 @@ class ServerConfig(Section):
     max_wait_seconds: Seconds = Field(60.0, description="Longest time that a claim may wait for an episode.")
 
 
-_ADDED_TO_ROLLOUT = {"stripped_whitespace": "fork"}  # keys added since the first runs that can be resumed; see `digest`
+# Keys added since the first runs that can be resumed, with the value that changes nothing; see `digest`.
+_ADDED_TO_ROLLOUT = {"stripped_whitespace": "fork"}
+_ADDED_TO_ALGORITHM: Mapping[str, object] = {"settings": {}}
 
 
 class JobConfig(Section):
@@ -269,7 +228,7 @@ class JobConfig(Section):
     tasks: TasksConfig = TasksConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     rollout: RolloutConfig = RolloutConfig()
-    algorithm: AlgorithmConfig = AlgorithmConfig()
+    algorithm: AnyAlgorithmConfig = GRPOConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     engine: EngineConfig = EmbeddedEngineConfig()
@@ -297,6 +256,16 @@ class JobConfig(Section):
             raise ValueError(
                 f"this version trains one policy a job, and {' and '.join(map(repr, names))} are not frozen; set "
                 f"policies.{names[-1]}.frozen = true, or start a job for each"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _groups_can_be_compared(self) -> JobConfig:
+        size, needed = self.rollout.group_size, self.algorithm.smallest_group
+        if self.kind == "training" and size < needed:
+            raise ValueError(
+                f"rollout.group_size is {size}, and algorithm.name = {self.algorithm.name!r} compares the episodes of "
+                f"a group with one another, so it needs at least {needed}; more learn faster (8 is the default)"
             )
         return self
 
@@ -374,6 +343,9 @@ class JobConfig(Section):
         # A key that an earlier version did not have must not change the digest of that version's runs while unused.
         left_out["rollout"] |= {
             key for key, unused in _ADDED_TO_ROLLOUT.items() if getattr(self.rollout, key) == unused
+        }
+        left_out["algorithm"] = {
+            key for key, unused in _ADDED_TO_ALGORITHM.items() if getattr(self.algorithm, key, unused) == unused
         }
         left_out["policies"] = {name: {"frozen"} for name, policy in self.policies.items() if not policy.frozen}
         if not self.roles:

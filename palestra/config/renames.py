@@ -68,6 +68,20 @@ _FIRST_ENGINE: Mapping[str, Any] = {
     "scripted_delay_seconds": 0.0,
     "scripted_tokens": 32,
 }
+# The order of the keys in digests of jobs, from before each algorithm had keys of its own.
+_FIRST_ALGORITHM = (
+    "name",
+    "advantage_scale",
+    "clip_low",
+    "clip_high",
+    "aggregation",
+    "credit",
+    "discount",
+    "importance",
+    "importance_limit",
+    "abandoned",
+    "epochs",
+)
 _OF_FAKE = ("kind", "delay_seconds", "reply_tokens")
 
 
@@ -103,6 +117,9 @@ def in_first_names(dumped: Mapping[str, Any]) -> dict[str, Any]:
             for key, value in found[rename.section].items()
         }
     found["engine"] = {**_FIRST_ENGINE, **found["engine"]}
+    algorithm = found["algorithm"]
+    first = {key: algorithm[key] for key in _FIRST_ALGORITHM if key in algorithm}
+    found["algorithm"] = {**first, **algorithm}
     return found
 
 

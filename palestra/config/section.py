@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic._internal._model_construction import ModelMetaclass  # exported nowhere else
@@ -22,7 +22,7 @@ Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
 
 
-def explain(error: ValidationError, root: type[BaseModel]) -> str:
+def explain(error: ValidationError, root: type[Section]) -> str:
     """Return the first mistake of a configuration as a sentence.
 
     Args:
@@ -40,23 +40,29 @@ def explain(error: ValidationError, root: type[BaseModel]) -> str:
     return f"{dotted}: {message}" if dotted else message
 
 
-def sections_of(annotation: Any) -> list[type[BaseModel]]:
+def sections_of(annotation: Any) -> list[type[Section]]:
     """Return the sections that a field may hold: one, the kinds of a union, or none if it holds values."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+    if isinstance(annotation, type) and issubclass(annotation, Section):
         return [annotation]
     return [section for part in get_args(annotation) for section in sections_of(part)]
 
 
-def _unknown(place: tuple[str, ...], section: type[BaseModel], root: type[BaseModel], given: Any) -> str:
+def kind_of(section: type[Section]) -> str:
+    """Return the value of the key `chosen_by` by which a section of a union is chosen; of a free name its form."""
+    field = section.model_fields[section.chosen_by]
+    return section.form_of_name if field.is_required() else str(field.default)
+
+
+def _unknown(place: tuple[str, ...], section: type[Section], root: type[Section], given: Any) -> str:
     """Return what to write instead of a key that its section does not have."""
     *path, key = place
     known, others = list(section.model_fields), _alternatives(root, path)
     if (rename := new_name(key, {name for other in (section, *others) for name in other.model_fields})) is not None:
         value = f" = {rename.values.get(given, given)!r}" if isinstance(given, str) else ""
         return f"{'.'.join(place)!r} has a new name; write {'.'.join((*path, rename.now))}{value}"
-    for other in others:
-        if key in other.model_fields and other is not section:
-            return f"{'.'.join(place)!r} is a key of kind = {_kind(other)!r} only; known keys here: {', '.join(known)}"
+    if having := [kind_of(other) for other in others if key in other.model_fields]:
+        only = f"{others[0].chosen_by} = {', '.join(map(repr, having))}"
+        return f"{'.'.join(place)!r} is a key of {only} only; known keys here: {', '.join(known)}"
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     below = [] if near else _keys_named(key, root)
     hint = f"did you mean {(near + below)[0]!r}?" if near or below else f"known keys here: {', '.join(known)}"
@@ -71,7 +77,7 @@ def _given(kind: str, value: Any) -> str:
     return f"; it is {shown if len(shown) <= 60 else shown[:59] + '…'}"
 
 
-def _walk(root: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[tuple[str, ...], type[BaseModel]]:
+def _walk(root: type[Section], loc: tuple[int | str, ...]) -> tuple[tuple[str, ...], type[Section]]:
     """Return the path that a user has written, and the section of its last key.
 
     Args:
@@ -92,17 +98,12 @@ def _walk(root: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[tuple[str,
             place.append(rest.pop(0))
         elif len(inner) > 1:
             kind = rest.pop(0)
-            inner = [one for one in inner if _kind(one) == kind]
+            inner = [one for one in inner if kind_of(one) == kind]
         section = inner[0]
     return tuple(place), section
 
 
-def _kind(section: type[BaseModel]) -> str:
-    """Return the value of `kind` by which a section of a union is chosen."""
-    return str(section.model_fields["kind"].default)
-
-
-def _alternatives(root: type[BaseModel], path: Sequence[str]) -> list[type[BaseModel]]:
+def _alternatives(root: type[Section], path: Sequence[str]) -> list[type[Section]]:
     """Return the kinds of section that a path may hold; one or none if there is no choice."""
     annotation: Any = root
     for step in path:
@@ -113,7 +114,7 @@ def _alternatives(root: type[BaseModel], path: Sequence[str]) -> list[type[BaseM
     return sections_of(annotation)
 
 
-def _keys_named(name: str, root: type[BaseModel], above: str = "") -> list[str]:
+def _keys_named(name: str, root: type[Section], above: str = "") -> list[str]:
     """Return the dotted keys of `root` whose last part is `name`, with NAME for the keys of a `dict[str, Section]`."""
     found = []
     for key, field in root.model_fields.items():
@@ -146,3 +147,6 @@ class Section(BaseModel, metaclass=_InWords):
     """Base class of all tables: unknown keys are errors, and values can't be changed after the check."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    chosen_by: ClassVar[str] = "kind"  # key whose value chooses one of several sections that a field may hold
+    form_of_name: ClassVar[str] = ""  # how that value looks where it has no default, because users choose it

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from palestra.algorithms.base import Algorithm
 from palestra.config import JobConfig
 from palestra.errors import CheckpointError
 from palestra.learner.update import AddEvent
@@ -25,6 +26,7 @@ class CheckpointSchedule:
         config: JobConfig,
         trainer: Trainer,
         folders: Mapping[str, Path],
+        algorithm: Algorithm,
         wall_seconds: Callable[[], float],
         add_event: AddEvent,
     ) -> None:
@@ -34,17 +36,18 @@ class CheckpointSchedule:
             config: the job.
             trainer: the trainer that has the policies.
             folders: folder of the checkpoints of each trained policy, by the policy's name.
+            algorithm: has a state that is saved with the weights.
             wall_seconds: returns how long the job has run.
             add_event: records an event of the job.
         """
         self._config, self._trainer, self._folders = config, trainer, dict(folders)
-        self._wall_seconds, self._add_event = wall_seconds, add_event
+        self._algorithm, self._wall_seconds, self._add_event = algorithm, wall_seconds, add_event
         self._saving: asyncio.Task[None] | None = None
         self._seconds = 0.0  # time of checkpoints since the last `take_seconds`
         self.saved_step = 0  # step of the newest checkpoint
 
     async def load(self) -> dict[str, Any] | None:
-        """Load the newest good checkpoint of each policy into the trainer.
+        """Load the newest good checkpoint of each policy into the trainer, and the algorithm's state.
 
         Returns the state saved with it, or None if there is none.
 
@@ -56,19 +59,22 @@ class CheckpointSchedule:
         if len(set(steps.values())) > 1:
             raise CheckpointError(f"the newest checkpoints of the policies are of different steps: {steps}")
         self.saved_step = max(steps.values())
-        return next(iter(states.values()))
+        state = next(iter(states.values()))
+        if state is not None:
+            self._algorithm.restore(state.get("algorithm", {}))
+        return state
 
     async def save_if_due(self, step: int) -> None:
         """Start writing a checkpoint of this step if the job wants one; the next episodes are played meanwhile."""
         if step % self._config.checkpoint.every_steps == 0 or step == self._config.steps:
             await self.finish()
-            self._saving = asyncio.create_task(self._save(step))
+            self._saving = asyncio.create_task(self._save(step, self._state(step)))
 
     async def save_now(self, step: int) -> None:
         """Write a checkpoint of this step, unless there is one, and return when it is on disk."""
         await self.finish()
         if step > self.saved_step:
-            await self._save(step)
+            await self._save(step, self._state(step))
 
     async def finish(self) -> None:
         """Wait for the checkpoint that is being written, if any.
@@ -92,9 +98,14 @@ class CheckpointSchedule:
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
-    async def _save(self, step: int) -> None:
-        started = time.monotonic()
+    def _state(self, step: int) -> dict[str, Any]:
+        """Return the JSON that is saved beside the weights of a step."""
         state = {"step": step, "wall_seconds": self._wall_seconds(), "config_digest": self._config.digest()}
+        # The algorithm's state is taken now: while the checkpoint is written, the next step may change it.
+        return state | ({"algorithm": own} if (own := self._algorithm.state()) else {})
+
+    async def _save(self, step: int, state: Mapping[str, Any]) -> None:
+        started = time.monotonic()
         paths = {
             policy: await self._trainer.save(policy, folder, state, f"save {step}")
             for policy, folder in self._folders.items()

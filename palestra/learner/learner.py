@@ -72,7 +72,7 @@ class Learner:
         self._policies = policies
         self._updates = {name: PolicyUpdate(config, trainer, algorithm, name, self._event) for name in policies.trained}
         folders = dict.fromkeys(policies.trained, folder.checkpoints)  # of one policy: JobConfig refuses to train more
-        self._checkpoints = CheckpointSchedule(config, trainer, folders, self._wall, self._event)
+        self._checkpoints = CheckpointSchedule(config, trainer, folders, algorithm, self._wall, self._event)
         self._log = StepLog(config, store.log, folder, progress, self._event)
         self._wall_before = 0.0
         self._resumed_step = 0  # first step that this process gathers in a resumed run; 0: not resumed

@@ -12,12 +12,17 @@ from palestra.types.metrics import METRICS, Metric
 
 
 def metric_tables() -> dict[str, tuple[Metric, ...]]:
-    """Return the metrics by title of a table: one for every run, one for each algorithm and loss that Palestra ships.
+    """Return the metrics by title of a table: one for every run, and one for each loss that Palestra ships.
+
+    Algorithms with the same metrics share a table.
 
     Metrics of a user's own loss are declared by its class.
     """
     found = {"Every run": (*METRICS, *_trained(TRAINER_METRICS))}
-    found |= {f"Algorithm `{name}`": _trained(algorithm.metrics) for name, algorithm in ALGORITHMS.items()}
+    by_metrics: dict[tuple[Metric, ...], list[str]] = {}
+    for name, algorithm in ALGORITHMS.items():
+        by_metrics.setdefault(algorithm.metrics, []).append(f"`{name}`")
+    found |= {f"Algorithm {', '.join(names)}": _trained(metrics) for metrics, names in by_metrics.items() if metrics}
     shipped = sorted((name, loss) for name, loss in LOSSES.items() if loss.__module__.startswith("palestra."))
     return found | {f"Loss `{name}`": _trained(loss.metrics) for name, loss in shipped}
 

@@ -205,12 +205,7 @@ def _environment(config: JobConfig) -> Iterator[Finding]:
 def _groups(config: JobConfig) -> Iterator[Finding]:
     """Look for groups that can't teach: rewards are compared within a group."""
     rollout = config.rollout
-    if rollout.group_size == 1:
-        yield Finding(
-            key="rollout.group_size",
-            text="a group of one episode can't teach: rewards are compared within a group; use at least 2",
-        )
-    elif rollout.min_group_size == 1:
+    if rollout.min_group_size < config.algorithm.smallest_group:
         yield Finding(
             key="rollout.min_group_size",
             text="a group that has lost all episodes but one is trained, and can't teach; use at least 2",

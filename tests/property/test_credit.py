@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -15,9 +16,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from unit.building import make_chat, make_episode, make_train_batch
 
+from palestra.algorithms.baselines import centred_returns, group_advantages
 from palestra.algorithms.credit import BaselineKey, Returns, agent_reward, episode_returns, step_returns
-from palestra.algorithms.grpo import centred_returns, group_advantages
-from palestra.config import AlgorithmConfig, Roles
+from palestra.config import GRPOConfig, Roles
 from palestra.store.calls import time_steps
 from palestra.types.calls import Chat, PolicyVersion
 from palestra.types.records import TrainSample, Trajectory
@@ -81,7 +82,7 @@ def test_what_all_get_alike_changes_no_advantage(values_G, bonus, scale):
 def test_one_value_an_episode_is_a_group_of_rewards(rewards_G, scale):
     key = BaselineKey("", None)
     returns = [Returns(values={key: r}, key_of={3: key, 5: key}) for r in rewards_G]
-    credit = group_advantages(returns, scale)
+    credit = group_advantages(returns, partial(centred_returns, scale=scale))
     wanted = [found for (found,) in centred_returns([[reward] for reward in rewards_G], scale)]
     assert [found[3] for found in credit.by_call] == wanted
     assert [found[5] for found in credit.by_call] == wanted
@@ -144,7 +145,9 @@ def test_an_agents_calls_are_compared_with_its_peers_and_nobody_else(data, mode,
         trajectory(k, [make_chat(index=n, agent=name) for n, name in enumerate(names)], by_agent)
         for k, (names, by_agent) in enumerate(group)
     ]
-    credit = group_advantages([episode_returns(t, mode, 1.0) for t in trajectories], scale)
+    credit = group_advantages(
+        [episode_returns(t, mode, 1.0) for t in trajectories], partial(centred_returns, scale=scale)
+    )
 
     def peers(name: str) -> str:
         return name.rpartition("/")[0] + "/" if mode == "branch" and "/" in name else name
@@ -170,7 +173,7 @@ ROLES = Roles(default="policy", frozen=frozenset({"old"}))
 
 
 def batch_of(*trajectories: Trajectory, max_tokens: int = 10, **algorithm):
-    return make_train_batch(trajectories, AlgorithmConfig.model_validate(algorithm), max_tokens, VERSION, roles=ROLES)
+    return make_train_batch(trajectories, GRPOConfig.model_validate(algorithm), max_tokens, VERSION, roles=ROLES)
 
 
 Term = tuple[tuple[int, ...], int, float, float, float]
@@ -320,7 +323,9 @@ def test_every_token_has_the_advantage_of_the_call_that_sampled_it(data, mode):
     calls: list[list[Drawn]] = [data.draw(episodes(most=5, policies=("policy",))) for _ in range(2)]
     group = [record(drawn, data.draw(orders(drawn))) for drawn in calls]
     trajectories = [trajectory(k, chats.values(), {"a": float(k), "a/b": 3.0}) for k, chats in enumerate(group)]
-    credit = group_advantages([episode_returns(t, mode, 0.5) for t in trajectories], "std")
+    credit = group_advantages(
+        [episode_returns(t, mode, 0.5) for t in trajectories], partial(centred_returns, scale="std")
+    )
     batch = batch_of(*trajectories, credit=mode, discount=0.5)
     for k, (chats, advantages) in enumerate(zip(group, credit.by_call, strict=True)):
         wanted = {float(p): np.float32(advantages[chat.index]) for chat in chats.values() for p in chat.logprobs}

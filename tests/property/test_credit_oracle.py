@@ -16,7 +16,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 from unit.building import make_chat, make_episode, make_train_batch
 
-from palestra.config import AlgorithmConfig
+from palestra.config import GRPOConfig
 from palestra.store.calls import time_steps
 from palestra.types.calls import PolicyVersion
 from palestra.types.records import StepTimes, Trajectory
@@ -173,7 +173,7 @@ def is_kept(played: Played, call: Call) -> bool:
 Term = tuple[tuple[int, ...], int, float, float]
 
 
-def terms_of(batch: list[Played], c: AlgorithmConfig, order: str) -> dict[float, Term]:
+def terms_of(batch: list[Played], c: GRPOConfig, order: str) -> dict[float, Term]:
     """By token: what came before it, its id, its advantage and its weight."""
     trained = [[c.train_on == "all-calls" or is_kept(p, call) for call in p.calls] for p in batch]
     counts = [
@@ -216,7 +216,7 @@ def terms_of(batch: list[Played], c: AlgorithmConfig, order: str) -> dict[float,
 def test_every_token_of_a_batch_is_what_the_documents_say(
     batch, credit, order, scale, loss_agg_mode, train_on, discount
 ):
-    algorithm = AlgorithmConfig.model_validate(
+    algorithm = GRPOConfig.model_validate(
         {
             "credit": credit,
             "advantage_scale": scale,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from palestra.algorithms.grpo import centred_returns
+from palestra.algorithms.baselines import centred_returns
 from palestra.algorithms.loss import token_weights
 
 rewards = st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=12)

@@ -17,7 +17,7 @@ import torch
 from palestra.algorithms.loss import LossInputs
 from palestra.algorithms.losses import build_loss
 from palestra.algorithms.registry import create_algorithm
-from palestra.config import AlgorithmConfig
+from palestra.config import GRPOConfig
 from palestra.learner.batch import make_batch
 from palestra.types.calls import PolicyVersion
 from unit.building import SOLE, make_chat, make_trajectory
@@ -55,7 +55,7 @@ def ratios_of(rows):
 
 def total_loss(logprobs_are_old: bool = True, **algorithm) -> tuple[float, dict[str, float]]:
     """The loss of the batch, and the algorithm's metrics; the policy's logprobs are those before the step, or mu's."""
-    config = AlgorithmConfig(**algorithm)
+    config = GRPOConfig(**algorithm)
     made = create_algorithm(config)
     batch = make_batch(trajectories(), made, config, MAX_TOKENS, PolicyVersion(0, 0), "policy", SOLE)
     old = [
@@ -129,12 +129,12 @@ def test_with_a_correction_the_ratio_is_to_the_policy_before_the_step_in_later_e
 
 
 def test_only_an_algorithm_that_corrects_asks_for_a_forward_pass():
-    assert create_algorithm(AlgorithmConfig()).needs == frozenset()
-    assert create_algorithm(AlgorithmConfig(importance_sampling="token-mask")).needs == {"old_logprobs"}
+    assert create_algorithm(GRPOConfig()).needs == frozenset()
+    assert create_algorithm(GRPOConfig(importance_sampling="token-mask")).needs == {"old_logprobs"}
 
 
 def test_advantages_of_other_rows_than_the_batch_has_are_refused():
-    config = AlgorithmConfig()
+    config = GRPOConfig()
     made = create_algorithm(config)
     batch = make_batch(trajectories(), made, config, MAX_TOKENS, PolicyVersion(0, 0), "policy", SOLE)
     found = made.advantages(batch.groups, {})
@@ -144,7 +144,7 @@ def test_advantages_of_other_rows_than_the_batch_has_are_refused():
 
 
 def test_an_advantage_that_is_no_number_names_its_episode():
-    config = AlgorithmConfig()
+    config = GRPOConfig()
     made = create_algorithm(config)
     batch = make_batch(trajectories(), made, config, MAX_TOKENS, PolicyVersion(0, 0), "policy", SOLE)
     found = made.advantages(batch.groups, {})

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
+from palestra.algorithms.baselines import centred_returns, group_advantages
 from palestra.algorithms.credit import BaselineKey, agent_reward, episode_returns
-from palestra.algorithms.grpo import group_advantages
 from palestra.store.calls import time_steps
 from palestra.types.records import Trajectory
 from unit.building import make_chat, make_episode
@@ -77,7 +78,7 @@ def test_by_agent_each_is_compared_with_the_same_agent_of_the_other_episodes():
         played(("a", 0), ("b", 1), rewards={"a": 1.0, "b": 10.0}),
         played(("b", 0), ("a", 1), ("a", 2), rewards={"a": 3.0, "b": 20.0}),
     ]
-    credit = group_advantages([episode_returns(t, "agent", 1.0) for t in group], "none")
+    credit = group_advantages([episode_returns(t, "agent", 1.0) for t in group], partial(centred_returns, scale="none"))
     assert credit.by_call == [{0: -1.0, 1: -5.0}, {0: 5.0, 1: 1.0, 2: 1.0}]
     assert credit.calls_without_peers == 0
 
@@ -87,13 +88,17 @@ def test_by_branch_subagents_are_compared_with_all_that_the_same_parent_started(
         played(("a", 0), ("a/1", 1), ("a/2", 1), rewards={"a": 0.0, "a/1": 1.0, "a/2": 3.0}),
         played(("a", 0), ("a/7", 1), rewards={"a": 2.0, "a/7": 6.0}),
     ]
-    by_branch = group_advantages([episode_returns(t, "branch", 1.0) for t in group], "none")
+    by_branch = group_advantages(
+        [episode_returns(t, "branch", 1.0) for t in group], partial(centred_returns, scale="none")
+    )
     baseline = ((1.0 + 3.0) / 2 + 6.0) / 2  # episodes weigh the same, however many subagents they have
     assert by_branch.by_call == [
         {0: -1.0, 1: 1.0 - baseline, 2: 3.0 - baseline},
         {0: 1.0, 1: 6.0 - baseline},
     ]
-    by_agent = group_advantages([episode_returns(t, "agent", 1.0) for t in group], "none")
+    by_agent = group_advantages(
+        [episode_returns(t, "agent", 1.0) for t in group], partial(centred_returns, scale="none")
+    )
     assert by_agent.by_call == [{0: -1.0, 1: 0.0, 2: 0.0}, {0: 1.0, 1: 0.0}]
     assert (by_branch.calls_without_peers, by_agent.calls_without_peers) == (0, 3)
 
@@ -102,7 +107,10 @@ def test_more_calls_of_an_agent_change_nothing_for_it_or_the_others():
     few = [played(("a", 0), rewards={"a": 1.0}), played(("a", 0), rewards={"a": 4.0})]
     many = [played(*[("a", 0)] * 9, rewards={"a": 1.0}), few[1]]
     for mode in ("episode", "agent", "branch"):
-        found = [group_advantages([episode_returns(t, mode, 1.0) for t in group], "std") for group in (few, many)]
+        found = [
+            group_advantages([episode_returns(t, mode, 1.0) for t in group], partial(centred_returns, scale="std"))
+            for group in (few, many)
+        ]
         assert set(found[0].by_call[0].values()) == set(found[1].by_call[0].values())
         assert found[0].by_call[1] == found[1].by_call[1]
 
@@ -112,7 +120,7 @@ def test_by_step_longer_episodes_weigh_no_more_in_the_baseline():
         played(("a", 0), ("a", 1), ("a", 2), rewards={"a": 0.0}, steps=(0.0, 0.0, 3.0)),
         played(("a", 0), rewards={"a": 0.0}, steps=(1.0,)),
     ]
-    credit = group_advantages([episode_returns(t, "step", 1.0) for t in group], "std")
+    credit = group_advantages([episode_returns(t, "step", 1.0) for t in group], partial(centred_returns, scale="std"))
     mean = (3.0 + 1.0) / 2
     deviation = math.sqrt((1.0 + 1.0) / (2 - 1)) + 1e-4
     assert credit.by_call[0] == pytest.approx({n: (3.0 - mean) / deviation for n in range(3)})

@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 
-from palestra.algorithms.grpo import centred_returns
+from palestra.algorithms.baselines import centred_returns
 
 
 def advantages_of(rewards, scale):

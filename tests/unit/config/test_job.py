@@ -281,8 +281,13 @@ def test_an_inference_job_keeps_what_it_does_not_use(section, key, value):
         (JobConfig, {"rollout": {"group_sise": 3}}, "unknown key 'rollout.group_sise'; did you mean 'group_size'?"),
         (RolloutConfig, {"group_size": "eight"}, "RolloutConfig: group_size: Input should be a valid integer"),
         (RolloutConfig, {"group_size": "eight"}, "; it is 'eight'"),
-        (RolloutConfig, {"group_size": 1}, "group_size is 1, and GRPO compares the episodes of a group"),
-        (JobConfig, {"rollout": {"group_size": 1}}, "rollout: group_size is 1, and GRPO compares"),
+        (RolloutConfig, {"group_size": 1, "min_group_size": 2}, "min_group_size is larger than group_size"),
+        (
+            JobConfig,
+            {"rollout": {"group_size": 1}},
+            "group_size is 1, and algorithm.name = 'grpo' compares the episodes",
+        ),
+        (JobConfig, {"rollout": {"group_size": 1, "min_group_size": 1}}, "with one another, so it needs at least 2"),
     ],
 )
 def test_a_mistake_in_python_is_said_in_the_words_of_a_mistake_in_toml(section, values, said):
@@ -292,8 +297,8 @@ def test_a_mistake_in_python_is_said_in_the_words_of_a_mistake_in_toml(section, 
     assert "\n" not in str(caught.value)
 
 
-def test_a_group_of_one_is_possible_where_it_is_meant():
-    assert RolloutConfig(group_size=1, min_group_size=1).group_size == 1
+def test_a_group_of_one_needs_one_episode():
+    assert RolloutConfig(group_size=1).min_group_size == 1
 
 
 def test_a_run_of_an_earlier_version_has_the_same_digest_where_keys_added_since_are_not_used():

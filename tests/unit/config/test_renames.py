@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from palestra.config import (
-    AlgorithmConfig,
     EmbeddedEngineConfig,
     FakeEngineConfig,
+    GRPOConfig,
     JobConfig,
     RolloutConfig,
     load_config,
@@ -43,7 +43,7 @@ BEFORE = {
         "steps": 7,
     },
 }
-SECTIONS = {"algorithm": (AlgorithmConfig,), "engine": (EmbeddedEngineConfig, FakeEngineConfig)}
+SECTIONS = {"algorithm": (GRPOConfig,), "engine": (EmbeddedEngineConfig, FakeEngineConfig)}
 SAVED = """[algorithm]
 name = "grpo"
 aggregation = "token"
@@ -91,8 +91,8 @@ def test_every_rename_leads_to_a_key_and_values_that_exist_and_back():
             "config: 'algorithm.importance' has a new name; write algorithm.importance_sampling",
         ),
         (
-            lambda: AlgorithmConfig(abandoned="exclude"),
-            "AlgorithmConfig: 'abandoned' has a new name; write train_on = 'final-branch'",
+            lambda: GRPOConfig(abandoned="exclude"),
+            "GRPOConfig: 'abandoned' has a new name; write train_on = 'final-branch'",
         ),
         (
             lambda: JobConfig(algorithm={"abandoned": "train"}),

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from palestra.config import AlgorithmConfig
+from palestra.config import GRPOConfig
 from palestra.learner.batch import LEFT_OUT
 from palestra.types.calls import PolicyVersion, VersionSpan
 from palestra.types.forks import Fork, ForkReason
@@ -35,7 +35,7 @@ def trajectory(group: int, sample: int, reward: float, *completions: int, fork: 
 
 
 def batch_of(*trajectories: Trajectory, max_tokens: int = 100, **algorithm):
-    return make_train_batch(trajectories, AlgorithmConfig.model_validate(algorithm), max_tokens, VERSION)
+    return make_train_batch(trajectories, GRPOConfig.model_validate(algorithm), max_tokens, VERSION)
 
 
 def names(batch) -> list[str]:

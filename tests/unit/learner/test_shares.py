@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from palestra.algorithms.registry import create_algorithm
-from palestra.config import AlgorithmConfig, Roles
+from palestra.config import GRPOConfig, Roles
 from palestra.learner.batch import Batch, make_batch
 from palestra.learner.shares import share_of
 from palestra.types.calls import PolicyVersion, VersionSpan
@@ -41,7 +41,7 @@ def alone(trajectory: Trajectory) -> Trajectory:
 
 
 def batch_of(trajectories, roles=ROLES, **settings) -> Batch:
-    config = AlgorithmConfig(**settings)
+    config = GRPOConfig(**settings)
     algorithm = create_algorithm(config)
     batch = make_batch(trajectories, algorithm, config, 16, PolicyVersion(0, 0), "policy", roles)
     return batch.with_advantages(algorithm.advantages(batch.groups, {}), {})
@@ -103,7 +103,7 @@ def test_staleness_is_that_of_the_trained_policys_tokens():
     mine = make_chat(versions=(fresh,))
     theirs = make_chat(index=1, policy="old", agent="opponent")
     games = [make_trajectory(0, sample, float(sample), [mine, theirs]) for sample in range(2)]
-    config = AlgorithmConfig()
+    config = GRPOConfig()
     batch = make_batch(games, create_algorithm(config), config, 16, PolicyVersion(0, 6), "policy", ROLES)
     assert batch.staleness == {1: 4}
 

@@ -113,7 +113,6 @@ def test_a_system_message_is_refused_by_an_environment_that_takes_none():
 
 
 def test_groups_that_can_not_teach():
-    assert "at least 2" in found(**FAKE, rollout={"group_size": 1, "min_group_size": 1})["rollout.group_size"]
     assert "at least 2" in noted(**FAKE, rollout={"group_size": 4, "min_group_size": 1})["rollout.min_group_size"]
 
 

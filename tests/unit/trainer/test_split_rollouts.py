@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from palestra.config import AlgorithmConfig
+from palestra.config import GRPOConfig
 from palestra.types.calls import Chat, PolicyVersion
 from palestra.types.records import TrainSample
 from unit.building import make_chat, make_train_batch, make_trajectory
@@ -69,7 +69,7 @@ def a_row_each(samples: list[TrainSample], chats: list[Chat]) -> list[TrainSampl
 
 def batch(chats: list[Chat], other: list[Chat]) -> list[TrainSample]:
     trajectories = [make_trajectory(0, 0, 1.0, chats), make_trajectory(0, 1, 0.0, other)]
-    return make_train_batch(trajectories, AlgorithmConfig(), 64, VERSION).samples
+    return make_train_batch(trajectories, GRPOConfig(), 64, VERSION).samples
 
 
 async def gradient(samples: list[TrainSample]) -> dict[str, torch.Tensor]:

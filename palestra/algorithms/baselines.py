@@ -1,0 +1,86 @@
+"""Baselines: what a return is compared with, so that an advantage says how much better than expected a call was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from palestra.algorithms.credit import BaselineKey, Returns
+
+# Added to the deviation of a group. TRL adds the same; it matters only where rewards are nearly equal.
+EPSILON = 1e-4
+
+Compare = Callable[[Sequence[Sequence[float]]], list[list[float]]]
+"""Turns the values of each of G episodes that have one baseline into advantages, in the same places."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupAdvantages:
+    """The advantages of one group.
+
+    Attributes:
+        by_key: for each episode, advantages by key of the return; also of an episode without calls.
+        by_call: for each episode, advantages by index of the call.
+        calls_without_peers: number of calls whose baseline group occurs in no other episode: their advantage is 0.
+    """
+
+    by_key: list[dict[BaselineKey, float]]
+    by_call: list[dict[int, float]]
+    calls_without_peers: int
+
+
+def group_advantages(returns_G: Sequence[Returns], compare: Compare) -> GroupAdvantages:
+    """Return the advantages of the calls of a group: each return compared with its baseline group.
+
+    Args:
+        returns_G: the returns of the G episodes of one group.
+        compare: makes advantages of the values of one baseline group.
+    """
+    advantages: list[dict[BaselineKey, float]] = [{} for _ in returns_G]
+    alone: set[str] = set()
+    for baseline_group in sorted({key.baseline_group for returns in returns_G for key in returns.values}):
+        keys = [[key for key in returns.values if key.baseline_group == baseline_group] for returns in returns_G]
+        values = [[returns.values[key] for key in mine] for returns, mine in zip(returns_G, keys, strict=True)]
+        # In one episode only: there is no other return to compare with, so the advantages are 0.
+        if sum(map(bool, keys)) < 2:
+            alone.add(baseline_group)
+        for place, found in enumerate(compare(values)):
+            advantages[place] |= zip(keys[place], found, strict=True)
+    by_call = [
+        {index: of_key[key] for index, key in returns.key_of.items()}
+        for returns, of_key in zip(returns_G, advantages, strict=True)
+    ]
+    without = sum(key.baseline_group in alone for returns in returns_G for key in returns.key_of.values())
+    return GroupAdvantages(by_key=advantages, by_call=by_call, calls_without_peers=without)
+
+
+def centred_returns(values_G: Sequence[Sequence[float]], scale: Literal["std", "none"]) -> list[list[float]]:
+    """Return (value - mean) / (deviation + 1e-4), or value - mean, for the values of a group.
+
+    All values have one baseline, independent of their place: a baseline for each TimeStep would be biased if the policy
+    decides when to stop. Episodes have equal weights, however many values they have.
+
+    Args:
+        values_G: the values of each of G episodes: one reward, or one value per TimeStep or subagent; may be empty.
+        scale: `std` divides by the sample standard deviation (ddof 1; DeepSeekMath, section 4.1.2), in which each value
+            weighs 1 / (values of its episode); `none` does not (Liu et al. 2025, "Understanding R1-Zero-Like Training",
+            3.1).
+
+    Returns:
+        One advantage per value, in the same places. All are 0 if the values are equal, or if fewer than two episodes
+        have values: a group of one has nothing to be compared with.
+    """
+    flat = np.array([value for values in values_G for value in values], np.float64)
+    episodes = sum(1 for values in values_G if values)
+    if episodes < 2 or flat.max() == flat.min():
+        return [[0.0] * len(values) for values in values_G]
+    shares = np.array([1.0 / (episodes * len(values)) for values in values_G for _ in values])
+    centred = flat - (flat * shares).sum()
+    if scale == "std":
+        variance = (centred**2 * shares).sum() * episodes / (episodes - 1)
+        centred = centred / (np.sqrt(variance) + EPSILON)
+    found = iter(centred.tolist())
+    return [[next(found) for _ in values] for values in values_G]

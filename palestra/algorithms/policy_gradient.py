@@ -1,0 +1,130 @@
+"""What algorithms have in common that credit calls with returns and compare these with a baseline.
+
+Such an algorithm is made of four parts, each of which may be exchanged: the credit (`credit.episode_returns`), the
+baseline (`baselines`), the loss of a token, and the correction for what another policy has sampled (`importance`). How
+the losses of tokens are added up is a matter of the rows' weights (`loss.token_weights`).
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from palestra.algorithms.base import Algorithm, ForwardOutputs, Group, StepOrder, TokenAdvantages
+from palestra.algorithms.baselines import Compare, GroupAdvantages, group_advantages
+from palestra.algorithms.credit import Returns, episode_returns
+from palestra.algorithms.importance import IMPORTANCE_METRICS, importance_weights
+from palestra.config import PolicyGradientConfig
+from palestra.types.calls import Floats
+from palestra.types.metrics import Metric
+from palestra.types.records import TrainSample, Trajectory
+
+
+class PolicyGradient(Algorithm):
+    """An algorithm that gives every token of a call the advantage of the call's return over a baseline."""
+
+    config: PolicyGradientConfig
+    metrics = (
+        Metric(
+            "calls_without_peers",
+            "calls",
+            "Calls whose agent, with `credit = agent | branch`, is in one episode of its group only: advantage 0.",
+        ),
+        *IMPORTANCE_METRICS,
+    )
+
+    def __init__(self, config: PolicyGradientConfig, step_order: StepOrder = "observed") -> None:
+        """Keep the settings, and ask for `old_logprobs` if importance sampling is configured. See `Algorithm`."""
+        super().__init__(config, step_order)
+        if config.importance_sampling != "none":
+            self.needs = frozenset({"old_logprobs"})
+
+    @abstractmethod
+    def estimate(self, groups: Sequence[Sequence[Returns]]) -> list[GroupAdvantages]:
+        """Return the advantages of the calls of each group of a batch.
+
+        Args:
+            groups: for each group, in canonical order, the returns of its episodes.
+        """
+
+    def advantages(self, groups: Sequence[Group], forward: ForwardOutputs) -> TokenAdvantages:
+        """Return for each token the advantage of its call, and the weights of importance sampling if configured.
+
+        Args:
+            groups: all groups of the batch, in canonical order.
+            forward: has `old_logprobs` if importance sampling is configured.
+        """
+        metrics = {"calls_without_peers": 0.0}
+        advantages: list[Floats] = []
+        estimated = self.estimate([self.returns(group.trajectories) for group in groups])
+        for group, found in zip(groups, estimated, strict=True):
+            metrics["calls_without_peers"] += found.calls_without_peers
+            names = (trajectory.episode.episode_id for trajectory in group.trajectories)
+            by_episode = dict(zip(names, map(_by_index, found.by_call), strict=True))
+            # `calls` is -1 where a token was not sampled, which picks the 0 at the end (`_by_index`).
+            advantages += [by_episode[row.episode_id][row.calls] for row in group.rows]
+        rows = [row for group in groups for row in group.rows]
+        if self.config.importance_sampling == "none" or not rows:
+            return TokenAdvantages(advantages=advantages, metrics=metrics)
+        return self._weighed(rows, advantages, forward, metrics)
+
+    def returns(self, trajectories: Sequence[Trajectory]) -> list[Returns]:
+        """Return the returns of the episodes of a group, by the configured credit.
+
+        Args:
+            trajectories: the completed episodes of the group.
+        """
+        return [
+            episode_returns(trajectory, self.config.credit, self.config.discount, self.step_order)
+            for trajectory in trajectories
+        ]
+
+    def _weighed(
+        self,
+        rows: Sequence[TrainSample],
+        advantages: Sequence[Floats],
+        forward: ForwardOutputs,
+        metrics: Mapping[str, float],
+    ) -> TokenAdvantages:
+        """Return the advantages with the weights and metrics of importance sampling."""
+        mode, limit = self.config.importance_sampling, self.config.importance_limit
+        assert mode != "none"
+        found = importance_weights(rows, forward["old_logprobs"], mode, limit)
+        return TokenAdvantages(
+            advantages=advantages, importance_weights=found.weights, metrics={**metrics, **found.metrics}
+        )
+
+
+class GroupBaseline(PolicyGradient):
+    """An algorithm that compares the episodes of a group with one another, and with no other group."""
+
+    @abstractmethod
+    def compare(self, values_G: Sequence[Sequence[float]]) -> list[list[float]]:
+        """Return the advantages of values that have one baseline, in the same places.
+
+        Args:
+            values_G: the values of each of G episodes of a group; may be empty.
+        """
+
+    def learns_from(self, trajectories: Sequence[Trajectory]) -> bool:
+        """Return whether returns in the group differ: equal returns have advantage 0, so no gradient."""
+        (found,) = self.estimate([self.returns(trajectories)])
+        return any(any(advantages.values()) for advantages in found.by_key)
+
+    def estimate(self, groups: Sequence[Sequence[Returns]]) -> list[GroupAdvantages]:
+        """Return the advantages of each group by itself; see `PolicyGradient.estimate`."""
+        compare: Compare = self.compare
+        return [group_advantages(returns, compare) for returns in groups]
+
+
+def _by_index(advantages: Mapping[int, float]) -> Floats:
+    """Return advantages by index of the call, float32 [calls + 1].
+
+    The last one is 0: index -1, no call, leads there.
+    """
+    by_index = np.zeros(max(advantages, default=-1) + 2, np.float32)
+    for index, advantage in advantages.items():
+        by_index[index] = advantage
+    return by_index
