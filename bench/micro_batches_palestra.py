@@ -60,7 +60,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     assert parts.trainer is not None
     batch = rows(arguments.rows, arguments.prompt, arguments.answer, arguments.group)
     await parts.trainer.create("policy", PolicySpec(model=config.policies["policy"].model))
-    loss = LossSpec.of(PPOClipLoss(clip_low=0.2, clip_high=0.2))
+    loss = LossSpec.of(PPOClipLoss())
     wall, cpu = [], []
     for number in range(TIMES):
         begin, used = time.perf_counter(), time.process_time()

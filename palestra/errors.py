@@ -297,6 +297,13 @@ class InvalidEnvironment(PalestraError):
     """
 
 
+class InvalidAlgorithm(PalestraError):
+    """An algorithm or a loss breaks the rules of `Algorithm` or `Loss`: a loss is not a number, say.
+
+    The message names the rule and, where some rows are to blame, their episodes.
+    """
+
+
 class NotScored(PalestraError):
     """A reward is None: the episode is left out of training.
 

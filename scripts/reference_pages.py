@@ -131,8 +131,7 @@ def _section(model: type[Section], path: str, lines: list[str], kind: str | None
     doc = (model.__doc__ or "").strip().split("\n")[0]
     lines += [
         "",
-        ("## Top level" if not path else f"## `[{path}]`")
-        + ("" if kind is None else f', `{model.chosen_by} = "{kind}"`'),
+        _heading(path) if kind is None else f'### `{model.chosen_by} = "{kind}"`',
         "",
         doc,
         "",
@@ -140,9 +139,12 @@ def _section(model: type[Section], path: str, lines: list[str], kind: str | None
         "|---|---|---|---|",
     ]
     inner: list[tuple[str, type[Section], str | None]] = []
+    unions: list[tuple[str, str]] = []
     for name, field in model.model_fields.items():
         kinds = sections_of(field.annotation)
         within = f"{path}.{name}" if path else name
+        if len(kinds) > 1:
+            unions.append((within, kinds[0].chosen_by))
         for nested in kinds:
             chosen = kind_of(nested) if len(kinds) > 1 else None
             inner.append((f"{within}.NAME" if get_origin(field.annotation) is dict else within, nested, chosen))
@@ -155,7 +157,20 @@ def _section(model: type[Section], path: str, lines: list[str], kind: str | None
         default = "required" if field.default is PydanticUndefined else f"`{_toml(field.default)}`"
         lines.append(f"| `{name}` | {_type(field.annotation)} | {default} | {meaning} |")
     for within, nested, chosen in inner:
+        if unions and unions[0][0] == within:
+            _, key = unions.pop(0)
+            lines += [
+                "",
+                _heading(within),
+                "",
+                f"One of these tables, which `{key}` chooses. It refuses the keys of others.",
+            ]
         _section(nested, within, lines, chosen)
+
+
+def _heading(path: str) -> str:
+    """Return the heading of the table at a dotted name."""
+    return f"## `[{path}]`" if path else "## Top level"
 
 
 def _is_of(line: str, name: str, meaning: str) -> bool:

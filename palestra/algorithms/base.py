@@ -85,7 +85,7 @@ class Algorithm(ABC):
                 )
 
             def loss(self):
-                return LossSpec.of(PPOClipLoss(clip_low=0.2, clip_high=0.2))
+                return LossSpec(name="ppo")
         ```
 
     Attributes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -84,3 +84,46 @@ def centred_returns(values_G: Sequence[Sequence[float]], scale: Literal["std", "
         centred = centred / (np.sqrt(variance) + EPSILON)
     found = iter(centred.tolist())
     return [[next(found) for _ in values] for values in values_G]
+
+
+def left_out_returns(values_G: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Return each value minus the mean of the other episodes of its group, in which all episodes weigh the same.
+
+    Kool et al. 2019, "Buy 4 REINFORCE Samples, Get a Baseline for Free!"; Ahmadian et al. 2024, "Back to Basics".
+
+    Args:
+        values_G: the values of each of G episodes; may be empty.
+
+    Returns:
+        One advantage per value, in the same places; 0 where no other episode has a value.
+    """
+    means = [float(np.mean(values)) for values in values_G if values]
+    if len(means) < 2:
+        return [[0.0] * len(values) for values in values_G]
+    total = float(np.sum(means))
+    return [
+        [value - (total - float(np.mean(values))) / (len(means) - 1) for value in values] if values else []
+        for values in values_G
+    ]
+
+
+def batch_advantages(groups: Sequence[Sequence[Returns]], compare: Compare) -> list[GroupAdvantages]:
+    """Return the advantages of the calls of each group, where returns are compared with those of the whole batch.
+
+    Args:
+        groups: for each group the returns of its episodes.
+        compare: makes advantages of the values of one baseline group of the batch.
+    """
+    together = group_advantages([returns for group in groups for returns in group], compare)
+    found, start = [], 0
+    for group in groups:
+        stop = start + len(group)
+        found.append(
+            GroupAdvantages(
+                by_key=together.by_key[start:stop], by_call=together.by_call[start:stop], calls_without_peers=0
+            )
+        )
+        start = stop
+    if found:  # of the batch: there is no group in which such a call would be
+        found[0] = replace(found[0], calls_without_peers=together.calls_without_peers)
+    return found

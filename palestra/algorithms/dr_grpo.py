@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from palestra.algorithms.base import About
 from palestra.algorithms.baselines import centred_returns
 from palestra.algorithms.loss import LossSpec
-from palestra.algorithms.losses import PPOClipLoss
-from palestra.algorithms.policy_gradient import GroupBaseline
+from palestra.algorithms.policy_gradient import GroupBaseline, clipped_loss
 from palestra.config import DrGRPOConfig
 
 
@@ -24,6 +23,7 @@ class DrGRPO(GroupBaseline):
         summary="GRPO without division by the deviation or by the length",
         formula="A = R - mean(R) within a group; loss as in grpo, each token's divided by rollouts x max_tokens",
         paper="Liu et al. 2025, Understanding R1-Zero-Like Training, section 3.2, arXiv:2503.20783",
+        needs=("groups of at least two episodes",),
     )
 
     def compare(self, values_G: Sequence[Sequence[float]]) -> list[list[float]]:
@@ -32,4 +32,4 @@ class DrGRPO(GroupBaseline):
 
     def loss(self) -> LossSpec:
         """Return the clipped surrogate loss of PPO, with the configured bounds."""
-        return LossSpec.of(PPOClipLoss(clip_low=self.config.clip_low, clip_high=self.config.clip_high))
+        return clipped_loss(self.config)

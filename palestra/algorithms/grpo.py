@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from palestra.algorithms.base import About
 from palestra.algorithms.baselines import centred_returns
 from palestra.algorithms.loss import LossSpec
-from palestra.algorithms.losses import PPOClipLoss
-from palestra.algorithms.policy_gradient import GroupBaseline
+from palestra.algorithms.policy_gradient import GroupBaseline, clipped_loss
 from palestra.config import GRPOConfig
 
 
@@ -24,6 +23,7 @@ class GRPO(GroupBaseline):
         formula="A = (R - mean(R)) / (std(R) + 1e-4) within a group; "
         "loss = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = pi(token) / pi_old(token)",
         paper="Shao et al. 2024, DeepSeekMath, section 4.1, arXiv:2402.03300",
+        needs=("groups of at least two episodes",),
     )
 
     def compare(self, values_G: Sequence[Sequence[float]]) -> list[list[float]]:
@@ -32,4 +32,4 @@ class GRPO(GroupBaseline):
 
     def loss(self) -> LossSpec:
         """Return the clipped surrogate loss of PPO, with the configured bounds."""
-        return LossSpec.of(PPOClipLoss(clip_low=self.config.clip_low, clip_high=self.config.clip_high))
+        return clipped_loss(self.config)

@@ -33,6 +33,8 @@ class LossInputs:
         old_logprobs: float32 [T], under the policy before the step; None if the algorithm does not need them.
         advantages: float32 [T].
         on_policy: bool [T], whether the token was sampled by the version that the trainer has now.
+        sequence_means: float32 [T], the mean of `Loss.of_sequence` over all trained tokens of the token's episode in
+            the batch; None unless the loss is `over_sequences`.
     """
 
     logprobs: Tensor
@@ -40,6 +42,7 @@ class LossInputs:
     old_logprobs: Tensor | None
     advantages: Tensor
     on_policy: Tensor
+    sequence_means: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +128,17 @@ class Loss(ABC):
 
     name: ClassVar[str]  # set by `register_loss`
     metrics: ClassVar[tuple[LossMetric, ...]] = ()  # all metrics that `LossOutput.metrics` contains
+    over_sequences: ClassVar[bool] = False  # whether `LossInputs.sequence_means` are needed
+
+    def of_sequence(self, inputs: LossInputs) -> Tensor:
+        """Return [T] numbers, whose means over whole episodes the trainer puts into `LossInputs.sequence_means`.
+
+        The tokens of an episode may be in several rows and micro-batches, so a loss can't compute such a mean itself.
+
+        Args:
+            inputs: of a part of the batch, without `sequence_means`; no gradient passes through the means.
+        """
+        raise NotImplementedError(f"the loss {self.name!r} is not over sequences")
 
     @abstractmethod
     def __call__(self, inputs: LossInputs) -> LossOutput:

@@ -1,58 +1,187 @@
-"""The losses that Palestra ships, and `build_loss`, which makes a loss from its name and parameters."""
+"""The losses that Palestra ships, and `build_loss`, which makes a loss from its name and parameters.
+
+`cross_entropy`, `importance_sampling`, `ppo`, `cispo` and `dro` are those of the Tinker API, with the same names,
+parameters and defaults. Tinker's inputs are columns of a row: its `weights` are the row's loss weights, its `logprobs`
+the row's sampling logprobs, and its sum over tokens is what a trainer computes where every loss weight is 1.
+
+In the formulas p is the policy's logprob of the token, q the reference's, A the token's advantage, r = exp(p - q), and
+sg(x) is x without a gradient. The reference is the policy before the step if the algorithm asked for its logprobs, as
+in decoupled PPO, and otherwise the distribution that the token was sampled from.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 from palestra.algorithms.loss import LOSSES, Loss, LossInputs, LossMetric, LossOutput, LossSpec, Mean, register_loss
 from palestra.errors import ConfigError
 
+if TYPE_CHECKING:
+    from torch import Tensor
 
-@register_loss("ppo-clip")
+_RATIO_MEAN = LossMetric("ratio_mean", "ratio", "Mean over trained tokens of pi(token) / reference(token).")
+_CLIP_METRICS = (
+    _RATIO_MEAN,
+    LossMetric("clip_fraction", "ratio", "Share of trained tokens where the clipped term is the smaller one."),
+    LossMetric(
+        "clip_fraction_on_policy",
+        "ratio",
+        "Share clipped, as above, of the trained tokens that the policy before the step sampled itself, before the "
+        "first update: what the gap of logprobs costs. Left out where all tokens are older.",
+        epoch="first",
+    ),
+)
+
+
+@register_loss("cross_entropy")
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PPOClipLoss(Loss):
-    """The clipped surrogate of PPO: -min(ratio x A, clip(ratio, 1 - clip_low, 1 + clip_high) x A).
+class CrossEntropyLoss(Loss):
+    """The negative log-likelihood of the token: -p. Loss weights may be negative; advantages are not read."""
 
-    The ratio is pi(token) / reference(token). Schulman et al. 2017, "Proximal Policy Optimization Algorithms", equation
-    7; with unequal bounds as in DAPO (Yu et al. 2025, section 3.1). The reference is the policy before the step if the
-    algorithm asked for its logprobs, as in decoupled PPO, and otherwise the distribution that the token was sampled
-    from.
+    metrics = (LossMetric("nll", "nats", "Mean over trained tokens of -log pi(token)."),)
 
-    Attributes:
-        clip_low: ratios below 1 - clip_low are clipped.
-        clip_high: ratios above 1 + clip_high are clipped.
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        """Return -p, float32 [T], and the metrics of T tokens."""
+        return LossOutput(loss=-inputs.logprobs, metrics={"nll": Mean(-inputs.logprobs.detach())})
+
+
+@register_loss("importance_sampling")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImportanceSamplingLoss(Loss):
+    """The policy gradient, corrected for the distribution that the token was sampled from: -r A, without bounds.
+
+    Where the token was sampled from the policy itself, r is 1, and the gradient is REINFORCE's: -A grad p (Williams
+    1992).
     """
 
-    clip_low: float
-    clip_high: float
+    metrics = (_RATIO_MEAN,)
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        """Return -r A, float32 [T], and the metrics of T tokens."""
+        ratio = (inputs.logprobs - reference_logprobs(inputs)).exp()
+        return LossOutput(loss=-ratio * inputs.advantages, metrics={"ratio_mean": Mean(ratio.detach())})
+
+
+@register_loss("ppo")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PPOClipLoss(Loss):
+    """The clipped surrogate of PPO: -min(r A, clip(r, low, high) A).
+
+    Schulman et al. 2017, "Proximal Policy Optimization Algorithms", equation 7; with unequal bounds as in DAPO (Yu et
+    al. 2025, section 3.1).
+
+    Attributes:
+        clip_low_threshold: smaller ratios are clipped.
+        clip_high_threshold: larger ratios are clipped.
+    """
+
+    clip_low_threshold: float = 0.8
+    clip_high_threshold: float = 1.2
+
+    metrics = _CLIP_METRICS
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        """Return the clipped surrogate loss, float32 [T], and the metrics of T tokens."""
+        ratio = (inputs.logprobs - reference_logprobs(inputs)).exp()
+        return _clipped_surrogate(ratio, inputs, self.clip_low_threshold, self.clip_high_threshold)
+
+
+@register_loss("gspo")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GSPOLoss(Loss):
+    """The clipped surrogate with the ratio of the whole sequence: -min(s A, clip(s, low, high) A).
+
+    s = exp(m + p - sg(p)), where m is the mean of sg(p - q) over the trained tokens of the episode, in whichever rows
+    and micro-batches they are: the value of s is that of the sequence, and its gradient that of the token. Zheng et al.
+    2025, "Group Sequence Policy Optimization", equations 14 to 16 (GSPO-token). Where all tokens of a sequence have one
+    advantage and one loss weight, this is GSPO itself (equation 5), in value, in clipping and in its gradient: the n
+    tokens of a sequence have A s grad(p_t) / n each, whose sum is A grad(s). So no gradient has to pass from one
+    micro-batch to another.
+
+    Attributes:
+        clip_low_threshold: smaller ratios are clipped.
+        clip_high_threshold: larger ratios are clipped.
+    """
+
+    clip_low_threshold: float = 0.8
+    clip_high_threshold: float = 1.2
+
+    metrics = _CLIP_METRICS
+    over_sequences = True
+
+    def of_sequence(self, inputs: LossInputs) -> Tensor:
+        """Return p - q, float32 [T], whose mean over a sequence is the logarithm of the sequence's ratio."""
+        return inputs.logprobs - reference_logprobs(inputs)
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        """Return the clipped surrogate loss, float32 [T], and the metrics of T tokens."""
+        assert inputs.sequence_means is not None
+        ratio = (inputs.sequence_means + inputs.logprobs - inputs.logprobs.detach()).exp()
+        return _clipped_surrogate(ratio, inputs, self.clip_low_threshold, self.clip_high_threshold)
+
+
+@register_loss("cispo")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CISPOLoss(Loss):
+    """The policy gradient with a bounded weight: -sg(clip(r, low, high)) A p. No token loses its gradient.
+
+    MiniMax 2025, "MiniMax-M1", equation 4; Khatri et al. 2025, "The Art of Scaling Reinforcement Learning Compute".
+
+    Attributes:
+        clip_low_threshold: smallest weight.
+        clip_high_threshold: largest weight.
+    """
+
+    clip_low_threshold: float = 0.8
+    clip_high_threshold: float = 1.2
 
     metrics = (
-        LossMetric("ratio_mean", "ratio", "Mean over trained tokens of pi(token) / reference(token)."),
-        LossMetric("clip_fraction", "ratio", "Share of trained tokens where the clipped term is the smaller one."),
+        _RATIO_MEAN,
+        LossMetric("clip_fraction", "ratio", "Share of trained tokens whose ratio is outside of the bounds."),
+    )
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        """Return the loss, float32 [T], and the metrics of T tokens."""
+        ratio = (inputs.logprobs.detach() - reference_logprobs(inputs)).exp()
+        weight = ratio.clamp(self.clip_low_threshold, self.clip_high_threshold)
+        return LossOutput(
+            loss=-weight * inputs.advantages * inputs.logprobs,
+            metrics={"ratio_mean": Mean(ratio), "clip_fraction": Mean((weight != ratio).float())},
+        )
+
+
+@register_loss("dro")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DROLoss(Loss):
+    """Direct reward optimisation: -(p A - beta / 2 (p - q)^2), which holds the policy near the reference by a square.
+
+    Richemond et al. 2024, "Offline Regularised Reinforcement Learning for Large Language Models Alignment".
+
+    Attributes:
+        beta: weight of the square.
+    """
+
+    beta: float = 0.05
+
+    metrics = (
         LossMetric(
-            "clip_fraction_on_policy",
-            "ratio",
-            "Share clipped, as above, of the trained tokens that the policy before the step sampled itself, before the "
-            "first update: what the gap of logprobs costs. Left out where all tokens are older.",
-            epoch="first",
+            "log_ratio_squared", "nats^2", "Mean over trained tokens of (log pi(token) - log reference(token))^2."
         ),
     )
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        """Return the clipped surrogate loss, float32 [T], and the metrics of T tokens."""
-        reference = inputs.sampling_logprobs if inputs.old_logprobs is None else inputs.old_logprobs
-        ratio = (inputs.logprobs - reference).exp()
-        plain = ratio * inputs.advantages
-        bounded = ratio.clamp(1.0 - self.clip_low, 1.0 + self.clip_high) * inputs.advantages
-        clipped = (bounded < plain).detach().float()
+        """Return the loss, float32 [T], and the metrics of T tokens."""
+        squared = (inputs.logprobs - reference_logprobs(inputs)) ** 2
         return LossOutput(
-            loss=-plain.minimum(bounded),
-            metrics={
-                "ratio_mean": Mean(ratio.detach()),
-                "clip_fraction": Mean(clipped),
-                "clip_fraction_on_policy": Mean(clipped, over=inputs.on_policy),
-            },
+            loss=-(inputs.logprobs * inputs.advantages - 0.5 * self.beta * squared),
+            metrics={"log_ratio_squared": Mean(squared.detach())},
         )
+
+
+def reference_logprobs(inputs: LossInputs) -> Tensor:
+    """Return the logprobs [T] to which ratios are taken: those of the policy before the step, or those at sampling."""
+    return inputs.sampling_logprobs if inputs.old_logprobs is None else inputs.old_logprobs
 
 
 def build_loss(spec: LossSpec) -> Loss:
@@ -71,3 +200,18 @@ def build_loss(spec: LossSpec) -> Loss:
         raise ConfigError(
             f"the parameters of the loss {spec.name!r} are {sorted(wanted)}, not {sorted(spec.parameters)}"
         ) from error
+
+
+def _clipped_surrogate(ratio: Tensor, inputs: LossInputs, low: float, high: float) -> LossOutput:
+    """Return -min(ratio A, clip(ratio, low, high) A) and its metrics; the ratio [T] has a gradient."""
+    plain = ratio * inputs.advantages
+    bounded = ratio.clamp(low, high) * inputs.advantages
+    clipped = (bounded < plain).detach().float()
+    return LossOutput(
+        loss=-plain.minimum(bounded),
+        metrics={
+            "ratio_mean": Mean(ratio.detach()),
+            "clip_fraction": Mean(clipped),
+            "clip_fraction_on_policy": Mean(clipped, over=inputs.on_policy),
+        },
+    )

@@ -13,10 +13,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from palestra.algorithms.base import Algorithm, ForwardOutputs, Group, StepOrder, TokenAdvantages
-from palestra.algorithms.baselines import Compare, GroupAdvantages, group_advantages
+from palestra.algorithms.baselines import GroupAdvantages, group_advantages
 from palestra.algorithms.credit import Returns, episode_returns
 from palestra.algorithms.importance import IMPORTANCE_METRICS, importance_weights
-from palestra.config import PolicyGradientConfig
+from palestra.algorithms.loss import LossSpec
+from palestra.algorithms.losses import PPOClipLoss
+from palestra.config import ClippedConfig, PolicyGradientConfig
 from palestra.types.calls import Floats
 from palestra.types.metrics import Metric
 from palestra.types.records import TrainSample, Trajectory
@@ -56,7 +58,7 @@ class PolicyGradient(Algorithm):
             groups: all groups of the batch, in canonical order.
             forward: has `old_logprobs` if importance sampling is configured.
         """
-        metrics = {"calls_without_peers": 0.0}
+        metrics = {"calls_without_peers": 0.0, **self.batch_metrics(groups)}
         advantages: list[Floats] = []
         estimated = self.estimate([self.returns(group.trajectories) for group in groups])
         for group, found in zip(groups, estimated, strict=True):
@@ -69,6 +71,14 @@ class PolicyGradient(Algorithm):
         if self.config.importance_sampling == "none" or not rows:
             return TokenAdvantages(advantages=advantages, metrics=metrics)
         return self._weighed(rows, advantages, forward, metrics)
+
+    def batch_metrics(self, groups: Sequence[Group]) -> Mapping[str, float]:
+        """Return metrics of a batch that `metrics` declares and the base class does not know; by default none.
+
+        Args:
+            groups: all groups of the batch.
+        """
+        return {}
 
     def returns(self, trajectories: Sequence[Trajectory]) -> list[Returns]:
         """Return the returns of the episodes of a group, by the configured credit.
@@ -98,7 +108,7 @@ class PolicyGradient(Algorithm):
 
 
 class GroupBaseline(PolicyGradient):
-    """An algorithm that compares the episodes of a group with one another, and with no other group."""
+    """An algorithm that compares the episodes of a group with one another, and with no others."""
 
     @abstractmethod
     def compare(self, values_G: Sequence[Sequence[float]]) -> list[list[float]]:
@@ -115,8 +125,14 @@ class GroupBaseline(PolicyGradient):
 
     def estimate(self, groups: Sequence[Sequence[Returns]]) -> list[GroupAdvantages]:
         """Return the advantages of each group by itself; see `PolicyGradient.estimate`."""
-        compare: Compare = self.compare
-        return [group_advantages(returns, compare) for returns in groups]
+        return [group_advantages(returns, self.compare) for returns in groups]
+
+
+def clipped_loss(config: ClippedConfig) -> LossSpec:
+    """Return the clipped surrogate loss of PPO, with the configured bounds."""
+    return LossSpec.of(
+        PPOClipLoss(clip_low_threshold=1.0 - config.clip_low, clip_high_threshold=1.0 + config.clip_high)
+    )
 
 
 def _by_index(advantages: Mapping[int, float]) -> Floats:

@@ -6,12 +6,27 @@ import importlib
 from typing import Final
 
 from palestra.algorithms.base import Algorithm, StepOrder
+from palestra.algorithms.cispo import CISPO
+from palestra.algorithms.dapo import DAPO
 from palestra.algorithms.dr_grpo import DrGRPO
 from palestra.algorithms.grpo import GRPO
+from palestra.algorithms.gspo import GSPO
+from palestra.algorithms.rae import RAE
+from palestra.algorithms.reinforce_pp import ReinforcePP
+from palestra.algorithms.rloo import RLOO
 from palestra.config import AlgorithmConfig
 from palestra.errors import ConfigError
 
-ALGORITHMS: Final[dict[str, type[Algorithm]]] = {"grpo": GRPO, "dr_grpo": DrGRPO}
+ALGORITHMS: Final[dict[str, type[Algorithm]]] = {
+    "grpo": GRPO,
+    "dr_grpo": DrGRPO,
+    "dapo": DAPO,
+    "gspo": GSPO,
+    "cispo": CISPO,
+    "rloo": RLOO,
+    "reinforce_pp": ReinforcePP,
+    "rae": RAE,
+}
 
 
 def create_algorithm(

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from palestra import __version__
 from palestra.cli import (
+    algorithms,
     check,
     completion,
     demo,
@@ -44,6 +45,7 @@ COMMANDS = (
     eval,
     worker,
     environments,
+    algorithms,
     episodes,
     export,
     rotate_key,

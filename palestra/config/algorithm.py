@@ -12,20 +12,36 @@ from palestra.config.section import Positive, Section
 OWN = "package.module:Class"
 
 
+LossAggMode = Literal["seq-mean-token-mean", "token-mean", "seq-mean-token-sum-norm"]
+AdvantageScale = Literal["std", "none"]
+Credit = Literal["episode", "step", "agent", "branch"]
+
+# Meanings of keys that several sections have, some with defaults of their own.
+_NAME = "The algorithm; each has keys of its own. `palestra algorithms` lists them."
+_LOSS_AGG_MODE = (
+    "How the losses of tokens become one number, by verl's names; a sequence is a rollout, of any number of calls. "
+    "`seq-mean-token-mean`: mean over a rollout's tokens, then over rollouts (GRPO); `token-mean`: mean over all "
+    "tokens of the batch (DAPO); `seq-mean-token-sum-norm`: sum over tokens divided by rollouts x max_tokens "
+    "(Dr. GRPO)."
+)
+_CREDIT = (
+    "The return with which a call's tokens are credited. `episode`: the sum of all rewards; `step`: the discounted sum "
+    "of rewards from the call's own TimeStep on; `agent`: the reward of the call's agent, or of the nearest parent "
+    "that has one (`planner` for `planner/search`), compared with those of the same agent; `branch`: as `agent`, but "
+    "subagents are compared with all that the same parent started."
+)
+_ADVANTAGE_SCALE = "`std`: divide by the group's deviation (GRPO); `none`: do not (Dr. GRPO)."
+_CLIP_LOW = "Probability ratios below 1 - clip_low are clipped."
+_CLIP_HIGH = "Probability ratios above 1 + clip_high are clipped."
+
+
 class AlgorithmConfig(Section):
     """What every algorithm has: which calls are trained, and how the losses of their tokens become updates."""
 
     chosen_by: ClassVar[str] = "name"
-    smallest_group: ClassVar[int] = 1  # episodes that a group needs, because the algorithm compares them
 
-    name: str = Field(description="The algorithm; each has keys of its own. `palestra algorithms` lists them.")
-    loss_agg_mode: Literal["seq-mean-token-mean", "token-mean", "seq-mean-token-sum-norm"] = Field(
-        "seq-mean-token-mean",
-        description="How the losses of tokens become one number, by verl's names; a sequence is a rollout, of any "
-        "number of calls. `seq-mean-token-mean`: mean over a rollout's tokens, then over rollouts (GRPO); "
-        "`token-mean`: mean over all tokens of the batch (DAPO); `seq-mean-token-sum-norm`: sum over tokens divided by "
-        "rollouts x max_tokens (Dr. GRPO).",
-    )
+    name: str = Field(description=_NAME)
+    loss_agg_mode: LossAggMode = Field("seq-mean-token-mean", description=_LOSS_AGG_MODE)
     train_on: Literal["all-calls", "final-branch"] = Field(
         "all-calls",
         description="`all-calls`: every call of an episode is trained; `final-branch`: only calls whose tokens are in "
@@ -33,17 +49,16 @@ class AlgorithmConfig(Section):
     )
     epochs: Positive = Field(1, description="Optimizer steps made from one batch.")
 
+    @property
+    def smallest_group(self) -> int:
+        """Return how many episodes a group needs: 2 where the algorithm compares them with one another."""
+        return 1
+
 
 class PolicyGradientConfig(AlgorithmConfig):
     """What algorithms have that credit calls with returns, and correct for the policy that has sampled them."""
 
-    credit: Literal["episode", "step", "agent", "branch"] = Field(
-        "episode",
-        description="The return with which a call's tokens are credited. `episode`: the sum of all rewards; `step`: "
-        "the discounted sum of rewards from the call's own TimeStep on; `agent`: the reward of the call's agent, or of "
-        "the nearest parent that has one (`planner` for `planner/search`), compared with those of the same agent; "
-        "`branch`: as `agent`, but subagents are compared with all that the same parent started.",
-    )
+    credit: Credit = Field("episode", description=_CREDIT)
     discount: float = Field(1.0, ge=0, le=1, description="Discount factor of one TimeStep, for `credit = step`.")
     importance_sampling: Literal["none", "token-truncate", "token-mask", "sequence-truncate", "sequence-mask"] = Field(
         "none",
@@ -58,32 +73,108 @@ class PolicyGradientConfig(AlgorithmConfig):
 
 
 class ClippedConfig(PolicyGradientConfig):
-    """What algorithms have whose loss is PPO's clipped surrogate."""
+    """What algorithms have whose loss bounds probability ratios."""
 
-    clip_low: float = Field(0.2, ge=0, le=1, description="Probability ratios below 1 - clip_low are clipped.")
-    clip_high: float = Field(0.2, ge=0, description="Probability ratios above 1 + clip_high are clipped.")
+    clip_low: float = Field(0.2, ge=0, le=1, description=_CLIP_LOW)
+    clip_high: float = Field(0.2, ge=0, description=_CLIP_HIGH)
 
 
-class GRPOConfig(ClippedConfig):
+class GroupConfig(ClippedConfig):
+    """What algorithms have that compare the episodes of a group with one another."""
+
+    @property
+    def smallest_group(self) -> int:
+        """Return 2: a group of one has nothing to be compared with."""
+        return 2
+
+
+class GRPOConfig(GroupConfig):
     """GRPO (Shao et al. 2024, DeepSeekMath, section 4.1): a group's mean return is its baseline."""
 
-    smallest_group: ClassVar[int] = 2
-
-    name: Literal["grpo"] = Field("grpo", description=AlgorithmConfig.model_fields["name"].description)
-    advantage_scale: Literal["std", "none"] = Field(
-        "std", description="`std`: divide by the group's deviation (GRPO); `none`: do not (Dr. GRPO)."
-    )
+    name: Literal["grpo"] = Field("grpo", description=_NAME)
+    advantage_scale: AdvantageScale = Field("std", description=_ADVANTAGE_SCALE)
 
 
-class DrGRPOConfig(ClippedConfig):
+class DrGRPOConfig(GroupConfig):
     """Dr. GRPO (Liu et al. 2025, section 3.2): GRPO without division by the deviation or by a rollout's length."""
 
-    smallest_group: ClassVar[int] = 2
+    name: Literal["dr_grpo"] = Field("dr_grpo", description=_NAME)
+    loss_agg_mode: LossAggMode = Field("seq-mean-token-sum-norm", description=_LOSS_AGG_MODE)
 
-    name: Literal["dr_grpo"] = Field("dr_grpo", description=AlgorithmConfig.model_fields["name"].description)
-    loss_agg_mode: Literal["seq-mean-token-mean", "token-mean", "seq-mean-token-sum-norm"] = Field(
-        "seq-mean-token-sum-norm", description=AlgorithmConfig.model_fields["loss_agg_mode"].description
+
+class DAPOConfig(GroupConfig):
+    """DAPO (Yu et al. 2025): GRPO that clips higher, weighs tokens equally, and makes long replies cost reward."""
+
+    name: Literal["dapo"] = Field("dapo", description=_NAME)
+    loss_agg_mode: LossAggMode = Field("token-mean", description=_LOSS_AGG_MODE)
+    clip_high: float = Field(0.28, ge=0, description=_CLIP_HIGH)
+    advantage_scale: AdvantageScale = Field("std", description=_ADVANTAGE_SCALE)
+    overlong_share: float = Field(
+        0.2,
+        ge=0,
+        le=1,
+        description="Last share of a call's max_tokens in which a reply loses reward: nothing at the beginning of the "
+        "share, growing in a line to `overlong_penalty` at max_tokens (soft overlong punishment, equation 13). A "
+        "return loses by the longest reply that it credits. 0: none does.",
     )
+    overlong_penalty: float = Field(1.0, ge=0, description="Reward that a reply of max_tokens loses.")
+
+
+class GSPOConfig(GroupConfig):
+    """GSPO (Zheng et al. 2025): GRPO whose probability ratio is that of the whole sequence, for each of its tokens."""
+
+    name: Literal["gspo"] = Field("gspo", description=_NAME)
+    clip_low: float = Field(3e-4, ge=0, le=1, description=_CLIP_LOW)
+    clip_high: float = Field(4e-4, ge=0, description=_CLIP_HIGH)
+    advantage_scale: AdvantageScale = Field("std", description=_ADVANTAGE_SCALE)
+    form: Literal["sequence", "token"] = Field(
+        "sequence",
+        description="`sequence`: all tokens of an episode have one advantage, the mean over its trained tokens "
+        "(equation 5); `token`: each has its own call's (GSPO-token, equation 13). Without credit within an episode "
+        "both are the same.",
+    )
+
+
+class CISPOConfig(GroupConfig):
+    """CISPO (MiniMax 2025, MiniMax-M1): ratios are bounded as weights of the gradient, and no token is left out."""
+
+    name: Literal["cispo"] = Field("cispo", description=_NAME)
+    loss_agg_mode: LossAggMode = Field("token-mean", description=_LOSS_AGG_MODE)
+    clip_low: float = Field(1.0, ge=0, le=1, description=_CLIP_LOW)
+    clip_high: float = Field(4.0, ge=0, description=_CLIP_HIGH)
+    advantage_scale: AdvantageScale = Field("std", description=_ADVANTAGE_SCALE)
+
+
+class RLOOConfig(GroupConfig):
+    """RLOO (Ahmadian et al. 2024): an episode's baseline is the mean return of the other episodes of its group."""
+
+    name: Literal["rloo"] = Field("rloo", description=_NAME)
+    loss_agg_mode: LossAggMode = Field("seq-mean-token-sum-norm", description=_LOSS_AGG_MODE)
+
+
+class ReinforcePPConfig(ClippedConfig):
+    """REINFORCE++ (Hu et al. 2025): advantages are normalised over the whole batch."""
+
+    name: Literal["reinforce_pp"] = Field("reinforce_pp", description=_NAME)
+    loss_agg_mode: LossAggMode = Field("token-mean", description=_LOSS_AGG_MODE)
+    baseline: Literal["none", "group"] = Field(
+        "none",
+        description="What returns are compared with before they are normalised. `none`: nothing, so that groups may "
+        "have one episode; `group`: the mean of the group (REINFORCE++-baseline).",
+    )
+
+    @property
+    def smallest_group(self) -> int:
+        """Return 2 where returns are compared within a group, else 1."""
+        return 2 if self.baseline == "group" else 1
+
+
+class RAEConfig(ClippedConfig):
+    """RAE (Liu et al. 2025, SPIRAL): each role's baseline is a moving mean of its returns."""
+
+    name: Literal["rae"] = Field("rae", description=_NAME)
+    credit: Credit = Field("agent", description=_CREDIT)
+    decay: float = Field(0.95, ge=0, lt=1, description="Share of the baseline that stays at each return of its role.")
 
 
 class OwnAlgorithmConfig(ClippedConfig):
@@ -95,9 +186,7 @@ class OwnAlgorithmConfig(ClippedConfig):
         pattern=r"^[A-Za-z_][A-Za-z0-9_.-]{0,127}:[A-Za-z_][A-Za-z0-9_]{0,63}$",
         description="`package.module:Class`, a subclass of `palestra.Algorithm`.",
     )
-    advantage_scale: Literal["std", "none"] = Field(
-        "std", description="`std`: divide by the group's deviation (GRPO); `none`: do not (Dr. GRPO)."
-    )
+    advantage_scale: AdvantageScale = Field("std", description=_ADVANTAGE_SCALE)
     settings: dict[str, bool | int | float | str] = Field(
         {}, description="Settings of your own, which your class reads from `self.config.settings`."
     )
@@ -119,8 +208,10 @@ def _known_name(value: Any) -> Any:
     if not isinstance(value, dict | Section):
         raise ValueError(f"it is a table, such as {{name = 'grpo'}}, and not {value!r}")
     if name not in (*ALGORITHM_NAMES, OWN):
-        near = difflib.get_close_matches(str(name), ALGORITHM_NAMES, n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        # Of equally near ones the first: the list begins with those that are used most.
+        likeness = {known: difflib.SequenceMatcher(None, str(name), known).ratio() for known in ALGORITHM_NAMES}
+        near = max(ALGORITHM_NAMES, key=lambda known: likeness[known])
+        hint = f"; did you mean {near!r}?" if likeness[near] >= 0.5 else ""
         raise ValueError(f"name is {name!r}, which is no algorithm{hint} (known: {', '.join(ALGORITHM_NAMES)})")
     return value
 
@@ -128,6 +219,12 @@ def _known_name(value: Any) -> Any:
 AnyAlgorithmConfig = Annotated[
     Annotated[GRPOConfig, Tag("grpo")]
     | Annotated[DrGRPOConfig, Tag("dr_grpo")]
+    | Annotated[DAPOConfig, Tag("dapo")]
+    | Annotated[GSPOConfig, Tag("gspo")]
+    | Annotated[CISPOConfig, Tag("cispo")]
+    | Annotated[RLOOConfig, Tag("rloo")]
+    | Annotated[ReinforcePPConfig, Tag("reinforce_pp")]
+    | Annotated[RAEConfig, Tag("rae")]
     | Annotated[OwnAlgorithmConfig, Tag(OWN)],
     Discriminator(_name_of),
     BeforeValidator(_known_name),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from palestra.algorithms.loss import Loss, LossInputs, Max, Mean, Reduction, Sum
 from palestra.config import TrainerConfig
-from palestra.errors import CheckpointError
+from palestra.errors import CheckpointError, InvalidAlgorithm
 from palestra.faults import fault_point
 from palestra.grammars.bounds import TRAINER_BOUNDS
 from palestra.grammars.pool import Grammars
@@ -26,6 +27,7 @@ from palestra.trainer.base import TRAINER_METRICS, OptimParams, OptimReport, Ste
 from palestra.trainer.constraints import allowed_tokens, grammar_problem
 from palestra.trainer.metrics import MetricSums
 from palestra.trainer.packing import MicroBatch, TreeAttention, pack
+from palestra.trainer.sequences import SequenceMeans
 from palestra.trainer.untrainable import record_problems
 from palestra.types.calls import Floats, PolicyVersion
 from palestra.types.records import TrainSample
@@ -126,9 +128,11 @@ class TorchPolicy:
     def _all_micro_batches(self, batch: Sequence[TrainSample], loss: Loss) -> StepReport:
         """Add the gradients of all micro-batches in order, and return their metrics and counts."""
         sums = MetricSums([metric.name for metric in (*TRAINER_METRICS, *loss.metrics)])
+        micro_batches = pack(batch, self._micro_batch_tokens)
+        means = self._sequence_means(micro_batches, loss) if loss.over_sequences else None
         computed, trained = 0, 0
-        for micro in pack(batch, self._micro_batch_tokens):
-            sums.add(self._micro_batch(micro, loss))
+        for micro in micro_batches:
+            sums.add(self._micro_batch(micro, loss, means))
             computed += micro.tokens
             trained += int(sum(sample.loss_mask.sum() for sample, _, _ in micro.samples))
         return StepReport(
@@ -139,19 +143,46 @@ class TorchPolicy:
             metrics=sums.result(trained),
         )
 
-    def _micro_batch(self, micro: MicroBatch, loss: Loss) -> dict[str, Reduction]:
-        """Add the gradient of one micro-batch, and return its metrics."""
+    def _sequence_means(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> SequenceMeans:
+        """Return the means over the episodes that are not whole in one micro-batch, by a pass without gradient."""
+        means = SequenceMeans(micro_batches)
+        for micro in means.split:
+            with torch.no_grad():
+                logprobs, _, targets = self._forward(micro)
+                means.add(micro, loss.of_sequence(self._inputs(logprobs, targets)))
+        return means
+
+    def _inputs(self, logprobs: Tensor, targets: Mapping[str, Tensor]) -> LossInputs:
+        """Return the inputs of a loss for the tokens of a micro-batch, from the results of `_forward`."""
+        return LossInputs(
+            logprobs=logprobs,
+            sampling_logprobs=targets["sampling_logprobs"],
+            old_logprobs=targets.get("old_logprobs"),
+            advantages=targets["advantages"],
+            on_policy=(targets["version"] == targets["version"].new_tensor(self.version)).all(dim=1),
+        )
+
+    def _micro_batch(self, micro: MicroBatch, loss: Loss, means: SequenceMeans | None) -> dict[str, Reduction]:
+        """Add the gradient of one micro-batch, and return its metrics.
+
+        Args:
+            micro: the micro-batch.
+            loss: the loss of a token.
+            means: over whole episodes; None: the loss needs none.
+        """
         with torch.enable_grad():
             logprobs, entropy, targets = self._forward(micro)
-            output = loss(
-                LossInputs(
-                    logprobs=logprobs,
-                    sampling_logprobs=targets["sampling_logprobs"],
-                    old_logprobs=targets.get("old_logprobs"),
-                    advantages=targets["advantages"],
-                    on_policy=(targets["version"] == targets["version"].new_tensor(self.version)).all(dim=1),
+            inputs = self._inputs(logprobs, targets)
+            if means is not None:
+                inputs = replace(inputs, sequence_means=means.of(micro, loss.of_sequence(inputs)))
+            output = loss(inputs)
+            if output.loss.shape != logprobs.shape:
+                raise InvalidAlgorithm(
+                    f"the loss {loss.name!r} returns {list(output.loss.shape)} numbers for {len(logprobs)} tokens; it "
+                    "returns one for each token"
                 )
-            )
+            if bool(output.loss.isnan().any()):
+                raise InvalidAlgorithm(_not_a_number(loss, micro, output.loss))
             total = (output.loss * targets["loss_weights"]).sum()
         total.backward()  # type: ignore[no-untyped-call]
         gap = (logprobs.detach() - targets["sampling_logprobs"]).abs()
@@ -310,6 +341,22 @@ class TorchPolicy:
         ordered = [names[parameter] for group in self.optimizer.param_groups for parameter in group["params"]]
         state["state"] = {number: moments[name] for number, name in enumerate(ordered) if name in moments}
         self.optimizer.load_state_dict(state)
+
+
+def _not_a_number(loss: Loss, micro: MicroBatch, values: Tensor) -> str:
+    """Return which tokens of which episodes a loss [T] is not a number for, in words."""
+    wrong = values.detach().isnan().cpu().numpy()
+    places, start = list[str](), 0
+    for sample, _, _ in micro.samples:
+        trained = np.flatnonzero(sample.loss_mask)
+        found = trained[wrong[start : start + len(trained)]]
+        start += len(trained)
+        if len(found):
+            places.append(f"token {int(found[0])} of episode {sample.episode_id}")
+    return (
+        f"the loss {loss.name!r} is not a number (NaN) for {int(wrong.sum())} tokens: {', '.join(places[:8])}"
+        f"{', …' if len(places) > 8 else ''}; the weights are as before"
+    )
 
 
 def _call(function: Callable[..., Any], *arguments: Tensor, again: bool) -> Any:

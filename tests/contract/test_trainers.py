@@ -23,7 +23,7 @@ from palestra.trainer.fake import FakeTrainer
 from palestra.trainer.torch_trainer import TorchTrainer
 from palestra.types.calls import GrammarSpan, PolicyVersion
 
-LOSS = LossSpec.of(PPOClipLoss(clip_low=0.2, clip_high=0.2))
+LOSS = LossSpec.of(PPOClipLoss())
 PARAMS = OptimParams(learning_rate=1e-3)
 
 
@@ -333,7 +333,10 @@ async def test_an_output_that_a_trainer_does_not_have_is_refused(kit):
     ("spec", "said"),
     [
         (LossSpec(name="nothing"), "no loss is named 'nothing'"),
-        (LossSpec(name="ppo-clip", parameters={"clip": 0.2}), r"are \['clip_high', 'clip_low'\], not \['clip'\]"),
+        (
+            LossSpec(name="ppo", parameters={"clip": 0.2}),
+            r"are \['clip_high_threshold', 'clip_low_threshold'\], not \['clip'\]",
+        ),
     ],
 )
 async def test_a_loss_that_does_not_exist_is_refused(kit, spec, said):

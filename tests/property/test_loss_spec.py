@@ -29,7 +29,7 @@ def test_a_spec_survives_json_with_the_types_of_its_parameters(name, given_param
 
 @given(st.floats(0, 1), st.floats(0, 10))
 def test_the_loss_that_is_built_of_it_is_the_same(low, high):
-    loss = PPOClipLoss(clip_low=low, clip_high=high)
+    loss = PPOClipLoss(clip_low_threshold=low, clip_high_threshold=high)
     assert build_loss(LossSpec.model_validate_json(LossSpec.of(loss).model_dump_json())) == loss
 
 

@@ -74,7 +74,7 @@ def make_chat(
     **changes: Any,
 ) -> Chat:
     """One call; with `parent` its prompt is the parent's tokens followed by `prompt`."""
-    logprobs = changes.pop("logprobs", None)
+    logprobs, max_tokens = changes.pop("logprobs", None), changes.pop("max_tokens", 16)
     own = np.array(prompt, np.int32)
     messages = (text_message("user", "hello"),) if messages is None else messages
     shared = 0 if parent is None else parent.tokens
@@ -96,7 +96,7 @@ def make_chat(
         logprobs=np.array(logprobs if logprobs is not None else [-0.5] * len(completion), np.float32),
         versions=(VersionSpan(PolicyVersion(0, 0), len(completion)),),
         finish_reason="stop",
-        sampling=SamplingParams(temperature=1.0, max_tokens=16, seed=7),
+        sampling=SamplingParams(temperature=1.0, max_tokens=max_tokens, seed=7),
         request_digest=f"digest-{index}",
         started_at=1.0,
         finished_at=2.0,

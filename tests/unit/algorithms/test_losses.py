@@ -6,15 +6,23 @@ import random
 import pytest
 import torch
 
-from palestra.algorithms.loss import LossInputs, LossOutput
-from palestra.algorithms.losses import PPOClipLoss
+from palestra.algorithms.loss import LOSSES, LossInputs, LossOutput, LossSpec
+from palestra.algorithms.losses import (
+    CISPOLoss,
+    CrossEntropyLoss,
+    DROLoss,
+    GSPOLoss,
+    ImportanceSamplingLoss,
+    PPOClipLoss,
+    build_loss,
+)
 
-LOSS = PPOClipLoss(clip_low=0.2, clip_high=0.28)
+LOSS = PPOClipLoss(clip_high_threshold=1.28)
 
 
-def loss_of(logprobs, sampling_logprobs, advantages, old_logprobs=None, on_policy=None) -> LossOutput:
+def loss_of(logprobs, sampling_logprobs, advantages, old_logprobs=None, on_policy=None, loss=LOSS) -> LossOutput:
     on_policy = torch.ones(len(logprobs), dtype=torch.bool) if on_policy is None else on_policy
-    return LOSS(
+    return loss(
         LossInputs(
             logprobs=logprobs,
             sampling_logprobs=sampling_logprobs,
@@ -102,3 +110,121 @@ def test_clipping_is_also_told_of_the_tokens_that_the_present_policy_sampled():
 def test_every_metric_is_declared():
     found = loss_of(torch.zeros(2), torch.zeros(2), torch.ones(2))
     assert found.metrics.keys() == {metric.name for metric in PPOClipLoss.metrics}
+
+
+# The losses of the Tinker API, against its documentation ("Loss functions in Tinker"), which adds up all tokens
+
+
+def tinker(name, logprobs, sampled, advantages, low=0.8, high=1.2, beta=0.05):
+    ratio = torch.exp(logprobs - sampled)
+    clipped = torch.clamp(ratio, low, high)
+    return {
+        "cross_entropy": -logprobs,
+        "importance_sampling": -(ratio * advantages),
+        "ppo": -torch.min(ratio * advantages, clipped * advantages),
+        "cispo": -(clipped.detach() * logprobs * advantages),
+        "dro": -(logprobs * advantages - 0.5 * beta * (logprobs - sampled) ** 2),
+    }[name].sum()
+
+
+@pytest.mark.parametrize(
+    ("loss", "config"),
+    [
+        (CrossEntropyLoss(), {}),
+        (ImportanceSamplingLoss(), {}),
+        (PPOClipLoss(), {}),
+        (PPOClipLoss(clip_low_threshold=0.9, clip_high_threshold=1.1), {"low": 0.9, "high": 1.1}),
+        (CISPOLoss(), {}),
+        (CISPOLoss(clip_low_threshold=0.0, clip_high_threshold=4.0), {"low": 0.0, "high": 4.0}),
+        (DROLoss(), {}),
+        (DROLoss(beta=0.7), {"beta": 0.7}),
+    ],
+    ids=repr,
+)
+def test_the_losses_of_tinker_are_those_of_its_documentation(loss, config):
+    logprobs, sampled, advantages = tokens(200)
+    found, wanted = logprobs.clone().requires_grad_(True), logprobs.clone().requires_grad_(True)
+    value = loss_of(found, sampled, advantages, loss=loss).loss.sum()
+    expected = tinker(loss.name, wanted, sampled, advantages, **config)
+    torch.testing.assert_close(value, expected)
+    value.backward()
+    expected.backward()
+    torch.testing.assert_close(found.grad, wanted.grad)
+
+
+def test_tinkers_losses_have_its_names_and_defaults():
+    defaults = {
+        "cross_entropy": {},
+        "importance_sampling": {},
+        "ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+        "cispo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+        "dro": {"beta": 0.05},
+    }
+    for name, parameters in defaults.items():
+        assert LossSpec.of(build_loss(LossSpec(name=name))) == LossSpec(name=name, parameters=parameters)
+
+
+@pytest.mark.parametrize(
+    "loss", [*map(lambda name: build_loss(LossSpec(name=name)), sorted(LOSSES))], ids=lambda x: x.name
+)
+def test_each_loss_declares_its_metrics_and_none_of_them_has_a_gradient(loss):
+    logprobs = torch.zeros(3, requires_grad=True)
+    inputs = LossInputs(
+        logprobs=logprobs,
+        sampling_logprobs=torch.zeros(3),
+        old_logprobs=None,
+        advantages=torch.tensor([1.0, 0.0, -1.0]),
+        on_policy=torch.ones(3, dtype=torch.bool),
+        sequence_means=torch.zeros(3) if loss.over_sequences else None,
+    )
+    found = loss(inputs)
+    assert found.loss.shape == (3,)
+    assert found.metrics.keys() == {metric.name for metric in loss.metrics}
+    assert not any(metric.values.requires_grad for metric in found.metrics.values())
+
+
+@pytest.mark.parametrize(
+    "loss", [PPOClipLoss(), GSPOLoss(), CISPOLoss(), ImportanceSamplingLoss()], ids=lambda x: x.name
+)
+def test_an_advantage_of_zero_has_no_gradient(loss):
+    logprobs = torch.tensor([-0.5, -2.0], requires_grad=True)
+    inputs = LossInputs(
+        logprobs=logprobs,
+        sampling_logprobs=torch.tensor([-1.0, -1.0]),
+        old_logprobs=None,
+        advantages=torch.zeros(2),
+        on_policy=torch.ones(2, dtype=torch.bool),
+        sequence_means=torch.zeros(2),
+    )
+    loss(inputs).loss.sum().backward()
+    assert not logprobs.grad.any()
+
+
+def test_gspo_is_its_formula_with_the_gradient_of_the_whole_sequence():
+    """Equation 5 of the paper, through which autograd differentiates: s = exp(mean of log ratios)."""
+    logprobs, sampled, _ = tokens(12)
+    logprobs = sampled + 0.2 * (logprobs - sampled)
+    sequences = [slice(0, 5), slice(5, 6), slice(6, 12)]
+    advantages = torch.tensor([1.0] * 5 + [-2.0] + [0.5] * 6, dtype=torch.float64)
+    wanted = logprobs.clone().requires_grad_(True)
+    total = torch.zeros((), dtype=torch.float64)
+    for part in sequences:
+        s = (wanted[part] - sampled[part]).mean().exp()
+        a = advantages[part][0]
+        total = total - torch.min(s * a, s.clamp(0.9, 1.05) * a)
+    total.backward()
+    found = logprobs.clone().requires_grad_(True)
+    means = torch.cat([(logprobs - sampled)[part].mean().expand(part.stop - part.start) for part in sequences])
+    weights = torch.cat([torch.full((part.stop - part.start,), 1 / (part.stop - part.start)) for part in sequences])
+    inputs = LossInputs(
+        logprobs=found,
+        sampling_logprobs=sampled,
+        old_logprobs=None,
+        advantages=advantages,
+        on_policy=torch.ones(12, dtype=torch.bool),
+        sequence_means=means,
+    )
+    value = (GSPOLoss(clip_low_threshold=0.9, clip_high_threshold=1.05)(inputs).loss * weights).sum()
+    value.backward()
+    assert float(value.detach()) == pytest.approx(float(total.detach()), abs=1e-6)
+    torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-6, atol=1e-6)

@@ -18,7 +18,7 @@ def test_a_name_is_an_algorithm_with_the_jobs_settings():
     made = create_algorithm(config, "acted")
     assert type(made) is ALGORITHMS["grpo"] is GRPO
     assert (made.config, made.step_order) == (config, "acted")
-    assert made.loss().parameters == {"clip_low": 0.1, "clip_high": 0.2}
+    assert made.loss().parameters == {"clip_low_threshold": 0.9, "clip_high_threshold": 1.2}
 
 
 def test_the_names_of_the_configuration_are_those_of_the_registry():

@@ -65,12 +65,13 @@ class ScriptedJob:
         crash_at: int | None = None,
         stop_at: int | None = None,
         draw: bool = False,
+        equal_rewards: bool = False,
     ) -> None:
         """`crash_at`: the number of the commit before which the process dies; nothing is written from there on.
 
         `stop_at`: the number of the commit at which the job is asked to stop.
         """
-        self.config, self.clock = settings, FakeClock()
+        self.config, self.clock, self.equal_rewards = settings, FakeClock(), equal_rewards
         self.folder = (RunFolder if draw else WithoutCurve)(folder)
         self.store = open_run_store(self.folder.store, settings.rollout, settings.store, self.clock)
         self.commits = 0
@@ -185,5 +186,6 @@ class ScriptedJob:
             second = await session.generate_one(
                 GenerationRequest(policy=self.policies.roles.default, messages=messages)
             )
-            reward = float((len(first.completion_ids) + int("0" + second.reply.text)) % 3)
+            length = 0 if self.equal_rewards else len(first.completion_ids) + int("0" + second.reply.text)
+            reward = float(length % 3)
             await self.store.episodes.end(episode.episode_id, episode.fence, {"agent": reward}, None, {})

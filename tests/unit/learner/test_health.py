@@ -98,8 +98,7 @@ def test_replies_that_are_all_cut():
 
 
 async def test_a_warning_is_an_event_when_it_appears_and_stands_in_the_progress_while_it_holds(tmp_path):
-    one = {"group_size": 1, "min_group_size": 1, "groups_per_step": 2, "lease_seconds": 60}  # nothing to compare
-    job = ScriptedJob(tmp_path, config(steps=5, rollout=one))
+    job = ScriptedJob(tmp_path, config(steps=5), equal_rewards=True)
     await job.run()
     told = [data for kind, data in job.events if kind == "warning"]
     assert [(data["code"], data["step"]) for data in told] == [("equal_rewards", 3)]

@@ -213,8 +213,7 @@ async def test_a_job_without_training_tasks_says_so(tmp_path):
 
 
 async def test_a_step_in_which_nothing_can_be_learned_changes_no_weight_and_is_counted(tmp_path):
-    settings = config(rollout={"group_size": 1, "min_group_size": 1, "groups_per_step": 2, "lease_seconds": 60})
-    job = ScriptedJob(tmp_path, settings)
+    job = ScriptedJob(tmp_path, config(), equal_rewards=True)
     untrained = FakeTrainer(2)
     await untrained.create("policy", PolicySpec(model="none"))
     assert await job.run() == untrained.digest("policy")

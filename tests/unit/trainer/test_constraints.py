@@ -24,7 +24,7 @@ from unit.building import engine_request, make_chat, make_sample, rows_of
 from unit.trainer.test_torch_trainer import training
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
-LOSS = LossSpec.of(PPOClipLoss(clip_low=0.2, clip_high=0.2))
+LOSS = LossSpec.of(PPOClipLoss())
 GRAMMAR = LLMatcher.grammar_from_json_schema(json.dumps(SCHEMA))
 
 

@@ -25,7 +25,7 @@ from palestra.types.calls import PolicyVersion
 from palestra.types.records import TrainSample
 from unit.building import make_sample
 
-LOSS = LossSpec.of(PPOClipLoss(clip_low=0.2, clip_high=0.3))
+LOSS = LossSpec.of(PPOClipLoss(clip_high_threshold=1.3))
 
 
 def sharpen(model) -> None:
@@ -305,7 +305,7 @@ async def test_a_batch_that_failed_in_the_middle_and_is_sent_again_counts_once(m
             calls += 1
             if calls == 3:
                 raise RuntimeError("out of memory")
-            return PPOClipLoss(clip_low=0.2, clip_high=0.3)(inputs)
+            return PPOClipLoss(clip_high_threshold=1.3)(inputs)
 
     monkeypatch.setitem(LOSSES, "breaks-once", BreaksOnce)
     breaks_once = LossSpec(name="breaks-once")

@@ -1,0 +1,74 @@
+"""Role-conditioned advantage estimation (RAE): the baseline of each role is a moving mean of its returns.
+
+Liu et al. 2025, "SPIRAL: Self-Play on Zero-Sum Games Incentivizes Reasoning via Multi-Agent Multi-Turn Reinforcement
+Learning", section 3.3: in a game that favours who begins, one baseline for both sides would reward the side, not the
+play.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from palestra.algorithms.base import About, StepOrder
+from palestra.algorithms.baselines import GroupAdvantages
+from palestra.algorithms.credit import BaselineKey, Returns
+from palestra.algorithms.loss import LossSpec
+from palestra.algorithms.policy_gradient import PolicyGradient, clipped_loss
+from palestra.config import RAEConfig
+
+
+class RAE(PolicyGradient):
+    """RAE: a role is an agent's name, or with another `credit` what its returns are compared with.
+
+    The baselines are in the checkpoint. They move with every batch, in the order of its manifest, so that a step that
+    is repeated after a crash gives the same advantages.
+    """
+
+    config: RAEConfig
+    about = About(
+        summary="each role's baseline is a moving mean of its returns, for self-play",
+        formula="b_role <- decay b_role + (1 - decay) R, from 0 on, in canonical order; A = R - b_role; "
+        "loss as in grpo",
+        paper="Liu et al. 2025, SPIRAL, section 3.3, arXiv:2506.24119",
+    )
+
+    def __init__(self, config: RAEConfig, step_order: StepOrder = "observed") -> None:
+        """Start without baselines; see `Algorithm`."""
+        super().__init__(config, step_order)
+        self._baselines: dict[str, float] = {}
+
+    def state(self) -> dict[str, Any]:
+        """Return the baseline of each role."""
+        return {"baselines": dict(self._baselines)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take over the baselines of a checkpoint.
+
+        Args:
+            state: the result of `state`.
+        """
+        self._baselines = {str(role): float(value) for role, value in state.get("baselines", {}).items()}
+
+    def estimate(self, groups: Sequence[Sequence[Returns]]) -> list[GroupAdvantages]:
+        """Return each return minus the baseline of its role, after the baseline has moved towards it."""
+        return [self._group(returns) for returns in groups]
+
+    def loss(self) -> LossSpec:
+        """Return the clipped surrogate loss of PPO, with the configured bounds."""
+        return clipped_loss(self.config)
+
+    def _group(self, returns_G: Sequence[Returns]) -> GroupAdvantages:
+        """Return the advantages of one group, and move the baselines."""
+        by_key = [{key: self._advantage(key, value) for key, value in each.values.items()} for each in returns_G]
+        by_call = [
+            {index: found[key] for index, key in each.key_of.items()}
+            for each, found in zip(returns_G, by_key, strict=True)
+        ]
+        return GroupAdvantages(by_key=by_key, by_call=by_call, calls_without_peers=0)
+
+    def _advantage(self, key: BaselineKey, value: float) -> float:
+        """Return a return minus the baseline of its role, which moves towards the return first."""
+        known, decay = self._baselines, self.config.decay
+        known[key.baseline_group] = decay * known.get(key.baseline_group, 0.0) + (1.0 - decay) * value
+        return value - known[key.baseline_group]

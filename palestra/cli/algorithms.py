@@ -1,0 +1,73 @@
+"""`palestra algorithms`: what a job can name in `algorithm.name`, with formula, paper, settings and what it needs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import textwrap
+from typing import TYPE_CHECKING, Any
+
+from palestra.cli.options import command
+from palestra.errors import ConfigError
+from palestra.terminal import say
+
+if TYPE_CHECKING:
+    from palestra.config import AlgorithmConfig
+
+WIDTH = 110
+
+
+def add(commands: Any) -> None:
+    """Add the command `algorithms`, which lists them all or shows one."""
+    parser = command(
+        commands,
+        "algorithms",
+        run,
+        "list the algorithms that ship, or show one: its formula, paper, settings, and what it needs",
+        "  palestra algorithms\n  palestra algorithms dapo",
+    )
+    parser.add_argument("name", nargs="?", help="show this one; without it, all are listed")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Print the list, or one algorithm.
+
+    Raises:
+        ConfigError: there is no such algorithm; the message has the nearest one and the list.
+    """
+    from palestra.algorithms.registry import ALGORITHMS
+    from palestra.config import parse_config
+
+    if arguments.name is None:
+        width = max(map(len, ALGORITHMS))
+        for name, algorithm in ALGORITHMS.items():
+            assert algorithm.about is not None
+            say(f"{name:<{width}}  {algorithm.about.summary}")
+        say('\nto train with one:  [algorithm] name = "…"  in job.toml, or  --set algorithm.name=…')
+        return
+    config = parse_config({"algorithm": {"name": arguments.name}}, source="palestra algorithms").algorithm
+    if config.name not in ALGORITHMS:
+        raise ConfigError(f"{config.name!r} is a class of your own, of which nothing is known here")
+    about = ALGORITHMS[config.name].about
+    assert about is not None
+    say(f"{config.name}: {about.summary}\n")
+    for title, text in (("formula", about.formula), ("paper", about.paper)):
+        _indented(f"{title + ':':<10}", text)
+    _indented("needs:    ", "; ".join((*about.needs, *_outputs(config))) or "nothing more than every job")
+    say("\nsettings:")
+    for key, field in type(config).model_fields.items():
+        if key != "name":
+            say(f"\n  {key} = {json.dumps(field.default)}")
+            _indented("      ", field.description or "")
+
+
+def _outputs(config: AlgorithmConfig) -> list[str]:
+    """Return what the trainer has to compute for an algorithm before the loss, in words."""
+    from palestra.algorithms.registry import create_algorithm
+
+    return [f"a forward pass for {name}" for name in sorted(create_algorithm(config).needs)]
+
+
+def _indented(first: str, text: str) -> None:
+    """Print a text in lines, whose first one begins with `first` and the others with as many spaces."""
+    say(textwrap.fill(text, WIDTH, initial_indent=first, subsequent_indent=" " * len(first)))

@@ -1,0 +1,74 @@
+"""Means over whole sequences, for losses that need them: an episode's tokens may lie in several micro-batches.
+
+The means are numbers without a gradient, so that micro-batches stay independent of one another. A micro-batch whose
+episodes are all whole in it gives its means itself. The others go through the model once more beforehand, without a
+gradient, so that the result depends neither on packing nor on the size of micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from palestra.trainer.packing import MicroBatch
+
+
+class SequenceMeans:
+    """The mean of a number over the trained tokens of each episode of a batch."""
+
+    def __init__(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Find out which micro-batches have a part of an episode only.
+
+        Args:
+            micro_batches: of one batch.
+        """
+        episodes = [{sample.episode_id for sample, _, _ in micro.samples} for micro in micro_batches]
+        parts = Counter(name for names in episodes for name in names)
+        self.split = [
+            micro
+            for micro, names in zip(micro_batches, episodes, strict=True)
+            if any(parts[name] > 1 for name in names)
+        ]
+        self._sums: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+
+    def add(self, micro: MicroBatch, values: Tensor) -> None:
+        """Add the numbers of one of the micro-batches of `split`.
+
+        Args:
+            micro: the micro-batch.
+            values: [T], of its trained tokens.
+        """
+        _add(self._sums, micro, values)
+
+    def of(self, micro: MicroBatch, values: Tensor) -> Tensor:
+        """Return for each trained token of a micro-batch the mean over its episode, float32 [T], without a gradient.
+
+        Args:
+            micro: any micro-batch; all of `split` have been added.
+            values: [T], of its trained tokens.
+        """
+        sums = self._sums
+        if not any(micro is other for other in self.split):
+            sums = defaultdict(lambda: [0.0, 0.0])
+            _add(sums, micro, values)
+        columns = [
+            np.full(int(sample.loss_mask.sum()), sums[sample.episode_id][0] / max(sums[sample.episode_id][1], 1.0))
+            for sample, _, _ in micro.samples
+        ]
+        return torch.from_numpy(np.concatenate(columns)).to(values.device, torch.float32)
+
+
+def _add(sums: defaultdict[str, list[float]], micro: MicroBatch, values: Tensor) -> None:
+    """Add the numbers [T] of a micro-batch to the sum and the count of each of its episodes."""
+    column = values.detach().double().cpu().numpy()
+    start = 0
+    for sample, _, _ in micro.samples:
+        stop = start + int(sample.loss_mask.sum())
+        entry = sums[sample.episode_id]
+        entry[0] += float(column[start:stop].sum())
+        entry[1] += stop - start
+        start = stop

@@ -1,0 +1,165 @@
+"""Each algorithm on a batch that is small enough for its formula to be written out here."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from statistics import mean, stdev
+
+import numpy as np
+import pytest
+
+from palestra.algorithms.base import Group
+from palestra.algorithms.registry import ALGORITHMS, create_algorithm
+from palestra.config import parse_config
+from unit.building import make_chat, make_sample, make_trajectory
+
+REWARDS = [[1.0, 0.0, 0.0, 2.0], [0.5, 0.5, 0.5, 0.5], [3.0, -1.0]]
+ALL = [reward for group in REWARDS for reward in group]
+
+
+def made(name: str, **settings):
+    return create_algorithm(parse_config({"algorithm": {"name": name, **settings}}).algorithm)
+
+
+def groups_of(rewards=REWARDS, **chat) -> list[Group]:
+    """Groups of episodes with one call of two tokens and one row each."""
+    found = []
+    for number, of_group in enumerate(rewards):
+        episodes, rows = [], []
+        for place, reward in enumerate(of_group):
+            name = f"train-{number:06d}-{place:02d}"
+            episodes.append(make_trajectory(number, place, reward, [make_chat(name, **chat)]))
+            rows.append(make_sample([1, 2, 3, 4, 5], [3, 4], name=name))
+        found.append(Group(trajectories=tuple(episodes), rows=tuple(rows)))
+    return found
+
+
+def advantages(algorithm, groups) -> list[list[float]]:
+    """The advantage of each episode, by group; both of its tokens have it."""
+    columns = iter(algorithm.advantages(groups, {}).advantages)
+    found = []
+    for group in groups:
+        values = [column[row.loss_mask] for row, column in zip(group.rows, columns, strict=False)]
+        assert all(value[0] == value[1] for value in values)
+        found.append([float(value[0]) for value in values])
+    return found
+
+
+def centred(values):
+    return [value - mean(values) for value in values]
+
+
+def normalised(values):
+    return [value / (stdev(values) + 1e-4) if stdev(values) else 0.0 for value in centred(values)]
+
+
+def left_out(values):
+    return [value - (sum(values) - value) / (len(values) - 1) for value in values]
+
+
+def close(found, wanted):
+    assert [value for group in found for value in group] == pytest.approx(
+        [value for group in wanted for value in group], abs=1e-6
+    )
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "cispo"])
+def test_the_groups_mean_and_deviation(name):
+    close(advantages(made(name), groups_of()), map(normalised, REWARDS))
+    close(advantages(made(name, advantage_scale="none"), groups_of()), map(centred, REWARDS))
+
+
+def test_dr_grpo_divides_by_nothing():
+    close(advantages(made("dr_grpo"), groups_of()), map(centred, REWARDS))
+
+
+def test_rloo_leaves_the_episode_itself_out():
+    close(advantages(made("rloo"), groups_of()), map(left_out, REWARDS))
+
+
+def test_reinforce_pp_normalises_over_the_batch():
+    wanted = iter(normalised(ALL))
+    close(advantages(made("reinforce_pp"), groups_of()), [[next(wanted) for _ in group] for group in REWARDS])
+    assert made("reinforce_pp").learns_from(groups_of()[1].trajectories)
+
+
+def test_reinforce_pp_with_baseline_normalises_what_is_centred():
+    algorithm = made("reinforce_pp", baseline="group")
+    wanted = iter(normalised([value for group in REWARDS for value in centred(group)]))
+    close(advantages(algorithm, groups_of()), [[next(wanted) for _ in group] for group in REWARDS])
+    assert [algorithm.learns_from(group.trajectories) for group in groups_of()] == [True, False, True]
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo"])
+def test_a_group_of_equal_returns_teaches_nothing(name):
+    assert [made(name).learns_from(group.trajectories) for group in groups_of()] == [True, False, True]
+
+
+def test_rae_compares_with_a_moving_mean_that_a_checkpoint_keeps():
+    algorithm, baseline, wanted = made("rae", decay=0.9), 0.0, []
+    for group in REWARDS:
+        wanted.append([])
+        for reward in group:
+            baseline = 0.9 * baseline + 0.1 * reward
+            wanted[-1].append(reward - baseline)
+    close(advantages(algorithm, groups_of()), wanted)
+    assert algorithm.state() == {"baselines": {"agent": pytest.approx(baseline)}}
+    restored = made("rae", decay=0.9)
+    restored.restore(json.loads(json.dumps(algorithm.state())))
+    assert advantages(restored, groups_of()) == advantages(algorithm, groups_of())
+    assert advantages(algorithm, groups_of()) != advantages(made("rae", decay=0.9), groups_of())
+
+
+def test_rae_has_a_baseline_for_each_role():
+    chats = [replace(make_chat(index=n), agent=agent) for n, agent in enumerate(("black", "white"))]
+    trajectory = make_trajectory(0, 0, 0.0, chats)
+    episode = replace(trajectory.episode, rewards={"black": 1.0, "white": -1.0})
+    algorithm = made("rae", decay=0.5)
+    (found,) = algorithm.estimate([algorithm.returns([replace(trajectory, episode=episode)])])
+    assert found.by_call == [{0: 0.5, 1: -0.5}]
+    assert algorithm.state() == {"baselines": {"black": 0.5, "white": -0.5}}
+
+
+def test_dapo_lowers_the_return_of_a_long_reply_in_a_line():
+    lengths = [8, 9, 10, 4]  # of at most 10 tokens, of which the last fifth costs
+    episodes = tuple(
+        make_trajectory(0, place, 1.0, [make_chat(completion=[7] * length, max_tokens=10)])
+        for place, length in enumerate(lengths)
+    )
+    values = [list(each.values.values()) for each in made("dapo", overlong_penalty=0.5).returns(episodes)]
+    assert values == [[1.0], [pytest.approx(0.75)], [0.5], [1.0]]
+    assert made("dapo", overlong_share=0).learns_from(episodes) is False
+    assert made("dapo").learns_from(episodes) is True
+    assert made("dapo").batch_metrics([Group(trajectories=episodes)]) == {"overlong_replies": 0.5}
+
+
+def test_gspo_credits_a_sequence_with_one_advantage_unless_it_is_of_tokens():
+    chats = [make_chat("train-000000-00", index=0), make_chat("train-000000-00", index=1, completion=[4, 5, 6, 7])]
+    steps = make_trajectory(0, 0, 1.0, chats)
+    steps = replace(steps, episode=replace(steps.episode, step_rewards=(0.0, 3.0)))
+    other = make_trajectory(0, 1, 0.0, [make_chat("train-000000-01")])
+    rows = [make_sample([1, 2, 3, 4, 5, 6, 7, 8], [2, 3, 4, 5, 6, 7], name="train-000000-00")]
+    rows[0] = replace(rows[0], calls=np.array([-1, -1, 0, 0, 1, 1, 1, 1], np.int32))
+    groups = [Group(trajectories=(steps, other), rows=tuple(rows))]
+    settings = {"credit": "step", "discount": 0.5, "advantage_scale": "none"}
+    (by_call,) = made("gspo", form="token", **settings).advantages(groups, {}).advantages
+    (whole,) = made("gspo", **settings).advantages(groups, {}).advantages
+    assert len(set(by_call[2:].tolist())) == 2
+    assert whole[2:].tolist() == pytest.approx([by_call[2:].mean()] * 6)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_is_described_and_its_loss_has_the_configured_numbers(name):
+    algorithm = made(name, clip_low=0.5, clip_high=0.75)
+    assert algorithm.loss().parameters == {"clip_low_threshold": 0.5, "clip_high_threshold": 1.75}
+    about = algorithm.about
+    assert all((about.summary, about.formula, about.paper))
+    assert {metric.name for metric in algorithm.metrics} >= algorithm.advantages(groups_of(), {}).metrics.keys()
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_equal_rewards_and_a_batch_of_one_give_finite_advantages(name):
+    for rewards in ([[1.0, 1.0]], [[0.0, 0.0], [0.0, 0.0]], [[1e6, -1e6]]):
+        assert all(math.isfinite(v) for group in advantages(made(name), groups_of(rewards)) for v in group)
