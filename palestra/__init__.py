@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from palestra.envs import check_environment as check_environment
     from palestra.envs.arithmetic import last_number as last_number
     from palestra.envs.arithmetic import right_number as right_number
+    from palestra.learner.check import check_algorithm as check_algorithm
     from palestra.rollout import RolloutSpec as RolloutSpec
     from palestra.runtime.evaluating import Evaluation as Evaluation
     from palestra.runtime.evaluating import TaskOutcome as TaskOutcome
@@ -116,6 +117,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "last_number",
         "right_number",
     ),
+    "palestra.learner.check": ("check_algorithm",),
     "palestra.store.browsing": ("read_episodes",),
     "palestra.rollout": ("RolloutSpec",),
     "palestra.tools": ("Tool", "tool"),

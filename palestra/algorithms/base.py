@@ -93,11 +93,14 @@ class Algorithm(ABC):
         metrics: the metrics that `TokenAdvantages.metrics` may contain, for the documentation.
         needs: outputs that the trainer computes of the rows before `advantages` is called, and that rows then carry to
             the loss (`old_logprobs`). Empty: no additional forward pass.
+        dynamic_sampling: how many groups without anything to learn from may be replaced in a step, as a multiple of
+            `rollout.groups_per_step`. 0: none.
     """
 
     about: ClassVar[About | None] = None
     metrics: ClassVar[tuple[Metric, ...]] = ()
     needs: frozenset[ForwardOutput] = frozenset()
+    dynamic_sampling: int = 0
 
     def __init__(self, config: AlgorithmConfig, step_order: StepOrder = "observed") -> None:
         """Keep the settings in `self.config` and `self.step_order`.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
+from palestra.config import LossAggMode
 from palestra.types.metrics import Metric
 
 if TYPE_CHECKING:  # a job with a fake trainer loads no torch
@@ -93,7 +94,7 @@ class LossOutput:
 class LossMetric(Metric):
     """A metric of a loss, written as `train/<name>` after each step."""
 
-    epoch: Literal["first", "last"] = "last"  # the epoch of a step whose value is written
+    epoch: Literal["first", "last"] = "last"  # the update of a step whose value is written; one an epoch and minibatch
 
 
 class LossSpec(BaseModel):
@@ -175,11 +176,7 @@ def register_loss(name: str) -> Callable[[LossType], LossType]:
     return enter
 
 
-def token_weights(
-    tokens_R: Sequence[int],
-    mode: Literal["seq-mean-token-mean", "token-mean", "seq-mean-token-sum-norm"],
-    max_tokens: int,
-) -> list[float]:
+def token_weights(tokens_R: Sequence[int], mode: LossAggMode, max_tokens: int) -> list[float]:
     """Return the loss weight of each trained token of each rollout, by which the losses of tokens become one number.
 
     Only a rollout's number of trained tokens counts, not how the rollout is cut into calls or rows. The modes have
@@ -201,3 +198,16 @@ def token_weights(
         return [1.0 / (rollouts * tokens) if tokens else 0.0 for tokens in tokens_R]
     each = (1.0 / total if total else 0.0) if mode == "token-mean" else 1.0 / (max(rollouts, 1) * max_tokens)
     return [each if tokens else 0.0 for tokens in tokens_R]
+
+
+def part_scale(tokens_part: Sequence[int], tokens_R: Sequence[int], mode: LossAggMode) -> float:
+    """Return the factor by which loss weights of a batch become those of a part of it that is a batch of its own.
+
+    Args:
+        tokens_part: trained tokens of each rollout of the part, at least one of which has some.
+        tokens_R: those of each rollout of the whole batch.
+        mode: how the weights of the batch were made; see `token_weights`.
+    """
+    if mode == "token-mean":
+        return sum(tokens_R) / sum(tokens_part)
+    return sum(1 for tokens in tokens_R if tokens) / sum(1 for tokens in tokens_part if tokens)

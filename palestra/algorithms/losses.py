@@ -138,7 +138,7 @@ class CISPOLoss(Loss):
 
     metrics = (
         _RATIO_MEAN,
-        LossMetric("clip_fraction", "ratio", "Share of trained tokens whose ratio is outside of the bounds."),
+        LossMetric("bounded_fraction", "ratio", "Share of trained tokens whose ratio is outside of the bounds."),
     )
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
@@ -147,7 +147,7 @@ class CISPOLoss(Loss):
         weight = ratio.clamp(self.clip_low_threshold, self.clip_high_threshold)
         return LossOutput(
             loss=-weight * inputs.advantages * inputs.logprobs,
-            metrics={"ratio_mean": Mean(ratio), "clip_fraction": Mean((weight != ratio).float())},
+            metrics={"ratio_mean": Mean(ratio), "bounded_fraction": Mean((weight != ratio).float())},
         )
 
 

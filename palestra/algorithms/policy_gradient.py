@@ -18,7 +18,7 @@ from palestra.algorithms.credit import Returns, episode_returns
 from palestra.algorithms.importance import IMPORTANCE_METRICS, importance_weights
 from palestra.algorithms.loss import LossSpec
 from palestra.algorithms.losses import PPOClipLoss
-from palestra.config import ClippedConfig, PolicyGradientConfig
+from palestra.config import ClippedConfig, GroupConfig, PolicyGradientConfig
 from palestra.types.calls import Floats
 from palestra.types.metrics import Metric
 from palestra.types.records import TrainSample, Trajectory
@@ -109,6 +109,13 @@ class PolicyGradient(Algorithm):
 
 class GroupBaseline(PolicyGradient):
     """An algorithm that compares the episodes of a group with one another, and with no others."""
+
+    config: GroupConfig
+
+    def __init__(self, config: GroupConfig, step_order: StepOrder = "observed") -> None:
+        """Keep the settings; see `PolicyGradient`."""
+        super().__init__(config, step_order)
+        self.dynamic_sampling = config.dynamic_sampling
 
     @abstractmethod
     def compare(self, values_G: Sequence[Sequence[float]]) -> list[list[float]]:

@@ -31,6 +31,10 @@ _CREDIT = (
     "subagents are compared with all that the same parent started."
 )
 _ADVANTAGE_SCALE = "`std`: divide by the group's deviation (GRPO); `none`: do not (Dr. GRPO)."
+_DYNAMIC_SAMPLING = (
+    "Groups of a step that may be replaced by groups of tasks to come because their returns are equal, as a multiple "
+    "of `rollout.groups_per_step` (DAPO, section 3.2). 0: such groups are part of the step, without a gradient."
+)
 _CLIP_LOW = "Probability ratios below 1 - clip_low are clipped."
 _CLIP_HIGH = "Probability ratios above 1 + clip_high are clipped."
 
@@ -47,7 +51,12 @@ class AlgorithmConfig(Section):
         description="`all-calls`: every call of an episode is trained; `final-branch`: only calls whose tokens are in "
         "the last call of an agent; others, such as attempts that were given up, are left out and counted.",
     )
-    epochs: Positive = Field(1, description="Optimizer steps made from one batch.")
+    epochs: Positive = Field(1, description="Passes over one batch; each makes `minibatches` optimizer steps.")
+    minibatches: Positive = Field(
+        1,
+        description="Parts of whole groups into which a batch is cut, at most `rollout.groups_per_step`. Each part is "
+        "weighed as a batch of its own and makes an optimizer step; with several, each epoch draws other parts.",
+    )
 
     @property
     def smallest_group(self) -> int:
@@ -82,6 +91,8 @@ class ClippedConfig(PolicyGradientConfig):
 class GroupConfig(ClippedConfig):
     """What algorithms have that compare the episodes of a group with one another."""
 
+    dynamic_sampling: int = Field(0, ge=0, le=16, description=_DYNAMIC_SAMPLING)
+
     @property
     def smallest_group(self) -> int:
         """Return 2: a group of one has nothing to be compared with."""
@@ -107,6 +118,7 @@ class DAPOConfig(GroupConfig):
 
     name: Literal["dapo"] = Field("dapo", description=_NAME)
     loss_agg_mode: LossAggMode = Field("token-mean", description=_LOSS_AGG_MODE)
+    dynamic_sampling: int = Field(3, ge=0, le=16, description=_DYNAMIC_SAMPLING)
     clip_high: float = Field(0.28, ge=0, description=_CLIP_HIGH)
     advantage_scale: AdvantageScale = Field("std", description=_ADVANTAGE_SCALE)
     overlong_share: float = Field(

@@ -192,7 +192,7 @@ class ServerConfig(Section):
 
 # Keys added since the first runs that can be resumed, with the value that changes nothing; see `digest`.
 _ADDED_TO_ROLLOUT = {"stripped_whitespace": "fork"}
-_ADDED_TO_ALGORITHM: Mapping[str, object] = {"settings": {}}
+_ADDED_TO_ALGORITHM: Mapping[str, object] = {"settings": {}, "minibatches": 1, "dynamic_sampling": 0}
 
 
 class JobConfig(Section):
@@ -266,6 +266,15 @@ class JobConfig(Section):
             raise ValueError(
                 f"rollout.group_size is {size}, and algorithm.name = {self.algorithm.name!r} compares the episodes of "
                 f"a group with one another, so it needs at least {needed}; more learn faster (8 is the default)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _minibatches_have_groups(self) -> JobConfig:
+        parts, groups = self.algorithm.minibatches, self.rollout.groups_per_step
+        if parts > groups:
+            raise ValueError(
+                f"algorithm.minibatches is {parts}, and rollout.groups_per_step is {groups}: a part has a whole group"
             )
         return self
 

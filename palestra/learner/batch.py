@@ -11,12 +11,13 @@ from itertools import groupby
 import numpy as np
 
 from palestra.algorithms.base import Algorithm, ForwardOutputs, Group, TokenAdvantages
-from palestra.algorithms.loss import token_weights
-from palestra.config import AlgorithmConfig, Roles
+from palestra.algorithms.loss import part_scale, token_weights
+from palestra.config import AlgorithmConfig, LossAggMode, Roles
+from palestra.errors import InvalidAlgorithm
 from palestra.learner.shares import share_of
 from palestra.tokens import TokenTrie, calls_of_final_answers, rows_of
 from palestra.trainer.untrainable import not_finite
-from palestra.types.calls import Floats, PolicyVersion
+from palestra.types.calls import PolicyVersion
 from palestra.types.forks import ForkReason
 from palestra.types.records import TrainSample, Trajectory
 
@@ -36,11 +37,13 @@ class Batch:
 
     Attributes:
         groups: all groups of the step; the advantages of their rows are 0 until `with_advantages`.
+        tokens: for each group, the trained tokens of each of its rollouts, also of those without rows.
         staleness: number of trained tokens by age, which is n of the policy before the step minus n of the token.
         metrics: metrics of the step, by full name.
     """
 
     groups: list[Group]
+    tokens: list[tuple[int, ...]]
     staleness: dict[int, int]
     metrics: dict[str, float]
 
@@ -67,7 +70,7 @@ class Batch:
         left_out = self.metrics.get("train/episodes_untrainable", 0.0) + len(episodes)
         counted = {"train/episodes_untrainable": left_out}
         metrics = self.metrics | counted | _staleness_metrics(staleness)
-        return Batch(groups=groups, staleness=staleness, metrics=metrics)
+        return replace(self, groups=groups, staleness=staleness, metrics=metrics)
 
     def with_advantages(self, found: TokenAdvantages, forward: ForwardOutputs) -> Batch:
         """Return the batch with the algorithm's advantages and importance weights.
@@ -77,12 +80,10 @@ class Batch:
             forward: the trainer's outputs for the same rows; the rows carry `old_logprobs` to the loss.
 
         Raises:
-            ValueError: the algorithm's result does not have the shapes of the rows.
+            InvalidAlgorithm: the algorithm's result does not have the shapes of the rows.
         """
         rows = self.samples
-        _check_shapes("advantages", found.advantages, rows)
-        if found.importance_weights is not None:
-            _check_shapes("importance_weights", found.importance_weights, rows)
+        check_advantages(found, rows)
         old_logprobs = forward.get("old_logprobs")
         given = []
         for number, row in enumerate(rows):
@@ -102,7 +103,30 @@ class Batch:
         left = iter(given)
         groups = [replace(group, rows=tuple(next(left) for _ in group.rows)) for group in self.groups]
         metrics = {f"train/{name}": value for name, value in found.metrics.items() if math.isfinite(value)}
-        return Batch(groups=groups, staleness=self.staleness, metrics=self.metrics | metrics)
+        return replace(self, groups=groups, metrics=self.metrics | metrics)
+
+    def parts(self, count: int, mode: LossAggMode, draw: np.random.Generator) -> list[list[TrainSample]]:
+        """Return the rows in parts of whole groups, each weighed as a batch of its own; no part is without rows.
+
+        A group is never cut: its episodes are compared with one another, and an episode's rows belong together.
+
+        Args:
+            count: number of parts.
+            mode: `loss_agg_mode`, by which the loss weights of the rows were made.
+            draw: decides which groups are in which part.
+        """
+        if count == 1:
+            return [self.samples]
+        found = []
+        whole = [n for tokens in self.tokens for n in tokens]
+        for chosen in np.array_split(draw.permutation(len(self.groups)), count):
+            places = sorted(map(int, chosen))
+            tokens = [n for place in places for n in self.tokens[place]]
+            rows = [row for place in places for row in self.groups[place].rows]
+            if rows:
+                scale = np.float32(part_scale(tokens, whole, mode))
+                found.append([replace(row, loss_weights=row.loss_weights * scale) for row in rows])
+        return found
 
     def advantage_problems(self) -> dict[str, str]:
         """Return the episodes whose advantages are not finite: a description of the place by episode id."""
@@ -142,6 +166,7 @@ def make_batch(
     weights = token_weights([rollout.tokens for rollout in rollouts], config.loss_agg_mode, max_tokens)
     weighted = zip(rollouts, weights, strict=True)
     groups: list[Group] = []
+    of_groups: list[tuple[int, ...]] = []
     for _, group in groupby(weighted, key=lambda pair: pair[0].trajectory.episode.group_index):
         members = list(group)
         episodes = tuple(rollout.trajectory for rollout, _ in members)
@@ -151,9 +176,10 @@ def make_batch(
         else:
             left_out["groups_zero_variance"] += 1
         groups.append(Group(trajectories=episodes, rows=rows))
+        of_groups.append(tuple(rollout.tokens for rollout, _ in members))
     metrics = {f"train/{name}": float(left_out[name]) for name in LEFT_OUT}
     metrics |= _token_metrics(trajectories) | _rollout_metrics(shares)
-    return Batch(groups=groups, staleness={}, metrics=metrics).without((), version)
+    return Batch(groups=groups, tokens=of_groups, staleness={}, metrics=metrics).without((), version)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -199,11 +225,12 @@ def _rows(rollout: _Rollout, weight: float) -> list[TrainSample]:
     ]
 
 
-def _check_shapes(name: str, columns: Sequence[Floats], rows: Sequence[TrainSample]) -> None:
-    """Raise ValueError unless `columns` has one array [N] for each row, of the row's length."""
-    shapes = [column.shape for column in columns]
-    if shapes != [row.ids.shape for row in rows]:
-        raise ValueError(f"the algorithm's {name} have other shapes than the {len(rows)} rows: {shapes[:8]}")
+def check_advantages(found: TokenAdvantages, rows: Sequence[TrainSample]) -> None:
+    """Raise InvalidAlgorithm unless an algorithm's result has one array [N] for each row, of the row's length."""
+    for name, columns in (("advantages", found.advantages), ("importance_weights", found.importance_weights)):
+        shapes = None if columns is None else [np.shape(column) for column in columns]
+        if shapes is not None and shapes != [row.ids.shape for row in rows]:
+            raise InvalidAlgorithm(f"the algorithm's {name} have other shapes than the {len(rows)} rows: {shapes[:8]}")
 
 
 def _reward(trajectory: Trajectory) -> float:

@@ -6,7 +6,7 @@ All state is in the store: nothing is queued in memory, so that a restart finds 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from palestra.config import RolloutConfig
@@ -15,7 +15,7 @@ from palestra.errors import EngineFailure
 from palestra.store import RunStore
 from palestra.types.progress import GroupRecord
 from palestra.types.records import EpisodeRecord, Task
-from palestra.types.states import EpisodeState, GroupState
+from palestra.types.states import REPLACED, EpisodeState, GroupState
 
 OPEN = (EpisodeState.REGISTERED, EpisodeState.CLAIMED)
 
@@ -27,14 +27,32 @@ class Gathered:
     Attributes:
         episode_ids: completed episodes that are fresh enough, in canonical order.
         dropped: number of groups that lost too many episodes.
+        skipped: number of groups that had nothing to teach and were replaced.
         discarded: number of discarded episodes in the complete groups.
         stale: number of episodes that were played with too old a policy, and registered again.
     """
 
     episode_ids: tuple[str, ...]
     dropped: int
+    skipped: int
     discarded: int
     stale: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DynamicSampling:
+    """Which groups of a step are replaced because nothing can be learned from them.
+
+    Whether a group is replaced depends on the groups before it in canonical order, and not on who was played first, so
+    that the same episodes give the same manifest.
+
+    Attributes:
+        teaches: returns whether completed episodes, by their ids, have anything to learn from.
+        most: how many groups of a step may be replaced for that reason.
+    """
+
+    teaches: Callable[[Sequence[str]], Awaitable[bool]]
+    most: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +85,7 @@ async def gather_groups(
     step: int,
     last_step: int,
     versions: Mapping[str, int],
+    dynamic: DynamicSampling | None = None,
 ) -> Gathered:
     """Wait until `groups_per_step` groups of a step are complete, and return their episodes.
 
@@ -81,6 +100,7 @@ async def gather_groups(
         last_step: the last step whose episodes may be played now.
         versions: n of each policy that will be trained, by name. An episode with a token of one of them that is older
             than `max_staleness` allows is not used, and registered again. What other policies said is never stale.
+        dynamic: replaces groups that have nothing to teach; None: such groups are part of the step.
 
     Raises:
         EngineFailure: group after group was lost; training on the rest would hide the failure.
@@ -90,8 +110,7 @@ async def gather_groups(
         seen = store.groups.settled.count
         waiting = await _register(store, config, task_of, range(step, last_step + 1))
         discarded = await store.groups.discarded("train")
-        for bucket in await _buckets(store, step):
-            await _settle(store, config, bucket, oldest)
+        await _settle_all(store, config, await _buckets(store, step), oldest, dynamic)
         buckets = await _buckets(store, step)
         dropped = sum(bucket.record.state is GroupState.DROPPED for bucket in buckets)
         if dropped > 2 * config.groups_per_step:
@@ -108,6 +127,7 @@ async def gather_groups(
             return Gathered(
                 episode_ids=tuple(name for name in completed if name not in stale),
                 dropped=dropped,
+                skipped=sum(bucket.record.state is GroupState.SKIPPED for bucket in buckets),
                 discarded=sum(bucket.discarded for bucket in ready),
                 stale=len(stale),
             )
@@ -130,7 +150,7 @@ async def _register(store: RunStore, config: RolloutConfig, task_of: Callable[[i
     if config.max_open_buckets is not None:
         room = config.max_open_buckets - await store.groups.number_open("train")
     for due in steps:
-        alive = sum(bucket.record.state is not GroupState.DROPPED for bucket in await _buckets(store, due))
+        alive = sum(bucket.record.state not in REPLACED for bucket in await _buckets(store, due))
         for _ in range(config.groups_per_step - alive):
             if room is not None and room <= 0:
                 return True
@@ -140,10 +160,36 @@ async def _register(store: RunStore, config: RolloutConfig, task_of: Callable[[i
     return False
 
 
-async def _settle(store: RunStore, config: RolloutConfig, bucket: GroupEpisodes, oldest: Mapping[str, int]) -> None:
-    """Make a group READY, or DROPPED, once none of its episodes is open and none has to be played again."""
-    if bucket.record.state is not GroupState.OPEN or bucket.is_open:
-        return
+async def _settle_all(
+    store: RunStore,
+    config: RolloutConfig,
+    buckets: Sequence[GroupEpisodes],
+    oldest: Mapping[str, int],
+    dynamic: DynamicSampling | None,
+) -> None:
+    """Settle the groups of a step that are complete: with dynamic sampling only up to the first one that is not."""
+    skipped = sum(bucket.record.state is GroupState.SKIPPED for bucket in buckets)
+    for bucket in buckets:
+        if bucket.record.state is not GroupState.OPEN:
+            continue
+        if not bucket.is_open:
+            left = dynamic if dynamic is not None and skipped < dynamic.most else None
+            state = await _settle(store, config, bucket, oldest, left)
+            skipped += state is GroupState.SKIPPED
+        else:
+            state = GroupState.OPEN
+        if state is GroupState.OPEN and dynamic is not None:
+            return
+
+
+async def _settle(
+    store: RunStore,
+    config: RolloutConfig,
+    bucket: GroupEpisodes,
+    oldest: Mapping[str, int],
+    dynamic: DynamicSampling | None,
+) -> GroupState:
+    """Make a complete group READY, DROPPED or SKIPPED, unless some of its episodes have to be played again."""
     record = bucket.record
     stale = await _stale(store, bucket.completed, oldest)
     fresh = len(bucket.completed) - len(stale)
@@ -152,11 +198,16 @@ async def _settle(store: RunStore, config: RolloutConfig, bucket: GroupEpisodes,
         await store.groups.register_again("train", record.group_index, again)
         for name in sorted(stale)[-again:]:
             await store.log.add_event("episode_stale", {"episode_id": name, "step": record.step})
-        return
+        return GroupState.OPEN
     following = GroupState.READY if fresh >= config.min_group_size else GroupState.DROPPED
+    if following is GroupState.READY and dynamic is not None:
+        used = [name for name in bucket.completed if name not in stale]
+        following = GroupState.READY if await dynamic.teaches(used) else GroupState.SKIPPED
     await store.groups.settle("train", record.group_index, following)
-    if following is GroupState.DROPPED:
-        await store.log.add_event("group_dropped", {"group_index": record.group_index, "step": record.step})
+    if following in REPLACED:
+        event = f"group_{following.value}"
+        await store.log.add_event(event, {"group_index": record.group_index, "step": record.step})
+    return following
 
 
 async def _stale(store: RunStore, episode_ids: Sequence[str], oldest: Mapping[str, int]) -> set[str]:

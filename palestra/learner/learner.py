@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from palestra.algorithms.base import Algorithm
@@ -19,7 +19,7 @@ from palestra.errors import ConfigError
 from palestra.faults import fault_point
 from palestra.learner.checkpoints import CheckpointSchedule
 from palestra.learner.evaluation import evaluate
-from palestra.learner.groups import gather_groups
+from palestra.learner.groups import DynamicSampling, gather_groups
 from palestra.learner.reporting import RunFolder, StepLog
 from palestra.learner.schedule import TaskOrder
 from palestra.learner.update import PolicyUpdate
@@ -71,6 +71,8 @@ class Learner:
         self._folder, self._progress, self._report = folder, progress, report
         self._policies = policies
         self._updates = {name: PolicyUpdate(config, trainer, algorithm, name, self._event) for name in policies.trained}
+        most = algorithm.dynamic_sampling * config.rollout.groups_per_step
+        self._dynamic = DynamicSampling(teaches=self._teaches, most=most) if most else None
         folders = dict.fromkeys(policies.trained, folder.checkpoints)  # of one policy: JobConfig refuses to train more
         self._checkpoints = CheckpointSchedule(config, trainer, folders, algorithm, self._wall, self._event)
         self._log = StepLog(config, store.log, folder, progress, self._event)
@@ -194,6 +196,7 @@ class Learner:
             return manifest, {
                 "time/rollout_seconds": 0.0,
                 "train/groups_dropped": 0.0,
+                "train/groups_skipped": 0.0,
                 "train/episodes_discarded": 0.0,
                 "train/episodes_stale": 0.0,
             }
@@ -203,7 +206,13 @@ class Learner:
         versions = self._versions()
         last_step = min(step + rollout.max_staleness, self._config.steps)
         gathered = await gather_groups(
-            self._store, rollout, self._order.task, step, last_step, {name: v.n for name, v in versions.items()}
+            self._store,
+            rollout,
+            self._order.task,
+            step,
+            last_step,
+            {name: v.n for name, v in versions.items()},
+            self._dynamic,
         )
         manifest = BatchManifest(
             step=step,
@@ -216,9 +225,15 @@ class Learner:
         return manifest, {
             "time/rollout_seconds": time.monotonic() - started,
             "train/groups_dropped": float(gathered.dropped),
+            "train/groups_skipped": float(gathered.skipped),
             "train/episodes_discarded": float(gathered.discarded),
             "train/episodes_stale": float(gathered.stale),
         }
+
+    async def _teaches(self, episode_ids: Sequence[str]) -> bool:
+        """Return whether a policy can learn from the completed episodes of a group."""
+        trajectories = await self._store.calls.trajectories(episode_ids)
+        return any(update.learns_from(trajectories) for update in self._updates.values())
 
     async def _train(self, manifest: BatchManifest) -> dict[str, float]:
         """Update the policies with the episodes of a manifest, and publish the new weights to the engine."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from palestra.algorithms.loss import LOSSES, LossMetric
@@ -12,28 +12,26 @@ from palestra.types.metrics import METRICS, Metric
 
 
 def metric_tables() -> dict[str, tuple[Metric, ...]]:
-    """Return the metrics by title of a table: one for every run, and one for each loss that Palestra ships.
+    """Return the metrics by title of a table: of every run, of the algorithms and of the losses that Palestra ships.
 
-    Algorithms with the same metrics share a table.
-
-    Metrics of a user's own loss are declared by its class.
+    Several algorithms or losses may have the same metric, which stands once, with their names. Metrics of a user's own
+    loss are declared by its class.
     """
-    found = {"Every run": (*METRICS, *_trained(TRAINER_METRICS))}
-    by_metrics: dict[tuple[Metric, ...], list[str]] = {}
-    for name, algorithm in ALGORITHMS.items():
-        by_metrics.setdefault(algorithm.metrics, []).append(f"`{name}`")
-    found |= {f"Algorithm {', '.join(names)}": _trained(metrics) for metrics, names in by_metrics.items() if metrics}
-    shipped = sorted((name, loss) for name, loss in LOSSES.items() if loss.__module__.startswith("palestra."))
-    return found | {f"Loss `{name}`": _trained(loss.metrics) for name, loss in shipped}
+    shipped = {name: loss for name, loss in sorted(LOSSES.items()) if loss.__module__.startswith("palestra.")}
+    return {
+        "Every run": (*METRICS, *_trained(TRAINER_METRICS)),
+        "Algorithms": _trained(_named({name: algorithm.metrics for name, algorithm in ALGORITHMS.items()})),
+        "Losses": _trained(_named({name: loss.metrics for name, loss in shipped.items()})),
+    }
 
 
 def loss_metrics(first: StepReport, last: StepReport, declared: Iterable[LossMetric]) -> dict[str, float]:
     """Return the metrics of a step's gradients, by full name.
 
     Args:
-        first: report of the first epoch.
-        last: report of the last epoch.
-        declared: metrics of the loss; each says which epoch counts.
+        first: report of the first update.
+        last: report of the last update.
+        declared: metrics of the loss; each says which update counts.
     """
     return {
         f"train/{metric.name}": (first if metric.epoch == "first" else last).metrics[metric.name]
@@ -43,3 +41,16 @@ def loss_metrics(first: StepReport, last: StepReport, declared: Iterable[LossMet
 
 def _trained(metrics: Iterable[Metric]) -> tuple[Metric, ...]:
     return tuple(replace(metric, name=f"train/{metric.name}") for metric in metrics)
+
+
+def _named(by_owner: Mapping[str, Iterable[Metric]]) -> list[Metric]:
+    """Return each metric once; its formula begins with the names of those that have it.
+
+    Args:
+        by_owner: the metrics of each algorithm or loss, by its name.
+    """
+    owners: dict[tuple[str, str, str], list[str]] = {}
+    for owner, metrics in by_owner.items():
+        for metric in metrics:
+            owners.setdefault((metric.name, metric.unit, metric.formula), []).append(f"`{owner}`")
+    return [Metric(name, unit, f"{', '.join(names)}: {formula}") for (name, unit, formula), names in owners.items()]

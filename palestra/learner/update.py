@@ -9,12 +9,15 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from palestra.algorithms.base import Algorithm, ForwardOutputs
 from palestra.algorithms.losses import build_loss
 from palestra.config import JobConfig
 from palestra.learner.batch import Batch, make_batch
 from palestra.learner.metrics import loss_metrics
 from palestra.learner.schedule import learning_rate
+from palestra.learner.shares import share_of
 from palestra.trainer.base import OptimParams, StepReport, Trainer
 from palestra.types.records import Trajectory
 
@@ -41,6 +44,10 @@ class PolicyUpdate:
         self._roles, self._add_event = config.players, add_event
         self._loss = algorithm.loss()
         self._loss_metrics = build_loss(self._loss).metrics
+
+    def learns_from(self, trajectories: Sequence[Trajectory]) -> bool:
+        """Return whether the policy can learn anything from the completed episodes of a group."""
+        return self._algorithm.learns_from([share_of(t, self._policy, self._roles) for t in trajectories])
 
     async def make_batch(self, step: int, trajectories: Sequence[Trajectory]) -> Batch:
         """Return the rows that can be trained.
@@ -101,21 +108,27 @@ class PolicyUpdate:
         return batch.without(problems.keys(), self._trainer.version(self._policy))
 
     async def _update(self, step: int, batch: Batch) -> dict[str, float]:
-        """Compute the gradient and update the policy, once per epoch."""
+        """Compute the gradient and update the policy, once per epoch and minibatch."""
         optimizer = self._config.policies[self._policy].optimizer
         params = OptimParams.of(optimizer, learning_rate(optimizer, step, self._config.steps))
-        samples, reports, skipped = batch.samples, list[StepReport](), 0
-        for epoch in range(self._config.algorithm.epochs):
-            name = f"step {step} epoch {epoch}"
-            report = await self._trainer.forward_backward(self._policy, samples, self._loss, f"{name} gradient")
-            reports.append(report)
-            update = await self._trainer.optim_step(self._policy, params, f"{name} update")
-            skipped += not update.applied
-        last = reports[-1]
-        row = loss_metrics(reports[0], last, self._loss_metrics) | {
-            "train/rows": float(last.rows),
-            "train/trained_tokens": float(last.trained_tokens),
-            "train/merged_share": 1.0 - last.forward_tokens / max(last.flat_tokens, 1),
+        algorithm = self._config.algorithm
+        reports, last, skipped = list[StepReport](), list[StepReport](), 0
+        for epoch in range(algorithm.epochs):
+            # The parts follow from the seed and the step alone, so that a step that is repeated makes the same updates.
+            draw = np.random.default_rng((self._config.seed, step, epoch))
+            last = []
+            for number, samples in enumerate(batch.parts(algorithm.minibatches, algorithm.loss_agg_mode, draw)):
+                name = f"step {step} epoch {epoch}" + (f" part {number}" if algorithm.minibatches > 1 else "")
+                report = await self._trainer.forward_backward(self._policy, samples, self._loss, f"{name} gradient")
+                update = await self._trainer.optim_step(self._policy, params, f"{name} update")
+                last.append(report)
+                skipped += not update.applied
+            reports += last
+        forward, flat = (sum(getattr(of, name) for of in last) for name in ("forward_tokens", "flat_tokens"))
+        row = loss_metrics(reports[0], reports[-1], self._loss_metrics) | {
+            "train/rows": float(sum(report.rows for report in last)),
+            "train/trained_tokens": float(sum(report.trained_tokens for report in last)),
+            "train/merged_share": 1.0 - forward / max(flat, 1),
             "train/grad_norm": update.grad_norm,
             "train/updates_skipped": float(skipped),
             "train/learning_rate": update.learning_rate,

@@ -11,7 +11,7 @@ from palestra.store.lifecycle import episode_name
 from palestra.store.tables import episodes, groups
 from palestra.types.progress import GroupRecord
 from palestra.types.records import EpisodeKind, EpisodeRecord, Task
-from palestra.types.states import EpisodeState, GroupState, check_transition
+from palestra.types.states import REPLACED, EpisodeState, GroupState, check_transition
 
 OPEN_STATES = (EpisodeState.REGISTERED, EpisodeState.CLAIMED)
 SETTLED_STATES = (EpisodeState.COMPLETED, EpisodeState.DISCARDED)
@@ -34,14 +34,14 @@ _SETTLED_OF_STEP = (
     .where(
         episodes.c.kind == bindparam("kind"),
         groups.c.step == bindparam("step"),
-        groups.c.state != GroupState.DROPPED.value,
+        groups.c.state.not_in([state.value for state in REPLACED]),
     )
 )
 _COUNT = select(func.count()).where(episodes.c.state == bindparam("state"), episodes.c.kind == bindparam("kind"))
 
 
 class Groups:
-    """Registers groups of episodes, and waits for them. The learner decides when a group is ready or dropped.
+    """Registers groups of episodes, and waits for them. The learner decides when a group is ready or replaced.
 
     A method that changes something returns when the change is on disk.
 
@@ -114,7 +114,7 @@ class Groups:
         return await self._db.read(lambda connection: _of_step(connection, kind, step))
 
     async def settled_of_step(self, kind: EpisodeKind, step: int) -> tuple[int, int]:
-        """Return (settled episodes, all episodes) of the groups of a step that were not dropped."""
+        """Return (settled episodes, all episodes) of the groups of a step that were not replaced."""
 
         def query(connection: Connection) -> tuple[int, int]:
             done, due = connection.execute(_SETTLED_OF_STEP, {"kind": kind, "step": step}).one()
@@ -173,7 +173,7 @@ class Groups:
             await self.settled.wait(WAKE_SECONDS, seen)
 
     async def settle(self, kind: EpisodeKind, group_index: int, following: GroupState) -> None:
-        """Move a group from OPEN to READY or DROPPED; does nothing if the group is already in that state.
+        """Move a group from OPEN to READY, DROPPED or SKIPPED; does nothing if the group is already in that state.
 
         Args:
             kind: of the group.

@@ -19,7 +19,7 @@ from palestra.types.calls import PolicyVersion
 from palestra.types.records import TrainSample
 
 TRAINER_METRICS = (
-    LossMetric("loss", "nats", "Sum over trained tokens of loss weight x loss of the token, last epoch."),
+    LossMetric("loss", "nats", "Sum over trained tokens of loss weight x loss of the token, last update of the step."),
     LossMetric("entropy", "nats", "Mean over trained tokens of the policy's entropy at that position."),
     LossMetric(
         "logprob_gap_mean",

@@ -40,6 +40,11 @@ METRICS = (
     Metric("train/episodes", "episodes", "Completed episodes in the batch."),
     Metric("train/groups_zero_variance", "groups", "Groups whose rewards are all equal: advantage 0, skipped."),
     Metric("train/groups_dropped", "groups", "Groups of this step that lost too many episodes and were replaced."),
+    Metric(
+        "train/groups_skipped",
+        "groups",
+        "Groups of this step that had nothing to teach and were replaced (`algorithm.dynamic_sampling`).",
+    ),
     Metric("train/episodes_discarded", "episodes", "Episodes of the batch's groups that were discarded."),
     Metric(
         "train/episodes_stale",

@@ -32,11 +32,19 @@ class EpisodeState(StrEnum):
 
 
 class GroupState(StrEnum):
-    """States of the episodes of one task as a group. Only a READY group is trained; a DROPPED one is replaced."""
+    """States of the episodes of one task as a group. Only a READY group is trained.
+
+    A DROPPED group has lost too many episodes, a SKIPPED one has nothing to teach (dynamic sampling); another group
+    replaces each of them.
+    """
 
     OPEN = "open"
     READY = "ready"
     DROPPED = "dropped"
+    SKIPPED = "skipped"
+
+
+REPLACED = (GroupState.DROPPED, GroupState.SKIPPED)
 
 
 class TurnState(StrEnum):
@@ -61,9 +69,10 @@ TRANSITIONS: Mapping[StrEnum, frozenset[StrEnum]] = {
     EpisodeState.CLAIMED: frozenset({EpisodeState.COMPLETED, EpisodeState.REGISTERED, EpisodeState.DISCARDED}),
     EpisodeState.COMPLETED: frozenset(),
     EpisodeState.DISCARDED: frozenset(),
-    GroupState.OPEN: frozenset({GroupState.READY, GroupState.DROPPED}),
+    GroupState.OPEN: frozenset({GroupState.READY, *REPLACED}),
     GroupState.READY: frozenset(),
     GroupState.DROPPED: frozenset(),
+    GroupState.SKIPPED: frozenset(),
     TurnState.PENDING: frozenset({TurnState.GENERATING, TurnState.TERMINATED}),
     TurnState.GENERATING: frozenset({TurnState.INTERACTING, TurnState.TERMINATED}),
     TurnState.INTERACTING: frozenset({TurnState.PENDING, TurnState.TERMINATED}),

@@ -28,12 +28,12 @@ CASES = {
     "dr_grpo": {"loss_type": "dr_grpo"},
     "dapo": {"loss_type": "dapo", "epsilon_high": 0.28},
     "cispo": {"loss_type": "cispo", "epsilon_high": 1.3},
-    "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon_low": 0.1, "epsilon_high": 0.1},
+    "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon_low": 0.03, "epsilon_high": 0.03},
     "gspo by tokens": {
         "loss_type": "dapo",
         "importance_sampling_level": "sequence",
-        "epsilon_low": 0.1,
-        "epsilon_high": 0.2,
+        "epsilon_low": 0.03,
+        "epsilon_high": 0.04,
     },
 }
 
@@ -86,7 +86,7 @@ def main() -> None:
         }
         loss = GRPOTrainer._compute_loss(trainer(logprobs, settings), None, inputs)
         loss.backward()
-        found[name] = {"settings": settings, "loss": float(loss), "gradient": logprobs.grad.tolist()}
+        found[name] = {"settings": settings, "loss": float(loss.detach()), "gradient": logprobs.grad.tolist()}
     overlong = get_soft_overlong_punishment(max_completion_len=100, soft_punish_cache=20)
     replies = [0, 1, 79, 80, 81, 90, 99, 100]
     document = {

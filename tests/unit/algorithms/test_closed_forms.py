@@ -18,6 +18,7 @@ from palestra.algorithms.loss import LossInputs
 from palestra.algorithms.losses import build_loss
 from palestra.algorithms.registry import create_algorithm
 from palestra.config import GRPOConfig
+from palestra.errors import InvalidAlgorithm
 from palestra.learner.batch import make_batch
 from palestra.types.calls import PolicyVersion
 from unit.building import SOLE, make_chat, make_trajectory
@@ -139,7 +140,7 @@ def test_advantages_of_other_rows_than_the_batch_has_are_refused():
     batch = make_batch(trajectories(), made, config, MAX_TOKENS, PolicyVersion(0, 0), "policy", SOLE)
     found = made.advantages(batch.groups, {})
     for wrong in (found.advantages[1:], [column[1:] for column in found.advantages]):
-        with pytest.raises(ValueError, match="other shapes than the 3 rows"):
+        with pytest.raises(InvalidAlgorithm, match="other shapes than the 3 rows"):
             batch.with_advantages(replace(found, advantages=wrong), {})
 
 

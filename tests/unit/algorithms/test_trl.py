@@ -22,8 +22,8 @@ HERE = {  # TRL's case: our loss, and our aggregation
     "dr_grpo": (PPOClipLoss(), "seq-mean-token-sum-norm"),
     "dapo": (PPOClipLoss(clip_high_threshold=1.28), "token-mean"),
     "cispo": (CISPOLoss(clip_low_threshold=0.0, clip_high_threshold=1.3), "token-mean"),
-    "gspo": (GSPOLoss(clip_low_threshold=0.9, clip_high_threshold=1.1), "seq-mean-token-mean"),
-    "gspo by tokens": (GSPOLoss(clip_low_threshold=0.9, clip_high_threshold=1.2), "token-mean"),
+    "gspo": (GSPOLoss(clip_low_threshold=0.97, clip_high_threshold=1.03), "seq-mean-token-mean"),
+    "gspo by tokens": (GSPOLoss(clip_low_threshold=0.97, clip_high_threshold=1.04), "token-mean"),
 }
 
 

@@ -142,6 +142,7 @@ CASES: dict[str, list[list[str]]] = {
         [HOSTILE, "tasks.jsonl", "--rollout", f"{HOSTILE}.py:f"],
     ],
     "environments": [[HOSTILE]],
+    "algorithms": [[HOSTILE]],
     "episodes": [
         ["run"],
         ["run", "train-000000-00"],

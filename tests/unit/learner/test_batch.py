@@ -254,3 +254,46 @@ def test_without_an_episode_the_other_rows_stay_as_they_were():
     changed = {name for name, value in left.metrics.items() if value != whole.metrics[name]}
     assert changed == {"train/episodes_untrainable"}
     assert left.without({name: "" for name in names(left)}, VERSION).samples == []
+
+
+# Minibatches
+
+
+def groups_of_four():
+    return [
+        trajectory(group, sample, float(sample if group != 2 else 0), 2 + group, 1 + sample)
+        for group in range(4)
+        for sample in range(2)
+    ]
+
+
+@pytest.mark.parametrize("mode", ["seq-mean-token-mean", "token-mean", "seq-mean-token-sum-norm"])
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_each_minibatch_is_weighed_as_a_batch_of_its_own(mode, count):
+    """Its rows are those of a batch that has its groups alone, also one that has nothing to teach."""
+    everything, seen = groups_of_four(), []
+    parts = iter(batch_of(*everything, loss_agg_mode=mode).parts(count, mode, np.random.default_rng(3)))
+    for places in np.array_split(np.random.default_rng(3).permutation(4), count):
+        if set(places) == {2}:
+            continue  # no part is without rows
+        alone = [t for t in everything if t.episode.group_index in places]
+        wanted = batch_of(*alone, loss_agg_mode=mode).samples
+        for found, expected in zip(next(parts), wanted, strict=True):
+            assert found.episode_id == expected.episode_id
+            np.testing.assert_allclose(found.loss_weights, expected.loss_weights, rtol=1e-6)
+            seen.append(found.episode_id[:12])
+    assert next(parts, None) is None
+    assert sorted(set(seen)) == ["train-000000", "train-000001", "train-000003"]
+
+
+def test_groups_that_teach_nothing_count_in_their_minibatchs_weights():
+    whole = batch_of(*groups_of_four())
+    two = whole.parts(2, "seq-mean-token-mean", np.random.default_rng(0))
+    total = sum(float(sample.loss_weights.sum()) for part in two for sample in part)
+    assert total == pytest.approx(2 * sum(float(sample.loss_weights.sum()) for sample in whole.samples))
+
+
+def test_one_minibatch_is_the_batch_itself():
+    batch = batch_of(*groups_of_four())
+    (part,) = batch.parts(1, "token-mean", np.random.default_rng(0))
+    assert all(a is b for a, b in zip(part, batch.samples, strict=True))

@@ -6,7 +6,7 @@ import pytest
 
 from palestra.config import RolloutConfig
 from palestra.errors import EngineFailure
-from palestra.learner.groups import gather_groups
+from palestra.learner.groups import DynamicSampling, gather_groups
 from palestra.learner.schedule import TaskOrder
 from palestra.types.calls import PolicyVersion, VersionSpan
 from palestra.types.records import Task
@@ -204,3 +204,65 @@ async def test_tokens_of_a_frozen_policy_are_never_stale_and_each_trained_one_ha
     for versions, name in (({"policy": 5, "other": 3}, "train-000000-02"), ({"policy": 6}, "train-000000-00")):
         found = await asyncio.wait_for(gather_groups(store, one, ORDER.task, 1, 1, versions), 10)
         assert name not in found.episode_ids
+
+
+# Dynamic sampling
+
+
+async def sampled(store, teaches, most: int):
+    """A step in which the groups of `teaches` have something to teach, and the groups that were asked about."""
+    asked = []
+
+    async def ask(episode_ids) -> bool:
+        asked.append(int(episode_ids[0][6:12]))
+        return asked[-1] in teaches
+
+    players = Players(store)
+    playing = asyncio.ensure_future(players.play())
+    dynamic = DynamicSampling(teaches=ask, most=most)
+    try:
+        found = await asyncio.wait_for(gather_groups(store, CONFIG, ORDER.task, 1, 1, {"policy": 0}, dynamic), 10)
+    finally:
+        playing.cancel()
+    return found, asked
+
+
+def groups_in(found) -> list[int]:
+    return sorted({int(name[6:12]) for name in found.episode_ids})
+
+
+async def test_a_group_without_variance_is_replaced_by_one_of_a_task_to_come_and_counted(store):
+    found, asked = await sampled(store, {1, 4}, 9)
+    assert groups_in(found) == [1, 4]
+    assert (found.skipped, found.dropped, asked) == (3, 0, [0, 1, 2, 3, 4])
+    assert [e.data["group_index"] for e in await store.log.events(0) if e.kind == "group_skipped"] == [0, 2, 3]
+    assert [record.task_id for record, _ in await store.groups.of_step("train", 1)] == [
+        ORDER.task(index).task_id for index in range(5)
+    ]
+    again, asked = await sampled(store, set(), 9)  # after a restart
+    assert (again, asked) == (found, [])
+
+
+async def test_no_more_groups_are_replaced_than_is_allowed(store):
+    found, _ = await sampled(store, set(), 3)
+    assert (groups_in(found), found.skipped) == ([3, 4], 3)
+
+
+async def test_which_groups_are_replaced_does_not_depend_on_who_was_played_first(store):
+    """The last group is complete first; the budget of one is of the first group that has nothing to teach."""
+    dynamic = DynamicSampling(teaches=lambda names: asyncio.sleep(0, False), most=1)
+    gathering = asyncio.ensure_future(gather_groups(store, CONFIG, ORDER.task, 1, 1, {"policy": 0}, dynamic))
+    claims = [await claim_when_there(store, f"c{number}") for number in range(6)]
+    for claim in [*claims[3:], *claims[:3]]:
+        await store.episodes.end(claim.episode_id, 1, {"agent": 1.0}, None, {})
+        await asyncio.sleep(0.01)
+    for number in range(6, 9):
+        claim = await claim_when_there(store, f"c{number}")
+        await store.episodes.end(claim.episode_id, 1, {"agent": 1.0}, None, {})
+    assert groups_in(await asyncio.wait_for(gathering, 10)) == [1, 2]
+
+
+async def claim_when_there(store, name: str):
+    while (claim := await store.episodes.claim("w", name, None)) is None:
+        await asyncio.sleep(0)
+    return claim

@@ -8,10 +8,14 @@ from dataclasses import replace
 
 import pytest
 
+from palestra.algorithms.importance import IMPORTANCE_METRICS
+from palestra.algorithms.losses import build_loss
+from palestra.algorithms.registry import ALGORITHMS, create_algorithm
 from palestra.config import load_config
 from palestra.engine.fake import FakeEngine, digits_script
 from palestra.errors import ConfigError, StoreError
 from palestra.learner.learner import Learner
+from palestra.learner.metrics import metric_tables
 from palestra.trainer.base import PolicySpec
 from palestra.trainer.fake import FakeTrainer
 from palestra.types.calls import PolicyVersion
@@ -29,13 +33,21 @@ def rows(folder) -> list[dict[str, float]]:
 
 
 async def test_every_metric_that_is_written_is_in_the_table_and_every_one_of_the_table_is_written(tmp_path):
-    job = ScriptedJob(tmp_path / "plain", config())
-    await job.run()
-    corrected = ScriptedJob(tmp_path / "corrected", config(algorithm={"importance_sampling": "token-mask"}))
-    await corrected.run()
-    written = set().union(*rows(tmp_path / "plain"))
-    assert written == {name for name in metric_names() if not name.startswith("train/importance")}
-    assert written.union(*rows(tmp_path / "corrected")) == metric_names()
+    """Of the metrics of losses, those of the losses that an algorithm names."""
+    named = set()
+    for name in ALGORITHMS:
+        for mode in ("none", "token-mask"):
+            algorithm = {"name": name, "importance_sampling": mode, "clip_low": 0.1}
+            job = ScriptedJob(tmp_path / f"{name} {mode}", config(algorithm=algorithm))
+            await job.run()
+            made = create_algorithm(job.config.algorithm)
+            own = {metric.name for metric in (*made.metrics, *build_loss(made.loss()).metrics)}
+            own -= {metric.name for metric in IMPORTANCE_METRICS} if mode == "none" else set()
+            expected = {metric.name for metric in metric_tables()["Every run"]} | {f"train/{name}" for name in own}
+            assert set().union(*rows(tmp_path / f"{name} {mode}")) == expected
+            named |= expected
+    unused = {"nll", "log_ratio_squared"}  # of losses of the Tinker API that no algorithm names
+    assert named == metric_names() - {f"train/{name}" for name in unused}
 
 
 async def test_a_job_runs_to_its_end(tmp_path):
@@ -234,6 +246,46 @@ async def test_several_epochs_are_several_updates_of_one_batch(tmp_path):
     await job.run()
     assert len(updates) == 9
     assert [row["version"] for row in rows(tmp_path)] == [0, 1, 2, 3]
+
+
+async def test_several_minibatches_are_several_updates_of_one_version_each_with_whole_groups(tmp_path):
+    job = ScriptedJob(tmp_path, config(algorithm={"epochs": 2, "minibatches": 2}))
+    batches, real = [], job.trainer.forward_backward
+
+    async def watched(policy, batch, loss, request_id):
+        batches.append((request_id, [sample.episode_id for sample in batch]))
+        return await real(policy, batch, loss, request_id)
+
+    job.trainer.forward_backward = watched
+    await job.run()
+    for step, row in enumerate(rows(tmp_path)[1:], 1):
+        made = [names for request, names in batches if request.startswith(f"step {step} ")]
+        assert len(made) == 4 - 2 * int(row["train/groups_zero_variance"])  # two parts in each of two epochs
+        assert sum(map(len, made)) == 2 * row["train/rows"]
+        assert all(len({name[:12] for name in names}) == 1 for names in made)
+    assert [row["version"] for row in rows(tmp_path)] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [{"epochs": 2, "minibatches": 2}, {"name": "rae"}, {"name": "dapo", "dynamic_sampling": 1}, {"name": "gspo"}],
+    ids=lambda algorithm: algorithm.get("name", "minibatches"),
+)
+async def test_a_job_that_dies_ends_with_the_weights_of_one_that_does_not(tmp_path, algorithm):
+    undisturbed = ScriptedJob(tmp_path / "undisturbed", config(algorithm=algorithm))
+    wanted = await undisturbed.run()
+    for part in (0.3, 0.55, 0.7, 0.9):
+        folder = tmp_path / str(part)
+        with pytest.raises(Crash):
+            await ScriptedJob(folder, config(algorithm=algorithm), crash_at=int(part * undisturbed.commits)).run()
+        assert await ScriptedJob(folder, config(algorithm=algorithm)).run() == wanted
+
+
+async def test_groups_that_teach_nothing_are_replaced_as_often_as_is_allowed(tmp_path):
+    job = ScriptedJob(tmp_path, config(algorithm={"name": "dapo", "dynamic_sampling": 2}), equal_rewards=True)
+    await job.run()
+    for row in rows(tmp_path)[1:]:
+        assert (row["train/groups_skipped"], row["train/groups_zero_variance"], row["train/episodes"]) == (4, 2, 4)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

@@ -13,9 +13,9 @@ from palestra.algorithms.losses import GSPOLoss
 from palestra.errors import InvalidAlgorithm
 from palestra.trainer.packing import pack
 from palestra.trainer.sequences import SequenceMeans
-from unit.trainer.test_torch_trainer import batch_of_two_groups, gradients, sharp_tiny, training, weights
+from unit.trainer.test_torch_trainer import batch_of_two_groups, close, gradients, sharp_tiny, training, weights
 
-GSPO = LossSpec.of(GSPOLoss(clip_low_threshold=0.5, clip_high_threshold=2.0))
+GSPO = LossSpec.of(GSPOLoss(clip_low_threshold=0.95, clip_high_threshold=1.05))
 
 
 def episodes():
@@ -39,10 +39,10 @@ async def gspo(samples, **config):
         return gradients(trainer), report.metrics
 
 
-def close(found, wanted):
+def same(found, wanted):
+    """Every weight's gradient within 1e-5 of its norm, which is float32's rounding here, and equal metrics."""
     (a, of_a), (b, of_b) = found, wanted
-    for name, gradient in b.items():
-        torch.testing.assert_close(a[name], gradient, rtol=1e-5, atol=1e-6)
+    close(a, b, 1e-5)
     for name in ("loss", "ratio_mean", "clip_fraction"):
         assert of_a[name] == pytest.approx(of_b[name], abs=1e-6)
 
@@ -72,26 +72,26 @@ async def test_the_gradient_is_that_of_the_formula_on_whole_sequences():
                 ratios, advantages, shares = (torch.cat(columns) for columns in zip(*of_episode, strict=True))
                 # GSPO-token: the value of the sequence's ratio, and the gradient of the token's.
                 s = (ratios.mean().detach() + ratios - ratios.detach()).exp()
-                surrogate = torch.min(s * advantages, s.clamp(0.5, 2.0) * advantages)
+                surrogate = torch.min(s * advantages, s.clamp(0.95, 1.05) * advantages)
                 total = total - (surrogate * shares).sum()
         total.backward()
         wanted = {name: parameter.grad.clone() for name, parameter in named.items() if parameter.grad is not None}
     found_gradients, metrics = await gspo(samples)
     assert metrics["loss"] == pytest.approx(float(total.detach()), abs=1e-6)
-    for name, gradient in wanted.items():
-        torch.testing.assert_close(found_gradients[name], gradient, rtol=1e-5, atol=1e-6)
+    assert 0 < metrics["clip_fraction"] < 1
+    close(found_gradients, wanted, 1e-5)
 
 
 @pytest.mark.parametrize("tokens", [1, 20, 40])
 async def test_how_the_batch_is_cut_into_micro_batches_does_not_matter(tokens):
     samples = await near_the_model(episodes())
     assert len(pack(samples, tokens)) > 1
-    close(await gspo(samples, micro_batch_tokens=tokens), await gspo(samples, micro_batch_tokens=10_000))
+    same(await gspo(samples, micro_batch_tokens=tokens), await gspo(samples, micro_batch_tokens=10_000))
 
 
 async def test_the_order_of_rows_does_not_matter():
     samples = await near_the_model(episodes())
-    close(await gspo(samples[::-1], micro_batch_tokens=20), await gspo(samples))
+    same(await gspo(samples[::-1], micro_batch_tokens=20), await gspo(samples))
 
 
 async def test_an_episode_that_is_cut_into_more_rows_is_the_same_episode():
@@ -111,14 +111,15 @@ async def test_an_episode_that_is_cut_into_more_rows_is_the_same_episode():
         )
         for mask in (first, second)
     ]
-    close(await gspo([*cut, *samples[1:]], micro_batch_tokens=20), await gspo(samples))
+    same(await gspo([*cut, *samples[1:]], micro_batch_tokens=20), await gspo(samples))
 
 
 async def test_only_micro_batches_with_a_part_of_an_episode_go_through_the_model_once_more():
     samples = [replace(sample, episode_id=str(n)) for n, sample in enumerate(batch_of_two_groups())]
     assert SequenceMeans(pack(samples, 1)).split == []
-    micro = pack(episodes(), 1)
-    assert len(SequenceMeans(micro).split) == len(micro)
+    means = SequenceMeans(pack(episodes(), 1))
+    assert {sample.episode_id for micro in means.split for sample, _, _ in micro.samples} >= {"b", "c"}
+    assert all(len(micro.samples) < 6 for micro in means.split)
     assert SequenceMeans(pack(episodes(), 10_000)).split == []
 
 

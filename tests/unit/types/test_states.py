@@ -19,7 +19,7 @@ BEGINNINGS = [JobState.QUEUED, EpisodeState.REGISTERED, GroupState.OPEN, TurnSta
 ENDS = [
     *(JobState.COMPLETED, JobState.FAILED, JobState.CANCELLED),
     *(EpisodeState.COMPLETED, EpisodeState.DISCARDED),
-    *(GroupState.READY, GroupState.DROPPED),
+    *(GroupState.READY, GroupState.DROPPED, GroupState.SKIPPED),
     TurnState.TERMINATED,
 ]
 

@@ -1,0 +1,197 @@
+"""`check_algorithm` finds the usual mistakes, each in an algorithm that is right but for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from palestra import check_algorithm
+from palestra.algorithms.base import Algorithm, TokenAdvantages
+from palestra.algorithms.loss import LOSSES, Loss, LossOutput, LossSpec, Mean
+from palestra.algorithms.registry import ALGORITHMS, create_algorithm
+from palestra.config import OwnAlgorithmConfig, parse_config
+from palestra.errors import InvalidAlgorithm
+from unit.algorithms.own_algorithm import Surprise
+
+
+class Right(Algorithm):
+    """REINFORCE with the group's mean as baseline."""
+
+    def advantages(self, groups, forward):
+        found = []
+        for group in groups:
+            rewards = {t.episode.episode_id: t.episode.reward for t in group.trajectories}
+            baseline = np.mean(list(rewards.values()))
+            found += [self.of_row(row, rewards[row.episode_id] - baseline, group) for row in group.rows]
+        return TokenAdvantages(advantages=found, metrics={})
+
+    def of_row(self, row, advantage, group):
+        return np.full(len(row.ids), advantage, np.float32)
+
+    def loss(self):
+        return LossSpec(name="importance_sampling")
+
+
+class DividesByDeviation(Right):
+    def of_row(self, row, advantage, group):
+        deviation = np.std([t.episode.reward for t in group.trajectories])
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return np.full(len(row.ids), np.float32(advantage) / np.float32(deviation), np.float32)
+
+
+class PromptsCount(Right):
+    def of_row(self, row, advantage, group):
+        return np.full(len(row.ids), advantage / row.loss_mask.argmax(), np.float32)
+
+
+class PaddingCounts(Right):
+    def of_row(self, row, advantage, group):
+        return np.full(len(row.ids), advantage / (len(row.ids) - row.loss_mask.argmax()), np.float32)
+
+
+class ReadsMaskedNumbers(Right):
+    def of_row(self, row, advantage, group):
+        return np.full(len(row.ids), advantage * np.nan_to_num(row.logprobs).mean(), np.float32)
+
+
+class CallsCount(Right):
+    def of_row(self, row, advantage, group):
+        return np.full(len(row.ids), advantage / (1 + row.calls.max()), np.float32)
+
+
+class RowsCount(Right):
+    def of_row(self, row, advantage, group):
+        return np.full(len(row.ids), advantage / row.loss_mask.sum(), np.float32)
+
+
+class TakesRowsForEpisodes(Right):
+    def advantages(self, groups, forward):
+        found = []
+        for group in groups:
+            of_rows = [group.trajectories[n % len(group.trajectories)] for n in range(len(group.rows))]
+            found += [
+                np.full(len(r.ids), t.episode.reward, np.float32) for r, t in zip(group.rows, of_rows, strict=True)
+            ]
+        return TokenAdvantages(advantages=found, metrics={})
+
+
+class WrongShapes(Right):
+    def of_row(self, row, advantage, group):
+        return np.full(int(row.loss_mask.sum()), advantage, np.float32)
+
+
+class Undeclared(Right):
+    def advantages(self, groups, forward):
+        return TokenAdvantages(advantages=super().advantages(groups, forward).advantages, metrics={"new": 1.0})
+
+
+class Forgets(Right):
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.seen = 0
+
+    def of_row(self, row, advantage, group):
+        return np.full(len(row.ids), advantage + self.seen, np.float32)
+
+    def advantages(self, groups, forward):
+        found = super().advantages(groups, forward)
+        self.seen += 1
+        return found
+
+
+class NoJSON(Right):
+    def state(self):
+        return {"baseline": np.float32(1.0)}
+
+
+class WithLoss(Right):
+    name = ""
+
+    def loss(self):
+        return LossSpec(name=self.name)
+
+
+@dataclass(frozen=True)
+class DividesByTokens(Loss):
+    def __call__(self, inputs):
+        return LossOutput(loss=-inputs.advantages * inputs.logprobs / len(inputs.logprobs), metrics={})
+
+
+@dataclass(frozen=True)
+class AddsUp(Loss):
+    def __call__(self, inputs):
+        return LossOutput(loss=-(inputs.advantages * inputs.logprobs).sum(), metrics={})
+
+
+@dataclass(frozen=True)
+class NoNumber(Loss):
+    def __call__(self, inputs):
+        return LossOutput(
+            loss=inputs.logprobs / inputs.advantages.abs().clamp(min=0) * 0 * inputs.logprobs.log(), metrics={}
+        )
+
+
+@dataclass(frozen=True)
+class UndeclaredMetric(Loss):
+    def __call__(self, inputs):
+        return LossOutput(loss=-inputs.advantages * inputs.logprobs, metrics={"new": Mean(inputs.advantages)})
+
+
+def of(algorithm):
+    return lambda: algorithm(OwnAlgorithmConfig(name="own:Algorithm"))
+
+
+def test_an_algorithm_that_is_right_passes():
+    check_algorithm(of(Right))
+    check_algorithm(of(Surprise))
+
+
+@pytest.mark.parametrize("corrected", [False, True])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_that_ships_passes(name, corrected):
+    settings = {"name": name, "importance_sampling": "token-truncate" if corrected else "none"}
+    check_algorithm(lambda: create_algorithm(parse_config({"algorithm": settings}).algorithm))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "said"),
+    [
+        (
+            DividesByDeviation,
+            "advantage of a token of episode .* is not finite where all rewards of each group are equal",
+        ),
+        (PromptsCount, "tokens that were not sampled matter"),
+        (PaddingCounts, "padding matters"),
+        (ReadsMaskedNumbers, "tokens that were not sampled matter"),
+        (CallsCount, "it matters how an episode is cut into calls"),
+        (RowsCount, "it matters how an episode is cut into rows"),
+        (TakesRowsForEpisodes, "it matters how an episode is cut into rows"),
+        (WrongShapes, "advantages have other shapes than the 9 rows"),
+        (Undeclared, r"metrics \['new'\] are not declared"),
+        (Forgets, "an algorithm that has taken over a checkpoint's state goes on in another way"),
+        (NoJSON, r"state\(\) is not JSON"),
+        (dict, "make.. returns dict, and not a subclass"),
+    ],
+)
+def test_a_mistake_is_named(algorithm, said):
+    with pytest.raises(InvalidAlgorithm, match=said):
+        check_algorithm(dict if algorithm is dict else of(algorithm))
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (DividesByTokens, "it depends on micro-batches"),
+        (AddsUp, r"returns \[\] numbers for 78 tokens; it returns one for each token"),
+        (NoNumber, "or its gradient is not finite"),
+        (UndeclaredMetric, r"reports \['new'\], which its `metrics` do not declare"),
+    ],
+)
+def test_a_mistake_of_a_loss_is_named(monkeypatch, loss, said):
+    monkeypatch.setattr(loss, "name", "mine", raising=False)
+    monkeypatch.setitem(LOSSES, "mine", loss)
+    monkeypatch.setattr(WithLoss, "name", "mine")
+    with pytest.raises(InvalidAlgorithm, match=said):
+        check_algorithm(of(WithLoss))
