@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import numpy as np
 from palestra.algorithms.base import Algorithm, ForwardOutputs, Group
 from palestra.algorithms.loss import Loss, LossInputs
 from palestra.algorithms.losses import build_loss
+from palestra.config import OwnAlgorithmConfig
 from palestra.errors import InvalidAlgorithm
 from palestra.learner.batch import Batch, check_advantages
 from palestra.learner.made_up import GROUPS, made_up_groups, of_token
@@ -27,12 +29,15 @@ Gradients = Mapping[int, float]
 TOLERANCE = 1e-5  # of the largest gradient: float32, added up in another order
 
 
-def check_algorithm(make: Callable[[], Algorithm]) -> None:
+def check_algorithm(
+    algorithm: type[Algorithm] | Callable[[], Algorithm],
+    settings: Mapping[str, bool | int | float | str] | None = None,
+) -> None:
     """Try an algorithm and its loss on made-up episodes, and raise the first mistake found.
 
     Mistakes that are looked for:
 
-    - `make` returns no algorithm, or `advantages`, `loss` or the loss raises;
+    - the class is no subclass of `palestra.Algorithm`; an error that `advantages`, `loss` or the loss raises is raised;
     - advantages or importance weights have other shapes than the rows, or are not finite for a trained token, also
       where all rewards of a group, or of the batch, are equal;
     - the loss is not a number, or is not one number for each token;
@@ -45,18 +50,20 @@ def check_algorithm(make: Callable[[], Algorithm]) -> None:
     - the state is not JSON, or an algorithm that has taken it over goes on in another way.
 
     Args:
-        make: returns a new algorithm each time, such as `lambda: MyAlgorithm(config)`.
+        algorithm: the class; or a function that returns a new algorithm each time, for one that takes other arguments.
+        settings: the class finds them in `self.config.settings`, as from `[algorithm.settings]`. None: none.
 
     Raises:
         InvalidAlgorithm: the message names the rule, and what was found.
     """
+    make = partial(_of_class, algorithm, dict(settings or {})) if isinstance(algorithm, type) else algorithm
     _check_type(make())
     plain = made_up_groups()
-    wanted = _gradients(make(), plain)
+    wanted = token_gradients(make(), plain)
     for rewards, title in ((EQUAL_IN_GROUPS, "of each group"), (EQUAL, "of the batch")):
-        _gradients(make(), made_up_groups(rewards=rewards), f"where all rewards {title} are equal")
+        token_gradients(make(), made_up_groups(rewards=rewards), f"where all rewards {title} are equal")
     for title, groups in _same_episodes():
-        _compare(_gradients(make(), groups), wanted, title)
+        _compare(token_gradients(make(), groups), wanted, title)
     _check_parts(make(), plain)
     _check_state(make)
 
@@ -80,13 +87,29 @@ def _same_episodes() -> list[tuple[str, list[Group]]]:
     ]
 
 
+def _of_class(algorithm: type[Algorithm], settings: dict[str, bool | int | float | str]) -> Algorithm:
+    """Return an algorithm as a job makes it of a user's class."""
+    _check_subclass(algorithm)
+    return algorithm(OwnAlgorithmConfig(name="own:Algorithm", settings=settings))
+
+
+def _check_subclass(found: type) -> None:
+    if not issubclass(found, Algorithm):
+        raise InvalidAlgorithm(f"{found.__name__} is no subclass of palestra.Algorithm")
+
+
 def _check_type(algorithm: object) -> None:
-    if not isinstance(algorithm, Algorithm):
-        raise InvalidAlgorithm(f"make() returns {type(algorithm).__name__}, and not a subclass of palestra.Algorithm")
+    _check_subclass(type(algorithm))
 
 
-def _gradients(algorithm: Algorithm, groups: Sequence[Group], where: str = "") -> Gradients:
-    """Return the gradient of each token, and check all that can be checked of one batch."""
+def token_gradients(algorithm: Algorithm, groups: Sequence[Group], where: str = "") -> Gradients:
+    """Return the gradient of each trained token, by its id, and check all that can be checked of one batch.
+
+    Args:
+        algorithm: gives the advantages and names the loss.
+        groups: made-up groups with rows.
+        where: what is special about the episodes, for messages.
+    """
     rows, loss = _rows(algorithm, groups, where), _loss(algorithm)
     return _of_rows(loss, rows, rows, where)
 
@@ -211,15 +234,15 @@ def _check_parts(algorithm: Algorithm, groups: Sequence[Group]) -> None:
 def _check_state(make: Callable[[], Algorithm]) -> None:
     """Raise unless an algorithm goes on from a checkpoint as if it had not stopped."""
     first, second = make(), make()
-    _gradients(first, made_up_groups())
+    token_gradients(first, made_up_groups())
     try:
         saved = json.loads(json.dumps(first.state(), allow_nan=False))
     except (TypeError, ValueError) as error:
         raise InvalidAlgorithm(f"state() is not JSON: {error}") from error
     second.restore(saved)
     _compare(
-        _gradients(second, made_up_groups()),
-        _gradients(first, made_up_groups()),
+        token_gradients(second, made_up_groups()),
+        token_gradients(first, made_up_groups()),
         "an algorithm that has taken over a checkpoint's state goes on in another way",
     )
 

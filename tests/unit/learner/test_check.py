@@ -139,13 +139,20 @@ class UndeclaredMetric(Loss):
         return LossOutput(loss=-inputs.advantages * inputs.logprobs, metrics={"new": Mean(inputs.advantages)})
 
 
-def of(algorithm):
-    return lambda: algorithm(OwnAlgorithmConfig(name="own:Algorithm"))
-
-
 def test_an_algorithm_that_is_right_passes():
-    check_algorithm(of(Right))
-    check_algorithm(of(Surprise))
+    check_algorithm(Right)
+    check_algorithm(Surprise)
+    check_algorithm(lambda: Right(OwnAlgorithmConfig(name="own:Right")))
+
+
+def test_settings_of_the_class_are_where_it_reads_them():
+    class Scaled(Right):
+        def of_row(self, row, advantage, group):
+            return np.full(len(row.ids), advantage * self.config.settings["scale"], np.float32)
+
+    check_algorithm(Scaled, {"scale": 2.0})
+    with pytest.raises(KeyError, match="scale"):
+        check_algorithm(Scaled)
 
 
 @pytest.mark.parametrize("corrected", [False, True])
@@ -172,12 +179,13 @@ def test_every_algorithm_that_ships_passes(name, corrected):
         (Undeclared, r"metrics \['new'\] are not declared"),
         (Forgets, "an algorithm that has taken over a checkpoint's state goes on in another way"),
         (NoJSON, r"state\(\) is not JSON"),
-        (dict, "make.. returns dict, and not a subclass"),
+        (dict, "dict is no subclass of palestra.Algorithm"),
+        (lambda: 3, "int is no subclass of palestra.Algorithm"),
     ],
 )
 def test_a_mistake_is_named(algorithm, said):
     with pytest.raises(InvalidAlgorithm, match=said):
-        check_algorithm(dict if algorithm is dict else of(algorithm))
+        check_algorithm(algorithm)
 
 
 @pytest.mark.parametrize(
@@ -194,4 +202,4 @@ def test_a_mistake_of_a_loss_is_named(monkeypatch, loss, said):
     monkeypatch.setitem(LOSSES, "mine", loss)
     monkeypatch.setattr(WithLoss, "name", "mine")
     with pytest.raises(InvalidAlgorithm, match=said):
-        check_algorithm(of(WithLoss))
+        check_algorithm(WithLoss)
