@@ -6,17 +6,14 @@ PPO drops the gradient of rare tokens whose probability has grown, which are tho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from palestra.algorithms.base import About
-from palestra.algorithms.baselines import centred_returns
 from palestra.algorithms.loss import LossSpec
 from palestra.algorithms.losses import CISPOLoss
-from palestra.algorithms.policy_gradient import GroupBaseline
+from palestra.algorithms.policy_gradient import ScaledGroupBaseline
 from palestra.config import CISPOConfig
 
 
-class CISPO(GroupBaseline):
+class CISPO(ScaledGroupBaseline):
     """CISPO with the group's mean as baseline; by default ratios have an upper bound only."""
 
     config: CISPOConfig
@@ -27,10 +24,6 @@ class CISPO(GroupBaseline):
         paper="MiniMax 2025, MiniMax-M1, section 3.1, arXiv:2506.13585",
         needs=("groups of at least two episodes",),
     )
-
-    def compare(self, values_G: Sequence[Sequence[float]]) -> list[list[float]]:
-        """Return each value minus the group's mean, scaled as configured; see `centred_returns`."""
-        return centred_returns(values_G, self.config.advantage_scale)
 
     def loss(self) -> LossSpec:
         """Return the policy gradient with bounded weights."""

@@ -12,17 +12,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from palestra.algorithms.base import About, Group
-from palestra.algorithms.baselines import centred_returns
 from palestra.algorithms.credit import Returns
 from palestra.algorithms.loss import LossSpec
-from palestra.algorithms.policy_gradient import GroupBaseline, PolicyGradient, clipped_loss
+from palestra.algorithms.policy_gradient import PolicyGradient, ScaledGroupBaseline, clipped_loss
 from palestra.config import DAPOConfig
 from palestra.types.calls import Chat
 from palestra.types.metrics import Metric
 from palestra.types.records import Trajectory
 
 
-class DAPO(GroupBaseline):
+class DAPO(ScaledGroupBaseline):
     """DAPO: GRPO with a higher upper bound, equal weights of tokens, and a soft penalty of long replies."""
 
     config: DAPOConfig
@@ -41,10 +40,6 @@ class DAPO(GroupBaseline):
             "Share of calls whose reply is longer than (1 - `overlong_share`) x max_tokens.",
         ),
     )
-
-    def compare(self, values_G: Sequence[Sequence[float]]) -> list[list[float]]:
-        """Return each value minus the group's mean, scaled as configured; see `centred_returns`."""
-        return centred_returns(values_G, self.config.advantage_scale)
 
     def returns(self, trajectories: Sequence[Trajectory]) -> list[Returns]:
         """Return the returns of the episodes, each lowered by the longest reply that it credits.

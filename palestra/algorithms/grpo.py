@@ -5,16 +5,13 @@ Shao et al. 2024, "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from palestra.algorithms.base import About
-from palestra.algorithms.baselines import centred_returns
 from palestra.algorithms.loss import LossSpec
-from palestra.algorithms.policy_gradient import GroupBaseline, clipped_loss
+from palestra.algorithms.policy_gradient import ScaledGroupBaseline, clipped_loss
 from palestra.config import GRPOConfig
 
 
-class GRPO(GroupBaseline):
+class GRPO(ScaledGroupBaseline):
     """GRPO, with credit by episode, TimeStep, agent or branch."""
 
     config: GRPOConfig
@@ -25,10 +22,6 @@ class GRPO(GroupBaseline):
         paper="Shao et al. 2024, DeepSeekMath, section 4.1, arXiv:2402.03300",
         needs=("groups of at least two episodes",),
     )
-
-    def compare(self, values_G: Sequence[Sequence[float]]) -> list[list[float]]:
-        """Return each value minus the group's mean, scaled as configured; see `centred_returns`."""
-        return centred_returns(values_G, self.config.advantage_scale)
 
     def loss(self) -> LossSpec:
         """Return the clipped surrogate loss of PPO, with the configured bounds."""

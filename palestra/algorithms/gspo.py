@@ -13,16 +13,15 @@ from dataclasses import replace
 import numpy as np
 
 from palestra.algorithms.base import About, ForwardOutputs, Group, TokenAdvantages
-from palestra.algorithms.baselines import centred_returns
 from palestra.algorithms.loss import LossSpec
 from palestra.algorithms.losses import GSPOLoss
-from palestra.algorithms.policy_gradient import GroupBaseline
+from palestra.algorithms.policy_gradient import ScaledGroupBaseline
 from palestra.config import GSPOConfig
 from palestra.types.calls import Floats
 from palestra.types.records import TrainSample
 
 
-class GSPO(GroupBaseline):
+class GSPO(ScaledGroupBaseline):
     """GSPO; a sequence is an episode, of any number of calls, as in `loss_agg_mode`."""
 
     config: GSPOConfig
@@ -33,10 +32,6 @@ class GSPO(GroupBaseline):
         paper="Zheng et al. 2025, Group Sequence Policy Optimization, arXiv:2507.18071",
         needs=("groups of at least two episodes",),
     )
-
-    def compare(self, values_G: Sequence[Sequence[float]]) -> list[list[float]]:
-        """Return each value minus the group's mean, scaled as configured; see `centred_returns`."""
-        return centred_returns(values_G, self.config.advantage_scale)
 
     def advantages(self, groups: Sequence[Group], forward: ForwardOutputs) -> TokenAdvantages:
         """Return the advantage of each token: of its call or, in the form `sequence`, the mean over its episode.

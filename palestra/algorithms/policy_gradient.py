@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from palestra.algorithms.base import Algorithm, ForwardOutputs, Group, StepOrder, TokenAdvantages
-from palestra.algorithms.baselines import GroupAdvantages, group_advantages
+from palestra.algorithms.baselines import GroupAdvantages, batch_advantages, centred_returns, group_advantages
 from palestra.algorithms.credit import Returns, episode_returns
 from palestra.algorithms.importance import IMPORTANCE_METRICS, importance_weights
 from palestra.algorithms.loss import LossSpec
 from palestra.algorithms.losses import PPOClipLoss
-from palestra.config import ClippedConfig, GroupConfig, PolicyGradientConfig
+from palestra.algorithms.named_rewards import filled_rewards, normalised_rewards
+from palestra.config import ClippedConfig, GroupConfig, PolicyGradientConfig, ScaledGroupConfig
 from palestra.types.calls import Floats
 from palestra.types.metrics import Metric
 from palestra.types.records import TrainSample, Trajectory
@@ -86,10 +88,25 @@ class PolicyGradient(Algorithm):
         Args:
             trajectories: the completed episodes of the group.
         """
-        return [
+        found = [
             episode_returns(trajectory, self.config.credit, self.config.discount, self.step_order)
             for trajectory in trajectories
         ]
+        if self.config.credit != "episode" or all(t.episode.named_rewards is None for t in trajectories):
+            return found
+        rewards = self.named(trajectories)
+        return [
+            replace(returns, values=dict.fromkeys(returns.values, reward))
+            for returns, reward in zip(found, rewards, strict=True)
+        ]
+
+    def named(self, trajectories: Sequence[Trajectory]) -> list[float]:
+        """Return the return of each episode of a group that has named rewards.
+
+        Args:
+            trajectories: the completed episodes of the group.
+        """
+        return filled_rewards(trajectories, self.config)
 
     def _weighed(
         self,
@@ -133,6 +150,28 @@ class GroupBaseline(PolicyGradient):
     def estimate(self, groups: Sequence[Sequence[Returns]]) -> list[GroupAdvantages]:
         """Return the advantages of each group by itself; see `PolicyGradient.estimate`."""
         return [group_advantages(returns, self.compare) for returns in groups]
+
+
+class ScaledGroupBaseline(GroupBaseline):
+    """An algorithm whose baseline is the group's mean return, and whose advantages are scaled as configured."""
+
+    config: ScaledGroupConfig
+
+    def compare(self, values_G: Sequence[Sequence[float]]) -> list[list[float]]:
+        """Return each value minus the group's mean, scaled as configured; see `centred_returns`."""
+        return centred_returns(values_G, "none" if self.config.advantage_scale == "none" else "std")
+
+    def named(self, trajectories: Sequence[Trajectory]) -> list[float]:
+        """Return the return of each episode, with `gdpo` of rewards that are normalised one by one."""
+        if self.config.advantage_scale == "gdpo":
+            return normalised_rewards(trajectories, self.config)
+        return super().named(trajectories)
+
+    def estimate(self, groups: Sequence[Sequence[Returns]]) -> list[GroupAdvantages]:
+        """Return the advantages of each group by itself; with `gdpo` in the batch, for they are normalised by group."""
+        if self.config.advantage_scale == "gdpo":
+            return batch_advantages(groups, self.compare)
+        return super().estimate(groups)
 
 
 def clipped_loss(config: ClippedConfig) -> LossSpec:

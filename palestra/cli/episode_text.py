@@ -28,6 +28,8 @@ def conversation(trajectory: Trajectory) -> Text:
         text.append("no calls\n", style="dim")
     rewards = trajectory.episode.rewards
     text.append("no reward" if rewards is None else f"reward {trajectory.episode.reward:g}", style="bold")
+    for name, value in sorted((trajectory.episode.named_rewards or {}).items()):
+        text.append(f"\n{name}: {'not scored' if value is None else f'{value:g}'}")
     return text
 
 

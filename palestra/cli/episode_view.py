@@ -14,7 +14,7 @@ from rich.text import Text
 from palestra.cli.episode_list import episode_lines
 from palestra.cli.episode_text import conversation
 from palestra.cli.episode_tree import call_tree
-from palestra.config import JobConfig, PolicyConfig, Roles
+from palestra.config import AlgorithmConfig, JobConfig, PolicyConfig, Roles
 from palestra.store.browsing import EpisodeView, browse, list_episodes, read_episode
 from palestra.terminal import TerminalConsole
 from palestra.tokens import TokenRow, TokenTrie, calls_of_final_answers, rows_of
@@ -59,7 +59,7 @@ def _show(console: TerminalConsole, view: EpisodeView, config: JobConfig, unfold
         console.print(Text(f"held by {episode.worker_id}"))
     if episode.metadata:
         console.print(Text(f"metadata: {episode.metadata}"))
-    trained, why = _fate(view, config.players)
+    trained, why = _fate(view, config.players, config.algorithm)
     console.print(why, style="dim")
     trie = TokenTrie(trajectory.chats)
     kept = frozenset(trie.chats)
@@ -79,15 +79,21 @@ def _show(console: TerminalConsole, view: EpisodeView, config: JobConfig, unfold
         console.print(_tokens(row, trained and not policy.frozen, _token_text(config, policy), unfold))
 
 
-def _fate(view: EpisodeView, roles: Roles) -> tuple[bool, str]:
-    """Return whether an episode's tokens are trained, and the reason in words."""
+def _fate(view: EpisodeView, roles: Roles, algorithm: AlgorithmConfig) -> tuple[bool, str]:
+    """Return whether an episode's tokens are trained, and the reason in words.
+
+    Args:
+        view: the episode.
+        roles: whose rewards are learned from.
+        algorithm: may compare the episodes of a group with one another.
+    """
     kind = view.trajectory.episode.kind
     if kind != "train":
         return False, f"never trained: it is {'an ad-hoc' if kind == 'adhoc' else 'a validation'} episode"
     if view.step is None:
         return False, "not trained: it is in no batch yet"
     rewards = [sum(roles.trained_rewards(by_agent).values()) for by_agent in view.group_rewards]
-    if len(set(rewards)) < 2:
+    if algorithm.smallest_group > 1 and len(set(rewards)) < 2:
         return False, f"in the batch of step {view.step}, not trained: all rewards of its group are equal"
     return True, f"trained in step {view.step}; rewards of its group: {', '.join(f'{r:g}' for r in rewards)}"
 

@@ -100,20 +100,22 @@ class AsyncClient:
     async def end_episode(
         self,
         episode: Episode,
-        reward: Reward,
+        reward: Reward | None = None,
         *,
         step_rewards: Sequence[float] | None = None,
         metadata: Mapping[str, Any] | None = None,
+        named_rewards: Mapping[str, float | None] | None = None,
     ) -> None:
         """Hand in the reward of an episode. See `Client.end_episode`, also for errors.
 
         Args:
             episode: the claimed episode.
-            reward: a finite number, or one for each agent by name.
+            reward: a finite number, or one for each agent by name; None: there are named rewards.
             step_rewards: a reward for each TimeStep, in order; None: none.
             metadata: JSON to record with the episode.
+            named_rewards: several rewards of the episode, by name.
         """
-        await self._send(end_call(episode, reward, step_rewards, metadata))
+        await self._send(end_call(episode, reward, step_rewards, metadata, named_rewards))
 
     async def abort_episode(self, episode: Episode, reason: str = "", *, discard: bool = False) -> None:
         """Give an episode back without a reward, because of a failure that is not the policy's doing.
@@ -151,7 +153,9 @@ class AsyncClient:
         try:
             async with renewed(self.heartbeat, episode):
                 yield episode
-                await self.end_episode(episode, _reward_of(episode), metadata=episode.metadata)
+                await self.end_episode(
+                    episode, _reward_of(episode), metadata=episode.metadata, named_rewards=episode.named_rewards
+                )
         except BaseException as error:
             try:
                 await self._send(abort_call(episode, _reason(error), discard=False), GIVE_BACK_SECONDS)
@@ -263,24 +267,27 @@ class Client:
     def end_episode(
         self,
         episode: Episode,
-        reward: Reward,
+        reward: Reward | None = None,
         *,
         step_rewards: Sequence[float] | None = None,
         metadata: Mapping[str, Any] | None = None,
+        named_rewards: Mapping[str, float | None] | None = None,
     ) -> None:
         """Hand in the reward of an episode. When the call returns, the reward is on the server's disk.
 
         Args:
             episode: the claimed episode.
-            reward: a finite number, or one for each agent by name.
+            reward: a finite number, or one for each agent by name; None: there are named rewards.
             step_rewards: a reward for each TimeStep, in order; None: none.
             metadata: JSON to record with the episode; `palestra episodes` shows it.
+            named_rewards: several rewards of the episode, by name, which the job weighs and adds up
+                (`algorithm.reward_weights`). None in place of one: it was not scored, which is not 0.
 
         Raises:
             Conflict: the episode was given to another worker, or ended before with another reward.
             InvalidRequest: a reward is not a finite number, or the metadata is not JSON.
         """
-        self._send(end_call(episode, reward, step_rewards, metadata))
+        self._send(end_call(episode, reward, step_rewards, metadata, named_rewards))
 
     def abort_episode(self, episode: Episode, reason: str = "", *, discard: bool = False) -> None:
         """Give an episode back without a reward, because of a failure that is not the policy's doing.
@@ -329,7 +336,9 @@ class Client:
         try:
             with self._heartbeats.of(episode):
                 yield episode
-                self.end_episode(episode, _reward_of(episode), metadata=episode.metadata)
+                self.end_episode(
+                    episode, _reward_of(episode), metadata=episode.metadata, named_rewards=episode.named_rewards
+                )
         except BaseException as error:
             try:
                 self._send(abort_call(episode, _reason(error), discard=False), GIVE_BACK_SECONDS)
@@ -380,7 +389,7 @@ def _not_given_back(episode: Episode, problem: PalestraError) -> None:
         log.warning("episode %s was not given back, its lease runs out instead: %s", episode.episode_id, problem)
 
 
-def _reward_of(episode: Episode) -> Reward:
-    if episode.reward is None:
+def _reward_of(episode: Episode) -> Reward | None:
+    if episode.reward is None and episode.named_rewards is None:
         raise InvalidRequest(f"episode {episode.episode_id}: set episode.reward before the block ends", "reward")
     return episode.reward

@@ -73,8 +73,8 @@ class ModelEndpoint:
 class Episode:
     """A claimed episode: its task, and the model to play it with.
 
-    Inside `with client.episode()`, set `reward` (a number, or numbers by agent) and optionally `metadata` (JSON to
-    record with the episode); the end of the block hands them in.
+    Inside `with client.episode()`, set `reward` (a number, or numbers by agent) or `named_rewards` (several rewards by
+    name), and optionally `metadata` (JSON to record with the episode); the end of the block hands them in.
     """
 
     episode_id: str
@@ -84,6 +84,7 @@ class Episode:
     policy: ModelEndpoint
     lease_seconds: float
     reward: float | Mapping[str, float] | None = None
+    named_rewards: Mapping[str, float | None] | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
 
     def headers(self, agent: str | None = None, step: int | None = None) -> dict[str, str]:
@@ -120,12 +121,14 @@ class Episode:
 class RolloutResult:
     """What a rollout function may return instead of a plain reward.
 
-    A `reward` of None leaves the episode out of training, without playing it again.
+    A `reward` of None leaves the episode out of training, without playing it again, unless there are named rewards of
+    which one is scored.
     """
 
-    reward: float | Mapping[str, float] | None  # one number, or one by agent; None: not scored
+    reward: float | Mapping[str, float] | None = None  # one number, or one by agent; None: not scored
     step_rewards: Sequence[float] | None = None  # by TimeStep
     metadata: Mapping[str, Any] = field(default_factory=dict)  # JSON; shown by `palestra episodes`
+    named_rewards: Mapping[str, float | None] | None = None  # weighed and added up; None in place of one: not scored
 
 
 def period(episode: Episode) -> float:

@@ -92,27 +92,33 @@ def read_claim(answer: ClaimAnswer) -> tuple[Episode | None, bool]:
 
 def end_call(
     episode: Episode,
-    reward: float | Mapping[str, float],
+    reward: float | Mapping[str, float] | None,
     step_rewards: Sequence[float] | None,
     metadata: Mapping[str, Any] | None,
+    named_rewards: Mapping[str, float | None] | None = None,
 ) -> Call[EpisodeAnswer]:
     """Build the request that hands in a reward. Sent again unchanged, it changes nothing.
 
     Args:
         episode: the claimed episode.
-        reward: a finite number, or one for each agent by name.
+        reward: a finite number, or one for each agent by name; None: there are named rewards.
         step_rewards: a reward for each TimeStep, in order; None: none.
         metadata: JSON to record with the episode; None: none.
+        named_rewards: several rewards of the episode, by name; None in place of one: not scored.
 
     Raises:
         InvalidRequest: a reward is not a finite number, or the metadata is not JSON.
     """
-    by_agent = isinstance(reward, Mapping)
+    if (reward is None) == (named_rewards is None):
+        raise InvalidRequest("an episode ends with a reward or with named rewards", "reward")
     with _checked():
         body = EndEpisode(
             episode_id=episode.episode_id,
-            reward=None if by_agent else _number(reward),
+            reward=None if reward is None or isinstance(reward, Mapping) else _number(reward),
             rewards={agent: _number(value) for agent, value in reward.items()} if isinstance(reward, Mapping) else None,
+            named_rewards=None
+            if named_rewards is None
+            else {name: None if value is None else _number(value) for name, value in named_rewards.items()},
             step_rewards=None if step_rewards is None else tuple(_number(value) for value in step_rewards),
             metadata=dict(metadata or {}),
         )

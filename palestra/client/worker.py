@@ -105,12 +105,17 @@ class Worker:
             async with renewed(self._client.heartbeat, episode):
                 result = await self._call(episode)
                 result = result if isinstance(result, RolloutResult) else RolloutResult(reward=result)
-                if not is_scored(result.reward):
+                named = result.named_rewards
+                if not (is_scored(result.reward) if named is None else set(named.values()) - {None}):
                     await self._client.abort_episode(episode, "not_scored: the rollout returned None", discard=True)
                     self.counts["not_scored"] += 1
                     return
                 await self._client.end_episode(
-                    episode, result.reward, step_rewards=result.step_rewards, metadata=result.metadata
+                    episode,
+                    result.reward,
+                    step_rewards=result.step_rewards,
+                    metadata=result.metadata,
+                    named_rewards=named,
                 )
         except Conflict as error:  # the lease was lost; another worker plays the episode now
             self.counts["lost"] += 1

@@ -18,6 +18,7 @@ from palestra.config.algorithm import (
     RAEConfig,
     ReinforcePPConfig,
     RLOOConfig,
+    ScaledGroupConfig,
 )
 from palestra.config.engine import EmbeddedEngineConfig, EngineConfig, FakeEngineConfig
 from palestra.config.job import (
@@ -76,6 +77,7 @@ __all__ = [
     "Roles",
     "RolloutConfig",
     "SamplingConfig",
+    "ScaledGroupConfig",
     "ServerConfig",
     "StoreConfig",
     "TasksConfig",

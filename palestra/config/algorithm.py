@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal, get_args
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from palestra.config.section import Positive, Section
 
@@ -13,7 +14,7 @@ OWN = "package.module:Class"
 
 
 LossAggMode = Literal["seq-mean-token-mean", "token-mean", "seq-mean-token-sum-norm"]
-AdvantageScale = Literal["std", "none"]
+AdvantageScale = Literal["std", "none", "gdpo"]
 Credit = Literal["episode", "step", "agent", "branch"]
 
 # Meanings of keys that several sections have, some with defaults of their own.
@@ -30,7 +31,11 @@ _CREDIT = (
     "that has one (`planner` for `planner/search`), compared with those of the same agent; `branch`: as `agent`, but "
     "subagents are compared with all that the same parent started."
 )
-_ADVANTAGE_SCALE = "`std`: divide by the group's deviation (GRPO); `none`: do not (Dr. GRPO)."
+_ADVANTAGE_SCALE = (
+    "`std`: divide by the group's deviation (GRPO); `none`: do not (Dr. GRPO); `gdpo`: divide each of an episode's "
+    "`named_rewards` by its own deviation before they are weighed and added up, and the sum by the batch's deviation "
+    "(GDPO: Liu et al. 2026), so that a reward with a small range counts, too."
+)
 _DYNAMIC_SAMPLING = (
     "Groups of a step that may be replaced by groups of tasks to come because their returns are equal, as a multiple "
     "of `rollout.groups_per_step` (DAPO, section 3.2). 0: such groups are part of the step, without a gradient."
@@ -58,10 +63,23 @@ class AlgorithmConfig(Section):
         "weighed as a batch of its own and makes an optimizer step; with several, each epoch draws other parts.",
     )
 
+    reward_weights: dict[str, float] = Field(
+        {}, description="Weights of an episode's `named_rewards`, by name; 1 for a name that is not here."
+    )
+
     @property
     def smallest_group(self) -> int:
         """Return how many episodes a group needs: 2 where the algorithm compares them with one another."""
         return 1
+
+    def weighted_sum(self, named_rewards: Mapping[str, float | None]) -> float:
+        """Return the sum of the named rewards that were scored, each times its weight.
+
+        Args:
+            named_rewards: by name; None: not scored.
+        """
+        scored = {name: value for name, value in sorted(named_rewards.items()) if value is not None}
+        return float(sum(self.reward_weights.get(name, 1.0) * value for name, value in scored.items()))
 
 
 class PolicyGradientConfig(AlgorithmConfig):
@@ -99,11 +117,22 @@ class GroupConfig(ClippedConfig):
         return 2
 
 
-class GRPOConfig(GroupConfig):
+class ScaledGroupConfig(GroupConfig):
+    """What algorithms have whose baseline is the group's mean return."""
+
+    advantage_scale: AdvantageScale = Field("std", description=_ADVANTAGE_SCALE)
+
+    @model_validator(mode="after")
+    def _named_rewards_are_of_episodes(self) -> ScaledGroupConfig:
+        if self.advantage_scale == "gdpo" and self.credit != "episode":
+            raise ValueError("advantage_scale = 'gdpo' normalises rewards of episodes, and needs credit = 'episode'")
+        return self
+
+
+class GRPOConfig(ScaledGroupConfig):
     """GRPO (Shao et al. 2024, DeepSeekMath, section 4.1): a group's mean return is its baseline."""
 
     name: Literal["grpo"] = Field("grpo", description=_NAME)
-    advantage_scale: AdvantageScale = Field("std", description=_ADVANTAGE_SCALE)
 
 
 class DrGRPOConfig(GroupConfig):
@@ -113,14 +142,13 @@ class DrGRPOConfig(GroupConfig):
     loss_agg_mode: LossAggMode = Field("seq-mean-token-sum-norm", description=_LOSS_AGG_MODE)
 
 
-class DAPOConfig(GroupConfig):
+class DAPOConfig(ScaledGroupConfig):
     """DAPO (Yu et al. 2025): GRPO that clips higher, weighs tokens equally, and makes long replies cost reward."""
 
     name: Literal["dapo"] = Field("dapo", description=_NAME)
     loss_agg_mode: LossAggMode = Field("token-mean", description=_LOSS_AGG_MODE)
     dynamic_sampling: int = Field(3, ge=0, le=16, description=_DYNAMIC_SAMPLING)
     clip_high: float = Field(0.28, ge=0, description=_CLIP_HIGH)
-    advantage_scale: AdvantageScale = Field("std", description=_ADVANTAGE_SCALE)
     overlong_share: float = Field(
         0.2,
         ge=0,
@@ -132,13 +160,12 @@ class DAPOConfig(GroupConfig):
     overlong_penalty: float = Field(1.0, ge=0, description="Reward that a reply of max_tokens loses.")
 
 
-class GSPOConfig(GroupConfig):
+class GSPOConfig(ScaledGroupConfig):
     """GSPO (Zheng et al. 2025): GRPO whose probability ratio is that of the whole sequence, for each of its tokens."""
 
     name: Literal["gspo"] = Field("gspo", description=_NAME)
     clip_low: float = Field(3e-4, ge=0, le=1, description=_CLIP_LOW)
     clip_high: float = Field(4e-4, ge=0, description=_CLIP_HIGH)
-    advantage_scale: AdvantageScale = Field("std", description=_ADVANTAGE_SCALE)
     form: Literal["sequence", "token"] = Field(
         "sequence",
         description="`sequence`: all tokens of an episode have one advantage, the mean over its trained tokens "
@@ -147,14 +174,13 @@ class GSPOConfig(GroupConfig):
     )
 
 
-class CISPOConfig(GroupConfig):
+class CISPOConfig(ScaledGroupConfig):
     """CISPO (MiniMax 2025, MiniMax-M1): ratios are bounded as weights of the gradient, and no token is left out."""
 
     name: Literal["cispo"] = Field("cispo", description=_NAME)
     loss_agg_mode: LossAggMode = Field("token-mean", description=_LOSS_AGG_MODE)
     clip_low: float = Field(1.0, ge=0, le=1, description=_CLIP_LOW)
     clip_high: float = Field(4.0, ge=0, description=_CLIP_HIGH)
-    advantage_scale: AdvantageScale = Field("std", description=_ADVANTAGE_SCALE)
 
 
 class RLOOConfig(GroupConfig):
@@ -198,7 +224,9 @@ class OwnAlgorithmConfig(ClippedConfig):
         pattern=r"^[A-Za-z_][A-Za-z0-9_.-]{0,127}:[A-Za-z_][A-Za-z0-9_]{0,63}$",
         description="`package.module:Class`, a subclass of `palestra.Algorithm`.",
     )
-    advantage_scale: AdvantageScale = Field("std", description=_ADVANTAGE_SCALE)
+    advantage_scale: Literal["std", "none"] = Field(
+        "std", description="`std`: divide by the group's deviation (GRPO); `none`: do not (Dr. GRPO)."
+    )
     settings: dict[str, bool | int | float | str] = Field(
         {}, description="Settings of your own, which your class reads from `self.config.settings`."
     )

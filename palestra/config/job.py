@@ -192,7 +192,12 @@ class ServerConfig(Section):
 
 # Keys added since the first runs that can be resumed, with the value that changes nothing; see `digest`.
 _ADDED_TO_ROLLOUT = {"stripped_whitespace": "fork"}
-_ADDED_TO_ALGORITHM: Mapping[str, object] = {"settings": {}, "minibatches": 1, "dynamic_sampling": 0}
+_ADDED_TO_ALGORITHM: Mapping[str, object] = {
+    "settings": {},
+    "minibatches": 1,
+    "dynamic_sampling": 0,
+    "reward_weights": {},
+}
 
 
 class JobConfig(Section):

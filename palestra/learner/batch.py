@@ -12,6 +12,7 @@ import numpy as np
 
 from palestra.algorithms.base import Algorithm, ForwardOutputs, Group, TokenAdvantages
 from palestra.algorithms.loss import part_scale, token_weights
+from palestra.algorithms.named_rewards import reward_means
 from palestra.config import AlgorithmConfig, LossAggMode, Roles
 from palestra.errors import InvalidAlgorithm
 from palestra.learner.shares import share_of
@@ -280,6 +281,7 @@ def _rollout_metrics(shares: Sequence[Trajectory]) -> dict[str, float]:
         "train/reward_mean": float(np.mean(rewards)),
         "train/reward_std": float(np.std(rewards)),
         "train/episodes": float(len(shares)),
+        **{f"train/rewards/{name}": mean for name, mean in reward_means(shares).items()},
         "rollout/truncated_share": float(np.mean([c.finish_reason == "length" for c in calls])) if calls else 0.0,
         "rollout/drift_share": sum(forks[reason] for reason in forks if reason.is_drift) / max(len(calls), 1),
     } | {f"rollout/forks_{reason.value}": float(forks[reason]) for reason in ForkReason}

@@ -7,6 +7,7 @@ from functools import partial
 from fastapi import APIRouter, Depends, FastAPI
 from starlette.requests import Request
 
+from palestra.config import AlgorithmConfig
 from palestra.errors import InvalidRequest, ServerStopping
 from palestra.http.app import request_schema
 from palestra.http.bodies import parse_body, read_request, read_with
@@ -89,11 +90,11 @@ def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
         """Hand in the reward; the answer comes when it is on disk. Sent again, the same body gets the same answer."""
         body = await read_request(EndEpisode, request, plane.pool)
         key = await keys.require_this_episode(request, body.episode_id, episodes)
-        if (body.reward is None) == (body.rewards is None):
-            raise InvalidRequest("give either reward or rewards", "reward")
-        rewards = body.rewards if body.rewards is not None else {SOLE_AGENT: float(body.reward or 0.0)}
+        rewards = _rewards(body, plane.config.algorithm)
         plane.workers.mark_finished(key.episode_id, key.fence)
-        await episodes.end(key.episode_id, key.fence, rewards, body.step_rewards, body.metadata)
+        await episodes.end(
+            key.episode_id, key.fence, rewards, body.step_rewards, body.metadata, named_rewards=body.named_rewards
+        )
         return EpisodeAnswer(episode_id=key.episode_id, state="completed")
 
     @routes.post("/abort_episode", openapi_extra=request_schema(AbortEpisode))
@@ -164,3 +165,22 @@ def _claimed(plane: DataPlane, episode: EpisodeRecord, request: Request) -> Clai
 
 def _state(plane: DataPlane) -> str:
     return plane.progress.state.value
+
+
+def _rewards(body: EndEpisode, algorithm: AlgorithmConfig) -> dict[str, float]:
+    """Return the rewards of an episode by agent.
+
+    Args:
+        body: has one reward, rewards by agent, or rewards by name.
+        algorithm: weighs named rewards.
+
+    Raises:
+        InvalidRequest: the body has none or several of these, or no named reward is scored.
+    """
+    if sum(given is not None for given in (body.reward, body.rewards, body.named_rewards)) != 1:
+        raise InvalidRequest("give either reward, rewards or named_rewards", "reward")
+    if body.named_rewards is not None:
+        if all(value is None for value in body.named_rewards.values()):
+            raise InvalidRequest("no named reward is scored; discard the episode with /abort_episode", "named_rewards")
+        return {SOLE_AGENT: algorithm.weighted_sum(body.named_rewards)}
+    return body.rewards if body.rewards is not None else {SOLE_AGENT: float(body.reward or 0.0)}

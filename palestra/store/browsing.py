@@ -74,6 +74,7 @@ def browse(path: Path) -> Iterator[Connection]:
     engine = open_engine(path, "FULL", read_only=True)
     try:
         with engine.begin() as connection:
+            _complete_older(connection)
             yield connection
     except PalestraError:
         raise
@@ -81,6 +82,21 @@ def browse(path: Path) -> Iterator[Connection]:
         raise store_error(path, error) from error
     finally:
         engine.dispose()
+
+
+def _complete_older(connection: Connection) -> None:
+    """Let statements of this version read the file of an earlier one, which may not be changed.
+
+    A temporary view of each table that lacks columns takes the table's name, and has NULL in their places.
+    """
+    for table in (episodes, chats):
+        found = {row[1] for row in connection.exec_driver_sql(f"PRAGMA main.table_info({table.name})")}
+        missing = [column.name for column in table.columns if column.name not in found]
+        if found and missing:
+            nulls = ", ".join(f"NULL AS {name}" for name in missing)
+            connection.exec_driver_sql(
+                f"CREATE TEMP VIEW {table.name} AS SELECT *, {nulls} FROM main.{table.name}"  # names of ours
+            )
 
 
 def list_episodes(connection: Connection, kind: str | None, state: str | None, limit: int) -> list[EpisodeSummary]:

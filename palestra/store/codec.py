@@ -74,6 +74,7 @@ def episode_of(row: Any) -> EpisodeRecord:
         metadata=orjson.loads(row.metadata),
         worker_id=row.worker_id,
         lease_seconds=row.lease_seconds,
+        named_rewards=None if row.named_rewards is None else orjson.loads(row.named_rewards),
     )
 
 

@@ -161,6 +161,7 @@ class Episodes:
         step_rewards: Sequence[float] | None,
         metadata: Mapping[str, Any],
         step_times: Sequence[StepTimes] | None = None,
+        named_rewards: Mapping[str, float | None] | None = None,
     ) -> bool:
         """Complete an episode with its rewards, in one transaction.
 
@@ -171,6 +172,7 @@ class Episodes:
             step_rewards: one for each TimeStep; None: the reward is for the whole episode.
             metadata: what the worker says about the episode, for people.
             step_times: one for each TimeStep; None: not known.
+            named_rewards: of which `rewards` is the weighted sum; None: there are none.
 
         Returns:
             True if the episode was completed now; False if it was before, with the same body.
@@ -182,7 +184,9 @@ class Episodes:
         """
         now = self._clock.now()
         first = await self._db.write(
-            lambda c: lifecycle.complete(c, episode_id, fence, rewards, step_rewards, step_times, metadata, now),
+            lambda c: lifecycle.complete(
+                c, episode_id, fence, rewards, step_rewards, step_times, metadata, now, named_rewards
+            ),
             "end_commit",
         )
         if first:

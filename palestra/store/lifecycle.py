@@ -193,6 +193,7 @@ def complete(
     step_times: Sequence[StepTimes] | None,
     extra: Mapping[str, Any],
     now: float,
+    named_rewards: Mapping[str, float | None] | None = None,
 ) -> bool:
     """Complete an episode: CLAIMED → COMPLETED. One statement writes its rewards and its state.
 
@@ -205,6 +206,7 @@ def complete(
         step_times: one for each TimeStep; None: not known.
         extra: what the worker says about the episode, for people.
         now: Unix seconds.
+        named_rewards: of which `rewards` is the weighted sum; None: there are none.
 
     Returns:
         True if the episode was completed now; False if it was before, with the same body.
@@ -219,6 +221,8 @@ def complete(
         "step_rewards": None if step_rewards is None else to_json(list(step_rewards)),
         "metadata": to_json(dict(extra)),
     }
+    if named_rewards is not None:  # else the digest is that of a version without named rewards
+        body["named_rewards"] = to_json(dict(named_rewards))
     digest = hashlib.sha256(to_json(sorted(body.items())).encode()).hexdigest()
     body["step_times"] = None if step_times is None else to_json([list(times) for times in step_times])
     row = _BY_ID.row(connection, {"episode_id": episode_id})

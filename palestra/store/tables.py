@@ -64,6 +64,7 @@ episodes = Table(
     Column("claim_request_id", String, unique=True),
     Column("rewards", Text),
     Column("step_rewards", Text),
+    Column("named_rewards", Text),  # {name: reward or null}; NULL: there are none
     Column("step_times", Text),  # [[observed, acted or null], …]; NULL: not known
     Column("metadata", Text, nullable=False, default="{}"),
     Column("end_digest", String),
@@ -149,6 +150,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "ALTER TABLE manifests DROP COLUMN incarnation",
         "ALTER TABLE manifests DROP COLUMN n",
     ),
+    ("ALTER TABLE episodes ADD COLUMN named_rewards TEXT",),
 )
 
 

@@ -37,6 +37,11 @@ METRICS = (
         "without those that a frozen policy plays.",
     ),
     Metric("train/reward_std", "reward", "Population standard deviation of the same rewards."),
+    Metric(
+        "train/rewards/NAME",
+        "reward",
+        "Mean of the named reward NAME over the batch's episodes in which it was scored; of each such name.",
+    ),
     Metric("train/episodes", "episodes", "Completed episodes in the batch."),
     Metric("train/groups_zero_variance", "groups", "Groups whose rewards are all equal: advantage 0, skipped."),
     Metric("train/groups_dropped", "groups", "Groups of this step that lost too many episodes and were replaced."),

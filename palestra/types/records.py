@@ -49,12 +49,14 @@ class EpisodeRecord:
         fence: fencing token: grows with every claim, so that requests under an old lease are refused; 0 before the
             first.
         attempts: claims used so far.
-        rewards: by agent; None until the episode is completed.
+        rewards: by agent; None until the episode is completed. Of an episode with named rewards, their weighted sum.
         step_rewards: by TimeStep; None: the reward is for the whole episode.
         step_times: by TimeStep; None: a worker outside of the server played it.
         metadata: what the worker handed in with the reward, JSON.
         worker_id: of the newest claim.
         lease_seconds: how long a claim is valid without a call or heartbeat.
+        named_rewards: the rewards of which the episode's is the weighted sum, by name; None in place of one: it was not
+            scored, which is not 0. None: the episode has no named rewards.
     """
 
     episode_id: str
@@ -71,6 +73,7 @@ class EpisodeRecord:
     metadata: dict[str, Any]
     worker_id: str | None
     lease_seconds: float
+    named_rewards: dict[str, float | None] | None = None
 
     @property
     def reward(self) -> float | None:

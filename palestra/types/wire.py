@@ -52,6 +52,8 @@ def _short(data: dict[str, JsonValue]) -> dict[str, JsonValue]:
 MAX_REWARD = 1e9
 Reward = Annotated[float, Field(allow_inf_nan=False, strict=True, ge=-MAX_REWARD, le=MAX_REWARD)]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
+RewardName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]  # a part of the name of a metric
+MAX_NAMED = 32
 
 
 class Body(BaseModel):
@@ -158,9 +160,14 @@ class EndEpisode(Body):
     """
 
     episode_id: Name
-    reward: Reward | None = Field(None, description="One reward for the episode; or `rewards`.")
+    reward: Reward | None = Field(None, description="One reward for the episode; or `rewards`, or `named_rewards`.")
     rewards: Annotated[dict[Name, Reward], Field(min_length=1, max_length=MAX_REWARDED_AGENTS)] | None = Field(
         None, description="Rewards by agent, of at least one."
+    )
+    named_rewards: Annotated[dict[RewardName, Reward | None], Field(min_length=1, max_length=MAX_NAMED)] | None = Field(
+        None,
+        description="Several rewards of the episode by name, of which at least one is scored: null was not scored, "
+        "which is not 0. The episode's reward is their sum, weighed by `algorithm.reward_weights`.",
     )
     step_rewards: Annotated[tuple[Reward, ...], Field(max_length=MAX_REWARDED_STEPS)] | None = Field(
         None, description="Rewards by TimeStep."

@@ -172,3 +172,25 @@ def test_a_run_that_never_calls_the_model_says_so(tmp_path, capsys):
     result = palestra.train(lambda task, policy: 1.0, TASKS, config(tmp_path, steps=1))
     assert result.metrics[-1]["train/episodes_without_tokens"] == 6
     assert "warning: 6 of 6 episodes of step 1 never called the model" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_named_rewards_of_a_rollout_are_kept_weighed_and_measured(tmp_path):
+    def rollout(task, policy):
+        return RolloutResult(named_rewards={"right": True, "length": 4, "style": None})
+
+    weighed = config(tmp_path, steps=1, algorithm={"reward_weights": {"length": -0.25}})
+    result = palestra.train(rollout, TASKS, weighed, quiet=True)
+    for row in episodes(tmp_path):
+        assert json.loads(row["rewards"]) == {"agent": 0.0}
+        assert json.loads(row["named_rewards"]) == {"right": 1.0, "length": 4.0, "style": None}
+    last = result.metrics[-1]
+    assert (last["train/rewards/right"], last["train/rewards/length"], last["train/reward_mean"]) == (1.0, 4.0, 0.0)
+    assert "train/rewards/style" not in last
+
+
+def test_a_rollout_of_which_no_named_reward_is_scored_is_left_out(tmp_path):
+    rollout = Sometimes(RolloutResult(named_rewards={"right": None, "style": None}))
+    palestra.train(rollout, TASKS, config(tmp_path), quiet=True, concurrency=1)
+    left_out = [row for row in episodes(tmp_path) if row["state"] == "discarded"]
+    assert len(left_out) == rollout.given > 0
+    assert {row["reason"].partition(":")[0] for row in left_out} == {"not_scored"}

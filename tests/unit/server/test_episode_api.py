@@ -22,3 +22,42 @@ async def test_a_claim_names_the_policy_and_the_version_that_the_engine_samples_
                 episode = answer.json()["episode"]
                 assert (episode["model"], episode["version"]) == ("actor", str(version))
                 assert episode["policies"] == {"actor": str(version)}
+
+
+async def test_named_rewards_are_weighed_added_up_and_kept(tmp_path):
+    config = JobConfig.model_validate(
+        {
+            "run_dir": tmp_path,
+            "server": {"port": 0},
+            "engine": {"kind": "fake"},
+            "algorithm": {"reward_weights": {"short": 0.25}},
+        }
+    )
+    async with local_job(config, lambda kind, data: None) as job:
+        await job.plane.store.groups.register("train", 0, 1, TASK, 2)
+        async with httpx2.AsyncClient(base_url=job.url) as http:
+
+            async def send(path, key, **body):
+                return await http.post(path, json=body, headers={"Authorization": f"Bearer {key}"})
+
+            claimed = await send("/claim_episode", job.api_key, worker_id="w", request_id="r")
+            episode = claimed.json()["episode"]
+            name, key = episode["episode_id"], episode["api_key"]
+            named = {"right": 1.0, "short": 8, "style": None}
+            for wrong, said in (
+                ({"named_rewards": {"right": None}}, "no named reward is scored"),
+                ({"named_rewards": named, "reward": 1.0}, "give either reward, rewards or named_rewards"),
+                ({}, "give either reward, rewards or named_rewards"),
+                ({"named_rewards": {"a/b": 1.0}}, "named_rewards"),
+                ({"named_rewards": {}}, "named_rewards"),
+            ):
+                answer = await send("/end_episode", key, episode_id=name, **wrong)
+                assert answer.status_code == 422
+                assert said in answer.text
+            for _ in range(2):  # sent again, the same body gets the same answer
+                answer = await send("/end_episode", key, episode_id=name, named_rewards=named)
+                assert (answer.status_code, answer.json()["state"]) == (200, "completed")
+            answer = await send("/end_episode", key, episode_id=name, named_rewards=named | {"style": 0.0})
+            assert answer.status_code == 409, "not scored is not 0"
+        ((_, (first, _)),) = await job.plane.store.groups.of_step("train", 1)
+        assert (first.reward, first.named_rewards) == (3.0, {"right": 1.0, "short": 8.0, "style": None})

@@ -1,0 +1,86 @@
+"""Several rewards of an episode by name: what stands in place of one that was not scored, and normalisation of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from palestra.algorithms.baselines import centred_returns
+from palestra.config import AlgorithmConfig
+from palestra.types.records import Trajectory
+
+
+def filled_rewards(trajectories: Sequence[Trajectory], config: AlgorithmConfig) -> list[float]:
+    """Return the reward of each episode of a group, where a reward that was not scored is the mean of the scored ones.
+
+    So an episode is neither better nor worse than its group for what was not scored of it: as a 0 it would be.
+
+    Args:
+        trajectories: the completed episodes of the group; those without named rewards keep their reward.
+        config: the weights.
+    """
+    names = _names(trajectories)
+    means = {name: _mean([value for value in _column(trajectories, name) if value is not None]) for name in names}
+    return [
+        _total(trajectory)
+        if (given := trajectory.episode.named_rewards) is None
+        else config.weighted_sum({name: _or(given.get(name), means[name]) for name in names})
+        for trajectory in trajectories
+    ]
+
+
+def normalised_rewards(trajectories: Sequence[Trajectory], config: AlgorithmConfig) -> list[float]:
+    """Return for each episode of a group the weighted sum of its rewards, each normalised in the group before.
+
+    Liu et al. 2026, "GDPO: Group reward-Decoupled Normalization Policy Optimization", equation 4. A reward that was not
+    scored adds 0, which is the mean of the others.
+
+    Args:
+        trajectories: the completed episodes of the group; the reward of one without named rewards has the name "".
+        config: the weights.
+    """
+    found = [0.0] * len(trajectories)
+    for name in _names(trajectories):
+        values = [[] if value is None else [value] for value in _column(trajectories, name)]
+        for place, advantages in enumerate(centred_returns(values, "std")):
+            found[place] += config.weighted_sum({name: advantages[0] if advantages else None})
+    return found
+
+
+def reward_means(trajectories: Sequence[Trajectory]) -> Mapping[str, float]:
+    """Return the mean of each named reward over the episodes in which it was scored, by name."""
+    named = [trajectory for trajectory in trajectories if trajectory.episode.named_rewards is not None]
+    found = {}
+    for name in _names(named):
+        if scored := [value for value in _column(named, name) if value is not None]:
+            found[name] = _mean(scored)
+    return found
+
+
+def _names(trajectories: Sequence[Trajectory]) -> list[str]:
+    """Return the names of rewards of any of the episodes, in alphabetical order."""
+    return sorted({name for trajectory in trajectories for name in _named(trajectory)})
+
+
+def _named(trajectory: Trajectory) -> Mapping[str, float | None]:
+    """Return the named rewards of an episode; one without names has a reward without a name."""
+    given = trajectory.episode.named_rewards
+    return {"": _total(trajectory)} if given is None else given
+
+
+def _column(trajectories: Sequence[Trajectory], name: str) -> list[float | None]:
+    """Return one reward of each episode; None where it was not scored."""
+    return [_named(trajectory).get(name) for trajectory in trajectories]
+
+
+def _total(trajectory: Trajectory) -> float:
+    reward = trajectory.episode.reward
+    assert reward is not None
+    return reward
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def _or(value: float | None, other: float) -> float:
+    return other if value is None else value

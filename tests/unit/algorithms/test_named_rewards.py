@@ -1,0 +1,110 @@
+"""Named rewards against TRL's two ways of adding them up (`multi_objective_aggregation`), written out with numpy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from palestra.algorithms.base import Group
+from palestra.algorithms.named_rewards import reward_means
+from palestra.algorithms.registry import create_algorithm
+from palestra.config import parse_config
+from palestra.errors import ConfigError
+from unit.building import make_chat, make_sample, make_trajectory
+
+WEIGHTS = {"right": 1.0, "short": 0.25}
+NAMED = [
+    [{"right": 1.0, "short": 30.0}, {"right": 0.0, "short": 10.0}, {"right": 0.0, "short": 20.0}],
+    [{"right": 0.0, "short": 5.0}, {"right": 1.0, "short": 5.0}, {"right": 1.0, "short": 8.0}],
+]
+
+
+def made(name: str = "grpo", **settings):
+    return create_algorithm(
+        parse_config({"algorithm": {"name": name, "reward_weights": WEIGHTS, **settings}}).algorithm
+    )
+
+
+def groups_of(named) -> list[Group]:
+    found = []
+    for number, of_group in enumerate(named):
+        episodes, rows = [], []
+        for place, rewards in enumerate(of_group):
+            name = f"train-{number:06d}-{place:02d}"
+            scored = sum(WEIGHTS[key] * value for key, value in rewards.items() if value is not None)
+            episode = make_trajectory(number, place, scored, [make_chat(name)])
+            episodes.append(replace(episode, episode=replace(episode.episode, named_rewards=rewards)))
+            rows.append(make_sample([1, 2, 3, 4, 5], [3, 4], name=name))
+        found.append(Group(trajectories=tuple(episodes), rows=tuple(rows)))
+    return found
+
+
+def advantages(algorithm, named) -> np.ndarray:
+    found = algorithm.advantages(groups_of(named), {}).advantages
+    return np.array([column[3] for column in found]).reshape(len(named), -1)
+
+
+def columns(named) -> np.ndarray:
+    """[groups, episodes, names], NaN where not scored."""
+    return np.array([[[np.nan if r[k] is None else r[k] for k in WEIGHTS] for r in group] for group in named])
+
+
+def test_the_weighted_sum_is_the_reward():
+    rewards = columns(NAMED) @ np.array(list(WEIGHTS.values()))
+    centred = rewards - rewards.mean(1, keepdims=True)
+    wanted = centred / (rewards.std(1, ddof=1, keepdims=True) + 1e-4)
+    np.testing.assert_allclose(advantages(made(), NAMED), wanted, atol=1e-6)
+    np.testing.assert_allclose(advantages(made("dr_grpo"), NAMED), centred, atol=1e-6)
+
+
+def test_gdpo_normalises_each_reward_in_its_group_and_the_sum_in_the_batch():
+    """TRL's `normalize_then_sum`, line by line; in the sum each reward counts by its weight, whatever its range."""
+    grouped = columns(NAMED)
+    each = (grouped - grouped.mean(1, keepdims=True)) / (grouped.std(1, ddof=1, keepdims=True) + 1e-4)
+    summed = each @ np.array(list(WEIGHTS.values()))
+    wanted = (summed - summed.mean()) / (summed.std(ddof=1) + 1e-4)
+    np.testing.assert_allclose(advantages(made(advantage_scale="gdpo"), NAMED), wanted, atol=1e-6)
+    larger = [[{**r, "short": 1000 * r["short"]} for r in group] for group in NAMED]
+    np.testing.assert_allclose(advantages(made(advantage_scale="gdpo"), larger), wanted, atol=1e-3)
+
+
+@pytest.mark.parametrize("scale", ["std", "none", "gdpo"])
+def test_a_reward_that_was_not_scored_is_neither_good_nor_bad(scale):
+    """Its episode stands where it would if it had the mean of those that were scored; as a 0 it would be the worst."""
+    unscored = [[{"right": 1.0, "short": None}, {"right": 1.0, "short": 10.0}, {"right": 1.0, "short": 20.0}]]
+    first, low, high = advantages(made(advantage_scale=scale), unscored)[0]
+    assert (first, low < 0 < high) == (pytest.approx(0.0, abs=1e-6), True)
+
+
+def test_where_no_episode_of_a_group_was_scored_the_name_counts_nothing():
+    unscored = [[{"right": 1.0, "short": None}, {"right": 0.0, "short": None}]]
+    found = advantages(made(advantage_scale="none"), unscored)
+    np.testing.assert_allclose(found, [[0.5, -0.5]])
+    assert made().learns_from(groups_of([[{"right": 1.0, "short": None}] * 2])[0].trajectories) is False
+
+
+def test_gdpo_learns_where_the_sum_of_a_group_is_equal_and_its_parts_are_not():
+    """Two rewards that cancel out in the sum, of which one has a smaller range."""
+    named = [[{"right": 1.0, "short": 0.0}, {"right": 0.0, "short": 4.0}, {"right": 0.5, "short": 2.0}]]
+    groups = groups_of(named)
+    assert made().learns_from(groups[0].trajectories) is False
+    assert made(advantage_scale="gdpo").learns_from(groups[0].trajectories) is True
+
+
+def test_the_mean_of_each_name_is_over_the_episodes_in_which_it_was_scored():
+    named = [[{"right": 1.0, "short": None}, {"right": 0.0, "short": 4.0}], [{"other": -1.0}, {"right": 0.5}]]
+    episodes = [trajectory for group in named for trajectory in _episodes(group)]
+    assert reward_means(episodes) == {"other": -1.0, "right": 0.5, "short": 4.0}
+    assert reward_means([make_trajectory(0, 0, 1.0, [make_chat()])]) == {}
+
+
+def _episodes(named):
+    plain = [make_trajectory(0, place, 0.0, [make_chat()]) for place in range(len(named))]
+    return [replace(t, episode=replace(t.episode, named_rewards=n)) for t, n in zip(plain, named, strict=True)]
+
+
+def test_gdpo_is_of_rewards_of_episodes():
+    with pytest.raises(ConfigError, match="needs credit = 'episode'"):
+        made(advantage_scale="gdpo", credit="step")
