@@ -130,7 +130,7 @@ class GroupBaseline(PolicyGradient):
     config: GroupConfig
 
     def __init__(self, config: GroupConfig, step_order: StepOrder = "observed") -> None:
-        """Keep the settings; see `PolicyGradient`."""
+        """Keep the settings, and allow as many groups to be replaced as configured; see `PolicyGradient`."""
         super().__init__(config, step_order)
         self.dynamic_sampling = config.dynamic_sampling
 

@@ -34,7 +34,7 @@ class RAE(PolicyGradient):
     )
 
     def __init__(self, config: RAEConfig, step_order: StepOrder = "observed") -> None:
-        """Start without baselines; see `Algorithm`."""
+        """Keep the settings, and start without baselines; see `Algorithm`."""
         super().__init__(config, step_order)
         self._baselines: dict[str, float] = {}
 

@@ -47,7 +47,7 @@ def check_algorithm(
     - it matters how an episode is cut into calls and rows, or in which order the rows of a group are;
     - the loss of a batch is not the sum of the losses of its parts: a loss that divides by the number of its tokens
       would depend on micro-batches;
-    - the state is not JSON, or an algorithm that has taken it over goes on in another way.
+    - the state is not JSON, or an algorithm that has taken it over gives other advantages than the first one.
 
     Args:
         algorithm: the class; or a function that returns a new algorithm each time, for one that takes other arguments.
@@ -232,7 +232,7 @@ def _check_parts(algorithm: Algorithm, groups: Sequence[Group]) -> None:
 
 
 def _check_state(make: Callable[[], Algorithm]) -> None:
-    """Raise unless an algorithm goes on from a checkpoint as if it had not stopped."""
+    """Raise unless an algorithm continues from a checkpoint as if it had not stopped."""
     first, second = make(), make()
     token_gradients(first, made_up_groups())
     try:
@@ -243,7 +243,7 @@ def _check_state(make: Callable[[], Algorithm]) -> None:
     _compare(
         token_gradients(second, made_up_groups()),
         token_gradients(first, made_up_groups()),
-        "an algorithm that has taken over a checkpoint's state goes on in another way",
+        "an algorithm that has taken over a checkpoint's state gives another gradient than one that has not stopped",
     )
 
 

@@ -73,11 +73,19 @@ def of_token(row: TrainSample, name: str) -> Floats:
 
 
 def _logprobs(ids: np.ndarray) -> np.ndarray:
-    """Return the logprob at sampling of each token, between -2.5 and -0.5."""
+    """Return the logprob at sampling of each of N tokens, [N], between -2.5 and -0.5."""
     return -1.5 + np.cos(ids * 1.7)
 
 
 def _chats(name: str, ids: np.ndarray, prompt: int, calls: int) -> tuple[Chat, ...]:
+    """Return the calls of an episode, which share out its sampled tokens.
+
+    Args:
+        name: of the episode.
+        ids: int32 [C], the sampled tokens.
+        prompt: tokens before the first of them.
+        calls: number of calls.
+    """
     found: list[Chat] = []
     for index, part in enumerate(np.array_split(ids, calls)):
         parent = found[-1] if found else None
@@ -132,7 +140,18 @@ def _trajectory(name: str, number: int, place: int, reward: float, chats: tuple[
 def _rows(
     name: str, ids: np.ndarray, prompt: int, pad: int, beside: float, calls: int, rows: int, weight: float
 ) -> list[TrainSample]:
-    """Return the rows of an episode, each of which trains the tokens of some of its calls."""
+    """Return the rows of an episode, each of which trains the tokens of some of its calls.
+
+    Args:
+        name: of the episode.
+        ids: int32 [C], the sampled tokens.
+        prompt: tokens before the first of them.
+        pad: tokens after the last of them.
+        beside: logprob that stands where a token was not sampled.
+        calls: number of calls.
+        rows: number of rows.
+        weight: loss weight of each token.
+    """
     row = np.concatenate([np.full(prompt, _PROMPT_ID), ids, np.full(pad, _PADDING_ID)]).astype(np.int32)
     of_call = np.full(len(row), -1, np.int32)
     of_call[prompt : prompt + len(ids)] = np.concatenate(

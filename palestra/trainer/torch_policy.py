@@ -153,7 +153,12 @@ class TorchPolicy:
         return means
 
     def _inputs(self, logprobs: Tensor, targets: Mapping[str, Tensor]) -> LossInputs:
-        """Return the inputs of a loss for the tokens of a micro-batch, from the results of `_forward`."""
+        """Return the inputs of a loss for the tokens of a micro-batch.
+
+        Args:
+            logprobs: float32 [T], from `_forward`.
+            targets: the columns of `_forward`.
+        """
         return LossInputs(
             logprobs=logprobs,
             sampling_logprobs=targets["sampling_logprobs"],

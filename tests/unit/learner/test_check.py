@@ -177,7 +177,7 @@ def test_every_algorithm_that_ships_passes(name, corrected):
         (TakesRowsForEpisodes, "it matters how an episode is cut into rows"),
         (WrongShapes, "advantages have other shapes than the 9 rows"),
         (Undeclared, r"metrics \['new'\] are not declared"),
-        (Forgets, "an algorithm that has taken over a checkpoint's state goes on in another way"),
+        (Forgets, "an algorithm that has taken over a checkpoint's state gives another gradient"),
         (NoJSON, r"state\(\) is not JSON"),
         (dict, "dict is no subclass of palestra.Algorithm"),
         (lambda: 3, "int is no subclass of palestra.Algorithm"),
