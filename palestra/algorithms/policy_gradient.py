@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 
@@ -30,7 +31,7 @@ class PolicyGradient(Algorithm):
     """An algorithm that gives every token of a call the advantage of the call's return over a baseline."""
 
     config: PolicyGradientConfig
-    metrics = (
+    metrics: ClassVar[tuple[Metric, ...]] = (
         Metric(
             "calls_without_peers",
             "calls",
