@@ -1,0 +1,35 @@
+"""`palestra algorithms`: the list, and what it says of one."""
+
+from __future__ import annotations
+
+import pytest
+
+from palestra.algorithms.registry import ALGORITHMS
+from palestra.cli.main import main
+from palestra.config import parse_config
+
+
+def test_all_are_listed_with_what_is_special_about_them(capsys):
+    assert main(["algorithms"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for name, algorithm in ALGORITHMS.items():
+        assert any(line.split()[:1] == [name] and line.endswith(algorithm.about.summary) for line in lines)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_one_is_shown_with_formula_paper_needs_and_every_setting_with_its_default(name, capsys):
+    assert main(["algorithms", name]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    about = ALGORITHMS[name].about
+    for text in (about.formula, about.paper, *about.needs):
+        assert " ".join(text.split()) in shown
+    settings = type(parse_config({"algorithm": {"name": name}}).algorithm).model_fields
+    for key, field in settings.items():
+        if key != "name":
+            default = f'"{field.default}"' if isinstance(field.default, str) else str(field.default).lower()
+            assert f"{key} = {default} {' '.join(field.description.split())}" in shown
+
+
+def test_an_unknown_one_is_named_with_the_nearest(capsys):
+    assert main(["algorithms", "gpro"]) == 2
+    assert "did you mean 'grpo'? (known: grpo, dr_grpo, dapo" in capsys.readouterr().err
