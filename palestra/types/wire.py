@@ -166,6 +166,7 @@ class EndEpisode(Body):
     )
     named_rewards: Annotated[dict[RewardName, Reward | None], Field(min_length=1, max_length=MAX_NAMED)] | None = Field(
         None,
+        exclude_if=lambda named: named is None,  # a server of an earlier version refuses keys that it does not know
         description="Several rewards of the episode by name, of which at least one is scored: null was not scored, "
         "which is not 0. The episode's reward is their sum, weighed by `algorithm.reward_weights`.",
     )

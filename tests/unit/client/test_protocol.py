@@ -82,6 +82,15 @@ def test_any_number_is_a_reward(reward, wanted):
     }
 
 
+def test_named_rewards_take_the_place_of_a_reward_and_none_of_them_stays_none():
+    found = body(end_call(EPISODE, None, None, None, {"right": True, "short": np.float32(0.5), "style": None}))
+    assert (found["reward"], found["rewards"]) == (None, None)
+    assert found["named_rewards"] == {"right": 1.0, "short": 0.5, "style": None}
+    for reward, named in ((None, None), (1.0, {"right": 1.0}), (None, {}), (None, {"right": math.nan})):
+        with pytest.raises(InvalidRequest):
+            end_call(EPISODE, reward, None, None, named)
+
+
 @pytest.mark.parametrize("reward", [math.nan, math.inf, "1", None, [1], object()])
 def test_what_is_no_finite_number_is_an_invalid_request(reward):
     """As `Client.end_episode` promises; the user is not shown how bodies are checked."""
