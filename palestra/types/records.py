@@ -20,6 +20,7 @@ from palestra.types.calls import (
 from palestra.types.states import EpisodeState
 
 EpisodeKind = Literal["train", "validation", "adhoc"]
+MAX_STEPS = "max_steps"  # `metadata["termination"]` of an episode that the environment has cut off
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +80,11 @@ class EpisodeRecord:
     def reward(self) -> float | None:
         """Return the sum of the agents' rewards; None until the episode is completed."""
         return None if self.rewards is None else float(sum(self.rewards.values()))
+
+    @property
+    def truncated(self) -> bool:
+        """Return whether the environment cut the episode off, by a limit of steps for instance."""
+        return self.metadata.get("termination") == MAX_STEPS
 
 
 class StepTimes(NamedTuple):
