@@ -18,10 +18,11 @@ from palestra.types.metrics import Metric
 from palestra.types.records import TrainSample, Trajectory
 
 StepOrder = Literal["observed", "acted"]
-ForwardOutput = Literal["old_logprobs", "reference_logprobs", "values", "teacher_logprobs"]
+ForwardOutput = Literal["old_logprobs", "reference_logprobs", "values", "next_values", "teacher_logprobs"]
 ForwardOutputs = Mapping[ForwardOutput, Sequence[Floats]]
 """Outputs of a forward pass before the step, without a gradient: for each output one float32 [N] per row, in the order
-of the rows, NaN where a token is not trained. `old_logprobs` are those of the policy that is trained."""
+of the rows, NaN where a token is not trained. `old_logprobs` are those of the policy that is trained; `values` are the
+critic's of the states before the tokens, and `next_values` of the states after them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

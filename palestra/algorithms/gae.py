@@ -71,7 +71,7 @@ def generalised_advantages(
             followed where it was cut off.
     """
     following = np.append(values[1:], last_value)
-    deltas = rewards + discounts * following - values
+    deltas: Doubles = rewards + discounts * following - values
     found, behind = np.zeros_like(deltas), 0.0
     for t in range(len(deltas) - 1, -1, -1):
         found[t] = behind = deltas[t] + discounts[t] * decay * behind
@@ -161,7 +161,7 @@ def estimate(
         # The number of each token's action, and where each action begins.
         new = np.append(True, np.diff(chain.times) != 0) if level == "turn" else np.ones(len(before), np.bool_)
         action, first = np.cumsum(new) - 1, np.flatnonzero(new)
-        steps = np.append(np.diff(chain.times[first]), 1)
+        steps = np.append(np.diff(chain.times[first]), 1).astype(np.float64)
         after = float(next_values[chain.rows[-1]][chain.places[-1]]) if chain.truncated else 0.0
         found = generalised_advantages(
             np.bincount(action, weights=chain.rewards, minlength=len(first)),

@@ -14,7 +14,18 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from palestra.algorithms.loss import LOSSES, Loss, LossInputs, LossMetric, LossOutput, LossSpec, Mean, register_loss
+from palestra.algorithms.loss import (
+    LOSSES,
+    Loss,
+    LossInputs,
+    LossMetric,
+    LossOutput,
+    LossSpec,
+    Mean,
+    ValueInputs,
+    ValueLoss,
+    register_loss,
+)
 from palestra.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -184,7 +195,45 @@ def reference_logprobs(inputs: LossInputs) -> Tensor:
     return inputs.sampling_logprobs if inputs.old_logprobs is None else inputs.old_logprobs
 
 
-def build_loss(spec: LossSpec) -> Loss:
+@register_loss("value-clip")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClippedValueLoss(ValueLoss):
+    """The clipped squared error of a critic: max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2.
+
+    As in the code of PPO (Schulman et al. 2017; Engstrom et al. 2020, "Implementation Matters in Deep RL", section 3),
+    so that an update can't move a value further than its clip.
+
+    Attributes:
+        clip: most by which a value may move in a step; 0: as far as it likes.
+    """
+
+    clip: float = 0.2
+
+    metrics = (
+        LossMetric(
+            "critic_value_mean", "reward", "Mean over trained tokens of the critic's value of the state before."
+        ),
+        LossMetric(
+            "critic_clip_fraction", "ratio", "Share of trained tokens where the clipped error is the larger one."
+        ),
+    )
+
+    def __call__(self, inputs: ValueInputs) -> LossOutput:
+        """Return the clipped squared error, float32 [T], and the metrics of T values."""
+        loss = (inputs.values - inputs.returns) ** 2
+        clipped = loss.new_zeros(loss.shape)
+        if self.clip:
+            near = inputs.old_values + (inputs.values - inputs.old_values).clamp(-self.clip, self.clip)
+            bounded = (near - inputs.returns) ** 2
+            clipped = (bounded > loss).detach().float()
+            loss = loss.maximum(bounded)
+        return LossOutput(
+            loss=loss / 2,
+            metrics={"critic_value_mean": Mean(inputs.values.detach()), "critic_clip_fraction": Mean(clipped)},
+        )
+
+
+def build_loss(spec: LossSpec) -> Loss | ValueLoss:
     """Return the loss that a spec names.
 
     Raises:
@@ -195,11 +244,13 @@ def build_loss(spec: LossSpec) -> Loss:
         raise ConfigError(f"no loss is named {spec.name!r}; known: {', '.join(sorted(LOSSES))}")
     wanted = {field.name for field in fields(loss)}  # type: ignore[arg-type]
     try:
-        return loss(**spec.parameters)
+        built = loss(**spec.parameters)
     except TypeError as error:
         raise ConfigError(
             f"the parameters of the loss {spec.name!r} are {sorted(wanted)}, not {sorted(spec.parameters)}"
         ) from error
+    assert isinstance(built, Loss | ValueLoss)
+    return built
 
 
 def _clipped_surrogate(ratio: Tensor, inputs: LossInputs, low: float, high: float) -> LossOutput:

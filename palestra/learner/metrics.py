@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from palestra.algorithms.loss import LOSSES, LossMetric
 from palestra.algorithms.registry import ALGORITHMS
-from palestra.trainer.base import TRAINER_METRICS, StepReport
+from palestra.trainer.base import CRITIC_METRICS, REFERENCE_METRICS, TRAINER_METRICS, StepReport
 from palestra.types.metrics import METRICS, Metric
 
 
@@ -20,13 +20,15 @@ def metric_tables() -> dict[str, tuple[Metric, ...]]:
     shipped = {name: loss for name, loss in sorted(LOSSES.items()) if loss.__module__.startswith("palestra.")}
     return {
         "Every run": (*METRICS, *_trained(TRAINER_METRICS)),
+        "With a reference policy": _trained(REFERENCE_METRICS),
+        "With a critic": _trained(CRITIC_METRICS),
         "Algorithms": _trained(_named({name: algorithm.metrics for name, algorithm in ALGORITHMS.items()})),
         "Losses": _trained(_named({name: loss.metrics for name, loss in shipped.items()})),
     }
 
 
 def loss_metrics(first: StepReport, last: StepReport, declared: Iterable[LossMetric]) -> dict[str, float]:
-    """Return the metrics of a step's gradients, by full name.
+    """Return the metrics of a step's gradients of one network, by full name.
 
     Args:
         first: report of the first update.
@@ -35,7 +37,8 @@ def loss_metrics(first: StepReport, last: StepReport, declared: Iterable[LossMet
     """
     return {
         f"train/{metric.name}": (first if metric.epoch == "first" else last).metrics[metric.name]
-        for metric in (*TRAINER_METRICS, *declared)
+        for metric in (*TRAINER_METRICS, *REFERENCE_METRICS, *CRITIC_METRICS, *declared)
+        if metric.name in last.metrics
     }
 
 

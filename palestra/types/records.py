@@ -153,6 +153,9 @@ class TrainSample:
         temperatures: float32 [N], at which the token was sampled; 1 where not sampled.
         grammars: replies in the row that had to match a grammar.
         old_logprobs: float32 [N], of the policy before the step; None: the algorithm does not need them.
+        reference_logprobs: float32 [N], of the reference policy; None: there is no reference.
+        values: float32 [N], of the critic before the step: of the state before the token; None: there is no critic.
+        returns: float32 [N], what the critic learns to say in place of `values`; None: there is no critic.
     """
 
     episode_id: str
@@ -168,6 +171,9 @@ class TrainSample:
     temperatures: Floats
     grammars: tuple[GrammarSpan, ...] = ()
     old_logprobs: Floats | None = None
+    reference_logprobs: Floats | None = None
+    values: Floats | None = None
+    returns: Floats | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
