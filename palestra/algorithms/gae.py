@@ -89,7 +89,7 @@ def chains_of(
 
     Args:
         trajectory: a completed episode.
-        rows: the rows of the episode, by number.
+        rows: the rows of the episode, by number; `token_rewards` of a row are added to those of the TimeSteps.
         credit: `step`: each TimeStep's reward belongs to the agent's last token before it (the episode's reward is the
             last TimeStep's, if TimeSteps have none); `episode`: the sum of all rewards belongs to the agent's last
             token; `agent`: so does the reward of the agent.
@@ -120,6 +120,9 @@ def chains_of(
         else:
             earned = np.zeros(len(times))
             earned[-1] = total if credit == "episode" else agent_reward(agent, rewards)
+        for number, (_, _, place, row_number) in enumerate(ordered):
+            own = rows[row_number].token_rewards
+            earned[number] += 0.0 if own is None else float(own[place])
         found.append(
             Chain(
                 rows=np.array([token[3] for token in ordered], np.int64),
@@ -164,7 +167,7 @@ def estimate(
         steps = np.append(np.diff(chain.times[first]), 1).astype(np.float64)
         after = float(next_values[chain.rows[-1]][chain.places[-1]]) if chain.truncated else 0.0
         found = generalised_advantages(
-            np.bincount(action, weights=chain.rewards, minlength=len(first)),
+            np.bincount(action, weights=chain.rewards, minlength=len(first)).astype(np.float64),
             before[first],
             np.power(discount, steps),
             decay,

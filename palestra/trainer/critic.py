@@ -101,7 +101,7 @@ def copy_weights(parameters: Sequence[tuple[str, nn.Parameter]], weights: dict[s
 
     Args:
         parameters: each weight once, with its name.
-        weights: by name, on the CPU.
+        weights: by name, on the CPU; matrices are [n, d], norms and biases [d].
         path: of the checkpoint, for the message.
 
     Raises:

@@ -24,6 +24,7 @@ from palestra.trainer import checkpoint
 from palestra.trainer.base import (
     CRITIC_METRICS,
     NETWORKS,
+    REFERENCE_METRICS,
     TRAINER_METRICS,
     Network,
     OptimParams,
@@ -136,10 +137,13 @@ class FakeTrainer:
         mine, built = self._policy(policy), build_loss(loss)
         network: Network = "critic" if isinstance(built, ValueLoss) else "policy"
         _check(mine, network)
-        metrics = (*(CRITIC_METRICS if network == "critic" else TRAINER_METRICS), *built.metrics)
+        reference = REFERENCE_METRICS if batch and batch[0].reference_logprobs is not None else ()
+        metrics = (*(CRITIC_METRICS if network == "critic" else (*TRAINER_METRICS, *reference)), *built.metrics)
 
         async def work() -> StepReport:
             digest = hashlib.sha256(mine.gradients[network].encode())
+            if loss.kl_coefficient or loss.entropy_coefficient:
+                digest.update(loss.model_dump_json().encode())
             for sample in batch:
                 digest.update(sample.episode_id.encode())
                 for array in (

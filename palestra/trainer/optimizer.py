@@ -120,7 +120,7 @@ def write_shards(folder: Path, prefix: str, tensors: Iterable[tuple[str, Tensor]
     Args:
         folder: where to write; it has to exist.
         prefix: of the files' names.
-        tensors: of any shapes, with names that are unique.
+        tensors: matrices [n, d], norms and biases [d], or scalar, with names that are unique.
     """
     shard: dict[str, Tensor] = {}
     number = 0
@@ -135,7 +135,7 @@ def write_shards(folder: Path, prefix: str, tensors: Iterable[tuple[str, Tensor]
 
 
 def read_shards(folder: Path, prefix: str) -> dict[str, Tensor]:
-    """Return the tensors of all files `PREFIX-*.safetensors` of a folder, on the CPU, by name.
+    """Return the tensors, [n, d], [d] or scalar, of all files `PREFIX-*.safetensors` of a folder, on the CPU, by name.
 
     Args:
         folder: where they are.

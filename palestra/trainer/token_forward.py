@@ -22,7 +22,7 @@ _IMPOSSIBLE = -1e9  # the score of tokens that can't be sampled: finite, so that
 
 
 def columns_of(micro: MicroBatch, device: torch.device) -> dict[str, Tensor]:
-    """Return the columns of `MicroBatch.targets` on a device."""
+    """Return the columns of `MicroBatch.targets`, [T] each, on a device."""
     return {name: column.to(device) for name, column in micro.targets().items()}
 
 

@@ -325,7 +325,7 @@ def _rows_of(micro: MicroBatch, numbers: Tensor) -> list[Floats]:
 
 
 def _check_numbers(loss: Loss, micro: MicroBatch, values: Tensor) -> None:
-    """Check what a loss has returned for the trained tokens of a micro-batch.
+    """Check what a loss has returned for the trained tokens of a micro-batch, which should be [T].
 
     Raises:
         InvalidAlgorithm: `values` are not one number for each token; the message names the episodes.

@@ -71,7 +71,7 @@ class TorchTrainer:
         def load() -> TorchPolicy:
             device = device_of(self._config.device, "trainer.device")
             model, tokenizer = self._load_model(spec.model, device)
-            reference = None if spec.reference is None else self._reference(spec.reference, device, tokenizer)
+            reference = None if spec.reference is None else self._reference(spec.reference, device, model, tokenizer)
             critic = self._load_model(spec.model, device)[0] if spec.critic else None
             return TorchPolicy(model, tokenizer, self._config, reference, critic)
 
@@ -82,16 +82,17 @@ class TorchTrainer:
 
         await self._serial.run(work)
 
-    def _reference(self, name: str, device: torch.device, tokenizer: Any) -> CausalLM:
+    def _reference(self, name: str, device: torch.device, policy: CausalLM, tokenizer: Any) -> CausalLM:
         """Load the model of a reference, rounded to the precision in which it is computed.
 
         Args:
             name: a name as `PolicyConfig.model` has it, or a folder.
             device: where the weights are put.
+            policy: the model that the reference stands beside.
             tokenizer: of the policy.
 
         Raises:
-            ConfigError: the reference has another tokenizer, so that its ids are other texts.
+            ConfigError: the reference has another tokenizer, so that its ids are other texts, or more or fewer tokens.
             ModelError: missing weights, or an unsupported architecture.
         """
         model, own = self._load_model(name, device)
@@ -99,6 +100,11 @@ class TorchTrainer:
             raise ConfigError(
                 f"the reference {name!r} has another tokenizer than the policy, so its probabilities are of other "
                 "texts; take a model of the same family"
+            )
+        if model.vocab_size != policy.vocab_size:
+            raise ConfigError(
+                f"the reference {name!r} has {model.vocab_size} tokens, and the policy {policy.vocab_size}; take a "
+                "model with as many"
             )
         model.round_to(getattr(torch, self._config.dtype))
         return model

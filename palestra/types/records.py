@@ -153,6 +153,7 @@ class TrainSample:
         temperatures: float32 [N], at which the token was sampled; 1 where not sampled.
         grammars: replies in the row that had to match a grammar.
         old_logprobs: float32 [N], of the policy before the step; None: the algorithm does not need them.
+        token_rewards: float32 [N], earned by single tokens, such as a penalty; None: only TimeSteps have rewards.
         reference_logprobs: float32 [N], of the reference policy; None: there is no reference.
         values: float32 [N], of the critic before the step: of the state before the token; None: there is no critic.
         returns: float32 [N], what the critic learns to say in place of `values`; None: there is no critic.
@@ -171,6 +172,7 @@ class TrainSample:
     temperatures: Floats
     grammars: tuple[GrammarSpan, ...] = ()
     old_logprobs: Floats | None = None
+    token_rewards: Floats | None = None
     reference_logprobs: Floats | None = None
     values: Floats | None = None
     returns: Floats | None = None

@@ -75,7 +75,7 @@ async def test_without_a_reference_none_is_kept_and_its_logprobs_are_refused():
             )
 
 
-async def test_a_reference_with_another_tokenizer_is_refused(monkeypatch):
+async def test_a_reference_with_another_tokenizer_or_fewer_tokens_is_refused():
     from palestra.config import TrainerConfig
     from palestra.trainer.torch_trainer import TorchTrainer
 
@@ -85,11 +85,15 @@ async def test_a_reference_with_another_tokenizer_is_refused(monkeypatch):
 
     def loads(name, device):
         model, tokenizer = load(name, device)
+        if name == "smaller":
+            model.vocab_size = 100
         return model, OtherTokenizer() if name == "other" else tokenizer
 
     trainer = TorchTrainer(TrainerConfig(threads=1), 2, loads)
     with pytest.raises(ConfigError, match="'other' has another tokenizer"):
         await trainer.create("policy", PolicySpec(model="tiny", reference="other"))
+    with pytest.raises(ConfigError, match="'smaller' has 100 tokens, and the policy 259"):
+        await trainer.create("policy", PolicySpec(model="tiny", reference="smaller"))
     await trainer.create("policy", PolicySpec(model="tiny"))  # nothing was kept of the policy that was refused
     await trainer.close()
 
