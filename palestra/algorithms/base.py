@@ -12,16 +12,17 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from palestra.algorithms.loss import LossSpec
-from palestra.config import AlgorithmConfig
+from palestra.config import AlgorithmConfig, OptimizerConfig
 from palestra.types.calls import Floats
 from palestra.types.metrics import Metric
 from palestra.types.records import TrainSample, Trajectory
 
 StepOrder = Literal["observed", "acted"]
-ForwardOutput = Literal["old_logprobs", "reference_logprobs", "values", "teacher_logprobs"]
+ForwardOutput = Literal["old_logprobs", "reference_logprobs", "values", "next_values", "teacher_logprobs"]
 ForwardOutputs = Mapping[ForwardOutput, Sequence[Floats]]
 """Outputs of a forward pass before the step, without a gradient: for each output one float32 [N] per row, in the order
-of the rows, NaN where a token is not trained. `old_logprobs` are those of the policy that is trained."""
+of the rows, NaN where a token is not trained. `old_logprobs` are those of the policy that is trained; `values` are the
+critic's of the states before the tokens, and `next_values` of the states after them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,11 +46,13 @@ class TokenAdvantages:
     Attributes:
         advantages: float32 [N] for each row; values of tokens that are not trained are ignored.
         importance_weights: float32 [N] for each row, factors of the loss weights; None: 1 everywhere.
+        returns: float32 [N] for each row, what the critic learns to say; None: there is no critic.
         metrics: values by name, as the algorithm declares them in `metrics`, without `train/`.
     """
 
     advantages: Sequence[Floats]
     importance_weights: Sequence[Floats] | None = None
+    returns: Sequence[Floats] | None = None
     metrics: Mapping[str, float]
 
 
@@ -68,6 +71,23 @@ class About:
     formula: str
     paper: str
     needs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CriticUpdate:
+    """How an algorithm's critic is trained in each step, before the policy is.
+
+    Attributes:
+        loss: the loss of a value, by its name.
+        optimizer: the critic's own, with its own schedule.
+        epochs: updates made from one batch.
+        warmup_steps: first steps of a job in which the critic is trained and the policy is not.
+    """
+
+    loss: LossSpec
+    optimizer: OptimizerConfig
+    epochs: int
+    warmup_steps: int
 
 
 class Algorithm(ABC):
@@ -95,12 +115,14 @@ class Algorithm(ABC):
             the loss (`old_logprobs`). Empty: no additional forward pass.
         dynamic_sampling: how many groups without anything to learn from may be replaced in a step, as a multiple of
             `rollout.groups_per_step`. 0: none.
+        critic: how a critic is trained beside the policy; it computes `values` and `next_values`. None: there is none.
     """
 
     about: ClassVar[About | None] = None
     metrics: ClassVar[tuple[Metric, ...]] = ()
     needs: frozenset[ForwardOutput] = frozenset()
     dynamic_sampling: int = 0
+    critic: CriticUpdate | None = None
 
     def __init__(self, config: AlgorithmConfig, step_order: StepOrder = "observed") -> None:
         """Keep the settings in `self.config` and `self.step_order`.

@@ -107,19 +107,34 @@ def step_returns(trajectory: Trajectory, total: float, discount: float, order: S
         discount: discount factor of one TimeStep.
         order: order of the TimeSteps.
     """
+    place_of, rewards = step_places(trajectory, total, order)
+    returns = [0.0] * len(rewards)
+    following = 0.0
+    for place in reversed(range(len(rewards))):
+        following = returns[place] = rewards[place] + discount * following
+    return [returns[place] for place in place_of]
+
+
+def step_places(trajectory: Trajectory, total: float, order: StepOrder = "observed") -> tuple[list[int], list[float]]:
+    """Return the place of each TimeStep in the order of time, and the rewards of the TimeSteps in that order.
+
+    Args:
+        trajectory: a completed episode.
+        total: the episode's reward, used as the last TimeStep's if TimeSteps have none.
+        order: order of the TimeSteps; see `step_returns`.
+    """
     last = max((chat.time_step for chat in trajectory.chats), default=-1)
     rewards = trajectory.episode.step_rewards
     if rewards is None:
         rewards = (*[0.0] * last, total)
-    places = list(range(len(rewards)))
+    steps = list(range(len(rewards)))
     times = trajectory.episode.step_times
     if order == "acted" and times is not None:
-        places.sort(key=lambda place: _acted_at(times[place] if place < len(times) else None))
-    returns = [0.0] * len(rewards)
-    following = 0.0
-    for place in reversed(places):
-        following = returns[place] = rewards[place] + discount * following
-    return returns
+        steps.sort(key=lambda step: _acted_at(times[step] if step < len(times) else None))
+    place_of = [0] * len(steps)
+    for place, step in enumerate(steps):
+        place_of[step] = place
+    return place_of, [rewards[step] for step in steps]
 
 
 def _siblings(agent: str) -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
+from palestra.algorithms.kl import KLEstimator
 from palestra.config import LossAggMode
 from palestra.types.metrics import Metric
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:  # a job with a fake trainer loads no torch
     from torch import Tensor
 
 Parameter = bool | int | float | str
-LossType = TypeVar("LossType", bound="type[Loss]")
+LossType = TypeVar("LossType", bound="type[BaseLoss]")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +33,7 @@ class LossInputs:
             the temperature and within the grammar of the call.
         sampling_logprobs: float32 [T], as they were recorded when the tokens were sampled.
         old_logprobs: float32 [T], under the policy before the step; None if the algorithm does not need them.
+        reference_logprobs: float32 [T], under the reference policy; None if there is none.
         advantages: float32 [T].
         on_policy: bool [T], whether the token was sampled by the version that the trainer has now.
         sequence_means: float32 [T], the mean of `Loss.of_sequence` over all trained tokens of the token's episode in
@@ -41,9 +43,25 @@ class LossInputs:
     logprobs: Tensor
     sampling_logprobs: Tensor
     old_logprobs: Tensor | None
+    reference_logprobs: Tensor | None = None
     advantages: Tensor
     on_policy: Tensor
     sequence_means: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ValueInputs:
+    """The inputs of a critic's loss for the T trained tokens of a micro-batch; only `values` has a gradient.
+
+    Attributes:
+        values: float32 [T], of the states before the tokens, with gradient.
+        old_values: float32 [T], the same of the critic before the step.
+        returns: float32 [T], what the values should be.
+    """
+
+    values: Tensor
+    old_values: Tensor
+    returns: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,20 +116,41 @@ class LossMetric(Metric):
 
 
 class LossSpec(BaseModel):
-    """A loss by its name in `LOSSES`, and its parameters. It can be sent to another process as JSON."""
+    """A loss by its name in `LOSSES`, its parameters, and what is added to it. It can be sent as JSON.
+
+    Any loss of the policy may have the two additions: a penalty of the divergence from the reference policy, whose
+    logprobs the rows then have to have, and a bonus of entropy. A critic's loss has none.
+
+    Attributes:
+        name: of the loss.
+        parameters: of the loss, by name.
+        kl_coefficient: the estimator's term of each token times this number is added to the token's loss.
+        kl_estimator: see `palestra.algorithms.kl`.
+        entropy_coefficient: the entropy at each token times this number is taken from the token's loss.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
 
     name: str
     parameters: dict[str, Parameter] = {}
+    kl_coefficient: float = 0.0
+    kl_estimator: KLEstimator = "k3"
+    entropy_coefficient: float = 0.0
 
     @classmethod
-    def of(cls, loss: Loss) -> LossSpec:
+    def of(cls, loss: BaseLoss) -> LossSpec:
         """Return the spec from which `build_loss` makes an equal loss."""
         return cls(name=loss.name, parameters=asdict(loss))  # type: ignore[call-overload]
 
 
-class Loss(ABC):
+class BaseLoss(ABC):
+    """What losses of the policy and of the critic have in common: a name, parameters, and metrics."""
+
+    name: ClassVar[str]  # set by `register_loss`
+    metrics: ClassVar[tuple[LossMetric, ...]] = ()  # all metrics that `LossOutput.metrics` contains
+
+
+class Loss(BaseLoss):
     """The loss of a token: a pure function of tensors, as a frozen dataclass whose fields are the loss's parameters.
 
     Example:
@@ -127,8 +166,6 @@ class Loss(ABC):
         ```
     """
 
-    name: ClassVar[str]  # set by `register_loss`
-    metrics: ClassVar[tuple[LossMetric, ...]] = ()  # all metrics that `LossOutput.metrics` contains
     over_sequences: ClassVar[bool] = False  # whether `LossInputs.sequence_means` are needed
 
     def of_sequence(self, inputs: LossInputs) -> Tensor:
@@ -150,7 +187,19 @@ class Loss(ABC):
         """
 
 
-LOSSES: dict[str, type[Loss]] = {}
+class ValueLoss(BaseLoss):
+    """The loss of a critic's value: a pure function of tensors, as a frozen dataclass of its parameters."""
+
+    @abstractmethod
+    def __call__(self, inputs: ValueInputs) -> LossOutput:
+        """Return the loss [T] and the metrics of T values.
+
+        Args:
+            inputs: tensors [T] of the trained tokens; only `inputs.values` has a gradient.
+        """
+
+
+LOSSES: dict[str, type[BaseLoss]] = {}
 """Every loss that a trainer of this process can compute, by name."""
 
 

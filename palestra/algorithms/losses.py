@@ -14,7 +14,18 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from palestra.algorithms.loss import LOSSES, Loss, LossInputs, LossMetric, LossOutput, LossSpec, Mean, register_loss
+from palestra.algorithms import critic_losses  # noqa: F401  # registers its losses
+from palestra.algorithms.loss import (
+    LOSSES,
+    Loss,
+    LossInputs,
+    LossMetric,
+    LossOutput,
+    LossSpec,
+    Mean,
+    ValueLoss,
+    register_loss,
+)
 from palestra.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -184,7 +195,7 @@ def reference_logprobs(inputs: LossInputs) -> Tensor:
     return inputs.sampling_logprobs if inputs.old_logprobs is None else inputs.old_logprobs
 
 
-def build_loss(spec: LossSpec) -> Loss:
+def build_loss(spec: LossSpec) -> Loss | ValueLoss:
     """Return the loss that a spec names.
 
     Raises:
@@ -195,11 +206,13 @@ def build_loss(spec: LossSpec) -> Loss:
         raise ConfigError(f"no loss is named {spec.name!r}; known: {', '.join(sorted(LOSSES))}")
     wanted = {field.name for field in fields(loss)}  # type: ignore[arg-type]
     try:
-        return loss(**spec.parameters)
+        built = loss(**spec.parameters)
     except TypeError as error:
         raise ConfigError(
             f"the parameters of the loss {spec.name!r} are {sorted(wanted)}, not {sorted(spec.parameters)}"
         ) from error
+    assert isinstance(built, Loss | ValueLoss)
+    return built
 
 
 def _clipped_surrogate(ratio: Tensor, inputs: LossInputs, low: float, high: float) -> LossOutput:

@@ -21,7 +21,7 @@ from palestra.algorithms.importance import IMPORTANCE_METRICS, importance_weight
 from palestra.algorithms.loss import LossSpec
 from palestra.algorithms.losses import PPOClipLoss
 from palestra.algorithms.named_rewards import filled_rewards, normalised_rewards
-from palestra.config import ClippedConfig, GroupConfig, PolicyGradientConfig, ScaledGroupConfig
+from palestra.config import ClippedConfig, GroupConfig, PolicyGradientConfig, PPOConfig, ScaledGroupConfig
 from palestra.types.calls import Floats
 from palestra.types.metrics import Metric
 from palestra.types.records import TrainSample, Trajectory
@@ -175,7 +175,7 @@ class ScaledGroupBaseline(GroupBaseline):
         return super().estimate(groups)
 
 
-def clipped_loss(config: ClippedConfig) -> LossSpec:
+def clipped_loss(config: ClippedConfig | PPOConfig) -> LossSpec:
     """Return the clipped surrogate loss of PPO, with the configured bounds."""
     return LossSpec.of(
         PPOClipLoss(clip_low_threshold=1.0 - config.clip_low, clip_high_threshold=1.0 + config.clip_high)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 from typing import Final
 
+from palestra.algorithms.a2c import A2C
 from palestra.algorithms.base import Algorithm, StepOrder
 from palestra.algorithms.cispo import CISPO
 from palestra.algorithms.dapo import DAPO
 from palestra.algorithms.dr_grpo import DrGRPO
 from palestra.algorithms.grpo import GRPO
 from palestra.algorithms.gspo import GSPO
+from palestra.algorithms.ppo import PPO
 from palestra.algorithms.rae import RAE
 from palestra.algorithms.reinforce_pp import ReinforcePP
 from palestra.algorithms.rloo import RLOO
@@ -26,6 +28,8 @@ ALGORITHMS: Final[dict[str, type[Algorithm]]] = {
     "rloo": RLOO,
     "reinforce_pp": ReinforcePP,
     "rae": RAE,
+    "ppo": PPO,
+    "a2c": A2C,
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import textwrap
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from palestra.cli.options import command
@@ -12,6 +13,8 @@ from palestra.errors import ConfigError
 from palestra.terminal import say
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
+
     from palestra.config import AlgorithmConfig
 
 WIDTH = 110
@@ -55,10 +58,28 @@ def run(arguments: argparse.Namespace) -> None:
         _indented(f"{title + ':':<10}", text)
     _indented("needs:    ", "; ".join((*about.needs, *_outputs(config))) or "nothing more than every job")
     say("\nsettings:")
-    for key, field in type(config).model_fields.items():
+    for key, default, description in _settings(type(config), config.model_dump(mode="json")):
         if key != "name":
-            say(f"\n  {key} = {json.dumps(field.default)}")
-            _indented("      ", field.description or "")
+            say(f"\n  {key} = {'none' if default is None else json.dumps(default)}")
+            _indented("      ", description)
+
+
+def _settings(section: type[BaseModel], values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any, str]]:
+    """Yield the dotted key, the default and the description of each setting of a section and of those in it.
+
+    Args:
+        section: of the configuration.
+        values: its defaults, as JSON.
+        above: beginning of the keys, with a dot at its end; "": the section itself was asked for.
+    """
+    from palestra.config.section import sections_of
+
+    for key, field in section.model_fields.items():
+        inner = sections_of(field.annotation)
+        if not inner or values[key] is None:
+            yield f"{above}{key}", values[key], field.description or ""
+        if inner:
+            yield from _settings(inner[0], values[key] or inner[0]().model_dump(mode="json"), f"{above}{key}.")
 
 
 def _outputs(config: AlgorithmConfig) -> list[str]:

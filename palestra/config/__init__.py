@@ -2,6 +2,8 @@
 
 from palestra.config.algorithm import (
     ALGORITHM_NAMES,
+    A2CConfig,
+    ActorCriticConfig,
     AdvantageScale,
     AlgorithmConfig,
     CISPOConfig,
@@ -15,6 +17,7 @@ from palestra.config.algorithm import (
     LossAggMode,
     OwnAlgorithmConfig,
     PolicyGradientConfig,
+    PPOConfig,
     RAEConfig,
     ReinforcePPConfig,
     RLOOConfig,
@@ -36,6 +39,7 @@ from palestra.config.job import (
     TrainerConfig,
 )
 from palestra.config.loading import SAVED_CONFIG, UNSET, dump_config, load_config, parse_config
+from palestra.config.networks import REFERENCE, CriticConfig, KLConfig
 from palestra.config.policy import DEFAULT_CONTEXT, OptimizerConfig, PolicyConfig, SamplingConfig, with_model
 from palestra.config.renames import in_present_names
 from palestra.config.roles import MAX_AGENT, Roles, is_agent_name
@@ -44,16 +48,20 @@ __all__ = [
     "ALGORITHM_NAMES",
     "DEFAULT_CONTEXT",
     "MAX_AGENT",
+    "REFERENCE",
     "SAVED_CONFIG",
     "SMOLLM2",
     "TINY",
     "UNSET",
+    "A2CConfig",
+    "ActorCriticConfig",
     "AdvantageScale",
     "AlgorithmConfig",
     "CISPOConfig",
     "CheckpointConfig",
     "ClippedConfig",
     "Credit",
+    "CriticConfig",
     "DAPOConfig",
     "DrGRPOConfig",
     "EmbeddedEngineConfig",
@@ -66,9 +74,11 @@ __all__ = [
     "GroupConfig",
     "JobConfig",
     "JobKind",
+    "KLConfig",
     "LossAggMode",
     "OptimizerConfig",
     "OwnAlgorithmConfig",
+    "PPOConfig",
     "PolicyConfig",
     "PolicyGradientConfig",
     "RAEConfig",

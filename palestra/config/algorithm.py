@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Final, Literal, get_args
+from typing import Annotated, Any, ClassVar, Final, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
+from palestra.config.networks import CriticConfig, KLConfig
 from palestra.config.section import Positive, Section
 
 OWN = "package.module:Class"
@@ -42,12 +43,16 @@ _DYNAMIC_SAMPLING = (
 )
 _CLIP_LOW = "Probability ratios below 1 - clip_low are clipped."
 _CLIP_HIGH = "Probability ratios above 1 + clip_high are clipped."
+_ONE_UPDATE = "One: nothing keeps a second update near the policy that has sampled."
+_GAE_LAMBDA = "Lambda of GAE (Schulman et al. 2016), of one action: 0 trusts the critic, 1 the rewards."
 
 
 class AlgorithmConfig(Section):
     """What every algorithm has: which calls are trained, and how the losses of their tokens become updates."""
 
     chosen_by: ClassVar[str] = "name"
+    rewards_tokens: ClassVar[bool] = False  # whether a single token may have a reward, such as a penalty
+    trained_networks: ClassVar[int] = 1  # of the policy's size, each with gradient and moments: 2 with a critic
 
     name: str = Field(description=_NAME)
     loss_agg_mode: LossAggMode = Field("seq-mean-token-mean", description=_LOSS_AGG_MODE)
@@ -62,10 +67,24 @@ class AlgorithmConfig(Section):
         description="Parts of whole groups into which a batch is cut, at most `rollout.groups_per_step`. Each part is "
         "weighed as a batch of its own and makes an optimizer step; with several, each epoch draws other parts.",
     )
-
     reward_weights: dict[str, float] = Field(
         {}, description="Weights of an episode's `named_rewards`, by name; 1 for a name that is not here."
     )
+    entropy_coefficient: float = Field(
+        0.0, ge=0, description="Factor of the entropy at each token, which is taken from its loss. 0: measured only."
+    )
+    kl: KLConfig | None = Field(
+        None, description="Divergence from a reference policy. None: there is no reference, and nothing to measure."
+    )
+
+    @model_validator(mode="after")
+    def _penalty_has_a_place(self) -> Self:
+        if self.kl is not None and self.kl.place == "reward" and not self.rewards_tokens:
+            raise ValueError(
+                f"{self.name!r} has no rewards of single tokens, so kl.place = 'reward' is for algorithms with a "
+                "critic; take kl.place = 'loss'"
+            )
+        return self
 
     @property
     def smallest_group(self) -> int:
@@ -215,6 +234,49 @@ class RAEConfig(ClippedConfig):
     decay: float = Field(0.95, ge=0, lt=1, description="Share of the baseline that stays at each return of its role.")
 
 
+class ActorCriticConfig(AlgorithmConfig):
+    """What algorithms with a critic have: how rewards become advantages, by the critic's values and GAE."""
+
+    rewards_tokens: ClassVar[bool] = True
+    trained_networks: ClassVar[int] = 2
+
+    loss_agg_mode: LossAggMode = Field("token-mean", description=_LOSS_AGG_MODE)
+    credit: Literal["step", "episode", "agent"] = Field(
+        "step",
+        description="Where rewards are earned. `step`: each TimeStep's at the agent's last token before it (the "
+        "episode's reward at the last TimeStep, if TimeSteps have none); `episode`: the sum of all rewards at the "
+        "agent's last token; `agent`: there the reward of the agent, or of the nearest parent that has one.",
+    )
+    discount: float = Field(1.0, ge=0, le=1, description="Discount factor of one TimeStep (gamma).")
+    gae_lambda: float = Field(0.95, ge=0, le=1, description=_GAE_LAMBDA)
+    gae_level: Literal["token", "turn"] = Field(
+        "token",
+        description="What an action is. `token`: each sampled token; `turn`: all that an agent samples in one "
+        "TimeStep, whose tokens then have one advantage.",
+    )
+    advantage_scale: AdvantageScale = Field(
+        "std", description="`std`: advantages of a batch's tokens are centred and divided by their deviation."
+    )
+    critic: CriticConfig = CriticConfig()
+
+
+class PPOConfig(ActorCriticConfig):
+    """PPO (Schulman et al. 2017): a critic's advantages and the clipped surrogate loss."""
+
+    name: Literal["ppo"] = Field("ppo", description=_NAME)
+    clip_low: float = Field(0.2, ge=0, le=1, description=_CLIP_LOW)
+    clip_high: float = Field(0.2, ge=0, description=_CLIP_HIGH)
+
+
+class A2CConfig(ActorCriticConfig):
+    """A2C (Mnih et al. 2016): a critic's advantages and the plain policy gradient, one update a batch."""
+
+    name: Literal["a2c"] = Field("a2c", description=_NAME)
+    epochs: Literal[1] = Field(1, description=_ONE_UPDATE)
+    minibatches: Literal[1] = Field(1, description=_ONE_UPDATE)
+    gae_lambda: float = Field(1.0, ge=0, le=1, description=_GAE_LAMBDA)
+
+
 class OwnAlgorithmConfig(ClippedConfig):
     """A class of your own, where you call `palestra.train` yourself: a server imports no code of its users."""
 
@@ -265,6 +327,8 @@ AnyAlgorithmConfig = Annotated[
     | Annotated[RLOOConfig, Tag("rloo")]
     | Annotated[ReinforcePPConfig, Tag("reinforce_pp")]
     | Annotated[RAEConfig, Tag("rae")]
+    | Annotated[PPOConfig, Tag("ppo")]
+    | Annotated[A2CConfig, Tag("a2c")]
     | Annotated[OwnAlgorithmConfig, Tag(OWN)],
     Discriminator(_name_of),
     BeforeValidator(_known_name),

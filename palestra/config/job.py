@@ -197,6 +197,8 @@ _ADDED_TO_ALGORITHM: Mapping[str, object] = {
     "minibatches": 1,
     "dynamic_sampling": 0,
     "reward_weights": {},
+    "entropy_coefficient": 0.0,
+    "kl": None,
 }
 
 

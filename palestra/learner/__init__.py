@@ -2,5 +2,6 @@
 
 from palestra.learner.learner import Learner
 from palestra.learner.reporting import RunFolder
+from palestra.learner.update import policy_spec
 
-__all__ = ["Learner", "RunFolder"]
+__all__ = ["Learner", "RunFolder", "policy_spec"]

@@ -18,7 +18,7 @@ from palestra.errors import InvalidAlgorithm
 from palestra.learner.shares import share_of
 from palestra.tokens import TokenTrie, calls_of_final_answers, rows_of
 from palestra.trainer.untrainable import not_finite
-from palestra.types.calls import PolicyVersion
+from palestra.types.calls import Floats, PolicyVersion
 from palestra.types.forks import ForkReason
 from palestra.types.records import TrainSample, Trajectory
 
@@ -78,14 +78,13 @@ class Batch:
 
         Args:
             found: the algorithm's result for all rows, in their order.
-            forward: the trainer's outputs for the same rows; the rows carry `old_logprobs` to the loss.
+            forward: the trainer's outputs for the same rows; the rows carry those that a loss reads.
 
         Raises:
             InvalidAlgorithm: the algorithm's result does not have the shapes of the rows.
         """
         rows = self.samples
         check_advantages(found, rows)
-        old_logprobs = forward.get("old_logprobs")
         given = []
         for number, row in enumerate(rows):
             weights = row.loss_weights
@@ -98,13 +97,14 @@ class Batch:
                         np.float32, copy=False
                     ),
                     loss_weights=weights.astype(np.float32, copy=False),
-                    old_logprobs=None if old_logprobs is None else old_logprobs[number],
+                    old_logprobs=_at(forward.get("old_logprobs"), number),
+                    reference_logprobs=_at(forward.get("reference_logprobs"), number),
+                    values=_at(forward.get("values"), number),
+                    returns=_at(found.returns, number),
                 )
             )
-        left = iter(given)
-        groups = [replace(group, rows=tuple(next(left) for _ in group.rows)) for group in self.groups]
         metrics = {f"train/{name}": value for name, value in found.metrics.items() if math.isfinite(value)}
-        return replace(self, groups=groups, metrics=self.metrics | metrics)
+        return replace(self, groups=self._with_rows(given), metrics=self.metrics | metrics)
 
     def parts(self, count: int, mode: LossAggMode, draw: np.random.Generator) -> list[list[TrainSample]]:
         """Return the rows in parts of whole groups, each weighed as a batch of its own; no part is without rows.
@@ -129,10 +129,29 @@ class Batch:
                 found.append([replace(row, loss_weights=row.loss_weights * scale) for row in rows])
         return found
 
+    def with_token_rewards(self, rewards: Sequence[Floats] | None) -> Batch:
+        """Return the batch whose rows carry rewards of single tokens.
+
+        Args:
+            rewards: float32 [N] for each row; None: there are none.
+        """
+        if rewards is None:
+            return self
+        given = [replace(row, token_rewards=own) for row, own in zip(self.samples, rewards, strict=True)]
+        return replace(self, groups=self._with_rows(given))
+
+    def _with_rows(self, rows: Sequence[TrainSample]) -> list[Group]:
+        """Return the groups with other rows in the places of their own."""
+        left = iter(rows)
+        return [replace(group, rows=tuple(next(left) for _ in group.rows)) for group in self.groups]
+
     def advantage_problems(self) -> dict[str, str]:
-        """Return the episodes whose advantages are not finite: a description of the place by episode id."""
+        """Return the episodes whose advantages or returns are not finite: a description of the place by episode id."""
         rows = self.samples
-        return not_finite(rows, [{"advantage": row.advantages} for row in rows])
+        columns = [
+            {"advantage": row.advantages} | ({} if row.returns is None else {"return": row.returns}) for row in rows
+        ]
+        return not_finite(rows, columns)
 
 
 def make_batch(
@@ -226,9 +245,19 @@ def _rows(rollout: _Rollout, weight: float) -> list[TrainSample]:
     ]
 
 
+def _at(columns: Sequence[Floats] | None, number: int) -> Floats | None:
+    """Return the column [N] of one row; None: there are no columns."""
+    return None if columns is None else columns[number]
+
+
 def check_advantages(found: TokenAdvantages, rows: Sequence[TrainSample]) -> None:
     """Raise InvalidAlgorithm unless an algorithm's result has one array [N] for each row, of the row's length."""
-    for name, columns in (("advantages", found.advantages), ("importance_weights", found.importance_weights)):
+    given = {
+        "advantages": found.advantages,
+        "importance_weights": found.importance_weights,
+        "returns": found.returns,
+    }
+    for name, columns in given.items():
         shapes = None if columns is None else [np.shape(column) for column in columns]
         if shapes is not None and shapes != [row.ids.shape for row in rows]:
             raise InvalidAlgorithm(f"the algorithm's {name} have other shapes than the {len(rows)} rows: {shapes[:8]}")

@@ -134,7 +134,15 @@ def _rows(algorithm: Algorithm, groups: Sequence[Group], where: str) -> list[Tra
 
 
 def _loss(algorithm: Algorithm) -> Loss:
-    return build_loss(algorithm.loss())
+    """Return the loss that an algorithm names.
+
+    Raises:
+        InvalidAlgorithm: it is a critic's.
+    """
+    found = build_loss(algorithm.loss())
+    if not isinstance(found, Loss):
+        raise InvalidAlgorithm(f"the loss {found.name!r} is of a critic's values, and `loss` names one of tokens")
+    return found
 
 
 def _of_rows(

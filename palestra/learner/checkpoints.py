@@ -7,15 +7,26 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from palestra.algorithms.base import Algorithm
 from palestra.config import JobConfig
 from palestra.errors import CheckpointError
 from palestra.learner.update import AddEvent
 from palestra.trainer.base import Trainer
 
 log = logging.getLogger("palestra.learner")
+
+
+class Stateful(Protocol):
+    """Something that remembers from step to step."""
+
+    def state(self) -> dict[str, Any]:
+        """Return what is remembered, as JSON; empty: nothing."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state` has returned; empty in checkpoints without it."""
+        ...
 
 
 class CheckpointSchedule:
@@ -26,7 +37,7 @@ class CheckpointSchedule:
         config: JobConfig,
         trainer: Trainer,
         folders: Mapping[str, Path],
-        algorithm: Algorithm,
+        remembered: Mapping[str, Stateful],
         wall_seconds: Callable[[], float],
         add_event: AddEvent,
     ) -> None:
@@ -36,18 +47,18 @@ class CheckpointSchedule:
             config: the job.
             trainer: the trainer that has the policies.
             folders: folder of the checkpoints of each trained policy, by the policy's name.
-            algorithm: has a state that is saved with the weights.
+            remembered: what has a state that is saved with the weights, by its key in the checkpoint.
             wall_seconds: returns how long the job has run.
             add_event: records an event of the job.
         """
         self._config, self._trainer, self._folders = config, trainer, dict(folders)
-        self._algorithm, self._wall_seconds, self._add_event = algorithm, wall_seconds, add_event
+        self._remembered, self._wall_seconds, self._add_event = dict(remembered), wall_seconds, add_event
         self._saving: asyncio.Task[None] | None = None
         self._seconds = 0.0  # time of checkpoints since the last `take_seconds`
         self.saved_step = 0  # step of the newest checkpoint
 
     async def load(self) -> dict[str, Any] | None:
-        """Load the newest good checkpoint of each policy into the trainer, and the algorithm's state.
+        """Load the newest good checkpoint of each policy into the trainer, and the states saved with it.
 
         Returns the state saved with it, or None if there is none.
 
@@ -61,7 +72,8 @@ class CheckpointSchedule:
         self.saved_step = max(steps.values())
         state = next(iter(states.values()))
         if state is not None:
-            self._algorithm.restore(state.get("algorithm", {}))
+            for key, one in self._remembered.items():
+                one.restore(state.get(key, {}))
         return state
 
     async def save_if_due(self, step: int) -> None:
@@ -101,8 +113,8 @@ class CheckpointSchedule:
     def _state(self, step: int) -> dict[str, Any]:
         """Return the JSON that is saved beside the weights of a step."""
         state = {"step": step, "wall_seconds": self._wall_seconds(), "config_digest": self._config.digest()}
-        # The algorithm's state is taken now: while the checkpoint is written, the next step may change it.
-        return state | ({"algorithm": own} if (own := self._algorithm.state()) else {})
+        # The states are taken now: while the checkpoint is written, the next step may change them.
+        return state | {key: own for key, one in self._remembered.items() if (own := one.state())}
 
     async def _save(self, step: int, state: Mapping[str, Any]) -> None:
         started = time.monotonic()

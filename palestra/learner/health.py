@@ -86,7 +86,8 @@ def _equal_rewards(recent: Sequence[Row], groups_per_step: int) -> Found:
 def _no_gradient(row: Row, groups_per_step: int) -> Found:
     if row["train/groups_zero_variance"] >= groups_per_step or row["train/updates_skipped"]:
         return None
-    if row["train/trained_tokens"] and row.get("train/grad_norm", 0.0) > 0:
+    norm = row.get("train/grad_norm", row.get("train/critic_grad_norm", 0.0))  # a step may train the critic alone
+    if row["train/trained_tokens"] and norm > 0:
         return None
     return (
         "no_gradient",

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from palestra.algorithms.base import Algorithm
+from palestra.algorithms.regularization import Regularization
 from palestra.config import JobConfig
 from palestra.engine.base import Engine
 from palestra.errors import ConfigError
@@ -70,11 +71,22 @@ class Learner:
         self._config, self._store, self._trainer, self._engine = config, store, trainer, engine
         self._folder, self._progress, self._report = folder, progress, report
         self._policies = policies
-        self._updates = {name: PolicyUpdate(config, trainer, algorithm, name, self._event) for name in policies.trained}
+        regularization = Regularization(config.algorithm)
+        self._updates = {
+            name: PolicyUpdate(config, trainer, algorithm, regularization, name, self._event)
+            for name in policies.trained
+        }
         most = algorithm.dynamic_sampling * config.rollout.groups_per_step
         self._dynamic = DynamicSampling(teaches=self._teaches, most=most) if most else None
         folders = dict.fromkeys(policies.trained, folder.checkpoints)  # of one policy: JobConfig refuses to train more
-        self._checkpoints = CheckpointSchedule(config, trainer, folders, algorithm, self._wall, self._event)
+        self._checkpoints = CheckpointSchedule(
+            config,
+            trainer,
+            folders,
+            {"algorithm": algorithm, "regularization": regularization},
+            self._wall,
+            self._event,
+        )
         self._log = StepLog(config, store.log, folder, progress, self._event)
         self._wall_before = 0.0
         self._resumed_step = 0  # first step that this process gathers in a resumed run; 0: not resumed

@@ -7,8 +7,15 @@ from dataclasses import replace
 
 from palestra.algorithms.loss import LOSSES, LossMetric
 from palestra.algorithms.registry import ALGORITHMS
-from palestra.trainer.base import TRAINER_METRICS, StepReport
+from palestra.algorithms.regularization import REGULARIZATION_METRICS
+from palestra.trainer.base import CRITIC_METRICS, REFERENCE_METRICS, TRAINER_METRICS, StepReport
 from palestra.types.metrics import METRICS, Metric
+
+CRITIC_UPDATE_METRICS = (
+    Metric("critic_grad_norm", "norm", "L2 norm of the critic's gradient, before clipping; last epoch."),
+    Metric("critic_learning_rate", "rate", "Learning rate of the critic's update."),
+    Metric("critic_updates_skipped", "updates", "Updates of the critic left out because a gradient was not finite."),
+)
 
 
 def metric_tables() -> dict[str, tuple[Metric, ...]]:
@@ -20,13 +27,15 @@ def metric_tables() -> dict[str, tuple[Metric, ...]]:
     shipped = {name: loss for name, loss in sorted(LOSSES.items()) if loss.__module__.startswith("palestra.")}
     return {
         "Every run": (*METRICS, *_trained(TRAINER_METRICS)),
+        "With a reference policy": _trained((*REFERENCE_METRICS, *REGULARIZATION_METRICS)),
+        "With a critic": _trained((*CRITIC_METRICS, *CRITIC_UPDATE_METRICS)),
         "Algorithms": _trained(_named({name: algorithm.metrics for name, algorithm in ALGORITHMS.items()})),
         "Losses": _trained(_named({name: loss.metrics for name, loss in shipped.items()})),
     }
 
 
 def loss_metrics(first: StepReport, last: StepReport, declared: Iterable[LossMetric]) -> dict[str, float]:
-    """Return the metrics of a step's gradients, by full name.
+    """Return the metrics of a step's gradients of one network, by full name.
 
     Args:
         first: report of the first update.
@@ -35,7 +44,8 @@ def loss_metrics(first: StepReport, last: StepReport, declared: Iterable[LossMet
     """
     return {
         f"train/{metric.name}": (first if metric.epoch == "first" else last).metrics[metric.name]
-        for metric in (*TRAINER_METRICS, *declared)
+        for metric in (*TRAINER_METRICS, *REFERENCE_METRICS, *CRITIC_METRICS, *declared)
+        if metric.name in last.metrics
     }
 
 

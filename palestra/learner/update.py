@@ -7,29 +7,80 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from palestra.algorithms.base import Algorithm, ForwardOutputs
+from palestra.algorithms.base import Algorithm, CriticUpdate, ForwardOutputs
+from palestra.algorithms.loss import LossSpec
 from palestra.algorithms.losses import build_loss
-from palestra.config import JobConfig
+from palestra.algorithms.regularization import Regularization
+from palestra.config import REFERENCE, JobConfig
 from palestra.learner.batch import Batch, make_batch
 from palestra.learner.metrics import loss_metrics
 from palestra.learner.schedule import learning_rate
 from palestra.learner.shares import share_of
-from palestra.trainer.base import OptimParams, StepReport, Trainer
+from palestra.trainer.base import Network, OptimParams, OptimReport, PolicySpec, StepReport, Trainer
 from palestra.types.records import Trajectory
 
 log = logging.getLogger("palestra.learner")
 AddEvent = Callable[[str, dict[str, Any]], Awaitable[None]]
 
 
+def policy_spec(config: JobConfig, algorithm: Algorithm, policy: str, weights: Mapping[str, str]) -> PolicySpec:
+    """Return what the trainer has to create for a policy: its weights, a reference and a critic where they are needed.
+
+    Args:
+        config: the job.
+        algorithm: says whether it has a critic.
+        policy: name of the policy.
+        weights: folders to load models from, instead of those that the configuration names, by the policy's name; that
+            of the reference by `REFERENCE`.
+    """
+    model, kl = weights.get(policy, config.policies[policy].model), config.algorithm.kl
+    reference = None if kl is None else model if kl.reference is None else weights.get(REFERENCE, kl.reference)
+    return PolicySpec(model=model, reference=reference, critic=algorithm.critic is not None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Passes:
+    """What the updates of one network in one step have reported.
+
+    Attributes:
+        first: report of the first gradient.
+        last: reports of the gradients of the last epoch.
+        update: the last one.
+        skipped: updates that were left out because a gradient was not finite.
+    """
+
+    first: StepReport
+    last: Sequence[StepReport]
+    update: OptimReport
+    skipped: int
+
+    @property
+    def counts(self) -> dict[str, float]:
+        """Return what the last epoch has trained, by full name."""
+        forward, flat = (sum(getattr(of, name) for of in self.last) for name in ("forward_tokens", "flat_tokens"))
+        return {
+            "train/rows": float(sum(report.rows for report in self.last)),
+            "train/trained_tokens": float(sum(report.trained_tokens for report in self.last)),
+            "train/merged_share": 1.0 - forward / max(flat, 1),
+        }
+
+
 class PolicyUpdate:
     """Trains one policy, one batch of episodes per step."""
 
     def __init__(
-        self, config: JobConfig, trainer: Trainer, algorithm: Algorithm, policy: str, add_event: AddEvent
+        self,
+        config: JobConfig,
+        trainer: Trainer,
+        algorithm: Algorithm,
+        regularization: Regularization,
+        policy: str,
+        add_event: AddEvent,
     ) -> None:
         """Assemble the update of a policy.
 
@@ -37,10 +88,12 @@ class PolicyUpdate:
             config: the job.
             trainer: the trainer that has the policy.
             algorithm: makes advantages of rewards, and names the loss.
+            regularization: adds penalty and bonus to the loss, or to the rewards.
             policy: name of the policy.
             add_event: records an event of the job.
         """
         self._config, self._trainer, self._algorithm, self._policy = config, trainer, algorithm, policy
+        self._regularization = regularization
         self._roles, self._add_event = config.players, add_event
         self._loss = algorithm.loss()
         self._loss_metrics = build_loss(self._loss).metrics
@@ -85,14 +138,23 @@ class PolicyUpdate:
         started = time.monotonic()
         # Some algorithms need outputs of the policy before the step: one more forward pass over the rows.
         forward: ForwardOutputs = {}
-        if self._algorithm.needs and batch.samples:
-            forward = await self._trainer.forward(self._policy, batch.samples, self._algorithm.needs)
+        if (needs := self._algorithm.needs | self._regularization.outputs) and batch.samples:
+            forward = await self._trainer.forward(self._policy, batch.samples, needs)
+        if batch.samples:
+            batch = batch.with_token_rewards(self._regularization.token_rewards(batch.samples, forward))
         advantages = await asyncio.to_thread(self._algorithm.advantages, batch.groups, forward)
+        # The loss of this step has the coefficient from before, with which its rewards were made as well.
+        loss = self._regularization.add_to(self._loss)
+        measured = self._regularization.adapt(batch.samples, forward)
         batch = batch.with_advantages(advantages, forward)
         batch = await self._without(step, batch, batch.advantage_problems())
         row = batch.metrics | {"train/rows": 0.0, "train/trained_tokens": 0.0, "train/updates_skipped": 0.0}
-        if batch.samples:
-            row |= await self._update(step, batch)
+        row |= {f"train/{name}": value for name, value in measured.items() if math.isfinite(value)}
+        critic = self._algorithm.critic
+        if batch.samples and critic is not None:
+            row |= await self._update_critic(step, batch, critic)
+        if batch.samples and (critic is None or step > critic.warmup_steps):
+            row |= await self._update(step, batch, loss)
         row["time/train_seconds"] = time.monotonic() - started
         return row
 
@@ -107,30 +169,62 @@ class PolicyUpdate:
             await self._add_event("episode_untrainable", data | whose)
         return batch.without(problems.keys(), self._trainer.version(self._policy))
 
-    async def _update(self, step: int, batch: Batch) -> dict[str, float]:
-        """Compute the gradient and update the policy, once per epoch and minibatch."""
+    async def _update_critic(self, step: int, batch: Batch, critic: CriticUpdate) -> dict[str, float]:
+        """Update the critic, and return its metrics by full name."""
+        params = OptimParams.of(critic.optimizer, learning_rate(critic.optimizer, step, self._config.steps))
+        made = await self._passes(step, batch, critic.loss, params, critic.epochs, "critic")
+        row = loss_metrics(made.first, made.last[-1], build_loss(critic.loss).metrics) | made.counts
+        row |= {
+            "train/critic_grad_norm": made.update.grad_norm,
+            "train/critic_updates_skipped": float(made.skipped),
+            "train/critic_learning_rate": made.update.learning_rate,
+        }
+        return {name: value for name, value in row.items() if math.isfinite(value)}  # JSON has no NaN
+
+    async def _update(self, step: int, batch: Batch, loss: LossSpec) -> dict[str, float]:
+        """Update the policy, and return its metrics by full name.
+
+        Args:
+            step: number of the step.
+            batch: rows with advantages.
+            loss: the algorithm's, with penalty and bonus.
+        """
         optimizer = self._config.policies[self._policy].optimizer
         params = OptimParams.of(optimizer, learning_rate(optimizer, step, self._config.steps))
+        made = await self._passes(step, batch, loss, params, self._config.algorithm.epochs, "policy")
+        row = loss_metrics(made.first, made.last[-1], self._loss_metrics) | made.counts
+        row |= {
+            "train/grad_norm": made.update.grad_norm,
+            "train/updates_skipped": float(made.skipped),
+            "train/learning_rate": made.update.learning_rate,
+        }
+        return {name: value for name, value in row.items() if math.isfinite(value)}  # JSON has no NaN
+
+    async def _passes(
+        self, step: int, batch: Batch, loss: LossSpec, params: OptimParams, epochs: int, network: Network
+    ) -> _Passes:
+        """Compute gradients and update one network, once per epoch and minibatch.
+
+        Args:
+            step: number of the step.
+            batch: rows with all that the loss reads.
+            loss: of the network.
+            params: the numbers of each update.
+            epochs: passes over the batch.
+            network: whose updates these are.
+        """
         algorithm = self._config.algorithm
+        whose = "" if network == "policy" else f" {network}"
         reports, last, skipped = list[StepReport](), list[StepReport](), 0
-        for epoch in range(algorithm.epochs):
+        for epoch in range(epochs):
             # The parts follow from the seed and the step alone, so that a step that is repeated makes the same updates.
             draw = np.random.default_rng((self._config.seed, step, epoch))
             last = []
             for number, samples in enumerate(batch.parts(algorithm.minibatches, algorithm.loss_agg_mode, draw)):
-                name = f"step {step} epoch {epoch}" + (f" part {number}" if algorithm.minibatches > 1 else "")
-                report = await self._trainer.forward_backward(self._policy, samples, self._loss, f"{name} gradient")
-                update = await self._trainer.optim_step(self._policy, params, f"{name} update")
+                name = f"step {step}{whose} epoch {epoch}" + (f" part {number}" if algorithm.minibatches > 1 else "")
+                report = await self._trainer.forward_backward(self._policy, samples, loss, f"{name} gradient")
+                update = await self._trainer.optim_step(self._policy, params, f"{name} update", network)
                 last.append(report)
                 skipped += not update.applied
             reports += last
-        forward, flat = (sum(getattr(of, name) for of in last) for name in ("forward_tokens", "flat_tokens"))
-        row = loss_metrics(reports[0], reports[-1], self._loss_metrics) | {
-            "train/rows": float(sum(report.rows for report in last)),
-            "train/trained_tokens": float(sum(report.trained_tokens for report in last)),
-            "train/merged_share": 1.0 - forward / max(flat, 1),
-            "train/grad_norm": update.grad_norm,
-            "train/updates_skipped": float(skipped),
-            "train/learning_rate": update.learning_rate,
-        }
-        return {name: value for name, value in row.items() if math.isfinite(value)}  # JSON has no NaN
+        return _Passes(first=reports[0], last=last, update=update, skipped=skipped)

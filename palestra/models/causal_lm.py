@@ -222,6 +222,16 @@ class CausalLM:
         """
         self.compute_dtype = dtype
 
+    def round_to(self, dtype: torch.dtype) -> None:
+        """Round all weights with two dimensions or more, and compute in that precision: for weights that never change.
+
+        Products round the same weights of a float32 model to the same numbers, so nothing but the memory differs.
+        """
+        for parameter in self.model.parameters():
+            if parameter.ndim >= 2:
+                parameter.data = parameter.data.to(dtype)
+        self.compute_in(dtype)
+
     def _autocast(self, device: torch.device) -> contextlib.AbstractContextManager[object]:
         """Return a context that rounds the inputs of matrix products to the compute precision.
 

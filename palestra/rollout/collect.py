@@ -26,7 +26,7 @@ from palestra.errors import (
 from palestra.session import EpisodeSession, GenerationRequest, Sessions
 from palestra.types.calls import Chat
 from palestra.types.messages import ChatMessage, Observation, ToolChoice
-from palestra.types.records import StepTimes
+from palestra.types.records import MAX_STEPS, StepTimes
 
 LONGEST_SEEN = 4000  # characters of the last observations
 LONGEST_INFO = 4000  # characters of an environment's information, over a whole episode
@@ -40,7 +40,7 @@ class Termination(StrEnum):
     """
 
     DONE = "done"
-    MAX_STEPS = "max_steps"  # truncated by the environment, usually by its limit of steps
+    MAX_STEPS = MAX_STEPS  # truncated by the environment, usually by its limit of steps
     CONTEXT_FULL = "context_full"  # an agent's conversation left no room for a reply
     TIMED_OUT = "timed_out"
     ENVIRONMENT_FAILED = "environment_failed"

@@ -232,8 +232,16 @@ def _models(config: JobConfig) -> Iterator[Finding]:
             )
         trained = config.kind == "training" and not policy.frozen
         engine = ENGINE_BYTES[getattr(config.engine, "dtype", "bfloat16")]
-        needed += (facts.parameters or 0) * (engine + TRAINED_BYTES * trained)
-        saved += (facts.parameters or 0) * SAVED_BYTES * trained
+        networks = config.algorithm.trained_networks * trained
+        reference = ENGINE_BYTES[config.trainer.dtype] * trained if config.algorithm.kl is not None else 0
+        needed += (facts.parameters or 0) * (engine + TRAINED_BYTES * networks + reference)
+        saved += (facts.parameters or 0) * SAVED_BYTES * networks
+    kl = config.algorithm.kl if config.kind == "training" else None
+    if kl is not None and kl.reference is not None:
+        try:
+            model_folder(kl.reference)
+        except (ModelError, OSError, ValueError) as error:
+            yield Finding(key="algorithm.kl.reference", text=f"model {kl.reference!r}: {str(error).splitlines()[0]}")
     yield from _room(config, needed, saved)
 
 

@@ -25,7 +25,7 @@ from palestra.envs.catalog import catalog_entry
 from palestra.errors import EngineFailure, PalestraError, StoreError
 from palestra.faults import fault_point
 from palestra.http.server import listen, served, url_of
-from palestra.learner import Learner, RunFolder
+from palestra.learner import Learner, RunFolder, policy_spec
 from palestra.rollout import RolloutSpec, RolloutSyncLock, Runner, RunnerPool
 from palestra.runtime.parts import build_parts
 from palestra.runtime.run_dir import starting_in
@@ -36,7 +36,6 @@ from palestra.session import Sameness, SessionContext, Sessions
 from palestra.store import RunStore, open_run_store
 from palestra.store.key_files import SecretFile, publish_key
 from palestra.threads import in_thread
-from palestra.trainer.base import PolicySpec
 from palestra.types.progress import JobProgress, Phase, PhaseProgress
 from palestra.types.records import Task
 from palestra.types.states import JobState
@@ -189,10 +188,9 @@ async def local_job(
             await parts.engine.pause()  # until the learner has published the run's weights
         store = stack.enter_context(open_run_store(folder.store, config.rollout, config.store))
         try:
-            if parts.trainer is not None:
+            if parts.trainer is not None and algorithm is not None:
                 for name in parts.policies.trained:
-                    model = (weights or {}).get(name, config.policies[name].model)
-                    await parts.trainer.create(name, PolicySpec(model=model))
+                    await parts.trainer.create(name, policy_spec(config, algorithm, name, weights or {}))
             if scored is None:
                 await load_tasks(store.tasks, config, tasks)
             fault_point("during_start")

@@ -152,8 +152,8 @@ def time_steps(episode: EpisodeRecord, calls: Sequence[Chat]) -> tuple[TimeStep,
             reward=rewards[index] if index < len(rewards) else None,
             observed_at=times[index].observed_at if index < len(times) else min(chat.started_at for chat in group),
             acted_at=_acted_at(times[index : index + 1], group),
-            terminated=over and index == last,
-            truncated=False,
+            terminated=over and index == last and not episode.truncated,
+            truncated=over and index == last and episode.truncated,
         )
         for index, group in sorted(by_step.items())
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from palestra.algorithms.base import ForwardOutput, ForwardOutputs
 from palestra.algorithms.loss import LossMetric, LossSpec
@@ -29,19 +29,49 @@ TRAINER_METRICS = (
         epoch="first",
     ),
     LossMetric("logprob_gap_max", "nats", "Largest such difference.", epoch="first"),
+    LossMetric(
+        "sampling_kl",
+        "nats",
+        "Divergence KL(sampled || policy) of a token, by the estimator k3: what staleness, rounding and the step's "
+        "earlier updates have moved.",
+    ),
 )
-"""What `forward_backward` measures with every loss, beside the loss's own metrics."""
+"""What `forward_backward` measures with every loss of the policy, beside the loss's own metrics."""
+REFERENCE_METRICS = (
+    LossMetric(
+        "reference_kl_k1",
+        "nats",
+        "Divergence KL(policy || reference) of a token: mean over trained tokens of x = log pi - log reference "
+        "(Schulman 2020).",
+    ),
+    LossMetric("reference_kl_k2", "nats", "The same by the estimator k2: mean of x^2 / 2."),
+    LossMetric("reference_kl_k3", "nats", "The same by the estimator k3: mean of exp(-x) - 1 + x."),
+)
+"""What `forward_backward` measures as well where rows have `reference_logprobs`, whatever the penalty's coefficient."""
+CRITIC_METRICS = (
+    LossMetric("critic_loss", "reward^2", "Sum over trained tokens of loss weight x loss of the value, last epoch."),
+    LossMetric("critic_error_mean", "reward", "Mean over trained tokens of |value - return|."),
+    LossMetric("critic_error_max", "reward", "Largest such difference."),
+)
+"""What `forward_backward` measures with every loss of a critic."""
+Network = Literal["policy", "critic"]
+NETWORKS: tuple[Network, ...] = ("policy", "critic")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicySpec:
-    """The beginning of a policy: which weights it starts with.
+    """The beginning of a policy: which weights it starts with, and which networks stand beside it.
 
     Attributes:
         model: a name as `PolicyConfig.model` has it, or a folder with weights.
+        reference: the model of the reference policy, named like `model`, of which a second copy of weights is kept that
+            is never trained; None: there is no reference.
+        critic: whether there is a critic: a copy of `model` with a value head, and an optimizer of its own.
     """
 
     model: str
+    reference: str | None = None
+    critic: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,7 +159,7 @@ class Trainer(Protocol):
             spec: the weights that it starts with.
 
         Raises:
-            ConfigError: there is a policy of this name.
+            ConfigError: there is a policy of this name, or the reference has another tokenizer.
             ModelError: missing weights, or an unsupported architecture.
         """
         ...
@@ -142,7 +172,8 @@ class Trainer(Protocol):
         Args:
             policy: its name.
             batch: S rows.
-            outputs: the numbers that are wanted; `old_logprobs` are those of the policy's present weights.
+            outputs: the numbers that are wanted; `old_logprobs` are those of the policy's present weights, `values` and
+                `next_values` those of the critic's.
 
         Returns:
             For each output one float32 [N] a row, NaN where the token is not trained.
@@ -159,22 +190,29 @@ class Trainer(Protocol):
 
         Args:
             policy: its name.
-            batch: S rows, with advantages and loss weights.
-            loss: the loss of a token, by its name.
+            batch: S rows, with advantages and loss weights; for a critic's loss with `values` and `returns`.
+            loss: the loss of a token, by its name; a critic's loss adds to the gradient of the critic.
             request_id: names this request.
 
         Raises:
-            ConfigError: there is no such loss.
+            ConfigError: there is no such loss; it is of a critic, and there is none; or it punishes the divergence from
+                a reference, and the rows have no `reference_logprobs`.
         """
         ...
 
-    async def optim_step(self, policy: str, params: OptimParams, request_id: str) -> OptimReport:
+    async def optim_step(
+        self, policy: str, params: OptimParams, request_id: str, network: Network = "policy"
+    ) -> OptimReport:
         """Apply the gradient and clear it. The first update after `weights` makes the version's `n` grow by one.
 
         Args:
             policy: its name.
             params: the numbers of this update.
             request_id: names this request.
+            network: whose gradient; an update of the critic changes no version.
+
+        Raises:
+            ConfigError: there is no critic.
         """
         ...
 
@@ -195,7 +233,7 @@ class Trainer(Protocol):
         ...
 
     async def save(self, policy: str, folder: Path, state: Mapping[str, Any], request_id: str) -> Path:
-        """Write a checkpoint of a policy that `load` restores bit by bit; it is written whole or not at all.
+        """Write a checkpoint of a policy and its critic that `load` restores bit by bit; it is whole or not at all.
 
         Args:
             policy: its name.

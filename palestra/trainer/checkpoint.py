@@ -19,7 +19,11 @@ from palestra.faults import fault_point
 
 log = logging.getLogger("palestra.checkpoint")
 INDEX = "checkpoint.json"
-NOT_THE_MODEL = ("optimizer-*.safetensors", INDEX)  # files of a checkpoint that only a trainer reads
+NOT_THE_MODEL = (
+    "optimizer-*.safetensors",
+    "critic-*.safetensors",
+    INDEX,
+)  # files of a checkpoint that only a trainer reads
 _BLOCK = 1 << 22
 
 

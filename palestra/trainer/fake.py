@@ -12,28 +12,42 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from palestra.algorithms.base import ForwardOutput, ForwardOutputs
-from palestra.algorithms.loss import LossSpec
+from palestra.algorithms.loss import LossSpec, ValueLoss
 from palestra.algorithms.losses import build_loss
 from palestra.errors import ConfigError, NotFound
 from palestra.faults import fault_point
 from palestra.models.weights import LocalWeights, WeightSource
 from palestra.trainer import checkpoint
-from palestra.trainer.base import TRAINER_METRICS, OptimParams, OptimReport, PolicySpec, StepReport
+from palestra.trainer.base import (
+    CRITIC_METRICS,
+    NETWORKS,
+    REFERENCE_METRICS,
+    TRAINER_METRICS,
+    Network,
+    OptimParams,
+    OptimReport,
+    PolicySpec,
+    StepReport,
+)
 from palestra.trainer.serial import Serial
 from palestra.trainer.untrainable import record_problems
 from palestra.types.calls import PolicyVersion
 from palestra.types.records import TrainSample
 
-WEIGHTS_FILE = "weights.txt"
+WEIGHTS_FILE, CRITIC_FILE = "weights.txt", "critic.txt"
+_UNTRAINED = hashlib.sha256(b"untrained").hexdigest()
 
 
 @dataclass(slots=True)
 class _Policy:
-    """The hashes that stand for a policy's weights and gradient, and its version."""
+    """The hashes that stand for the weights and gradients of a policy's networks, and its version."""
 
-    weights: str = hashlib.sha256(b"untrained").hexdigest()
-    gradient: str = ""
+    spec: PolicySpec
+    weights: dict[Network, str] = field(default_factory=lambda: dict.fromkeys(NETWORKS, _UNTRAINED))
+    gradients: dict[Network, str] = field(default_factory=lambda: dict.fromkeys(NETWORKS, ""))
     version: PolicyVersion = field(default_factory=lambda: PolicyVersion(0, 0))
     changed: bool = False  # whether there was an update since `weights` was called
 
@@ -53,7 +67,7 @@ class FakeTrainer:
 
     def digest(self, policy: str) -> str:
         """Return the hash that stands for a policy's weights: of everything the policy was trained on."""
-        return self._policy(policy).weights
+        return self._policy(policy).weights["policy"]
 
     def version(self, policy: str) -> PolicyVersion:
         """Return the version of a policy; see `Trainer.version`."""
@@ -68,7 +82,7 @@ class FakeTrainer:
         """Create a policy; see `Trainer.create`. Without a model all policies begin alike."""
         if policy in self._policies:
             raise ConfigError(f"the trainer has a policy {policy!r} already")
-        self._policies[policy] = _Policy()
+        self._policies[policy] = _Policy(spec)
 
     async def remove(self, policy: str) -> None:
         """Forget a policy and its requests, after earlier requests have ended; see `Trainer.remove`."""
@@ -83,34 +97,53 @@ class FakeTrainer:
     async def forward(
         self, policy: str, batch: Sequence[TrainSample], outputs: Collection[ForwardOutput]
     ) -> ForwardOutputs:
-        """Return the engine's logprobs of the rows of `batch` as `outputs`: `policy` has no model to compute others.
+        """Return the engine's logprobs of the rows of `batch`, because `policy` has no model to compute others.
+
+        The critic's values are all the same, and made of its hash.
 
         Returns:
-            For `old_logprobs` one float32 [N] a row; see `Trainer.forward`.
+            For each of `outputs` one float32 [N] a row; see `Trainer.forward`.
 
         Raises:
-            ConfigError: another output than `old_logprobs` is wanted.
+            ConfigError: the policy has no reference or no critic for an output.
         """
-        self._policy(policy)
-        if unknown := set(outputs) - {"old_logprobs"}:
-            raise ConfigError(f"the fake trainer can't compute {', '.join(sorted(unknown))}")
-        return {name: [sample.logprobs for sample in batch] for name in outputs}
+        mine = self._policy(policy)
+        known = {"old_logprobs"} | ({"reference_logprobs"} if mine.spec.reference is not None else set())
+        values = {"values", "next_values"} if mine.spec.critic else set()
+        if unknown := set(outputs) - known - values:
+            raise ConfigError(f"the fake trainer can't compute {', '.join(sorted(unknown))} of this policy")
+        value = np.float32(int(mine.weights["critic"][:8], 16) / 2**32)
+        return {
+            name: [
+                np.where(row.loss_mask, value, np.float32(np.nan)) if name in values else row.logprobs for row in batch
+            ]
+            for name in outputs
+        }
 
     async def forward_backward(
         self, policy: str, batch: Sequence[TrainSample], loss: LossSpec, request_id: str
     ) -> StepReport:
-        """Add the rows of `batch` to the hash that stands for the gradient of `policy`; see `Trainer.forward_backward`.
+        """Add the rows of `batch` to the hash that stands for a gradient of `policy`; see `Trainer.forward_backward`.
 
         Args:
             policy: its name.
             batch: S rows.
-            loss: declares the metrics, which are all 0.
+            loss: declares the metrics, which are all 0, and decides whether the gradient is the critic's.
             request_id: names this request.
+
+        Raises:
+            ConfigError: the loss is of a critic, and there is none.
         """
-        mine, metrics = self._policy(policy), build_loss(loss).metrics
+        mine, built = self._policy(policy), build_loss(loss)
+        network: Network = "critic" if isinstance(built, ValueLoss) else "policy"
+        _check(mine, network)
+        reference = REFERENCE_METRICS if batch and batch[0].reference_logprobs is not None else ()
+        metrics = (*(CRITIC_METRICS if network == "critic" else (*TRAINER_METRICS, *reference)), *built.metrics)
 
         async def work() -> StepReport:
-            digest = hashlib.sha256(mine.gradient.encode())
+            digest = hashlib.sha256(mine.gradients[network].encode())
+            if loss.kl_coefficient or loss.entropy_coefficient:
+                digest.update(loss.model_dump_json().encode())
             for sample in batch:
                 digest.update(sample.episode_id.encode())
                 for array in (
@@ -119,16 +152,17 @@ class FakeTrainer:
                     sample.logprobs,
                     sample.advantages,
                     sample.loss_weights,
+                    *(column for column in (sample.values, sample.returns) if column is not None),
                 ):
                     digest.update(array.tobytes())
-            mine.gradient = digest.hexdigest()
+            mine.gradients[network] = digest.hexdigest()
             tokens = sum(len(sample.ids) for sample in batch)
             return StepReport(
                 rows=len(batch),
                 trained_tokens=int(sum(sample.loss_mask.sum() for sample in batch)),
                 forward_tokens=tokens,
                 flat_tokens=tokens,
-                metrics={metric.name: 0.0 for metric in (*TRAINER_METRICS, *metrics)},
+                metrics={metric.name: 0.0 for metric in metrics},
             )
 
         return await self._serial.run_idempotent(policy, request_id, work)
@@ -140,20 +174,32 @@ class FakeTrainer:
         """
         return record_problems(batch)
 
-    async def optim_step(self, policy: str, params: OptimParams, request_id: str) -> OptimReport:
-        """Hash the gradient into the weights of `policy`, with the learning rate of `params`.
+    async def optim_step(
+        self, policy: str, params: OptimParams, request_id: str, network: Network = "policy"
+    ) -> OptimReport:
+        """Hash a gradient of `policy` into its weights, with the learning rate; see `Trainer.optim_step`.
 
-        Once for each `request_id`.
+        Args:
+            policy: its name.
+            params: the numbers of this update, of which only the learning rate counts.
+            request_id: names this request.
+            network: whose gradient.
+
+        Raises:
+            ConfigError: there is no critic.
         """
         mine = self._policy(policy)
+        _check(mine, network)
 
         async def work() -> OptimReport:
-            fault_point("before_step")
-            mine.weights = hashlib.sha256(f"{mine.weights}{mine.gradient}{params.learning_rate!r}".encode()).hexdigest()
-            mine.gradient = ""
-            if not mine.changed:
-                mine.version, mine.changed = mine.version.following, True
-            fault_point("after_step")
+            if network == "policy":
+                fault_point("before_step")
+            whole = f"{mine.weights[network]}{mine.gradients[network]}{params.learning_rate!r}"
+            mine.weights[network], mine.gradients[network] = hashlib.sha256(whole.encode()).hexdigest(), ""
+            if network == "policy":
+                if not mine.changed:
+                    mine.version, mine.changed = mine.version.following, True
+                fault_point("after_step")
             return OptimReport(learning_rate=params.learning_rate, grad_norm=0.0)
 
         return await self._serial.run_idempotent(policy, request_id, work)
@@ -163,7 +209,9 @@ class FakeTrainer:
         mine = self._policy(policy)
 
         def fill(path: Path) -> None:
-            (path / WEIGHTS_FILE).write_text(mine.weights)
+            (path / WEIGHTS_FILE).write_text(mine.weights["policy"])
+            if mine.spec.critic:
+                (path / CRITIC_FILE).write_text(mine.weights["critic"])
 
         async def work() -> Path:
             full = {**state, "incarnation": mine.version.incarnation, "n": mine.version.n}
@@ -178,7 +226,9 @@ class FakeTrainer:
         if newest is None:
             return None
         path, state = newest
-        mine.weights = (path / WEIGHTS_FILE).read_text()
+        mine.weights["policy"] = (path / WEIGHTS_FILE).read_text()
+        if mine.spec.critic:
+            mine.weights["critic"] = (path / CRITIC_FILE).read_text()
         mine.version = PolicyVersion(int(state["incarnation"]), int(state["n"]))
         return state
 
@@ -200,3 +250,9 @@ class FakeTrainer:
         if found is None:
             raise NotFound(f"the trainer has no policy {policy!r}")
         return found
+
+
+def _check(policy: _Policy, network: Network) -> None:
+    """Raise ConfigError if a network is asked for that a policy does not have."""
+    if network == "critic" and not policy.spec.critic:
+        raise ConfigError("this policy has no critic")

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from palestra.tokens import TokenRun
+from palestra.types.calls import Floats
 from palestra.types.records import TrainSample
 
 
@@ -97,21 +98,24 @@ class MicroBatch:
     def targets(self) -> dict[str, Tensor]:
         """Return columns [T] of the trained tokens of all rows, in order of the rows.
 
-        `source` is the node that predicts the token and `target` its id; `version` is [T, 2]; the others have the names
-        of `LossInputs` and `TrainSample`.
+        `source` is the node that predicts the token, `node` the token's own and `target` its id; `version` is [T, 2];
+        the others have the names of `LossInputs` and `TrainSample`.
         """
         columns: defaultdict[str, list[NDArray[np.generic]]] = defaultdict(list)
         for sample, offset, path in self.samples:
             trained = np.flatnonzero(sample.loss_mask)
             columns["source"].append(path[trained - 1] + offset)
+            columns["node"].append(path[trained] + offset)
             columns["target"].append(sample.ids[trained].astype(np.int64))
             columns["sampling_logprobs"].append(sample.logprobs[trained])
             columns["version"].append(sample.versions[trained])
             columns["advantages"].append(sample.advantages[trained])
             columns["loss_weights"].append(sample.loss_weights[trained])
             columns["temperature"].append(sample.temperatures[trained])
-            if sample.old_logprobs is not None:  # either all rows of a batch have them, or none has
-                columns["old_logprobs"].append(sample.old_logprobs[trained])
+            for name in ("old_logprobs", "reference_logprobs", "values", "returns"):
+                column: Floats | None = getattr(sample, name)
+                if column is not None:  # either all rows of a batch have them, or none has
+                    columns[name].append(column[trained])
         return {name: torch.from_numpy(np.concatenate(parts)) for name, parts in columns.items()}
 
 

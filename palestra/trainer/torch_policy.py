@@ -1,9 +1,8 @@
-"""One policy that is trained in this process: float32 master weights, bf16 compute, AdamW."""
+"""One policy that is trained in this process: float32 master weights, bf16 compute, AdamW; perhaps with a critic."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,68 +11,78 @@ import numpy as np
 import safetensors.torch
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint as recompute
 
-from palestra.algorithms.loss import Loss, LossInputs, Max, Mean, Reduction, Sum
+from palestra.algorithms.base import ForwardOutput
+from palestra.algorithms.loss import BaseLoss, Loss, LossInputs, LossSpec, Max, Mean, Reduction, Sum, ValueLoss
+from palestra.algorithms.losses import build_loss
 from palestra.config import TrainerConfig
-from palestra.errors import CheckpointError, InvalidAlgorithm
+from palestra.errors import ConfigError, InvalidAlgorithm
 from palestra.faults import fault_point
 from palestra.grammars.bounds import TRAINER_BOUNDS
 from palestra.grammars.pool import Grammars
 from palestra.models.causal_lm import CausalLM
-from palestra.models.grammar_masks import unpack_bits, vocabulary_of
+from palestra.models.grammar_masks import vocabulary_of
 from palestra.trainer import checkpoint
-from palestra.trainer.base import TRAINER_METRICS, OptimParams, OptimReport, StepReport
-from palestra.trainer.constraints import allowed_tokens, grammar_problem
+from palestra.trainer.base import CRITIC_METRICS, Network, OptimParams, OptimReport, StepReport
+from palestra.trainer.constraints import grammar_problem
+from palestra.trainer.critic import Critic, copy_weights
 from palestra.trainer.metrics import MetricSums
-from palestra.trainer.packing import MicroBatch, TreeAttention, pack
+from palestra.trainer.optimizer import Named, Optimizer
+from palestra.trainer.packing import MicroBatch, pack
+from palestra.trainer.penalties import add_penalties, measured_with, policy_metrics
 from palestra.trainer.sequences import SequenceMeans
+from palestra.trainer.token_forward import TokenForward, columns_of
 from palestra.trainer.untrainable import record_problems
 from palestra.types.calls import Floats, PolicyVersion
 from palestra.types.records import TrainSample
 
 # More tokens are slower even on two cores: attention in a tree takes time with its square (docs/benchmarks.md).
 MICRO_BATCH_TOKENS = {"cpu": 1024, "cuda": 8192}
-# Positions whose logits are computed at a time: 256 x 49,152 floats are 50 MB, and several of them exist together.
-LOGIT_CHUNK = {"cpu": 256, "cuda": 8192}
-_OPTIMIZER_FILE = "optimizer-{}.safetensors"
-_SHARD_BYTES = 2**28
-_IMPOSSIBLE = -1e9  # the score of tokens that can't be sampled: finite, so that 0 x score is 0 in the entropy
+_OPTIMIZER = "optimizer"  # prefix of its files in a checkpoint
+AddGradient = Callable[[MicroBatch], dict[str, Reduction]]
 
 
 class TorchPolicy:
     """The weights, the optimizer and the version of one policy; its methods run in the trainer's thread.
 
     Attributes:
-        parameters: each weight once, with its name.
-        optimizer: AdamW over these weights.
+        optimizer: AdamW over the policy's weights.
         version: of the weights.
         changed: whether there was an update since the weights were handed to an engine.
     """
 
-    def __init__(self, model: CausalLM, tokenizer: Any, config: TrainerConfig) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        tokenizer: Any,
+        config: TrainerConfig,
+        reference: CausalLM | None = None,
+        critic: CausalLM | None = None,
+    ) -> None:
         """Take over a model's weights as they are, at version 0.0.
 
         Args:
             model: has float32 weights; it computes in the precision of `config` from here on.
             tokenizer: the model's, which is written beside its weights.
             config: how gradients are computed.
+            reference: another model, in the precision of `config`, which is never trained; None: there is no reference.
+            critic: a copy of the policy's model for a critic, float32; None: there is no critic.
         """
         model.compute_in(getattr(torch, config.dtype))
-        self._model, self._tokenizer, self._config = model, tokenizer, config
-        self.parameters = model.named_parameters()
-        self.optimizer = torch.optim.AdamW(
-            [  # norms and biases, in the second group, do not decay, as in the Trainer of transformers
-                {"params": [p for _, p in self.parameters if p.ndim >= 2]},
-                {"params": [p for _, p in self.parameters if p.ndim < 2]},
-            ],
-            fused=True,
-        )
-        self._device = self.parameters[0][1].device
-        self._micro_batch_tokens = config.micro_batch_tokens or MICRO_BATCH_TOKENS[self._device.type]
+        self._model, self._tokenizer = model, tokenizer
+        self.optimizer = Optimizer(model.named_parameters())
+        self._micro_batch_tokens = config.micro_batch_tokens or MICRO_BATCH_TOKENS[model.device.type]
         self._grammars = Grammars(vocabulary_of(tokenizer, model.vocab_size), TRAINER_BOUNDS)
+        self._forward = TokenForward(model, config, self._grammars)
+        self._reference = None if reference is None else TokenForward(reference, config, self._grammars)
+        self._critic = None if critic is None else Critic(critic, config)
         self.version = PolicyVersion(0, 0)
         self.changed = False
+
+    @property
+    def parameters(self) -> Named:
+        """Return each weight of the policy once, with its name."""
+        return self.optimizer.parameters
 
     def close(self) -> None:
         """End the processes that walk the policy's grammars."""
@@ -96,50 +105,86 @@ class TorchPolicy:
                     found[sample.episode_id] = problem
         return found
 
-    def logprobs(self, batch: Sequence[TrainSample]) -> list[Floats]:
-        """Return for each row the logprobs of its trained tokens under the present weights, float32 [N], else NaN."""
-        found: list[Floats] = []
+    def check_outputs(self, outputs: Collection[ForwardOutput]) -> None:
+        """Raise ConfigError unless `forward` can compute these outputs."""
+        known: set[ForwardOutput] = {"old_logprobs"}
+        known |= {"reference_logprobs"} if self._reference is not None else set()
+        known |= {"values", "next_values"} if self._critic is not None else set()
+        if unknown := set(outputs) - known:
+            raise ConfigError(f"this trainer can't compute {', '.join(sorted(unknown))} of this policy")
+
+    def forward(
+        self, batch: Sequence[TrainSample], outputs: Collection[ForwardOutput]
+    ) -> dict[ForwardOutput, list[Floats]]:
+        """Return for each output and row the numbers of its trained tokens, float32 [N], else NaN.
+
+        Args:
+            batch: S rows.
+            outputs: what `check_outputs` has let pass.
+        """
+        found: dict[ForwardOutput, list[Floats]] = {name: [] for name in outputs}
         for micro in pack(batch, self._micro_batch_tokens):
-            with torch.no_grad():
-                logprobs, _, _ = self._forward(micro)
-            values = iter(logprobs.cpu().numpy())
-            for sample, _, _ in micro.samples:
-                row = np.full(len(sample.ids), np.nan, np.float32)
-                row[sample.loss_mask] = [next(values) for _ in range(int(sample.loss_mask.sum()))]
-                found.append(row)
+            computed: dict[ForwardOutput, Tensor] = {}
+            if "old_logprobs" in found:
+                computed["old_logprobs"] = self._logprobs(self._forward, micro)
+            if "reference_logprobs" in found:
+                assert self._reference is not None
+                computed["reference_logprobs"] = self._logprobs(self._reference, micro)
+            if "values" in found or "next_values" in found:
+                assert self._critic is not None
+                computed["values"], computed["next_values"] = self._critic.values(micro)
+            for name, rows in found.items():
+                rows += _rows_of(micro, computed[name])
         return found
 
-    def forward_backward(self, batch: Sequence[TrainSample], loss: Loss) -> StepReport:
+    def forward_backward(self, batch: Sequence[TrainSample], spec: LossSpec) -> StepReport:
         """Add the gradient of the whole batch, or of nothing if an error occurs, so that the request may be sent again.
 
         Args:
             batch: S rows.
-            loss: the loss of a token.
-        """
-        # Without the copy, a request that fails halfway and is sent again would add a part of its gradient twice.
-        before = [None if p.grad is None else p.grad.clone() for _, p in self.parameters]
-        try:
-            return self._all_micro_batches(batch, loss)
-        except Exception:
-            for (_, parameter), gradient in zip(self.parameters, before, strict=True):
-                parameter.grad = gradient
-            raise
+            spec: the loss of a token, or of a value: then the gradient is the critic's.
 
-    def _all_micro_batches(self, batch: Sequence[TrainSample], loss: Loss) -> StepReport:
-        """Add the gradients of all micro-batches in order, and return their metrics and counts."""
-        sums = MetricSums([metric.name for metric in (*TRAINER_METRICS, *loss.metrics)])
-        micro_batches = pack(batch, self._micro_batch_tokens)
-        means = self._sequence_means(micro_batches, loss) if loss.over_sequences else None
-        computed, trained = 0, 0
+        Raises:
+            ConfigError: it is a loss of values, and there is no critic; or a penalty needs logprobs of a reference that
+                the rows do not have.
+        """
+        loss, micro_batches = build_loss(spec), pack(batch, self._micro_batch_tokens)
+        if isinstance(loss, ValueLoss):
+            critic = self._critic_for(loss)
+            names = [metric.name for metric in (*CRITIC_METRICS, *loss.metrics)]
+            return critic.optimizer.whole_or_nothing(
+                lambda: self._all_micro_batches(micro_batches, names, lambda micro: critic.add_gradient(micro, loss))
+            )
+        names = [metric.name for metric in policy_metrics(spec, loss, measured_with(batch))]
+
+        def work() -> StepReport:
+            means = self._sequence_means(micro_batches, loss) if loss.over_sequences else None
+            return self._all_micro_batches(
+                micro_batches, names, lambda micro: self._add_gradient(micro, spec, loss, means)
+            )
+
+        return self.optimizer.whole_or_nothing(work)
+
+    def _all_micro_batches(
+        self, micro_batches: Sequence[MicroBatch], metrics: Collection[str], add_gradient: AddGradient
+    ) -> StepReport:
+        """Add the gradients of all micro-batches in order, and return their metrics and counts.
+
+        Args:
+            micro_batches: all rows of the batch.
+            metrics: names of the metrics that are reported.
+            add_gradient: adds the gradient of one micro-batch, and returns its metrics.
+        """
+        sums = MetricSums(metrics)
         for micro in micro_batches:
-            sums.add(self._micro_batch(micro, loss, means))
-            computed += micro.tokens
-            trained += int(sum(sample.loss_mask.sum() for sample, _, _ in micro.samples))
+            sums.add(add_gradient(micro))
+        rows = [sample for micro in micro_batches for sample, _, _ in micro.samples]
+        trained = int(sum(sample.loss_mask.sum() for sample in rows))
         return StepReport(
-            rows=len(batch),
+            rows=len(rows),
             trained_tokens=trained,
-            forward_tokens=computed,
-            flat_tokens=sum(len(sample.ids) for sample in batch),
+            forward_tokens=sum(micro.tokens for micro in micro_batches),
+            flat_tokens=sum(len(sample.ids) for sample in rows),
             metrics=sums.result(trained),
         )
 
@@ -147,8 +192,9 @@ class TorchPolicy:
         """Return the means over the episodes that are not whole in one micro-batch, by a pass without gradient."""
         means = SequenceMeans(micro_batches)
         for micro in means.split:
+            targets = columns_of(micro, self._model.device)
             with torch.no_grad():
-                logprobs, _, targets = self._forward(micro)
+                logprobs, _ = self._forward(micro, targets)
                 means.add(micro, loss.of_sequence(self._inputs(logprobs, targets)))
         return means
 
@@ -156,131 +202,81 @@ class TorchPolicy:
         """Return the inputs of a loss for the tokens of a micro-batch.
 
         Args:
-            logprobs: float32 [T], from `_forward`.
-            targets: the columns of `_forward`.
+            logprobs: float32 [T], of the trained tokens.
+            targets: the columns of the micro-batch.
         """
         return LossInputs(
             logprobs=logprobs,
             sampling_logprobs=targets["sampling_logprobs"],
             old_logprobs=targets.get("old_logprobs"),
+            reference_logprobs=targets.get("reference_logprobs"),
             advantages=targets["advantages"],
             on_policy=(targets["version"] == targets["version"].new_tensor(self.version)).all(dim=1),
         )
 
-    def _micro_batch(self, micro: MicroBatch, loss: Loss, means: SequenceMeans | None) -> dict[str, Reduction]:
-        """Add the gradient of one micro-batch, and return its metrics.
+    def _add_gradient(
+        self, micro: MicroBatch, spec: LossSpec, loss: Loss, means: SequenceMeans | None
+    ) -> dict[str, Reduction]:
+        """Add the gradient of one micro-batch to the policy's, and return its metrics.
 
         Args:
-            micro: the micro-batch.
+            micro: trees of rows.
+            spec: has the coefficients of the penalties.
             loss: the loss of a token.
             means: over whole episodes; None: the loss needs none.
         """
+        targets = columns_of(micro, self._model.device)
         with torch.enable_grad():
-            logprobs, entropy, targets = self._forward(micro)
+            logprobs, entropy = self._forward(micro, targets, entropy_gradient=spec.entropy_coefficient != 0.0)
             inputs = self._inputs(logprobs, targets)
             if means is not None:
                 inputs = replace(inputs, sequence_means=means.of(micro, loss.of_sequence(inputs)))
             output = loss(inputs)
-            if output.loss.shape != logprobs.shape:
-                raise InvalidAlgorithm(
-                    f"the loss {loss.name!r} returns {list(output.loss.shape)} numbers for {len(logprobs)} tokens; it "
-                    "returns one for each token"
-                )
-            if bool(output.loss.isnan().any()):
-                raise InvalidAlgorithm(_not_a_number(loss, micro, output.loss))
-            total = (output.loss * targets["loss_weights"]).sum()
+            _check_numbers(loss, micro, output.loss)
+            losses, measured = add_penalties(output.loss, inputs, entropy, spec)
+            total = (losses * targets["loss_weights"]).sum()
         total.backward()  # type: ignore[no-untyped-call]
         gap = (logprobs.detach() - targets["sampling_logprobs"]).abs()
         return {
             **output.metrics,
+            **measured,
             "loss": Sum(total.detach()),
-            "entropy": Mean(entropy),
+            "entropy": Mean(entropy.detach()),
             "logprob_gap_mean": Mean(gap),
             "logprob_gap_max": Max(gap),
         }
 
-    def _forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return logprobs and entropies [T] of the trained tokens, and the columns of `MicroBatch.targets` for them.
-
-        If a row has grammars, the columns contain `allowed`, [T, B] (see `allowed_tokens`).
-        """
-        device = self._device
-        targets = {name: column.to(device) for name, column in micro.targets().items()}
-        ids = torch.tensor([i for tree in micro.trees for i in tree.ids], device=device)
-        positions = torch.tensor([p for tree in micro.trees for p in tree.positions], device=device)
-        hidden = self._model.hidden(ids, positions, TreeAttention(micro.trees, device))
-        allowed = allowed_tokens(micro.samples, self._grammars, self._model.vocab_size)
-        targets |= {} if allowed is None else {"allowed": allowed.to(device)}
-        logprobs, entropy = self._logprobs(hidden.index_select(0, targets["source"]), targets)
-        return logprobs, entropy, targets
-
-    def _logprobs(self, hidden: Tensor, targets: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the targets' log-probabilities (with gradient) and entropies, float32 [T] each.
-
-        Logits of at most `logit_chunk` positions exist at a time, because T x V floats would not fit into memory; with
-        more positions the logits are computed again in the backward pass.
-
-        Args:
-            hidden: [T, hidden], at the positions that predict the targets.
-            targets: the columns of `_forward`.
-        """
-        size = min(self._config.logit_chunk, LOGIT_CHUNK[self._device.type])
-        pieces = [
-            _call(
-                self._chunk,
-                hidden[i : i + size],
-                targets["target"][i : i + size],
-                targets["temperature"][i : i + size],
-                *([targets["allowed"][i : i + size]] if "allowed" in targets else []),
-                again=len(hidden) > size,
-            )
-            for i in range(0, len(hidden), size)
-        ]
-        if not pieces:
-            empty = hidden.sum(dtype=torch.float32).expand(0)
-            return empty, empty.detach()
-        return torch.cat([p for p, _ in pieces]), torch.cat([e for _, e in pieces])
-
-    def _chunk(
-        self, hidden: Tensor, target: Tensor, temperature: Tensor, allowed: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities and entropies, [T] each, of the positions of one chunk.
-
-        Args:
-            hidden: [T, hidden], at the positions that predict the targets.
-            target: [T] token ids.
-            temperature: [T], at which the tokens were sampled.
-            allowed: [T, B] bits of the tokens that could have been sampled; None: all.
-        """
-        scores = self._model.logits(hidden) / temperature.unsqueeze(1)
-        if allowed is not None:  # the distribution from which the token was sampled had no other tokens
-            scores = scores.masked_fill(~unpack_bits(allowed, scores.shape[1]), _IMPOSSIBLE)
-        total = scores.logsumexp(dim=-1)
-        chosen = scores.gather(1, target.unsqueeze(1)).squeeze(1) - total
+    def _logprobs(self, model: TokenForward, micro: MicroBatch) -> Tensor:
+        """Return the log-probabilities [T] of a micro-batch's trained tokens under a model, without gradient."""
         with torch.no_grad():
-            mean_score = ((scores - total.unsqueeze(1)).exp() * scores).sum(dim=-1)
-            entropy = total - mean_score
-        return chosen, entropy
+            logprobs, _ = model(micro, columns_of(micro, self._model.device))
+        return logprobs
 
-    def optim_step(self, params: OptimParams) -> OptimReport:
-        """Apply the gradient unless it is not finite, clear it, and count the version; see `Trainer.optim_step`."""
+    def _critic_for(self, loss: BaseLoss) -> Critic:
+        if self._critic is None:
+            raise ConfigError(f"the loss {loss.name!r} is of a critic, and this policy has none")
+        return self._critic
+
+    def optim_step(self, params: OptimParams, network: Network) -> OptimReport:
+        """Apply the gradient unless it is not finite, clear it, and count the version; see `Trainer.optim_step`.
+
+        Args:
+            params: the numbers of this update.
+            network: whose gradient; the critic has no version.
+
+        Raises:
+            ConfigError: there is no critic.
+        """
+        if network == "critic":
+            if self._critic is None:
+                raise ConfigError("this policy has no critic")
+            return self._critic.optimizer.step(params)
         fault_point("before_step")
-        for group, decay in zip(self.optimizer.param_groups, (params.weight_decay, 0.0), strict=True):
-            group |= {
-                "lr": params.learning_rate,
-                "betas": params.betas,
-                "eps": params.epsilon,
-                "weight_decay": decay,
-            }
-        norm = float(torch.nn.utils.clip_grad_norm_([p for _, p in self.parameters], params.max_grad_norm))
-        finite = math.isfinite(norm)
-        if finite:
-            self.optimizer.step()
-            if not self.changed:  # all updates between two publications together make one version
-                self.version, self.changed = self.version.following, True
-        self.optimizer.zero_grad(set_to_none=True)
+        report = self.optimizer.step(params)
+        if report.applied and not self.changed:  # all updates between two publications together make one version
+            self.version, self.changed = self.version.following, True
         fault_point("after_step")
-        return OptimReport(learning_rate=params.learning_rate, grad_norm=norm if finite else 0.0, applied=finite)
+        return report
 
     def save(self, folder: Path, state: Mapping[str, Any], keep: int) -> Path:
         """Write a checkpoint that transformers can load without conversion; see `Trainer.save`.
@@ -294,22 +290,14 @@ class TorchPolicy:
         return checkpoint.write(folder, int(state["step"]), self._fill, full, keep)
 
     def _fill(self, folder: Path) -> None:
-        """Write weights, tokenizer and optimizer into a checkpoint's folder."""
+        """Write weights, tokenizer, optimizer and critic into a checkpoint's folder."""
         self._model.save(folder, self._tokenizer)
-        tensors: dict[str, Tensor] = {}
-        number = 0
-        for name, parameter in self.parameters:
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                tensors[f"{key}.{name}"] = value
-            # safetensors copies a whole shard before it writes it, so shards are kept small.
-            if sum(t.nbytes for t in tensors.values()) >= _SHARD_BYTES:
-                safetensors.torch.save_file(tensors, folder / _OPTIMIZER_FILE.format(number))
-                tensors, number = {}, number + 1
-        if tensors:
-            safetensors.torch.save_file(tensors, folder / _OPTIMIZER_FILE.format(number))
+        self.optimizer.write(folder, _OPTIMIZER)
+        if self._critic is not None:
+            self._critic.write(folder)
 
     def load(self, folder: Path) -> dict[str, Any] | None:
-        """Restore weights, optimizer and version from the newest undamaged checkpoint; see `Trainer.load`."""
+        """Restore weights, optimizer, critic and version from the newest undamaged checkpoint; see `Trainer.load`."""
         newest = checkpoint.newest_good(folder)
         if newest is None:
             return None
@@ -317,35 +305,39 @@ class TorchPolicy:
         weights: dict[str, Tensor] = {}
         for file in sorted(path.glob("model*.safetensors")):
             weights |= safetensors.torch.load_file(file)
-        optimizer: dict[str, Tensor] = {}
-        for file in sorted(path.glob(_OPTIMIZER_FILE.format("*"))):
-            optimizer |= safetensors.torch.load_file(file)
-        moments: dict[str, dict[str, Tensor]] = {}
-        for key, value in optimizer.items():
-            kind, _, name = key.partition(".")
-            moments.setdefault(name, {})[kind] = value
-        for name, parameter in self.parameters:
-            if name not in weights or weights[name].shape != parameter.shape:
-                raise CheckpointError(f"{path} has no weight {name} of shape {tuple(parameter.shape)}: another model")
-            with torch.no_grad():
-                parameter.copy_(weights[name])
-        self._restore_optimizer(moments)
+        copy_weights(self.parameters, weights, path)
+        self.optimizer.read(path, _OPTIMIZER)
+        if self._critic is not None:
+            self._critic.read(path)
         self.version = PolicyVersion(int(state["incarnation"]), int(state["n"]))
         return state
 
-    def _restore_optimizer(self, moments: Mapping[str, dict[str, Tensor]]) -> None:
-        """Give the optimizer the state of each parameter, by name, as read from a checkpoint on the CPU.
 
-        The optimizer itself moves the tensors to the parameters' devices, and `step` to where a fused update reads it.
+def _rows_of(micro: MicroBatch, numbers: Tensor) -> list[Floats]:
+    """Return numbers [T] of a micro-batch's trained tokens as a float32 [N] for each of its rows, else NaN."""
+    found, start, flat = list[Floats](), 0, numbers.cpu().numpy()
+    for sample, _, _ in micro.samples:
+        row = np.full(len(sample.ids), np.nan, np.float32)
+        stop = start + int(sample.loss_mask.sum())
+        row[sample.loss_mask], start = flat[start:stop], stop
+        found.append(row)
+    return found
 
-        Args:
-            moments: for each weight its state; moments have the weight's shape, [n, d] or [d], and `step` is scalar.
-        """
-        state = self.optimizer.state_dict()
-        names = {parameter: name for name, parameter in self.parameters}
-        ordered = [names[parameter] for group in self.optimizer.param_groups for parameter in group["params"]]
-        state["state"] = {number: moments[name] for number, name in enumerate(ordered) if name in moments}
-        self.optimizer.load_state_dict(state)
+
+def _check_numbers(loss: Loss, micro: MicroBatch, values: Tensor) -> None:
+    """Check what a loss has returned for the trained tokens of a micro-batch, which should be [T].
+
+    Raises:
+        InvalidAlgorithm: `values` are not one number for each token; the message names the episodes.
+    """
+    tokens = int(sum(sample.loss_mask.sum() for sample, _, _ in micro.samples))
+    if values.shape != (tokens,):
+        raise InvalidAlgorithm(
+            f"the loss {loss.name!r} returns {list(values.shape)} numbers for {tokens} tokens; it returns one for each "
+            "token"
+        )
+    if bool(values.isnan().any()):
+        raise InvalidAlgorithm(_not_a_number(loss, micro, values))
 
 
 def _not_a_number(loss: Loss, micro: MicroBatch, values: Tensor) -> str:
@@ -362,14 +354,3 @@ def _not_a_number(loss: Loss, micro: MicroBatch, values: Tensor) -> str:
         f"the loss {loss.name!r} is not a number (NaN) for {int(wrong.sum())} tokens: {', '.join(places[:8])}"
         f"{', …' if len(places) > 8 else ''}; the weights are as before"
     )
-
-
-def _call(function: Callable[..., Any], *arguments: Tensor, again: bool) -> Any:
-    """Call `function`; with `again` its intermediate results are dropped and computed again in the backward pass.
-
-    Args:
-        function: returns tensors.
-        arguments: tensors, such as [T, hidden].
-        again: whether to save memory.
-    """
-    return recompute(function, *arguments, use_reentrant=False) if again else function(*arguments)

@@ -18,7 +18,7 @@ from palestra.models.causal_lm import CausalLM, load_causal_lm, load_tokenizer, 
 from palestra.models.device import device_of
 from palestra.models.weights import LocalWeights, WeightSource
 from palestra.threads import in_thread
-from palestra.trainer.base import OptimParams, OptimReport, PolicySpec, StepReport
+from palestra.trainer.base import Network, OptimParams, OptimReport, PolicySpec, StepReport
 from palestra.trainer.serial import Serial
 from palestra.trainer.torch_policy import TorchPolicy
 from palestra.types.calls import PolicyVersion
@@ -70,7 +70,10 @@ class TorchTrainer:
 
         def load() -> TorchPolicy:
             device = device_of(self._config.device, "trainer.device")
-            return TorchPolicy(*self._load_model(spec.model, device), self._config)
+            model, tokenizer = self._load_model(spec.model, device)
+            reference = None if spec.reference is None else self._reference(spec.reference, device, model, tokenizer)
+            critic = self._load_model(spec.model, device)[0] if spec.critic else None
+            return TorchPolicy(model, tokenizer, self._config, reference, critic)
 
         async def work() -> None:
             if policy in self._policies:
@@ -78,6 +81,33 @@ class TorchTrainer:
             self._policies[policy] = await self._in_thread(load)
 
         await self._serial.run(work)
+
+    def _reference(self, name: str, device: torch.device, policy: CausalLM, tokenizer: Any) -> CausalLM:
+        """Load the model of a reference, rounded to the precision in which it is computed.
+
+        Args:
+            name: a name as `PolicyConfig.model` has it, or a folder.
+            device: where the weights are put.
+            policy: the model that the reference stands beside.
+            tokenizer: of the policy.
+
+        Raises:
+            ConfigError: the reference has another tokenizer, so that its ids are other texts, or more or fewer tokens.
+            ModelError: missing weights, or an unsupported architecture.
+        """
+        model, own = self._load_model(name, device)
+        if own.get_vocab() != tokenizer.get_vocab():
+            raise ConfigError(
+                f"the reference {name!r} has another tokenizer than the policy, so its probabilities are of other "
+                "texts; take a model of the same family"
+            )
+        if model.vocab_size != policy.vocab_size:
+            raise ConfigError(
+                f"the reference {name!r} has {model.vocab_size} tokens, and the policy {policy.vocab_size}; take a "
+                "model with as many"
+            )
+        model.round_to(getattr(torch, self._config.dtype))
+        return model
 
     async def remove(self, policy: str) -> None:
         """Forget a policy and its requests, after earlier requests have ended; see `Trainer.remove`."""
@@ -94,17 +124,16 @@ class TorchTrainer:
     ) -> ForwardOutputs:
         """Compute `outputs` of the rows of `batch` under the present weights of `policy`, float32 [N] a row.
 
-        See `Trainer.forward`; only `old_logprobs` can be computed.
+        See `Trainer.forward`; `reference_logprobs` need a reference, and values a critic.
 
         Raises:
             ConfigError: another output is wanted.
         """
         mine = self._policy(policy)
-        if unknown := set(outputs) - {"old_logprobs"}:
-            raise ConfigError(f"this trainer can't compute {', '.join(sorted(unknown))}")
+        mine.check_outputs(outputs)
         if not outputs:
             return {}
-        return {"old_logprobs": await self._serial.run(lambda: self._in_thread(lambda: mine.logprobs(batch)))}
+        return await self._serial.run(lambda: self._in_thread(lambda: mine.forward(batch, outputs)))
 
     async def forward_backward(
         self, policy: str, batch: Sequence[TrainSample], loss: LossSpec, request_id: str
@@ -113,12 +142,13 @@ class TorchTrainer:
 
         Args:
             policy: its name.
-            batch: S rows, with advantages and loss weights.
-            loss: the loss of a token, by its name.
+            batch: S rows, with advantages and loss weights; for a critic's loss with values and returns.
+            loss: the loss of a token or of a value, by its name.
             request_id: names this request.
         """
-        mine, function = self._policy(policy), build_loss(loss)
-        return await self._once(policy, request_id, lambda: mine.forward_backward(batch, function))
+        mine = self._policy(policy)
+        build_loss(loss)  # a loss that is not known is no request
+        return await self._once(policy, request_id, lambda: mine.forward_backward(batch, loss))
 
     async def untrainable(self, policy: str, batch: Sequence[TrainSample], request_id: str) -> dict[str, str]:
         """Find episodes of `batch` that `policy` can't be trained on; once for each `request_id`.
@@ -128,13 +158,19 @@ class TorchTrainer:
         mine = self._policy(policy)
         return await self._once(policy, request_id, lambda: mine.untrainable(batch))
 
-    async def optim_step(self, policy: str, params: OptimParams, request_id: str) -> OptimReport:
-        """Apply the gradient of `policy` with the numbers of `params`; once for each `request_id`.
+    async def optim_step(
+        self, policy: str, params: OptimParams, request_id: str, network: Network = "policy"
+    ) -> OptimReport:
+        """Apply the gradient of `policy` or of its critic; see `Trainer.optim_step`.
 
-        See `Trainer.optim_step`.
+        Args:
+            policy: its name.
+            params: the numbers of this update.
+            request_id: names this request.
+            network: whose gradient.
         """
         mine = self._policy(policy)
-        return await self._once(policy, request_id, lambda: mine.optim_step(params))
+        return await self._once(policy, request_id, lambda: mine.optim_step(params, network))
 
     async def save(self, policy: str, folder: Path, state: Mapping[str, Any], request_id: str) -> Path:
         """Write a checkpoint of `policy` into `folder` with `state`, once for each `request_id`; see `Trainer.save`.

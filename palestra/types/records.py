@@ -20,6 +20,7 @@ from palestra.types.calls import (
 from palestra.types.states import EpisodeState
 
 EpisodeKind = Literal["train", "validation", "adhoc"]
+MAX_STEPS = "max_steps"  # `metadata["termination"]` of an episode that the environment has cut off
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +80,11 @@ class EpisodeRecord:
     def reward(self) -> float | None:
         """Return the sum of the agents' rewards; None until the episode is completed."""
         return None if self.rewards is None else float(sum(self.rewards.values()))
+
+    @property
+    def truncated(self) -> bool:
+        """Return whether the environment cut the episode off, by a limit of steps for instance."""
+        return self.metadata.get("termination") == MAX_STEPS
 
 
 class StepTimes(NamedTuple):
@@ -147,6 +153,10 @@ class TrainSample:
         temperatures: float32 [N], at which the token was sampled; 1 where not sampled.
         grammars: replies in the row that had to match a grammar.
         old_logprobs: float32 [N], of the policy before the step; None: the algorithm does not need them.
+        token_rewards: float32 [N], earned by single tokens, such as a penalty; None: only TimeSteps have rewards.
+        reference_logprobs: float32 [N], of the reference policy; None: there is no reference.
+        values: float32 [N], of the critic before the step: of the state before the token; None: there is no critic.
+        returns: float32 [N], what the critic learns to say in place of `values`; None: there is no critic.
     """
 
     episode_id: str
@@ -162,6 +172,10 @@ class TrainSample:
     temperatures: Floats
     grammars: tuple[GrammarSpan, ...] = ()
     old_logprobs: Floats | None = None
+    token_rewards: Floats | None = None
+    reference_logprobs: Floats | None = None
+    values: Floats | None = None
+    returns: Floats | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

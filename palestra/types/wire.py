@@ -174,7 +174,9 @@ class EndEpisode(Body):
         None, description="Rewards by TimeStep."
     )
     metadata: Annotated[JsonObject, AfterValidator(_short)] = Field(
-        default_factory=dict, description=f"Kept with the episode; at most {MAX_METADATA_BYTES} bytes of JSON."
+        default_factory=dict,
+        description=f"Kept with the episode; at most {MAX_METADATA_BYTES} bytes of JSON. With `termination` = "
+        "`max_steps` the episode was cut off, so a critic's value of what would have followed counts.",
     )
 
 

@@ -11,8 +11,15 @@ from servers import TINY, Job, run_through
 pytestmark = pytest.mark.slow
 
 
+# A critic, a reference, and a coefficient that follows the divergence: all of it is in the checkpoint.
+PPO = TINY | {"algorithm": {"name": "ppo", "kl": {"coefficient": 0.1, "target": 0.01, "place": "reward"}}}
+
+
 def tensors(job: Job) -> dict[str, torch.Tensor]:
-    return safetensors.torch.load_file(job.checkpoints()[-1] / "model.safetensors")
+    found = {}
+    for path in sorted(job.checkpoints()[-1].glob("*.safetensors")):
+        found |= {f"{path.name} {name}": tensor for name, tensor in safetensors.torch.load_file(path).items()}
+    return found
 
 
 # 2 claims and 4 chats are of each validation, 6 claims and 12 chats of each step.
@@ -35,9 +42,37 @@ def test_weights_are_bit_identical_after_a_kill(tmp_path, undisturbed_tiny, ever
         assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
 
 
+@pytest.fixture(scope="module")
+def undisturbed_ppo(tmp_path_factory):
+    with Job(tmp_path_factory.mktemp("undisturbed-ppo"), PPO) as job:
+        run_through(job, [])
+        assert_complete(job)
+        yield job
+
+
+@pytest.mark.parametrize(
+    ("every", "fault"),
+    [
+        pytest.param(10, "after_chat_commit:26", id="while step 2 is gathered, and step 1 has to be repeated"),
+        pytest.param(1, "before_step:2", id="between the updates of critic and policy in step 2"),
+        pytest.param(1, "before_checkpoint_rename:2", id="while the checkpoint of step 2 is written"),
+        pytest.param(2, "before_publish:4", id="before step 3 is published, from the checkpoint of step 2"),
+    ],
+)
+def test_policy_and_critic_of_ppo_are_bit_identical_after_a_kill(tmp_path, undisturbed_ppo, every, fault):
+    with Job(tmp_path, PPO | {"checkpoint": {"every_steps": every}}) as job:
+        run_through(job, [fault])
+        assert_complete(job)
+        assert_same_metrics(job, undisturbed_ppo)
+        found, wanted = tensors(job), tensors(undisturbed_ppo)
+        assert found.keys() == wanted.keys()
+        assert any(name.startswith("critic-optimizer") for name in wanted)
+        assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+
+
 def test_training_has_changed_the_weights(undisturbed_tiny):
     from palestra.models.catalog import model_folder
 
     before = safetensors.torch.load_file(f"{model_folder('tiny-random')}/model.safetensors")
-    after = tensors(undisturbed_tiny)
+    after = safetensors.torch.load_file(undisturbed_tiny.checkpoints()[-1] / "model.safetensors")
     assert [name for name in before if torch.equal(before[name], after[name])] == []

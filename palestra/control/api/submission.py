@@ -137,6 +137,11 @@ def _checked(given: dict[str, Any], rules: Rules) -> JobConfig:
             rules.weights(policy.model)
         except ConfigError as error:
             raise InvalidRequest(str(error), f"config.policies.{name}.model") from error
+    if config.algorithm.kl is not None and config.algorithm.kl.reference is not None:
+        try:
+            rules.weights(config.algorithm.kl.reference)
+        except ConfigError as error:
+            raise InvalidRequest(str(error), "config.algorithm.kl.reference") from error
     create_algorithm(config.algorithm)  # refuses code of the tenant's own
     return config
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from palestra.config import SMOLLM2, TINY, JobConfig
+from palestra.config import REFERENCE, SMOLLM2, TINY, JobConfig
 from palestra.errors import ConfigError
 
 DAY, WEEK = 86_400, 604_800  # seconds
@@ -39,6 +39,7 @@ CAPS: Mapping[str, float] = {
     "rollout.max_per_worker": 16_384,
     "rollout.max_claimed": 1_000_000,
     "algorithm.epochs": 64,
+    "algorithm.critic.epochs": 64,
     "evaluation.max_tasks": 10_000,
     "checkpoint.keep": 20,
     "engine.threads": 256,
@@ -81,6 +82,18 @@ EXEMPT: Mapping[str, str] = {
     "algorithm.minibatches": "at most groups_per_step",
     "algorithm.dynamic_sampling": "JobConfig bounds it, and the open episodes are capped",
     "algorithm.settings.*": "of a class of a user's own, which no service runs",
+    "algorithm.entropy_coefficient": "a number of a formula",
+    "algorithm.gae_lambda": "a number of a formula",
+    "algorithm.kl.coefficient": "a number of a formula",
+    "algorithm.kl.target": "a number of a formula",
+    "algorithm.critic.value_clip": "a number of a formula",
+    "algorithm.critic.warmup_steps": "a number of a formula",
+    "algorithm.critic.optimizer.learning_rate": "a number of a formula",
+    "algorithm.critic.optimizer.warmup_steps": "a number of a formula",
+    "algorithm.critic.optimizer.betas": "a number of a formula",
+    "algorithm.critic.optimizer.epsilon": "a number of a formula",
+    "algorithm.critic.optimizer.weight_decay": "a number of a formula",
+    "algorithm.critic.optimizer.max_grad_norm": "a number of a formula",
     "evaluation.every_steps": "more is less work",
     "checkpoint.every_steps": "more is less work",
     "server.port": "the service chooses the port",
@@ -159,6 +172,8 @@ class Rules:
     def places(self, config: JobConfig, *, started_from_job: bool) -> dict[str, str]:
         """Return where the models of a job are, by policy, for those that are not where they say; see `weights`.
 
+        A reference policy's model stands beside them, by `REFERENCE`.
+
         Args:
             config: the job.
             started_from_job: whether the model of the policy that is not frozen is a folder of the job's own.
@@ -168,6 +183,8 @@ class Rules:
         """
         own = config.trained_policies if started_from_job else ()
         found = {name: self.weights(policy.model) for name, policy in config.policies.items() if name not in own}
+        if config.algorithm.kl is not None and config.algorithm.kl.reference is not None:
+            found[REFERENCE] = self.weights(config.algorithm.kl.reference)
         return {name: place for name, place in found.items() if place is not None}
 
 

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from palestra.algorithms.loss import LOSSES, LossInputs, LossOutput, LossSpec
+from palestra.algorithms.loss import LOSSES, LossInputs, LossOutput, LossSpec, ValueInputs, ValueLoss
 from palestra.algorithms.losses import (
     CISPOLoss,
     CrossEntropyLoss,
@@ -164,19 +164,20 @@ def test_tinkers_losses_have_its_names_and_defaults():
         assert LossSpec.of(build_loss(LossSpec(name=name))) == LossSpec(name=name, parameters=parameters)
 
 
-@pytest.mark.parametrize(
-    "loss", [*map(lambda name: build_loss(LossSpec(name=name)), sorted(LOSSES))], ids=lambda x: x.name
-)
+@pytest.mark.parametrize("loss", [build_loss(LossSpec(name=name)) for name in sorted(LOSSES)], ids=lambda x: x.name)
 def test_each_loss_declares_its_metrics_and_none_of_them_has_a_gradient(loss):
-    logprobs = torch.zeros(3, requires_grad=True)
-    inputs = LossInputs(
-        logprobs=logprobs,
-        sampling_logprobs=torch.zeros(3),
-        old_logprobs=None,
-        advantages=torch.tensor([1.0, 0.0, -1.0]),
-        on_policy=torch.ones(3, dtype=torch.bool),
-        sequence_means=torch.zeros(3) if loss.over_sequences else None,
-    )
+    if isinstance(loss, ValueLoss):
+        values = torch.zeros(3, requires_grad=True)
+        inputs = ValueInputs(values=values, old_values=torch.zeros(3), returns=torch.tensor([1.0, 0.0, -1.0]))
+    else:
+        inputs = LossInputs(
+            logprobs=torch.zeros(3, requires_grad=True),
+            sampling_logprobs=torch.zeros(3),
+            old_logprobs=None,
+            advantages=torch.tensor([1.0, 0.0, -1.0]),
+            on_policy=torch.ones(3, dtype=torch.bool),
+            sequence_means=torch.zeros(3) if loss.over_sequences else None,
+        )
     found = loss(inputs)
     assert found.loss.shape == (3,)
     assert found.metrics.keys() == {metric.name for metric in loss.metrics}

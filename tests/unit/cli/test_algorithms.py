@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from pydantic import BaseModel
 
 from palestra.algorithms.registry import ALGORITHMS
 from palestra.cli.main import main
@@ -23,9 +24,14 @@ def test_one_is_shown_with_formula_paper_needs_and_every_setting_with_its_defaul
     about = ALGORITHMS[name].about
     for text in (about.formula, about.paper, *about.needs):
         assert " ".join(text.split()) in shown
+    assert "kl = none" in shown
+    assert 'kl.estimator = "k3"' in shown
     settings = type(parse_config({"algorithm": {"name": name}}).algorithm).model_fields
     for key, field in settings.items():
-        if key != "name":
+        if isinstance(field.default, BaseModel):  # a table of its own
+            assert f"{key}.value_clip = 0.2 {type(field.default).model_fields['value_clip'].description}" in shown
+            assert f"{key}.optimizer.learning_rate = 5e-05" in shown
+        elif key != "name":
             default = f'"{field.default}"' if isinstance(field.default, str) else str(field.default).lower()
             assert f"{key} = {default} {' '.join(field.description.split())}" in shown
 

@@ -69,6 +69,8 @@ OTHER: dict[str, Any] = {
     "algorithm.dynamic_sampling": 1,
     "algorithm.reward_weights": {"right": 2.0},
     "algorithm.epochs": 2,
+    "algorithm.entropy_coefficient": 0.1,
+    "algorithm.kl": {"coefficient": 0.1},
     "algorithm.credit": "step",
     "algorithm.discount": 0.5,
     "algorithm.train_on": "final-branch",

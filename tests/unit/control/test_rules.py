@@ -9,9 +9,11 @@ from typing import Annotated, Any, get_args, get_origin
 import pytest
 from pydantic import BaseModel
 
-from palestra.config import FakeEngineConfig, JobConfig, parse_config
+from palestra.algorithms.registry import create_algorithm
+from palestra.config import REFERENCE, FakeEngineConfig, JobConfig, parse_config
 from palestra.control.jobs.rules import CAPS, EXEMPT, OPEN_EPISODES, TIME_LIMIT, Rules, load_rules
 from palestra.errors import ConfigError
+from palestra.learner import policy_spec
 from palestra.types.states import JobState
 from unit.control.launching import FakeLauncher
 from unit.control.scheduling import in_state, scheduling, submit
@@ -58,6 +60,8 @@ def set_to(key: str, value: float) -> dict:
         found["kind"] = "fake"  # the keys of one kind are refused beside another
     for section in reversed(sections):
         found = {section: found}
+    if key.startswith("algorithm.critic."):
+        found["algorithm"]["name"] = "ppo"
     return found
 
 
@@ -165,6 +169,25 @@ async def test_models_are_the_operators_or_the_hubs_as_the_rules_say(http, plane
         answer = await http.post("/jobs", json={"config": {"policies": {"p": {"model": model}}}})
         assert answer.status_code == status, answer.text
         assert (status == 201) or "'house'" in answer.json()["error"]["message"]
+
+
+async def test_a_reference_is_a_model_like_any_other(http, plane):
+    object.__setattr__(plane, "rules", Rules(models={"house": "/srv/house"}, hub_models=False))
+    for model, status in (("house", 201), ("org/model", 422), ("/etc", 422), (None, 201)):
+        answer = await http.post("/jobs", json={"config": {"algorithm": {"kl": {"reference": model}}}})
+        assert answer.status_code == status, answer.text
+        assert (status == 201) or answer.json()["error"]["param"] == "config.algorithm.kl.reference"
+
+
+def test_a_reference_of_the_list_is_loaded_from_where_the_operator_says():
+    rules = Rules(models={"house": "/srv/house"})
+    config = parse_config({"algorithm": {"kl": {"reference": "house"}}})
+    assert rules.places(config, started_from_job=True) == {REFERENCE: "/srv/house"}
+    spec = policy_spec(config, create_algorithm(config.algorithm), "policy", {REFERENCE: "/srv/house"})
+    assert (spec.model, spec.reference, spec.critic) == ("SmolLM2-135M-Instruct", "/srv/house", False)
+    start = parse_config({"algorithm": {"name": "ppo", "kl": {}}})
+    spec = policy_spec(start, create_algorithm(start.algorithm), "policy", {"policy": "/runs/own"})
+    assert (spec.model, spec.reference, spec.critic) == ("/runs/own", "/runs/own", True)
 
 
 async def test_a_model_of_the_list_is_loaded_from_where_the_operator_says(sqlite_store, tmp_path):

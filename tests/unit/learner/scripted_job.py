@@ -12,11 +12,10 @@ from palestra.algorithms.registry import create_algorithm
 from palestra.config import JobConfig
 from palestra.engine.fake import FakeEngine, digits_script
 from palestra.grammars.pool import Grammars
-from palestra.learner import Learner, RunFolder
+from palestra.learner import Learner, RunFolder, policy_spec
 from palestra.renderers import ByteTokenizer, ChatMLRenderer
 from palestra.session import GenerationRequest, PolicyRuntime, PolicySet, SessionContext, Sessions
 from palestra.store import open_run_store
-from palestra.trainer.base import PolicySpec
 from palestra.trainer.fake import FakeTrainer
 from palestra.types.messages import text_message
 from palestra.types.progress import JobProgress
@@ -95,11 +94,12 @@ class ScriptedJob:
                 for name, policy in settings.policies.items()
             },
         )
+        self.algorithm = create_algorithm(settings.algorithm, settings.rollout.step_order)
         self.learner = Learner(
             settings,
             self.store,
             self.trainer,
-            create_algorithm(settings.algorithm, settings.rollout.step_order),
+            self.algorithm,
             self.engine,
             self.policies,
             self.folder,
@@ -137,7 +137,8 @@ class ScriptedJob:
 
     async def create_policy(self) -> None:
         """What a job's process does before the learner begins."""
-        await self.trainer.create(self.policies.roles.default, PolicySpec(model="none"))
+        policy = self.policies.roles.default
+        await self.trainer.create(policy, policy_spec(self.config, self.algorithm, policy, {}))
 
     async def run(self) -> str:
         """Until the job is done or stopped; returns the weights.

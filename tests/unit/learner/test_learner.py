@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from palestra.algorithms.actor_critic import ActorCritic
 from palestra.algorithms.importance import IMPORTANCE_METRICS
 from palestra.algorithms.losses import build_loss
 from palestra.algorithms.registry import ALGORITHMS, create_algorithm
@@ -23,6 +24,11 @@ from palestra.types.states import JobState
 from unit.building import metric_names, open_store
 from unit.learner.scripted_job import Crash, ScriptedJob, config
 
+# Metrics of algorithms with a critic, and of a reference.
+WITH_A_CRITIC = tuple(
+    f"train/{name}" for name in ("critic_", "explained_variance", "return_mean", "advantage_std", "reference_", "kl_")
+)
+
 
 class TrainerBroken(Exception):
     """A defect."""
@@ -35,7 +41,7 @@ def rows(folder) -> list[dict[str, float]]:
 async def test_every_metric_that_is_written_is_in_the_table_and_every_one_of_the_table_is_written(tmp_path):
     """Of the metrics of losses, those of the losses that an algorithm names."""
     named = set()
-    for name in ALGORITHMS:
+    for name in (name for name, algorithm in ALGORITHMS.items() if not issubclass(algorithm, ActorCritic)):
         for mode in ("none", "token-mask"):
             algorithm = {"name": name, "importance_sampling": mode, "clip_low": 0.1}
             job = ScriptedJob(tmp_path / f"{name} {mode}", config(algorithm=algorithm))
@@ -48,7 +54,41 @@ async def test_every_metric_that_is_written_is_in_the_table_and_every_one_of_the
             assert set().union(*rows(tmp_path / f"{name} {mode}")) == expected
             named |= expected
     unused = {"nll", "log_ratio_squared"}  # of losses of the Tinker API that no algorithm names
-    assert named == metric_names() - {f"train/{name}" for name in (*unused, "rewards/NAME")}
+    beside = {name for name in metric_names() if name.startswith(WITH_A_CRITIC)}
+    assert named == metric_names() - {f"train/{name}" for name in (*unused, "rewards/NAME")} - beside
+
+
+@pytest.mark.parametrize("name", ["ppo", "a2c"])
+async def test_a_critic_and_a_reference_write_their_metrics(tmp_path, name):
+    job = ScriptedJob(tmp_path, config(algorithm={"name": name, "kl": {"coefficient": 0.5, "target": 1.0}}))
+    await job.run()
+    for row in rows(tmp_path)[1:]:
+        assert row.keys() <= metric_names()
+        assert {"train/critic_loss", "train/critic_grad_norm", "train/critic_updates_skipped"} <= row.keys()
+        assert {
+            "train/return_mean",
+            "train/advantage_std",
+            "train/kl_coefficient",
+            "train/kl_at_sampling",
+        } <= row.keys()
+    # The fake reference is the policy, so the divergence is 0, and the coefficient falls by 0.1 x 0.2 a step.
+    assert [row["train/kl_coefficient"] for row in rows(tmp_path)[1:]] == pytest.approx([0.5, 0.49, 0.4802])
+
+
+async def test_in_warmup_steps_the_critic_alone_is_trained(tmp_path):
+    job = ScriptedJob(tmp_path, config(algorithm={"name": "ppo", "critic": {"warmup_steps": 2}}))
+    await job.run()
+    assert [row["version"] for row in rows(tmp_path)] == [0, 0, 0, 1]
+    assert ["train/loss" in row for row in rows(tmp_path)] == [False, False, False, True]
+    assert ["train/critic_loss" in row for row in rows(tmp_path)] == [False, True, True, True]
+    assert job.engine.version("policy") == PolicyVersion(0, 1)
+
+
+async def test_ppo_learns_from_groups_of_one(tmp_path):
+    small = {"group_size": 1, "groups_per_step": 2, "lease_seconds": 60}
+    job = ScriptedJob(tmp_path, config(algorithm={"name": "ppo"}, rollout=small))
+    await job.run()
+    assert [row["version"] for row in rows(tmp_path)] == [0, 1, 2, 3]
 
 
 async def test_a_job_runs_to_its_end(tmp_path):

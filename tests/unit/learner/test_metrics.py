@@ -29,6 +29,7 @@ def test_a_metric_is_written_of_the_epoch_that_its_loss_declares():
         "train/entropy": 2.0,
         "train/logprob_gap_mean": 1.0,
         "train/logprob_gap_max": 1.0,
+        "train/sampling_kl": 2.0,
         "train/a": 2.0,
         "train/b": 1.0,
     }

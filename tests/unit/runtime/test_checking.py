@@ -177,6 +177,23 @@ def test_a_model_that_does_not_fit_into_memory_and_checkpoints_that_do_not_fit_o
     assert set(served) == {"model"}  # no checkpoint is written
 
 
+def test_a_reference_that_is_not_there():
+    assert "nothing" in found(**TINY, algorithm={"kl": {"reference": "./nothing"}})["algorithm.kl.reference"]
+    assert found(**TINY, algorithm={"kl": {"reference": "tiny-random"}}) == {}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "bytes_each"), [({}, 18), ({"name": "ppo"}, 34), ({"kl": {}}, 20), ({"name": "a2c", "kl": {}}, 36)]
+)
+def test_a_critic_and_a_reference_count_as_well(tmp_path, monkeypatch, algorithm, bytes_each):
+    """A parameter has 2 bytes in the engine, 16 in each network that is trained, and 2 in a reference."""
+    folder = model_in(tmp_path / "m", 10**6)
+    for free, fits in ((bytes_each * 10**6, True), (bytes_each * 10**6 - 1, False)):
+        monkeypatch.setattr(checking, "available_bytes", lambda free=free: free)
+        keys = found(model=folder, algorithm=algorithm, trainer={"device": "cpu"}, server={"port": 0})
+        assert ("model" not in keys) == fits
+
+
 def test_where_there_is_a_gpu_its_memory_counts(tmp_path, monkeypatch):
     import torch
 

@@ -13,6 +13,7 @@ from palestra.algorithms.losses import GSPOLoss
 from palestra.errors import InvalidAlgorithm
 from palestra.trainer.packing import pack
 from palestra.trainer.sequences import SequenceMeans
+from palestra.trainer.token_forward import columns_of
 from unit.trainer.test_torch_trainer import batch_of_two_groups, close, gradients, sharp_tiny, training, weights
 
 GSPO = LossSpec.of(GSPOLoss(clip_low_threshold=0.95, clip_high_threshold=1.05))
@@ -56,7 +57,8 @@ async def test_the_gradient_is_that_of_the_formula_on_whole_sequences():
         policy = trainer._policies["policy"]
         (micro,) = pack(samples, 10_000)
         with torch.enable_grad():
-            found, _, targets = policy._forward(micro)
+            targets = columns_of(micro, torch.device("cpu"))
+            found, _ = policy._forward(micro, targets)
             start = 0
             total = torch.zeros(())
             parts: dict[str, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = {}

@@ -388,7 +388,7 @@ def everything(trainer: TorchTrainer) -> dict[str, torch.Tensor]:
     """Weights and the optimizer's moments."""
     found = weights(trainer)
     for name, parameter in parameters(trainer):
-        for key, value in trainer._policies["policy"].optimizer.state[parameter].items():
+        for key, value in trainer._policies["policy"].optimizer.adamw.state[parameter].items():
             found[f"{key} {name}"] = value.clone()
     return found
 
@@ -450,7 +450,7 @@ async def test_optimizer_state_is_put_where_its_parameter_is(tmp_path):
         wanted = everything(trainer)
         await trainer.save("policy", tmp_path, {"step": 1}, "save")
     async with training() as trainer:
-        moved, optimizer = {}, trainer._policies["policy"].optimizer
+        moved, optimizer = {}, trainer._policies["policy"].optimizer.adamw
         for number, (name, parameter) in enumerate(list(parameters(trainer))):
             if number in (0, 1, 2):  # matrices, and in both of the optimizer's groups one parameter stays
                 placed = parameter.double() if number == 2 else parameter.to("meta")

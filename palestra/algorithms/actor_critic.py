@@ -1,0 +1,99 @@
+"""What algorithms with a critic have in common: advantages by GAE from the critic's values, and what the critic learns.
+
+The critic is trained beside the policy, by its own optimizer, on the returns that GAE estimates (lambda-returns).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from palestra.algorithms.base import Algorithm, CriticUpdate, ForwardOutputs, Group, StepOrder, TokenAdvantages
+from palestra.algorithms.critic_losses import ClippedValueLoss
+from palestra.algorithms.gae import Chain, chains_of, estimate, explained_variance
+from palestra.algorithms.loss import LossSpec
+from palestra.config import ActorCriticConfig
+from palestra.types.calls import Floats
+from palestra.types.metrics import Metric
+from palestra.types.records import TrainSample
+
+_EPSILON = 1e-8  # added to the deviation of the batch's advantages, as in Stable-Baselines3
+
+
+class ActorCritic(Algorithm):
+    """An algorithm that gives every token the advantage that a critic and GAE estimate for it."""
+
+    config: ActorCriticConfig
+    metrics = (
+        Metric(
+            "explained_variance",
+            "ratio",
+            "1 - Var(return - value) / Var(return) over trained tokens, of the critic before the step: 1 for a perfect "
+            "critic, 0 for a constant one. Left out where all returns are equal.",
+        ),
+        Metric("return_mean", "reward", "Mean over trained tokens of the return that the critic learns."),
+        Metric("advantage_std", "reward", "Deviation over trained tokens of the advantages, before they are scaled."),
+    )
+
+    def __init__(self, config: ActorCriticConfig, step_order: StepOrder = "observed") -> None:
+        """Keep the settings, and ask for the critic's values. See `Algorithm`."""
+        super().__init__(config, step_order)
+        self.needs = frozenset({"values", "next_values"})
+        critic = config.critic
+        self.critic = CriticUpdate(
+            loss=LossSpec.of(ClippedValueLoss(clip=critic.value_clip)),
+            optimizer=critic.optimizer,
+            epochs=critic.epochs,
+            warmup_steps=critic.warmup_steps,
+        )
+
+    def advantages(self, groups: Sequence[Group], forward: ForwardOutputs) -> TokenAdvantages:
+        """Return for each token the advantage by GAE, scaled as configured, and the return for the critic.
+
+        Args:
+            groups: all groups of the batch, in canonical order.
+            forward: has `values` and `next_values`.
+        """
+        rows = [row for group in groups for row in group.rows]
+        if not rows:
+            return TokenAdvantages(advantages=[], returns=[], metrics={})
+        found = estimate(
+            self._chains(groups),
+            rows,
+            forward["values"],
+            forward["next_values"],
+            discount=self.config.discount,
+            decay=self.config.gae_lambda,
+            level=self.config.gae_level,
+        )
+        advantages, returns = _trained(rows, found.advantages), _trained(rows, found.returns)
+        centre, deviation = float(advantages.mean()), float(advantages.std())
+        scaled: list[Floats] = found.advantages
+        if self.config.advantage_scale == "std":
+            scaled = [((column - centre) / (deviation + _EPSILON)).astype(np.float32) for column in found.advantages]
+        return TokenAdvantages(
+            advantages=scaled,
+            returns=found.returns,
+            metrics={
+                "explained_variance": explained_variance(_trained(rows, forward["values"]), returns),
+                "return_mean": float(returns.mean()),
+                "advantage_std": deviation,
+            },
+        )
+
+    def _chains(self, groups: Sequence[Group]) -> list[Chain]:
+        """Return the chains of all episodes; rows are numbered over all groups."""
+        found, start = list[Chain](), 0
+        for group in groups:
+            numbered = dict(enumerate(group.rows, start))
+            start += len(group.rows)
+            for trajectory in group.trajectories:
+                own = {n: row for n, row in numbered.items() if row.episode_id == trajectory.episode.episode_id}
+                found += chains_of(trajectory, own, self.config.credit, self.config.discount, self.step_order)
+        return found
+
+
+def _trained(rows: Sequence[TrainSample], columns: Sequence[Floats]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """Return the numbers of all trained tokens, float64 [T]."""
+    return np.concatenate([column[row.loss_mask].astype(np.float64) for row, column in zip(rows, columns, strict=True)])

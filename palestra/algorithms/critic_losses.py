@@ -1,0 +1,45 @@
+"""The losses of critics: how far a value is from the return that it should have said."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from palestra.algorithms.loss import LossMetric, LossOutput, Mean, ValueInputs, ValueLoss, register_loss
+
+
+@register_loss("value-clip")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClippedValueLoss(ValueLoss):
+    """The clipped squared error of a critic: max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2.
+
+    As in the code of PPO (Schulman et al. 2017; Engstrom et al. 2020, "Implementation Matters in Deep RL", section 3),
+    so that an update can't move a value further than its clip.
+
+    Attributes:
+        clip: most by which a value may move in a step; 0: as far as it likes.
+    """
+
+    clip: float = 0.2
+
+    metrics = (
+        LossMetric(
+            "critic_value_mean", "reward", "Mean over trained tokens of the critic's value of the state before."
+        ),
+        LossMetric(
+            "critic_clip_fraction", "ratio", "Share of trained tokens where the clipped error is the larger one."
+        ),
+    )
+
+    def __call__(self, inputs: ValueInputs) -> LossOutput:
+        """Return the clipped squared error, float32 [T], and the metrics of T values."""
+        loss = (inputs.values - inputs.returns) ** 2
+        clipped = loss.new_zeros(loss.shape)
+        if self.clip:
+            near = inputs.old_values + (inputs.values - inputs.old_values).clamp(-self.clip, self.clip)
+            bounded = (near - inputs.returns) ** 2
+            clipped = (bounded > loss).detach().float()
+            loss = loss.maximum(bounded)
+        return LossOutput(
+            loss=loss / 2,
+            metrics={"critic_value_mean": Mean(inputs.values.detach()), "critic_clip_fraction": Mean(clipped)},
+        )

@@ -1,0 +1,210 @@
+"""Generalised advantage estimation (GAE) over the sampled tokens of an episode, by token and by turn.
+
+Schulman et al. 2016, "High-Dimensional Continuous Control Using Generalized Advantage Estimation", equation 16. A chain
+has the tokens that one agent has sampled and that are trained, in order of time. What was not sampled (prompts, results
+of tools, other agents) is no action and lies between two tokens of the chain, however long it is.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from palestra.algorithms.base import StepOrder
+from palestra.algorithms.credit import agent_reward, step_places
+from palestra.types.calls import Floats
+from palestra.types.records import TrainSample, Trajectory
+
+Doubles = NDArray[np.float64]
+TokenCredit = Literal["step", "episode", "agent"]
+ActionLevel = Literal["token", "turn"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Chain:
+    """The T trained tokens that one agent has sampled in an episode, in order of time.
+
+    Attributes:
+        rows: int64 [T], number of the token's row.
+        places: int64 [T], position of the token in its row.
+        times: int64 [T], place of the token's TimeStep among all TimeSteps of the episode.
+        rewards: float64 [T], earned between the token and the next one of the chain.
+        truncated: the environment cut the episode off, so the value of what would have followed counts as well.
+    """
+
+    rows: NDArray[np.int64]
+    places: NDArray[np.int64]
+    times: NDArray[np.int64]
+    rewards: Doubles
+    truncated: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimates:
+    """Advantages and returns of all rows.
+
+    Attributes:
+        advantages: float32 [N] for each row, 0 where a token is not trained.
+        returns: float32 [N] for each row, what a critic learns: advantage + value; 0 where a token is not trained.
+    """
+
+    advantages: list[Floats]
+    returns: list[Floats]
+
+
+def generalised_advantages(
+    rewards: Doubles, values: Doubles, discounts: Doubles, decay: float, last_value: float
+) -> Doubles:
+    """Return A_t = delta_t + discount_t x decay x A_(t+1), delta_t = r_t + discount_t x V_(t+1) - V_t, float64 [T].
+
+    Args:
+        rewards: [T], r_t, earned between action t and action t + 1.
+        values: [T], V_t, of the state before action t.
+        discounts: [T], discount factor from action t to action t + 1.
+        decay: lambda: 0 trusts the values (one step), 1 the rewards (all steps).
+        last_value: V after the last action: 0 where the episode has ended there, and the value of the state that
+            followed where it was cut off.
+    """
+    following = np.append(values[1:], last_value)
+    deltas: Doubles = rewards + discounts * following - values
+    found, behind = np.zeros_like(deltas), 0.0
+    for t in range(len(deltas) - 1, -1, -1):
+        found[t] = behind = deltas[t] + discounts[t] * decay * behind
+    return found
+
+
+def chains_of(
+    trajectory: Trajectory,
+    rows: Mapping[int, TrainSample],
+    credit: TokenCredit,
+    discount: float,
+    order: StepOrder = "observed",
+) -> list[Chain]:
+    """Return a chain for each agent of an episode that has trained tokens, in the order of the agents' names.
+
+    Args:
+        trajectory: a completed episode.
+        rows: the rows of the episode, by number; `token_rewards` of a row are added to those of the TimeSteps.
+        credit: `step`: each TimeStep's reward belongs to the agent's last token before it (the episode's reward is the
+            last TimeStep's, if TimeSteps have none); `episode`: the sum of all rewards belongs to the agent's last
+            token; `agent`: so does the reward of the agent.
+        discount: discount factor of one TimeStep.
+        order: order of the TimeSteps in which several agents act at the same time.
+
+    Raises:
+        ValueError: the episode has no reward.
+    """
+    rewards = trajectory.episode.rewards
+    if rewards is None:
+        raise ValueError(f"episode {trajectory.episode.episode_id} has no reward")
+    total = float(sum(rewards.values()))
+    place_of, step_rewards = step_places(trajectory, total, order)
+    chats = {chat.index: chat for chat in trajectory.chats}
+    tokens: defaultdict[str, list[tuple[int, int, int, int]]] = defaultdict(list)  # (time, call, place, row) by agent
+    for number, row in rows.items():
+        for place in np.flatnonzero(row.loss_mask).tolist():
+            call = int(row.calls[place])
+            chat = chats[call]
+            tokens[chat.agent].append((place_of[chat.time_step], call, place, number))
+    found = []
+    for agent in sorted(tokens):
+        ordered = sorted(tokens[agent])
+        times = np.array([token[0] for token in ordered], np.int64)
+        if credit == "step":
+            earned = _by_time(times, step_rewards, discount)
+        else:
+            earned = np.zeros(len(times))
+            earned[-1] = total if credit == "episode" else agent_reward(agent, rewards)
+        for number, (_, _, place, row_number) in enumerate(ordered):
+            own = rows[row_number].token_rewards
+            earned[number] += 0.0 if own is None else float(own[place])
+        found.append(
+            Chain(
+                rows=np.array([token[3] for token in ordered], np.int64),
+                places=np.array([token[2] for token in ordered], np.int64),
+                times=times,
+                rewards=earned,
+                truncated=trajectory.episode.truncated,
+            )
+        )
+    return found
+
+
+def estimate(
+    chains: Sequence[Chain],
+    rows: Sequence[TrainSample],
+    values: Sequence[Floats],
+    next_values: Sequence[Floats],
+    *,
+    discount: float,
+    decay: float,
+    level: ActionLevel,
+) -> Estimates:
+    """Return advantages and returns of all trained tokens.
+
+    Args:
+        chains: of all episodes; each trained token is in exactly one.
+        rows: S rows.
+        values: float32 [N] for each row: V of the state before each trained token.
+        next_values: float32 [N] for each row: V of the state after each trained token.
+        discount: discount factor of one TimeStep; tokens of the same TimeStep are not discounted.
+        decay: lambda of one action.
+        level: what an action is. `token`: each token; `turn`: all that an agent samples in one TimeStep, whose value is
+            that of the state before its first token, and whose tokens all have the same advantage and return.
+    """
+    advantages = [np.zeros(len(row.ids), np.float32) for row in rows]
+    returns = [np.zeros(len(row.ids), np.float32) for row in rows]
+    for chain in chains:
+        before = _gather(values, chain)
+        # The number of each token's action, and where each action begins.
+        new = np.append(True, np.diff(chain.times) != 0) if level == "turn" else np.ones(len(before), np.bool_)
+        action, first = np.cumsum(new) - 1, np.flatnonzero(new)
+        steps = np.append(np.diff(chain.times[first]), 1).astype(np.float64)
+        after = float(next_values[chain.rows[-1]][chain.places[-1]]) if chain.truncated else 0.0
+        found = generalised_advantages(
+            np.bincount(action, weights=chain.rewards, minlength=len(first)).astype(np.float64),
+            before[first],
+            np.power(discount, steps),
+            decay,
+            after,
+        )
+        targets = found + before[first]
+        for token, number in enumerate(action):
+            row, place = chain.rows[token], chain.places[token]
+            advantages[row][place] = found[number]
+            returns[row][place] = targets[number]
+    return Estimates(advantages=advantages, returns=returns)
+
+
+def explained_variance(values: Doubles, returns: Doubles) -> float:
+    """Return 1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for a constant one; NaN: no variance.
+
+    Args:
+        values: [T], of the critic before the step.
+        returns: [T], what the critic should have said.
+    """
+    variance = float(np.var(returns)) if len(returns) else 0.0
+    return 1.0 - float(np.var(returns - values)) / variance if variance > 0 else float("nan")
+
+
+def _by_time(times: NDArray[np.int64], step_rewards: Sequence[float], discount: float) -> Doubles:
+    """Return the rewards of TimeSteps at the last token before each, discounted from there, float64 [T].
+
+    A reward before the first token can't be earned by any of them.
+    """
+    earned = np.zeros(len(times))
+    for time, reward in enumerate(step_rewards):
+        last = int(np.searchsorted(times, time, side="right")) - 1
+        if last >= 0:
+            earned[last] += reward * discount ** (time - int(times[last]))
+    return earned
+
+
+def _gather(columns: Sequence[Floats], chain: Chain) -> Doubles:
+    """Return the numbers of a chain's tokens, float64 [T], from columns [N] of the rows."""
+    return np.array([columns[row][place] for row, place in zip(chain.rows, chain.places, strict=True)], np.float64)

@@ -1,0 +1,63 @@
+"""`KLConfig` and `CriticConfig`: networks beside the policy that is trained, a reference and a critic."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from palestra.config.policy import OptimizerConfig
+from palestra.config.section import Positive, Section
+
+REFERENCE = "/reference"  # stands for the reference policy's model among names of policies, none of which has a slash
+
+
+class KLConfig(Section):
+    """A penalty of divergence from a reference policy, of which a second copy of weights is then kept."""
+
+    reference: str | None = Field(
+        None,
+        min_length=1,
+        description="Model of the reference policy, named like `policies.NAME.model`, with the same tokenizer. None: "
+        "the trained policy as it was at the start.",
+    )
+    coefficient: float = Field(
+        0.0, ge=0, description="Factor of the penalty, in the first step if there is a `target`. 0: measured only."
+    )
+    estimator: Literal["k1", "k2", "k3"] = Field(
+        "k3",
+        description="The term of a token (Schulman 2020), with x = log pi - log reference: `k1`: x; `k2`: x^2 / 2; "
+        "`k3`: exp(-x) - 1 + x. In the loss k2 has the gradient of KL(pi || reference), k3 that of KL(reference || pi) "
+        "(GRPO's), and k1 none on average; in the reward k1 is the divergence itself.",
+    )
+    place: Literal["loss", "reward"] = Field(
+        "loss",
+        description="`loss`: added to the loss of each token; `reward`: taken from the reward of each token, before "
+        "advantages (Ziegler et al. 2019), by algorithms with a critic.",
+    )
+    target: float | None = Field(
+        None,
+        gt=0,
+        description="Divergence in nats a token, by `estimator`, at sampling, near which the coefficient is kept: "
+        "after each step it is multiplied by 1 + 0.1 x clip(KL / target - 1, -0.2, 0.2) (Ziegler et al. 2019). None: "
+        "the coefficient is fixed.",
+    )
+
+    @model_validator(mode="after")
+    def _adapts_something(self) -> KLConfig:
+        if self.target is not None and not self.coefficient:
+            raise ValueError("a coefficient of 0 stays 0 whatever the target is; give the first step's coefficient")
+        return self
+
+
+class CriticConfig(Section):
+    """The critic: a copy of the policy's model with a value head, and its own optimizer."""
+
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=5e-5)
+    value_clip: float = Field(
+        0.2, ge=0, description="Most by which an update may move a value from that before the step. 0: no limit."
+    )
+    epochs: Positive = Field(1, description="Optimizer steps of the critic made from one batch.")
+    warmup_steps: int = Field(
+        0, ge=0, description="First steps in which only the critic is trained, so that its values mean something."
+    )

@@ -1,0 +1,128 @@
+"""What a model says of the trained tokens of a micro-batch, from one flat forward pass over its trees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint as recompute
+
+from palestra.config import TrainerConfig
+from palestra.grammars.pool import Grammars
+from palestra.models.causal_lm import CausalLM
+from palestra.models.grammar_masks import unpack_bits
+from palestra.trainer.constraints import allowed_tokens
+from palestra.trainer.packing import MicroBatch, TreeAttention
+
+# Positions whose logits are computed at a time: 256 x 49,152 floats are 50 MB, and several of them exist together.
+LOGIT_CHUNK = {"cpu": 256, "cuda": 8192}
+_IMPOSSIBLE = -1e9  # the score of tokens that can't be sampled: finite, so that 0 x score is 0 in the entropy
+
+
+def columns_of(micro: MicroBatch, device: torch.device) -> dict[str, Tensor]:
+    """Return the columns of `MicroBatch.targets`, [T] each, on a device."""
+    return {name: column.to(device) for name, column in micro.targets().items()}
+
+
+def flat_hidden(model: CausalLM, micro: MicroBatch) -> Tensor:
+    """Return the model's last hidden states of all nodes of a micro-batch, float32 [N, hidden]."""
+    device = model.device
+    ids = torch.tensor([i for tree in micro.trees for i in tree.ids], device=device)
+    positions = torch.tensor([p for tree in micro.trees for p in tree.positions], device=device)
+    return model.hidden(ids, positions, TreeAttention(micro.trees, device))
+
+
+class TokenForward:
+    """Computes log-probabilities and entropies of trained tokens with one model."""
+
+    def __init__(self, model: CausalLM, config: TrainerConfig, grammars: Grammars) -> None:
+        """Keep the model; nothing is computed yet.
+
+        Args:
+            model: the policy's, or a reference's.
+            config: how many positions' logits may exist at a time.
+            grammars: walks the grammars of constrained replies.
+        """
+        self._model, self._grammars = model, grammars
+        self._size = min(config.logit_chunk, LOGIT_CHUNK[model.device.type])
+
+    def __call__(
+        self, micro: MicroBatch, columns: dict[str, Tensor], *, entropy_gradient: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Return the targets' log-probabilities and the entropies at their positions, float32 [T] each.
+
+        Logits of at most `logit_chunk` positions exist at a time, because T x V floats would not fit into memory; with
+        more positions the logits are computed again in the backward pass.
+
+        Args:
+            micro: trees of rows.
+            columns: its columns on the model's device (`columns_of`).
+            entropy_gradient: whether the entropies have a gradient, as the log-probabilities have.
+        """
+        hidden = flat_hidden(self._model, micro).index_select(0, columns["source"])
+        allowed = allowed_tokens(micro.samples, self._grammars, self._model.vocab_size)
+        given = [columns["target"], columns["temperature"]]
+        if allowed is not None:
+            given.append(allowed.to(hidden.device))
+        chunk = self._with_entropy if entropy_gradient else self._chunk
+        pieces = [
+            _call(
+                chunk,
+                hidden[i : i + self._size],
+                *(column[i : i + self._size] for column in given),
+                again=len(hidden) > self._size,
+            )
+            for i in range(0, len(hidden), self._size)
+        ]
+        if not pieces:
+            empty = hidden.sum(dtype=torch.float32).expand(0)
+            return empty, empty if entropy_gradient else empty.detach()
+        return torch.cat([p for p, _ in pieces]), torch.cat([e for _, e in pieces])
+
+    def _chunk(
+        self, hidden: Tensor, target: Tensor, temperature: Tensor, allowed: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities with gradient and entropies without, [T] each; see `_scores`."""
+        scores, total = self._scores(hidden, temperature, allowed)
+        chosen = scores.gather(1, target.unsqueeze(1)).squeeze(1) - total
+        with torch.no_grad():
+            return chosen, _entropy(scores, total)
+
+    def _with_entropy(
+        self, hidden: Tensor, target: Tensor, temperature: Tensor, allowed: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities and entropies, [T] each, both with gradient; see `_scores`."""
+        scores, total = self._scores(hidden, temperature, allowed)
+        return scores.gather(1, target.unsqueeze(1)).squeeze(1) - total, _entropy(scores, total)
+
+    def _scores(self, hidden: Tensor, temperature: Tensor, allowed: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the scores [T, V] of the positions of one chunk, and the logarithm [T] of the sum of their exponents.
+
+        Args:
+            hidden: [T, hidden], at the positions that predict the targets.
+            temperature: [T], at which the tokens were sampled.
+            allowed: [T, B] bits of the tokens that could have been sampled; None: all.
+        """
+        scores = self._model.logits(hidden) / temperature.unsqueeze(1)
+        if allowed is not None:  # the distribution from which the token was sampled had no other tokens
+            scores = scores.masked_fill(~unpack_bits(allowed, scores.shape[1]), _IMPOSSIBLE)
+        return scores, scores.logsumexp(dim=-1)
+
+
+def _entropy(scores: Tensor, total: Tensor) -> Tensor:
+    """Return the entropies [T] of the distributions with scores [T, V] and logarithms of sums [T]."""
+    mean_score = ((scores - total.unsqueeze(1)).exp() * scores).sum(dim=-1)
+    return total - mean_score
+
+
+def _call(function: Callable[..., Any], *arguments: Tensor, again: bool) -> Any:
+    """Call `function`; with `again` its intermediate results are dropped and computed again in the backward pass.
+
+    Args:
+        function: returns tensors.
+        arguments: tensors, such as [T, hidden].
+        again: whether to save memory.
+    """
+    return recompute(function, *arguments, use_reentrant=False) if again else function(*arguments)
