@@ -21,6 +21,7 @@ from palestra.faults import fault_point
 from palestra.grammars.bounds import TRAINER_BOUNDS
 from palestra.grammars.pool import Grammars
 from palestra.models.causal_lm import CausalLM
+from palestra.models.device import return_freed_memory
 from palestra.models.grammar_masks import vocabulary_of
 from palestra.trainer import checkpoint
 from palestra.trainer.base import CRITIC_METRICS, Network, OptimParams, OptimReport, StepReport
@@ -287,7 +288,9 @@ class TorchPolicy:
             keep: how many checkpoints stay.
         """
         full = {**state, "incarnation": self.version.incarnation, "n": self.version.n}
-        return checkpoint.write(folder, int(state["step"]), self._fill, full, keep)
+        written = checkpoint.write(folder, int(state["step"]), self._fill, full, keep)
+        return_freed_memory()  # here, because a checkpoint takes long in any case and is written every few steps
+        return written
 
     def _fill(self, folder: Path) -> None:
         """Write weights, tokenizer, optimizer and critic into a checkpoint's folder."""
