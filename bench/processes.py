@@ -67,7 +67,7 @@ def palestra_server(settings: Mapping[str, Any], tasks: Sequence[Mapping[str, An
 
 @contextmanager
 def bare_server() -> Iterator[Server]:
-    """An ASGI app that answers a canned body at once: what HTTP in Python costs here without a gateway."""
+    """An ASGI app that answers a canned body immediately: what HTTP in Python costs here without a gateway."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, HERE / "bare_app.py"]
         with _listening("bare ASGI app (floor)", command, Path(folder) / "server.log") as server:

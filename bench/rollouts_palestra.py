@@ -2,7 +2,7 @@
 
 The way is that of a job: episodes are claimed, opened as sessions, played by `Runner` in an asynchronous environment
 whose steps sleep, every call and every end is committed, and each trajectory, read back from the store, is merged into
-rows. Only the model is missing: the fake engine answers at once.
+rows. Only the model is missing: the fake engine answers immediately.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ async def play(sessions: Sessions, work: Workload) -> int:
     store, runner = sessions.context.store, Runner(sessions, RolloutSpec(environment=Sleeping))
 
     async def claims() -> AsyncIterator[EpisodeRecord]:
-        """As many at once as there are slots, at first; later a few."""
+        """Claim as many episodes as there are slots, and after them `BATCH` at a time."""
         count = work.slots
         while found := await store.episodes.claim_many("bench", uuid.uuid4().hex, count):
             for claim in found:

@@ -1,5 +1,5 @@
-"""The service: jobs from submission to their end through the real API, scheduler and Ray; many that run at once; and
-what a claim costs in a run store that has much in it.
+"""The service: jobs from submission to their end through the real API, scheduler and Ray; many that run at the same
+time; and what a claim costs in a run store that has much in it.
 
 python bench/service.py jobs|ramp|claims [--count N] [--through N]        one of them alone, as one JSON line
 """
@@ -41,7 +41,7 @@ from palestra.types.states import EpisodeState
 JOBS_TABLE = "Jobs from submission to their end: one step of 2 episodes, fake engine"
 RAMP_TABLE = "Jobs that run at the same time, fake engine"
 CLAIMS_TABLE = "One claim after another, run store on disk (synchronous=FULL), in process"
-SLOTS = 2  # as many as start at once, so that only the slot is waited for
+SLOTS = 2  # as many as start together, so that only the slot is waited for
 STORED = (1_000, 100_000, 1_000_000)
 GROUP = 1_000
 OPEN = 2_000  # episodes that wait for a worker; the others stored are completed
@@ -146,7 +146,7 @@ def add_jobs(part: Part, count: int, through: int) -> None:
     )
 
 
-# Many at once
+# Many at the same time
 
 
 def most_jobs(wanted: int) -> int:

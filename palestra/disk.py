@@ -27,12 +27,12 @@ def writing(path: Path) -> Iterator[None]:
     except FileNotFoundError as error:
         raise StoreError(
             f"{path} could not be written, because its folder was deleted, moved or replaced; put it back from a copy "
-            "and go on with --resume, or start a new run"
+            "and go on with --resume (in a script resume=True), or start a new run"
         ) from error
     except OSError as error:
         raise StoreError(
             f"{path} could not be written: {error.strerror or error}; what was acknowledged before is kept, so mend "
-            "that and go on with --resume"
+            "that and go on with --resume (in a script resume=True)"
         ) from error
 
 

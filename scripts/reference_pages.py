@@ -48,6 +48,13 @@ def configuration_page() -> str:
     _section(JobConfig, "", lines)
     lines += [
         "",
+        "## Keys that may change when a run is resumed",
+        "",
+        "A run is resumed with the configuration that it was started with. Only these keys may have other values then; "
+        "a refusal names the key that differs, with both values.",
+        "",
+        *(f"- {line}" for line in _free_keys()),
+        "",
         "## Caps of a service",
         "",
         "`palestra serve` refuses a job with a larger number than these; its operator may change each of them "
@@ -58,6 +65,21 @@ def configuration_page() -> str:
         *(f"| `{key}` | {cap:,} |" for key, cap in CAPS.items()),
     ]
     return _HEADER + "\n".join(lines) + "\n"
+
+
+def _free_keys() -> list[str]:
+    """Return the keys of a job that decide nothing of what is trained, as lines."""
+    config = JobConfig(roles={"agent": "policy"})
+    fixed, top, lines = config.what_is_trained(with_unused=True), [], []
+    for name, value in config.model_dump(mode="json").items():
+        if not isinstance(value, dict):
+            # A run that trained can't be resumed to serve its model, or the other way round.
+            top += [] if name in fixed or name == "kind" else [f"`{name}`"]
+        elif name not in fixed:
+            lines.append(f"all of `[{name}]`")
+        elif name not in ("policies", "roles") and (free := [key for key in value if key not in fixed[name]]):
+            lines.append(f"in `[{name}]`: " + ", ".join(f"`{key}`" for key in free))
+    return [", ".join(top) + " (`steps` only while `optimizer.schedule` is `constant`)", *lines]
 
 
 def api_page(document: Mapping[str, Any]) -> str:

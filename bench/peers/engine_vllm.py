@@ -61,10 +61,10 @@ class VllmSampler:
             while time.perf_counter() < arrival:
                 self._step()
             probe = self._add(prompt, 1)
-            while probe not in (told := self._step()):
+            while probe not in (answered := self._step()):
                 pass
             seconds.append(time.perf_counter() - arrival)
-            assert told >= running, "the others ended too early"
+            assert answered >= running, "the others ended too early"
         self._llm.llm_engine.abort_request(list(running))
         while self._llm.llm_engine.has_unfinished_requests():
             self._step()

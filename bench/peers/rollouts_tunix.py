@@ -1,4 +1,4 @@
-"""Tunix's RolloutOrchestrator with a model that answers at once and an environment whose steps sleep; a JSON line.
+"""Tunix's RolloutOrchestrator with a model that answers immediately and an environment whose steps sleep; a JSON line.
 
 Its environments are synchronous by contract and run in the event loop's executor, which Python makes with at most 32
 threads; `--threads` replaces it by a larger one, as Tunix's own learner does.
@@ -55,7 +55,7 @@ class Agent(model_agent.ModelAgent):
 
 
 def model_call(messages: Any, env: Any, **_: Any) -> Any:
-    """Answer at once."""
+    """Answer immediately."""
     return base_rollout.RolloutOutput(**OUTPUT)
 
 

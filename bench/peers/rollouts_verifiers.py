@@ -1,4 +1,4 @@
-"""verifiers' classic MultiTurnEnv.generate with a model that answers at once and an `env_response` that sleeps.
+"""verifiers' classic MultiTurnEnv.generate with a model that answers immediately and an `env_response` that sleeps.
 
 Prints a JSON line. Its first model call has no environment step before it, so an episode has one call more than sleeps.
 """

@@ -162,7 +162,6 @@ class ToolAgent(Agent):
     async def _answers(self, calls: Iterable[ToolCall], mine: Iterable[ToolCall]) -> list[ChatMessage]:
         """Run the calls in `mine` and return one message for each call in `calls`, in their order."""
         # By object, not by the call's id: a model may write two calls with the same id.
-        # By object, not by the call's id: a model may write two calls with the same id.
         results = {
             id(call): result for call, result in zip(mine, await self.manager.execute_calls([*mine]), strict=True)
         }
@@ -170,5 +169,5 @@ class ToolAgent(Agent):
 
 
 def _alone(call: ToolCall) -> ChatMessage:
-    told = f"Error: not done; call {call.function.name} without other tools."
-    return ChatMessage(role="tool", content=(TextPart(text=told),), tool_call_id=call.id, name=call.function.name)
+    refusal = f"Error: not done; call {call.function.name} without other tools."
+    return ChatMessage(role="tool", content=(TextPart(text=refusal),), tool_call_id=call.id, name=call.function.name)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from palestra.runtime.trial import Estimate
 
 GIB = 2**30
+MISTAKEN = 2  # exit code
 NEARLY = 0.9  # of the free memory; above, a job may still be ended by the kernel
 
 
@@ -53,22 +54,31 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Check the job, try it for two steps where nothing stands against it, print both, and return the exit code."""
     from palestra.client.arguments import checked_amount
-    from palestra.config import load_config
-    from palestra.runtime.checking import available_bytes, check_job
+    from palestra.config import find_mistakes
+    from palestra.runtime.checking import Finding, available_bytes, check_job
 
     limit_seconds = checked_amount("--trial-seconds", arguments.trial_seconds, above_zero=True, endless=True)
-    config = load_config(arguments.config, overrides(arguments.set))
+    config, mistakes = find_mistakes(arguments.config, overrides(arguments.set))
+    wrong = [Finding(key=".".join(mistake.place) or "job", text=mistake.text) for mistake in mistakes]
+    for finding in wrong:
+        say(f"palestra: {arguments.config}: {finding.text}", file=sys.stderr)
+    if config is None:
+        if arguments.json:
+            say(json.dumps(_as_json(wrong, None), indent=2))
+        return MISTAKEN
     with _stoppable(), _progress(arguments.json) as report:
         report("looking at configuration and machine")
         # Before a model is loaded: what the trial itself takes is a part of what the job will take.
         free, findings, estimate = available_bytes(), check_job(config), None
-        if not arguments.no_trial and not any(finding.fatal for finding in findings):
+        if not arguments.no_trial and not any(finding.fatal for finding in (*wrong, *findings)):
             tried, estimate = _tried(config, limit_seconds, free, report)
             findings += tried
     if arguments.json:
-        say(json.dumps(_as_json(findings, estimate), indent=2))
+        say(json.dumps(_as_json([*wrong, *findings], estimate), indent=2))
     else:
-        _show(config, findings, estimate, free)
+        _show(config, findings, estimate, free, works=not wrong)
+    if wrong:
+        return MISTAKEN
     return 1 if any(finding.fatal for finding in findings) else 0
 
 
@@ -169,14 +179,22 @@ def _as_json(findings: Sequence[Finding], estimate: Estimate | None) -> dict[str
     }
 
 
-def _show(config: JobConfig, findings: Sequence[Finding], estimate: Estimate | None, free: int) -> None:
-    """Print a line for each finding, then the table of the estimate and what it assumes."""
+def _show(config: JobConfig, findings: Sequence[Finding], estimate: Estimate | None, free: int, works: bool) -> None:
+    """Print a line for each finding, then the table of the estimate and what it assumes.
+
+    Args:
+        config: the job.
+        findings: what stands against it, and notes.
+        estimate: what a step takes; None: it was not tried.
+        free: bytes of memory that were free before.
+        works: whether nothing else stands against the job.
+    """
     console = TerminalConsole(highlight=False)
     for finding in findings:
         word, style = ("will not work", "bold red") if finding.fatal else ("note", "yellow")
         console.print(f"[{style}]{word}[/]  [bold]{finding.key}[/]: ", end="")
         console.print(finding.text, markup=False, soft_wrap=True)
-    if not any(finding.fatal for finding in findings):
+    if works and not any(finding.fatal for finding in findings):
         console.print("[green]nothing stands against this job here[/]")
     if estimate is None:
         return

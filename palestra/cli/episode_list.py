@@ -54,7 +54,9 @@ def _cells(row: EpisodeSummary, now: float, task: int | None) -> dict[str, str]:
     held = "" if row.worker_id is None else row.worker_id
     if row.claimed_at is not None:
         held += f" since {duration(now - row.claimed_at)}"
-    note = row.reason or ", ".join(f"{k}={v!r}" for k, v in row.metadata.items())
+    notes = [row.reason or ", ".join(f"{k}={v!r}" for k, v in row.metadata.items())]
+    if row.earlier_reason is not None:
+        notes.append(f"an earlier attempt failed: {row.earlier_reason}")
     return {
         "episode": row.episode_id,
         "task": row.task_id if task is None else row.task_id[:task],
@@ -65,7 +67,7 @@ def _cells(row: EpisodeSummary, now: float, task: int | None) -> dict[str, str]:
         "attempts": str(row.attempts),
         "forks": ", ".join(f"{n} {reason.value.replace('_', ' ')}" for reason, n in row.forks.items()),
         "held by": held,
-        "note": " ".join(note.split()),
+        "note": " ".join("; ".join(filter(None, notes)).split()),
     }
 
 

@@ -57,6 +57,9 @@ def _show(console: TerminalConsole, view: EpisodeView, config: JobConfig, unfold
     console.print(Text(f"task {episode.task.task_id}: {episode.task.data}"))
     if episode.state is EpisodeState.CLAIMED:
         console.print(Text(f"held by {episode.worker_id}"))
+    if view.failed_reason is not None:
+        which = "" if episode.state is EpisodeState.DISCARDED else "an earlier attempt "
+        console.print(Text(f"{which}failed: {view.failed_reason}"))
     if episode.metadata:
         console.print(Text(f"metadata: {episode.metadata}"))
     trained, why = _fate(view, config.players, config.algorithm)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from palestra.cli.options import FUNCTION, add_set, command, load_function, overrides
-from palestra.errors import ConfigError, NotFound
+from palestra.errors import ConfigError
 from palestra.terminal import say
 
 if TYPE_CHECKING:
@@ -35,11 +35,19 @@ def add(commands: Any) -> None:
         help="JSONL file, one task a line; without it, the environment's",
     )
     played = parser.add_mutually_exclusive_group(required=True)
-    played.add_argument("--rollout", metavar="FUNCTION", help=f"what plays: {FUNCTION}; or, without it, --environment")
+    played.add_argument(
+        "--rollout", metavar="FUNC", help=f"what plays: {FUNCTION}; or, without it, one of the next two"
+    )
     played.add_argument(
         "--environment",
         metavar="NAME",
-        help="an environment that ships (palestra environments); or, without it, --rollout",
+        help="an environment that ships (palestra environments); or, without it, --rollout or --reward",
+    )
+    played.add_argument(
+        "--reward",
+        metavar="FUNC",
+        help="what scores one answer to each task's `prompt`, (task, answer) -> number; without it, --rollout or "
+        "--environment plays",
     )
     parser.add_argument(
         "--config", metavar="JOB.TOML", type=Path, help="a job, in TOML, whose settings hold; without it, the defaults"
@@ -70,6 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
         None if arguments.rollout is None else load_function(arguments.rollout),
         () if arguments.tasks is None else arguments.tasks,
         config,
+        reward=None if arguments.reward is None else load_function(arguments.reward),
         concurrency=arguments.concurrency,
         quiet=arguments.quiet,
     )
@@ -82,29 +91,14 @@ def run(arguments: argparse.Namespace) -> int:
 def _config(arguments: argparse.Namespace) -> JobConfig:
     """Return the job whose settings the evaluation has, with the model and the environment of the arguments."""
     from palestra.config import load_config, parse_config
+    from palestra.runtime.run_dir import newest_of_run
 
     settings = overrides(arguments.set)
     config = load_config(arguments.config, settings) if arguments.config else parse_config({}, settings)
     environment = config.environment.model_copy(update={"name": arguments.environment})
-    return config.with_model(_model(arguments.model)).model_copy(
+    return config.with_model(newest_of_run(arguments.model)).model_copy(
         update={"environment": environment, "run_dir": arguments.run_dir, "name": "eval"}
     )
-
-
-def _model(name: str) -> str:
-    """Return a model's name or folder as it is; of a run's folder, its newest good checkpoint.
-
-    Raises:
-        NotFound: the run has no checkpoint yet.
-    """
-    from palestra.trainer.checkpoint import newest_good
-
-    if not (Path(name) / "run.db").is_file():
-        return name
-    newest = newest_good(Path(name) / "checkpoints")
-    if newest is None:
-        raise NotFound(f"{name} has no checkpoint yet; the first is written after checkpoint.every_steps steps")
-    return str(newest[0])
 
 
 def _show(found: Evaluation, quiet: bool) -> None:

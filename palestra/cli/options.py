@@ -138,7 +138,8 @@ def add_set(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         help="change one key of the configuration, e.g. --set steps=10 --set server.port=0; KEY=none takes it out, so "
-        "that its default holds; may be given several times",
+        "that its default holds; a name with a dot stands in quotes, e.g. --set 'policies.\"v1.5\".frozen=true'; may "
+        "be given several times",
     )
 
 
@@ -218,11 +219,9 @@ def load_tasks(
     if ":" in source and not Path(source).is_file():
         train, held_out = load_function(source)()
         return train, held_out
-    from palestra.runtime.tasks import read_tasks
+    from palestra.client.task_files import task_rows
 
-    paths = [Path(source), *([] if validation is None else [validation])]
-    train, *others = [[{"id": task.task_id, **task.data} for task in read_tasks(path)] for path in paths]
-    return train, [task for held_out in others for task in held_out]
+    return task_rows(source), () if validation is None else task_rows(validation)
 
 
 def load_function(reference: str) -> Any:

@@ -15,10 +15,17 @@ def add(commands: Any) -> None:
         commands,
         "train",
         run,
-        "train on what a function of yours returns: rollout(task, endpoint) -> reward",
-        "  palestra train my_agent:rollout --tasks tasks.jsonl --validation held_out.jsonl --set steps=50",
+        "train on what a function of yours returns: rollout(task, endpoint) -> reward, or reward(task, answer)",
+        "  palestra train my_agent:rollout --tasks tasks.jsonl --validation held_out.jsonl --set steps=50\n"
+        "  palestra train --reward my_rewards.py:score --tasks prompts.jsonl   # one answer to each task's `prompt`",
     )
-    parser.add_argument("rollout", help=f"the function: {FUNCTION}")
+    parser.add_argument("rollout", nargs="?", help=f"the function that plays: {FUNCTION}; without it, --reward")
+    parser.add_argument(
+        "--reward",
+        metavar="FUNCTION",
+        help="score one answer to each task's `prompt` with this function, (task, answer) -> number, named as the "
+        "rollout is; without it, the rollout plays",
+    )
     parser.add_argument(
         "--tasks", metavar="FILE", type=Path, help="JSONL file, one task a line; without it, what the job names"
     )
@@ -48,6 +55,11 @@ def run(arguments: argparse.Namespace) -> int:
             settings[f"tasks.{split}"] = str(path)
     config = load_config(arguments.config, settings) if arguments.config else parse_config({}, settings)
     result, _ = train_until_stopped(
-        load_function(arguments.rollout), (), config, concurrency=arguments.concurrency, resume=arguments.resume
+        None if arguments.rollout is None else load_function(arguments.rollout),
+        (),
+        config,
+        reward=None if arguments.reward is None else load_function(arguments.reward),
+        concurrency=arguments.concurrency,
+        resume=arguments.resume,
     )
     return 0 if result.state == "completed" else 130

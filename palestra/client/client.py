@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -26,6 +27,7 @@ from palestra.client.protocol import (
     push_calls,
     read_claim,
 )
+from palestra.client.task_files import task_rows
 from palestra.errors import ClaimOver, Conflict, InvalidRequest, JobOver, PalestraError
 from palestra.threads import in_thread
 
@@ -132,15 +134,15 @@ class AsyncClient:
         await self._send(heartbeat_call(episode))
 
     async def push_tasks(
-        self, train: Sequence[Mapping[str, Any]], validation: Sequence[Mapping[str, Any]] = ()
+        self, train: Sequence[Mapping[str, Any]] | str | Path, validation: Sequence[Mapping[str, Any]] | str | Path = ()
     ) -> None:
         """Give the job all of its tasks in one push. See `Client.push_tasks`.
 
         Args:
-            train: tasks to train on; JSON objects.
-            validation: tasks to evaluate on; JSON objects.
+            train: tasks to train on; JSON objects, or the path of a JSONL file.
+            validation: tasks to evaluate on, in the same forms.
         """
-        for call in push_calls({"validation": validation, "train": train}):
+        for call in push_calls({"validation": task_rows(validation), "train": task_rows(train)}):
             await self._send(call)
 
     @asynccontextmanager
@@ -309,14 +311,21 @@ class Client:
         """
         self._send(heartbeat_call(episode))
 
-    def push_tasks(self, train: Sequence[Mapping[str, Any]], validation: Sequence[Mapping[str, Any]] = ()) -> None:
+    def push_tasks(
+        self, train: Sequence[Mapping[str, Any]] | str | Path, validation: Sequence[Mapping[str, Any]] | str | Path = ()
+    ) -> None:
         """Give the job all of its tasks in one push; pushing the same tasks again changes nothing.
 
         Args:
-            train: tasks to train on: JSON objects, whose key `id`, if present, names the task.
-            validation: tasks to evaluate on, in the same form.
+            train: tasks to train on: JSON objects, whose key `id`, if present, names the task; or the path of a JSONL
+                file with one of them a line.
+            validation: tasks to evaluate on, in the same forms.
+
+        Raises:
+            ConfigError: there is no such file, or a line is not a JSON object; nothing is pushed.
+            InvalidRequest: a task is not a JSON object.
         """
-        for call in push_calls({"validation": validation, "train": train}):
+        for call in push_calls({"validation": task_rows(validation), "train": task_rows(train)}):
             self._send(call)
 
     @contextmanager

@@ -192,11 +192,11 @@ class Fleet:
             WorkerCrashLoop: a child crashed again and again.
         """
         children = [self._start(number) for number in range(self._processes)]
-        told = False
+        terminated = False  # whether the children were asked to end
         try:
             while children:
-                if self._kill_at is not None and not told:
-                    told = True
+                if self._kill_at is not None and not terminated:
+                    terminated = True
                     for child in children:
                         child.process.send_signal(signal.SIGTERM)
                 if self._kill_at is not None and time.monotonic() > self._kill_at:

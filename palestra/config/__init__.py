@@ -23,6 +23,7 @@ from palestra.config.algorithm import (
     RLOOConfig,
     ScaledGroupConfig,
 )
+from palestra.config.differences import name_differences
 from palestra.config.engine import EmbeddedEngineConfig, EngineConfig, FakeEngineConfig
 from palestra.config.job import (
     SMOLLM2,
@@ -38,7 +39,7 @@ from palestra.config.job import (
     TasksConfig,
     TrainerConfig,
 )
-from palestra.config.loading import SAVED_CONFIG, UNSET, dump_config, load_config, parse_config
+from palestra.config.loading import SAVED_CONFIG, UNSET, dump_config, find_mistakes, load_config, parse_config
 from palestra.config.networks import REFERENCE, CriticConfig, KLConfig
 from palestra.config.policy import DEFAULT_CONTEXT, OptimizerConfig, PolicyConfig, SamplingConfig, with_model
 from palestra.config.renames import in_present_names
@@ -93,9 +94,11 @@ __all__ = [
     "TasksConfig",
     "TrainerConfig",
     "dump_config",
+    "find_mistakes",
     "in_present_names",
     "is_agent_name",
     "load_config",
+    "name_differences",
     "parse_config",
     "with_model",
 ]

@@ -65,7 +65,7 @@ class RolloutConfig(Section):
     lease_seconds: Seconds = Field(
         120.0,
         description="A claimed episode is given to another worker after so long without a model call or a heartbeat "
-        "of it (`allow_discard_timeout`).",
+        "of it. A claim may ask for another time, as `allow_discard_timeout`, up to `max_lease_seconds`.",
     )
     max_lease_seconds: Seconds = Field(3600.0, description="The longest lease that a claim may ask for.")
     max_episode_seconds: Seconds = Field(3600.0, description="Longest duration of one attempt at an episode.")
@@ -335,10 +335,18 @@ class JobConfig(Section):
         return self.model_copy(update={"policies": {**self.policies, name: PolicyConfig(**policies[name])}})
 
     def digest(self) -> str:
-        """Return a hash of all settings that decide what is trained. A run can only be resumed with the same digest.
+        """Return a hash of `what_is_trained`. A run can only be resumed with the same digest."""
+        # Hashed with the first names of all keys, because the stores of earlier versions have that digest.
+        return hashlib.sha256(to_json(in_first_names(self.what_is_trained()))).hexdigest()
+
+    def what_is_trained(self, with_unused: bool = False) -> dict[str, Any]:
+        """Return all settings that decide what is trained, as nested tables.
 
         Left out are the address and the files, limits of workers, and the number of steps (unless the learning rate
         depends on it). The tasks themselves are in the run store.
+
+        Args:
+            with_unused: whether keys that earlier versions did not have are in it although they have no effect.
         """
         left_out: dict[str, Any] = dict.fromkeys(
             ("name", "kind", "run_dir", "tasks", "server", "store", "checkpoint", "evaluation"), True
@@ -357,17 +365,16 @@ class JobConfig(Section):
         }
         left_out["environment"] = {"train_tasks", "validation_tasks", "max_concurrency", "timeout_seconds"}
         # A key that an earlier version did not have must not change the digest of that version's runs while unused.
-        left_out["rollout"] |= {
-            key for key, unused in _ADDED_TO_ROLLOUT.items() if getattr(self.rollout, key) == unused
-        }
-        left_out["algorithm"] = {
-            key for key, unused in _ADDED_TO_ALGORITHM.items() if getattr(self.algorithm, key, unused) == unused
-        }
+        if not with_unused:
+            left_out["rollout"] |= {
+                key for key, unused in _ADDED_TO_ROLLOUT.items() if getattr(self.rollout, key) == unused
+            }
+            left_out["algorithm"] = {
+                key for key, unused in _ADDED_TO_ALGORITHM.items() if getattr(self.algorithm, key, unused) == unused
+            }
         left_out["policies"] = {name: {"frozen"} for name, policy in self.policies.items() if not policy.frozen}
         if not self.roles:
             left_out["roles"] = True
         if all(self.policies[name].optimizer.schedule == "constant" for name in self.trained_policies):
             left_out["steps"] = True
-        # Hashed with the first names of all keys, because the stores of earlier versions have that digest.
-        dumped = in_first_names(self.model_dump(mode="json", exclude=left_out))
-        return hashlib.sha256(to_json(dumped)).hexdigest()
+        return self.model_dump(mode="json", exclude=left_out)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, get_args, get_origin
 
@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from palestra.config.job import JobConfig
 from palestra.config.renames import in_present_names
-from palestra.config.section import explain, sections_of
+from palestra.config.section import Mistake, explain, explain_all, key_parts, sections_of
 from palestra.errors import ConfigError
 
 SAVED_CONFIG = "config.toml"  # in a run's folder, next to run.db
@@ -31,12 +31,55 @@ def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
 
     Args:
         path: path of the file.
-        overrides: values by dotted key, which replace those of the file.
+        overrides: values by dotted key, which replace those of the file; a part of a key that has a dot in it stands in
+            quotes, as in `policies."v1.5".frozen`.
 
     Raises:
         ConfigError: the file does not exist or is not TOML, a key is unknown, or a value is out of range.
     """
-    path = Path(path)
+    return parse_config(_read(Path(path)), overrides, source=str(path))
+
+
+def find_mistakes(path: Path, overrides: Mapping[str, Any] | None = None) -> tuple[JobConfig | None, list[Mistake]]:
+    """Read a configuration as `load_config` does, and return all of its mistakes, each once.
+
+    Args:
+        path: path of the file.
+        overrides: see `load_config`.
+
+    Returns:
+        The configuration without the keys that are wrong, so that the rest of it can be checked, and the mistakes. None
+        in place of the configuration: it has a mistake that is not about one key.
+
+    Raises:
+        ConfigError: the file does not exist or is not TOML, or an override is not for a section.
+    """
+    merged = _merged(_read(path), overrides, str(path))
+    mistakes: list[Mistake] = []
+    while True:
+        try:
+            return JobConfig.model_validate(merged), mistakes
+        except ValidationError as error:
+            found = explain_all(error, JobConfig)
+        mistakes += [mistake for mistake in found if mistake not in mistakes]
+        # What is right in itself may not fit together, which pydantic says only where all keys are right.
+        if not any([_removed(merged, mistake.place) for mistake in found]):
+            return None, mistakes
+
+
+def _removed(data: dict[str, Any], place: Sequence[str]) -> bool:
+    """Remove a key from nested tables, and return whether it was there."""
+    level: Any = data
+    for step in place[:-1]:
+        level = level.get(step) if isinstance(level, dict) else None
+    if not place or not isinstance(level, dict) or place[-1] not in level:
+        return False
+    del level[place[-1]]
+    return True
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return the tables of a TOML file, with present names and absolute paths; see `load_config`."""
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -51,7 +94,7 @@ def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
         given = data.get("tasks", {}).get(split) if isinstance(data.get("tasks"), dict) else None
         if isinstance(given, str) and not Path(given).is_absolute():
             data["tasks"][split] = str(path.parent / given)
-    return parse_config(data, overrides, source=str(path))
+    return data
 
 
 def parse_config(
@@ -68,9 +111,17 @@ def parse_config(
     Raises:
         ConfigError: a key is unknown, or a value is out of range.
     """
+    try:
+        return JobConfig.model_validate(_merged(data, overrides, source))
+    except ValidationError as error:
+        raise ConfigError(f"{source}: {explain(error, JobConfig)}") from error
+
+
+def _merged(data: Mapping[str, Any], overrides: Mapping[str, Any] | None, source: str) -> dict[str, Any]:
+    """Return nested tables with overrides in them; see `parse_config`."""
     merged: dict[str, Any] = copy.deepcopy(dict(data))
     for dotted, value in (overrides or {}).items():
-        *parents, leaf = dotted.split(".")
+        *parents, leaf = key_parts(dotted)
         level = merged
         for parent in parents:
             level = level.setdefault(parent, {})
@@ -79,11 +130,8 @@ def parse_config(
         if value is UNSET and _is_known((*parents, leaf)):
             level.pop(leaf, None)
         else:
-            level[leaf] = None if value is UNSET else value  # the check below refuses an unknown key
-    try:
-        return JobConfig.model_validate(merged)
-    except ValidationError as error:
-        raise ConfigError(f"{source}: {explain(error, JobConfig)}") from error
+            level[leaf] = None if value is UNSET else value  # the check that follows refuses an unknown key
+    return merged
 
 
 def dump_config(config: JobConfig) -> str:

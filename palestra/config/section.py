@@ -6,20 +6,38 @@ The line names the key, the value and the nearest known key.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic._internal._model_construction import ModelMetaclass  # exported nowhere else
+from pydantic_core import ErrorDetails
 
+from palestra.config.other_names import key_of_other_name
 from palestra.config.renames import new_name, new_value
 from palestra.errors import ConfigError
 
 SHOWN = (int, float, str, bool, type(None), list, tuple)  # types whose values can be shown in a message, shortened
 
 
+_PART = re.compile(r'"([^"]*)"(?=\.|$)|([^.]*)')  # of a dotted key; in quotes, it may have dots
+
+
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
+
+
+class Mistake(NamedTuple):
+    """A mistake in a configuration.
+
+    Attributes:
+        place: the parts of the key, as a user has written it; (): it is not about one key.
+        text: a sentence that names the key.
+    """
+
+    place: tuple[str, ...]
+    text: str
 
 
 def explain(error: ValidationError, root: type[Section]) -> str:
@@ -29,15 +47,25 @@ def explain(error: ValidationError, root: type[Section]) -> str:
         error: the error that pydantic raised.
         root: the section that was checked; the keys in `error` are below it.
     """
-    first = error.errors()[0]
-    place, section = _walk(root, tuple(first["loc"]))
-    dotted = ".".join(place)
-    if first["type"] == "extra_forbidden":
-        return _unknown(place, section, root, first["input"])
-    message = first["msg"].removeprefix("Value error, ") + _given(first["type"], first["input"])
-    if place and (now := new_value(place[-1], first["input"])) is not None:
+    return explain_all(error, root)[0].text
+
+
+def explain_all(error: ValidationError, root: type[Section]) -> list[Mistake]:
+    """Return every mistake that an error has found in a configuration. The arguments are those of `explain`."""
+    return [_mistake(found, root) for found in error.errors()]
+
+
+def _mistake(found: ErrorDetails, root: type[Section]) -> Mistake:
+    loc = tuple(found["loc"])
+    is_name = loc[-1:] == ("[key]",)  # a name that a user has chosen is wrong, and not what it stands for
+    place, section = _walk(root, loc[:-1] if is_name else loc)
+    dotted = dotted_key(place[:-1] if is_name else place)
+    if found["type"] == "extra_forbidden":
+        return Mistake(place, _unknown(place, section, root, found["input"]))
+    message = found["msg"].removeprefix("Value error, ") + _given(found["type"], found["input"])
+    if place and (now := new_value(place[-1], found["input"])) is not None:
         message += f", which is {now!r} now"
-    return f"{dotted}: {message}" if dotted else message
+    return Mistake(place, f"{dotted}: {message}" if dotted else message)
 
 
 def sections_of(annotation: Any) -> list[type[Section]]:
@@ -56,17 +84,38 @@ def kind_of(section: type[Section]) -> str:
 def _unknown(place: tuple[str, ...], section: type[Section], root: type[Section], given: Any) -> str:
     """Return what to write instead of a key that its section does not have."""
     *path, key = place
+    dotted = dotted_key(place)
     known, others = list(section.model_fields), _alternatives(root, path)
     if (rename := new_name(key, {name for other in (section, *others) for name in other.model_fields})) is not None:
         value = f" = {rename.values.get(given, given)!r}" if isinstance(given, str) else ""
-        return f"{'.'.join(place)!r} has a new name; write {'.'.join((*path, rename.now))}{value}"
+        return f"{dotted!r} has a new name; write {dotted_key((*path, rename.now))}{value}"
     if having := [kind_of(other) for other in others if key in other.model_fields]:
         only = f"{others[0].chosen_by} = {', '.join(map(repr, having))}"
-        return f"{'.'.join(place)!r} is a key of {only} only; known keys here: {', '.join(known)}"
+        return f"{dotted!r} is a key of {only} only; known keys here: {', '.join(known)}"
+    # The policies' tables have names of their own that TRL has, too, with another meaning: `epsilon` is AdamW's there.
+    if path[:1] != ["policies"] and key not in known and (other_name := key_of_other_name(key)) is not None:
+        return f"unknown key {dotted!r}; {other_name}"
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     below = [] if near else _keys_named(key, root)
     hint = f"did you mean {(near + below)[0]!r}?" if near or below else f"known keys here: {', '.join(known)}"
-    return f"unknown key {'.'.join(place)!r}; {hint}"
+    return f"unknown key {dotted!r}; {hint}"
+
+
+def dotted_key(place: Sequence[str]) -> str:
+    """Return the parts of a key as a user writes them: with dots between, and a part that has a dot in quotes."""
+    return ".".join(f'"{part}"' if "." in part else part for part in place)
+
+
+def key_parts(dotted: str) -> tuple[str, ...]:
+    """Return the parts of a dotted key, as `dotted_key` writes it."""
+    parts, at = [], 0
+    while True:
+        found = _PART.match(dotted, at)
+        assert found is not None  # any text matches
+        parts.append(found[2] if found[1] is None else found[1])
+        at = found.end() + 1
+        if at > len(dotted):
+            return tuple(parts)
 
 
 def _given(kind: str, value: Any) -> str:

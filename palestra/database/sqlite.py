@@ -6,7 +6,7 @@ import contextlib
 import os
 import sqlite3
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import sqlalchemy as sa
 
@@ -44,11 +44,33 @@ def open_engine(path: Path, synchronous: str, read_only: bool = False) -> sa.Eng
         connection.execute("PRAGMA busy_timeout=10000")
         connection.execute(f"PRAGMA cache_size=-{READER_CACHE if read_only else WRITER_CACHE}")
 
+    begin = "BEGIN" if read_only else "BEGIN IMMEDIATE"
+
     @sa.event.listens_for(engine, "begin")
     def _begin(connection: sa.Connection) -> None:
-        connection.exec_driver_sql("BEGIN" if read_only else "BEGIN IMMEDIATE")
+        # Given to the driver, because SQLAlchemy takes longer to pass the statement on than SQLite to execute it.
+        try:
+            driver_of(connection).execute(begin)
+        except sqlite3.Error as error:
+            raise as_sqlalchemys(error, begin) from error
 
     return engine
+
+
+def driver_of(connection: sa.Connection) -> sqlite3.Connection:
+    """Return SQLite's own connection, for statements of busy paths."""
+    return cast(sqlite3.Connection, connection.connection.driver_connection)
+
+
+def as_sqlalchemys(error: sqlite3.Error, statement: str) -> sa.exc.DBAPIError:
+    """Return SQLAlchemy's error of the same name as SQLite's, so that callers handle one kind of errors.
+
+    Args:
+        error: what `driver_of` raised.
+        statement: that failed.
+    """
+    kind: type[sa.exc.DBAPIError] = getattr(sa.exc, type(error).__name__, sa.exc.DatabaseError)
+    return kind(statement, None, error)
 
 
 def make_private(path: Path) -> None:

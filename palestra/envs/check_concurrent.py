@@ -247,7 +247,7 @@ class _Episode:
         if missing := [call for call in called if call not in answered]:
             raise InvalidEnvironment(f"the call {missing[0]!r} of {agent!r} has no answer in what it sees next")
         if strange := [answer for answer in answered if answer not in called]:
-            raise InvalidEnvironment(f"{agent!r} is told the result of a call {strange[0]!r} that it did not make")
+            raise InvalidEnvironment(f"{agent!r} sees the result of a call {strange[0]!r} that it did not make")
 
 
 async def _call(what: str, work: Awaitable[Any]) -> Any:

@@ -10,6 +10,8 @@ from typing import Any
 from palestra.errors import InvalidEnvironment, NotScored
 from palestra.threads import is_async
 
+# Arguments that TRL's trainer passes besides texts and columns: an environment sees texts, and knows no trainer.
+_ONLY_IN_TRL = ("completion_ids", "trainer_state", "log_extra", "log_metric")
 RewardFunction = Callable[[Mapping[str, Any], str], float | Awaitable[float]]
 
 
@@ -21,11 +23,22 @@ def reward_function(function: Callable[..., Any]) -> RewardFunction:
 
     Args:
         function: the user's function, sync or async. Its result is checked by `finite_reward`.
+
+    Raises:
+        InvalidEnvironment: the function needs an argument that TRL's trainer has and an environment does not.
     """
     parameters = inspect.signature(function).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
     of_batch = "completions" in parameters
+    missing = [
+        name for name in _ONLY_IN_TRL if name in parameters and parameters[name].default is inspect.Parameter.empty
+    ]
+    if of_batch and missing:
+        raise InvalidEnvironment(
+            f"{_name(function)} needs {' and '.join(missing)}, which only TRL's trainer has; give it a default, or "
+            "play the episodes with a rollout function, whose calls may ask for token ids (return_token_ids)"
+        )
 
     def found(task: Mapping[str, Any], answer: str) -> Any:
         if not of_batch:

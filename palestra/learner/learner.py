@@ -162,10 +162,7 @@ class Learner:
         digest = self._config.digest()
         known = await self._store.log.fact("config_digest")
         if known is not None and known != digest:
-            raise ConfigError(
-                f"the run in {self._folder.path} was started with another configuration of what is trained; "
-                "use its config.toml, or another run_dir"
-            )
+            raise ConfigError(self._folder.why_not_resumed(self._config))
         if known is None:
             await self._store.log.set_fact("config_digest", digest)
         self._folder.write_config(self._config)

@@ -14,8 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from palestra.config import SAVED_CONFIG, JobConfig, dump_config
+from palestra.config import SAVED_CONFIG, JobConfig, dump_config, load_config, name_differences
 from palestra.disk import write_whole, writing
+from palestra.errors import ConfigError
 from palestra.learner.health import RECENT, health_of
 from palestra.learner.update import AddEvent
 from palestra.store import RunLog
@@ -50,6 +51,23 @@ class RunFolder:
     def write_config(self, config: JobConfig) -> None:
         """Write the whole configuration to `config.toml`, defaults included."""
         write_whole(self.path / SAVED_CONFIG, dump_config(config).encode())
+
+    def why_not_resumed(self, config: JobConfig) -> str:
+        """Return why the run can't be resumed with a configuration whose digest is not that of the run.
+
+        Args:
+            config: with which the run was to be resumed.
+        """
+        try:
+            found = name_differences(load_config(self.path / SAVED_CONFIG), config)
+        except ConfigError:  # the file was removed or edited
+            found = ""
+        differs = f": {found}" if found else f", which {self.path / SAVED_CONFIG} does not have any more"
+        return (
+            f"the run in {self.path} was started with another configuration of what is trained{differs}; use its "
+            "config.toml or the values of its start, or choose another run_dir (docs/configuration.md has the keys "
+            "that may change)"
+        )
 
     def write_metrics(self, rows: Sequence[Row]) -> None:
         """Write all rows to `metrics.jsonl`, replacing the file, as after a restart."""

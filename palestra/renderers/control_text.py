@@ -134,7 +134,7 @@ class ControlText:
         plain = type(self._backend).from_str(json.dumps(data))
         wrong = [name for name, number in self.tokens.items() if plain.token_to_id(names[name]) != number]
         if wrong:
-            raise ValueError(f"the tokenizer's control tokens cannot be told from text: {', '.join(wrong)}")
+            raise ValueError(f"the tokenizer's control tokens cannot be distinguished from text: {', '.join(wrong)}")
         return plain
 
     def _named(self, name: str) -> str:

@@ -33,7 +33,7 @@ def token_bytes(tokenizer: Any) -> Callable[[int], bytes]:
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        return partial(_of_byte, tokenizer)
+        return lru_cache(maxsize=65_536)(partial(_of_byte, tokenizer))
     kinds = _decoders(backend)
     added = {number: token.content for number, token in backend.get_added_tokens_decoder().items()}
 

@@ -7,13 +7,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from palestra.client.task_files import task_rows
 from palestra.client.worker import Rollout
 from palestra.config import JobConfig
 from palestra.envs import ConcurrentEnvironment, Environment, TaskEnvironment
 from palestra.envs.environment import task_prompt
+from palestra.envs.rewards import reward_function
 from palestra.errors import ConfigError, InvalidEnvironment
 from palestra.rollout import RolloutSpec
-from palestra.runtime.tasks import read_tasks
 
 TaskData = Mapping[str, Any]
 Tasks = Iterable[TaskData] | str | Path
@@ -97,6 +98,10 @@ def resolve_rollout(
             raise ConfigError(
                 f"`reward` has the type {type(reward).__name__}; give a function (task, answer) -> number"
             )
+        try:
+            reward_function(reward)
+        except InvalidEnvironment as error:
+            raise ConfigError(f"`reward`: {error}") from None
         return RolloutSpec(environment=lambda: TaskEnvironment(reward), system=config.environment.system)
     if environment is None or isinstance(environment, str):
         return None
@@ -152,7 +157,7 @@ def resolve_tasks(name: str, tasks: Tasks, most: int | None = None) -> list[dict
         ConfigError: `tasks` has none of these types, or the file has a line that is not a task.
     """
     if isinstance(tasks, str | Path):
-        return [{"id": task.task_id, **task.data} for task in read_tasks(Path(tasks))]
+        return [dict(row) for row in task_rows(tasks)]
     if isinstance(tasks, Mapping):
         # `datasets.load_dataset` without `split` is a mapping of splits.
         raise ConfigError(

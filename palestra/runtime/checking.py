@@ -144,7 +144,7 @@ def _folder(config: JobConfig) -> Iterator[Finding]:
     if config.run_dir is not None and (folder / "run.db").exists():
         yield Finding(
             key="run_dir",
-            text=f"{folder} has a run already: start with --resume, or choose another folder",
+            text=f"{folder} has a run already: start with --resume (in a script resume=True), or choose another folder",
             fatal=False,
         )
     parent = existing_parent(folder)
@@ -190,8 +190,7 @@ def _environment(config: JobConfig) -> Iterator[Finding]:
         generated = catalog_entry(name).generate
         generated("validation", config.environment.validation_tasks, config.seed)
         tasks = generated("train", config.environment.train_tasks, config.seed)
-        files = read_files(config).get("train")
-        check_environment(make, [files[1][0].data] if files is not None else tasks[:1])
+        check_environment(make, [_first_task(config) or tasks[0]])
     except ModuleNotFoundError as error:
         said = missing_extra(error) or f"{error.name} is not installed; install gymnasium and reasoning-gym"
         yield Finding(key="environment.name", text=f"environment {name!r} can't be imported: {said}")
@@ -200,6 +199,15 @@ def _environment(config: JobConfig) -> Iterator[Finding]:
         yield Finding(key=key, text=str(error))
     except InvalidEnvironment as error:
         yield Finding(key="environment", text=f"environment {name!r} fails its check: {error}")
+
+
+def _first_task(config: JobConfig) -> dict[str, Any] | None:
+    """Return the first task of the job's file; None: there is no file, or one that `_tasks` finds fault with."""
+    try:
+        files = read_files(config)
+    except ConfigError:
+        return None
+    return files["train"][1][0].data if "train" in files else None
 
 
 def _groups(config: JobConfig) -> Iterator[Finding]:

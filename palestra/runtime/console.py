@@ -115,7 +115,7 @@ class Console:
         """
         folder = self._config.folder
         if state != "completed":
-            self._out.print(f"stopped; go on with --resume (the run is in {folder})")
+            self._out.print(f"stopped; go on with --resume, in a script with resume=True (the run is in {folder})")
             return
         self._out.print(f"\n[bold]done[/]: {folder / 'curve.png'}, {folder / 'metrics.jsonl'}")
         if checkpoint is not None:
@@ -139,7 +139,7 @@ class Console:
         return text
 
     def _headline(self) -> str:
-        return f"{models_of(self._config)}, {self._config.steps} steps"
+        return f"{models_of(self._config)}, {self._config.steps} steps; tok/s: prompts and replies"
 
     def _say(self, text: str) -> None:
         """Print a line that stays on the screen."""

@@ -30,6 +30,7 @@ from palestra.runtime.arguments import (
 )
 from palestra.runtime.console import Console, models_of
 from palestra.runtime.job_thread import Interrupts, JobThread, run
+from palestra.runtime.run_dir import newest_of_run
 from palestra.runtime.tasks import task_of
 from palestra.runtime.training import Rollouts, play_until_over
 from palestra.store.browsing import browse, list_episodes, read_episode
@@ -58,6 +59,13 @@ class Evaluation:
 
     outcomes: tuple[TaskOutcome, ...]
     complete: bool  # False: the evaluation was stopped before its end
+
+    def __repr__(self) -> str:
+        """Return the mean in a line, with the number of outcomes and not the outcomes."""
+        between = "" if self.interval is None else ", interval=({:.4g}, {:.4g})".format(*self.interval)
+        mean = "None" if self.mean is None else f"{self.mean:.4g}"
+        scored = f"{len(self.rewards)} of {len(self.outcomes)} tasks scored"
+        return f"Evaluation(mean={mean}{between}, {scored}, complete={self.complete})"
 
     @property
     def rewards(self) -> list[float]:
@@ -112,7 +120,8 @@ def evaluate(
             `id` names a task. If it is empty, an environment that ships with Palestra makes its validation tasks.
         config: the job, whose settings about training are not used; None for the defaults. If it has a `run_dir`,
             episodes are kept there, for `palestra episodes`.
-        model: name of a model, or folder of a model or of a checkpoint; None: the configuration's.
+        model: name of a model, or folder of a model, of a checkpoint, or of a run, whose newest checkpoint is scored;
+            None: the configuration's.
         environment: class of an environment, a function without arguments that makes one, or the name of one that ships
             with Palestra (`palestra environments`).
         reward: scores one answer to each task's `prompt`: `(task, answer) -> float`, or a function in TRL's
@@ -127,13 +136,14 @@ def evaluate(
     Raises:
         ConfigError: none of the arguments says what is played, or more than one does, or there is no task, or
             `concurrency` is below 1.
+        NotFound: `model` is the folder of a run that has no checkpoint yet.
         PalestraError: the model can't be loaded, or many episodes in a row have failed.
         KeyboardInterrupt, SystemExit: after SIGINT, or SIGTERM (exit code 143); episodes are kept in `run_dir`.
     """
     found, interrupts = evaluate_until_stopped(
         rollout,
         tasks,
-        resolve_config(config, model, environment),
+        resolve_config(config, newest_of_run(model) if isinstance(model, str) else model, environment),
         environment=environment,
         reward=reward,
         trajectories=trajectories,

@@ -108,6 +108,13 @@ class TrainResult:
     metrics: list[dict[str, float]]  # the rows of metrics.jsonl
     checkpoint: Path | None  # newest checkpoint, which loads in transformers; None: none
 
+    def __repr__(self) -> str:
+        """Return the result in a line, which has the number of rows and not the rows."""
+        where = (
+            f"run_dir={str(self.run_dir)!r}, checkpoint={None if self.checkpoint is None else str(self.checkpoint)!r}"
+        )
+        return f"TrainResult(state={self.state!r}, {where}, metrics={len(self.metrics)} rows)"
+
 
 class JobThread:
     """A job in a thread with an event loop of its own, where a user's rollout function can't block it."""

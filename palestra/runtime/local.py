@@ -207,7 +207,7 @@ async def local_job(
             )
             stack.callback(context.pool.close)
             progress = JobProgress(job=config.name, steps=config.steps, run_dir=str(folder.path))
-            keys = KeyRing(SecretFile(folder.path).current, config.name, os.environ.get("PALESTRA_API_KEY"))
+            keys = KeyRing(SecretFile(folder.path).recent, config.name, os.environ.get("PALESTRA_API_KEY"))
             publish_key(folder.path, lambda: keys.job_key)
             plane = DataPlane(
                 config=config,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO
 
 from palestra.config import JobConfig
-from palestra.errors import ConfigError, RunInUse
+from palestra.errors import ConfigError, NotFound, RunInUse
 
 LOCK = ".lock"
 ATTEMPTS = 100  # attempts to lock a folder, which failing starts of other processes may remove
@@ -42,12 +42,30 @@ def resolve_run_dir(config: JobConfig, resume: bool, say: Callable[[str], None] 
     known = (config.folder / "run.db").exists()
     if known and not resume:
         raise ConfigError(
-            f"{config.folder} has a run already; add --resume to go on with it, or choose another run_dir "
-            "(--set run_dir=…)"
+            f"{config.folder} has a run already; add --resume (in a script resume=True) to go on with it, or "
+            "choose another run_dir (--set run_dir=…)"
         )
     if resume and not known:
-        raise ConfigError(f"{config.folder} has no run to go on with; leave --resume out to start one")
+        raise ConfigError(
+            f"{config.folder} has no run to go on with; leave --resume out (in a script resume=True) to start one"
+        )
     return config
+
+
+def newest_of_run(model: str) -> str:
+    """Return a model's name or folder as it is; of a run's folder, its newest good checkpoint.
+
+    Raises:
+        NotFound: the run has no checkpoint yet.
+    """
+    from palestra.trainer.checkpoint import newest_good
+
+    if not (Path(model) / "run.db").is_file():
+        return model
+    newest = newest_good(Path(model) / "checkpoints")
+    if newest is None:
+        raise NotFound(f"{model} has no checkpoint yet; the first is written after checkpoint.every_steps steps")
+    return str(newest[0])
 
 
 class RunStart:
@@ -97,6 +115,19 @@ def starting_in(folder: Path) -> Iterator[RunStart]:
     finally:
         start.undo()
         lock.close()
+
+
+def is_running(folder: Path) -> bool:
+    """Return whether a process of this machine runs the job in this folder. On another system than Linux: False."""
+    # Read from the kernel's list: to try the lock would make the start of a job fail that tries it in this moment.
+    try:
+        inode = (folder / LOCK).stat().st_ino
+        held = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return False
+    # A line is `1: FLOCK ADVISORY WRITE PID DEVICE:INODE 0 EOF`. The device is not compared, because a container's file
+    # system has another one there.
+    return any(" FLOCK " in line and f":{inode} " in line for line in held)
 
 
 def _locked(folder: Path) -> IO[str]:

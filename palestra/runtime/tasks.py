@@ -6,15 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
+from palestra.client.task_files import named_task, read_task_file
 from palestra.config import JobConfig
 from palestra.envs.catalog import catalog_entry
 from palestra.envs.task_splits import Split
 from palestra.errors import ConfigError
 from palestra.store import Tasks
 from palestra.types.records import Task
-from palestra.types.wire import TaskBody, task_id_of
 
 Files = dict[Split, tuple[Path, list[Task]]]  # by split: the file, and its tasks
 ENVELOPE = 1000  # bytes of a request body around a single task, including its name
@@ -83,26 +81,12 @@ def check_sizes(files: Files, max_body_bytes: int) -> None:
 
 
 def read_tasks(path: Path) -> list[Task]:
-    """Read a JSONL file of tasks: one object per line, whose key `id`, if present, names the task.
+    """Read a JSONL file of tasks; see `read_task_file`.
 
     Raises:
-        ConfigError: there is no such file, or a line is not a JSON object, or reuses the name of another task; the
-            message names the line.
+        ConfigError: there is no such file, or a line is not a task.
     """
-    found: dict[str, Task] = {}
-    tasks: list[Task] = []
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
-                task = _task(line, f"{path}:{number}")
-                if found.setdefault(task.task_id, task).data != task.data:
-                    raise ConfigError(f"{path}:{number}: an earlier task has the id {task.task_id!r} and other data")
-                tasks.append(task)
-    except OSError as error:
-        raise ConfigError(f"tasks file {path}: {error.strerror}") from error
-    return tasks
+    return [Task(task_id=str(body.id), data=body.data) for body in read_task_file(path)]
 
 
 def task_of(data: dict[str, Any]) -> Task:
@@ -111,21 +95,5 @@ def task_of(data: dict[str, Any]) -> Task:
     Raises:
         ValidationError: the name is not valid.
     """
-    data = dict(data)
-    name = data.pop("id", None)
-    body = TaskBody(id=None if name is None else str(name), data=data)
-    return Task(task_id=task_id_of(body), data=data)
-
-
-def _task(line: bytes, place: str) -> Task:
-    try:
-        data = json.loads(line.decode())
-        if not isinstance(data, dict):
-            raise TypeError(f"a task is a JSON object, this is a {type(data).__name__}")
-        return task_of(data)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{place}: not valid JSON: {error.msg}") from error
-    except ValidationError as error:
-        raise ConfigError(f"{place}: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from error
-    except (UnicodeDecodeError, RecursionError, TypeError) as error:
-        raise ConfigError(f"{place}: {error}") from error
+    body = named_task(data)
+    return Task(task_id=str(body.id), data=body.data)

@@ -27,6 +27,7 @@ from palestra.runtime.arguments import (
 from palestra.runtime.console import Console
 from palestra.runtime.job_thread import OWN_WORKER, Interrupts, JobThread, TrainResult, run
 from palestra.runtime.run_dir import resolve_run_dir
+from palestra.runtime.tasks import read_files
 from palestra.waiting import race
 
 SAVE_SECONDS = 120.0  # limit for saving after an error of the rollout function
@@ -126,6 +127,8 @@ def train_until_stopped(
     if reward is not None:
         check_prompts("validation_tasks", splits["validation"])
         check_prompts("tasks", splits["train"])
+        for path, read in read_files(config).values():
+            check_prompts(str(path), [task.data for task in read])
     # An error in a task is raised before the model is loaded.
     for _ in push_calls(splits):
         pass

@@ -33,7 +33,7 @@ REPLY_TOKENS = 64  # of a reply in the trial
 STAND_IN_WORDS = 200  # of a prompt where nothing says what prompts are like
 LOOK_SECONDS = 0.02  # between two looks at the memory
 # What half of the episodes get on top of their reward, so that every group has a gradient to measure. It is more than
-# environments give, and a power of two, so that the environment's own reward can be told apart afterwards.
+# environments give, and a power of two, so that the environment's own reward can be separated from it afterwards.
 LUCK = 2.0**20
 
 

@@ -9,7 +9,7 @@ import hmac
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 
 from starlette.requests import Request
 
@@ -20,6 +20,7 @@ from palestra.session import EpisodeSession, Session, Sessions
 from palestra.store import Episodes
 from palestra.store.key_files import job_key, sign
 
+MOST_EPISODES = 4096  # whose keys are kept
 _OPENS = "palestra.opens"  # the place in a request's scope for the checked key
 OpenSession = Callable[[], AbstractAsyncContextManager[Session]]  # open for one request
 
@@ -45,6 +46,8 @@ class KeyRing:
         """
         self._secret, self._job, self._given = secret, job, given
         self._derived = (b"", "")  # the last secret, and the job key made from it
+        # A worker sends its key with every call, and signing takes longer than a look-up.
+        self._episode_key = lru_cache(MOST_EPISODES)(self._sign_episode)
 
     @property
     def job_key(self) -> str:
@@ -62,7 +65,7 @@ class KeyRing:
             self._derived = secret, job_key(secret, self._job)
         return self._derived[1]
 
-    def _episode_key(self, secret: bytes, episode_id: str, fence: int) -> str:
+    def _sign_episode(self, secret: bytes, episode_id: str, fence: int) -> str:
         return f"pe-{episode_id}.{fence}.{sign(secret, self._job, 'episode', episode_id, str(fence))}"
 
     def check(self, key: str | None) -> EpisodeKey | None:

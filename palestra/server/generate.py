@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import request_response
 
 from palestra.http.app import request_schema
 from palestra.http.bodies import read_with
@@ -125,10 +126,11 @@ class _BareRoute(APIRoute):
     Dialects parse bodies themselves, because a long one has to be parsed in a thread.
     """
 
-    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
-        """Return the endpoint itself, without FastAPI's parsing around it."""
-        handler: Callable[[Request], Awaitable[Response]] = self.endpoint
-        return handler
+    def __init__(self, path: str, endpoint: Callable[[Request], Awaitable[Response]], **settings: Any) -> None:
+        """Make the route. The arguments are those of `APIRoute`."""
+        super().__init__(path, endpoint, **settings)
+        # Starlette's way to an endpoint: FastAPI's opens two exit stacks for each request, for dependencies.
+        self.app = request_response(endpoint)
 
 
 def _add_route(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
@@ -57,6 +57,8 @@ class Prompt:
     def sequence(self) -> TokenSequence:
         """Return the whole prompt, [P], with all of its images, those of the parent included."""
         before = () if self.parent is None else self.parent.all_media
+        if not before:
+            return TokenSequence(self.ids, self.media)
         kept = (
             span._replace(tokens=min(span.tokens, self.shared - span.start))
             for span in before
@@ -158,13 +160,13 @@ class PromptBuilder:
         new = call.messages[self._history.same(call.policy, call.messages) :]
         keys = await self._aside.run(new, (), self._history.keys, new)
         match = self._history.match(call.policy, call.messages, keys)
-        prompt = await self._extended(renderer, match, call.messages, call.tools, room)
+        prompt = await self._extended(call, renderer, match, keys, room)
         if prompt is None:
-            prompt = await self._rendered(call, renderer, match, room)
+            prompt = await self._rendered(call, renderer, match, keys, room)
         if self._strict and prompt.fork is not None and prompt.fork.reason.is_drift:
             fork = prompt.fork
             raise HistoryDrift(fork.reason.value, fork.call, fork.message, fork.position)
-        return replace(prompt, keys=keys)
+        return prompt
 
     async def _laid_out(
         self, prompt: str | tuple[int, ...], policy: str, renderer: Renderer, room: int | None
@@ -188,28 +190,33 @@ class PromptBuilder:
         return Prompt(ids=ids, parent=parent, shared=shared, shared_messages=0, new_messages=(), fork=None)
 
     async def _extended(
-        self, renderer: Renderer, match: Match, messages: tuple[ChatMessage, ...], tools: Tools, room: int | None
+        self,
+        asked: GenerationRequest,
+        renderer: Renderer,
+        match: Match,
+        keys: Mapping[int, Hashable],
+        room: int | None,
     ) -> Prompt | None:
         """Build a prompt that keeps the exact ids of the call that the messages continue.
 
         Args:
-            renderer: of the call's policy.
+            asked: the request.
+            renderer: of the policy.
             match: what earlier calls contain of the conversation.
-            messages: the conversation.
-            tools: that are offered.
+            keys: of the messages; see `History.add`.
             room: the longest prompt, in tokens; None: any.
 
         Returns:
             None: there is no such call, or the model's format does not allow it.
         """
-        call = match.call
+        call, tools = match.call, asked.tools
         if call is None or call.tools != tools:
             return None
-        new = messages[match.messages :]
-        room = None if room is None or not _is_long(new, ()) else max(room - call.tokens, 0)
-        # Only the new messages are rendered, so the tools do not count as work.
-        tail = await self._aside.run(
-            new, (), renderer.extend, lambda: call.prompt_ids, call.completion_ids, new, tools, room
+        new = asked.messages[match.messages :]
+        long = _is_long(new, ())  # only the new messages are rendered, so the tools do not count as work
+        room = None if room is None or not long else max(room - call.tokens, 0)
+        tail = await self._aside.run_if(
+            long, renderer.extend, lambda: call.prompt_ids, call.completion_ids, new, tools, room
         )
         if tail is None:
             return None
@@ -224,21 +231,31 @@ class PromptBuilder:
             shared_messages=match.messages,
             new_messages=new,
             fork=None if whole is None or match.reason is None else _fork(match.reason, match.left, match.known, whole),
+            keys=keys,
         )
 
-    async def _rendered(self, call: GenerationRequest, renderer: Renderer, match: Match, room: int | None) -> Prompt:
+    async def _rendered(
+        self,
+        call: GenerationRequest,
+        renderer: Renderer,
+        match: Match,
+        keys: Mapping[int, Hashable],
+        room: int | None,
+    ) -> Prompt:
         """Render the whole conversation, and find out why it does not start with an earlier call, if it should have.
 
         Args:
             call: what the agent asks for.
             renderer: of the call's policy.
             match: what the conversation has in common with earlier calls.
+            keys: of the messages; see `History.add`.
             room: the most tokens that the prompt may have. None: any number.
         """
         messages, tools = call.messages, call.tools
         # A short prompt is tokenised whole, so that the error for one that does not fit has its exact length.
-        room = room if _is_long(messages, tools) else None
-        whole: TokenSequence = await self._aside.run(messages, tools, renderer.render, messages, tools, room)
+        long = _is_long(messages, tools)
+        room = room if long else None
+        whole: TokenSequence = await self._aside.run_if(long, renderer.render, messages, tools, room)
         exact = match.call is not None and common_tokens(whole, match.call.sequence) == match.call.tokens
         known = (match.call, match.call.tokens) if match.call and exact else None
         parent, shared = known or self.trie(call.policy).longest(*whole)
@@ -258,6 +275,7 @@ class PromptBuilder:
             shared_messages=shared_messages,
             new_messages=messages[shared_messages:],
             fork=fork,
+            keys=keys,
         )
 
 

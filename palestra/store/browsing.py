@@ -38,6 +38,7 @@ class EpisodeSummary:
         forks: calls that lost exact tokens of an earlier one, by reason.
         metadata: what the worker handed in with the reward.
         reason: why it was given back or discarded last; None of a completed one.
+        earlier_reason: of a completed one, why the attempt before failed; None: there was none.
         worker_id: the worker that holds it; None: it is not claimed.
         claimed_at: Unix seconds of that claim; None: it is not claimed.
     """
@@ -52,6 +53,7 @@ class EpisodeSummary:
     forks: dict[ForkReason, int]
     metadata: dict[str, Any]
     reason: str | None
+    earlier_reason: str | None = None
     worker_id: str | None
     claimed_at: float | None
 
@@ -148,11 +150,13 @@ class EpisodeView:
         trajectory: the episode and its calls.
         step: the step whose batch it is in; None: it is in none.
         group_rewards: by agent, of the completed episodes of its group, including itself.
+        failed_reason: why its last attempt that failed did so; None: none has failed.
     """
 
     trajectory: Trajectory
     step: int | None
     group_rewards: tuple[dict[str, float], ...]
+    failed_reason: str | None
 
 
 def read_episode(connection: Connection, episode_id: str) -> EpisodeView:
@@ -171,7 +175,8 @@ def read_episode(connection: Connection, episode_id: str) -> EpisodeView:
         episodes.c.rewards.is_not(None),
     )
     rewards = tuple(orjson.loads(rewards) for rewards in connection.execute(group).scalars())
-    return EpisodeView(trajectory=found, step=step, group_rewards=rewards)
+    reason = connection.execute(select(episodes.c.reason).where(episodes.c.episode_id == episode_id)).scalar()
+    return EpisodeView(trajectory=found, step=step, group_rewards=rewards, failed_reason=reason)
 
 
 def _calls_of(connection: Connection, episode_ids: Sequence[str]) -> dict[str, list[Any]]:
@@ -210,6 +215,7 @@ def _summary(row: Any, calls: Sequence[Any]) -> EpisodeSummary:
         forks={reason: count for reason, count in forks.items() if reason.is_drift},
         metadata=orjson.loads(row.metadata),
         reason=row.reason if row.state != "completed" else None,
+        earlier_reason=row.reason if row.state == "completed" else None,
         worker_id=row.worker_id if row.state == "claimed" else None,
         claimed_at=row.claimed_at if row.state == "claimed" else None,
     )

@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import secrets
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,12 +21,13 @@ log = logging.getLogger("palestra")
 SECRET, API_KEY = "secret", "api_key"
 ROTATING = ".rotating"  # is there while the two may not fit each other, because one of them has not been replaced yet
 SECRET_BYTES = 32
+LOOK_SECONDS = 0.01  # how long a look at the secret's file is good for requests
 NO_KEY = "the job's data plane has no key yet; it gets one when it starts"
 _FORM = re.compile(rf"[0-9a-f]{{{2 * SECRET_BYTES}}}", re.ASCII)
 
 
 class SecretFile:
-    """A run's secret while its job runs. A new one that `rotate_keys` writes is used from the next request on."""
+    """A run's secret while its job runs. Once `rotate_keys` has returned, every request is checked with the new one."""
 
     def __init__(self, folder: Path) -> None:
         """Read the secret, after writing one if the run has none.
@@ -33,11 +35,12 @@ class SecretFile:
         Raises:
             ConfigError: the file does not hold a secret.
         """
-        self._folder = folder
-        if not (folder / SECRET).exists():
-            write_private(folder / SECRET, secrets.token_hex(SECRET_BYTES))
+        self._folder, self._path = folder, folder / SECRET
+        if not self._path.exists():
+            write_private(self._path, secrets.token_hex(SECRET_BYTES))
         self._seen = self._status()
         self._secret = read_secret(folder)
+        self._look_again_at = 0.0  # monotonic seconds
 
     def current(self) -> bytes:
         """Return the secret, read again if the file has changed.
@@ -53,13 +56,25 @@ class SecretFile:
                 log.error("the keys of before stay good: %s", error)
         return self._secret
 
+    def recent(self) -> bytes:
+        """Return the secret that `current` has returned within the last `LOOK_SECONDS`, or now.
+
+        A rotation waits for that time before it returns.
+        """
+        # A look at the file lets other threads run, and a busy server waits longer for its turn than for the file.
+        now = time.monotonic()
+        if now >= self._look_again_at:
+            self._look_again_at = now + LOOK_SECONDS
+            return self.current()
+        return self._secret
+
     def _status(self) -> tuple[int, int, int] | None:
         """Return inode, modification time and size of the file, by which a change is noticed.
 
         None: there is no file.
         """
         try:
-            status = os.stat(self._folder / SECRET)
+            status = os.stat(self._path)
         except OSError:
             return None
         return status.st_ino, status.st_mtime_ns, status.st_size
@@ -82,7 +97,7 @@ def read_secret(folder: Path) -> bytes:
 
 
 def rotate_keys(folder: Path, job: str) -> str:
-    """Replace a run's secret, and return its new key. A running job uses both from the next request on.
+    """Replace a run's secret, and return its new key when a running job uses both.
 
     The old key, and the keys of all episodes that were claimed under it, then open nothing. If this is killed between
     the two files, the next start of the job or the next rotation makes them fit each other again.
@@ -112,6 +127,7 @@ def rotate_keys(folder: Path, job: str) -> str:
         write_private(folder / ROTATING, "")
         write_private(folder / SECRET, fresh)  # first, so that the old key is void even if the second write fails
         _write_key(folder, key)
+        time.sleep(LOOK_SECONDS)  # from here on the job's process has looked again
         return key
 
 

@@ -51,7 +51,9 @@ def store_error(path: Path, error: Exception) -> Exception:
             return error
         found = damaged(path, damage)
     elif isinstance(cause, sqlite3.DatabaseError) and not _says_damaged(cause):
-        found = StoreError(f"the run store {path} can't be used: {cause}; mend that, and go on with --resume")
+        found = StoreError(
+            f"the run store {path} can't be used: {cause}; mend that, and go on with --resume (in a script resume=True)"
+        )
     elif isinstance(cause, (sqlite3.DatabaseError, *UNREADABLE)):
         found = damaged(path, str(cause))
     else:
@@ -120,7 +122,8 @@ class OpenFile:
             if _identity(name) != known:
                 return StoreError(
                     f"{name} was deleted, moved or replaced while the job was running, so nothing more is "
-                    "acknowledged; put it back from a copy and go on with --resume, or start a new run"
+                    "acknowledged; put it back from a copy and go on with --resume (in a script resume=True), or start "
+                    "a new run"
                 )
         return None
 

@@ -12,6 +12,7 @@ from sqlalchemy import Column, Float, Index, Integer, LargeBinary, String, Table
 from sqlalchemy.dialects import sqlite
 
 from palestra.database import Schema
+from palestra.database.sqlite import as_sqlalchemys, driver_of
 
 metadata = sa.MetaData()
 
@@ -209,9 +210,7 @@ class Prepared:
             sqlalchemy.exc.DBAPIError: SQLite failed; the class has the same name as SQLite's own.
         """
         known = {**self._fixed, **values}
-        driver = cast(sqlite3.Connection, connection.connection.driver_connection)
         try:
-            return take(driver.execute(self._sql, [known[name] for name in self._names]))
-        except sqlite3.Error as error:  # raised as SQLAlchemy's error, so that callers handle one kind of errors
-            kind: type[sa.exc.DBAPIError] = getattr(sa.exc, type(error).__name__, sa.exc.DatabaseError)
-            raise kind(self._sql, None, error) from error
+            return take(driver_of(connection).execute(self._sql, [known[name] for name in self._names]))
+        except sqlite3.Error as error:
+            raise as_sqlalchemys(error, self._sql) from error

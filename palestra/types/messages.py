@@ -101,7 +101,10 @@ class ChatMessage(BaseModel):
     @property
     def text(self) -> str:
         """Return the text parts of the content, joined without a separator."""
-        return "".join(part.text for part in self.content if isinstance(part, TextPart))
+        content = self.content
+        if len(content) == 1 and isinstance(content[0], TextPart):  # by far the most messages
+            return content[0].text
+        return "".join(part.text for part in content if isinstance(part, TextPart))
 
 
 def text_message(role: Role, text: str) -> ChatMessage:

@@ -124,6 +124,19 @@ def test_mistakes_of_usage_have_another_exit_code(job_file, capsys, words, said)
     assert said in capsys.readouterr().err
 
 
+def test_all_mistakes_are_listed_once_with_what_else_will_not_work(job_file, capsys):
+    words = ["--set", "setps=3", "--set", "rollout.group_sise=2", "--set", "tasks.train=none.jsonl"]
+    assert main(["check", "job.toml", *words]) == 2
+    out, error = capsys.readouterr()
+    assert (error.count("'setps'"), error.count("'rollout.group_sise'")) == (1, 1)
+    assert (out.count("none.jsonl"), out.count("will not work")) == (1, 1)
+    assert "nothing stands" not in out
+    assert main(["check", "job.toml", *words, "--json"]) == 2
+    found = json.loads(capsys.readouterr().out)
+    assert sorted(finding["key"] for finding in found["findings"]) == ["rollout.group_sise", "setps", "tasks"]
+    assert not found["works"]
+
+
 def test_a_trial_that_takes_too_long_is_a_note(job_file, capsys):
     assert main(["check", "job.toml", "--set", "engine.delay_seconds=30", "--trial-seconds", "0.5"]) == 0
     assert "longer than 0.5 s" in capsys.readouterr().out

@@ -43,6 +43,34 @@ def test_the_server_without_a_model_loads_no_torch():
     assert done.stdout.strip() == "[]"
 
 
+def test_the_process_of_a_job_with_the_fake_engine_loads_no_torch(tmp_path):
+    """Ray starts it from `runtime.ray.servers`; hundreds of them fit on a machine because of this."""
+    code = f"""
+import asyncio, sys
+import palestra.runtime.ray.servers
+from palestra import AsyncClient
+from palestra.config import parse_config
+from palestra.runtime.local import local_job
+
+async def run():
+    settings = {{"steps": 1, "engine": {{"kind": "fake"}}, "server": {{"port": 0}}, "evaluation": {{"every_steps": 0}}}}
+    settings |= {{"rollout": {{"group_size": 2, "groups_per_step": 1}}, "run_dir": {str(tmp_path / "run")!r}}}
+    async with local_job(parse_config(settings), lambda kind, data: None) as job:
+        running = asyncio.create_task(job.run())
+        async with AsyncClient(job.url, job.api_key) as client:
+            await client.push_tasks([{{"prompt": "?"}}])
+            for reward in (0.0, 1.0):
+                async with client.episode() as episode:
+                    episode.reward = reward
+        await running
+
+asyncio.run(run())
+print([name for name in ("torch", "transformers") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+
+
 def test_what_the_package_exports_is_what_its_reference_has():
     """So that a name which comes or goes is seen in the pages for users."""
     page = (Path(__file__).parents[2] / "docs" / "python.md").read_text()

@@ -174,11 +174,11 @@ class _Placement:
 
     def decision(self) -> Decision:
         """Return the decision, after putting shortages into words."""
-        shortage, told = Shortage(self._rooms, self._nodes), dict[Amounts, str]()
+        shortage, texts = Shortage(self._rooms, self._nodes), dict[Amounts, str]()
         for job_id, needs in self._short:
-            if needs not in told:
-                told[needs] = shortage.describe(needs)
-            self._waiting[job_id] = told[needs]
+            if needs not in texts:
+                texts[needs] = shortage.describe(needs)
+            self._waiting[job_id] = texts[needs]
         if self._kept:
             self._waiting[self._kept.job_id] += f"; node {self._kept.node.node_id} is kept for it"
         return Decision(

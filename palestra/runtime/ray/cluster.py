@@ -85,15 +85,15 @@ def stop_local(state_dir: Path) -> None:
         return
     family: dict[int, str] = {}  # every process ever seen: children outlive their parents
     for number, seconds in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
-        until, told = time.monotonic() + seconds, set[int]()
+        until, signalled = time.monotonic() + seconds, set[int]()
         while True:
             family |= _family(found)  # again each time, because new processes may start
             left = [pid for pid, started in family.items() if _started(pid) == started]
             for pid in left:
-                if pid not in told:
+                if pid not in signalled:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, number)
-            told.update(left)
+            signalled.update(left)
             if not left or time.monotonic() > until:
                 break
             time.sleep(0.05)

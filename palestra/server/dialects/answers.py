@@ -60,8 +60,9 @@ def chat_logprobs(
     """
     content = []
     for place, (token, logprob) in enumerate(zip(ids, logprobs, strict=True)):
-        most = _possible(top[place]) if top else ()
-        content.append(_entry(token, logprob, bytes_of) | {"top_logprobs": [_entry(t, p, bytes_of) for t, p in most]})
+        entry = _entry(token, logprob, bytes_of)
+        entry["top_logprobs"] = [_entry(t, p, bytes_of) for t, p in _possible(top[place])] if top else []
+        content.append(entry)
     return {"content": content, "refusal": None}
 
 

@@ -51,6 +51,8 @@ EVENTS = [
     ("serving", {"model": HOSTILE}),
     ("served", {"calls": HOSTILE}),
     ("saved", {"step": HOSTILE}),
+    ("warning", {"text": HOSTILE}),
+    ("step", {"step": 1, "train/reward_mean": 0.5}),
 ]
 STREAM = "".join(f"id: 1.{n}\nevent: {kind}\ndata: {json.dumps(data)}\n\n" for n, (kind, data) in enumerate(EVENTS))
 ANSWERS: dict[str, object] = {
@@ -117,6 +119,8 @@ async def folder(tmp_path):
                 await end(store, episode, metadata={HOSTILE: HOSTILE})
             else:
                 await store.episodes.abort(episode.episode_id, episode.fence, HOSTILE, True)
+        await store.log.add_event("warning", {"text": HOSTILE})
+        await store.log.add_event("failed", {"reason": HOSTILE})
     (tmp_path / "run" / "config.toml").write_text(dump_config(config))
     (tmp_path / "job.toml").write_text("steps = 1\n")
     (tmp_path / "tasks.jsonl").write_text(json.dumps({"id": HOSTILE, "question": HOSTILE}) + "\n")
@@ -158,7 +162,7 @@ CASES: dict[str, list[list[str]]] = {
     "jobs": [[]],
     "logs": [[JOB]],
     "cancel": [[JOB]],
-    "watch": [[JOB]],
+    "watch": [[JOB], ["run"]],
     "users": [[], ["add", HOSTILE], ["role", HOSTILE, "viewer"]],
     "keys": [[], ["make"], ["rotate", HOSTILE]],
     "tenants": [[], ["add", HOSTILE], ["quota", HOSTILE, "--jobs", "1"]],
@@ -187,6 +191,7 @@ def test_no_command_writes_an_escape_of_others(server, folder, monkeypatch, capf
         written += out + error
         for byte in FORBIDDEN:
             assert byte not in out + error, (words, out, error)
-        refused = command in WITH_CONTROL and key == "refused" and HOSTILE not in words and "hostile.toml" not in words
+        local = {HOSTILE, "hostile.toml", "run"} & set(words)  # the control plane is not asked
+        refused = command in WITH_CONTROL and key == "refused" and not local
         assert not refused or b"pwned" in error
     assert written or not CASES[command]

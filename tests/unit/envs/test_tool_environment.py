@@ -8,9 +8,11 @@ import threading
 
 import pytest
 
+from palestra.config import JobConfig
 from palestra.envs import SerialEnvironment, TaskEnvironment, ToolEnvironment, reward_function
-from palestra.errors import InvalidEnvironment, NotScored
+from palestra.errors import ConfigError, InvalidEnvironment, NotScored
 from palestra.rollout import RolloutSpec, Runner
+from palestra.runtime.arguments import resolve_rollout
 from palestra.session import Sessions
 from palestra.tools import Calculator
 from unit.building import TASK, FakeClock
@@ -92,6 +94,18 @@ def test_reward_functions_of_trl_are_taken_as_they_are():
     environment = TaskEnvironment(length)
     assert environment.reset(task)[0] == "1 + 1?"
     assert environment.step("22")[1:4] == (5.0, True, False)
+
+
+def test_a_reward_function_that_needs_what_only_trl_has_is_refused_before_an_episode():
+    def short(completions, completion_ids, trainer_state, **kwargs):
+        return [0.0]
+
+    with pytest.raises(InvalidEnvironment, match="short needs completion_ids and trainer_state, which only TRL"):
+        reward_function(short)
+    with pytest.raises(ConfigError, match="`reward`: short needs completion_ids"):
+        resolve_rollout(JobConfig(), None, None, short)
+    assert reward_function(lambda completions, completion_ids=None: [1.0])({}, "") == 1.0
+    assert reward_function(lambda task, completion_ids: 1.0)({}, "") == 1.0  # an argument's name in Palestra's form
 
 
 def test_none_is_no_reward_and_no_mistake():

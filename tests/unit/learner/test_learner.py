@@ -12,7 +12,7 @@ from palestra.algorithms.actor_critic import ActorCritic
 from palestra.algorithms.importance import IMPORTANCE_METRICS
 from palestra.algorithms.losses import build_loss
 from palestra.algorithms.registry import ALGORITHMS, create_algorithm
-from palestra.config import load_config
+from palestra.config import dump_config, load_config
 from palestra.engine.fake import FakeEngine, digits_script
 from palestra.errors import ConfigError, StoreError
 from palestra.learner.learner import Learner
@@ -224,11 +224,23 @@ async def test_without_deterministic_a_restart_begins_a_new_incarnation(tmp_path
 
 async def test_a_run_can_not_go_on_with_another_configuration_of_what_is_trained(tmp_path):
     await ScriptedJob(tmp_path, config()).run()
-    other = ScriptedJob(tmp_path, config(seed=1))
+    changed = config(seed=1, algorithm={"clip_low": 0.3}, checkpoint={"every_steps": 5})
+    other = ScriptedJob(tmp_path, changed)
     await other.create_policy()
-    with pytest.raises(ConfigError, match="another configuration"):
+    named = (
+        "another configuration of what is trained: seed was 0 and is 1; algorithm.clip_low was 0.2 and is 0.3; use its"
+    )
+    with pytest.raises(ConfigError, match=named):
         await other.learner.run()
     other.store.close()
+    saved = (tmp_path / "config.toml").read_text()
+    (tmp_path / "config.toml").write_text(dump_config(changed))  # edited: the values of the start are gone
+    edited = ScriptedJob(tmp_path, changed)
+    await edited.create_policy()
+    with pytest.raises(ConfigError, match=r"which .*config\.toml does not have any more"):
+        await edited.learner.run()
+    edited.store.close()
+    (tmp_path / "config.toml").write_text(saved)
     longer = ScriptedJob(tmp_path, config(steps=4, evaluation={"every_steps": 1}))
     await longer.run()
     assert [row["step"] for row in rows(tmp_path)] == [0, 1, 2, 3, 4]

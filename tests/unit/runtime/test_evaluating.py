@@ -6,7 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palestra.runtime.evaluating import Evaluation, TaskOutcome
+from palestra.errors import NotFound
+from palestra.runtime.evaluating import Evaluation, TaskOutcome, evaluate
+from palestra.runtime.job_thread import TrainResult
+from palestra.runtime.run_dir import newest_of_run
+from palestra.trainer import checkpoint
 
 
 def of(*rewards: float | None) -> Evaluation:
@@ -44,3 +48,25 @@ def test_the_mean_lies_in_its_interval(rewards):
     low, high = found.interval
     assert low <= found.mean + 1e-9 * max(map(abs, rewards))
     assert found.mean <= high + 1e-9 * max(map(abs, rewards))
+
+
+def test_the_folder_of_a_run_stands_for_its_newest_good_checkpoint(tmp_path):
+    (tmp_path / "run.db").touch()
+    with pytest.raises(NotFound, match="has no checkpoint yet"):
+        evaluate(model=str(tmp_path), reward=lambda task, answer: 1.0, tasks=[{"prompt": "?"}])
+    for step in (3, 12):
+        checkpoint.write(
+            tmp_path / "checkpoints", step, lambda folder: (folder / "a").write_text("b"), {"step": step}, 5
+        )
+    assert newest_of_run(str(tmp_path)) == str(tmp_path / "checkpoints" / "step-000012")
+    assert newest_of_run("tiny-random") == "tiny-random"
+    assert newest_of_run(str(tmp_path / "checkpoints" / "step-000003")).endswith("step-000003")
+
+
+def test_results_are_shown_in_a_line(tmp_path):
+    rows = [{"step": float(step), "train/reward_mean": 0.1} for step in range(500)]
+    result = TrainResult(state="completed", run_dir=tmp_path, metrics=rows, checkpoint=None)
+    assert (
+        repr(result) == f"TrainResult(state='completed', run_dir={str(tmp_path)!r}, checkpoint=None, metrics=500 rows)"
+    )
+    assert len(f"{of(*[1.0, 0.0] * 200)}") < 120

@@ -39,6 +39,17 @@ def test_the_key_is_the_hmac_of_secret_job_episode_and_fence():
     assert RING.episode_key("e", 7) == f"pe-e.7.{wanted}"
 
 
+def test_a_key_that_was_checked_before_opens_nothing_once_the_secret_is_another():
+    secrets = [SECRET]
+    ring = KeyRing(lambda: secrets[0], "job")
+    key = ring.episode_key("e", 1)
+    assert ring.check(key) == ring.check(key) == EpisodeKey("e", 1)
+    secrets[0] = b"\x02" * 32
+    with pytest.raises(Unauthorized):
+        ring.check(key)
+    assert ring.episode_key("e", 1) != key
+
+
 def test_the_job_key_opens_the_job_and_no_episode():
     assert RING.check(RING.job_key) is None
 

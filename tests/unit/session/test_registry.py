@@ -1,6 +1,10 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+
+import numpy as np
+import pytest
 
 from palestra.session import GenerationRequest
 from palestra.session.registry import CallRegistry, call_seed, prompt_digest
@@ -62,3 +66,10 @@ async def test_what_could_not_be_written_is_not_found():
     registry.recording(chat, written)
     registry.recorded(chat, written, kept=False)
     assert await registry.undelivered(GenerationRequest(policy=chat.policy, digest=chat.request_digest)) == {}
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 511, 512, 513, 1023, 1024, 5000])
+def test_the_digest_of_a_prompt_of_any_length_is_that_of_all_its_bytes(tokens):
+    prompt = np.arange(tokens, dtype=np.int32) * 65_537
+    expected = hashlib.blake2b(prompt.astype("<i4").tobytes(), digest_size=16, key=b"judge").digest()
+    assert prompt_digest(prompt, "judge") == expected

@@ -94,3 +94,24 @@ def test_rotations_at_the_same_time_leave_a_pair_that_fits(tmp_path):
     assert present == job_key(read_secret(tmp_path), "job")
     assert present in keys
     assert len(set(keys)) == 40
+
+
+def test_every_request_after_a_rotation_is_checked_with_the_new_secret(tmp_path):
+    file = SecretFile(tmp_path)
+    publish_key(tmp_path, lambda: job_key(file.current(), "job"))
+    for _ in range(20):
+        before = file.recent()  # a look just before the rotation, which is good for a moment
+        rotate_keys(tmp_path, "job")
+        assert file.recent() == read_secret(tmp_path) != before
+
+
+def test_requests_look_at_the_file_of_the_secret_seldom(tmp_path, monkeypatch):
+    file = SecretFile(tmp_path)
+    looks = []
+    monkeypatch.setattr(SecretFile, "current", lambda self: looks.append(self) or self._secret)
+    now = [100.0]
+    monkeypatch.setattr(key_files.time, "monotonic", lambda: now[0])
+    for _ in range(50):
+        file.recent()
+        now[0] += key_files.LOOK_SECONDS / 10
+    assert len(looks) == 5

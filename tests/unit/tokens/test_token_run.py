@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from palestra.tokens import TokenRun
+from palestra.tokens.token_run import common_prefix
 from palestra.types.calls import MediaSpan
 
 TOKENS = st.lists(st.tuples(st.integers(0, 2), st.sampled_from([None, None, "a", "b"])), max_size=8)
@@ -42,3 +44,15 @@ def test_a_span_covers_all_of_its_placeholders():
     assert run.digests.tolist() == [None, "cat", "cat", "cat", None]
     assert run.common(TokenRun.of(ids, (MediaSpan(1, 2, "cat"), MediaSpan(3, 1, "dog")))) == 3
     assert run.common(TokenRun(ids)) == 1
+
+
+@pytest.mark.parametrize("length", [0, 1, 500, 8192, 8193, 20_000])
+@pytest.mark.parametrize("kind", [np.int32, np.int64, object])
+def test_the_common_beginning_of_arrays_of_any_length_is_found(length, kind):
+    array = np.arange(length).astype(kind)
+    longer = np.concatenate((array, array[:1]))
+    assert common_prefix(array, array.copy()) == common_prefix(array, longer) == common_prefix(longer, array) == length
+    for place in {0, length // 2, length - 1} & set(range(length)):
+        other = array.copy()
+        other[place] = -1
+        assert common_prefix(array, other) == common_prefix(longer, other) == place

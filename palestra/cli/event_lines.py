@@ -1,0 +1,55 @@
+"""The events of a job in words, a line each, as `palestra watch` prints them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from palestra.terminal import one_line
+
+
+def trained_of_several(config: Mapping[str, Any]) -> str:
+    """Return the name of the policy that a job trains; empty where the job has no other one.
+
+    Args:
+        config: the job's configuration, as nested tables.
+    """
+    from palestra.config.policy import not_frozen
+
+    policies = config.get("policies") or {}
+    return next(iter(map(str, not_frozen(policies))), "") if len(policies) > 1 else ""
+
+
+def describe(kind: str, data: Mapping[str, Any], policy: str) -> str:
+    """Return an event in words; an empty text for events that are not worth a line.
+
+    Args:
+        kind: of the event.
+        data: of the event.
+        policy: whose reward a step has; empty: the job's only one.
+    """
+    if kind == "state":
+        return one_line(f"{data['state']}: {data['reason']}")
+    if kind == "step":
+        return _step(data, one_line(policy))
+    if kind == "warning":
+        return one_line(f"warning: {data['text']}")
+    if kind == "serving":
+        return one_line(f"serving {data['model']}")
+    if kind == "served":
+        return one_line(f"served {data['calls']} calls")
+    if kind == "saved":
+        return one_line(f"saved after step {data['step']}")
+    return ""
+
+
+def _step(row: Mapping[str, Any], policy: str) -> str:
+    """Return the metrics of a step as a line; `policy` is as in `describe`."""
+    parts = [f"step {int(row['step']):>4}"]
+    if "train/reward_mean" in row:
+        parts.append(f"{policy} reward {row['train/reward_mean']:6.2f}".lstrip())
+    if "validation/reward_mean" in row:
+        parts.append(f"validation {row['validation/reward_mean']:5.2f}")
+    if "time/step_seconds" in row:
+        parts.append(f"{row['time/step_seconds']:6.1f} s")
+    return "   ".join(parts)

@@ -1,0 +1,47 @@
+"""Tasks that are pushed from a file."""
+
+from __future__ import annotations
+
+import pytest
+
+from palestra import AsyncClient, Client
+from palestra.client.task_files import task_rows
+from palestra.errors import ConfigError
+
+
+@pytest.fixture
+def files(tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"id": "a", "prompt": "x"}\n\n{"prompt": "y"}\n')
+    (tmp_path / "held_out.jsonl").write_text('{"id": 7, "prompt": "z"}\n')
+    (tmp_path / "bad.jsonl").write_text('{"id": "a"}\n[1]\n')
+    return tmp_path
+
+
+def test_rows_of_a_file_have_their_names_and_those_that_are_given_stay(files):
+    first, second = task_rows(files / "train.jsonl")
+    assert first == {"id": "a", "prompt": "x"}
+    assert second["prompt"] == "y"
+    assert second["id"].startswith("t")
+    given = [{"prompt": "x"}]
+    assert task_rows(given) is given
+
+
+async def test_both_clients_push_the_tasks_of_files(files, monkeypatch):
+    pushed = []
+
+    async def send(self, call, retry_seconds=None):
+        pushed.append(call.body)
+
+    monkeypatch.setattr(AsyncClient, "_send", send)
+    monkeypatch.setattr(Client, "_send", lambda self, call, retry_seconds=None: pushed.append(call.body))
+    async with AsyncClient("http://127.0.0.1:9", "key") as client:
+        await client.push_tasks(str(files / "train.jsonl"), files / "held_out.jsonl")
+    with Client("http://127.0.0.1:9", "key") as client:
+        client.push_tasks(files / "train.jsonl", [{"id": "7", "prompt": "z"}])
+        with pytest.raises(ConfigError, match=r"bad\.jsonl:2: a task is a JSON object"):
+            client.push_tasks(files / "bad.jsonl")
+    assert [(body.split, next(task.id for task in body.tasks)) for body in pushed] == [
+        ("validation", "7"),
+        ("train", "a"),
+    ] * 2
+    assert pushed[1] == pushed[3]
