@@ -21,6 +21,7 @@ from palestra.algorithms.regularization import Regularization
 from palestra.config import JobConfig, parse_config
 from palestra.learner import policy_spec
 from palestra.learner.update import PolicyUpdate
+from palestra.models.device import tune_malloc
 from palestra.trainer.torch_trainer import TorchTrainer
 from palestra.types.calls import Chat, PolicyVersion, SamplingParams, VersionSpan
 from palestra.types.messages import text_message
@@ -146,6 +147,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=7, help="the first is not counted")
     parser.add_argument("--only", nargs="+", choices=tuple(ALGORITHMS), default=list(ALGORITHMS))
     wanted = parser.parse_args()
+    tune_malloc()
     print(json.dumps(asyncio.run(measure(wanted.threads, wanted.steps, wanted.only))))
 
 
