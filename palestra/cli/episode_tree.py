@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 from rich.text import Text
 from rich.tree import Tree
 
-from palestra.tokens import TokenTrie, TrieNode
+from palestra.dashboard.fate import continued_calls
+from palestra.tokens import TokenTrie
 from palestra.types.calls import Chat
 from palestra.types.forks import MEANINGS, Fork
 from palestra.types.records import Trajectory
@@ -27,23 +28,12 @@ def call_tree(trajectory: Trajectory, trie: TokenTrie, left_out: Collection[int]
     root = Tree(Text(_totals(chats, trie)), guide_style="dim")
     branches: dict[int, Tree] = {}
     several = len({chat.policy for chat in chats}) > 1
-    ends = {trie.end(chat.index): chat for chat in reversed(chats)}  # the first of equal ones
+    continued = continued_calls(chats, trie)
     for chat in chats:
-        before = _goes_on_from(chat, ends, trie.end(chat.index).path())
+        before = continued[chat.index]
         place = root if before is None else branches[before.index]
         branches[chat.index] = place.add(_label(chat, before, chat.index in left_out, chat.policy if several else ""))
     return root
-
-
-def _goes_on_from(chat: Chat, ends: dict[TrieNode, Chat], path: Sequence[TrieNode]) -> Chat | None:
-    """The longest earlier call that the prompt starts with all of."""
-    for node in reversed(path):
-        found = ends.get(node)
-        if found is None or found.policy != chat.policy:
-            continue
-        if node.stop <= chat.prompt_tokens and found.index < chat.index:
-            return found
-    return None
 
 
 def _totals(chats: Collection[Chat], trie: TokenTrie) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -14,11 +14,13 @@ from rich.text import Text
 from palestra.cli.episode_list import episode_lines
 from palestra.cli.episode_text import conversation
 from palestra.cli.episode_tree import call_tree
-from palestra.config import AlgorithmConfig, JobConfig, PolicyConfig, Roles
-from palestra.store.browsing import EpisodeView, browse, list_episodes, read_episode
+from palestra.config import JobConfig
+from palestra.dashboard.fate import episode_fate, kept_calls
+from palestra.dashboard.token_text import token_text
+from palestra.store.browsing import EpisodeView, browse, episode_events, list_episodes, read_episode
 from palestra.terminal import TerminalConsole
-from palestra.tokens import TokenRow, TokenTrie, calls_of_final_answers, rows_of
-from palestra.types.calls import Chat
+from palestra.tokens import TokenRow, TokenTrie, rows_of
+from palestra.types.records import Event
 from palestra.types.states import EpisodeState
 
 FOLDED = 26  # characters that stand for the tokens of a prompt
@@ -47,10 +49,12 @@ def show(folder: Path, config: JobConfig, arguments: argparse.Namespace) -> None
         if arguments.text:
             console.print(conversation(view.trajectory))
         else:
-            _show(console, view, config, arguments.unfold)
+            _show(console, view, episode_events(connection, view), config, arguments.unfold)
 
 
-def _show(console: TerminalConsole, view: EpisodeView, config: JobConfig, unfold: bool) -> None:
+def _show(
+    console: TerminalConsole, view: EpisodeView, events: Sequence[Event], config: JobConfig, unfold: bool
+) -> None:
     trajectory, episode = view.trajectory, view.trajectory.episode
     reward = "none" if episode.reward is None else f"{episode.reward:g}"
     console.print(f"[bold]{episode.episode_id}[/]  {episode.state}  reward {reward}  attempts {episode.attempts}")
@@ -62,16 +66,10 @@ def _show(console: TerminalConsole, view: EpisodeView, config: JobConfig, unfold
         console.print(Text(f"{which}failed: {view.failed_reason}"))
     if episode.metadata:
         console.print(Text(f"metadata: {episode.metadata}"))
-    trained, why = _fate(view, config.players, config.algorithm)
-    console.print(why, style="dim")
+    fate = episode_fate(view, config.players, config.algorithm, events)
+    console.print(fate.why, style="dim")
     trie = TokenTrie(trajectory.chats)
-    kept = frozenset(trie.chats)
-    if config.algorithm.train_on == "final-branch":
-        # As the learner does, by policy: a judge's call after it does not make a writer's last call an earlier one.
-        own: dict[str, list[Chat]] = {}
-        for chat in trajectory.chats:
-            own.setdefault(chat.policy, []).append(chat)
-        kept = frozenset().union(*(calls_of_final_answers(TokenTrie(chats), chats) for chats in own.values()))
+    kept = kept_calls(trajectory, trie, config)
     console.print()
     console.print(call_tree(trajectory, trie, set(trie.chats) - kept))
     for number, row in enumerate(rows_of(trie, kept), 1):
@@ -79,26 +77,7 @@ def _show(console: TerminalConsole, view: EpisodeView, config: JobConfig, unfold
         if len(config.policies) > 1:
             of = f" of {row.policy}{', which is frozen' if policy.frozen else ''}"
         console.print(f"\n[bold]row {number}[/]{of}: {len(row.ids)} tokens, {int(row.sampled.sum())} sampled")
-        console.print(_tokens(row, trained and not policy.frozen, _token_text(config, policy), unfold))
-
-
-def _fate(view: EpisodeView, roles: Roles, algorithm: AlgorithmConfig) -> tuple[bool, str]:
-    """Return whether an episode's tokens are trained, and the reason in words.
-
-    Args:
-        view: the episode.
-        roles: whose rewards are learned from.
-        algorithm: may compare the episodes of a group with one another.
-    """
-    kind = view.trajectory.episode.kind
-    if kind != "train":
-        return False, f"never trained: it is {'an ad-hoc' if kind == 'adhoc' else 'a validation'} episode"
-    if view.step is None:
-        return False, "not trained: it is in no batch yet"
-    rewards = [sum(roles.trained_rewards(by_agent).values()) for by_agent in view.group_rewards]
-    if algorithm.smallest_group > 1 and len(set(rewards)) < 2:
-        return False, f"in the batch of step {view.step}, not trained: all rewards of its group are equal"
-    return True, f"trained in step {view.step}; rewards of its group: {', '.join(f'{r:g}' for r in rewards)}"
+        console.print(_tokens(row, fate.trained and not policy.frozen, token_text(config, row.policy), unfold))
 
 
 def _tokens(row: TokenRow, trained: bool, text_of: Callable[[int], str], unfold: bool) -> Table:
@@ -131,15 +110,3 @@ def _shortened(text: str) -> str:
     """The two ends of a text, in one line."""
     shown = repr(text)[1:-1]
     return shown if len(shown) <= FOLDED else f"{shown[: FOLDED // 2 - 1]} … {shown[-(FOLDED // 2 - 2) :]}"
-
-
-def _token_text(config: JobConfig, policy: PolicyConfig) -> Callable[[int], str]:
-    if config.engine.kind == "fake":
-        from palestra.renderers import ByteTokenizer
-
-        plain = ByteTokenizer()
-        return lambda token: plain.decode([token])
-    from palestra.models.causal_lm import load_tokenizer
-
-    tokenizer = load_tokenizer(policy.model)
-    return lambda token: str(tokenizer.decode([token]))

@@ -14,13 +14,13 @@ import orjson
 from sqlalchemy import Connection, func, select
 
 from palestra.database.sqlite import MOST_VALUES, open_engine
-from palestra.errors import PalestraError
+from palestra.errors import NotFound, PalestraError
 from palestra.store.calls import read_trajectory
 from palestra.store.codec import fork_of
 from palestra.store.run_store import store_error
-from palestra.store.tables import chats, episodes, manifests
+from palestra.store.tables import chats, episodes, events, manifests
 from palestra.types.forks import ForkReason
-from palestra.types.records import Trajectory
+from palestra.types.records import Event, Trajectory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +29,9 @@ class EpisodeSummary:
 
     Attributes:
         episode_id: unique in the run.
+        kind: `train`, `validation` or `adhoc`.
+        group_index: position of its group in the canonical order of its kind.
+        sample_index: position in its group.
         task_id: of its task.
         state: `registered`, `claimed`, `completed` or `discarded`.
         rewards: by agent; None until it is completed.
@@ -44,6 +47,9 @@ class EpisodeSummary:
     """
 
     episode_id: str
+    kind: str
+    group_index: int
+    sample_index: int
     task_id: str
     state: str
     rewards: dict[str, float] | None
@@ -61,6 +67,14 @@ class EpisodeSummary:
     def reward(self) -> float | None:
         """Return the sum of the rewards of its agents; None until it is completed."""
         return None if self.rewards is None else float(sum(self.rewards.values()))
+
+    @property
+    def termination(self) -> str | None:
+        """Return how it ended: as its player recorded it, or the kind of the reason for which it was given back."""
+        found = self.metadata.get("termination")
+        if isinstance(found, str):
+            return found
+        return None if self.reason is None else self.reason.partition(":")[0]
 
 
 @contextmanager
@@ -121,8 +135,8 @@ def list_episodes(connection: Connection, kind: str | None, state: str | None, l
         episodes.c.sample_index.desc(),
     ).limit(limit)
     rows = sorted(connection.execute(newest), key=lambda r: (r.kind, r.group_index, r.sample_index))
-    calls = _calls_of(connection, [row.episode_id for row in rows])
-    return [_summary(row, calls.get(row.episode_id, [])) for row in rows]
+    calls = calls_of(connection, [row.episode_id for row in rows])
+    return [summary(row, calls.get(row.episode_id, [])) for row in rows]
 
 
 def read_episodes(
@@ -179,7 +193,29 @@ def read_episode(connection: Connection, episode_id: str) -> EpisodeView:
     return EpisodeView(trajectory=found, step=step, group_rewards=rewards, failed_reason=reason)
 
 
-def _calls_of(connection: Connection, episode_ids: Sequence[str]) -> dict[str, list[Any]]:
+def read_row(connection: Connection, episode_id: str) -> Any:
+    """Return the row of `episodes` of an episode, for `summary`.
+
+    Raises:
+        NotFound: no such episode.
+    """
+    row = connection.execute(select(episodes).where(episodes.c.episode_id == episode_id)).first()
+    if row is None:
+        raise NotFound(f"there is no episode {episode_id}")
+    return row
+
+
+def episode_events(connection: Connection, view: EpisodeView) -> list[Event]:
+    """Return the events that say why an episode was left out of a batch."""
+    name = view.trajectory.episode.episode_id
+    wanted = select(events).where(
+        events.c.kind.in_(("episode_untrainable", "episode_stale")), events.c.data.contains(f'"{name}"')
+    )
+    rows = connection.execute(wanted.order_by(events.c.event_id))
+    return [Event(event_id=row.event_id, at=row.at, kind=row.kind, data=orjson.loads(row.data)) for row in rows]
+
+
+def calls_of(connection: Connection, episode_ids: Sequence[str]) -> dict[str, list[Any]]:
     """Return (versions, fork) of each call of the episodes' last leases, by episode."""
     found: dict[str, list[Any]] = {}
     for start in range(0, len(episode_ids), MOST_VALUES):
@@ -194,7 +230,7 @@ def _calls_of(connection: Connection, episode_ids: Sequence[str]) -> dict[str, l
     return found
 
 
-def _summary(row: Any, calls: Sequence[Any]) -> EpisodeSummary:
+def summary(row: Any, calls: Sequence[Any]) -> EpisodeSummary:
     """Return the summary of a row of `episodes`.
 
     Args:
@@ -206,6 +242,9 @@ def _summary(row: Any, calls: Sequence[Any]) -> EpisodeSummary:
     forks = Counter(fork_of(call.fork).reason for call in calls if call.fork is not None)
     return EpisodeSummary(
         episode_id=row.episode_id,
+        kind=row.kind,
+        group_index=row.group_index,
+        sample_index=row.sample_index,
         task_id=row.task_id,
         state=row.state,
         rewards=None if row.rewards is None else orjson.loads(row.rewards),

@@ -33,7 +33,7 @@ class RunLog:
         """
 
         def commit(connection: Connection) -> None:
-            known = _manifest(connection, manifest.step)
+            known = read_manifest(connection, manifest.step)
             if known == manifest:
                 return
             if known is not None:
@@ -53,7 +53,7 @@ class RunLog:
 
     async def manifest(self, step: int) -> BatchManifest | None:
         """Return the batch on which a step trains; None until it is fixed."""
-        return await self._db.read(lambda connection: _manifest(connection, step))
+        return await self._db.read(lambda connection: read_manifest(connection, step))
 
     async def put_metrics(self, step: int, data: Mapping[str, float]) -> None:
         """Write the finished row of a step, in place of an earlier one.
@@ -101,12 +101,7 @@ class RunLog:
 
     async def metrics(self) -> list[dict[str, float]]:
         """Return all finished rows, in order of their steps."""
-
-        def query(connection: Connection) -> list[dict[str, float]]:
-            rows = connection.execute(select(metric_rows.c.data).order_by(metric_rows.c.step)).scalars()
-            return [orjson.loads(row) for row in rows]
-
-        return await self._db.read(query)
+        return await self._db.read(lambda connection: read_metrics(connection))
 
     async def add_event(self, kind: str, data: Mapping[str, Any]) -> Event:
         """Record an event of this moment, for people and programs that follow the job.
@@ -158,8 +153,19 @@ def read_events(connection: Connection, after: int, limit: int) -> list[Event]:
     return [Event(event_id=r.event_id, at=r.at, kind=r.kind, data=orjson.loads(r.data)) for r in rows]
 
 
-def _manifest(connection: Connection, step: int) -> BatchManifest | None:
-    """Return the manifest of a step; None: there is none."""
+def read_metrics(connection: Connection, last: int | None = None) -> list[dict[str, float]]:
+    """Return finished rows, in order of their steps. Works in any process.
+
+    Args:
+        connection: to the store, possibly read-only.
+        last: only so many of the newest rows; None: all.
+    """
+    wanted = select(metric_rows.c.data).order_by(metric_rows.c.step.desc()).limit(last)
+    return [orjson.loads(row) for row in connection.execute(wanted).scalars()][::-1]
+
+
+def read_manifest(connection: Connection, step: int) -> BatchManifest | None:
+    """Return the manifest of a step; None: there is none. Works in any process."""
     row = connection.execute(select(manifests).where(manifests.c.step == step)).first()
     if row is None:
         return None

@@ -112,6 +112,9 @@ def test_what_the_environment_gave_is_told_apart_from_luck():
     def episode(group: int, number: int, reward: float | None) -> EpisodeSummary:
         return EpisodeSummary(
             episode_id=f"train-{group:06d}-{number:02d}",
+            kind="train",
+            group_index=group,
+            sample_index=number,
             task_id="t",
             state="completed",
             rewards=None if reward is None else {"agent": reward, "opponent": -reward},

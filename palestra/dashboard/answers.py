@@ -1,0 +1,299 @@
+"""What the page gets from its routes, as JSON: one class for each answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
+
+
+class Answer(BaseModel):
+    """Base class of all answers."""
+
+    model_config = ConfigDict(frozen=True, ser_json_inf_nan="null")
+
+
+class LiveState(Answer):
+    """What only the process of a running job knows."""
+
+    state: str
+    reason: str | None = Field(None, description="Why it failed or waits; None otherwise.")
+    phase: str = Field(description="What the job is doing, in words.")
+    phase_done: int | None = Field(None, description="Episodes of this phase that are settled.")
+    phase_due: int | None = Field(None, description="Episodes that this phase waits for.")
+    step: int
+    seconds_left: float | None = None
+    calls_in_flight: int = 0
+    tokens_per_second: float = Field(0.0, description="Of the calls that ended in the last ten seconds.")
+    workers: int = 0
+
+
+class Warned(Answer):
+    """A sign that a run learns nothing."""
+
+    step: int
+    code: str
+    text: str
+
+
+class RunAnswer(Answer):
+    """A run in a list: how far it is, and how well it does."""
+
+    run: str = Field(description="Stands for the run in addresses.")
+    title: str
+    folder: str
+    kind: str = "training"
+    state: str = Field(description="`running`, `completed`, `failed`, `stopped`, or `unreadable`.")
+    reason: str | None = Field(None, description="Why it failed, or why it can't be read.")
+    step: int = 0
+    steps: int = 0
+    models: dict[str, str] = Field({}, description="Model of each policy.")
+    reward: float | None = Field(None, description="train/reward_mean of the newest step.")
+    validation: float | None = Field(None, description="validation/reward_mean of the newest evaluation.")
+    seconds: float | None = Field(None, description="wall_seconds of the newest step.")
+    seconds_per_step: float | None = Field(None, description="Mean of the last ten steps.")
+    seconds_left: float | None = Field(None, description="Of a running job: the remaining steps at that pace.")
+    tokens_per_second: float | None = Field(None, description="rollout/tokens_per_second of the newest step.")
+    episodes: dict[str, dict[str, int]] = Field({}, description="How many episodes there are, by kind and state.")
+    warnings: list[Warned] = []
+    started_at: float | None = Field(None, description="Unix seconds of the first event.")
+    changed_at: float | None = Field(None, description="Unix seconds of the newest event.")
+    last_event: int = Field(0, description="Number of the newest event, from which a stream goes on.")
+    live: LiveState | None = None
+
+
+class RunsAnswer(Answer):
+    """All runs of the page."""
+
+    runs: list[RunAnswer]
+    version: str = Field(description="Of Palestra.")
+
+
+class MetricsAnswer(Answer):
+    """Metrics by step, in columns."""
+
+    run: str
+    rows: int
+    columns: dict[str, list[float | None]] = Field(description="By name; None where a step has no such number.")
+    units: dict[str, str] = Field(description="Unit of each metric that Palestra knows.")
+    formulas: dict[str, str] = Field(description="How each of them is computed, in a sentence.")
+    last_event: int = Field(description="Number of the newest event that the columns contain.")
+
+
+class SettingsAnswer(Answer):
+    """The configuration of a run."""
+
+    run: str
+    config: dict[str, JsonValue] = Field(description="As config.toml has it, defaults included.")
+    changed: list[str] = Field(description="Dotted keys that differ from their defaults.")
+
+
+class EventLine(Answer):
+    """Something that happened in a run."""
+
+    event_id: int
+    at: float
+    kind: str
+    data: dict[str, Any]
+
+
+class EventsAnswer(Answer):
+    """Events of a run, newest first."""
+
+    run: str
+    events: list[EventLine]
+    before: int | None = Field(description="Where the next page begins; None: there are no older ones.")
+
+
+class EpisodeLine(Answer):
+    """One episode in a list."""
+
+    episode_id: str
+    kind: str = "train"
+    group_index: int = 0
+    sample_index: int = 0
+    task_id: str = ""
+    state: str = ""
+    reward: float | None = None
+    rewards: dict[str, float] | None = None
+    calls: int = 0
+    tokens: int = Field(0, description="Sampled tokens of its calls.")
+    attempts: int = 0
+    forks: dict[str, int] = Field({}, description="Calls that lost exact tokens of an earlier one, by reason.")
+    termination: str | None = None
+    reason: str | None = Field(None, description="Why it was given back or discarded last.")
+    worker: str | None = Field(None, description="The worker that holds it now.")
+    damaged: str | None = Field(None, description="Why its record can't be read.")
+
+
+class EpisodesAnswer(Answer):
+    """A page of a search for episodes, newest first."""
+
+    run: str
+    episodes: list[EpisodeLine]
+    following: str | None = Field(description="`before` of the next page; None: there is nothing more.")
+    looked_at: int = Field(description="How many episodes were looked at for this page.")
+
+
+class GroupLine(Answer):
+    """A group of a step."""
+
+    kind: str
+    group_index: int
+    task_id: str
+    task: str = Field(description="The beginning of its task, as JSON.")
+    state: str
+    episodes: list[EpisodeLine]
+
+
+class StepAnswer(Answer):
+    """A step: its numbers, its groups, and what was left out."""
+
+    run: str
+    step: int
+    steps: int
+    row: dict[str, float] = Field(description="Its row of metrics.jsonl; empty until it is finished.")
+    versions: dict[str, str] = Field(description="Of the policies before the step; empty until its batch is fixed.")
+    batch: list[str] = Field(description="Ids of the episodes that it trains.")
+    groups: list[GroupLine]
+    validation: list[GroupLine] = Field(description="Groups of the evaluation after the step.")
+    events: list[EventLine] = Field(description="What was left out of the step, and warnings.")
+
+
+class Member(Answer):
+    """An episode beside the others of its group."""
+
+    line: EpisodeLine
+    trained: bool
+    why: str
+    advantage: tuple[float, float] | None = Field(None, description="Least and most of its tokens; None: not known.")
+    weight: float | None = Field(None, description="Loss weight of each of its tokens; None: not known.")
+    mean_logprob: float | None = None
+    prompt: str = Field("", description="The end of the first prompt: its last message.")
+    reply: str = Field("", description="The last reply, or its beginning.")
+    seconds: float | None = Field(None, description="From the first call to the end of the last.")
+
+
+class GroupAnswer(Answer):
+    """The episodes of one task, side by side."""
+
+    run: str
+    kind: str
+    group_index: int
+    step: int
+    task_id: str
+    task: dict[str, JsonValue]
+    state: str
+    members: list[Member]
+    notes: list[str] = Field(description="What is not known, and why.")
+
+
+class ToolUse(Answer):
+    """A call of a tool in a message."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+class MessageAnswer(Answer):
+    """A message of a conversation."""
+
+    role: str
+    name: str | None = None
+    text: str = ""
+    cut: int = Field(0, description="Characters of the text that are left out here.")
+    reasoning: str | None = None
+    tool_calls: list[ToolUse] = []
+    tool_call_id: str | None = None
+    images: list[str] = Field([], description="Digests of its images.")
+
+
+class ForkAnswer(Answer):
+    """Where a call left the exact tokens of an earlier one."""
+
+    reason: str
+    text: str = Field(description="The reason in words.")
+    drift: bool = Field(description="Whether exact tokens were lost.")
+    call: int | None
+    message: int
+    position: int
+
+
+class CallAnswer(Answer):
+    """One call of a model."""
+
+    index: int
+    after: int | None = Field(description="The earlier call whose tokens its prompt begins with; None: none.")
+    agent: str
+    policy: str
+    time_step: int
+    prompt_tokens: int
+    reused: int = Field(description="Prompt tokens that are those of `after`.")
+    sampled: int
+    finish_reason: str
+    stop: str | None
+    fork: ForkAnswer | None
+    trained: bool
+    why: str
+    versions: list[tuple[str, int]] = Field(description="Versions of its tokens, each with how many.")
+    mean_logprob: float | None
+    temperature: float
+    max_tokens: int
+    seed: str
+    sampling: dict[str, JsonValue] = Field(description="Other parameters that differ from their defaults.")
+    grammar: str
+    tools: list[str] = Field(description="Names of the tools that were offered.")
+    started_at: float
+    seconds: float
+    messages: list[MessageAnswer] = Field(description="Those that are new in this call.")
+    reply: MessageAnswer
+
+
+class RowAnswer(Answer):
+    """A row: one sequence of tokens that the model saw."""
+
+    row: int
+    policy: str
+    tokens: int
+    sampled: int
+    runs: list[tuple[int, int, int]] = Field(description="First token, end, and the call that sampled them or -1.")
+    trained: bool
+
+
+class EpisodeAnswer(Answer):
+    """An episode with its calls."""
+
+    run: str
+    line: EpisodeLine
+    task: dict[str, JsonValue]
+    metadata: dict[str, JsonValue]
+    step_rewards: list[float] | None
+    step: int | None = Field(description="The step whose batch it is in.")
+    trained: bool
+    why: str
+    distinct_tokens: int
+    calls: list[CallAnswer]
+    rows: list[RowAnswer]
+    notes: list[str] = Field(description="What is not known, and why.")
+
+
+class TokensAnswer(Answer):
+    """Tokens of a row, in columns of one length."""
+
+    run: str
+    row: int
+    start: int
+    ids: list[int]
+    texts: list[str] | None = Field(description="None: the tokenizer is not on this machine; `notes` says why.")
+    calls: list[int] = Field(description="The call that sampled the token; -1: part of a prompt.")
+    logprobs: list[float | None] = Field(description="When it was sampled, natural logarithm.")
+    advantages: list[float | None]
+    weights: list[float | None] = Field(description="Share in the loss.")
+    versions: list[int] = Field(description="Place in `version_names`; -1: not sampled.")
+    version_names: list[str]
+    temperatures: list[float | None]
+    fates: list[int] = Field(description="Place in `fate_texts`.")
+    fate_texts: list[str]
+    trained: list[bool]
+    notes: list[str]

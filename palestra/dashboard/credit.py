@@ -1,0 +1,136 @@
+"""Advantage and loss weight of the tokens of a group, computed again from what the store has.
+
+Neither is recorded. The learner's own code computes them from the recorded episodes, so they are the numbers that were
+trained with, where the algorithm needs nothing that is not recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import orjson
+from sqlalchemy import Connection, select
+
+from palestra.algorithms.base import Algorithm
+from palestra.algorithms.loss import token_weights
+from palestra.algorithms.registry import create_algorithm
+from palestra.config import GroupConfig, JobConfig, OwnAlgorithmConfig
+from palestra.database.sqlite import MOST_VALUES
+from palestra.learner.batch import make_batch
+from palestra.store.calls import read_trajectory
+from palestra.store.tables import chats, episodes
+from palestra.types.calls import Floats
+from palestra.types.records import BatchManifest, Trajectory
+
+WHOLE_BATCH = "the loss weight depends on which calls of the whole batch are kept, so it is not shown"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Credit:
+    """What one policy learned from a group.
+
+    Attributes:
+        advantages: float32 [C] by episode and index of the call, of the C tokens that the call sampled; NaN where no
+            row trains the token. An episode without rows is not in it.
+        weights: loss weight of each trained token, by episode; importance weights are left out. None: not known.
+        notes: why something is not known, in words.
+    """
+
+    advantages: Mapping[str, Mapping[int, Floats]] = field(default_factory=dict)
+    weights: Mapping[str, float | None] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def group_in_batch(connection: Connection, manifest: BatchManifest, group_index: int) -> list[Trajectory]:
+    """Return the episodes of a group that are in a batch, with their calls, in canonical order.
+
+    Args:
+        connection: from `browse`.
+        manifest: of the batch.
+        group_index: of the group.
+    """
+    of_group = select(episodes.c.episode_id).where(episodes.c.kind == "train", episodes.c.group_index == group_index)
+    members = set(connection.execute(of_group).scalars())
+    return [read_trajectory(connection, name) for name in manifest.episode_ids if name in members]
+
+
+def group_credit(
+    connection: Connection, config: JobConfig, manifest: BatchManifest, group: Sequence[Trajectory], policy: str
+) -> Credit:
+    """Return what one policy learned from a group of a step's batch.
+
+    Args:
+        connection: from `browse`.
+        config: of the run.
+        manifest: of the batch, which also says how much each token weighs.
+        group: of `group_in_batch`.
+        policy: name of a policy that is trained.
+    """
+    algorithm, notes = _algorithm(config)
+    if algorithm is None or policy not in manifest.versions:
+        return Credit(notes=notes)
+    sampling = config.policies[policy].sampling
+    batch = make_batch(
+        group, algorithm, config.algorithm, sampling.max_tokens, manifest.versions[policy], policy, config.players
+    )
+    if batch.samples:
+        batch = batch.with_advantages(algorithm.advantages(batch.groups, {}), {})
+    prompts = {(t.episode.episode_id, chat.index): chat for t in group for chat in t.chats}
+    found: dict[str, dict[int, Floats]] = {}
+    for row in batch.samples:
+        mine = found.setdefault(row.episode_id, {})
+        for index in np.unique(row.calls[row.loss_mask]).tolist():
+            chat = prompts[row.episode_id, index]
+            values = mine.setdefault(index, np.full(len(chat.completion_ids), np.nan, np.float32))
+            places = np.flatnonzero(row.loss_mask & (row.calls == index))
+            values[places - chat.prompt_tokens] = row.advantages[places]
+    names = [trajectory.episode.episode_id for trajectory in group]
+    weights, unknown = _weights(connection, config, manifest, policy, sampling.max_tokens)
+    return Credit(advantages=found, weights={name: weights.get(name) for name in names}, notes=(*notes, *unknown))
+
+
+def _algorithm(config: JobConfig) -> tuple[Algorithm | None, tuple[str, ...]]:
+    """Return the algorithm that gives the run's advantages, and what of it is not known; None: it can't be run here."""
+    notes: tuple[str, ...] = ()
+    plain = config.algorithm
+    if isinstance(plain, OwnAlgorithmConfig):
+        return None, (f"advantages are made by {plain.name}, a class of its user's own, which is not run here",)
+    if not isinstance(plain, GroupConfig):
+        return None, (
+            f"advantages of {plain.name} depend on more than the episodes of the group, so they are not shown",
+        )
+    if plain.importance_sampling != "none":
+        notes += ("the loss weight is that before importance_sampling, whose factor is not recorded",)
+        plain = plain.model_copy(update={"importance_sampling": "none"})
+    if plain.minibatches > 1:
+        notes += (
+            f"the loss weight is that in the whole batch; each of the {plain.minibatches} minibatches has its own",
+        )
+    algorithm = create_algorithm(plain, config.rollout.step_order)
+    if algorithm.needs:
+        needs = ", ".join(sorted(algorithm.needs))
+        return None, (f"advantages of {plain.name} depend on {needs}, which are not recorded",)
+    return algorithm, notes
+
+
+def _weights(
+    connection: Connection, config: JobConfig, manifest: BatchManifest, policy: str, max_tokens: int
+) -> tuple[dict[str, float], tuple[str, ...]]:
+    """Return the loss weight of a trained token of each episode of the batch, and why they are not known."""
+    if config.algorithm.train_on != "all-calls":
+        return {}, (WHOLE_BATCH,)
+    tokens = dict.fromkeys(manifest.episode_ids, 0)
+    for start in range(0, len(manifest.episode_ids), MOST_VALUES):
+        wanted = (
+            select(chats.c.episode_id, chats.c.versions)
+            .join(episodes, (episodes.c.episode_id == chats.c.episode_id) & (episodes.c.fence == chats.c.fence))
+            .where(chats.c.episode_id.in_(manifest.episode_ids[start : start + MOST_VALUES]))
+            .where(chats.c.policy == policy)
+        )
+        for name, versions in connection.execute(wanted):
+            tokens[name] += sum(count for _, _, count in orjson.loads(versions))
+    return dict(
+        zip(tokens, token_weights(list(tokens.values()), config.algorithm.loss_agg_mode, max_tokens), strict=True)
+    ), ()

@@ -1,0 +1,322 @@
+"""An episode with its calls, and the tokens of its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from palestra.dashboard.answers import (
+    CallAnswer,
+    EpisodeAnswer,
+    ForkAnswer,
+    MessageAnswer,
+    RowAnswer,
+    TokensAnswer,
+    ToolUse,
+)
+from palestra.dashboard.credit import Credit, group_credit, group_in_batch
+from palestra.dashboard.fate import OTHER_ROW, PROMPT, TokenFates, continued_calls, episode_fate, kept_calls
+from palestra.dashboard.runs import Run
+from palestra.dashboard.steps import episode_line, mean_logprob
+from palestra.errors import ModelError, NotFound
+from palestra.store.browsing import EpisodeView, calls_of, episode_events, read_episode, read_row, summary
+from palestra.store.run_log import read_manifest
+from palestra.tokens import TokenRow, TokenTrie, rows_of
+from palestra.types.calls import Chat, SamplingParams
+from palestra.types.forks import MEANINGS
+from palestra.types.messages import ChatMessage, ImagePart
+
+MOST_TEXT = 20_000  # characters of a message; one long line must not stop a browser
+MOST_TOKENS = 5_000  # tokens of one answer
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpisodeReading:
+    """All that the page shows of one episode, read once for all of its pages of tokens.
+
+    Attributes:
+        view: the episode.
+        line: its line in a list.
+        continued: which earlier call each call continues.
+        distinct: how many distinct tokens the model saw.
+        rows: of the tokens, those that are trained first.
+        fates: why tokens are trained or not.
+        credits: what each trained policy learned from the episode's group.
+    """
+
+    view: EpisodeView
+    line: Any
+    continued: Mapping[int, Chat | None]
+    distinct: int
+    rows: list[TokenRow]
+    fates: TokenFates
+    credits: Mapping[str, Credit]
+
+    @property
+    def notes(self) -> list[str]:
+        """Return what is not known of the tokens, and why."""
+        return list(dict.fromkeys(note for credit in self.credits.values() for note in credit.notes))
+
+
+def read_reading(run: Run, episode_id: str) -> EpisodeReading:
+    """Read an episode and the others of its group.
+
+    Args:
+        run: of the page.
+        episode_id: of the episode.
+
+    Raises:
+        NotFound: no such episode.
+        StoreError: its record is damaged.
+    """
+    config = run.config
+    with run.open() as connection:
+        view = read_episode(connection, episode_id)
+        row = read_row(connection, episode_id)
+        line = episode_line(summary(row, calls_of(connection, [episode_id]).get(episode_id, [])))
+        events = episode_events(connection, view)
+        manifest = None if view.step is None else read_manifest(connection, view.step)
+        credits: dict[str, Credit] = {}
+        if manifest is not None:
+            group = group_in_batch(connection, manifest, view.trajectory.episode.group_index)
+            credits = {name: group_credit(connection, config, manifest, group, name) for name in manifest.versions}
+    chats = view.trajectory.chats
+    trie = TokenTrie(chats)
+    kept = kept_calls(view.trajectory, trie, config)
+    rows = rows_of(trie, kept)
+    if left_out := set(trie.chats) - kept:
+        rows += rows_of(trie, left_out)
+    fates = TokenFates(
+        episode=episode_fate(view, config.players, config.algorithm, events),
+        frozen=config.players.frozen,
+        kept=kept,
+        policies={chat.index: chat.policy for chat in chats},
+    )
+    return EpisodeReading(
+        view=view,
+        line=line,
+        continued=continued_calls(chats, trie),
+        distinct=len(trie),
+        rows=rows,
+        fates=fates,
+        credits=credits,
+    )
+
+
+def episode_answer(run: Run, reading: EpisodeReading) -> EpisodeAnswer:
+    """Return an episode with its calls and the outline of its rows.
+
+    Args:
+        run: of the page.
+        reading: of the episode.
+    """
+    view, fates = reading.view, reading.fates
+    episode = view.trajectory.episode
+    return EpisodeAnswer(
+        run=run.name,
+        line=reading.line,
+        task=episode.task.data,
+        metadata=episode.metadata,
+        step_rewards=None if episode.step_rewards is None else list(episode.step_rewards),
+        step=view.step,
+        trained=fates.episode.trained,
+        why=fates.episode.why,
+        distinct_tokens=reading.distinct,
+        calls=[_call(chat, reading) for chat in view.trajectory.chats],
+        rows=[_row(number, row, fates) for number, row in enumerate(reading.rows)],
+        notes=reading.notes,
+    )
+
+
+def _call(chat: Chat, reading: EpisodeReading) -> CallAnswer:
+    before, fate = reading.continued[chat.index], reading.fates.of_call(chat.index)
+    fork = chat.fork
+    return CallAnswer(
+        index=chat.index,
+        after=None if before is None else before.index,
+        agent=chat.agent,
+        policy=chat.policy,
+        time_step=chat.time_step,
+        prompt_tokens=chat.prompt_tokens,
+        reused=0 if before is None else before.tokens,
+        sampled=len(chat.completion_ids),
+        finish_reason=chat.finish_reason,
+        stop=chat.stop,
+        fork=None
+        if fork is None
+        else ForkAnswer(
+            reason=fork.reason.value,
+            text=MEANINGS[fork.reason],
+            drift=fork.reason.is_drift,
+            call=fork.call,
+            message=fork.message,
+            position=fork.position,
+        ),
+        trained=fate.trained,
+        why=fate.why,
+        versions=[(str(span.version), span.tokens) for span in chat.versions],
+        mean_logprob=mean_logprob([chat]),
+        temperature=chat.sampling.temperature,
+        max_tokens=chat.sampling.max_tokens,
+        seed=str(chat.sampling.seed),
+        sampling=_further(chat.sampling),
+        grammar=chat.sampling.grammar[:MOST_TEXT],
+        tools=[str(tool.get("function", tool).get("name", "?")) for tool in chat.tools],
+        started_at=chat.started_at,
+        seconds=chat.finished_at - chat.started_at,
+        messages=[_message(message) for message in chat.new_messages],
+        reply=_message(chat.reply),
+    )
+
+
+def _further(sampling: SamplingParams) -> dict[str, Any]:
+    """Return the parameters that differ from their defaults and have no place of their own."""
+    return {
+        field.name: getattr(sampling, field.name)
+        for field in fields(SamplingParams)
+        if field.default is not MISSING and field.name != "grammar" and getattr(sampling, field.name) != field.default
+    }
+
+
+def _message(message: ChatMessage) -> MessageAnswer:
+    text = message.text
+    return MessageAnswer(
+        role=message.role,
+        name=message.name,
+        text=text[:MOST_TEXT],
+        cut=max(len(text) - MOST_TEXT, 0),
+        reasoning=None if message.reasoning_content is None else message.reasoning_content[:MOST_TEXT],
+        tool_calls=[
+            ToolUse(id=call.id, name=call.function.name, arguments=call.function.arguments[:MOST_TEXT])
+            for call in message.tool_calls
+        ],
+        tool_call_id=message.tool_call_id,
+        images=[part.digest for part in message.content if isinstance(part, ImagePart)],
+    )
+
+
+def _row(number: int, row: TokenRow, fates: TokenFates) -> RowAnswer:
+    edges = np.flatnonzero(np.diff(row.chats)) + 1
+    starts, ends = [0, *edges.tolist()], [*edges.tolist(), len(row.ids)]
+    runs = [(start, end, int(row.chats[start])) for start, end in zip(starts, ends, strict=True)]
+    return RowAnswer(
+        row=number,
+        policy=row.policy,
+        tokens=len(row.ids),
+        sampled=int(row.sampled.sum()),
+        runs=runs,
+        trained=any(fates.of_call(call).trained for _, _, call in runs if call >= 0),
+    )
+
+
+def read_tokens(run: Run, reading: EpisodeReading, number: int, start: int, count: int) -> TokensAnswer:
+    """Return tokens of a row.
+
+    Args:
+        run: of the page.
+        reading: of the episode.
+        number: of the row, from 0.
+        start: the first token.
+        count: the most tokens; not more than `MOST_TOKENS`.
+
+    Raises:
+        NotFound: the episode has no such row.
+    """
+    if not 0 <= number < len(reading.rows):
+        raise NotFound(f"the episode has {len(reading.rows)} rows; there is no row {number}")
+    row = reading.rows[number]
+    start = min(start, len(row.ids))
+    here = slice(start, min(start + min(count, MOST_TOKENS), len(row.ids)))
+    ids, calls = row.ids[here].tolist(), row.chats[here].tolist()
+    notes, texts = list(reading.notes), list[str]()
+    try:
+        text_of = run.text_of(row.policy)
+        known = {token: text_of(token) for token in set(ids)}
+        texts = [known[token] for token in ids]
+    except ModelError as error:
+        notes.append(f"tokens have no text here: {error}")
+    names = {
+        tuple(version): place
+        for place, version in enumerate(sorted({tuple(v) for v in row.versions[here].tolist() if v[0] >= 0}))
+    }
+    advantages, weights = _credit_of(reading, row, here)
+    fates = _Fates(reading, row, here)
+    return TokensAnswer(
+        run=run.name,
+        row=number,
+        start=start,
+        ids=ids,
+        texts=texts or None,
+        calls=calls,
+        logprobs=_numbers(row.logprobs[here]),
+        advantages=_numbers(advantages),
+        weights=_numbers(weights),
+        versions=[names.get(tuple(version), -1) for version in row.versions[here].tolist()],
+        version_names=[f"{incarnation}.{n}" for incarnation, n in names],
+        temperatures=_numbers(np.where(row.sampled[here], row.temperatures[here], np.nan)),
+        fates=fates.places,
+        fate_texts=fates.texts,
+        trained=fates.trained,
+        notes=notes,
+    )
+
+
+class _Fates:
+    """The reason of each token of a part of a row, as places in a list of texts."""
+
+    def __init__(self, reading: EpisodeReading, row: TokenRow, here: slice) -> None:
+        self.texts: list[str] = []
+        known: dict[tuple[int, bool], tuple[int, bool]] = {}
+        elsewhere = _sampled_elsewhere(reading, row, here)
+        found = []
+        for call, other in zip(row.chats[here].tolist(), elsewhere, strict=True):
+            if (call, other) not in known:
+                fate = reading.fates.of_call(call) if call >= 0 else None
+                known[call, other] = len(self.texts), fate is not None and fate.trained
+                self.texts.append((OTHER_ROW if other else PROMPT) if fate is None else fate.why)
+            found.append(known[call, other])
+        self.places = [place for place, _ in found]
+        self.trained = [trained for _, trained in found]
+
+
+def _sampled_elsewhere(reading: EpisodeReading, row: TokenRow, here: slice) -> list[bool]:
+    """Return for each token whether it stands in a prompt here, and another row of the policy has it as sampled."""
+    found = np.zeros(len(row.ids), np.bool_)
+    for other in reading.rows:
+        if other is row or other.policy != row.policy:
+            continue
+        length = min(len(row.ids), len(other.ids))
+        differ = np.flatnonzero(row.ids[:length] != other.ids[:length])
+        common = int(differ[0]) if len(differ) else length
+        found[:common] |= other.sampled[:common]
+    return [bool(one) for one in (found & ~row.sampled)[here]]
+
+
+def _credit_of(reading: EpisodeReading, row: TokenRow, here: slice) -> tuple[Any, Any]:
+    """Return advantage and loss weight of tokens of a row, NaN where there are none, or they are not known."""
+    count = here.stop - here.start
+    advantages, weights = np.full(count, np.nan, np.float32), np.full(count, np.nan, np.float64)
+    credit = reading.credits.get(row.policy)
+    if credit is None:
+        return advantages, weights
+    name = reading.view.trajectory.episode.episode_id
+    by_call, weight = credit.advantages.get(name, {}), credit.weights.get(name)
+    prompts = {chat.index: chat.prompt_tokens for chat in reading.view.trajectory.chats}
+    calls = row.chats[here]
+    for call in set(calls.tolist()) - {-1}:
+        places = np.flatnonzero(calls == call)
+        if (values := by_call.get(call)) is None:
+            continue
+        advantages[places] = values[places + here.start - prompts[call]]
+        if weight is not None:
+            weights[places] = np.where(np.isnan(advantages[places]), np.nan, weight)
+    return advantages, weights
+
+
+def _numbers(values: Any) -> list[float | None]:
+    """Return numbers for JSON, which has no NaN; infinities become the largest float32."""
+    plain = np.nan_to_num(np.asarray(values, np.float64), nan=np.nan, posinf=3e38, neginf=-3e38)
+    return [None if value != value else float(f"{value:.7g}") for value in plain.tolist()]  # float32 has 7 digits

@@ -1,0 +1,171 @@
+"""How far a run is: its line in the list of runs, and its metrics in columns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import orjson
+from sqlalchemy import Connection, func, select
+
+from palestra.config import JobConfig
+from palestra.dashboard.answers import MetricsAnswer, RunAnswer, SettingsAnswer, Warned
+from palestra.dashboard.runs import Run
+from palestra.errors import PalestraError
+from palestra.learner.metrics import metric_tables
+from palestra.store.run_log import read_metrics
+from palestra.store.tables import episodes, events
+from palestra.types.metrics import Metric
+
+RECENT = 10  # steps whose pace says how long the others will take
+MOST_WARNINGS = 20
+NEWEST = 200  # rows among which the newest value of a metric is looked for
+
+
+def describe_run(run: Run) -> RunAnswer:
+    """Return how far a run is; a run that can't be read says why.
+
+    Args:
+        run: of the page.
+    """
+    try:
+        config = run.config
+        with run.open() as connection:
+            return _described(run, config, connection)
+    except PalestraError as error:
+        return RunAnswer(run=run.name, title=run.name, folder=str(run.folder), state="unreadable", reason=str(error))
+
+
+def _described(run: Run, config: JobConfig, connection: Connection) -> RunAnswer:
+    rows = read_metrics(connection, NEWEST)
+    newest = rows[-1] if rows else {}
+    live = run.live() if run.live is not None else None
+    state, reason = _state(run, connection)
+    if live is not None:
+        state, reason = live.state, live.reason
+    step = int(newest.get("step", 0)) if live is None else live.step
+    pace = _pace(rows)
+    left = None if pace is None or state != "running" else pace * max(config.steps - step, 0)
+    first, last, number = connection.execute(
+        select(func.min(events.c.at), func.max(events.c.at), func.coalesce(func.max(events.c.event_id), 0))
+    ).one()
+    counts: dict[str, dict[str, int]] = {}
+    for kind, of_state, found in connection.execute(
+        select(episodes.c.kind, episodes.c.state, func.count()).group_by(episodes.c.kind, episodes.c.state)
+    ):
+        counts.setdefault(kind, {})[of_state] = found
+    return RunAnswer(
+        run=run.name,
+        title=run.name,
+        folder=str(run.folder),
+        kind=config.kind,
+        state=state,
+        reason=reason,
+        step=step,
+        steps=config.steps,
+        models={name: policy.model for name, policy in config.policies.items()},
+        reward=newest_value(rows, "train/reward_mean"),
+        validation=newest_value(rows, "validation/reward_mean"),
+        seconds=newest_value(rows, "wall_seconds"),
+        seconds_per_step=pace,
+        seconds_left=left if live is None or live.seconds_left is None else live.seconds_left,
+        tokens_per_second=newest_value(rows, "rollout/tokens_per_second"),
+        episodes=counts,
+        warnings=_warnings(connection),
+        started_at=first,
+        changed_at=last,
+        last_event=number,
+        live=live,
+    )
+
+
+def newest_value(rows: Sequence[Mapping[str, float]], name: str) -> float | None:
+    """Return the newest value of a metric; None: no row has it.
+
+    Args:
+        rows: oldest first.
+        name: of the metric.
+    """
+    return next((row[name] for row in reversed(rows) if name in row), None)
+
+
+def _pace(rows: Sequence[Mapping[str, float]]) -> float | None:
+    """Return the mean duration of the last steps in seconds; None until two are finished."""
+    recent = [row["time/step_seconds"] for row in rows if "time/step_seconds" in row][-RECENT:]
+    return sum(recent) / len(recent) if len(recent) > 1 else None
+
+
+def _state(run: Run, connection: Connection) -> tuple[str, str | None]:
+    """Return the state of a run that another process plays, or none, with the reason of a failure."""
+    wanted = select(events.c.kind, events.c.data).where(events.c.kind.in_(("running", "completed", "failed")))
+    last = connection.execute(wanted.order_by(events.c.event_id.desc()).limit(1)).first()
+    if run.in_use and (last is None or last.kind != "completed"):
+        return "running", None
+    if last is None or last.kind == "running":
+        return "stopped", None
+    return last.kind, orjson.loads(last.data).get("reason")
+
+
+def _warnings(connection: Connection) -> list[Warned]:
+    wanted = select(events.c.data).where(events.c.kind == "warning").order_by(events.c.event_id.desc())
+    found = [orjson.loads(data) for data in connection.execute(wanted.limit(MOST_WARNINGS)).scalars()]
+    return [Warned(step=one["step"], code=one["code"], text=one["text"]) for one in found]
+
+
+def read_columns(run: Run, after: int) -> MetricsAnswer:
+    """Return the metrics of a run by step.
+
+    Args:
+        run: of the page.
+        after: only rows of later steps; -1: all.
+    """
+    with run.open() as connection:
+        # The number is read first: an event that comes between the two is then sent once more, and never left out.
+        number = connection.execute(select(func.coalesce(func.max(events.c.event_id), 0))).scalar_one()
+        rows = [row for row in read_metrics(connection) if row["step"] > after]
+    names = sorted({name for row in rows for name in row})
+    known = _known_metrics()
+    return MetricsAnswer(
+        run=run.name,
+        rows=len(rows),
+        columns={name: [row.get(name) for row in rows] for name in names},
+        units={name: metric.unit for name, metric in known.items()},
+        formulas={name: metric.formula for name, metric in known.items()},
+        last_event=number,
+    )
+
+
+@lru_cache(maxsize=1)
+def _known_metrics() -> dict[str, Metric]:
+    return {metric.name: metric for table in metric_tables().values() for metric in table}
+
+
+def read_settings(run: Run) -> SettingsAnswer:
+    """Return the configuration of a run, and which keys differ from their defaults.
+
+    Args:
+        run: of the page.
+    """
+    config = run.config
+    mine, plain = config.model_dump(mode="json"), JobConfig().model_dump(mode="json")
+    known = _leaves(plain)
+    changed = [key for key, value in _leaves(mine).items() if known.get(_of_default_policy(key)) != value]
+    return SettingsAnswer(run=run.name, config=mine, changed=changed)
+
+
+def _of_default_policy(key: str) -> str:
+    """Return a key of a policy of any name as that of the policy in the default configuration."""
+    parts = key.split(".", 2)
+    return f"policies.policy.{parts[2]}" if parts[0] == "policies" and len(parts) == 3 else key
+
+
+def _leaves(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of a configuration by dotted key."""
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, Mapping) and value:
+            found |= _leaves(value, f"{prefix}{key}.")
+        else:
+            found[prefix + key] = value
+    return found

@@ -1,0 +1,134 @@
+"""A run as the page sees it: its folder, and what only the process that runs it knows."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from sqlalchemy import Connection
+
+from palestra.config import SAVED_CONFIG, JobConfig, load_config
+from palestra.dashboard.answers import LiveState
+from palestra.dashboard.token_text import TokenText, token_text
+from palestra.errors import ConfigError, NotFound, StoreError
+from palestra.store.browsing import browse
+from palestra.store.tables import SCHEMA
+
+OLDEST = 4  # version of the tables from which on batches have the versions of their policies
+LOCK = ".lock"  # the file that the process of a run keeps locked
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run that the page shows.
+
+    Attributes:
+        name: stands for the run in addresses; unique on a page.
+        folder: of the run.
+        live: returns what the process that runs it knows; None: another process does, or none.
+        given: configuration of a run that is being started; None: it is in the folder.
+        texts: returns the function that gives the text of token ids of a policy; None: tokenizers are loaded here.
+    """
+
+    name: str
+    folder: Path
+    live: Callable[[], LiveState] | None = None
+    given: JobConfig | None = None
+    texts: Callable[[str], TokenText] | None = None
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[Connection]:
+        """Open a connection that only reads.
+
+        Raises:
+            StoreError: the store is damaged, or of another version of Palestra.
+        """
+        path = self.folder / "run.db"
+        with browse(path) as connection:
+            version, known = SCHEMA.read_version(connection), SCHEMA.version
+            if version > known:
+                raise StoreError(f"{path} is of a newer version of Palestra ({version}; this one reads {known})")
+            if version < OLDEST:
+                raise StoreError(
+                    f"{path} is of an early version of Palestra ({version}; this one reads {OLDEST} to {known}); "
+                    "`palestra run … --resume` brings it up to date"
+                )
+            yield connection
+
+    @property
+    def config(self) -> JobConfig:
+        """Return the configuration of the run.
+
+        Raises:
+            ConfigError: there is none, or it can't be read.
+        """
+        if self.given is not None:
+            return self.given
+        path = self.folder / SAVED_CONFIG
+        try:
+            return _config(path, path.stat().st_mtime_ns)
+        except OSError as error:
+            raise ConfigError(f"{path} can't be read: {error.strerror}") from error
+
+    def text_of(self, policy: str) -> TokenText:
+        """Return the function that gives the text of token ids of a policy.
+
+        Raises:
+            ModelError: its tokenizer is not on this machine.
+        """
+        return token_text(self.config, policy) if self.texts is None else self.texts(policy)
+
+    @property
+    def seen(self) -> tuple[int, ...]:
+        """Return numbers that change whenever something is written to the store."""
+        found: list[int] = []
+        for name in ("run.db", "run.db-wal"):
+            with contextlib.suppress(OSError):
+                status = os.stat(self.folder / name)
+                found += [status.st_mtime_ns, status.st_size]
+        return tuple(found)
+
+    @property
+    def in_use(self) -> bool:
+        """Return whether a process of this machine runs the job now."""
+        if self.live is not None:
+            return True
+        # Trying to lock the file would make a job fail that starts at that moment, so the kernel's list is read.
+        try:
+            inode = (self.folder / LOCK).stat().st_ino
+            lines = Path("/proc/locks").read_text().splitlines()
+        except OSError:
+            return False
+        return any(f":{inode} " in line and "FLOCK" in line for line in lines)
+
+
+@lru_cache(maxsize=64)
+def _config(path: Path, changed_at: int) -> JobConfig:
+    return load_config(path)
+
+
+def runs_of(folders: Sequence[Path]) -> list[Run]:
+    """Return the runs in some folders, each with a name of its own.
+
+    Args:
+        folders: of runs; a folder that is named twice is one run.
+
+    Raises:
+        NotFound: a folder is not that of a run.
+    """
+    found: dict[Path, Run] = {}
+    names: set[str] = set()
+    for folder in (path.absolute() for path in folders):
+        if not (folder / "run.db").is_file():
+            raise NotFound(f"{folder} is not the folder of a run (it has no run.db)")
+        if folder.resolve() in found:
+            continue
+        base = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in folder.name) or "run"
+        name = next(n for n in (base, *(f"{base}-{i}" for i in range(2, len(folders) + 2))) if n not in names)
+        names.add(name)
+        found[folder.resolve()] = Run(name=name, folder=folder)
+    return list(found.values())

@@ -1,0 +1,300 @@
+"""A step with its groups, a group with its episodes side by side, and searches for episodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import orjson
+from sqlalchemy import Connection, select
+
+from palestra.config import JobConfig
+from palestra.dashboard.answers import (
+    EpisodeLine,
+    EpisodesAnswer,
+    EventLine,
+    EventsAnswer,
+    GroupAnswer,
+    GroupLine,
+    Member,
+    StepAnswer,
+)
+from palestra.dashboard.credit import Credit, group_credit, group_in_batch
+from palestra.dashboard.fate import episode_fate
+from palestra.dashboard.runs import Run
+from palestra.errors import InvalidRequest, NotFound, StoreError
+from palestra.store.browsing import EpisodeSummary, EpisodeView, episode_events, read_episode
+from palestra.store.run_log import read_manifest, read_metrics
+from palestra.store.run_store import UNREADABLE
+from palestra.store.search import DamagedEpisode, EpisodeFilter, Place, readable_summaries, search_episodes
+from palestra.store.tables import episodes, events, groups
+from palestra.types.calls import Chat
+from palestra.types.records import BatchManifest
+
+EXCERPT = 400  # characters of a task or a message beside others
+REPLY = 1200  # characters of a reply beside others
+LEFT_OUT = (
+    "episode_untrainable",
+    "episode_stale",
+    "group_dropped",
+    "group_skipped",
+    "warning",
+)  # kinds of events of a step
+DAMAGED = (*UNREADABLE, StoreError, KeyError, TypeError, AttributeError, AssertionError)
+
+
+def episode_line(found: EpisodeSummary | DamagedEpisode) -> EpisodeLine:
+    """Return an episode as lists show it."""
+    if isinstance(found, DamagedEpisode):
+        return EpisodeLine(
+            episode_id=found.episode_id,
+            group_index=found.place.group_index,
+            sample_index=found.place.sample_index,
+            damaged=found.why,
+        )
+    return EpisodeLine(
+        episode_id=found.episode_id,
+        kind=found.kind,
+        group_index=found.group_index,
+        sample_index=found.sample_index,
+        task_id=found.task_id,
+        state=found.state,
+        reward=found.reward,
+        rewards=found.rewards,
+        calls=found.calls,
+        tokens=found.completion_tokens,
+        attempts=found.attempts,
+        forks={reason.value: count for reason, count in found.forks.items()},
+        termination=found.termination,
+        reason=found.reason,
+        worker=found.worker_id,
+    )
+
+
+def find_episodes(run: Run, wanted: EpisodeFilter, before: str | None, limit: int) -> EpisodesAnswer:
+    """Return a page of the episodes that fit, newest first.
+
+    Args:
+        run: of the page.
+        wanted: what is searched for.
+        before: `following` of the page before; None: the first page.
+        limit: the most episodes of a page.
+
+    Raises:
+        InvalidRequest: `before` is not from an earlier answer.
+    """
+    place = None
+    if before is not None:
+        parts = before.split("-")
+        if len(parts) != 2 or not all(part.isascii() and part.isdigit() and len(part) < 16 for part in parts):
+            raise InvalidRequest(f"before is {before!r}; it is `following` of the page before", "before")
+        place = Place(int(parts[0]), int(parts[1]))
+    with run.open() as connection:
+        page = search_episodes(connection, wanted, place, limit)
+    return EpisodesAnswer(
+        run=run.name,
+        episodes=[episode_line(one) for one in page.episodes],
+        following=None if page.following is None else f"{page.following[0]}-{page.following[1]}",
+        looked_at=page.looked_at,
+    )
+
+
+def read_events_before(run: Run, before: int | None, limit: int) -> EventsAnswer:
+    """Return a page of the events of a run, newest first.
+
+    Args:
+        run: of the page.
+        before: `before` of the page before; None: the first page.
+        limit: the most events of a page.
+    """
+    wanted = select(events).order_by(events.c.event_id.desc()).limit(limit)
+    if before is not None:
+        wanted = wanted.where(events.c.event_id < before)
+    with run.open() as connection:
+        found = [_event(row) for row in connection.execute(wanted)]
+    return EventsAnswer(run=run.name, events=found, before=found[-1].event_id if len(found) == limit else None)
+
+
+def read_step(run: Run, step: int) -> StepAnswer:
+    """Return a step: its numbers, its groups, and what was left out.
+
+    Args:
+        run: of the page.
+        step: number of the step; 0 is the evaluation before the first.
+
+    Raises:
+        NotFound: the run has no such step.
+    """
+    steps = run.config.steps
+    with run.open() as connection:
+        row = next((row for row in read_metrics(connection) if row["step"] == step), {})
+        manifest = read_manifest(connection, step)
+        found = _groups(connection, "train", step)
+        if not row and manifest is None and not found and not 0 <= step <= steps:
+            raise NotFound(f"the run {run.name} has no step {step}")
+        kinds = select(events).where(events.c.kind.in_(LEFT_OUT)).order_by(events.c.event_id)
+        return StepAnswer(
+            run=run.name,
+            step=step,
+            steps=steps,
+            row=row,
+            versions={} if manifest is None else {name: str(version) for name, version in manifest.versions.items()},
+            batch=[] if manifest is None else list(manifest.episode_ids),
+            groups=found,
+            validation=_groups(connection, "validation", step),
+            events=[event for event in map(_event, connection.execute(kinds)) if event.data.get("step") == step],
+        )
+
+
+def _groups(connection: Connection, kind: str, step: int) -> list[GroupLine]:
+    """Return the groups of a step with their episodes, by three queries."""
+    records = connection.execute(
+        select(groups).where(groups.c.kind == kind, groups.c.step == step).order_by(groups.c.group_index)
+    ).all()
+    if not records:
+        return []
+    members: dict[int, list[Any]] = {record.group_index: [] for record in records}
+    wanted = select(episodes).where(
+        episodes.c.kind == kind, episodes.c.group_index.between(records[0].group_index, records[-1].group_index)
+    )
+    for row in connection.execute(wanted.order_by(episodes.c.group_index, episodes.c.sample_index)):
+        if row.group_index in members:
+            members[row.group_index].append(row)
+    lines = {
+        line.episode_id: line
+        for line in map(episode_line, readable_summaries(connection, [r for rows in members.values() for r in rows]))
+    }
+    return [
+        GroupLine(
+            kind=record.kind,
+            group_index=record.group_index,
+            task_id=record.task_id,
+            task=_excerpt(members[record.group_index][0].task_data) if members[record.group_index] else "",
+            state=record.state,
+            episodes=[lines[row.episode_id] for row in members[record.group_index]],
+        )
+        for record in records
+    ]
+
+
+def read_group(run: Run, kind: str, group_index: int) -> GroupAnswer:
+    """Return the episodes of one task, side by side.
+
+    Args:
+        run: of the page.
+        kind: of the group.
+        group_index: of the group.
+
+    Raises:
+        NotFound: there is no such group.
+    """
+    config = run.config
+    with run.open() as connection:
+        record = connection.execute(
+            select(groups).where(groups.c.kind == kind, groups.c.group_index == group_index)
+        ).first()
+        of_group = select(episodes).where(episodes.c.kind == kind, episodes.c.group_index == group_index)
+        rows = connection.execute(of_group.order_by(episodes.c.sample_index)).all()
+        if not rows:
+            raise NotFound(f"the run {run.name} has no group {group_index} of kind {kind}")
+        manifest = None if record is None or kind != "train" else read_manifest(connection, record.step)
+        credits = _credits(connection, config, manifest, group_index)
+        lines = [episode_line(found) for found in readable_summaries(connection, rows)]
+        return GroupAnswer(
+            run=run.name,
+            kind=kind,
+            group_index=group_index,
+            step=0 if record is None else record.step,
+            task_id=rows[0].task_id,
+            task=_object(rows[0].task_data),
+            state="" if record is None else record.state,
+            members=[_member(connection, config, line, credits) for line in lines],
+            notes=list(dict.fromkeys(note for credit in credits.values() for note in credit.notes)),
+        )
+
+
+def _credits(
+    connection: Connection, config: JobConfig, manifest: BatchManifest | None, group_index: int
+) -> dict[str, Credit]:
+    """Return what each trained policy learned from a group; a damaged episode leaves that unknown."""
+    if manifest is None:
+        return {}
+    try:
+        group = group_in_batch(connection, manifest, group_index)
+        return {policy: group_credit(connection, config, manifest, group, policy) for policy in manifest.versions}
+    except DAMAGED:
+        why = "an episode of the group can't be read, so advantages and loss weights are not known"
+        return {policy: Credit(notes=(why,)) for policy in manifest.versions}
+
+
+def _member(connection: Connection, config: JobConfig, line: EpisodeLine, credits: Mapping[str, Credit]) -> Member:
+    try:
+        if line.damaged is not None:
+            return Member(line=line, trained=False, why=f"its record can't be read: {line.damaged}")
+        view = read_episode(connection, line.episode_id)
+        return _member_of(connection, config, line, view, credits)
+    except DAMAGED as error:
+        why = f"{type(error).__name__}: {error}"[:200]
+        damaged = line.model_copy(update={"damaged": why})
+        return Member(line=damaged, trained=False, why=f"its calls can't be read: {why}")
+
+
+def _member_of(
+    connection: Connection, config: JobConfig, line: EpisodeLine, view: EpisodeView, credits: Mapping[str, Credit]
+) -> Member:
+    fate = episode_fate(view, config.players, config.algorithm, episode_events(connection, view))
+    chats = view.trajectory.chats
+    values = [v for credit in credits.values() for v in credit.advantages.get(line.episode_id, {}).values()]
+    flat = np.concatenate(values) if values else np.empty(0, np.float32)
+    known = flat[~np.isnan(flat)]
+    weights = [w for credit in credits.values() if (w := credit.weights.get(line.episode_id)) is not None]
+    advantage = (float(known.min()), float(known.max())) if len(known) else None
+    if advantage is None and view.step is not None and credits and not fate.trained:
+        advantage = (0.0, 0.0)
+    return Member(
+        line=line,
+        trained=fate.trained,
+        why=fate.why,
+        advantage=advantage,
+        weight=weights[0] if weights else None,
+        mean_logprob=mean_logprob(chats),
+        prompt=_end(chats[0].messages[-1].text if chats and chats[0].messages else "", EXCERPT),
+        reply=_said(chats[-1])[:REPLY] if chats else "",
+        seconds=max(chat.finished_at for chat in chats) - min(chat.started_at for chat in chats) if chats else None,
+    )
+
+
+def mean_logprob(chats: Iterable[Chat]) -> float | None:
+    """Return the mean logprob of all tokens that calls have sampled; None: there are none."""
+    values = [chat.logprobs for chat in chats if len(chat.logprobs)]
+    return float(np.concatenate(values).mean()) if values else None
+
+
+def _said(chat: Chat) -> str:
+    """Return a reply as one text: reasoning, content and tool calls."""
+    reply = chat.reply
+    parts = [reply.reasoning_content or "", reply.text]
+    parts += [f"→ {call.function.name}({call.function.arguments})" for call in reply.tool_calls]
+    return "\n".join(part for part in parts if part)
+
+
+def _end(text: str, length: int) -> str:
+    return text if len(text) <= length else "…" + text[1 - length :]
+
+
+def _excerpt(text: str) -> str:
+    return text if len(text) <= EXCERPT else text[: EXCERPT - 1] + "…"
+
+
+def _object(text: str) -> dict[str, Any]:
+    """Return the JSON object in a text; if it is damaged, the text itself under `damaged`."""
+    try:
+        found = orjson.loads(text)
+    except ValueError:
+        return {"damaged": text[:EXCERPT]}
+    return found if isinstance(found, dict) else {"damaged": text[:EXCERPT]}
+
+
+def _event(row: Any) -> EventLine:
+    return EventLine(event_id=row.event_id, at=row.at, kind=row.kind, data=_object(row.data))

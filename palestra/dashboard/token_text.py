@@ -1,0 +1,45 @@
+"""The text of single tokens, by policy of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+
+from palestra.config import JobConfig
+
+TokenText = Callable[[int], str]
+
+
+def token_text(config: JobConfig, policy: str) -> TokenText:
+    """Return the function that gives the text of a token id. It loads the tokenizer of the policy's model.
+
+    Args:
+        config: of the run.
+        policy: name of the policy.
+
+    Raises:
+        ModelError: the tokenizer of the policy's model is not on this machine.
+    """
+    if config.engine.kind == "fake":
+        from palestra.renderers import ByteTokenizer
+
+        plain = ByteTokenizer()
+        return lambda token: plain.decode([token])
+    return _of_model(config.policies[policy].model)
+
+
+@lru_cache(maxsize=8)
+def _of_model(model: str) -> TokenText:
+    from palestra.models.catalog import model_folder
+
+    if (file := Path(model_folder(model)) / "tokenizer.json").is_file():
+        from tokenizers import Tokenizer
+
+        # Neither transformers nor torch, whose import takes seconds; the text of a token is the same.
+        plain = Tokenizer.from_file(str(file))
+        return lambda token: str(plain.decode([token], skip_special_tokens=False))
+    from palestra.models.causal_lm import load_tokenizer
+
+    tokenizer = load_tokenizer(model)
+    return lambda token: str(tokenizer.decode([token]))

@@ -1,0 +1,222 @@
+"""Search the episodes of a run store, newest first, in pages, within a limited time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import orjson
+from sqlalchemy import Connection, or_, select, tuple_
+
+from palestra.database.sqlite import MOST_VALUES
+from palestra.store.browsing import EpisodeSummary, calls_of, summary
+from palestra.store.run_store import UNREADABLE
+from palestra.store.tables import chats, episodes, groups
+from palestra.types.records import EpisodeKind
+
+SEARCH_SECONDS = 0.4  # a page that is not full by then is given as it is, with the place to go on from
+
+
+class Place(NamedTuple):
+    """The position of an episode in the canonical order of its kind."""
+
+    group_index: int
+    sample_index: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EpisodeFilter:
+    """Which episodes are searched for; None, as a value, allows any.
+
+    Attributes:
+        kind: of the episodes.
+        state: of their lifecycle.
+        step: the step that trains them or, of validation, before which they are scored.
+        group_index: of their group.
+        least_reward, most_reward: bounds of the reward; with either, only episodes that have one.
+        least_tokens, most_tokens: bounds of the tokens that their calls sampled.
+        termination: how they ended; see `EpisodeSummary.termination`.
+        text: in their task, messages, replies or metadata; upper and lower case of ASCII are the same.
+        tool: name of a tool that one of their replies called.
+        forked: whether a call lost exact tokens of an earlier one.
+    """
+
+    kind: EpisodeKind = "train"
+    state: str | None = None
+    step: int | None = None
+    group_index: int | None = None
+    least_reward: float | None = None
+    most_reward: float | None = None
+    least_tokens: int | None = None
+    most_tokens: int | None = None
+    termination: str | None = None
+    text: str | None = None
+    tool: str | None = None
+    forked: bool | None = None
+
+    def accepts(self, found: EpisodeSummary) -> bool:
+        """Return whether an episode fits all that can be seen in its summary; texts are looked at elsewhere."""
+        reward = found.reward
+        return (
+            _between(reward, self.least_reward, self.most_reward)
+            and _between(found.completion_tokens, self.least_tokens, self.most_tokens)
+            and self.termination in (None, found.termination)
+            and self.forked in (None, bool(found.forks))
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DamagedEpisode:
+    """An episode whose record can't be read.
+
+    Attributes:
+        episode_id: unique in the run.
+        place: in the canonical order.
+        why: what is wrong with the record.
+    """
+
+    episode_id: str
+    place: Place
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EpisodePage:
+    """A page of a search.
+
+    Attributes:
+        episodes: those that fit, newest first; damaged ones fit any search.
+        following: where the next page begins; None: there is nothing more.
+        looked_at: how many episodes were looked at for this page.
+    """
+
+    episodes: list[EpisodeSummary | DamagedEpisode]
+    following: Place | None
+    looked_at: int
+
+
+def search_episodes(
+    connection: Connection,
+    wanted: EpisodeFilter,
+    before: Place | None = None,
+    limit: int = 50,
+    clock: Callable[[], float] = time.monotonic,
+) -> EpisodePage:
+    """Return the next page of the episodes that fit, newest first.
+
+    Args:
+        connection: from `browse`.
+        wanted: what is searched for.
+        before: `following` of the page before; None: the first page.
+        limit: the most episodes of a page.
+        clock: seconds, for the time that one page may take.
+    """
+    until, found, looked_at = clock() + SEARCH_SECONDS, list[EpisodeSummary | DamagedEpisode](), 0
+    size = max(limit, 50)
+    while True:
+        rows = connection.execute(_statement(wanted, before).limit(size)).all()
+        accepted = _accepted(connection, rows, wanted)
+        for row in rows:
+            looked_at, before = looked_at + 1, Place(row.group_index, row.sample_index)
+            if (one := accepted.get(row.episode_id)) is None:
+                continue
+            found.append(one)
+            if len(found) == limit:
+                return EpisodePage(episodes=found, following=before, looked_at=looked_at)
+        if len(rows) < size:
+            return EpisodePage(episodes=found, following=None, looked_at=looked_at)
+        if clock() > until:
+            return EpisodePage(episodes=found, following=before, looked_at=looked_at)
+        size = min(size * 2, MOST_VALUES)
+
+
+def readable_summaries(connection: Connection, rows: Sequence[Any]) -> list[EpisodeSummary | DamagedEpisode]:
+    """Return the summaries of rows of `episodes`, in their order; damaged ones as such, so that the rest is there."""
+    calls = calls_of(connection, [row.episode_id for row in rows])
+    return [_readable(row, calls.get(row.episode_id, [])) for row in rows]
+
+
+def _readable(row: Any, calls: Sequence[Any]) -> EpisodeSummary | DamagedEpisode:
+    try:
+        return summary(row, calls)
+    except (*UNREADABLE, TypeError, KeyError, AttributeError) as error:
+        why = f"{type(error).__name__}: {error}"
+        place = Place(row.group_index, row.sample_index)
+        return DamagedEpisode(episode_id=row.episode_id, place=place, why=" ".join(why.split())[:200])
+
+
+def _statement(wanted: EpisodeFilter, before: Place | None) -> Any:
+    """Return the statement for the episodes after a place that fit what columns say, newest first."""
+    columns = episodes.c
+    statement = select(episodes).where(columns.kind == wanted.kind)
+    if before is not None:
+        statement = statement.where(tuple_(columns.group_index, columns.sample_index) < tuple_(*before))
+    if wanted.state is not None:
+        statement = statement.where(columns.state == wanted.state)
+    if wanted.group_index is not None:
+        statement = statement.where(columns.group_index == wanted.group_index)
+    if wanted.step is not None:
+        of_step = select(groups.c.group_index).where(groups.c.kind == wanted.kind, groups.c.step == wanted.step)
+        statement = statement.where(columns.group_index.in_(of_step))
+    return statement.order_by(columns.group_index.desc(), columns.sample_index.desc())
+
+
+def _accepted(
+    connection: Connection, rows: Sequence[Any], wanted: EpisodeFilter
+) -> dict[str, EpisodeSummary | DamagedEpisode]:
+    """Return those of the rows that fit, by id."""
+    if wanted.text is not None or wanted.tool is not None:
+        rows = _with_texts(connection, rows, wanted)
+    found = readable_summaries(connection, rows)
+    return {one.episode_id: one for one in found if isinstance(one, DamagedEpisode) or wanted.accepts(one)}
+
+
+def _with_texts(connection: Connection, rows: Sequence[Any], wanted: EpisodeFilter) -> Sequence[Any]:
+    """Return the rows that have the wanted text and tool."""
+    names = [row.episode_id for row in rows]
+    if wanted.tool is not None:
+        pattern = _pattern(f'"name":{orjson.dumps(wanted.tool).decode()}')
+        called = _episodes_where(connection, names, chats.c.reply.like(pattern, escape="\\"))
+        rows = [row for row in rows if row.episode_id in called]
+    if wanted.text is not None:
+        inside = orjson.dumps(wanted.text).decode()[1:-1]  # as it stands in JSON
+        either = [column.like(_pattern(inside), escape="\\") for column in (chats.c.reply, chats.c.messages)]
+        said = _episodes_where(connection, names, or_(*either))
+        lower = inside.lower()
+        rows = [row for row in rows if row.episode_id in said or _in_row(row, lower)]
+    return rows
+
+
+def _in_row(row: Any, text: str) -> bool:
+    columns = (row.episode_id, row.task_id, row.task_data, row.metadata, row.reason)
+    return any(text in str(column).lower() for column in columns if column is not None)
+
+
+def _episodes_where(connection: Connection, names: Sequence[str], condition: Any) -> set[str]:
+    """Return those of the episodes that have a call of their last lease for which the condition holds."""
+    found: set[str] = set()
+    for start in range(0, len(names), MOST_VALUES):
+        found |= set(
+            connection.execute(
+                select(chats.c.episode_id)
+                .distinct()
+                .join(episodes, (episodes.c.episode_id == chats.c.episode_id) & (episodes.c.fence == chats.c.fence))
+                .where(chats.c.episode_id.in_(names[start : start + MOST_VALUES]), condition)
+            ).scalars()
+        )
+    return found
+
+
+def _pattern(text: str) -> str:
+    """Return the pattern of LIKE for a text that contains `text` as it is."""
+    for special in ("\\", "%", "_"):
+        text = text.replace(special, f"\\{special}")
+    return f"%{text}%"
+
+
+def _between(value: float | None, least: float | None, most: float | None) -> bool:
+    if least is None and most is None:
+        return True
+    return value is not None and (least is None or value >= least) and (most is None or value <= most)

@@ -1,0 +1,264 @@
+"""What the page reads of a run, against the records that it was written from, and the learner's own batch."""
+
+from __future__ import annotations
+
+import sqlite3
+
+import numpy as np
+import pytest
+
+from palestra.dashboard.episode import episode_answer, read_reading, read_tokens
+from palestra.dashboard.progress import describe_run, read_columns, read_settings
+from palestra.dashboard.runs import runs_of
+from palestra.dashboard.steps import find_episodes, read_events_before, read_group, read_step
+from palestra.errors import InvalidRequest, NotFound, StoreError
+from palestra.renderers import ByteTokenizer
+from palestra.store.browsing import browse
+from palestra.store.calls import read_trajectory
+from palestra.store.search import EpisodeFilter
+from palestra.types.forks import MEANINGS, ForkReason
+from unit.building import make_train_batch
+from unit.dashboard.recorded import REWARDS, VERSION, calls_of, config, nan_equal, record
+
+MODES = ["seq-mean-token-mean", "token-mean", "seq-mean-token-sum-norm"]
+
+
+async def test_a_run_says_how_far_it_is(tmp_path):
+    found = describe_run(await record(tmp_path))
+    assert (found.state, found.step, found.steps, found.reward) == ("completed", 5, 8, 5 / 8)
+    assert (found.seconds_per_step, found.seconds_left) == (9.0, None)
+    assert found.episodes == {"train": {"completed": 9}, "validation": {"registered": 1}}
+    assert found.models == {"policy": config().policies["policy"].model}
+
+
+async def test_metrics_are_columns_with_units_and_the_newest_event(tmp_path):
+    run = await record(tmp_path)
+    found = read_columns(run, -1)
+    assert found.columns["step"] == [4.0, 5.0]
+    assert found.columns["train/reward_mean"] == [0.5, 0.625]
+    assert found.columns["train/own_metric"] == [1.5, 1.5]
+    assert found.units["train/reward_mean"] == "reward"
+    assert "train/own_metric" not in found.formulas
+    assert found.last_event == read_events_before(run, None, 10).events[0].event_id
+    assert read_columns(run, 4).columns["step"] == [5.0]
+
+
+async def test_settings_name_the_keys_that_differ_from_their_defaults(tmp_path):
+    run = await record(tmp_path, policies={"writer": {"sampling": {"max_tokens": 7}}})
+    found = read_settings(run)
+    assert {"name", "steps", "engine.kind", "policies.writer.sampling.max_tokens"} <= set(found.changed)
+    assert "policies.writer.sampling.temperature" not in found.changed
+    assert "rollout.group_size" not in found.changed
+
+
+async def test_a_step_has_its_groups_its_batch_and_what_was_left_out(tmp_path):
+    run = await record(tmp_path)
+    found = read_step(run, 5)
+    assert found.versions == {"policy": "0.4"}
+    assert len(found.batch) == 9
+    assert [group.task_id for group in found.groups] == ["task-0", "task-1", "task-2"]
+    assert {g.group_index: tuple(e.reward for e in g.episodes) for g in found.groups} == REWARDS
+    assert [event.kind for event in found.events] == ["episode_untrainable"]
+    assert [group.task_id for group in found.validation] == ["held-out"]
+    assert read_step(run, 7).groups == []
+    with pytest.raises(NotFound):
+        read_step(run, 9)
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_advantage_and_weight_of_each_token_are_those_that_the_learner_trains_with(tmp_path, mode):
+    run = await record(tmp_path, algorithm={"loss_agg_mode": mode})
+    names = read_step(run, 5).batch
+    with browse(tmp_path / "run.db") as connection:
+        batch = [read_trajectory(connection, name) for name in names]
+    settings = config(algorithm={"loss_agg_mode": mode})
+    trained = make_train_batch(batch, settings.algorithm, settings.policies["policy"].sampling.max_tokens, VERSION)
+    looked_at = 0
+    for name in names:
+        reading = read_reading(run, name)
+        rows = [row for row in trained.samples if row.episode_id == name]
+        for number, row in enumerate(reading.rows):
+            tokens = read_tokens(run, reading, number, 0, 1000)
+            assert tokens.ids == row.ids.tolist()
+            assert nan_equal(tokens.logprobs, row.logprobs)
+            if not rows:
+                assert set(tokens.advantages) == {None}
+                continue
+            (same,) = [one for one in rows if np.array_equal(one.ids, row.ids)]
+            assert nan_equal(tokens.advantages, np.where(same.loss_mask, same.advantages, np.nan))
+            assert nan_equal(tokens.weights, np.where(same.loss_mask, same.loss_weights, np.nan))
+            looked_at += 1
+    assert looked_at == len(trained.samples) == 8
+
+
+async def test_tokens_have_text_version_temperature_and_a_reason_in_words(tmp_path):
+    run = await record(tmp_path)
+    reading = read_reading(run, "train-000000-00")
+    found = read_tokens(run, reading, 0, 0, 1000)
+    first, second = calls_of(0, 0)
+    assert found.ids == second.ids.tolist()
+    assert found.texts == [ByteTokenizer().decode([token]) for token in found.ids]
+    sampled = [place for place, call in enumerate(found.calls) if call >= 0]
+    assert [found.calls[place] for place in sampled] == [0, 0, 1, 1, 1]
+    assert [found.version_names[found.versions[place]] for place in sampled] == ["0.0", "0.0", "0.3", "0.4", "0.4"]
+    assert [found.temperatures[place] for place in sampled] == [1.0] * 5
+    assert found.trained == [call >= 0 for call in found.calls]
+    assert "prompt" in found.fate_texts[found.fates[0]]
+    assert found.fate_texts[found.fates[3]] == "trained in step 5; rewards of its group: 0, 1, 0.5"
+    assert first.prompt_tokens == 3
+
+
+async def test_pages_of_tokens_are_the_whole(tmp_path):
+    run = await record(tmp_path)
+    reading = read_reading(run, "train-000000-02")
+    whole = read_tokens(run, reading, 0, 0, 1000)
+    pages = [read_tokens(run, reading, 0, start, 2) for start in range(0, len(whole.ids) + 4, 2)]
+    for column in ("ids", "texts", "logprobs", "advantages", "weights", "calls", "trained"):
+        assert [value for page in pages for value in getattr(page, column) or []] == getattr(whole, column)
+    with pytest.raises(NotFound, match="no row 1"):
+        read_tokens(run, reading, 1, 0, 10)
+
+
+async def test_what_is_not_trained_says_why(tmp_path):
+    run = await record(tmp_path)
+
+    def why(name: str) -> str:
+        return episode_answer(run, read_reading(run, name)).why
+
+    assert "all rewards of its group are equal" in why("train-000001-00")
+    assert "a logprob is not finite" in why("train-000002-02")
+    assert "validation episode" in why("validation-000000-00")
+    with pytest.raises(NotFound):
+        read_reading(run, "train-000009-00")
+
+
+async def test_calls_that_a_final_branch_leaves_out_are_shown_with_the_reason(tmp_path):
+    run = await record(tmp_path, algorithm={"train_on": "final-branch"})
+    reading = read_reading(run, "train-000000-01")
+    found = episode_answer(run, reading)
+    assert [(call.index, call.trained) for call in found.calls] == [(0, False), (1, True)]
+    assert "final-branch" in found.calls[0].why
+    assert [(row.trained, row.sampled) for row in found.rows] == [(True, 3), (False, 3)]
+    assert any("loss weight" in note for note in found.notes)
+
+
+async def test_the_tree_of_calls_has_forks_with_their_reason(tmp_path):
+    run = await record(tmp_path)
+    straight = episode_answer(run, read_reading(run, "train-000000-00")).calls
+    forked = episode_answer(run, read_reading(run, "train-000000-01")).calls
+    assert [(call.after, call.reused) for call in straight] == [(None, 0), (0, 5)]
+    assert [call.after for call in forked] == [None, None]
+    assert forked[1].fork is not None
+    assert forked[1].fork.text == MEANINGS[ForkReason.EDITED_MESSAGE]
+    assert forked[1].reply.text == "<b>B&C</b>"
+
+
+async def test_a_group_stands_side_by_side_with_advantages_that_add_up_to_nothing(tmp_path):
+    run = await record(tmp_path)
+    found = read_group(run, "train", 0)
+    assert (found.step, found.task) == (5, {"question": "what is 0 + 0"})
+    advantages = [member.advantage for member in found.members]
+    assert sum(least for least, _ in advantages) == pytest.approx(0.0, abs=1e-5)
+    assert advantages[1][0] > advantages[2][1] > -1e-6 > advantages[0][0]
+    assert [member.reply for member in found.members] == ["ABC", "<b>B&C</b>", "ABC"]
+    assert [member.advantage for member in read_group(run, "train", 1).members] == [(0.0, 0.0)] * 3
+
+
+async def test_an_algorithm_of_the_users_own_is_not_run(tmp_path):
+    run = await record(tmp_path, algorithm={"name": "mine:Own"})
+    reading = read_reading(run, "train-000000-00")
+    assert set(read_tokens(run, reading, 0, 0, 99).advantages) == {None}
+    assert "not run here" in episode_answer(run, reading).notes[0]
+
+
+# Searches
+
+
+@pytest.mark.parametrize(
+    ("wanted", "names"),
+    [
+        ({"least_reward": 1.0}, ["02-01", "01-02", "01-01", "01-00", "00-01"]),
+        ({"least_reward": -2.0, "most_reward": 0.25}, ["02-02", "02-00", "00-00"]),
+        ({"least_tokens": 7}, ["02-02", "01-02", "00-02"]),
+        ({"termination": "max_steps"}, ["02-02", "01-02", "00-02"]),
+        ({"text": "WHAT IS 1"}, ["01-02", "01-01", "01-00"]),
+        ({"text": "<b>B&C", "group_index": 0}, ["00-01"]),
+        ({"text": "%"}, []),
+        ({"forked": True}, ["02-01", "01-01", "00-01"]),
+        ({"step": 5, "most_tokens": 5}, ["02-00", "01-00", "00-00"]),
+        ({"step": 6}, []),
+        ({"tool": "search"}, []),
+        ({"state": "discarded"}, []),
+    ],
+)
+async def test_a_search_finds_what_fits_newest_first(tmp_path, wanted, names):
+    run = await record(tmp_path)
+    found = find_episodes(run, EpisodeFilter(**wanted), None, 50)
+    assert [line.episode_id[-5:] for line in found.episodes] == names
+    assert found.following is None
+
+
+async def test_pages_of_a_search_are_the_whole_without_doubles(tmp_path):
+    run = await record(tmp_path)
+    seen, before = [], None
+    while True:
+        page = find_episodes(run, EpisodeFilter(), before, 2)
+        seen += [line.episode_id for line in page.episodes]
+        if (before := page.following) is None:
+            break
+    assert seen == sorted(seen, reverse=True)
+    assert len(seen) == len(set(seen)) == 9
+    with pytest.raises(InvalidRequest):
+        find_episodes(run, EpisodeFilter(), "x", 2)
+
+
+# Bad input
+
+
+async def test_a_folder_that_is_no_run_is_refused_in_one_line(tmp_path):
+    with pytest.raises(NotFound, match=r"no run\.db"):
+        runs_of([tmp_path])
+
+
+async def test_runs_have_names_of_their_own_for_addresses(tmp_path):
+    folders = [tmp_path / "a" / "ré n/../run", tmp_path / "b" / "run"]
+    for folder in (tmp_path / "a" / "run", tmp_path / "b" / "run", tmp_path / "a" / "ré n"):
+        folder.mkdir(parents=True)
+    for folder in folders:
+        await record(folder)
+    runs = runs_of([*folders, folders[0]])
+    assert [run.name for run in runs] == ["run", "run-2"]
+
+
+def change(folder, statement: str) -> None:
+    with sqlite3.connect(folder / "run.db") as connection:
+        connection.execute(statement)
+    connection.close()
+
+
+async def test_a_run_of_a_newer_version_and_a_damaged_file_say_so_in_their_line(tmp_path):
+    run = await record(tmp_path)
+    change(tmp_path, "PRAGMA user_version = 99")
+    found = describe_run(run)
+    assert found.state == "unreadable"
+    assert "newer version" in (found.reason or "")
+    (tmp_path / "run.db").write_bytes(b"rubbish " * 1000)
+    for name in ("run.db-wal", "run.db-shm"):
+        (tmp_path / name).unlink(missing_ok=True)
+    assert "damaged" in (describe_run(run).reason or "")
+
+
+async def test_a_damaged_episode_shows_as_damaged_and_the_rest_is_there(tmp_path):
+    run = await record(tmp_path)
+    change(tmp_path, "UPDATE episodes SET rewards = '{rubbish' WHERE episode_id = 'train-000000-01'")
+    change(tmp_path, "UPDATE chats SET completion = x'00' WHERE episode_id = 'train-000002-00'")
+    lines = {line.episode_id[-5:]: line for line in find_episodes(run, EpisodeFilter(), None, 50).episodes}
+    assert len(lines) == 9
+    assert lines["00-01"].damaged is not None
+    assert (lines["00-02"].damaged, lines["00-02"].reward) == (None, 0.5)
+    assert [line.damaged is not None for line in read_step(run, 5).groups[0].episodes] == [False, True, False]
+    members = read_group(run, "train", 2).members
+    assert "can't be read" in members[0].why
+    assert members[1].reply == "<b>B&C</b>"
+    with pytest.raises(StoreError, match="damaged"):
+        read_reading(run, "train-000002-00")
