@@ -119,13 +119,13 @@ def openapi_document() -> dict[str, Any]:
 
     from palestra.config import parse_config
     from palestra.runtime.local import local_job
-    from palestra.server import create_app
+    from palestra.runtime.page import create_job_app
 
     async def read(folder: str) -> dict[str, Any]:
         config = parse_config({"run_dir": folder, "engine": {"kind": "fake"}, "server": {"port": 0}})
         async with AsyncExitStack() as stack:
             job = await stack.enter_async_context(local_job(config, lambda kind, data: None))
-            return create_app(job.plane).openapi()
+            return create_job_app(job.plane).openapi()
 
     with tempfile.TemporaryDirectory() as folder:
         return asyncio.run(read(folder))

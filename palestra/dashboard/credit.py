@@ -97,7 +97,7 @@ def _algorithm(config: JobConfig) -> tuple[Algorithm | None, tuple[str, ...]]:
     plain = config.algorithm
     if isinstance(plain, OwnAlgorithmConfig):
         return None, (f"advantages are made by {plain.name}, a class of its user's own, which is not run here",)
-    if not isinstance(plain, GroupConfig):
+    if not isinstance(plain, GroupConfig) or getattr(plain, "advantage_scale", None) == "gdpo":
         return None, (
             f"advantages of {plain.name} depend on more than the episodes of the group, so they are not shown",
         )

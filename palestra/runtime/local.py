@@ -27,11 +27,12 @@ from palestra.faults import fault_point
 from palestra.http.server import listen, served, url_of
 from palestra.learner import Learner, RunFolder, policy_spec
 from palestra.rollout import RolloutSpec, RolloutSyncLock, Runner, RunnerPool
+from palestra.runtime.page import create_job_app
 from palestra.runtime.parts import build_parts
 from palestra.runtime.run_dir import starting_in
 from palestra.runtime.serving import Scoring, Serving
 from palestra.runtime.tasks import load_tasks, read_files
-from palestra.server import DataPlane, KeyRing, create_app
+from palestra.server import DataPlane, KeyRing
 from palestra.session import Sameness, SessionContext, Sessions
 from palestra.store import RunStore, open_run_store
 from palestra.store.key_files import SecretFile, publish_key
@@ -236,7 +237,10 @@ async def local_job(
                     report,
                     lock,
                 )
-            async with served(create_app(plane), listener, plane.stop, plane.connections), _watched(store, progress):
+            async with (
+                served(create_job_app(plane), listener, plane.stop, plane.connections),
+                _watched(store, progress),
+            ):
                 start.succeeded = True
                 yield LocalJob(work, plane, parts.engine, url_of(listener), folder, resumed, pool)
         finally:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from fastapi import FastAPI
 from starlette.requests import Request
 
-from palestra.http.app import build_app, describe
+from palestra.http.app import PUBLIC, build_app, describe
 from palestra.server.dialects import DIALECTS, Dialect
 from palestra.server.episode_api import add_episode_routes
 from palestra.server.generate import add_dialect_routes
@@ -16,17 +16,27 @@ from palestra.server.state import DataPlane
 from palestra.server.status_api import add_models_route, add_status_routes
 
 
-def create_app(plane: DataPlane, dialects: Sequence[Dialect[Any]] = DIALECTS) -> FastAPI:
+def create_app(
+    plane: DataPlane,
+    dialects: Sequence[Dialect[Any]] = DIALECTS,
+    public: Collection[str] = PUBLIC,
+    page: str | None = None,
+) -> FastAPI:
     """Return the application of one job's data plane.
 
     Args:
         plane: the state that the routes share.
         dialects: the wire formats in which the model can be called.
+        public: paths that are answered without a key.
+        page: the beginning of paths that the viewer's key opens, too; None: there are none.
     """
     most = plane.config.server.max_body_bytes
 
     async def authenticate(request: Request) -> int:
-        plane.keys.admit(request)
+        if page is not None and request.scope["path"].startswith(page):
+            plane.keys.require_view(request)
+        else:
+            plane.keys.admit(request)
         return most
 
     app = build_app(
@@ -34,6 +44,7 @@ def create_app(plane: DataPlane, dialects: Sequence[Dialect[Any]] = DIALECTS) ->
         "Claim episodes, call the model, hand in rewards.",
         authenticate,
         most,
+        public,
         error_forms={dialect.path: dialect.error_body for dialect in dialects},
     )
     add_dialect_routes(app, plane, dialects)

@@ -58,6 +58,14 @@ class KeyRing:
         """Return the key of an episode's lease: HMAC(secret, job, episode, fence), after episode and fence in clear."""
         return self._episode_key(self._secret(), episode_id, fence)
 
+    @property
+    def viewer_key(self) -> str:
+        """Return the key that only shows the job's page. It is derived, and void when the secret is replaced."""
+        return self._viewer_key(self._secret())
+
+    def _viewer_key(self, secret: bytes) -> str:
+        return f"pv-{sign(secret, self._job, 'view')}"
+
     def _job_key(self, secret: bytes) -> str:
         if self._given is not None:
             return self._given
@@ -73,12 +81,16 @@ class KeyRing:
 
         Raises:
             Unauthorized: there is no key, or it is not a key of this job.
+            Forbidden: the key is the viewer's.
         """
         if not key:
             raise Unauthorized("no key; send the header `Authorization: Bearer <key>`")
         secret = self._secret()  # once: each look at it asks the file system
         if hmac.compare_digest(key.encode(), self._job_key(secret).encode()):
             return None
+        # The beginning is looked at first, so that the check of an episode's key signs nothing else.
+        if key.startswith("pv-") and hmac.compare_digest(key.encode(), self._viewer_key(secret).encode()):
+            raise Forbidden("this is the viewer's key, which opens the job's page and nothing else")
         prefix, _, _ = key.rpartition(".")
         episode_id, _, fence = prefix.removeprefix("pe-").rpartition(".")
         known = key.startswith("pe-") and fence.isascii() and fence.isdigit() and len(fence) < 10
@@ -93,6 +105,16 @@ class KeyRing:
             Unauthorized: there is no key, or it is not a key of this job.
         """
         request.scope[_OPENS] = self.check(bearer(request))
+
+    def require_view(self, request: Request) -> None:
+        """Check that a request carries the viewer's key, or the job's present key.
+
+        Raises:
+            Unauthorized: there is no key, or it is not a key of this job.
+            Forbidden: the key is an episode's.
+        """
+        if not hmac.compare_digest((bearer(request) or "").encode(), self.viewer_key.encode()):
+            self.require_job(request)
 
     def require_job(self, request: Request) -> None:
         """Check that a request carries the job's present key.

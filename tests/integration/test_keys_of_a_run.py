@@ -123,3 +123,29 @@ def test_who_waits_with_the_old_key_gets_nothing_after_it_was_changed(folder):
                 pass
     finally:
         server.kill()
+
+
+def test_a_new_key_ends_what_a_viewer_follows(folder):
+    run = folder / "runs" / "mine"
+    server = start(folder)
+    try:
+        base = url(server)
+        headers = {"authorization": f"Bearer {(run / 'api_key').read_text()}"}
+        viewer = httpx2.post(f"{base}/dashboard/session", headers=headers).json()["key"]
+        page = "/dashboard/api/runs"
+        assert code(base, page, viewer) == 200
+        with (
+            concurrent.futures.ThreadPoolExecutor() as pool,
+            httpx2.stream(
+                "GET", f"{base}{page}/mine/events", headers={"authorization": f"Bearer {viewer}"}, timeout=60
+            ) as answer,
+        ):
+            assert answer.status_code == 200
+            ended = pool.submit(lambda: list(answer.iter_bytes()))
+            rotated = subprocess.run([PALESTRA, "rotate-key", run], env=environment(), capture_output=True, check=False)
+            assert rotated.returncode == 0, rotated.stderr
+            ended.result(30)
+        assert code(base, page, viewer) == 401
+        assert code(base, page, (run / "api_key").read_text()) == 200
+    finally:
+        server.kill()

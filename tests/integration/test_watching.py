@@ -20,6 +20,19 @@ from servers import KEY, SCRIPTED, Job, Plane, until
 from palestra import AsyncClient, Client
 from palestra.client import Worker
 
+PAGE = (  # what the page shows of a run
+    "",
+    "/metrics",
+    "/settings",
+    "/history",
+    "/events",
+    "/steps/{step}",
+    "/groups/{kind}/{group}",
+    "/episodes",
+    "/episodes/{episode}",
+    "/episodes/{episode}/rows/{row}",
+)
+
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory) -> Iterator[Job]:
@@ -173,6 +186,9 @@ def test_the_description_of_the_api_has_every_route(plane):
         ("GET", "/status"),
         ("GET", "/events"),
         ("GET", "/metrics"),
+        ("POST", "/dashboard/session"),
+        ("GET", "/dashboard/api/runs"),
+        *(("GET", f"/dashboard/api/runs/{{run}}{view}") for view in PAGE),
     }
     for method, path in routes:
         operation = described["paths"][path][method.lower()]

@@ -18,7 +18,7 @@ from palestra.types.control_wire import LimitsBody
 
 COMMANDS = sorted(commands_of(parser()))
 UNITS = {"STEPS", "STEP", "EPISODES", "PROCESSES", "JOBS", "CORES", "CPUS", "GPUS", "GIB", "SECONDS", "DAYS", "TIME"}
-COUNTED = {("demo", "--seed"), ("serve", "--port")}  # numbers without a unit
+COUNTED = {("dashboard", "--port"), ("demo", "--seed"), ("serve", "--port")}  # numbers without a unit
 
 
 def options_of(name: str) -> list[argparse.Action]:

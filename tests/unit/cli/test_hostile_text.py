@@ -155,6 +155,7 @@ CASES: dict[str, list[list[str]]] = {
         [HOSTILE],
         ["run", HOSTILE],
     ],
+    "dashboard": [[HOSTILE], ["run", HOSTILE]],
     "export": [[JOB, "out"], [HOSTILE, "out"]],
     "rotate-key": [[JOB], [HOSTILE]],
     "serve": [["--rules", "hostile.toml"]],

@@ -54,6 +54,27 @@ def test_the_job_key_opens_the_job_and_no_episode():
     assert RING.check(RING.job_key) is None
 
 
+def test_the_viewers_key_opens_the_page_and_nothing_else():
+    with pytest.raises(Forbidden, match="viewer"):
+        RING.check(RING.viewer_key)
+    viewer = carrying(RING.viewer_key)
+    with pytest.raises(Forbidden):
+        RING.admit(viewer)
+    RING.require_view(viewer)
+    RING.require_view(carrying(RING.job_key))
+    with pytest.raises(Forbidden):
+        RING.require_job(viewer)
+    with pytest.raises(Forbidden):
+        RING.require_episode(viewer)
+    assert not RING.opens_job(viewer)
+    with pytest.raises(Forbidden):
+        RING.require_view(carrying(RING.episode_key("e", 1)))
+    with pytest.raises(Unauthorized):
+        RING.require_view(request())
+    with pytest.raises(Unauthorized):
+        KeyRing(lambda: b"other" * 8, "job").require_view(viewer)
+
+
 def test_a_job_key_may_be_given():
     ring = KeyRing(lambda: SECRET, "job", "my-own-key")
     assert ring.check("my-own-key") is None

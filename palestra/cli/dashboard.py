@@ -1,0 +1,76 @@
+"""`palestra dashboard`: a page in the browser for runs, finished or not."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import signal
+import sys
+import threading
+import webbrowser
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from palestra.cli.options import command
+from palestra.terminal import say
+
+if TYPE_CHECKING:
+    from palestra.dashboard.access import OneTimeLink
+
+PORT = 7413
+
+
+def add(commands: Any) -> None:
+    """Add the command `dashboard`, which takes folders of runs."""
+    parser = command(
+        commands,
+        "dashboard",
+        run,
+        "show runs in the browser: curves, steps, groups, episodes, tokens",
+        "  palestra dashboard runs/addition\n"
+        "  palestra dashboard runs/*                      # several, beside one another\n"
+        "  palestra dashboard runs/addition --no-browser  # on a machine that is reached by ssh -L 7413:localhost:7413",
+    )
+    parser.add_argument("run_dirs", metavar="RUN", type=Path, nargs="+", help="a run's folder; the run may be running")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; TLS needs a proxy")
+    parser.add_argument("--port", type=int, default=PORT, help="port to listen on; 0 for any free one")
+    parser.add_argument("--no-browser", action="store_true", help="print the link, and open no browser")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve the page until Ctrl-C; print its link, and open it in the browser."""
+    import asyncio
+
+    from palestra.dashboard.runs import runs_of
+
+    runs = runs_of(arguments.run_dirs)
+    asyncio.run(_serve(runs, arguments))
+    return 0
+
+
+async def _serve(runs: Any, arguments: argparse.Namespace) -> None:
+    import asyncio
+
+    from palestra.dashboard.server import serve_page
+
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+
+    def ready(url: str, access: OneTimeLink) -> None:
+        link = f"{url}#{access.code}"
+        say(f"{link}\nthe link opens the page once; Enter prints another one, Ctrl-C ends")
+        if not arguments.no_browser:
+            threading.Thread(target=webbrowser.open, args=(link,), daemon=True).start()
+        if sys.stdin is not None and sys.stdin.isatty():
+            threading.Thread(target=_renew, args=(url, access), daemon=True).start()
+
+    await serve_page(runs, arguments.host, arguments.port, ready, stop)
+
+
+def _renew(url: str, access: OneTimeLink) -> None:
+    """Print a new link for each line of standard input."""
+    with contextlib.suppress(OSError, ValueError):  # the input was closed
+        for _ in sys.stdin:
+            access.renew()
+            say(f"{url}#{access.code}")

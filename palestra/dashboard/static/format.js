@@ -1,0 +1,65 @@
+// Numbers, times and names as people read them.
+
+export function number(value, digits = 4) {
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  if (value === 0) return "0";
+  const size = Math.abs(value);
+  if (size >= 1e6 && size < 1e12) {
+    const [scale, unit] = size >= 1e9 ? [1e9, "G"] : [1e6, "M"];
+    return `${(value / scale).toLocaleString("en-US", { maximumFractionDigits: 2 }).replace("-", "−")} ${unit}`;
+  }
+  if (size >= 1e12 || size < 1e-3) return value.toExponential(2).replace("e+", "e").replace("-", "−").replace("e-", "e−");
+  if (Number.isInteger(value)) return value.toLocaleString("en-US").replace("-", "−");
+  const places = Math.max(0, digits - 1 - Math.floor(Math.log10(size)));
+  return value.toLocaleString("en-US", { maximumFractionDigits: Math.min(places, 6) }).replace("-", "−");
+}
+
+export function whole(value) {
+  return value === null || value === undefined ? "–" : Math.round(value).toLocaleString("en-US");
+}
+
+export function signed(value) {
+  if (value === null || value === undefined) return "–";
+  return value > 0 ? `+${number(value, 3)}` : number(value, 3);
+}
+
+export function duration(seconds) {
+  if (seconds === null || seconds === undefined) return "–";
+  if (seconds < 1) return `${Math.round(seconds * 1000)} ms`;
+  if (seconds < 100) return `${seconds < 10 ? seconds.toFixed(1) : Math.round(seconds)} s`;
+  if (seconds < 6000) return `${Math.round(seconds / 60)} min`;
+  return seconds < 172800 ? `${(seconds / 3600).toFixed(1)} h` : `${(seconds / 86400).toFixed(1)} days`;
+}
+
+export function clock(at) {
+  const date = new Date(at * 1000);
+  const two = (n) => String(n).padStart(2, "0");
+  return `${date.getFullYear()}-${two(date.getMonth() + 1)}-${two(date.getDate())} ${two(date.getHours())}:${two(date.getMinutes())}:${two(date.getSeconds())}`;
+}
+
+export function words(name) {
+  return name.replaceAll("_", " ");
+}
+
+// The short name of a metric: what stands behind its group.
+export function metric(name) {
+  return words(name.slice(name.indexOf("/") + 1));
+}
+
+export function plural(count, one, many = `${one}s`) {
+  return `${whole(count)} ${count === 1 ? one : many}`;
+}
+
+export function json(value, indent = 0) {
+  return JSON.stringify(value, null, indent);
+}
+
+export function percent(share) {
+  return share === null || share === undefined ? "–" : `${(share * 100).toFixed(share < 0.1 ? 1 : 0)} %`;
+}
+
+// JSON on one line where it is short, and not more of it than a browser can lay out.
+export function pretty(value) {
+  const line = json(value);
+  return line.length <= 90 ? line : json(value, 2).slice(0, 20000);
+}

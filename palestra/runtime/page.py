@@ -1,0 +1,72 @@
+"""The page of a job that runs in this process: its own run, and what only this process knows of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fastapi import FastAPI
+from starlette.requests import Request
+
+from palestra.dashboard.answers import LiveState
+from palestra.dashboard.files import PAGE, public_paths
+from palestra.dashboard.routes import add_page
+from palestra.dashboard.runs import Run
+from palestra.dashboard.token_text import TokenText
+from palestra.http.app import PUBLIC
+from palestra.server import DataPlane, create_app
+
+
+def create_job_app(plane: DataPlane) -> FastAPI:
+    """Return the application of a job: its data plane, and the page that shows the job.
+
+    Args:
+        plane: the state that the routes share.
+    """
+    app = create_app(plane, public={*PUBLIC, *public_paths()}, page=f"{PAGE}/")
+    run = Run(
+        name=plane.config.name,
+        folder=Path(plane.progress.run_dir),
+        live=lambda: _live(plane),
+        given=plane.config,
+        texts=lambda policy: _texts(plane, policy),
+    )
+    add_page(app, [run], _JobAccess(plane), plane.stopping)
+    return app
+
+
+class _JobAccess:
+    """The viewer's key of a job opens its page, and so does the job's own key."""
+
+    def __init__(self, plane: DataPlane) -> None:
+        self._keys = plane.keys
+
+    def check(self, request: Request) -> None:
+        """Check the key of a request; see `PageAccess`."""
+        self._keys.require_view(request)
+
+    def exchange(self, request: Request) -> str:
+        """Return the viewer's key, so that a browser need not keep the job's; see `PageAccess`."""
+        self._keys.require_view(request)
+        return self._keys.viewer_key
+
+
+def _live(plane: DataPlane) -> LiveState:
+    progress, sessions = plane.progress, plane.sessions
+    collected = progress.collected
+    return LiveState(
+        state=progress.state.value,
+        reason=progress.reason,
+        phase=progress.phase,
+        phase_done=None if collected is None else collected.done,
+        phase_due=None if collected is None else collected.due,
+        step=progress.step,
+        seconds_left=progress.seconds_left,
+        calls_in_flight=sessions.in_flight,
+        tokens_per_second=sessions.context.rate.per_second,
+        workers=plane.workers.busy,
+    )
+
+
+def _texts(plane: DataPlane, policy: str) -> TokenText:
+    vocabulary = plane.sessions.context.policies.runtimes[policy].renderer.vocabulary
+    return lambda token: vocabulary.decode([token])

@@ -1,0 +1,76 @@
+"""The page of a running job: who may see it, what the viewer's key does not open, and that it follows the job."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+
+import httpx2
+from servers import KEY, SCRIPTED, Job, Plane, until
+
+API = "/dashboard/api/runs"
+VALUES = {"run": "job", "step": "1", "kind": "train", "group": "0", "row": "0"}
+
+
+def viewer_key(plane: Plane, key: str = KEY) -> str:
+    answer = plane.post("/dashboard/session", key=key)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["cache-control"] == "no-store"
+    return str(answer.json()["key"])
+
+
+def test_the_viewers_key_opens_the_page_and_nothing_else(tmp_path):
+    with Job(tmp_path, {**SCRIPTED, "steps": 100, "evaluation": {"every_steps": 0}}) as job:
+        job.start()
+        with Plane(job.url) as plane:
+            key, episode = viewer_key(plane), plane.claim()
+            assert key not in (KEY, episode["api_key"])
+            assert viewer_key(plane, key) == key, "a tab may ask again"
+            paths: dict[str, dict[str, object]] = plane.get("/openapi.json").json()["paths"]
+            known = VALUES | {"episode": episode["episode_id"]}
+            pages = [path for path in paths if path.startswith(API)]
+            assert len(pages) == 11
+            for path, methods in paths.items():
+                address = re.sub(r"\{(\w+)\}", lambda match: known[match[1]], path)
+                for method in methods:
+                    ask = {"headers": {"authorization": f"Bearer {key}"}, "params": {"follow": "false"}}
+                    if path.startswith(f"{API}/{{run}}/episodes"):
+                        ask["params"] = {}
+                    found = plane.http.request(method, job.url + address, **ask)
+                    if path.startswith("/dashboard/"):
+                        expected = 404 if path.endswith("{row}") else 200  # the episode has no call yet
+                        assert found.status_code == expected, (path, found.text)
+                    else:
+                        assert found.status_code in (401, 403), (path, found.status_code)
+            for path in pages:
+                address = re.sub(r"\{(\w+)\}", lambda match: known[match[1]], path)
+                assert plane.get(address, key=None).status_code == 401
+                assert plane.get(address, key=episode["api_key"]).status_code == 403
+            assert plane.get("/dashboard", key=None).status_code == 200
+            assert plane.post("/dashboard/session", key=None).status_code == 401
+            assert plane.post("/dashboard/session", key=episode["api_key"]).status_code == 403
+        assert key not in job.servers[-1].output
+
+
+def test_the_page_follows_a_job_to_its_end(tmp_path):
+    with Job(tmp_path, SCRIPTED) as job:
+        job.start()
+        with Plane(job.url) as plane:
+            before = plane.get(f"{API}/job").json()
+            assert (before["state"], before["step"], before["live"]["workers"]) == ("running", 0, 0)
+            kinds: list[str] = []
+
+            def follow() -> None:
+                headers = {"authorization": f"Bearer {KEY}"}
+                with httpx2.stream("GET", f"{job.url}{API}/job/events", headers=headers, timeout=60) as answer:
+                    kinds.extend(line.removeprefix("event: ") for line in answer.iter_lines() if line[:6] == "event:")
+
+            thread = threading.Thread(target=follow)
+            thread.start()
+            job.work()
+            until(lambda: "completed" in kinds, "the last event")
+        job.finish()
+        thread.join()
+        rows = [json.loads(row["data"]) for row in job.query("SELECT data FROM metric_rows ORDER BY step")]
+        assert kinds.count("step") == len(rows) == 4

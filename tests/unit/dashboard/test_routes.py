@@ -1,0 +1,134 @@
+"""The routes of the page: each needs a key, a link is good once, and nothing from elsewhere is let in."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+
+import httpx2
+import pytest
+
+from palestra.dashboard.access import OneTimeLink
+from palestra.dashboard.files import public_paths
+from palestra.dashboard.server import create_page_app
+from unit.dashboard.recorded import record
+
+VALUES = {"run": "recorded", "step": "5", "kind": "train", "group": "0", "episode": "train-000000-00", "row": "0"}
+
+
+@pytest.fixture
+async def page(tmp_path):
+    access = OneTimeLink()
+    app = create_page_app([await record(tmp_path)], access, asyncio.Event())
+    transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx2.AsyncClient(transport=transport, base_url="http://page") as http:
+        yield app, access, http
+
+
+def api_paths(app) -> list[str]:
+    found = [path for path in app.openapi()["paths"] if path.startswith("/dashboard/api/")]
+    return [re.sub(r"\{(\w+)\}", lambda match: VALUES[match[1]], path) for path in found]
+
+
+async def key_of(http: httpx2.AsyncClient, credential: str) -> httpx2.Response:
+    return await http.post("/dashboard/session", headers={"authorization": f"Bearer {credential}"})
+
+
+async def test_every_route_of_data_needs_the_viewers_key(page):
+    app, access, http = page
+    key = (await key_of(http, access.code)).json()["key"]
+    paths = api_paths(app)
+    assert len(paths) == 11
+    for path in paths:
+        address = path + ("?follow=false" if path.endswith("/events") else "")
+        for wrong in ({}, {"authorization": "Bearer pv-no"}, {"cookie": f"key={key}"}):
+            assert (await http.get(address, headers=wrong)).status_code == 401, path
+        assert (await http.get(f"{address}{'&' if '?' in address else '?'}key={key}")).status_code == 401
+        good = await http.get(address, headers={"authorization": f"Bearer {key}"})
+        assert good.status_code == 200, (path, good.text)
+        assert good.headers["cache-control"] == "no-store"
+
+
+async def test_a_link_is_good_once_and_a_new_one_can_be_made(page):
+    _, access, http = page
+    code = access.code
+    first = await key_of(http, code)
+    assert first.status_code == 200
+    assert (await key_of(http, code)).status_code == 401
+    assert access.code is None
+    access.renew()
+    again = await key_of(http, access.code)
+    assert again.json() == first.json()
+    assert (await key_of(http, first.json()["key"])).status_code == 200, "another tab has the key already"
+
+
+async def test_the_files_are_public_whole_and_let_no_script_in(page):
+    _, _, http = page
+    for path in public_paths():
+        found = await http.get(path)
+        assert found.status_code == 200
+        policy = found.headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+        assert found.headers["x-content-type-options"] == "nosniff"
+        again = await http.get(path, headers={"if-none-match": found.headers["etag"]})
+        assert (again.status_code, again.content) == (304, b"")
+    text = (await http.get("/dashboard")).text
+    assert set(re.findall(r'(?:src|href)="([^"#]+)"', text)) <= public_paths() | {
+        "/dashboard/assets/vendor/uPlot.min.css"
+    }
+    assert not re.findall(r"<script(?![^>]*src=)|\son\w+=|style=", text)
+    assert (await http.get("/dashboard/assets/../routes.py")).status_code in (401, 404)
+
+
+def test_no_file_of_the_page_asks_for_anything_elsewhere():
+    from importlib.resources import files
+
+    root = files("palestra.dashboard") / "static"
+    for file in root.iterdir():
+        if file.name.endswith((".js", ".css", ".html")):
+            text = file.read_text(encoding="utf-8")
+            assert not re.findall(r"(?:https?:)?//[a-z0-9.-]+\.[a-z]{2,}", text), file.name
+            assert "innerHTML" not in text, file.name
+            assert "eval(" not in text, file.name
+
+
+async def test_wrong_values_are_answered_with_what_is_wrong(page):
+    _, access, http = page
+    headers = {"authorization": f"Bearer {(await key_of(http, access.code)).json()['key']}"}
+    base = "/dashboard/api/runs/recorded"
+    for path, status in [
+        ("/steps/-1", 422),
+        ("/steps/99999999999999999999999", 422),
+        ("/steps/99", 404),
+        ("/groups/other/1", 422),
+        ("/groups/train/77", 404),
+        ("/episodes/nope", 404),
+        ("/episodes/train-000000-00/rows/9", 404),
+        ("/episodes?limit=0", 422),
+        ("/episodes?unknown=1", 422),
+        ("/episodes?before=x", 422),
+        ("/history?before=-1", 422),
+    ]:
+        found = await http.get(base + path, headers=headers)
+        assert found.status_code == status, (path, found.text)
+        assert found.json()["error"]["message"]
+    assert (await http.get("/dashboard/api/runs/other", headers=headers)).status_code == 404
+
+
+async def test_events_are_replayed_after_any_of_them(page):
+    _, access, http = page
+    headers = {"authorization": f"Bearer {(await key_of(http, access.code)).json()['key']}"}
+
+    async def numbers(after: dict[str, str]) -> list[int]:
+        found = await http.get("/dashboard/api/runs/recorded/events?follow=true", headers=headers | after)
+        blocks = [block for block in found.text.split("\n\n") if block.startswith("id: ")]
+        assert all("kind" in json.loads(block.split("data: ")[1]) for block in blocks)
+        return [int(block.split("\n")[0].removeprefix("id: ")) for block in blocks]
+
+    everything = await numbers({})
+    assert everything == sorted(set(everything))
+    assert len(everything) >= 2
+    for place, number in enumerate(everything):
+        assert await numbers({"last-event-id": str(number)}) == everything[place + 1 :]
