@@ -12,9 +12,9 @@ SITE := .venv-docs
 # Which tests are in which tier; CONTRIBUTING.md says what each tier promises. Each test is in one tier or has a command of
 # its own; only what draws examples is in both (tests/unit/test_tiers.py checks these lines).
 OWN_COMMAND := faults or frameworks
-FIRST_TIER := not (slow or model or service or $(OWN_COMMAND))
-SECOND_TIER := (slow or more_examples) and not (model or service or $(OWN_COMMAND))
-SECOND_TIER_ALONE := (model or service) and not ($(OWN_COMMAND))
+FIRST_TIER := not (slow or model or service or browser or $(OWN_COMMAND))
+SECOND_TIER := (slow or more_examples) and not (model or service or browser or $(OWN_COMMAND))
+SECOND_TIER_ALONE := (model or service or browser) and not ($(OWN_COMMAND))
 
 .PHONY: prose help demo test test-rest test-all test-faults lint format types contracts unit docs docs-site wheel conformance frameworks bench clean
 

@@ -12,7 +12,7 @@ from drawing import drawn
 from hypothesis import settings
 
 ROOT = Path(__file__).parents[2]
-MARKERS = ("slow", "more_examples", "model", "service", "faults", "frameworks")
+MARKERS = ("slow", "more_examples", "model", "service", "browser", "faults", "frameworks")
 OWN_COMMAND = {"faults", "frameworks"}
 CASES = [set(chosen) for count in range(len(MARKERS) + 1) for chosen in itertools.combinations(MARKERS, count)]
 
@@ -42,7 +42,7 @@ def test_a_test_is_in_one_tier_or_has_a_command_of_its_own(markers):
     first, second = times("unit", markers), times("test-rest", markers)
     if markers & OWN_COMMAND:
         assert (first, second) == (0, 0)
-    elif markers & {"slow", "model", "service"}:
+    elif markers & {"slow", "model", "service", "browser"}:
         assert (first, second) == (0, 1)
     else:
         assert (first, second) == (1, int("more_examples" in markers))

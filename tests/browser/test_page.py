@@ -1,0 +1,295 @@
+"""The page in a real browser: from a curve to a token, by mouse and keyboard, with the numbers of the run's files."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import sqlite3
+import time
+from typing import Any
+
+import pytest
+from servers import KEY, SCRIPTED, Job, until
+
+from palestra.renderers import ByteTokenizer
+from palestra.store.browsing import browse, list_episodes, read_episode
+
+pytestmark = pytest.mark.browser
+READY_SECONDS = 1.5  # until the first view is drawn, on two shared cores
+SEEN_LONG = 20.0  # seconds, for four views with ten megabytes of one line in them
+SERIOUS = ("serious", "critical")
+WIDTHS = (360, 1280, 2560)
+VIOLATIONS = """axe.run(document, {resultTypes: ['violations']}).then(found => found.violations.map(one =>
+    [one.impact, one.id, one.nodes.map(node => `${node.html.slice(0, 160)} ${node.failureSummary.slice(0, 300)}`)]))"""
+HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>\u202e\u0007\x1b[2Jend"
+
+
+def shown(value: float, digits: int = 4) -> str:
+    """A number as the page writes it; see `format.js`."""
+    if value == 0:
+        return "0"
+    if float(value).is_integer():
+        return f"{value:,.0f}".replace("-", "−")
+    places = min(max(0, digits - 1 - math.floor(math.log10(abs(value)))), 6)
+    return f"{value:,.{places}f}".rstrip("0").rstrip(".").replace("-", "−")
+
+
+def ready(page: Any, address: str) -> None:
+    """Wait until the view of an address is drawn."""
+    page.wait_for_selector(f'html[data-ready="{address}"]', state="attached")
+
+
+def visit(page: Any, address: str) -> None:
+    page.evaluate("address => { location.hash = address }", address)
+    ready(page, address)
+
+
+def numbers_of(page: Any) -> dict[str, str]:
+    tiles = page.locator("main .tile").all()
+    return {tile.locator(".label").inner_text(): tile.locator(".number").inner_text() for tile in tiles}
+
+
+def test_from_a_curve_to_a_token_with_the_numbers_of_the_run(finished, dashboard, open_page):
+    link, _ = dashboard(finished.run_dir)
+    page = open_page(link)
+    assert "once-" not in page.evaluate("location.href")
+    rows = {int(row["step"]): row for row in finished.metrics()}
+    last = rows[max(rows)]
+    assert numbers_of(page)["reward"] == shown(last["train/reward_mean"], 3)
+    assert numbers_of(page)["validation"] == shown(last["validation/reward_mean"], 3)
+
+    # The keyboard leads through the curve, and Enter to the step
+    chart = page.locator(".plot").first
+    chart.focus()
+    page.keyboard.press("End")
+    page.keyboard.press("ArrowLeft")
+    readout = page.locator(".readout").first.inner_text()
+    assert "step 2" in readout
+    assert shown(rows[2]["train/reward_mean"]) in readout
+    assert shown(rows[2]["validation/reward_mean"]) in readout
+    page.keyboard.press("Enter")
+    ready(page, "#/run/run/step/2")
+    assert numbers_of(page)["reward"] == shown(rows[2]["train/reward_mean"], 3)
+    assert numbers_of(page)["trained tokens"] == shown(rows[2]["train/trained_tokens"])
+
+    # The step's groups have the rewards of the store
+    manifest = finished.manifests()[2]
+    stored = {
+        r["episode_id"]: sum(json.loads(r["rewards"]).values())
+        for r in finished.query("SELECT episode_id, rewards FROM episodes WHERE rewards IS NOT NULL")
+    }
+    cells = page.locator(".group .cell").all()
+    assert [cell.inner_text() for cell in cells] == [shown(stored[name], 2) for name in manifest]
+
+    page.locator(".group h3 a").first.click()
+    page.wait_for_selector(".member")
+    of_group = [name for name in manifest if name.startswith(manifest[0][:12])]
+    assert [one.inner_text() for one in page.locator(".member h2").all()] == of_group
+    assert [one.inner_text() for one in page.locator(".member .reward b").all()] == [
+        shown(stored[name]) for name in of_group
+    ]
+
+    page.locator(".member h2 a").first.click()
+    page.wait_for_selector(".tokens .t")
+    name = of_group[0]
+    assert "Trained." in page.locator(".fate").inner_text()
+    with browse(finished.run_dir / "run.db") as connection:
+        chats = read_episode(connection, name).trajectory.chats
+    replies = [part.inner_text() for part in page.locator(".message.assistant pre").all()]
+    assert replies == [chats[0].reply.text, chats[1].reply.text]
+
+    # The second token that was sampled, chosen with the arrow keys
+    page.locator(".tokens").focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    page.wait_for_selector(".token-detail dl")
+    facts = dict(
+        zip(
+            page.locator(".token-detail dt").all_inner_texts(),
+            page.locator(".token-detail dd").all_inner_texts(),
+            strict=True,
+        )
+    )
+    chat = chats[0]
+    assert facts["id"] == str(chat.completion_ids[1])
+    assert facts["logprob when sampled"] == shown(float(chat.logprobs[1]), 6)
+    assert facts["version"] == str(chat.versions[0].version)
+    assert facts["call"] == "0 of agent"
+    assert page.locator(".token-text").inner_text() == ByteTokenizer().decode([int(chat.completion_ids[1])])
+    assert "trained in step 2" in page.locator(".token-detail .why").inner_text()
+    assert page.locator(".t.chosen").count() == 1
+
+    # And back up again with a key
+    page.keyboard.press("u")
+    page.wait_for_selector(".member")
+    page.keyboard.press("]")
+    page.wait_for_selector('h1:has-text("Group 3")')
+
+
+def test_the_page_is_ready_soon_and_asks_little(finished, dashboard, open_page):
+    link, _ = dashboard(finished.run_dir)
+    page = open_page(link)
+    page.reload()  # the second time: Python has loaded what it needs
+    page.wait_for_selector("html[data-ready]", state="attached")
+    took = page.evaluate("performance.getEntriesByName('palestra-ready')[0].startTime") / 1000
+    assert took < READY_SECONDS
+    transferred = page.evaluate(
+        "performance.getEntriesByType('resource').reduce((sum, one) => sum + one.decodedBodySize, 0)"
+    )
+    assert transferred < 400_000
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_nothing_serious_keeps_anybody_from_using_any_view(finished, dashboard, open_page, axe, scheme):
+    link, _ = dashboard(finished.run_dir)
+    episode = finished.manifests()[2][0]
+    of_run = ("steps", "step/2", f"group/train/{int(episode[6:12])}", f"episode/{episode}", "episodes", "settings")
+    views = ["#/", *(f"#/run/run/{view}" for view in (*of_run, "events", "nowhere"))]
+    page = open_page(link, scheme=scheme)
+    page.evaluate(axe)
+    for width in WIDTHS:
+        page.set_viewport_size({"width": width, "height": 900})
+        for address in views:
+            visit(page, address)
+            time.sleep(0.2)  # until charts and tokens that come into sight are drawn
+            wide = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+            assert wide <= 0, f"{address} is wider than {width} px"
+            if width != 1280:
+                continue
+            found = page.evaluate(VIOLATIONS)
+            assert [one for one in found if one[0] in SERIOUS] == [], address
+
+
+def test_several_runs_stand_beside_one_another(finished, dashboard, open_page, tmp_path):
+    shutil.copytree(finished.run_dir, tmp_path / "second")
+    link, _ = dashboard(finished.run_dir, tmp_path / "second")
+    page = open_page(link)
+    assert [one.inner_text() for one in page.locator(".card h2").all()] == ["run", "second"]
+    readout = page.locator(".readout").first
+    assert "run training" in readout.inner_text()
+    assert "second validation" in readout.inner_text()
+    page.locator("input[aria-label='Draw second']").uncheck()
+    assert "second" not in readout.inner_text()
+    for below in ("tokens", "seconds"):
+        page.select_option("select[name=x]", below)
+    page.locator(".smoothing input").fill("0.9")
+    page.fill("#search", "entropy")
+    page.fill("#search", "no such metric")
+    assert "No metric has" in page.locator(".sections").inner_text()
+
+
+def test_a_search_finds_episodes_by_reward_and_text(finished, dashboard, open_page):
+    link, _ = dashboard(finished.run_dir)
+    page = open_page(link)
+    with browse(finished.run_dir / "run.db") as connection:
+        every = list_episodes(connection, "train", None, 100)
+    visit(page, "#/run/run/episodes")
+    assert page.locator("tbody tr").count() == len(every) == 12
+    page.keyboard.press("/")
+    assert page.evaluate("document.activeElement.name") == "text"
+    page.fill("[name=least_reward]", "0.5")
+    page.click("form.filters button")
+    page.wait_for_selector('html[data-ready*="least_reward"]', state="attached")
+    wanted = sorted((one.episode_id for one in every if (one.reward or 0) >= 0.5), reverse=True)
+    assert page.locator("tbody tr td:first-child").all_inner_texts() == wanted
+    task = every[0].task_id
+    page.fill("[name=text]", task)
+    page.keyboard.press("Enter")
+    page.wait_for_selector('html[data-ready*="text="]', state="attached")
+    assert page.locator("tbody tr").count() == sum(one.task_id == task and (one.reward or 0) >= 0.5 for one in every)
+
+
+def test_what_episodes_say_can_do_nothing(finished, dashboard, open_page, tmp_path):
+    folder = tmp_path / "hostile"
+    shutil.copytree(finished.run_dir, folder)
+    name = finished.manifests()[2][0]
+    reply = json.dumps({"role": "assistant", "content": [{"type": "text", "text": HOSTILE}]})
+    long = json.dumps([{"role": "user", "content": [{"type": "text", "text": "x" * 10_000_000}]}])
+    with sqlite3.connect(folder / "run.db") as connection:
+        connection.execute("UPDATE chats SET reply = ? WHERE episode_id = ?", (reply, name))
+        connection.execute("UPDATE chats SET messages = ? WHERE episode_id = ? AND idx = 0", (long, name))
+        connection.execute(
+            "UPDATE episodes SET metadata = ?, task_data = ? WHERE episode_id = ?",
+            (json.dumps({"a": HOSTILE}), json.dumps({"text": HOSTILE}), name),
+        )
+        connection.execute("UPDATE events SET data = json_set(data, '$.episode_id', ?)", (HOSTILE,))
+    connection.close()
+    link, _ = dashboard(folder)
+    page = open_page(link)
+    started = time.monotonic()
+    for address in (
+        f"#/run/hostile/episode/{name}",
+        f"#/run/hostile/group/train/{int(name[6:12])}",
+        "#/run/hostile/step/2",
+        "#/run/hostile/events",
+    ):
+        visit(page, address)
+        assert "owned" not in page.title()
+        assert page.locator("main img").count() == 0
+        text = page.locator("main").inner_text()
+        assert not set("\u202e\u0007\x1b") & set(text)
+    assert time.monotonic() - started < SEEN_LONG
+    visit(page, f"#/run/hostile/episode/{name}")
+    said = page.locator(".message.assistant pre").first.inner_text()
+    assert said.startswith("<img src=x")
+    assert "U+202E" in said
+    assert "␛[2J" in said
+    assert "further characters" in page.locator(".message.user").first.inner_text()
+
+
+def test_damage_and_wrong_addresses_are_said_in_words(finished, dashboard, open_page, tmp_path):
+    folder = tmp_path / "hurt"
+    shutil.copytree(finished.run_dir, folder)
+    name = finished.manifests()[2][0]
+    with sqlite3.connect(folder / "run.db") as connection:
+        connection.execute("UPDATE episodes SET rewards = '{rubbish' WHERE episode_id = ?", (name,))
+    connection.close()
+    broken = tmp_path / "broken"
+    shutil.copytree(finished.run_dir, broken)
+    (broken / "run.db").write_bytes(b"rubbish " * 999)
+    link, process = dashboard(folder, broken)
+    page = open_page(link)
+    assert "damaged" in page.locator(".card .problem").inner_text()
+    visit(page, "#/run/hurt/episodes")
+    assert page.locator("td.problem").count() == 1
+    assert page.locator("tbody tr").count() == 12
+    visit(page, "#/run/hurt/step/77")
+    assert "no step 77" in page.locator("[role=alert]").inner_text()
+    visit(page, "#/run/other/steps")
+    assert "no run other" in page.locator("[role=alert]").inner_text()
+    process.kill()
+    visit(page, "#/run/hurt/step/1")
+    assert "can't be reached" in page.locator("[role=alert]").inner_text()
+
+
+def test_a_link_opens_one_page_and_other_tabs_get_the_key_from_it(finished, dashboard, open_page, chromium):
+    link, _ = dashboard(finished.run_dir)
+    page = open_page(link)
+    other = page.context.new_page()
+    other.goto(link.split("#")[0] + "#/run/run/steps")
+    ready(other, "#/run/run/steps")
+    with_link_again = chromium.new_context().new_page()
+    with_link_again.goto(link)
+    with_link_again.wait_for_selector("#key")
+    assert "used already" in with_link_again.locator("[role=alert]").inner_text()
+    with_link_again.context.close()
+    assert page.context.cookies() == []
+
+
+def test_a_running_job_shows_each_step_as_it_ends(open_page, tmp_path):
+    slow = SCRIPTED | {"steps": 6, "engine": {"kind": "fake", "reply_tokens": 8, "delay_seconds": 0.04}}
+    with Job(tmp_path, slow) as job:
+        job.start()
+        page = open_page(f"{job.url}/dashboard", key=KEY)
+        assert KEY not in json.dumps(page.evaluate("[sessionStorage['palestra-key'], location.href, document.cookie]"))
+        assert "No step is finished yet" in page.locator(".sections").inner_text()
+        job.work()
+        page.wait_for_selector(".plot canvas", timeout=60_000)
+        visit(page, "#/run/job/step/1")
+        assert page.locator(".group").count() == 2
+        visit(page, "#/")
+        page.wait_for_selector("text=6 of 6 steps", timeout=60_000)
+        newest = shown(job.metrics()[-1]["train/reward_mean"])
+        until(lambda: newest in page.locator(".readout").first.inner_text(), "the newest reward")
+        page.wait_for_selector(".card .badge:has-text('completed')")
