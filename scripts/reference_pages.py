@@ -90,7 +90,8 @@ def api_page(document: Mapping[str, Any]) -> str:
         "",
         "Every request carries `Authorization: Bearer KEY`. The job's key (`RUN/api_key`) opens the job; a claim gives "
         'a key that opens one episode, under one lease. Where the job serves a model (`kind = "inference"`), its key '
-        "opens `/v1/…`, and the routes for episodes answer 409. The server has the machine-readable form at "
+        "opens `/v1/…`, and the routes for episodes answer 409. The viewer's key opens the page, `/dashboard/…`, and "
+        "nothing else ([dashboard.md](dashboard.md#who-may-look)). The server has the machine-readable form at "
         "`/openapi.json`.",
         "",
         'Errors have OpenAI\'s shape, `{"error": {message, type, code, param}}`: 400 not supported or too long, '
@@ -105,7 +106,8 @@ def api_page(document: Mapping[str, Any]) -> str:
             if body:
                 lines += ["", *_fields(body, schemas)]
             for parameter in route.get("parameters", ()):
-                lines += ["", f"Query `{parameter['name']}`, default `{parameter['schema'].get('default')}`."]
+                if parameter["in"] != "path":
+                    lines += ["", f"Query `{parameter['name']}`, default `{parameter['schema'].get('default')}`."]
             answer = route["responses"].get("200", {}).get("content", {}).get("application/json", {}).get("schema")
             if answer and "$ref" in answer:
                 lines += ["", "Answer:", "", *_fields(answer, schemas)]

@@ -133,7 +133,7 @@ export function describe(run, event) {
   if (event.kind === "evaluated") return `after step ${data.step}: validation ${number(data["validation/reward_mean"], 3)}`;
   if (event.kind === "warning") return [h("a", { href: href(run, "step", data.step) }, `step ${data.step}`), ` ${visible(String(data.text))}`];
   const episode = typeof data.episode_id === "string" ? [h("a", { href: href(run, "episode", data.episode_id) }, data.episode_id), " "] : [];
-  const rest = Object.entries(data).filter(([key]) => key !== "episode_id").map(([key, value]) => `${words(key)} ${visible(typeof value === "string" ? value : json(value))}`);
+  const rest = Object.entries(data).filter(([key]) => key !== "episode_id").map(([key, value]) => `${words(key)} ${typeof value === "number" ? number(value) : typeof value === "string" ? value : json(value)}`);
   return [...episode, rest.join(", ")];
 }
 
