@@ -86,7 +86,13 @@ def test_what_it_does_not_have_it_names_with_what_to_install(installed, tmp_path
 
     assert run(installed / "env/bin/palestra", "worker", "--help").returncode == 0
     (tmp_path / "job.toml").write_text("steps = 1\n")
-    for words in (("run", "job.toml"), ("train", "agent:rollout"), ("episodes", "runs/job"), ("serve",)):
+    for words in (
+        ("run", "job.toml"),
+        ("train", "agent:rollout"),
+        ("episodes", "runs/job"),
+        ("dashboard", "runs/job"),
+        ("serve",),
+    ):
         assert "install palestra[train]" in said(*words)
     done = run(installed / "env/bin/python", "-c", "from palestra import train", cwd=tmp_path)
     assert "ModuleNotFoundError: palestra.train: this needs" in done.stderr

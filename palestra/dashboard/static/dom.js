@@ -58,6 +58,12 @@ export function empty(text, ...more) {
   return h("p", { class: "empty" }, text, ...more);
 }
 
+// Text in a box that scrolls where it is long; the keyboard can scroll it then, too.
+export function box(text, kind = "") {
+  const long = text.length > 400 || text.split("\n").length > 10;
+  return h("pre", { class: `box ${kind}`, tabindex: long ? "0" : null }, text);
+}
+
 export function scrolled(label, ...children) {
   return h("div", { class: "scrolled", role: "region", tabindex: "0", "aria-label": label }, ...children);
 }

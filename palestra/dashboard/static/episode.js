@@ -1,5 +1,5 @@
 // An episode: why it was trained or not, its tree of calls, what was said, and its tokens.
-import { badge, copyable, empty, h, replace, visible } from "./dom.js";
+import { badge, box, copyable, empty, h, replace, visible } from "./dom.js";
 import { clock, duration, json, number, plural, pretty, whole, words } from "./format.js";
 import { at, get } from "./api.js";
 import { href } from "./curves.js";
@@ -41,8 +41,8 @@ export async function episodeView({ run, rest, query }) {
       h("div", { class: "tiles" }, tile("reward", number(line.reward, 4)), several.agents && line.rewards ? Object.entries(line.rewards).map(([agent, reward]) => tile(agent, number(reward, 4))) : null,
         tile("calls", whole(calls.length)), tile("sampled tokens", whole(line.tokens)), tile("distinct tokens", whole(found.distinct_tokens), "That the model saw, each once"), tile("time", duration(seconds))),
       h("div", { class: "columns" },
-        h("aside", {}, h("section", {}, h("h2", {}, "Task ", copyable(line.task_id)), h("pre", { class: "json" }, visible(pretty(found.task))),
-          Object.keys(found.metadata).length === 0 ? null : [h("h2", {}, "Handed in with the reward"), h("pre", { class: "json" }, visible(pretty(found.metadata)))]),
+        h("aside", {}, h("section", {}, h("h2", {}, "Task ", copyable(line.task_id)), box(pretty(found.task)),
+          Object.keys(found.metadata).length === 0 ? null : [h("h2", {}, "Handed in with the reward"), box(pretty(found.metadata))]),
         calls.length < 2 ? null : h("section", {}, h("h2", {}, "Calls"), callTree(calls, several))),
         h("section", { class: "said" }, h("h2", {}, "What was said"), conversation)),
       tokens === null ? null : tokens.node),
@@ -93,7 +93,7 @@ function callPart(call, before, several, tokens) {
     call.messages.length === 0 ? empty("a prompt of token ids or raw text") : call.messages.map((message) => messagePart(message, "")),
     messagePart(call.reply, call.finish_reason === "length" ? "cut at its limit" : ""),
     h("details", { class: "calldetails" }, h("summary", {}, "how it was sampled"), h("dl", {}, details.filter(([, value]) => value !== "" && value !== null && value !== "–").map(([name, value]) => [h("dt", {}, name), h("dd", {}, visible(String(value)))])),
-      call.grammar === "" ? null : [h("h4", {}, "Grammar that the reply has to match"), h("pre", { class: "json" }, visible(call.grammar))], h("p", { class: "muted" }, call.why)));
+      call.grammar === "" ? null : [h("h4", {}, "Grammar that the reply has to match"), box(call.grammar)], h("p", { class: "muted" }, call.why)));
 }
 
 function messagePart(message, note) {

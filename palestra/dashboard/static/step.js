@@ -1,5 +1,5 @@
 // A step with its groups; a group with its episodes side by side.
-import { badge, copyable, empty, h, replace, scrolled, visible } from "./dom.js";
+import { badge, box, copyable, empty, h, replace, scrolled, visible } from "./dom.js";
 import { duration, number, plural, pretty, signed, whole, words } from "./format.js";
 import { at, get } from "./api.js";
 import { href } from "./curves.js";
@@ -111,8 +111,8 @@ export async function groupView({ run, rest }) {
     node: h("div", { class: "view wide" },
       h("div", { class: "head" }, h("h1", {}, `Group ${index}`), kind === "train" ? null : badge(kind, "plain"), found.state ? badge(found.state, found.state === "dropped" ? "warn" : "plain") : null,
         around("group", index > 0 ? href(run, "group", kind, index - 1) : null, href(run, "group", kind, index + 1))),
-      h("section", { class: "taskbox" }, h("h2", {}, "Task ", copyable(found.task_id)), h("pre", {}, visible(pretty(found.task))),
-        same && prompt ? [h("h2", {}, "Asked"), h("pre", {}, visible(prompt))] : null),
+      h("section", { class: "taskbox" }, h("h2", {}, "Task ", copyable(found.task_id)), box(pretty(found.task)),
+        same && prompt ? [h("h2", {}, "Asked"), box(prompt)] : null),
       found.notes.map((note) => h("p", { class: "note" }, note)),
       h("p", { class: "muted" }, `${plural(found.members.length, "episode")}`, mean === null ? "" : `, mean reward ${number(mean, 3)}`, ". Beginnings that replies have in common are pale."),
       h("div", { class: "members" }, found.members.map((member, place) => memberCard(run, member, replies.filter((_, i) => i !== place && replies[i] !== ""), mean, same)))),
@@ -132,7 +132,7 @@ function memberCard(run, member, others, mean, same) {
         line.termination ? badge(words(line.termination), "plain") : null, member.weight === null || !member.trained ? null : badge(`weight ${number(member.weight, 3)}`, "plain", "Share of each of its tokens in the loss"),
         Object.entries(line.forks).map(([reason, count]) => badge(`${count} ${words(reason)}`, "warn"))),
       h("p", { class: "why" }, member.trained ? "trained" : member.why),
-      same || !member.prompt ? null : h("pre", { class: "asked" }, visible(member.prompt)),
+      same || !member.prompt ? null : box(member.prompt, "asked"),
       member.reply === "" ? empty(line.calls ? "an empty reply" : "no call of a model") : h("pre", { class: "reply" }, h("span", { class: "common" }, visible(member.reply.slice(0, common))), visible(member.reply.slice(common))),
       member.reply.length >= 1200 ? h("p", { class: "muted small" }, "cut here; the episode has all of it") : null]);
 }
