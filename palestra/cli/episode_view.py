@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
 
+from pydantic import BaseModel
 from rich.table import Table
 from rich.text import Text
 
@@ -18,7 +20,7 @@ from palestra.config import JobConfig
 from palestra.dashboard.fate import episode_fate, kept_calls
 from palestra.dashboard.token_text import token_text
 from palestra.store.browsing import EpisodeView, browse, episode_events, list_episodes, read_episode
-from palestra.terminal import TerminalConsole
+from palestra.terminal import TerminalConsole, say
 from palestra.tokens import TokenRow, TokenTrie, rows_of
 from palestra.types.records import Event
 from palestra.types.states import EpisodeState
@@ -38,6 +40,9 @@ def show(folder: Path, config: JobConfig, arguments: argparse.Namespace) -> None
         NotFound: no such episode.
         StoreError: the run can't be read.
     """
+    if arguments.json:
+        _write_json(folder, arguments)
+        return
     console = TerminalConsole(highlight=False, soft_wrap=True)
     with browse(folder / "run.db") as connection:
         if arguments.episode is None:
@@ -50,6 +55,26 @@ def show(folder: Path, config: JobConfig, arguments: argparse.Namespace) -> None
             console.print(conversation(view.trajectory))
         else:
             _show(console, view, episode_events(connection, view), config, arguments.unfold)
+
+
+def _write_json(folder: Path, arguments: argparse.Namespace) -> None:
+    """Write what the page gets from its routes: a line for each episode, or one for the episode that was asked for."""
+    from palestra.dashboard.episode import episode_answer, read_reading  # loads the learner, which takes a second
+    from palestra.dashboard.runs import Run
+    from palestra.dashboard.steps import episode_line
+
+    if arguments.episode is not None:
+        run = Run(name=folder.name, folder=folder)
+        say(_ascii(episode_answer(run, read_reading(run, arguments.episode))))
+        return
+    with browse(folder / "run.db") as connection:
+        for row in list_episodes(connection, arguments.kind, arguments.state, arguments.limit):
+            say(_ascii(episode_line(row)))
+
+
+def _ascii(answer: BaseModel) -> str:
+    """Return an answer as JSON in which all characters that a terminal could obey are escaped."""
+    return json.dumps(json.loads(answer.model_dump_json()))
 
 
 def _show(

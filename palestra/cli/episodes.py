@@ -19,7 +19,8 @@ def add(commands: Any) -> None:
         "  palestra episodes runs/addition --kind validation --limit 10\n"
         "  palestra episodes runs/addition --claimed            # who holds what, and since when\n"
         "  palestra episodes runs/addition train-000012-03\n"
-        "  palestra episodes runs/addition train-000012-03 --text   # the conversation, as it was",
+        "  palestra episodes runs/addition train-000012-03 --text   # the conversation, as it was\n"
+        "  palestra episodes runs/addition --kind train --json | jq .reward",
     )
     parser.add_argument("run_dir", metavar="RUN", type=Path, help="the run's folder")
     parser.add_argument(
@@ -36,6 +37,9 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--limit", metavar="EPISODES", type=int, default=40, help="list at most so many, the newest")
     parser.add_argument("--text", action="store_true", help="of one episode: its conversation as plain text")
+    parser.add_argument(
+        "--json", action="store_true", help="for programs: a JSON object for each episode, or the one with its calls"
+    )
     parser.add_argument(
         "--unfold", action="store_true", help="of one episode: every token of the prompts, in a line of its own"
     )

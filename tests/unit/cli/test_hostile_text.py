@@ -152,6 +152,8 @@ CASES: dict[str, list[list[str]]] = {
         ["run", "train-000000-00"],
         ["run", "train-000000-00", "--text"],
         ["run", "train-000000-00", "--unfold"],
+        ["run", "--json"],
+        ["run", "train-000000-00", "--json"],
         [HOSTILE],
         ["run", HOSTILE],
     ],
