@@ -120,6 +120,13 @@ def test_from_a_curve_to_a_token_with_the_numbers_of_the_run(finished, dashboard
     assert "trained in step 2" in page.locator(".token-detail .why").inner_text()
     assert page.locator(".t.chosen").count() == 1
 
+    # An address with a token leads to the same token
+    address = page.evaluate("location.href")
+    page.goto("about:blank")
+    page.goto(address)
+    page.wait_for_selector(".token-detail dl")
+    assert facts["id"] in page.locator(".token-detail dd").all_inner_texts()
+
     # And back up again with a key
     page.keyboard.press("u")
     page.wait_for_selector(".member")

@@ -51,14 +51,19 @@ export function tokensPart({ run, episode, query }) {
     return `t ${token.call < 0 ? "prompt" : "sampled"} ${COLOURS[colour].of(token)}${chosen}`;
   }
 
-  async function load(start) {
+  // Load a page once; who asks for it meanwhile waits for the same answer.
+  function load(start) {
     const page = pages.get(start);
-    if (page === undefined || page.data !== null || page.loading) return;
-    page.loading = true;
+    if (page === undefined || page.data !== null) return Promise.resolve();
+    page.loading ??= fetchPage(page, start);
+    return page.loading;
+  }
+
+  async function fetchPage(page, start) {
     try {
       page.data = await get(at(run, "episodes", episode.line.episode_id, "rows", row), { start, count: PAGE });
     } catch (error) {
-      page.loading = false;
+      page.loading = null;
       if (pages.get(start) === page) replace(page.node, h("p", { class: "problem" }, error.message));
       return;
     }
@@ -102,7 +107,7 @@ export function tokensPart({ run, episode, query }) {
     for (let start = 0; start < total; start += PAGE) {
       const node = h("div", { class: "page", "data-start": start });
       if (start > 0) node.style.setProperty("min-height", "100rem");
-      pages.set(start, { node, data: null, loading: false });
+      pages.set(start, { node, data: null, loading: null });
     }
     replace(text, [...pages.values()].map((page) => page.node));
     for (const page of pages.values()) seen.observe(page.node);
