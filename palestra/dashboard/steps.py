@@ -250,7 +250,7 @@ def _member_of(
     known = flat[~np.isnan(flat)]
     weights = [w for credit in credits.values() if (w := credit.weights.get(line.episode_id)) is not None]
     advantage = (float(known.min()), float(known.max())) if len(known) else None
-    if advantage is None and view.step is not None and credits and not fate.trained:
+    if advantage is None and not fate.trained and any(credit.weights for credit in credits.values()):
         advantage = (0.0, 0.0)
     return Member(
         line=line,

@@ -62,7 +62,7 @@ export async function stepsView({ run }) {
 
 // What a row says was left out of its step, in words.
 export function leftOut(row) {
-  const kinds = [["train/groups_zero_variance", "equal groups", "Groups whose rewards are all equal: nothing to learn from"], ["train/groups_dropped", "dropped groups", ""],
+  const kinds = [["train/groups_zero_variance", "equal groups", "Groups whose rewards are all equal: nothing to learn from"], ["train/groups_dropped", "dropped groups", ""], ["train/groups_skipped", "skipped groups", "Replaced by dynamic_sampling: nothing to learn from"],
     ["train/episodes_discarded", "discarded", ""], ["train/episodes_stale", "stale", ""], ["train/episodes_untrainable", "untrainable", ""],
     ["train/episodes_without_tokens", "without tokens", ""], ["train/calls_abandoned", "abandoned calls", ""]];
   return kinds.filter(([name]) => row[name] > 0).map(([name, label, title]) => badge(`${whole(row[name])} ${label}`, "plain", title || null));

@@ -79,7 +79,7 @@ function groupCard(run, group, [least, most]) {
     h("h3", {}, h("a", { href: href(run, "group", group.kind, group.group_index) }, `group ${group.group_index}`), " ", h("span", { class: "muted task" }, visible(group.task))),
     h("p", { class: "strip" }, group.episodes.map((line) => h("a", { class: `cell ${shade(line.reward, least, most)}`, href: href(run, "episode", line.episode_id), title: `${line.episode_id}: ${line.damaged ? "damaged" : line.state}, ${plural(line.tokens, "token")}` },
       line.damaged ? "⚠" : line.reward === null ? "…" : number(line.reward, 2)))),
-    h("p", { class: "muted small" }, mean === null ? "no rewards yet" : `mean ${number(mean, 3)}`, equal ? ", all equal: not trained" : "", group.state === "dropped" ? ", dropped: too many episodes were lost" : ""));
+    h("p", { class: "muted small" }, mean === null ? "no rewards yet" : `mean ${number(mean, 3)}`, equal ? ", all equal: not trained" : "", group.state === "dropped" ? ", dropped: too many episodes were lost" : group.state === "skipped" ? ", skipped: nothing to learn from, and replaced" : ""));
 }
 
 // The beginning that a text has in common with any of the others, on a border of words.
@@ -109,7 +109,7 @@ export async function groupView({ run, rest }) {
   return {
     title: `Group ${index} of ${title}`, crumbs, up: href(run, "step", found.step),
     node: h("div", { class: "view wide" },
-      h("div", { class: "head" }, h("h1", {}, `Group ${index}`), kind === "train" ? null : badge(kind, "plain"), found.state ? badge(found.state, found.state === "dropped" ? "warn" : "plain") : null,
+      h("div", { class: "head" }, h("h1", {}, `Group ${index}`), kind === "train" ? null : badge(kind, "plain"), found.state ? badge(found.state, ["dropped", "skipped"].includes(found.state) ? "warn" : "plain") : null,
         around("group", index > 0 ? href(run, "group", kind, index - 1) : null, href(run, "group", kind, index + 1))),
       h("section", { class: "taskbox" }, h("h2", {}, "Task ", copyable(found.task_id)), box(pretty(found.task)),
         same && prompt ? [h("h2", {}, "Asked"), box(prompt)] : null),

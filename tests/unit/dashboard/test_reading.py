@@ -171,6 +171,17 @@ async def test_an_algorithm_of_the_users_own_is_not_run(tmp_path):
     assert "not run here" in episode_answer(run, reading).notes[0]
 
 
+@pytest.mark.parametrize(
+    ("name", "why"), [("ppo", "more than the episodes of the group"), ("reinforce_pp", "more than")]
+)
+async def test_advantages_that_the_group_alone_does_not_give_are_not_shown(tmp_path, name, why):
+    run = await record(tmp_path, algorithm={"name": name})
+    reading = read_reading(run, "train-000001-00")
+    assert reading.fates.episode.trained, "equal rewards are no reason against training here"
+    assert set(read_tokens(run, reading, 0, 0, 99).advantages) == {None}
+    assert why in episode_answer(run, reading).notes[0]
+
+
 # Searches
 
 
