@@ -147,6 +147,11 @@ class EvaluationConfig(Section):
     every_steps: int = Field(
         5, ge=0, description="Evaluate every so many steps, before the first and after the last. 0: never."
     )
+    every_tokens: Positive | None = Field(
+        None,
+        description="Evaluate after each step that passes a multiple of so many sampled tokens, before the first step "
+        "and after the last; `every_steps` is not used then. None: by steps.",
+    )
     max_tasks: Positive | None = Field(None, description="Use at most so many validation tasks, the first ones.")
 
 
@@ -211,6 +216,11 @@ class JobConfig(Section):
     )
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of all sampling and of the order of tasks.")
     steps: Positive = Field(30, description="Number of training steps.")
+    token_budget: Positive | None = Field(
+        None,
+        description="Sampled tokens with which training ends: after the step that reaches them, or after `steps` steps "
+        "if that is earlier. A learning rate with a schedule falls by tokens then. None: training ends after `steps`.",
+    )
     deterministic: bool = Field(False, description="Bit-identical results on one CPU build, also after any kill.")
     run_dir: Path | None = Field(None, description="The run's folder. None: `runs/NAME`.")
     model: str | None = Field(
@@ -365,7 +375,9 @@ class JobConfig(Section):
         if not self.roles:
             left_out["roles"] = True
         if all(self.policies[name].optimizer.schedule == "constant" for name in self.trained_policies):
-            left_out["steps"] = True
+            left_out |= {"steps": True, "token_budget": True}
+        elif self.token_budget is None:
+            left_out["token_budget"] = True  # earlier versions did not have the key
         # Hashed with the first names of all keys, because the stores of earlier versions have that digest.
         dumped = in_first_names(self.model_dump(mode="json", exclude=left_out))
         return hashlib.sha256(to_json(dumped)).hexdigest()

@@ -15,8 +15,8 @@ from palestra.algorithms.base import Algorithm, ForwardOutputs
 from palestra.algorithms.losses import build_loss
 from palestra.config import JobConfig
 from palestra.learner.batch import Batch, make_batch
+from palestra.learner.budget import TrainingBudget
 from palestra.learner.metrics import loss_metrics
-from palestra.learner.schedule import learning_rate
 from palestra.learner.shares import share_of
 from palestra.trainer.base import OptimParams, StepReport, Trainer
 from palestra.types.records import Trajectory
@@ -29,7 +29,13 @@ class PolicyUpdate:
     """Trains one policy, one batch of episodes per step."""
 
     def __init__(
-        self, config: JobConfig, trainer: Trainer, algorithm: Algorithm, policy: str, add_event: AddEvent
+        self,
+        config: JobConfig,
+        trainer: Trainer,
+        algorithm: Algorithm,
+        policy: str,
+        budget: TrainingBudget,
+        add_event: AddEvent,
     ) -> None:
         """Assemble the update of a policy.
 
@@ -38,8 +44,10 @@ class PolicyUpdate:
             trainer: the trainer that has the policy.
             algorithm: makes advantages of rewards, and names the loss.
             policy: name of the policy.
+            budget: knows how far the training is, and so the learning rate of a step.
             add_event: records an event of the job.
         """
+        self._budget = budget
         self._config, self._trainer, self._algorithm, self._policy = config, trainer, algorithm, policy
         self._roles, self._add_event = config.players, add_event
         self._loss = algorithm.loss()
@@ -110,7 +118,7 @@ class PolicyUpdate:
     async def _update(self, step: int, batch: Batch) -> dict[str, float]:
         """Compute the gradient and update the policy, once per epoch and minibatch."""
         optimizer = self._config.policies[self._policy].optimizer
-        params = OptimParams.of(optimizer, learning_rate(optimizer, step, self._config.steps))
+        params = OptimParams.of(optimizer, self._budget.learning_rate(optimizer, step))
         algorithm = self._config.algorithm
         reports, last, skipped = list[StepReport](), list[StepReport](), 0
         for epoch in range(algorithm.epochs):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import orjson
 import sqlalchemy as sa
 from sqlalchemy import Connection, bindparam, func, select
 
 from palestra.database import WAKE_SECONDS, Database, Notifier, shielded, to_json
 from palestra.store.codec import episode_of
 from palestra.store.lifecycle import episode_name
-from palestra.store.tables import episodes, groups
+from palestra.store.tables import chats, episodes, groups
 from palestra.types.progress import GroupRecord
 from palestra.types.records import EpisodeKind, EpisodeRecord, Task
 from palestra.types.states import REPLACED, EpisodeState, GroupState, check_transition
@@ -119,6 +122,29 @@ class Groups:
         def query(connection: Connection) -> tuple[int, int]:
             done, due = connection.execute(_SETTLED_OF_STEP, {"kind": kind, "step": step}).one()
             return int(done), int(due)
+
+        return await self._db.read(query)
+
+    async def sampled_tokens(self, steps: range, policies: Sequence[str]) -> int:
+        """Return how many tokens some policies have sampled in the completed training episodes of some steps.
+
+        Calls of an episode's last lease count, also in groups that were dropped.
+
+        Args:
+            steps: the steps, consecutive.
+            policies: names of the policies.
+        """
+        wanted = (
+            select(chats.c.versions)
+            .join(episodes, (episodes.c.episode_id == chats.c.episode_id) & (episodes.c.fence == chats.c.fence))
+            .join(groups, (groups.c.kind == episodes.c.kind) & (groups.c.group_index == episodes.c.group_index))
+            .where(groups.c.kind == "train", groups.c.step >= steps.start, groups.c.step < steps.stop)
+            .where(episodes.c.state == EpisodeState.COMPLETED.value, chats.c.policy.in_(policies))
+        )
+
+        def query(connection: Connection) -> int:
+            found = connection.execute(wanted).scalars()
+            return sum(tokens for versions in found for _, _, tokens in orjson.loads(versions))
 
         return await self._db.read(query)
 

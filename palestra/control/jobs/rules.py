@@ -82,6 +82,8 @@ EXEMPT: Mapping[str, str] = {
     "algorithm.dynamic_sampling": "JobConfig bounds it, and the open episodes are capped",
     "algorithm.settings.*": "of a class of a user's own, which no service runs",
     "evaluation.every_steps": "more is less work",
+    "evaluation.every_tokens": "more is less work",
+    "token_budget": "training ends after `steps` in any case",
     "checkpoint.every_steps": "more is less work",
     "server.port": "the service chooses the port",
 }
