@@ -29,7 +29,8 @@ def explain(error: ValidationError, root: type[Section]) -> str:
         error: the error that pydantic raised.
         root: the section that was checked; the keys in `error` are below it.
     """
-    first = error.errors()[0]
+    # A misspelt key is said before the required one that is missing because of it.
+    first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
     place, section = _walk(root, tuple(first["loc"]))
     dotted = ".".join(place)
     if first["type"] == "extra_forbidden":
