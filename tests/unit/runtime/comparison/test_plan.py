@@ -4,10 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from palestra.cli.options import load_function
 from palestra.config.comparison import ComparisonConfig, load_comparison
 from palestra.errors import ConfigError
 from palestra.runtime.comparison.execution import check_records
 from palestra.runtime.comparison.one_run import read_record, write_record
+from palestra.runtime.comparison.plan import plan_runs
 from unit.runtime.comparison.grids import GRID, finish, planned, rows, write_grid
 
 
@@ -148,6 +150,19 @@ def test_every_key_is_in_the_page_about_it():
                                         ("scenarios", "algorithms"))):  # fmt: skip
         for key in section.model_fields:
             assert f"`{key}`" in text, key
+
+
+def test_the_grid_of_the_recipes_can_be_run():
+    recipes = Path(__file__).parents[4] / "recipes"
+    runs = plan_runs(load_comparison(recipes / "compare.toml"), load_function)
+    assert len({run.algorithm for run in runs}) >= 8
+    seeds = {key: {run.seed for run in runs if run.scenario == key} for key in {run.scenario for run in runs}}
+    assert {key: len(of) for key, of in seeds.items()} == {
+        "frozen-lake-4x4": 5,
+        "frozen-lake-8x8": 5,
+        "gomoku": 5,
+        "addition": 3,
+    }
 
 
 def test_paths_are_relative_to_the_file(tmp_path):
