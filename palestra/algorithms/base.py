@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from palestra.algorithms.loss import LossSpec
@@ -70,6 +71,19 @@ class About:
     needs: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordedEpisodes:
+    """The episodes of the past that an algorithm trains, in place of episodes that are played for it.
+
+    Attributes:
+        run_dir: folder of the run that has recorded them; None: the job's training tasks are conversations.
+        min_reward: episodes of that run with a smaller reward are left out; None: none are.
+    """
+
+    run_dir: Path | None
+    min_reward: float | None
+
+
 class Algorithm(ABC):
     """Turns rewards into a gradient. Subclass it for an algorithm of your own.
 
@@ -95,12 +109,14 @@ class Algorithm(ABC):
             the loss (`old_logprobs`). Empty: no additional forward pass.
         dynamic_sampling: how many groups without anything to learn from may be replaced in a step, as a multiple of
             `rollout.groups_per_step`. 0: none.
+        recorded: the episodes that are trained, if they are not played for the job; None: they are played.
     """
 
     about: ClassVar[About | None] = None
     metrics: ClassVar[tuple[Metric, ...]] = ()
     needs: frozenset[ForwardOutput] = frozenset()
     dynamic_sampling: int = 0
+    recorded: RecordedEpisodes | None = None
 
     def __init__(self, config: AlgorithmConfig, step_order: StepOrder = "observed") -> None:
         """Keep the settings in `self.config` and `self.step_order`.

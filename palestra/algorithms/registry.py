@@ -14,6 +14,7 @@ from palestra.algorithms.gspo import GSPO
 from palestra.algorithms.rae import RAE
 from palestra.algorithms.reinforce_pp import ReinforcePP
 from palestra.algorithms.rloo import RLOO
+from palestra.algorithms.sft import SFT
 from palestra.config import AlgorithmConfig
 from palestra.errors import ConfigError
 
@@ -26,6 +27,7 @@ ALGORITHMS: Final[dict[str, type[Algorithm]]] = {
     "rloo": RLOO,
     "reinforce_pp": ReinforcePP,
     "rae": RAE,
+    "sft": SFT,
 }
 
 

@@ -19,6 +19,7 @@ from palestra.config.algorithm import (
     ReinforcePPConfig,
     RLOOConfig,
     ScaledGroupConfig,
+    SFTConfig,
 )
 from palestra.config.engine import EmbeddedEngineConfig, EngineConfig, FakeEngineConfig
 from palestra.config.job import (
@@ -76,6 +77,7 @@ __all__ = [
     "ReinforcePPConfig",
     "Roles",
     "RolloutConfig",
+    "SFTConfig",
     "SamplingConfig",
     "ScaledGroupConfig",
     "ServerConfig",

@@ -21,6 +21,7 @@ from palestra.learner.budget import TrainingBudget
 from palestra.learner.checkpoints import CheckpointSchedule
 from palestra.learner.evaluation import evaluate
 from palestra.learner.groups import DynamicSampling, gather_groups
+from palestra.learner.recordings import Recordings, gather_recorded
 from palestra.learner.reporting import RunFolder, StepLog
 from palestra.learner.schedule import TaskOrder
 from palestra.learner.update import PolicyUpdate
@@ -79,6 +80,11 @@ class Learner:
         self._dynamic = DynamicSampling(teaches=self._teaches, most=most) if most else None
         folders = dict.fromkeys(policies.trained, folder.checkpoints)  # of one policy: JobConfig refuses to train more
         self._checkpoints = CheckpointSchedule(config, trainer, folders, algorithm, self._wall, self._event)
+        self._recordings = (
+            None
+            if algorithm.recorded is None
+            else Recordings(algorithm.recorded, policies.runtime(policies.trained[0]), store)
+        )
         self._log = StepLog(config, store.log, folder, progress, self._event)
         self._wall_before = 0.0
         self._resumed_step = 0  # first step that this process gathers in a resumed run; 0: not resumed
@@ -185,8 +191,13 @@ class Learner:
     async def _wait_for_tasks(self) -> None:
         """Wait until all tasks are there: from files, or pushed by a client that has said that it is the last push."""
         self._progress.enter("waiting for tasks")
-        await self._store.tasks.wait_sealed()
-        self._train_tasks = await self._store.tasks.of_split("train")
+        evaluation = self._config.evaluation
+        if not self._config.algorithm.brings_tasks or evaluation.every_steps or evaluation.every_tokens is not None:
+            await self._store.tasks.wait_sealed()
+        if self._recordings is None:
+            self._train_tasks = await self._store.tasks.of_split("train")
+        else:
+            self._train_tasks = await self._recordings.tasks()
         self._validation_tasks = (await self._store.tasks.of_split("validation"))[: self._config.evaluation.max_tasks]
         if not self._train_tasks:
             raise ConfigError("the job has no training tasks")
@@ -211,15 +222,19 @@ class Learner:
         rollout = self._config.rollout
         versions = self._versions()
         last_step = min(step + rollout.max_staleness, self._config.steps)
-        gathered = await gather_groups(
-            self._store,
-            rollout,
-            self._order.task,
-            step,
-            last_step,
-            {name: v.n for name, v in versions.items()},
-            self._dynamic,
-        )
+        if self._recordings is not None:
+            groups = rollout.groups_per_step
+            gathered = await gather_recorded(self._store, self._recordings, self._order.task, step, groups, versions)
+        else:
+            gathered = await gather_groups(
+                self._store,
+                rollout,
+                self._order.task,
+                step,
+                last_step,
+                {name: v.n for name, v in versions.items()},
+                self._dynamic,
+            )
         manifest = BatchManifest(
             step=step,
             versions=versions,

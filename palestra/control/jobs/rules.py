@@ -80,6 +80,7 @@ EXEMPT: Mapping[str, str] = {
     "algorithm.reward_weights.*": "a number of a formula",
     "algorithm.minibatches": "at most groups_per_step",
     "algorithm.dynamic_sampling": "JobConfig bounds it, and the open episodes are capped",
+    "algorithm.min_reward": "what a reward is compared with",
     "algorithm.settings.*": "of a class of a user's own, which no service runs",
     "evaluation.every_steps": "more is less work",
     "evaluation.every_tokens": "more is less work",

@@ -87,7 +87,7 @@ async def test_a_validation_is_made_whenever_so_many_tokens_more_were_sampled(tm
     assert 1 < len(passed) < STEPS - 1
 
 
-async def test_tokens_of_dropped_groups_are_counted_and_those_of_other_policies_are_not(tmp_path, sampled):
+async def test_tokens_of_replaced_groups_are_counted_and_those_of_other_policies_are_not(tmp_path, sampled):
     with open_store(tmp_path / "without") as store:
         count = store.groups.sampled_tokens
         assert await count(range(1, 3), ("policy",)) == sampled[2]
@@ -95,6 +95,6 @@ async def test_tokens_of_dropped_groups_are_counted_and_those_of_other_policies_
         assert await count(range(1, 3), ("other",)) == 0
         assert await count(range(0, 1), ("policy",)) == 0  # validation is not training
         await store.db.write(
-            lambda connection: connection.exec_driver_sql("UPDATE groups SET state = 'DROPPED' WHERE group_index = 0")
+            lambda connection: connection.exec_driver_sql("UPDATE groups SET state = 'skipped' WHERE group_index = 0")
         )
         assert await count(range(1, 3), ("policy",)) == sampled[2]
