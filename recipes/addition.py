@@ -62,6 +62,12 @@ def job(seed: int, steps: int, model: str = "SmolLM2-135M-Instruct") -> JobConfi
     )
 
 
+def scenario() -> dict[str, Any]:
+    """Return what `palestra compare` trains."""
+    training, validation = sums()
+    return {"rollout": rollout, "tasks": training, "validation_tasks": validation, "config": job(0, 1)}
+
+
 def demonstrate(
     steps: int = 30, seed: int = 0, resume: bool = False, model: str = "SmolLM2-135M-Instruct"
 ) -> palestra.TrainResult:

@@ -15,18 +15,28 @@ from typing import Any
 import palestra
 from palestra import GymnasiumEnvironment, JobConfig, ModelAgent, RolloutSpec
 
+MOVES = ModelAgent(choices=("0", "1", "2", "3"), max_tokens=2)  # YOURS 3: the moves
+
 
 class Lake(GymnasiumEnvironment):  # YOURS 1: any environment of Gymnasium
     """Gives 1 at the goal; a hole, or 12 moves without the goal, ends the walk with 0."""
 
-    max_steps = 12
+    def __init__(self, size: int = 4) -> None:
+        super().__init__("FrozenLake-v1", map_name=f"{size}x{size}", is_slippery=False)
+        self.size, self.max_steps = size, 3 * size
 
-    def __init__(self) -> None:
-        super().__init__("FrozenLake-v1", is_slippery=False)
+    def reset(self, task: Any) -> tuple[str, dict[str, Any]]:
+        """Begin at the place that the task names, or at the map's own."""
+        seen, info = super().reset(task)
+        if "start" in task:
+            self._world.unwrapped.s = task["start"]
+            seen = self.describe(task["start"])
+        return seen, info
 
     def describe(self, seen: Any) -> str:
-        """Return what the agent sees: places are A to P, row by row."""
-        return "ABCDEFGHIJKLMNOP"[int(seen)]  # YOURS 2
+        """Return what the agent sees: places are A to P, row by row, on 4 x 4, and A1 to H8 on 8 x 8."""
+        row, column = divmod(int(seen), self.size)
+        return "ABCDEFGHIJKLMNOP"[int(seen)] if self.size == 4 else f"{'ABCDEFGH'[row]}{column + 1}"  # YOURS 2
 
 
 def job(seed: int, steps: int, model: str = "tiny-random") -> JobConfig:
@@ -51,10 +61,27 @@ def walks(name: str, count: int) -> list[dict[str, Any]]:
     return [{"id": f"{name}{number}"} for number in range(count)]
 
 
+def scenario(size: int = 4) -> dict[str, Any]:
+    """Return what `palestra compare` trains: walks from every place that is no hole, with the same places held out.
+
+    Args:
+        size: 4 or 8, the size of the map.
+    """
+    world = Lake(size)._world.unwrapped
+    starts = [place for place, field in enumerate(world.desc.flatten().tolist()) if field in (b"S", b"F")]
+    tasks = {split: [{"id": f"{split}-{start}", "start": start} for start in starts] for split in ("walk", "greedy")}
+    return {
+        "rollout": RolloutSpec(environment=lambda: Lake(size), agents={"agent": MOVES}),
+        "tasks": tasks["walk"],
+        "validation_tasks": tasks["greedy"],
+        "concurrency": 128,
+        "config": job(0, 1),
+    }
+
+
 def demonstrate(steps: int = 24, seed: int = 0, model: str = "tiny-random") -> palestra.TrainResult:
     """Train, and score greedily every 5 steps."""
-    moves = ModelAgent(choices=("0", "1", "2", "3"), max_tokens=2)  # YOURS 3: the moves
-    play = RolloutSpec(environment=Lake, agents={"agent": moves})
+    play = RolloutSpec(environment=Lake, agents={"agent": MOVES})
     config, held_out = job(seed, steps, model), walks("greedy", 8)
     return palestra.train(play, walks("walk", 2 * steps), config, validation_tasks=held_out, concurrency=128)
 

@@ -70,6 +70,17 @@ def job(seed: int, steps: int, model: str = "tiny-random") -> JobConfig:
     )
 
 
+def scenario(validation_games: int = GAMES) -> dict[str, Any]:
+    """Return what `palestra compare` trains: as many games as are asked for, each with moves of its own opponent."""
+    return {
+        "rollout": RolloutSpec(environment=Letters, agents={"agent": Player()}),
+        "tasks": games("train", range(1000, 21000)),
+        "validation_tasks": games("fresh", range(validation_games)),
+        "concurrency": 128,
+        "config": job(0, 1),
+    }
+
+
 def demonstrate(steps: int = 25, seed: int = 0, model: str = "tiny-random") -> palestra.TrainResult:
     """Train, and compare with the untrained model."""
     play = RolloutSpec(environment=Letters, agents={"agent": Player()})

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from palestra.algorithms.loss import LossSpec
@@ -90,6 +91,19 @@ class CriticUpdate:
     warmup_steps: int
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordedEpisodes:
+    """The episodes of the past that an algorithm trains, in place of episodes that are played for it.
+
+    Attributes:
+        run_dir: folder of the run that has recorded them; None: the job's training tasks are conversations.
+        min_reward: episodes of that run with a smaller reward are left out; None: none are.
+    """
+
+    run_dir: Path | None
+    min_reward: float | None
+
+
 class Algorithm(ABC):
     """Turns rewards into a gradient. Subclass it for an algorithm of your own.
 
@@ -116,6 +130,7 @@ class Algorithm(ABC):
         dynamic_sampling: how many groups without anything to learn from may be replaced in a step, as a multiple of
             `rollout.groups_per_step`. 0: none.
         critic: how a critic is trained beside the policy; it computes `values` and `next_values`. None: there is none.
+        recorded: the episodes that are trained, if they are not played for the job; None: they are played.
     """
 
     about: ClassVar[About | None] = None
@@ -123,6 +138,7 @@ class Algorithm(ABC):
     needs: frozenset[ForwardOutput] = frozenset()
     dynamic_sampling: int = 0
     critic: CriticUpdate | None = None
+    recorded: RecordedEpisodes | None = None
 
     def __init__(self, config: AlgorithmConfig, step_order: StepOrder = "observed") -> None:
         """Keep the settings in `self.config` and `self.step_order`.

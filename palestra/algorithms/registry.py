@@ -16,6 +16,7 @@ from palestra.algorithms.ppo import PPO
 from palestra.algorithms.rae import RAE
 from palestra.algorithms.reinforce_pp import ReinforcePP
 from palestra.algorithms.rloo import RLOO
+from palestra.algorithms.sft import SFT
 from palestra.config import AlgorithmConfig
 from palestra.errors import ConfigError
 
@@ -30,6 +31,7 @@ ALGORITHMS: Final[dict[str, type[Algorithm]]] = {
     "rae": RAE,
     "ppo": PPO,
     "a2c": A2C,
+    "sft": SFT,
 }
 
 

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import math
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -224,8 +225,11 @@ def _table(config: JobConfig, estimate: Estimate, free: int) -> Table:
         _span(f"{least:.1f} s", f"{most:.1f} s"),
         f"playing {estimate.rollout_seconds:.1f} s, training {training}",
     )
-    job = _span(duration(least * config.steps), duration(most * config.steps))
-    table.add_row("time of the job", job, f"{config.steps} steps, without evaluations")
+    steps = config.steps
+    if config.token_budget is not None and estimate.completion_tokens:
+        steps = min(steps, math.ceil(config.token_budget / estimate.completion_tokens))
+    job = _span(duration(least * steps), duration(most * steps))
+    table.add_row("time of the job", job, f"{steps} steps, without evaluations")
     table.add_row("tokens sampled", f"{estimate.completion_tokens:,}", f"in {estimate.calls:,} calls a step")
     table.add_row("tokens of prompts", f"{estimate.prompt_tokens:,}", f"{estimate.episodes:,} episodes a step")
     table.add_row("memory", f"{estimate.memory_bytes / GIB:.1f} GiB", f"of {free / GIB:.1f} GiB that are free")

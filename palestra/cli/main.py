@@ -15,6 +15,7 @@ from palestra import __version__
 from palestra.cli import (
     algorithms,
     check,
+    compare,
     completion,
     dashboard,
     demo,
@@ -44,6 +45,7 @@ COMMANDS = (
     check,
     train,
     eval,
+    compare,
     worker,
     environments,
     algorithms,

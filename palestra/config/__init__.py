@@ -22,6 +22,7 @@ from palestra.config.algorithm import (
     ReinforcePPConfig,
     RLOOConfig,
     ScaledGroupConfig,
+    SFTConfig,
 )
 from palestra.config.differences import name_differences
 from palestra.config.engine import EmbeddedEngineConfig, EngineConfig, FakeEngineConfig
@@ -87,6 +88,7 @@ __all__ = [
     "ReinforcePPConfig",
     "Roles",
     "RolloutConfig",
+    "SFTConfig",
     "SamplingConfig",
     "ScaledGroupConfig",
     "ServerConfig",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
@@ -99,6 +100,11 @@ class AlgorithmConfig(Section):
         """
         scored = {name: value for name, value in sorted(named_rewards.items()) if value is not None}
         return float(sum(self.reward_weights.get(name, 1.0) * value for name, value in scored.items()))
+
+    @property
+    def brings_tasks(self) -> bool:
+        """Return whether the training tasks come with the algorithm, so that a job needs no others."""
+        return False
 
 
 class PolicyGradientConfig(AlgorithmConfig):
@@ -277,6 +283,33 @@ class A2CConfig(ActorCriticConfig):
     gae_lambda: float = Field(1.0, ge=0, le=1, description=_GAE_LAMBDA)
 
 
+class SFTConfig(AlgorithmConfig):
+    """Supervised fine-tuning: recorded episodes are trained, and none is played for training."""
+
+    name: Literal["sft"] = Field("sft", description=_NAME)
+    loss_agg_mode: LossAggMode = Field("token-mean", description=_LOSS_AGG_MODE)
+    from_run: Path | None = Field(
+        None,
+        description="Folder of the run whose completed training episodes are learned from. None: the tasks are "
+        "conversations, JSON objects with `messages`, and perhaps `tools` and `reward`, whose replies are learned. "
+        "Each group is one of them, so that a step has `rollout.groups_per_step`.",
+    )
+    min_reward: float | None = Field(
+        None, description="Episodes with a smaller reward are left out of those of `from_run`. None: all are taken."
+    )
+
+    @property
+    def brings_tasks(self) -> bool:
+        """Return whether the training tasks are the episodes of a run."""
+        return self.from_run is not None
+
+    @model_validator(mode="after")
+    def _reward_of_a_run(self) -> SFTConfig:
+        if self.min_reward is not None and self.from_run is None:
+            raise ValueError("min_reward chooses among the episodes of `from_run`, and that is not given")
+        return self
+
+
 class OwnAlgorithmConfig(ClippedConfig):
     """A class of your own, where you call `palestra.train` yourself: a server imports no code of its users."""
 
@@ -329,6 +362,7 @@ AnyAlgorithmConfig = Annotated[
     | Annotated[RAEConfig, Tag("rae")]
     | Annotated[PPOConfig, Tag("ppo")]
     | Annotated[A2CConfig, Tag("a2c")]
+    | Annotated[SFTConfig, Tag("sft")]
     | Annotated[OwnAlgorithmConfig, Tag(OWN)],
     Discriminator(_name_of),
     BeforeValidator(_known_name),

@@ -147,6 +147,11 @@ class EvaluationConfig(Section):
     every_steps: int = Field(
         5, ge=0, description="Evaluate every so many steps, before the first and after the last. 0: never."
     )
+    every_tokens: Positive | None = Field(
+        None,
+        description="Evaluate after each step that passes a multiple of so many sampled tokens, before the first step "
+        "and after the last; `every_steps` is not used then. None: by steps.",
+    )
     max_tasks: Positive | None = Field(None, description="Use at most so many validation tasks, the first ones.")
 
 
@@ -213,6 +218,11 @@ class JobConfig(Section):
     )
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of all sampling and of the order of tasks.")
     steps: Positive = Field(30, description="Number of training steps.")
+    token_budget: Positive | None = Field(
+        None,
+        description="Sampled tokens with which training ends: after the step that reaches them, or after `steps` steps "
+        "if that is earlier. A learning rate with a schedule falls by tokens then. None: training ends after `steps`.",
+    )
     deterministic: bool = Field(False, description="Bit-identical results on one CPU build, also after any kill.")
     run_dir: Path | None = Field(None, description="The run's folder. None: `runs/NAME`.")
     model: str | None = Field(
@@ -376,5 +386,7 @@ class JobConfig(Section):
         if not self.roles:
             left_out["roles"] = True
         if all(self.policies[name].optimizer.schedule == "constant" for name in self.trained_policies):
-            left_out["steps"] = True
+            left_out |= {"steps": True, "token_budget": True}
+        elif self.token_budget is None and not with_unused:
+            left_out["token_budget"] = True
         return self.model_dump(mode="json", exclude=left_out)

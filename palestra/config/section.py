@@ -52,7 +52,9 @@ def explain(error: ValidationError, root: type[Section]) -> str:
 
 def explain_all(error: ValidationError, root: type[Section]) -> list[Mistake]:
     """Return every mistake that an error has found in a configuration. The arguments are those of `explain`."""
-    return [_mistake(found, root) for found in error.errors()]
+    # A misspelt key is said before the required one that is missing because of it.
+    ordered = sorted(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
+    return [_mistake(found, root) for found in ordered]
 
 
 def _mistake(found: ErrorDetails, root: type[Section]) -> Mistake:

@@ -76,9 +76,14 @@ class CheckpointSchedule:
                 one.restore(state.get(key, {}))
         return state
 
-    async def save_if_due(self, step: int) -> None:
-        """Start writing a checkpoint of this step if the job wants one; the next episodes are played meanwhile."""
-        if step % self._config.checkpoint.every_steps == 0 or step == self._config.steps:
+    async def save_if_due(self, step: int, last: bool) -> None:
+        """Start writing a checkpoint of this step if the job wants one; the next episodes are played meanwhile.
+
+        Args:
+            step: the step that was just trained.
+            last: whether training ends with it.
+        """
+        if step % self._config.checkpoint.every_steps == 0 or last:
             await self.finish()
             self._saving = asyncio.create_task(self._save(step, self._state(step)))
 

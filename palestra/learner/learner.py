@@ -18,9 +18,11 @@ from palestra.config import JobConfig
 from palestra.engine.base import Engine
 from palestra.errors import ConfigError
 from palestra.faults import fault_point
+from palestra.learner.budget import TrainingBudget
 from palestra.learner.checkpoints import CheckpointSchedule
 from palestra.learner.evaluation import evaluate
 from palestra.learner.groups import DynamicSampling, gather_groups
+from palestra.learner.recordings import Recordings, gather_recorded
 from palestra.learner.reporting import RunFolder, StepLog
 from palestra.learner.schedule import TaskOrder
 from palestra.learner.update import PolicyUpdate
@@ -72,8 +74,9 @@ class Learner:
         self._folder, self._progress, self._report = folder, progress, report
         self._policies = policies
         regularization = Regularization(config.algorithm)
+        self._budget = TrainingBudget(config, store.groups)
         self._updates = {
-            name: PolicyUpdate(config, trainer, algorithm, regularization, name, self._event)
+            name: PolicyUpdate(config, trainer, algorithm, regularization, name, self._budget, self._event)
             for name in policies.trained
         }
         most = algorithm.dynamic_sampling * config.rollout.groups_per_step
@@ -86,6 +89,11 @@ class Learner:
             {"algorithm": algorithm, "regularization": regularization},
             self._wall,
             self._event,
+        )
+        self._recordings = (
+            None
+            if algorithm.recorded is None
+            else Recordings(algorithm.recorded, policies.runtime(policies.trained[0]), store)
         )
         self._log = StepLog(config, store.log, folder, progress, self._event)
         self._wall_before = 0.0
@@ -120,7 +128,7 @@ class Learner:
         finished = unfinished is None
         if unfinished is not None and not self._stopping.is_set():  # if stopped, the validation tasks may be missing
             finished = await self._finish_step(unfinished)
-        while finished and self._progress.step < self._config.steps and not self._stopping.is_set():
+        while finished and not self._budget.is_over(self._progress.step) and not self._stopping.is_set():
             started = time.monotonic()
             step = self._progress.step + 1
             manifest, gathered = await self._unless_stopped(self._manifest(step)) or (None, {})
@@ -129,9 +137,9 @@ class Learner:
             row = gathered | await self._train(manifest)
             row |= {"step": float(step), "time/step_seconds": time.monotonic() - started}
             await self._store.log.put_unfinished_metrics(row)  # before a checkpoint makes the step final
-            self._progress.step = step
+            self._progress.step, self._progress.sampled_tokens = step, self._budget.sampled
             await self._open_engine()
-            await self._checkpoints.save_if_due(step)
+            await self._checkpoints.save_if_due(step, last=self._budget.is_over(step))
             finished = await self._finish_step(row)
             self._progress.step_seconds.append(time.monotonic() - started)
         if self._stopping.is_set():
@@ -139,7 +147,7 @@ class Learner:
         if self._progress.step > self._checkpoints.saved_step:
             self._progress.enter(f"saving step {self._progress.step}")
         await self._checkpoints.save_now(self._progress.step)
-        if finished and self._progress.step >= self._config.steps:
+        if finished and self._budget.is_over(self._progress.step):
             await self._event(
                 "completed", {"step": self._progress.step}
             )  # before the state changes, so that followers of events see it
@@ -170,6 +178,8 @@ class Learner:
         if state is not None:
             self._progress.step = int(state["step"])
             self._wall_before = float(state["wall_seconds"])
+        await self._budget.restore(self._progress.step)
+        self._progress.sampled_tokens = self._budget.sampled
         if known is not None:
             self._resumed_step = self._progress.step + 1
         if known is not None and not self._config.deterministic:
@@ -188,8 +198,13 @@ class Learner:
     async def _wait_for_tasks(self) -> None:
         """Wait until all tasks are there: from files, or pushed by a client that has said that it is the last push."""
         self._progress.enter("waiting for tasks")
-        await self._store.tasks.wait_sealed()
-        self._train_tasks = await self._store.tasks.of_split("train")
+        evaluation = self._config.evaluation
+        if not self._config.algorithm.brings_tasks or evaluation.every_steps or evaluation.every_tokens is not None:
+            await self._store.tasks.wait_sealed()
+        if self._recordings is None:
+            self._train_tasks = await self._store.tasks.of_split("train")
+        else:
+            self._train_tasks = await self._recordings.tasks()
         self._validation_tasks = (await self._store.tasks.of_split("validation"))[: self._config.evaluation.max_tasks]
         if not self._train_tasks:
             raise ConfigError("the job has no training tasks")
@@ -214,15 +229,19 @@ class Learner:
         rollout = self._config.rollout
         versions = self._versions()
         last_step = min(step + rollout.max_staleness, self._config.steps)
-        gathered = await gather_groups(
-            self._store,
-            rollout,
-            self._order.task,
-            step,
-            last_step,
-            {name: v.n for name, v in versions.items()},
-            self._dynamic,
-        )
+        if self._recordings is not None:
+            groups = rollout.groups_per_step
+            gathered = await gather_recorded(self._store, self._recordings, self._order.task, step, groups, versions)
+        else:
+            gathered = await gather_groups(
+                self._store,
+                rollout,
+                self._order.task,
+                step,
+                last_step,
+                {name: v.n for name, v in versions.items()},
+                self._dynamic,
+            )
         manifest = BatchManifest(
             step=step,
             versions=versions,
@@ -248,7 +267,8 @@ class Learner:
         """Update the policies with the episodes of a manifest, and publish the new weights to the engine."""
         self._progress.enter(f"training step {manifest.step}")
         trajectories = await self._store.calls.trajectories(manifest.episode_ids)
-        row: dict[str, float] = {}
+        await self._budget.count(manifest.step)
+        row: dict[str, float] = {"rollout/sampled_tokens": float(self._budget.sampled)}
         for update in self._updates.values():
             batch = await update.make_batch(manifest.step, trajectories)
             self._progress.staleness = batch.staleness
@@ -284,8 +304,7 @@ class Learner:
         The row then stays unfinished and the job is not completed: a resumed job makes the evaluation first.
         """
         step = int(row["step"])
-        every = self._config.evaluation.every_steps
-        if every and self._validation_tasks and (step % every == 0 or step == self._config.steps):
+        if self._validation_tasks and self._budget.evaluation_is_due(step):
             if self._stopping.is_set():
                 return False
             self._progress.enter(_evaluating(step), Phase("validation", step))
@@ -303,7 +322,7 @@ class Learner:
         if row.get("time/rollout_seconds") and step != self._resumed_step:
             tokens = row["rollout/prompt_tokens"] + row["rollout/completion_tokens"]
             row["rollout/tokens_per_second"] = tokens / row["time/rollout_seconds"]
-        await self._log.write(step, row)
+        await self._log.write(step, row, last=self._budget.is_over(step))
         return True
 
     async def _open_engine(self) -> None:

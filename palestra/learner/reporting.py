@@ -155,19 +155,20 @@ class StepLog:
         self._folder.write_metrics(rows)
         self._recent.extend(row for row in rows if "train/episodes" in row)
 
-    async def write(self, step: int, row: dict[str, float]) -> None:
+    async def write(self, step: int, row: dict[str, float], last: bool) -> None:
         """Record the metrics of a step in store, file, status and events; after a validation, draw the curve.
 
         Args:
             step: number of the step; 0 for the evaluation before the first.
             row: metrics by full name; the number of warnings is added to it.
+            last: whether training ends with this step.
         """
         await self._warn(row)
         await self._log.put_metrics(step, row)
         self._folder.append_metrics(row)
         self._progress.last_metrics = row
         await self._add_event("step", row)
-        if "validation/reward_mean" in row or step == self._config.steps:
+        if "validation/reward_mean" in row or last:
             rows = await self._log.metrics()
             await asyncio.to_thread(self._folder.draw_curve, rows, self._config.name)
 

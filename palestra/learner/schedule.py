@@ -30,7 +30,7 @@ class TaskOrder:
         return self._tasks[self._order[place]]
 
 
-def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
+def learning_rate(config: OptimizerConfig, step: int, steps: int, sampled_share: float | None = None) -> float:
     """Return the learning rate of a step.
 
     After warm-up the rate is that of transformers' `get_linear_schedule_with_warmup` and
@@ -42,11 +42,16 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
         config: peak, schedule and warm-up.
         step: number of the step, from 1.
         steps: number of steps of the job.
+        sampled_share: share of the job's token budget that was sampled before the step, by which the rate falls in a
+            job that has one; None: it falls by steps.
     """
     if step <= config.warmup_steps:
         return config.learning_rate * step / config.warmup_steps
     if config.schedule == "constant":
         return config.learning_rate
-    done = (step - 1 - config.warmup_steps) / max(1, steps - config.warmup_steps)
+    if sampled_share is None:
+        done = (step - 1 - config.warmup_steps) / max(1, steps - config.warmup_steps)
+    else:
+        done = min(sampled_share, 1.0)
     share = 1.0 - done if config.schedule == "linear" else (1.0 + math.cos(math.pi * done)) / 2
     return config.learning_rate * share

@@ -18,8 +18,8 @@ from palestra.algorithms.losses import build_loss
 from palestra.algorithms.regularization import Regularization
 from palestra.config import REFERENCE, JobConfig
 from palestra.learner.batch import Batch, make_batch
+from palestra.learner.budget import TrainingBudget
 from palestra.learner.metrics import loss_metrics
-from palestra.learner.schedule import learning_rate
 from palestra.learner.shares import share_of
 from palestra.trainer.base import Network, OptimParams, OptimReport, PolicySpec, StepReport, Trainer
 from palestra.types.records import Trajectory
@@ -80,6 +80,7 @@ class PolicyUpdate:
         algorithm: Algorithm,
         regularization: Regularization,
         policy: str,
+        budget: TrainingBudget,
         add_event: AddEvent,
     ) -> None:
         """Assemble the update of a policy.
@@ -90,8 +91,10 @@ class PolicyUpdate:
             algorithm: makes advantages of rewards, and names the loss.
             regularization: adds penalty and bonus to the loss, or to the rewards.
             policy: name of the policy.
+            budget: knows how far the training is, and so the learning rate of a step.
             add_event: records an event of the job.
         """
+        self._budget = budget
         self._config, self._trainer, self._algorithm, self._policy = config, trainer, algorithm, policy
         self._regularization = regularization
         self._roles, self._add_event = config.players, add_event
@@ -171,7 +174,7 @@ class PolicyUpdate:
 
     async def _update_critic(self, step: int, batch: Batch, critic: CriticUpdate) -> dict[str, float]:
         """Update the critic, and return its metrics by full name."""
-        params = OptimParams.of(critic.optimizer, learning_rate(critic.optimizer, step, self._config.steps))
+        params = OptimParams.of(critic.optimizer, self._budget.learning_rate(critic.optimizer, step))
         made = await self._passes(step, batch, critic.loss, params, critic.epochs, "critic")
         row = loss_metrics(made.first, made.last[-1], build_loss(critic.loss).metrics) | made.counts
         row |= {
@@ -190,7 +193,7 @@ class PolicyUpdate:
             loss: the algorithm's, with penalty and bonus.
         """
         optimizer = self._config.policies[self._policy].optimizer
-        params = OptimParams.of(optimizer, learning_rate(optimizer, step, self._config.steps))
+        params = OptimParams.of(optimizer, self._budget.learning_rate(optimizer, step))
         made = await self._passes(step, batch, loss, params, self._config.algorithm.epochs, "policy")
         row = loss_metrics(made.first, made.last[-1], self._loss_metrics) | made.counts
         row |= {

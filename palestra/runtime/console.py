@@ -50,11 +50,11 @@ class Console:
         self._bars = Progress(
             BarColumn(bar_width=30),
             MofNCompleteColumn(),
-            TextColumn("steps"),
+            TextColumn("steps" if config.token_budget is None else "sampled tokens"),
             console=self._out,
             auto_refresh=False,
         )
-        self._bar = self._bars.add_task("", total=config.steps)
+        self._bar = self._bars.add_task("", total=config.token_budget or config.steps)
         shown = not quiet and file is None and sys.stdout.isatty()
         self._live = Live(console=self._out, transient=True, auto_refresh=False) if shown else None
         self._plain = None if quiet or shown else PlainLines(time.monotonic())
@@ -127,8 +127,13 @@ class Console:
         )
 
     def _step_line(self, row: dict[str, float]) -> str:
-        width = len(str(self._config.steps))
-        text = f"step {int(row['step']):>{width}}/{self._config.steps}   "
+        budget, steps = self._config.token_budget, self._config.steps
+        if budget is None:
+            text = f"step {int(row['step']):>{len(str(steps))}}/{steps}   "
+        else:
+            text = (
+                f"step {int(row['step'])}   {int(row['rollout/sampled_tokens']):>{len(f'{budget:,}')},}/{budget:,}   "
+            )
         if len(self._config.policies) > 1:
             text += f"{self._config.players.default} "
         text += f"reward {row['train/reward_mean']:5.2f}"
@@ -139,7 +144,9 @@ class Console:
         return text
 
     def _headline(self) -> str:
-        return f"{models_of(self._config)}, {self._config.steps} steps; tok/s: prompts and replies"
+        budget = self._config.token_budget
+        until = f"{self._config.steps} steps" if budget is None else f"{budget:,} sampled tokens"
+        return f"{models_of(self._config)}, {until}; tok/s: prompts and replies"
 
     def _say(self, text: str) -> None:
         """Print a line that stays on the screen."""
@@ -174,7 +181,8 @@ class Console:
         """Return the output below the lines; `job` is None while the model is being loaded."""
         lines = [LOADING]
         if job is not None:
-            self._bars.update(self._bar, completed=job.progress.step)
+            done = job.progress.step if self._config.token_budget is None else job.progress.sampled_tokens
+            self._bars.update(self._bar, completed=done)
             lines = [self._situation(job)[1], *self._going_on(job)]
         return self._bars, *(Text(line, style="dim", no_wrap=False, overflow="fold") for line in lines)
 

@@ -207,7 +207,9 @@ async def local_job(
                 ),
             )
             stack.callback(context.pool.close)
-            progress = JobProgress(job=config.name, steps=config.steps, run_dir=str(folder.path))
+            progress = JobProgress(
+                job=config.name, steps=config.steps, token_budget=config.token_budget, run_dir=str(folder.path)
+            )
             keys = KeyRing(SecretFile(folder.path).recent, config.name, os.environ.get("PALESTRA_API_KEY"))
             publish_key(folder.path, lambda: keys.job_key)
             plane = DataPlane(

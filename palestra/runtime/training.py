@@ -133,6 +133,10 @@ def train_until_stopped(
     for _ in push_calls(splits):
         pass
     _check_job(config, splits["train"])
+    if not (splits["train"] or splits["validation"] or _has_tasks(config)):
+        # The algorithm brings the training tasks, and there are none to validate on, for which the job would wait.
+        off = config.evaluation.model_copy(update={"every_steps": 0, "every_tokens": None})
+        config = config.model_copy(update={"evaluation": off})
     notes: list[str] = []
     config = resolve_run_dir(config, resume, notes.append)
     limits = config.environment.model_copy(update={"max_concurrency": concurrency} if concurrency else {})
@@ -163,8 +167,13 @@ class Rollouts:
 def _check_job(config: JobConfig, tasks: Sequence[TaskData]) -> None:
     if config.kind != "training":
         raise ConfigError(f"`train` is given a configuration with kind = {config.kind!r}; leave kind out")
-    if not tasks and config.environment.name is None and config.tasks.train is None:
+    if not tasks and not _has_tasks(config) and not config.algorithm.brings_tasks:
         raise ConfigError("the job has no tasks: give `train` some, or name a file in tasks.train")
+
+
+def _has_tasks(config: JobConfig) -> bool:
+    """Return whether the configuration names an environment that makes tasks, or files of tasks."""
+    return config.environment.name is not None or config.tasks.train is not None
 
 
 async def play_until_over(server: JobThread, user: Rollouts) -> None:
@@ -177,7 +186,7 @@ async def play_until_over(server: JobThread, user: Rollouts) -> None:
     job = await server.start()
     try:
         async with AsyncClient(job.url, job.api_key, worker_id=OWN_WORKER) as client:
-            if user.tasks:
+            if user.tasks or user.validation_tasks:
                 await client.push_tasks(user.tasks, user.validation_tasks)
             if user.rollout is None:
                 await server.ended.wait()

@@ -172,10 +172,11 @@ def trial_config(config: JobConfig, folder: Path) -> JobConfig:
         update={
             "name": "check",
             "steps": STEPS,
+            "token_budget": None,
             "run_dir": folder,
             "policies": policies,
             "rollout": config.rollout.model_copy(update={"groups_per_step": groups}),
-            "evaluation": config.evaluation.model_copy(update={"every_steps": 0}),
+            "evaluation": config.evaluation.model_copy(update={"every_steps": 0, "every_tokens": None}),
             "checkpoint": config.checkpoint.model_copy(update={"every_steps": STEPS}),
             "server": config.server.model_copy(update={"host": "127.0.0.1", "port": 0}),
         }

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import orjson
 import sqlalchemy as sa
 from sqlalchemy import Connection, bindparam, func, select
 
 from palestra.database import WAKE_SECONDS, Database, Notifier, shielded, to_json
-from palestra.store.codec import episode_of
+from palestra.store.codec import chat_row, episode_of
 from palestra.store.lifecycle import episode_name
-from palestra.store.tables import episodes, groups
+from palestra.store.tables import chats, episodes, groups
 from palestra.types.progress import GroupRecord
-from palestra.types.records import EpisodeKind, EpisodeRecord, Task
+from palestra.types.records import EpisodeKind, EpisodeRecord, RecordedEpisode, Task
 from palestra.types.states import REPLACED, EpisodeState, GroupState, check_transition
 
 OPEN_STATES = (EpisodeState.REGISTERED, EpisodeState.CLAIMED)
@@ -109,6 +112,46 @@ class Groups:
         await self._db.write(add)
         self.available.notify(count)
 
+    @shielded
+    async def register_recorded(self, group_index: int, step: int, recorded: RecordedEpisode) -> None:
+        """Enter a training group of one episode that was played elsewhere, complete with its calls.
+
+        A group that exists already is not changed.
+
+        Args:
+            group_index: position of the group in the canonical order.
+            step: the step that trains on it.
+            recorded: the episode.
+        """
+        name = episode_name("train", group_index, 0)
+        episode = {
+            "episode_id": name,
+            "kind": "train",
+            "group_index": group_index,
+            "sample_index": 0,
+            "task_id": recorded.task.task_id,
+            "task_data": to_json(recorded.task.data),
+            "state": EpisodeState.COMPLETED.value,
+            "rewards": to_json(recorded.rewards),
+            "step_rewards": None if recorded.step_rewards is None else to_json(list(recorded.step_rewards)),
+            "step_times": None if recorded.step_times is None else to_json([list(t) for t in recorded.step_times]),
+            "named_rewards": None if recorded.named_rewards is None else to_json(recorded.named_rewards),
+            "metadata": to_json(recorded.metadata),
+        }
+        group = {"kind": "train", "group_index": group_index, "step": step, "task_id": recorded.task.task_id}
+
+        def register(connection: Connection) -> None:
+            where = (groups.c.kind == "train", groups.c.group_index == group_index)
+            if connection.execute(select(groups.c.size).where(*where)).first():
+                return
+            connection.execute(groups.insert(), group | {"size": 1, "state": GroupState.READY.value})
+            connection.execute(episodes.insert(), episode)
+            if recorded.calls:
+                connection.execute(chats.insert(), [chat_row(call) | {"episode_id": name} for call in recorded.calls])
+
+        await self._db.write(register)
+        self.settled.notify()
+
     async def of_step(self, kind: EpisodeKind, step: int) -> list[tuple[GroupRecord, list[EpisodeRecord]]]:
         """Return the groups of a step in canonical order, each with its episodes."""
         return await self._db.read(lambda connection: _of_step(connection, kind, step))
@@ -119,6 +162,29 @@ class Groups:
         def query(connection: Connection) -> tuple[int, int]:
             done, due = connection.execute(_SETTLED_OF_STEP, {"kind": kind, "step": step}).one()
             return int(done), int(due)
+
+        return await self._db.read(query)
+
+    async def sampled_tokens(self, steps: range, policies: Sequence[str]) -> int:
+        """Return how many tokens some policies have sampled in the completed training episodes of some steps.
+
+        Calls of an episode's last lease count, also in groups that were dropped.
+
+        Args:
+            steps: the steps, consecutive.
+            policies: names of the policies.
+        """
+        wanted = (
+            select(chats.c.versions)
+            .join(episodes, (episodes.c.episode_id == chats.c.episode_id) & (episodes.c.fence == chats.c.fence))
+            .join(groups, (groups.c.kind == episodes.c.kind) & (groups.c.group_index == episodes.c.group_index))
+            .where(groups.c.kind == "train", groups.c.step >= steps.start, groups.c.step < steps.stop)
+            .where(episodes.c.state == EpisodeState.COMPLETED.value, chats.c.policy.in_(policies))
+        )
+
+        def query(connection: Connection) -> int:
+            found = connection.execute(wanted).scalars()
+            return sum(tokens for versions in found for _, _, tokens in orjson.loads(versions))
 
         return await self._db.read(query)
 

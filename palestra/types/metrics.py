@@ -86,6 +86,12 @@ METRICS = (
     Metric("rollout/prompt_tokens", "tokens", "Prompt tokens of all calls of the batch."),
     Metric("rollout/reused_tokens", "tokens", "Prompt tokens that an earlier call of the episode has, too."),
     Metric("rollout/completion_tokens", "tokens", "Sampled tokens of all calls of the batch."),
+    Metric(
+        "rollout/sampled_tokens",
+        "tokens",
+        "Tokens that the trained policy has sampled in all completed training episodes of this step and of all steps "
+        "before, also in groups that were replaced: what `token_budget` limits.",
+    ),
     Metric("rollout/truncated_share", "ratio", "Share of the trained policy's calls that ended at max_tokens."),
     Metric(
         "rollout/tokens_per_second",

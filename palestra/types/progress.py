@@ -103,6 +103,8 @@ class JobProgress:
         collecting: episodes for which this phase waits; None: it waits for none.
         collected: how many of these are settled, about a second old; None where `collecting` is.
         step: how many steps are finished.
+        sampled_tokens: tokens that the trained policy has sampled for these steps.
+        token_budget: sampled tokens with which training ends; None: it ends with `steps` only.
         version: of the policy, as "incarnation.n".
         last_metrics: the row of the last step.
         episodes: how many there are by state, about a second old; None until the job is watched.
@@ -121,6 +123,8 @@ class JobProgress:
     collecting: Phase | None = None
     collected: PhaseProgress | None = None
     step: int = 0
+    sampled_tokens: int = 0
+    token_budget: int | None = None
     version: str = "0.0"
     last_metrics: dict[str, float] = field(default_factory=dict)
     episodes: Counts | None = None
@@ -154,12 +158,19 @@ class JobProgress:
 
     @property
     def seconds_left(self) -> float | None:
-        """Return the remaining steps times the mean duration of the last ten; None until two steps are finished."""
+        """Return the remaining steps times the mean duration of the last ten; None until two steps are finished.
+
+        With a token budget, the remaining steps are those that sample the rest of it.
+        """
         if len(self.step_seconds) < 2:
             return None
         # Steps become slower or faster as replies grow or shrink, so only the last ten count.
         recent = self.step_seconds[-10:]
-        return (self.steps - self.step) * sum(recent) / len(recent)
+        steps = float(self.steps - self.step)
+        if self.token_budget is not None and self.step and self.sampled_tokens:
+            left = max(self.token_budget - self.sampled_tokens, 0)
+            steps = min(steps, left / (self.sampled_tokens / self.step))
+        return steps * sum(recent) / len(recent)
 
 
 def duration(seconds: float) -> str:

@@ -136,6 +136,29 @@ class Trajectory:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RecordedEpisode:
+    """A completed episode of the past that a job takes over as one of its own.
+
+    Attributes:
+        task: what was played.
+        rewards: by agent.
+        step_rewards: one for each TimeStep; None: the reward is for the whole episode.
+        step_times: one for each TimeStep; None: not known.
+        named_rewards: by name; None: the episode has none.
+        metadata: kept with the episode.
+        calls: in order of their index, of fence 0, with policy and versions of the job; `episode_id` is not used.
+    """
+
+    task: Task
+    rewards: dict[str, float]
+    step_rewards: tuple[float, ...] | None = None
+    step_times: tuple[StepTimes, ...] | None = None
+    named_rewards: dict[str, float | None] | None = None
+    metadata: dict[str, Any]
+    calls: tuple[Chat, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TrainSample:
     """One row: a token sequence that the engine saw, with what the loss needs at each position.
 

@@ -32,6 +32,7 @@ BY_MARK = {
     "needs a service": "executed: against `palestra serve`",
     "make frameworks": "executed: by `make frameworks`",
     "rules": "parsed: rules of a service",
+    "comparison": "parsed: a ComparisonConfig",
     "another library": "not executed: needs a library that is not installed; its syntax is checked",
 }
 SIGNATURE = "parsed: a signature"

@@ -17,6 +17,7 @@ from documents.blocks import BLOCKS, BY_LANGUAGE, BY_MARK, PAGES, ROOT, SIGNATUR
 from documents.commands import lines_of, trouble
 from documents.links import broken
 from palestra.config import JobConfig, parse_config
+from palestra.config.comparison import load_comparison
 from palestra.control.jobs.rules import load_rules
 
 SECTIONS = {name for name, field in JobConfig.model_fields.items() if "Config" in str(field.annotation)}
@@ -55,6 +56,14 @@ def test_the_rules_of_a_service_are_rules(block, tmp_path):
     file = tmp_path / "rules.toml"
     file.write_text(block.text.replace("/srv/models/house-7b", str(tmp_path)))  # a folder that is there
     assert load_rules(file).caps
+
+
+@named(with_rule(BY_MARK["comparison"]))
+def test_a_comparison_is_one(block, tmp_path):
+    (tmp_path / "compare.toml").write_text(block.text)
+    comparison = load_comparison(tmp_path / "compare.toml")
+    for key, algorithm in comparison.algorithms.items():
+        parse_config({"algorithm": {"name": algorithm.name or key, **algorithm.settings}, **algorithm.overrides})
 
 
 @pytest.mark.skipif(not with_rule(BY_LANGUAGE["json"]), reason="no page has JSON")

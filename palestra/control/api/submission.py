@@ -131,6 +131,11 @@ def _checked(given: dict[str, Any], rules: Rules) -> JobConfig:
         value = given.get(section)
         if value is not None and (not keys or (isinstance(value, dict) and any(value.get(key) for key in keys))):
             raise InvalidRequest(f"config.{section} names files, which the server does not read", f"config.{section}")
+    algorithm = given.get("algorithm")
+    if isinstance(algorithm, dict) and algorithm.get("from_run") is not None:
+        raise InvalidRequest(
+            "config.algorithm.from_run names a folder, which the server does not read", "config.algorithm.from_run"
+        )
     config = parse_config(given)
     for name, policy in config.policies.items():
         try:

@@ -81,6 +81,7 @@ EXEMPT: Mapping[str, str] = {
     "algorithm.reward_weights.*": "a number of a formula",
     "algorithm.minibatches": "at most groups_per_step",
     "algorithm.dynamic_sampling": "JobConfig bounds it, and the open episodes are capped",
+    "algorithm.min_reward": "what a reward is compared with",
     "algorithm.settings.*": "of a class of a user's own, which no service runs",
     "algorithm.entropy_coefficient": "a number of a formula",
     "algorithm.gae_lambda": "a number of a formula",
@@ -95,6 +96,8 @@ EXEMPT: Mapping[str, str] = {
     "algorithm.critic.optimizer.weight_decay": "a number of a formula",
     "algorithm.critic.optimizer.max_grad_norm": "a number of a formula",
     "evaluation.every_steps": "more is less work",
+    "evaluation.every_tokens": "more is less work",
+    "token_budget": "training ends after `steps` in any case",
     "checkpoint.every_steps": "more is less work",
     "server.port": "the service chooses the port",
 }

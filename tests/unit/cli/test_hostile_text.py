@@ -126,6 +126,12 @@ async def folder(tmp_path):
     (tmp_path / "tasks.jsonl").write_text(json.dumps({"id": HOSTILE, "question": HOSTILE}) + "\n")
     (tmp_path / "agent.py").write_text(f"def rollout(task, policy):\n    raise ValueError({HOSTILE!r})\n")
     (tmp_path / "hostile.toml").write_text(f"{json.dumps(HOSTILE)} = 1\n")
+    (tmp_path / "sums.toml").write_text('environment = { name = "arithmetic" }\n')
+    grid = '[scenarios.a]\njob = "sums.toml"\ntoken_budget = 1\nthreshold = 1\n[algorithms.grpo]\n'
+    (tmp_path / "compare.toml").write_text(grid)
+    (tmp_path / "hostile_grid.toml").write_text(
+        grid.replace("[algorithms.grpo]", f"[algorithms.{json.dumps(HOSTILE)}]")
+    )
     return tmp_path
 
 
@@ -144,6 +150,13 @@ CASES: dict[str, list[list[str]]] = {
     "eval": [
         ["tiny-random", "tasks.jsonl", "--rollout", "agent.py:rollout", "--set", "engine.kind=fake"],
         [HOSTILE, "tasks.jsonl", "--rollout", f"{HOSTILE}.py:f"],
+    ],
+    "compare": [
+        ["hostile.toml"],
+        ["hostile_grid.toml"],
+        ["compare.toml", "--list", "--only", HOSTILE],
+        ["compare.toml", "--no-run", "--page", f"{HOSTILE}.md"],
+        [HOSTILE],
     ],
     "environments": [[HOSTILE]],
     "algorithms": [[HOSTILE]],

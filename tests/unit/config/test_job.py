@@ -20,6 +20,7 @@ OTHER: dict[str, Any] = {
     "name": "other",
     "seed": 1,
     "steps": 31,
+    "token_budget": 31,
     "deterministic": True,
     "run_dir": "elsewhere",
     "roles": {"agent": "policy"},
@@ -75,6 +76,7 @@ OTHER: dict[str, Any] = {
     "algorithm.discount": 0.5,
     "algorithm.train_on": "final-branch",
     "evaluation.every_steps": 1,
+    "evaluation.every_tokens": 1,
     "evaluation.max_tasks": 3,
     "checkpoint.every_steps": 3,
     "checkpoint.keep": 3,
@@ -105,7 +107,7 @@ ONLY_ONE_VALUE = {"rollout.max_staleness", "kind", "algorithm.name", "policies.p
 SHORT = {"model"}  # written in one place and kept in another
 # What neither moves a weight nor says which samples there are: where it is, how it is kept, how far it goes, how
 # workers are watched. (The tasks are in the run store from the first start on.)
-NOT_TRAINED = {"name", "run_dir", "steps", "tasks", "evaluation", "checkpoint", "store", "server"}
+NOT_TRAINED = {"name", "run_dir", "steps", "token_budget", "tasks", "evaluation", "checkpoint", "store", "server"}
 NOT_TRAINED |= {
     f"rollout.{leaf}"
     for leaf in (
@@ -190,6 +192,7 @@ def test_the_digest_changes_exactly_with_what_is_trained(leaf):
 def test_the_number_of_steps_is_part_of_the_digest_where_the_schedule_depends_on_it(schedule):
     key = "policies.policy.optimizer.schedule"
     assert config(**{key: schedule}).digest() != config(**{key: schedule, "steps": 31}).digest()
+    assert config(**{key: schedule}).digest() != config(**{key: schedule, "token_budget": 31}).digest()
 
 
 def test_the_name_of_the_policy_is_part_of_the_digest():

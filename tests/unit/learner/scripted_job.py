@@ -65,11 +65,13 @@ class ScriptedJob:
         stop_at: int | None = None,
         draw: bool = False,
         equal_rewards: bool = False,
+        tasks: list[Task] = TASKS,
     ) -> None:
         """`crash_at`: the number of the commit before which the process dies; nothing is written from there on.
 
         `stop_at`: the number of the commit at which the job is asked to stop.
         """
+        self.tasks = tasks
         self.config, self.clock, self.equal_rewards = settings, FakeClock(), equal_rewards
         self.folder = (RunFolder if draw else WithoutCurve)(folder)
         self.store = open_run_store(self.folder.store, settings.rollout, settings.store, self.clock)
@@ -151,7 +153,7 @@ class ScriptedJob:
         try:
             await self.create_policy()
             await self._leases_of_the_dead_run_out()
-            await self.store.tasks.push("train", TASKS, "train")
+            await self.store.tasks.push("train", self.tasks, "train")
             await self.store.tasks.push("validation", HELD_OUT, "validation")
             await self.store.tasks.seal()
             async with asyncio.TaskGroup() as group:

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from palestra.algorithms.actor_critic import ActorCritic
 from palestra.algorithms.importance import IMPORTANCE_METRICS
 from palestra.algorithms.losses import build_loss
+from palestra.algorithms.policy_gradient import PolicyGradient
 from palestra.algorithms.registry import ALGORITHMS, create_algorithm
 from palestra.config import dump_config, load_config
 from palestra.engine.fake import FakeEngine, digits_script
@@ -41,7 +41,7 @@ def rows(folder) -> list[dict[str, float]]:
 async def test_every_metric_that_is_written_is_in_the_table_and_every_one_of_the_table_is_written(tmp_path):
     """Of the metrics of losses, those of the losses that an algorithm names."""
     named = set()
-    for name in (name for name, algorithm in ALGORITHMS.items() if not issubclass(algorithm, ActorCritic)):
+    for name in (name for name, algorithm in ALGORITHMS.items() if issubclass(algorithm, PolicyGradient)):
         for mode in ("none", "token-mask"):
             algorithm = {"name": name, "importance_sampling": mode, "clip_low": 0.1}
             job = ScriptedJob(tmp_path / f"{name} {mode}", config(algorithm=algorithm))
@@ -53,7 +53,7 @@ async def test_every_metric_that_is_written_is_in_the_table_and_every_one_of_the
             expected -= {"train/rewards/NAME"}  # of jobs with named rewards
             assert set().union(*rows(tmp_path / f"{name} {mode}")) == expected
             named |= expected
-    unused = {"nll", "log_ratio_squared"}  # of losses of the Tinker API that no algorithm names
+    unused = {"nll", "log_ratio_squared"}  # of losses of the Tinker API that no policy gradient names
     beside = {name for name in metric_names() if name.startswith(WITH_A_CRITIC)}
     assert named == metric_names() - {f"train/{name}" for name in (*unused, "rewards/NAME")} - beside
 

@@ -89,3 +89,13 @@ def test_the_last_of_ten_steps_after_two_of_warm_up_has_an_eighth_of_the_peak():
 def test_a_warm_up_as_long_as_the_run_has_no_rate_of_nothing(schedule):
     assert [rate(s, steps=4, schedule=schedule, warmup_steps=4) for s in range(1, 5)] == [0.5, 1.0, 1.5, 2.0]
     assert rate(1, steps=1, schedule=schedule) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rates"), [("linear", [2.0, 1.5, 0.5]), ("cosine", [2.0, 1 + 2**-0.5, 1 - 2**-0.5])]
+)
+def test_with_a_token_budget_the_rate_falls_by_the_share_that_was_sampled(schedule, rates):
+    optimizer = OptimizerConfig.model_validate({"learning_rate": 2.0, "schedule": schedule, "warmup_steps": 1})
+    shares = (0.0, 0.25, 0.75)
+    assert [learning_rate(optimizer, 2, 1000, share) for share in shares] == pytest.approx(rates)
+    assert learning_rate(optimizer, 1, 1000, 0.9) == 2.0  # warm-up is by steps

@@ -1,0 +1,117 @@
+"""`palestra compare`: algorithms over scenarios and seeds at equal sampled tokens, and a page of what was found."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from palestra.cli.options import command, load_function
+from palestra.errors import ConfigError
+from palestra.terminal import say
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from palestra.runtime.comparison.plan import PlannedRun
+
+
+def add(commands: Any) -> None:
+    """Add the command `compare`, which takes a compare.toml."""
+    parser = command(
+        commands,
+        "compare",
+        run,
+        "train algorithms on scenarios with several seeds, at equal sampled tokens, and write a page",
+        "  palestra compare compare.toml\n"
+        "  palestra compare compare.toml --only gomoku/grpo --only frozen-lake\n"
+        "  palestra compare compare.toml --page docs/comparison.md   # the page there; finished runs stay\n\n"
+        "a comparison that was stopped or killed goes on with the same command\n"
+        "exit code: 0 all runs are finished, 1 some failed, 2 an error, 130 stopped",
+    )
+    parser.add_argument("config", metavar="COMPARE.TOML", type=Path, help="the grid (docs/compare.md)")
+    parser.add_argument(
+        "--page",
+        metavar="FILE",
+        type=Path,
+        help="the page, in Markdown; without it, comparison.md in the output's folder",
+    )
+    parser.add_argument(
+        "--only",
+        metavar="SCENARIO[/ALGORITHM]",
+        action="append",
+        default=[],
+        help="run only these runs; the page has all that are finished; may be given several times",
+    )
+    parser.add_argument("--list", action="store_true", help="list the runs and how far each is, and run nothing")
+    parser.add_argument("--no-run", action="store_true", help="write the page from the finished runs, and run nothing")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run what is not finished, write the page after each run, and return the exit code that the help names."""
+    if arguments.child:  # the process of one run, whose record takes the place of the grid
+        from palestra.runtime.comparison.one_run import run_recorded
+
+        return run_recorded(arguments.config, load_function)
+    from palestra.config.comparison import load_comparison
+    from palestra.runtime.comparison.execution import GridRunner, GridStopped, check_records, child_command, locked
+    from palestra.runtime.comparison.page import write_page
+    from palestra.runtime.comparison.plan import plan_runs
+    from palestra.runtime.comparison.progress import GridProgress
+    from palestra.runtime.comparison.results import read_results
+    from palestra.terminal import TerminalConsole
+
+    comparison = load_comparison(arguments.config)
+    runs = plan_runs(comparison, load_function)
+    check_records(runs)
+    chosen = _chosen(arguments.only, runs)
+    if arguments.list:
+        _list(chosen)
+        return 0
+    page = arguments.page or comparison.folder / "comparison.md"
+
+    def write() -> None:
+        write_page(comparison, runs, read_results(runs), page)
+
+    with locked(comparison.folder):
+        if arguments.no_run:
+            write()
+            say(f"page: {page}")
+            return 0
+        progress = GridProgress(chosen, TerminalConsole(highlight=False))
+        try:
+            failed = GridRunner(chosen, child_command, comparison.checkpoints, progress, write).run()
+        except GridStopped:
+            progress.stopped()
+            write()
+            say(f"stopped; go on with the same command (runs are in {comparison.folder}, the page so far is {page})")
+            return 130
+        write()
+    say(f"page: {page}" + (f"; {failed} of {len(chosen)} runs failed, and are tried again next time" if failed else ""))
+    return 1 if failed else 0
+
+
+def _chosen(only: Sequence[str], runs: Sequence[PlannedRun]) -> list[PlannedRun]:
+    """Return the runs that `--only` names, all of them if it was not given.
+
+    Raises:
+        ConfigError: no run of the plan is of that scenario and algorithm.
+    """
+    from palestra.cli.options import nearest
+
+    known = dict.fromkeys(name for each in runs for name in (each.scenario, f"{each.scenario}/{each.algorithm}"))
+    for name in only:
+        if name not in known:
+            hint = nearest(name, known) or f"; there are {', '.join(known)}"
+            raise ConfigError(f"--only {name}: the comparison has no such runs{hint}")
+    return [each for each in runs if not only or {each.scenario, f"{each.scenario}/{each.algorithm}"} & set(only)]
+
+
+def _list(runs: Sequence[PlannedRun]) -> None:
+    """Print a line for each run: its state, scenario, algorithm and seed, and its folder."""
+    from palestra.runtime.comparison.one_run import read_record
+
+    for each in runs:
+        state = (read_record(each.record) or {}).get("state", "not started")
+        say(f"{state:<12} {each.label}   {each.folder}")

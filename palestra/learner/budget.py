@@ -1,0 +1,71 @@
+"""How far a job's training is, in steps and in sampled tokens: when it ends, and when a validation is due."""
+
+from __future__ import annotations
+
+from palestra.config import JobConfig, OptimizerConfig
+from palestra.learner.schedule import learning_rate
+from palestra.store import Groups
+
+
+class TrainingBudget:
+    """Counts the sampled tokens of a job, step by step.
+
+    All counts are of the store, so that a resumed job ends with the same step as one that was never killed.
+
+    Attributes:
+        sampled: tokens that the trained policies have sampled in the completed training episodes of all counted steps,
+            those of groups that were replaced included.
+    """
+
+    def __init__(self, config: JobConfig, groups: Groups) -> None:
+        """Begin with no step counted.
+
+        Args:
+            config: the job, with the number of steps or of tokens with which its training ends.
+            groups: the job's groups, whose episodes are counted.
+        """
+        self._config, self._groups = config, groups
+        self.sampled = 0
+        self._before = 0  # tokens of the steps before the newest that was counted
+
+    async def restore(self, step: int) -> None:
+        """Count all steps of a resumed job.
+
+        Args:
+            step: the newest step that is trained; 0: none is.
+        """
+        trained = self._config.trained_policies
+        self._before = await self._groups.sampled_tokens(range(1, step), trained)
+        self.sampled = self._before + await self._groups.sampled_tokens(range(step, step + 1), trained)
+
+    async def count(self, step: int) -> None:
+        """Add the tokens of a step whose episodes are gathered."""
+        trained = self._config.trained_policies
+        self._before = self.sampled
+        self.sampled += await self._groups.sampled_tokens(range(step, step + 1), trained)
+
+    def is_over(self, step: int) -> bool:
+        """Return whether training ends with this step, which is the newest that was counted."""
+        budget = self._config.token_budget
+        return step >= self._config.steps or (budget is not None and self.sampled >= budget)
+
+    def learning_rate(self, optimizer: OptimizerConfig, step: int) -> float:
+        """Return the learning rate of the newest step that was counted, which falls by tokens if there is a budget.
+
+        Args:
+            optimizer: peak, schedule and warm-up.
+            step: number of that step, from 1.
+        """
+        budget = self._config.token_budget
+        return learning_rate(optimizer, step, self._config.steps, None if budget is None else self._before / budget)
+
+    def evaluation_is_due(self, step: int) -> bool:
+        """Return whether the policies are scored after this step, which is the newest that was counted."""
+        config = self._config.evaluation
+        if not config.every_steps and config.every_tokens is None:
+            return False
+        if step == 0 or self.is_over(step):
+            return True
+        if config.every_tokens is not None:
+            return self.sampled // config.every_tokens > self._before // config.every_tokens
+        return step % config.every_steps == 0

@@ -1,0 +1,294 @@
+"""Recorded episodes as episodes of the job: each is entered into the run store, complete, when its step is gathered.
+
+From there on they are like played ones: the same manifest, the same rows, and the same resuming after a kill.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+from jinja2 import TemplateError
+from pydantic import ValidationError
+
+from palestra.algorithms.base import RecordedEpisodes
+from palestra.config import SAVED_CONFIG, load_config
+from palestra.database import to_json
+from palestra.errors import ConfigError
+from palestra.learner.groups import Gathered
+from palestra.session import PolicyRuntime
+from palestra.store import RunStore
+from palestra.store.browsing import browse, list_episodes
+from palestra.store.calls import read_trajectory
+from palestra.threads import in_thread
+from palestra.types.calls import Chat, Ids, PolicyVersion, SamplingParams, VersionSpan
+from palestra.types.messages import ChatMessage, text_message
+from palestra.types.records import RecordedEpisode, Task
+
+_IDS = "recorded_episodes"  # fact in the run store: the ids of the episodes that are learned from
+_CERTAIN = 0.0  # the log-probability of a token that was given and not sampled
+
+
+class Recordings:
+    """The recorded episodes that a job trains."""
+
+    def __init__(self, source: RecordedEpisodes, runtime: PolicyRuntime, store: RunStore) -> None:
+        """Keep what says where the episodes are; `tasks` looks for them.
+
+        Args:
+            source: where the episodes are recorded.
+            runtime: the policy that learns from them.
+            store: the job's run store.
+        """
+        self._source, self._runtime, self._store = source, runtime, store
+        self._policies: frozenset[str] = frozenset()  # whose calls are learned, by their names in the run of the source
+
+    async def tasks(self) -> list[Task]:
+        """Return a task for each recorded episode, in canonical order; a resumed job has those of its first start.
+
+        Raises:
+            ConfigError: there is no such run, it has no such episode, or its policy is of another model; or a task is
+                no conversation.
+        """
+        run_dir = self._source.run_dir
+        if run_dir is None:
+            tasks = await self._store.tasks.of_split("train")
+            for task in tasks:
+                _conversation(task)
+            return tasks
+        self._policies = await in_thread(lambda: _learned_policies(run_dir, self._runtime))
+        known = await self._store.log.fact(_IDS)
+        if known is None:
+            names = await in_thread(lambda: _chosen(run_dir, self._source.min_reward))
+            await self._store.log.set_fact(_IDS, to_json(names))
+        else:
+            names = orjson.loads(known)
+        return [Task(task_id=name, data={"recorded": name}) for name in names]
+
+    async def episode(self, task: Task, version: PolicyVersion) -> RecordedEpisode:
+        """Return the recorded episode of a task, with calls that are as if the policy of the job had made them now.
+
+        Args:
+            task: one of `tasks`.
+            version: of the policy before the step, which all tokens get: a recorded token is never stale.
+
+        Raises:
+            ConfigError: a conversation does not fit into the policy's context, or its format can't show it.
+        """
+        run_dir = self._source.run_dir
+        if run_dir is None:
+            return await in_thread(lambda: self._of_conversation(task, version))
+        return await in_thread(lambda: self._of_run(run_dir, task, version))
+
+    def _of_run(self, run_dir: Path, task: Task, version: PolicyVersion) -> RecordedEpisode:
+        """Read an episode of another run; calls of policies that were not trained there are left out."""
+        with browse(run_dir / "run.db") as connection:
+            found = read_trajectory(connection, task.data["recorded"])
+        episode = found.episode
+        calls = [chat for chat in found.chats if chat.policy in self._policies]
+        return RecordedEpisode(
+            task=Task(task_id=episode.task.task_id, data=episode.task.data),
+            rewards=dict(episode.rewards or {}),
+            step_rewards=episode.step_rewards,
+            step_times=episode.step_times,
+            named_rewards=episode.named_rewards,
+            metadata={"recorded": f"{run_dir}/{episode.episode_id}"},
+            calls=tuple(self._as_own(chat, version) for chat in calls),
+        )
+
+    def _as_own(self, chat: Chat, version: PolicyVersion) -> Chat:
+        """Return a call as one of the job's own policy, of this version."""
+        spans = (VersionSpan(version, len(chat.completion_ids)),)
+        return replace(chat, fence=0, policy=self._runtime.name, versions=spans)
+
+    def _of_conversation(self, task: Task, version: PolicyVersion) -> RecordedEpisode:
+        """Return an episode with a call for each reply of a conversation."""
+        messages, tools, reward = _conversation(task)
+        calls: list[Chat] = []
+        for place, message in enumerate(messages):
+            if message.role == "assistant":
+                prompt, completion = self._tokens(task, messages[:place], message, tools)
+                calls.append(self._call(len(calls), messages[:place], message, tools, prompt, completion, version))
+        return RecordedEpisode(task=task, rewards={"agent": reward}, metadata={}, calls=tuple(calls))
+
+    def _tokens(
+        self, task: Task, before: Sequence[ChatMessage], reply: ChatMessage, tools: tuple[dict[str, Any], ...]
+    ) -> tuple[Ids, Ids]:
+        """Return prompt [P] and completion [C] of a reply, as the model's template shows them.
+
+        Args:
+            task: the conversation, for messages.
+            before: messages before the reply.
+            reply: the reply.
+            tools: tools that were offered.
+
+        Raises:
+            ConfigError: the template can't show the reply after its prompt, or both are too long.
+        """
+        renderer, room = self._runtime.renderer, self._runtime.config.max_context
+        try:
+            prompt = renderer.render(before, tools).ids
+            # Only a template with a message after the reply shows how the reply ends; what follows its end token is
+            # not the reply's.
+            whole = renderer.render((*before, reply, text_message("user", "x")), tools).ids
+        except (ValueError, KeyError, TemplateError) as error:
+            raise ConfigError(f"task {task.task_id!r}: the model's template can't show it: {error}") from error
+        rest = whole[len(prompt) :]
+        ends = np.flatnonzero(np.isin(rest, renderer.stop_ids))
+        if not np.array_equal(whole[: len(prompt)], prompt) or not len(ends):
+            raise ConfigError(
+                f"task {task.task_id!r}: this model's template does not show reply {len(before)} after the prompt "
+                "that the model would have been given"
+            )
+        completion = rest[: int(ends[0]) + 1]
+        if len(prompt) + len(completion) > room:
+            raise ConfigError(
+                f"task {task.task_id!r} has {len(prompt) + len(completion):,} tokens, and max_context is {room:,}"
+            )
+        return prompt, completion
+
+    def _call(
+        self,
+        index: int,
+        before: tuple[ChatMessage, ...],
+        reply: ChatMessage,
+        tools: tuple[dict[str, Any], ...],
+        prompt: Ids,
+        completion: Ids,
+        version: PolicyVersion,
+    ) -> Chat:
+        """Return the record of a reply that was given and not sampled.
+
+        Args:
+            index: place of the reply among the replies.
+            before: messages before it.
+            reply: the reply.
+            tools: tools that were offered.
+            prompt: int32 [P].
+            completion: int32 [C].
+            version: of the policy before the step.
+        """
+        return Chat(
+            episode_id="",
+            fence=0,
+            index=index,
+            time_step=index,
+            agent="agent",
+            policy=self._runtime.name,
+            parent=None,
+            shared=0,
+            shared_messages=0,
+            new_messages=before,
+            prompt_tail=prompt,
+            tools=tools,
+            reply=reply,
+            completion_ids=completion,
+            logprobs=np.full(len(completion), _CERTAIN, np.float32),
+            versions=(VersionSpan(version, len(completion)),),
+            finish_reason="stop",
+            sampling=SamplingParams(temperature=1.0, max_tokens=len(completion), seed=0),
+            request_digest="",
+            started_at=0.0,
+            finished_at=0.0,
+        )
+
+
+async def gather_recorded(
+    store: RunStore,
+    recordings: Recordings,
+    task_of: Callable[[int], Task],
+    step: int,
+    groups: int,
+    versions: Mapping[str, PolicyVersion],
+) -> Gathered:
+    """Enter the recorded episodes of a step into the store, those that are missing, and return all of them.
+
+    Args:
+        store: the job's run store.
+        recordings: the recorded episodes.
+        task_of: returns the task of a group, by the group's index.
+        step: the step to gather.
+        groups: how many episodes the step has; each is a group of its own.
+        versions: of the policies before the step; there is one.
+    """
+    (version,) = versions.values()
+    there = await store.groups.of_step("train", step)
+    for _ in range(groups - len(there)):
+        index = await store.groups.next_index("train")
+        await store.groups.register_recorded(index, step, await recordings.episode(task_of(index), version))
+    found = await store.groups.of_step("train", step)
+    names = tuple(episode.episode_id for _, episodes in found for episode in episodes)
+    return Gathered(episode_ids=names, dropped=0, skipped=0, discarded=0, stale=0)
+
+
+def _learned_policies(run_dir: Path, runtime: PolicyRuntime) -> frozenset[str]:
+    """Return the names of the policies that were trained in a run, if their tokens are tokens of this policy.
+
+    Raises:
+        ConfigError: there is no such run, or its model has another tokenizer.
+    """
+    if not (run_dir / "run.db").is_file():
+        raise ConfigError(f"algorithm.from_run: {run_dir} is not the folder of a run (it has no run.db)")
+    config = load_config(run_dir / SAVED_CONFIG)
+    names = frozenset(config.trained_policies)
+    for model in {config.policies[name].model for name in names} - {runtime.config.model}:
+        if config.engine.kind != "fake" and not _same_tokens(model, runtime):
+            raise ConfigError(
+                f"algorithm.from_run: the run in {run_dir} is of {model!r}, whose tokenizer is another one than that "
+                f"of {runtime.config.model!r}, so its ids are other texts; take its messages as tasks"
+            )
+    return names
+
+
+def _same_tokens(model: str, runtime: PolicyRuntime) -> bool:
+    """Return whether every token of a model is the same bytes in the policy's tokenizer."""
+    from palestra.models.causal_lm import load_tokenizer
+    from palestra.renderers.vocabulary import Vocabulary
+
+    other, own = Vocabulary(load_tokenizer(model)), runtime.renderer.vocabulary
+    return len(other) == len(own) and all(other.bytes_of(token) == own.bytes_of(token) for token in range(len(own)))
+
+
+def _chosen(run_dir: Path, min_reward: float | None) -> list[str]:
+    """Return the ids of a run's completed training episodes with enough reward, in canonical order.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    with browse(run_dir / "run.db") as connection:
+        found = list_episodes(connection, "train", "completed", sys.maxsize)
+    rewarded = [(each.episode_id, each.reward) for each in found if each.reward is not None and each.completion_tokens]
+    names = [name for name, reward in rewarded if min_reward is None or reward >= min_reward]
+    if not names:
+        best = max((reward for _, reward in rewarded), default=None)
+        most = "it has none at all" if best is None else f"the largest reward is {best:g}"
+        raise ConfigError(
+            f"algorithm.from_run: the run in {run_dir} has no training episode with a reward of at least "
+            f"{min_reward}; {most}"
+        )
+    return names
+
+
+def _conversation(task: Task) -> tuple[tuple[ChatMessage, ...], tuple[dict[str, Any], ...], float]:
+    """Return messages, tools and reward of a task that is a conversation.
+
+    Raises:
+        ConfigError: it is none, or it has no reply.
+    """
+    data = task.data
+    try:
+        messages = tuple(ChatMessage.model_validate(message) for message in data["messages"])
+        tools, reward = tuple(map(dict, data.get("tools", ()))), float(data.get("reward", 1.0))
+    except (KeyError, TypeError, ValueError, ValidationError) as error:
+        said = str(error).splitlines()[0] if not isinstance(error, KeyError) else "it has no `messages`"
+        raise ConfigError(
+            f"task {task.task_id!r} is no conversation, which algorithm.name = 'sft' needs without from_run: {said}"
+        ) from error
+    if not any(message.role == "assistant" for message in messages):
+        raise ConfigError(f"task {task.task_id!r} has no message of the role assistant, so nothing to learn")
+    return messages, tools, reward

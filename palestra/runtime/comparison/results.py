@@ -1,0 +1,140 @@
+"""What the runs of a comparison have reached: validation over sampled tokens, and the numbers of the page's tables."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from palestra.runtime.comparison.one_run import FAILED, FINISHED, read_record
+from palestra.runtime.comparison.plan import PlannedRun
+
+Row = Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One validation of a run.
+
+    Attributes:
+        tokens: sampled tokens before it.
+        seconds: duration of all steps before it, without validations.
+        reward: mean reward of the validation tasks.
+    """
+
+    tokens: float
+    seconds: float
+    reward: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """A finished run.
+
+    Attributes:
+        seed: of the run.
+        points: its validations, oldest first, of which the first is that of the untrained model; at least one.
+        tokens: sampled tokens of the whole run.
+        seconds: duration of all steps, without validations.
+    """
+
+    seed: int
+    points: tuple[Point, ...]
+    tokens: float
+    seconds: float
+
+    @property
+    def final(self) -> float:
+        """Return the reward of the last validation."""
+        return self.points[-1].reward
+
+    @property
+    def best(self) -> float:
+        """Return the largest reward of all validations."""
+        return max(point.reward for point in self.points)
+
+    def first_at(self, threshold: float) -> Point | None:
+        """Return the first validation with at least this reward; None: there is none."""
+        return next((point for point in self.points if point.reward >= threshold), None)
+
+    def at(self, tokens: float) -> float | None:
+        """Return the reward after so many tokens, on a line between two validations; None: the run ended before."""
+        for before, after in zip(self.points, self.points[1:], strict=False):
+            if before.tokens <= tokens <= after.tokens:
+                share = (tokens - before.tokens) / (after.tokens - before.tokens)
+                return before.reward + share * (after.reward - before.reward)
+        return self.points[0].reward if tokens == self.points[0].tokens else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """A run that has ended with an error."""
+
+    run: PlannedRun
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Results:
+    """All runs of a comparison.
+
+    Attributes:
+        finished: by (scenario, algorithm), in order of the seeds.
+        failures: runs that have ended with an error.
+        open: number of runs that are not finished and have not failed.
+    """
+
+    finished: Mapping[tuple[str, str], Sequence[Result]]
+    failures: Sequence[Failure]
+    open: int
+
+
+def read_rows(folder: Path) -> list[Row]:
+    """Return the metrics of a run so far; a line that is half written is left out."""
+    try:
+        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def result_of(seed: int, rows: Sequence[Row]) -> Result:
+    """Return the result of a run.
+
+    Args:
+        seed: of the run.
+        rows: all rows of its metrics, of which one has a validation at least.
+    """
+    tokens = seconds = 0.0
+    points = []
+    for row in rows:
+        tokens = row.get("rollout/sampled_tokens", tokens)
+        seconds += row.get("time/step_seconds", 0.0)
+        if "validation/reward_mean" in row:
+            points.append(Point(tokens, seconds, row["validation/reward_mean"]))
+    return Result(seed=seed, points=tuple(points), tokens=tokens, seconds=seconds)
+
+
+def read_results(runs: Sequence[PlannedRun]) -> Results:
+    """Read what the runs of a plan have reached.
+
+    Args:
+        runs: all runs of the plan.
+    """
+    finished: dict[tuple[str, str], list[Result]] = {}
+    failures, left = [], 0
+    for run in runs:
+        record = read_record(run.record) or {}
+        rows = read_rows(run.folder) if record.get("state") == FINISHED else []
+        if any("validation/reward_mean" in row for row in rows):
+            finished.setdefault((run.scenario, run.algorithm), []).append(result_of(run.seed, rows))
+        elif record.get("state") == FINISHED:
+            failures.append(Failure(run=run, reason="none of its validation episodes was scored"))
+        elif record.get("state") == FAILED:
+            failures.append(Failure(run=run, reason=str(record.get("reason", ""))))
+        else:
+            left += 1
+    for results in finished.values():
+        results.sort(key=lambda result: result.seed)
+    return Results(finished=finished, failures=failures, open=left)

@@ -1,0 +1,79 @@
+"""A tiny model learns replies by heart, from conversations and from the good episodes of a run."""
+
+from __future__ import annotations
+
+import pytest
+
+import palestra
+from palestra import JobConfig
+
+STEPS = 80
+ANSWERS = {"2 + 2 =": "4", "3 + 4 =": "7", "9 - 8 =": "1"}
+TASKS = [{"id": question, "prompt": question} for question in ANSWERS]
+CONVERSATIONS = [
+    task
+    | {
+        "messages": [
+            {"role": "user", "content": task["prompt"]},
+            {"role": "assistant", "content": ANSWERS[task["prompt"]]},
+        ]
+    }
+    for task in TASKS
+]
+
+
+def reward(task, answer):
+    return float(answer == ANSWERS[task["prompt"]])
+
+
+def job(folder, steps: int, algorithm: dict, **more) -> JobConfig:
+    policy = {
+        "model": "tiny-random",
+        "max_context": 128,
+        "sampling": {"max_tokens": 3},
+        "optimizer": {"learning_rate": 5e-3, "schedule": "linear"},
+    }
+    return JobConfig.model_validate(
+        {
+            "run_dir": str(folder),
+            "steps": steps,
+            "policies": {"policy": policy},
+            "rollout": {"group_size": 32, "groups_per_step": 3},
+            "algorithm": algorithm,
+            "evaluation": {"every_steps": steps},
+            "engine": {"dtype": "float32", "threads": 1},
+            "trainer": {"dtype": "float32", "threads": 1},
+        }
+        | more
+    )
+
+
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory) -> palestra.TrainResult:
+    config = job(tmp_path_factory.mktemp("taught") / "run", STEPS, {"name": "sft"})
+    return palestra.train(reward=reward, tasks=CONVERSATIONS, validation_tasks=TASKS, config=config, quiet=True)
+
+
+def test_conversations_are_learned_by_heart(taught):
+    first, *_, last = taught.metrics
+    assert (first["validation/reward_mean"], last["validation/reward_mean"]) == (0.0, 1.0)
+    likelihood = [row["train/nll"] for row in taught.metrics[1:]]
+    assert likelihood[0] > 4  # of 259 tokens, about log 259
+    assert likelihood[-1] < 0.1
+    # Each step has the three conversations once, and of each the reply with its end: two tokens.
+    assert {row["train/trained_tokens"] for row in taught.metrics[1:]} == {6}
+    assert {row["rollout/sampled_tokens"] for row in taught.metrics[1:]} == {6.0 * n for n in range(1, STEPS + 1)}
+
+
+def test_the_good_episodes_of_a_run_are_learned(taught, tmp_path):
+    """One step of sampling from the taught model, then a fresh model learns the right answers among its samples."""
+    played = job(tmp_path / "played", 1, {"name": "grpo"}, model=str(taught.checkpoint))
+    source = palestra.train(reward=reward, tasks=TASKS, config=played, quiet=True)
+    settings = {"name": "sft", "from_run": str(source.run_dir), "min_reward": 1.0}
+    result = palestra.train(
+        reward=reward, tasks=(), validation_tasks=TASKS, config=job(tmp_path / "run", STEPS, settings), quiet=True
+    )
+    assert result.metrics[-1]["train/reward_mean"] == 1.0
+    assert result.metrics[-1]["validation/reward_mean"] == 1.0
+    without_validation = job(tmp_path / "without", 2, settings)
+    assert len(palestra.train(reward=reward, config=without_validation, quiet=True).metrics) == 2

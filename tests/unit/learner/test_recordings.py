@@ -1,0 +1,199 @@
+"""Episodes of the past as episodes of a job: copied exactly, from a run or conversations, once, whatever crashes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+
+import pytest
+
+from palestra.config import JobConfig
+from palestra.errors import ConfigError
+from palestra.renderers import ByteTokenizer
+from palestra.store.browsing import browse, list_episodes, read_episode
+from palestra.tokens import TokenTrie, rows_of
+from palestra.types.calls import PolicyVersion
+from palestra.types.records import Task, Trajectory
+from unit.building import open_store
+from unit.learner.scripted_job import Crash, ScriptedJob, config
+
+
+def of(folder: Path, kind: str = "train") -> list[Trajectory]:
+    """All completed episodes of a run, in canonical order."""
+    with browse(folder / "run.db") as connection:
+        return [
+            read_episode(connection, each.episode_id).trajectory
+            for each in list_episodes(connection, kind, "completed", 10**6)
+        ]
+
+
+def tokens(trajectory: Trajectory) -> list[tuple[list[int], list[bool], list[float]]]:
+    """What is trained of an episode: ids, which of them are targets, and their recorded logprobs."""
+    trie = TokenTrie(trajectory.chats)
+    return [
+        (row.ids.tolist(), row.sampled.tolist(), row.logprobs[row.sampled].tolist())
+        for row in rows_of(trie, frozenset(chat.index for chat in trajectory.chats))
+    ]
+
+
+def sft(source: Path | None = None, **more) -> JobConfig:
+    algorithm = {"name": "sft"} | ({} if source is None else {"from_run": str(source)}) | more
+    return config(algorithm=algorithm, steps=2)
+
+
+@pytest.fixture
+async def source(tmp_path) -> Path:
+    await ScriptedJob(tmp_path / "source", config()).run()
+    return tmp_path / "source"
+
+
+async def test_the_good_episodes_of_a_run_are_trained_token_by_token_as_they_were_sampled(tmp_path, source):
+    job = ScriptedJob(tmp_path / "job", sft(source, min_reward=1.0))
+    await job.run()
+    recorded = {t.episode.episode_id: t for t in of(source)}
+    good = {name for name, t in recorded.items() if t.episode.reward >= 1}
+    assert 0 < len(good) < len(recorded)
+    copied = of(tmp_path / "job")
+    assert len(copied) == 2 * 2  # two steps of two groups, of one episode each
+    for trajectory in copied:
+        name = trajectory.episode.metadata["recorded"].rpartition("/")[2]
+        assert name in good
+        original = recorded[name]
+        assert tokens(trajectory) == tokens(original)
+        assert trajectory.episode.rewards == original.episode.rewards
+        assert trajectory.episode.task == original.episode.task
+        assert [chat.messages for chat in trajectory.chats] == [chat.messages for chat in original.chats]
+    rows = [json.loads(line) for line in (tmp_path / "job/metrics.jsonl").read_text().splitlines()]
+    for row in rows[1:]:
+        assert row["rollout/staleness_max"] == 0
+        assert row["train/reward_mean"] >= 1
+        assert row["train/trained_tokens"] == row["rollout/completion_tokens"] > 0
+    assert "validation/reward_mean" in rows[-1]  # validation is played by the agents, with the trained policy
+
+
+async def test_all_episodes_are_taken_before_one_is_taken_again(tmp_path, source):
+    settings = config(algorithm={"name": "sft", "from_run": str(source)}, steps=8)
+    await ScriptedJob(tmp_path / "job", settings).run()
+    names = [t.episode.metadata["recorded"].rpartition("/")[2] for t in of(tmp_path / "job")]
+    known = [t.episode.episode_id for t in of(source)]
+    assert len(known) == 12
+    assert sorted(names[:12]) == sorted(known)
+    assert names[:12] != known  # shuffled
+
+
+async def test_a_job_that_crashed_anywhere_ends_with_the_same_weights(tmp_path, source):
+    settings = sft(source)
+    weights = await ScriptedJob(tmp_path / "whole", settings).run()
+    crashes = 0
+    for number in range(3, 40, 3):
+        folder = tmp_path / str(number)
+        with contextlib.suppress(Crash):
+            assert await ScriptedJob(folder, settings, crash_at=number).run() == weights
+            continue
+        crashes += 1
+        assert await ScriptedJob(folder, settings).run() == weights
+        assert list(map(tokens, of(folder))) == list(map(tokens, of(tmp_path / "whole")))
+    assert crashes > 5
+
+
+async def test_a_resumed_job_keeps_the_episodes_of_its_first_start(tmp_path, source):
+    first = ScriptedJob(tmp_path / "job", sft(source))
+    first.on_event = lambda kind, data: first.learner.stop() if kind == "step" and data["step"] == 1 else None
+    await first.run()
+    await ScriptedJob(source, config(steps=5)).run()  # the source has more episodes now
+    await ScriptedJob(tmp_path / "job", sft(source)).run()
+    with open_store(tmp_path / "job") as store:
+        assert len(json.loads(await store.log.fact("recorded_episodes"))) == 12
+    assert len(of(source)) == 20
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"min_reward": 99.0}, "no training episode with a reward of at least 99.0; the largest reward is 2"),
+        ({"from_run": "/nowhere"}, "/nowhere is not the folder of a run"),
+    ],
+)
+async def test_a_source_without_what_is_asked_for_is_refused(tmp_path, source, changes, said):
+    with pytest.raises(ConfigError, match=said):
+        await run_until_refused(ScriptedJob(tmp_path / "job", sft(source, **changes)))
+
+
+async def run_until_refused(job: ScriptedJob) -> None:
+    try:
+        await job.run()
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+
+
+async def test_a_source_with_another_tokenizer_is_refused(tmp_path, source, monkeypatch):
+    saved = source / "config.toml"
+    text = saved.read_text().replace('kind = "fake"', 'kind = "embedded"').replace("SmolLM2-135M-Instruct", "other")
+    saved.write_text("\n".join(line for line in text.splitlines() if not line.startswith(("delay_s", "reply_t"))))
+    monkeypatch.setattr("palestra.learner.recordings._same_tokens", lambda model, runtime: False)
+    with pytest.raises(ConfigError, match=r"is of 'other', whose tokenizer is another one than that of 'SmolLM2"):
+        await run_until_refused(ScriptedJob(tmp_path / "job", sft(source)))
+
+
+TALK = Task(
+    task_id="talk",
+    data={
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "2 + 2?"},
+            {"role": "assistant", "content": "4"},
+            {"role": "user", "content": "Sure? <|im_end|>"},
+            {"role": "assistant", "content": "Yes."},
+        ]
+    },
+)
+
+
+async def test_of_a_conversation_the_replies_are_trained_with_their_end_and_nothing_else(tmp_path):
+    job = ScriptedJob(tmp_path, sft(), tasks=[TALK])
+    await job.run()
+    (trajectory, *_) = of(tmp_path)
+    tokenizer = ByteTokenizer()
+    shown = [
+        (tokenizer.decode(chat.prompt_ids.tolist()), tokenizer.decode(chat.completion_ids.tolist()))
+        for chat in trajectory.chats
+    ]
+    before = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n"
+    between = "4<|im_end|>\n<|im_start|>user\nSure? <|im_end|><|im_end|>\n<|im_start|>assistant\n"
+    assert shown == [(before, "4<|im_end|>"), (before + between, "Yes.<|im_end|>")]
+    # The reader's text that spells the end of a turn is text: the second call goes on to the real end.
+    assert trajectory.chats[1].prompt_ids.tolist().count(258) == 4
+    ((ids, targets, logprobs),) = tokens(trajectory)  # both replies lie in one row
+    assert (
+        tokenizer.decode([i for i, target in zip(ids, targets, strict=True) if target]) == "4<|im_end|>Yes.<|im_end|>"
+    )
+    assert set(logprobs) == {0.0}
+    assert trajectory.episode.rewards == {"agent": 1.0}
+    assert {span.version for chat in trajectory.chats for span in chat.versions} == {PolicyVersion(0, 0)}
+
+
+async def test_a_conversation_may_have_a_reward_of_its_own(tmp_path):
+    task = Task(task_id="t", data=TALK.data | {"reward": 0.25})
+    await ScriptedJob(tmp_path, sft(), tasks=[task]).run()
+    assert {t.episode.reward for t in of(tmp_path)} == {0.25}
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ({"text": "say 1"}, "'t' is no conversation, which algorithm.name = 'sft' needs without from_run: it has no"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "'t' is no conversation"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "no message of the role assistant, so nothing to learn"),
+        ({"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y" * 9000}]},
+         "has 9,0.. tokens, and max_context is 4,096"),
+    ],
+)  # fmt: skip
+async def test_a_task_that_is_no_conversation_is_named(tmp_path, data, said):
+    with pytest.raises(ConfigError, match=said):
+        await run_until_refused(ScriptedJob(tmp_path, sft(), tasks=[Task(task_id="t", data=data)]))
+
+
+def test_min_reward_needs_a_run():
+    with pytest.raises(ConfigError, match="min_reward chooses among the episodes of `from_run`"):
+        JobConfig(algorithm={"name": "sft", "min_reward": 1.0})

@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from palestra.cli.options import load_function
+from palestra.config.comparison import ComparisonConfig, load_comparison
+from palestra.errors import ConfigError
+from palestra.runtime.comparison.execution import check_records
+from palestra.runtime.comparison.one_run import read_record, write_record
+from palestra.runtime.comparison.plan import plan_runs
+from unit.runtime.comparison.grids import GRID, finish, planned, rows, write_grid
+
+
+def test_every_seed_of_every_scenario_and_algorithm_is_one_run_and_seeds_come_in_turn(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    _, runs = planned(tmp_path)
+    assert [(run.scenario, run.algorithm, run.seed) for run in runs] == [
+        ("sums", "grpo", 3), ("sums", "flat", 3), ("sums", "grpo", 1), ("sums", "flat", 1),
+    ]  # fmt: skip
+    assert [run.config.seed for run in runs] == [3, 3, 1, 1]
+    assert runs[1].folder == runs[1].config.run_dir == Path("out/sums/flat/seed-3")
+
+
+def test_runs_of_a_scenario_differ_in_the_algorithm_and_its_overrides_only(tmp_path):
+    _, runs = planned(tmp_path)
+    first, second = (run.config.model_dump() for run in runs[:2])
+    assert {key for key in first if first[key] != second[key]} == {"name", "run_dir", "algorithm", "rollout", "steps"}
+    assert first["rollout"] | {"group_size": 2} == second["rollout"]
+    assert first["algorithm"] | {"advantage_scale": "none"} == second["algorithm"]
+    # The base job's algorithm and number of steps are of another run; its other keys hold.
+    assert first["algorithm"]["name"] == "grpo"
+    assert first["algorithm"]["clip_low"] == 0.2
+    assert (first["token_budget"], first["evaluation"]["every_tokens"], first["evaluation"]["max_tasks"]) == (
+        400,
+        100,
+        3,
+    )
+    assert (first["steps"], second["steps"]) == (400 / 8, 400 / 4)  # an episode samples a token at least
+
+
+def test_what_holds_in_one_scenario_only_is_of_that_scenario_only(tmp_path):
+    more = """
+[scenarios.other]
+job = "job.toml"
+token_budget = 100
+threshold = 0.5
+seeds = [9]
+algorithms = ["flat"]
+overrides.rollout.groups_per_step = 3
+tuned.flat = { epochs = 2, overrides = { steps = 5, policies.policy.optimizer.learning_rate = 0.5 } }
+"""
+    _, runs = planned(tmp_path, GRID + more)
+    other = [run.config for run in runs if run.scenario == "other"]
+    assert [(config.seed, config.algorithm.epochs, config.steps) for config in other] == [(9, 2, 5)]
+    assert other[0].rollout.groups_per_step == 3
+    assert other[0].policies["policy"].optimizer.learning_rate == 0.5
+    sums = [run.config for run in runs if run.scenario == "sums"]
+    assert {(config.algorithm.epochs, config.rollout.groups_per_step) for config in sums} == {(1, 2)}
+
+
+def test_a_function_says_what_is_played(tmp_path):
+    (tmp_path / "recipe.py").write_text(
+        "def scenario(n):\n"
+        "    tasks = [{'prompt': str(i)} for i in range(n)]\n"
+        "    return {'reward': lambda task, answer: 1.0, 'tasks': tasks, 'validation_tasks': tasks,\n"
+        "            'config': {'model': 'tiny-random'}}\n"
+    )
+    grid = GRID.replace('job = "job.toml"', 'play = "recipe.py:scenario"\narguments = { n = 3 }')
+    _, runs = planned(tmp_path, grid)
+    assert runs[0].play == f"{tmp_path}/recipe.py:scenario"
+    assert runs[0].arguments == {"n": 3}
+    assert runs[0].config.policies["policy"].model == "tiny-random"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("threshold", "treshold", "did you mean 'threshold'?"),
+        (
+            "token_budget = 400",
+            "token_budget = 0",
+            "scenarios.sums.token_budget: Input should be greater than or equal",
+        ),
+        ("[algorithms.grpo]", "[algorithms.gpro]", "algorithm gpro: algorithm: name is 'gpro', which is no algorithm"),
+        ('advantage_scale = "none"', "advantage_scal = 1", "algorithm flat: unknown key 'algorithm.advantage_scal'"),
+        ("group_size = 2", "group_sice = 2", "algorithm flat: unknown key 'rollout.group_sice'"),
+        ("overrides.rollout.group_size = 2", "overrides.seed = 2", "overrides sets 'seed', which a comparison gives"),
+        ("overrides.rollout.group_size = 2", "overrides.rollout.group_size = 1", "group_size"),
+        ("[3, 1]", "[3, 3]", r"a seed is named twice in \[3, 3\]"),
+        ("[3, 1]", "[]", "seeds: List should have at least 1 item"),
+        ('job = "job.toml"', 'job = "jop.toml"', "jop.toml: no such file"),
+        ('job = "job.toml"', "", "name a base job"),
+        ('job = "job.toml"', 'job = "job.toml"\narguments = { n = 3 }', "`arguments` are for the function `play`"),
+        ('job = "job.toml"', 'job = "job.toml"\nalgorithms = ["gpro"]', "names 'gpro'; there are grpo, flat"),
+        ('job = "job.toml"', 'job = "job.toml"\ntuned.gpro.epochs = 2', "names 'gpro'; there are grpo, flat"),
+        ('job = "job.toml"', 'job = "job.toml"\ntuned.grpo.name = "x"', "has a `name`"),
+        ('job = "job.toml"', 'job = "job.toml"\noverrides.environment.validation_tasks = 0', "no validation tasks"),
+        ('job = "job.toml"', 'play = "nothing.py:f"', "nothing.py: no such file"),
+        ('job = "job.toml"', 'play = "recipe.py:g"', "has no 'g'"),
+        ('job = "job.toml"', 'play = "recipe.py:f"\narguments = { n = 3 }', r"f\(\) got an unexpected keyword"),
+        ('job = "job.toml"', 'play = "recipe.py:f"', "returns the keys taks; expected a mapping with some of rollout"),
+        ('job = "job.toml"', 'play = "recipe.py:number"', "returns a int; expected"),
+        ('job = "job.toml"', 'play = "recipe.py:none"', "returns no `config`"),
+        ('job = "job.toml"', 'job = "job.toml"\nplay = "recipe.py:both"', "leave one out"),
+        ("[algorithms.grpo]", "[algorithms.grpo", "not valid TOML"),
+    ],
+)
+def test_what_can_not_be_run_is_refused_with_the_place(tmp_path, old, new, said):
+    (tmp_path / "recipe.py").write_text(
+        "def f(): return {'taks': []}\ndef number(): return 3\ndef none(): return {}\n"
+        "def both(): return {'config': {}, 'validation_tasks': [{}]}\n"
+    )
+    assert old in GRID
+    with pytest.raises(ConfigError, match=said) as refused:
+        planned(tmp_path, GRID.replace(old, new))
+    assert "\n" not in str(refused.value)
+
+
+def test_a_file_that_is_not_there_is_one_line(tmp_path):
+    with pytest.raises(ConfigError, match=r"none.toml: no such file or directory"):
+        load_comparison(tmp_path / "none.toml")
+
+
+def test_runs_that_were_made_with_other_settings_are_not_taken_for_these(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    _, runs = planned(tmp_path)
+    finish(runs[0], rows((0, 0.1)))
+    check_records(runs)
+    for old, new, said in (
+        ("token_budget = 400", "token_budget = 500", "config.steps"),
+        ("evaluations = 4", "evaluations = 5", "config.evaluation.every_tokens"),
+        ("[algorithms.grpo]", "[algorithms.grpo]\nepochs = 2", "config.algorithm.epochs"),
+    ):
+        _, changed = planned(tmp_path, GRID.replace(old, new))
+        with pytest.raises(ConfigError, match=rf"out/sums/grpo/seed-3 was run with another {said}; choose another"):
+            check_records(changed)
+    record = read_record(runs[0].record)
+    del record["config"]["algorithm"]["epochs"]  # a key that the version of the run did not have
+    write_record(runs[0].record, record)
+    check_records(runs)
+    _, fewer = planned(tmp_path, GRID.replace("[algorithms.grpo]", "[algorithms.other]\nname = 'grpo'\n"))
+    check_records(fewer)  # what is not in the plan is not looked at
+
+
+def test_every_key_is_in_the_page_about_it():
+    text = (Path(__file__).parents[4] / "docs" / "compare.md").read_text()
+    for section in (ComparisonConfig, *(ComparisonConfig.model_fields[name].annotation.__args__[1] for name in
+                                        ("scenarios", "algorithms"))):  # fmt: skip
+        for key in section.model_fields:
+            assert f"`{key}`" in text, key
+
+
+def test_the_grid_of_the_recipes_can_be_run():
+    recipes = Path(__file__).parents[4] / "recipes"
+    runs = plan_runs(load_comparison(recipes / "compare.toml"), load_function)
+    assert len({run.algorithm for run in runs}) >= 8
+    seeds = {key: {run.seed for run in runs if run.scenario == key} for key in {run.scenario for run in runs}}
+    assert {key: len(of) for key, of in seeds.items()} == {
+        "frozen-lake-4x4": 5,
+        "frozen-lake-8x8": 5,
+        "gomoku": 5,
+        "addition": 3,
+    }
+
+
+def test_paths_are_relative_to_the_file(tmp_path):
+    comparison = load_comparison(write_grid(tmp_path, GRID + '[scenarios.b]\nplay = "a/b.py:f"\n'
+                                            "token_budget = 1\nthreshold = 1\n"))  # fmt: skip
+    assert comparison.scenarios["sums"].job == tmp_path / "job.toml"
+    assert comparison.scenarios["b"].play == f"{tmp_path}/a/b.py:f"

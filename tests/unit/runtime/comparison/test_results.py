@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import pytest
+
+from palestra.runtime.comparison.one_run import FAILED, STARTED, write_record
+from palestra.runtime.comparison.picture import curve_of
+from palestra.runtime.comparison.results import Point, read_results, result_of
+from unit.runtime.comparison.grids import finish, planned, rows
+
+
+def test_tokens_and_seconds_are_those_before_a_validation():
+    found = result_of(3, rows((0, 0.1), (50, None), (110, 0.4), (160, 0.3)))
+    assert found.points == (Point(0.0, 0.0, 0.1), Point(110, 4.0, 0.4), Point(160, 6.0, 0.3))
+    assert (found.final, found.best, found.tokens, found.seconds) == (0.3, 0.4, 160, 6.0)
+
+
+def test_the_threshold_is_reached_with_the_first_validation_that_has_it():
+    found = result_of(0, rows((0, 0.1), (110, 0.4), (160, 0.6), (210, 0.4)))
+    assert found.first_at(0.4) == Point(110, 2.0, 0.4)
+    assert found.first_at(0.41) == Point(160, 4.0, 0.6)
+    assert found.first_at(0.7) is None
+
+
+def test_between_two_validations_the_reward_is_on_a_line_and_after_the_last_it_is_unknown():
+    found = result_of(0, rows((0, 0.0), (100, 0.5), (300, 0.1)))
+    assert [found.at(tokens) for tokens in (0, 50, 100, 200, 300, 301)] == pytest.approx([0, 0.25, 0.5, 0.3, 0.1, None])
+
+
+def test_a_curve_is_the_mean_at_equal_tokens_and_ends_where_a_seed_ends():
+    first, second = result_of(0, rows((0, 0.0), (100, 1.0), (200, 1.0))), result_of(1, rows((0, 0.0), (150, 0.6)))
+    curve = curve_of([first, second], 200, 4)
+    assert curve.tokens == (0, 50, 100, 150)
+    assert [reward.mean for reward in curve.rewards] == pytest.approx([0.0, 0.35, 0.7, 0.8])
+    assert curve.rewards[1].half == pytest.approx(12.7062 * 0.15, abs=1e-4)  # t of 1 degree, half the range
+
+
+def test_only_finished_runs_count_and_failures_have_their_reason(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    _, runs = planned(tmp_path)
+    finish(runs[0], rows((0, 0.1), (400, 0.4)))
+    finish(runs[1], rows((0, 0.1)), state=STARTED)
+    finish(runs[2], rows((0, 0.2), (400, 0.5)))
+    write_record(runs[3].record, runs[3].settings | {"state": FAILED, "reason": "no memory"})
+    found = read_results(runs)
+    assert {key: [result.seed for result in of] for key, of in found.finished.items()} == {("sums", "grpo"): [1, 3]}
+    assert [(failure.run, failure.reason) for failure in found.failures] == [(runs[3], "no memory")]
+    assert found.open == 1
+
+
+def test_a_row_that_is_half_written_is_left_out(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    _, runs = planned(tmp_path)
+    finish(runs[0], rows((0, 0.1), (400, 0.4)))
+    with (runs[0].folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "rollout/sampled_tok')
+    assert [result.tokens for result in read_results(runs).finished["sums", "grpo"]] == [400]

@@ -1,0 +1,105 @@
+"""The closed forms against tables of others, numerical integration, and enumeration written in another way."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from palestra.runtime.comparison.statistics import (
+    MOST_EXACT,
+    estimate,
+    holm,
+    paired_difference,
+    student_t,
+    t_quantile,
+)
+
+# Two-sided 95 % and 99 % quantiles, from the table of the NIST/SEMATECH e-Handbook of Statistical Methods, 1.3.6.7.2.
+NIST = {1: (12.706, 63.657), 2: (4.303, 9.925), 3: (3.182, 5.841), 4: (2.776, 4.604), 5: (2.571, 4.032),
+        9: (2.262, 3.250), 10: (2.228, 3.169), 24: (2.064, 2.797), 30: (2.042, 2.750), 100: (1.984, 2.626)}  # fmt: skip
+
+
+@pytest.mark.parametrize("degrees", NIST)
+def test_quantiles_are_those_of_the_table(degrees):
+    found = [t_quantile(probability, degrees) for probability in (0.95, 0.99)]
+    assert found == pytest.approx(NIST[degrees], abs=6e-4)
+
+
+@pytest.mark.parametrize("degrees", [1, 2, 3, 4, 7, 8, 19, 60])
+@pytest.mark.parametrize("t", [0.0, 0.3, 1.0, 2.5, 8.0])
+def test_the_closed_form_is_the_integral_of_the_density(degrees, t):
+    scale = math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2) - math.log(degrees * math.pi) / 2
+    x = np.linspace(-t, t, 200_001)
+    density = np.exp(scale - (degrees + 1) / 2 * np.log1p(x * x / degrees))
+    assert student_t(t, degrees) == pytest.approx(np.trapezoid(density, x), abs=1e-8)
+
+
+def test_the_interval_of_five_values_is_that_of_a_textbook():
+    """Mean 5, standard deviation sqrt(2.5), 2.776 standard errors: 1.963."""
+    found = estimate([3.0, 4.0, 5.0, 6.0, 7.0])
+    assert (found.mean, found.count) == (5.0, 5)
+    assert found.half == pytest.approx(2.7764451 * math.sqrt(2.5 / 5))
+    assert estimate([3.0]).half is None
+    assert estimate([2.0, 2.0]).half == 0.0
+
+
+def test_sleep_of_ten_patients_as_student_compared_it():
+    """Student 1908, also in R's `t.test(extra ~ group, sleep, paired = TRUE)`: t = 4.0621, df = 9, p = 0.002833."""
+    first = [0.7, -1.6, -0.2, -1.2, -0.1, 3.4, 3.7, 0.8, 0.0, 2.0]
+    second = [1.9, 0.8, 1.1, 0.1, -0.1, 4.4, 5.5, 1.6, 4.6, 3.4]
+    found = paired_difference(second, first)
+    assert found.estimate.mean == pytest.approx(1.58)
+    assert found.estimate.mean - found.estimate.half == pytest.approx(0.7001142, abs=1e-6)
+    assert found.p_t == pytest.approx(0.002833, abs=5e-7)
+    # None of the nine differences that are not 0 is negative: only the observed signs and their opposite are as far
+    # from 0, each twice, because the sign of the difference 0 is free.
+    assert found.p_exact == pytest.approx(4 / 2**10)
+
+
+@pytest.mark.parametrize(
+    ("differences", "exact"),
+    [([1.0, 1.0, 1.0, 1.0, 1.0], 2 / 32), ([1.0, -1.0], 1.0), ([3.0, 1.0], 2 / 4), ([2.0, 1.0, -1.0], 6 / 8)],
+)
+def test_the_exact_test_by_hand(differences, exact):
+    assert paired_difference(differences, [0.0] * len(differences)).p_exact == pytest.approx(exact)
+
+
+@given(st.lists(st.integers(-9, 9), min_size=1, max_size=9))
+def test_the_exact_test_is_the_enumeration_of_all_signs(values):
+    found = paired_difference([value / 7 for value in values], [0.0] * len(values))
+    sums = np.array([0])
+    for value in values:  # in integers, so that no sum is rounded
+        sums = np.concatenate([sums + value, sums - value])
+    assert found.p_exact == pytest.approx(np.mean(np.abs(sums) >= abs(sum(values))))
+
+
+def test_equal_differences_have_no_t_test():
+    assert paired_difference([1.0, 1.0], [1.0, 1.0]).p_t == 1.0
+    assert paired_difference([0.3, 0.4, 0.5], [0.2, 0.3, 0.4]).p_t is None  # up to rounding, all differ by 0.1
+    assert paired_difference([1.0], [0.0]).p_t is None
+    assert paired_difference([0.0] * 20, [1.0] * 20).p_exact is None
+    assert paired_difference([0.0] * MOST_EXACT, [1.0] * MOST_EXACT).p_exact == pytest.approx(2 / 2**MOST_EXACT)
+
+
+def test_holm_by_hand():
+    """Holm 1979: sorted 0.005, 0.01, 0.03, 0.04 are multiplied by 4, 3, 2, 1, and never fall."""
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.6, 0.5]) == [1.0, 1.0]
+    assert holm([]) == []
+
+
+def test_the_interval_and_the_test_err_as_often_as_they_say():
+    draw = random.Random(0)
+    outside = false = 0
+    for _ in range(2000):
+        values = [draw.gauss(0.0, 1.0) for _ in range(5)]
+        found = estimate(values)
+        outside += abs(found.mean) > found.half
+        false += paired_difference(values, [0.0] * 5).p_t < 0.05
+    assert outside == false  # the interval and the test are one statement
+    assert outside / 2000 == pytest.approx(0.05, abs=0.015)  # three standard errors of the share
