@@ -70,9 +70,8 @@ def test_the_good_episodes_of_a_run_are_learned(taught, tmp_path):
     played = job(tmp_path / "played", 1, {"name": "grpo"}, model=str(taught.checkpoint))
     source = palestra.train(reward=reward, tasks=TASKS, config=played, quiet=True)
     settings = {"name": "sft", "from_run": str(source.run_dir), "min_reward": 1.0}
-    result = palestra.train(
-        reward=reward, tasks=(), validation_tasks=TASKS, config=job(tmp_path / "run", STEPS, settings), quiet=True
-    )
+    twelve = job(tmp_path / "run", STEPS, settings, rollout={"groups_per_step": 12})
+    result = palestra.train(reward=reward, tasks=(), validation_tasks=TASKS, config=twelve, quiet=True)
     assert result.metrics[-1]["train/reward_mean"] == 1.0
     assert result.metrics[-1]["validation/reward_mean"] == 1.0
     without_validation = job(tmp_path / "without", 2, settings)
