@@ -9,6 +9,7 @@ from palestra.algorithms.a2c import A2C
 from palestra.algorithms.base import Algorithm, StepOrder
 from palestra.algorithms.cispo import CISPO
 from palestra.algorithms.dapo import DAPO
+from palestra.algorithms.distill import Distill
 from palestra.algorithms.dr_grpo import DrGRPO
 from palestra.algorithms.grpo import GRPO
 from palestra.algorithms.gspo import GSPO
@@ -32,6 +33,7 @@ ALGORITHMS: Final[dict[str, type[Algorithm]]] = {
     "ppo": PPO,
     "a2c": A2C,
     "sft": SFT,
+    "distill": Distill,
 }
 
 

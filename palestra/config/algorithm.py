@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal, Self, get_args
 
@@ -105,6 +105,14 @@ class AlgorithmConfig(Section):
     def brings_tasks(self) -> bool:
         """Return whether the training tasks come with the algorithm, so that a job needs no others."""
         return False
+
+    def teacher_of(self, frozen: Sequence[str]) -> str | None:
+        """Return the name of the policy whose `teacher_logprobs` the algorithm needs; None: it needs none.
+
+        Args:
+            frozen: names of the job's frozen policies.
+        """
+        return None
 
 
 class PolicyGradientConfig(AlgorithmConfig):
@@ -310,6 +318,36 @@ class SFTConfig(AlgorithmConfig):
         return self
 
 
+class DistillConfig(AlgorithmConfig):
+    """On-policy distillation (Agarwal et al. 2024): a frozen policy teaches the trained one, token by token."""
+
+    name: Literal["distill"] = Field("distill", description=_NAME)
+    loss_agg_mode: LossAggMode = Field("token-mean", description=_LOSS_AGG_MODE)
+    teacher: str | None = Field(
+        None,
+        description="Name of the policy that teaches: one of `policies` that is frozen, with the same tokenizer. None: "
+        "the job's only frozen policy.",
+    )
+
+    def teacher_of(self, frozen: Sequence[str]) -> str | None:
+        """Return the policy that teaches; None: there is no frozen policy yet, and a job can't start so.
+
+        Args:
+            frozen: names of the job's frozen policies.
+
+        Raises:
+            ValueError: the named policy is not one of them, or there are several and none is named.
+        """
+        known = ", ".join(map(repr, frozen)) or "none"
+        if self.teacher is None:
+            if len(frozen) > 1:
+                raise ValueError(f"algorithm.teacher names the frozen policy that teaches; frozen are {known}")
+            return frozen[0] if frozen else None
+        if self.teacher not in frozen:
+            raise ValueError(f"algorithm.teacher is {self.teacher!r}, which is no frozen policy (frozen are {known})")
+        return self.teacher
+
+
 class OwnAlgorithmConfig(ClippedConfig):
     """A class of your own, where you call `palestra.train` yourself: a server imports no code of its users."""
 
@@ -363,6 +401,7 @@ AnyAlgorithmConfig = Annotated[
     | Annotated[PPOConfig, Tag("ppo")]
     | Annotated[A2CConfig, Tag("a2c")]
     | Annotated[SFTConfig, Tag("sft")]
+    | Annotated[DistillConfig, Tag("distill")]
     | Annotated[OwnAlgorithmConfig, Tag(OWN)],
     Discriminator(_name_of),
     BeforeValidator(_known_name),

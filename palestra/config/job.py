@@ -296,6 +296,17 @@ class JobConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _teacher_is_frozen(self) -> JobConfig:
+        if self.kind == "training":
+            self.algorithm.teacher_of([name for name, policy in self.policies.items() if policy.frozen])
+        return self
+
+    @property
+    def teacher(self) -> str | None:
+        """Return the name of the frozen policy from which the trained one learns; None: it learns from rewards."""
+        return self.algorithm.teacher_of([name for name, policy in self.policies.items() if policy.frozen])
+
+    @model_validator(mode="after")
     def _roles_have_policies(self) -> JobConfig:
         for agent, policy in self.roles.items():
             if policy not in self.policies:

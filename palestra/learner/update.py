@@ -17,6 +17,7 @@ from palestra.algorithms.loss import LossSpec
 from palestra.algorithms.losses import build_loss
 from palestra.algorithms.regularization import Regularization
 from palestra.config import REFERENCE, JobConfig
+from palestra.errors import ConfigError
 from palestra.learner.batch import Batch, make_batch
 from palestra.learner.budget import TrainingBudget
 from palestra.learner.metrics import loss_metrics
@@ -29,7 +30,7 @@ AddEvent = Callable[[str, dict[str, Any]], Awaitable[None]]
 
 
 def policy_spec(config: JobConfig, algorithm: Algorithm, policy: str, weights: Mapping[str, str]) -> PolicySpec:
-    """Return what the trainer has to create for a policy: its weights, a reference and a critic where they are needed.
+    """Return what the trainer has to create for a policy: its weights, and networks that are needed beside it.
 
     Args:
         config: the job.
@@ -37,10 +38,20 @@ def policy_spec(config: JobConfig, algorithm: Algorithm, policy: str, weights: M
         policy: name of the policy.
         weights: folders to load models from, instead of those that the configuration names, by the policy's name; that
             of the reference by `REFERENCE`.
+
+    Raises:
+        ConfigError: the algorithm needs a teacher, and the job has none.
     """
     model, kl = weights.get(policy, config.policies[policy].model), config.algorithm.kl
     reference = None if kl is None else model if kl.reference is None else weights.get(REFERENCE, kl.reference)
-    return PolicySpec(model=model, reference=reference, critic=algorithm.critic is not None)
+    named = config.teacher
+    if named is None and "teacher_logprobs" in algorithm.needs:
+        raise ConfigError(
+            f"algorithm.name is {config.algorithm.name!r}, and the job has no policy that teaches: add one to "
+            "[policies] with `frozen = true`"
+        )
+    teacher = None if named is None else weights.get(named, config.policies[named].model)
+    return PolicySpec(model=model, reference=reference, teacher=teacher, critic=algorithm.critic is not None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -242,7 +242,8 @@ def _models(config: JobConfig) -> Iterator[Finding]:
         engine = ENGINE_BYTES[getattr(config.engine, "dtype", "bfloat16")]
         networks = config.algorithm.trained_networks * trained
         reference = ENGINE_BYTES[config.trainer.dtype] * trained if config.algorithm.kl is not None else 0
-        needed += (facts.parameters or 0) * (engine + TRAINED_BYTES * networks + reference)
+        teacher = ENGINE_BYTES[config.trainer.dtype] * (config.kind == "training" and name == config.teacher)
+        needed += (facts.parameters or 0) * (engine + TRAINED_BYTES * networks + reference + teacher)
         saved += (facts.parameters or 0) * SAVED_BYTES * networks
     kl = config.algorithm.kl if config.kind == "training" else None
     if kl is not None and kl.reference is not None:

@@ -66,11 +66,14 @@ class PolicySpec:
         model: a name as `PolicyConfig.model` has it, or a folder with weights.
         reference: the model of the reference policy, named like `model`, of which a second copy of weights is kept that
             is never trained; None: there is no reference.
+        teacher: the model of the policy that teaches, named like `model`, which is kept like the reference; None: there
+            is no teacher.
         critic: whether there is a critic: a copy of `model` with a value head, and an optimizer of its own.
     """
 
     model: str
     reference: str | None = None
+    teacher: str | None = None
     critic: bool = False
 
 
@@ -159,7 +162,7 @@ class Trainer(Protocol):
             spec: the weights that it starts with.
 
         Raises:
-            ConfigError: there is a policy of this name, or the reference has another tokenizer.
+            ConfigError: there is a policy of this name, or the reference or the teacher has another tokenizer.
             ModelError: missing weights, or an unsupported architecture.
         """
         ...

@@ -109,6 +109,7 @@ class FakeTrainer:
         """
         mine = self._policy(policy)
         known = {"old_logprobs"} | ({"reference_logprobs"} if mine.spec.reference is not None else set())
+        known |= {"teacher_logprobs"} if mine.spec.teacher is not None else set()
         values = {"values", "next_values"} if mine.spec.critic else set()
         if unknown := set(outputs) - known - values:
             raise ConfigError(f"the fake trainer can't compute {', '.join(sorted(unknown))} of this policy")

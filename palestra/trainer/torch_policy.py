@@ -57,7 +57,7 @@ class TorchPolicy:
         model: CausalLM,
         tokenizer: Any,
         config: TrainerConfig,
-        reference: CausalLM | None = None,
+        frozen: Mapping[ForwardOutput, CausalLM] | None = None,
         critic: CausalLM | None = None,
     ) -> None:
         """Take over a model's weights as they are, at version 0.0.
@@ -66,7 +66,8 @@ class TorchPolicy:
             model: has float32 weights; it computes in the precision of `config` from here on.
             tokenizer: the model's, which is written beside its weights.
             config: how gradients are computed.
-            reference: another model, in the precision of `config`, which is never trained; None: there is no reference.
+            frozen: models in the precision of `config` that are never trained, by the output that each computes:
+                `reference_logprobs`, `teacher_logprobs`; None: there are none.
             critic: a copy of the policy's model for a critic, float32; None: there is no critic.
         """
         model.compute_in(getattr(torch, config.dtype))
@@ -75,7 +76,7 @@ class TorchPolicy:
         self._micro_batch_tokens = config.micro_batch_tokens or MICRO_BATCH_TOKENS[model.device.type]
         self._grammars = Grammars(vocabulary_of(tokenizer, model.vocab_size), TRAINER_BOUNDS)
         self._forward = TokenForward(model, config, self._grammars)
-        self._reference = None if reference is None else TokenForward(reference, config, self._grammars)
+        self._frozen = {name: TokenForward(other, config, self._grammars) for name, other in (frozen or {}).items()}
         self._critic = None if critic is None else Critic(critic, config)
         self.version = PolicyVersion(0, 0)
         self.changed = False
@@ -109,7 +110,7 @@ class TorchPolicy:
     def check_outputs(self, outputs: Collection[ForwardOutput]) -> None:
         """Raise ConfigError unless `forward` can compute these outputs."""
         known: set[ForwardOutput] = {"old_logprobs"}
-        known |= {"reference_logprobs"} if self._reference is not None else set()
+        known |= self._frozen.keys()
         known |= {"values", "next_values"} if self._critic is not None else set()
         if unknown := set(outputs) - known:
             raise ConfigError(f"this trainer can't compute {', '.join(sorted(unknown))} of this policy")
@@ -128,9 +129,8 @@ class TorchPolicy:
             computed: dict[ForwardOutput, Tensor] = {}
             if "old_logprobs" in found:
                 computed["old_logprobs"] = self._logprobs(self._forward, micro)
-            if "reference_logprobs" in found:
-                assert self._reference is not None
-                computed["reference_logprobs"] = self._logprobs(self._reference, micro)
+            for name in found.keys() & self._frozen.keys():
+                computed[name] = self._logprobs(self._frozen[name], micro)
             if "values" in found or "next_values" in found:
                 assert self._critic is not None
                 computed["values"], computed["next_values"] = self._critic.values(micro)

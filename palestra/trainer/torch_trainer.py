@@ -71,9 +71,13 @@ class TorchTrainer:
         def load() -> TorchPolicy:
             device = device_of(self._config.device, "trainer.device")
             model, tokenizer = self._load_model(spec.model, device)
-            reference = None if spec.reference is None else self._reference(spec.reference, device, model, tokenizer)
+            frozen: dict[ForwardOutput, CausalLM] = {}
+            if spec.reference is not None:
+                frozen["reference_logprobs"] = self._frozen("reference", spec.reference, device, model, tokenizer)
+            if spec.teacher is not None:
+                frozen["teacher_logprobs"] = self._frozen("teacher", spec.teacher, device, model, tokenizer)
             critic = self._load_model(spec.model, device)[0] if spec.critic else None
-            return TorchPolicy(model, tokenizer, self._config, reference, critic)
+            return TorchPolicy(model, tokenizer, self._config, frozen, critic)
 
         async def work() -> None:
             if policy in self._policies:
@@ -82,28 +86,29 @@ class TorchTrainer:
 
         await self._serial.run(work)
 
-    def _reference(self, name: str, device: torch.device, policy: CausalLM, tokenizer: Any) -> CausalLM:
-        """Load the model of a reference, rounded to the precision in which it is computed.
+    def _frozen(self, what: str, name: str, device: torch.device, policy: CausalLM, tokenizer: Any) -> CausalLM:
+        """Load a model that is never trained, rounded to the precision in which it is computed.
 
         Args:
+            what: `reference` or `teacher`, for messages.
             name: a name as `PolicyConfig.model` has it, or a folder.
             device: where the weights are put.
-            policy: the model that the reference stands beside.
+            policy: the model that it stands beside.
             tokenizer: of the policy.
 
         Raises:
-            ConfigError: the reference has another tokenizer, so that its ids are other texts, or more or fewer tokens.
+            ConfigError: the model has another tokenizer, so that its ids are other texts, or more or fewer tokens.
             ModelError: missing weights, or an unsupported architecture.
         """
         model, own = self._load_model(name, device)
         if own.get_vocab() != tokenizer.get_vocab():
             raise ConfigError(
-                f"the reference {name!r} has another tokenizer than the policy, so its probabilities are of other "
+                f"the {what} {name!r} has another tokenizer than the policy, so its probabilities are of other "
                 "texts; take a model of the same family"
             )
         if model.vocab_size != policy.vocab_size:
             raise ConfigError(
-                f"the reference {name!r} has {model.vocab_size} tokens, and the policy {policy.vocab_size}; take a "
+                f"the {what} {name!r} has {model.vocab_size} tokens, and the policy {policy.vocab_size}; take a "
                 "model with as many"
             )
         model.round_to(getattr(torch, self._config.dtype))
@@ -124,7 +129,7 @@ class TorchTrainer:
     ) -> ForwardOutputs:
         """Compute `outputs` of the rows of `batch` under the present weights of `policy`, float32 [N] a row.
 
-        See `Trainer.forward`; `reference_logprobs` need a reference, and values a critic.
+        See `Trainer.forward`; logprobs of a reference or a teacher need one, and values a critic.
 
         Raises:
             ConfigError: another output is wanted.

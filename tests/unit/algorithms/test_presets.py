@@ -171,7 +171,7 @@ def test_every_algorithm_is_described_and_its_loss_has_the_configured_numbers(na
     assert {metric.name for metric in algorithm.metrics} >= found_of(algorithm, groups_of()).metrics.keys()
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", [name for name in ALGORITHMS if not made(name).needs])
 def test_equal_rewards_and_a_batch_of_one_give_finite_advantages(name):
     for rewards in ([[1.0, 1.0]], [[0.0, 0.0], [0.0, 0.0]], [[1e6, -1e6]]):
         assert all(math.isfinite(v) for group in advantages(made(name), groups_of(rewards)) for v in group)

@@ -54,7 +54,7 @@ async def test_every_metric_that_is_written_is_in_the_table_and_every_one_of_the
             assert set().union(*rows(tmp_path / f"{name} {mode}")) == expected
             named |= expected
     unused = {"nll", "log_ratio_squared"}  # of losses of the Tinker API that no policy gradient names
-    beside = {name for name in metric_names() if name.startswith(WITH_A_CRITIC)}
+    beside = {name for name in metric_names() if name.startswith((*WITH_A_CRITIC, "train/teacher_kl"))}
     assert named == metric_names() - {f"train/{name}" for name in (*unused, "rewards/NAME")} - beside
 
 
@@ -73,6 +73,15 @@ async def test_a_critic_and_a_reference_write_their_metrics(tmp_path, name):
         } <= row.keys()
     # The fake reference is the policy, so the divergence is 0, and the coefficient falls by 0.1 x 0.2 a step.
     assert [row["train/kl_coefficient"] for row in rows(tmp_path)[1:]] == pytest.approx([0.5, 0.49, 0.4802])
+
+
+async def test_a_teacher_is_measured(tmp_path):
+    policies = {"policy": {}, "big": {"frozen": True}}
+    job = ScriptedJob(tmp_path, config(algorithm={"name": "distill"}, policies=policies))
+    await job.run()
+    for row in rows(tmp_path)[1:]:
+        assert row.keys() <= metric_names()
+        assert row["train/teacher_kl"] == 0.0  # the fake teacher says what was sampled
 
 
 async def test_in_warmup_steps_the_critic_alone_is_trained(tmp_path):

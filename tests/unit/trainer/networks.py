@@ -40,11 +40,13 @@ def transformers_model(name: str):
 
 
 @asynccontextmanager
-async def networks(model: str = "sharp", reference: str | None = None, critic: bool = False, **config):
+async def networks(
+    model: str = "sharp", reference: str | None = None, critic: bool = False, teacher: str | None = None, **config
+):
     settings = TrainerConfig.model_validate({"threads": 1, "dtype": "float32"} | config)
     trainer = TorchTrainer(settings, 2, load)
     try:
-        await trainer.create("policy", PolicySpec(model=model, reference=reference, critic=critic))
+        await trainer.create("policy", PolicySpec(model=model, reference=reference, critic=critic, teacher=teacher))
         yield trainer
     finally:
         await trainer.close()

@@ -66,7 +66,7 @@ async def test_another_model_as_the_reference_says_what_it_says_in_transformers(
 
 async def test_without_a_reference_none_is_kept_and_its_logprobs_are_refused():
     async with networks() as trainer:
-        assert trainer._policies["policy"]._reference is None
+        assert trainer._policies["policy"]._frozen == {}
         with pytest.raises(ConfigError, match="can't compute reference_logprobs"):
             await trainer.forward("policy", batch_of_two_groups(), {"reference_logprobs"})
         with pytest.raises(ConfigError, match="needs rows with `reference_logprobs`"):

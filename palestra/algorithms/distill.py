@@ -1,0 +1,59 @@
+"""On-policy distillation: the student's own tokens are judged by a teacher's probabilities (a reverse KL).
+
+Agarwal et al. 2024, "On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes"; Gu et al. 2024,
+"MiniLLM"; each token by itself as in Lu et al. 2025, "On-Policy Distillation" (Thinking Machines Lab).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from palestra.algorithms.base import About, Algorithm, ForwardOutputs, Group, TokenAdvantages
+from palestra.algorithms.loss import LossSpec
+from palestra.algorithms.losses import ImportanceSamplingLoss
+from palestra.config import DistillConfig
+from palestra.types.metrics import Metric
+
+
+class Distill(Algorithm):
+    """On-policy distillation from a frozen policy of the job; rewards are measured and teach nothing."""
+
+    config: DistillConfig
+    about = About(
+        summary="a frozen policy teaches: the reverse KL on the student's own tokens",
+        formula="A = log teacher(token) - log pi_old(token), of each token by itself; loss = -r A, r = pi(token) / "
+        "pi_old(token)",
+        paper="Agarwal et al. 2024, On-Policy Distillation of Language Models, arXiv:2306.13649",
+        needs=("a frozen policy with the same tokenizer, of which the trainer keeps a copy",),
+    )
+    metrics = (
+        Metric(
+            "teacher_kl",
+            "nats",
+            "Divergence KL(policy || teacher) of a token: mean over trained tokens of log pi_old - log teacher, of the "
+            "distribution that the tokens were sampled from.",
+        ),
+    )
+    needs = frozenset({"teacher_logprobs"})
+
+    def advantages(self, groups: Sequence[Group], forward: ForwardOutputs) -> TokenAdvantages:
+        """Return for each token by how much more probable the teacher finds it than the student did.
+
+        Args:
+            groups: all groups of the batch, in canonical order.
+            forward: has `teacher_logprobs`.
+        """
+        rows = [row for group in groups for row in group.rows]
+        found = [
+            np.where(row.loss_mask, teacher - row.logprobs, np.float32(0.0)).astype(np.float32)
+            for row, teacher in zip(rows, forward.get("teacher_logprobs", ()), strict=True)
+        ]
+        trained = [advantages[row.loss_mask] for row, advantages in zip(rows, found, strict=True)]
+        mean = float(np.mean(-np.concatenate(trained))) if rows else float("nan")
+        return TokenAdvantages(advantages=found, metrics={"teacher_kl": mean})
+
+    def loss(self) -> LossSpec:
+        """Return the policy gradient with the ratio to the sampled distribution, without bounds."""
+        return LossSpec.of(ImportanceSamplingLoss())
