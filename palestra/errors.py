@@ -24,6 +24,7 @@
     ├── ServerStopping               503  the server is going down; it may come back
     ├── EngineFailure                503  the engine could not finish a call
     ├── ConnectionLost               503  the server could not be reached (raised by the client)
+    ├── InvalidAlgorithm         500  an algorithm or a loss does not keep to what these have to do
     ├── InvalidEnvironment       500  an environment does not keep to what environments have to do
     ├── NotScored                500  an episode was given None in the place of a reward
     ├── RolloutFailed            500  an episode that Palestra played itself could not be finished

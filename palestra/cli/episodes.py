@@ -20,7 +20,7 @@ def add(commands: Any) -> None:
         "  palestra episodes runs/addition --claimed            # who holds what, and since when\n"
         "  palestra episodes runs/addition train-000012-03\n"
         "  palestra episodes runs/addition train-000012-03 --text   # the conversation, as it was\n"
-        "  palestra episodes runs/addition --kind train --json | jq .reward",
+        "  palestra episodes runs/addition --kind train --json > episodes.jsonl",
     )
     parser.add_argument("run_dir", metavar="RUN", type=Path, help="the run's folder")
     parser.add_argument(

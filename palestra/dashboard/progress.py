@@ -100,7 +100,7 @@ def _state(run: Run, connection: Connection) -> tuple[str, str | None]:
     """Return the state of a run that another process plays, or none, with the reason of a failure."""
     wanted = select(events.c.kind, events.c.data).where(events.c.kind.in_(("running", "completed", "failed")))
     last = connection.execute(wanted.order_by(events.c.event_id.desc()).limit(1)).first()
-    if run.in_use and (last is None or last.kind != "completed"):
+    if run.in_use() and (last is None or last.kind != "completed"):
         return "running", None
     if last is None or last.kind == "running":
         return "stopped", None

@@ -290,7 +290,7 @@ def _look(
             check()
         except PalestraError:
             return None
-        over, now = stopping.is_set() or not run.in_use, run.seen
+        over, now = stopping.is_set() or not run.in_use(), run.seen
         if now == seen and over == over_before:
             return News([], over)
         try:

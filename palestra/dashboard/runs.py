@@ -92,7 +92,6 @@ class Run:
                 found += [status.st_mtime_ns, status.st_size]
         return tuple(found)
 
-    @property
     def in_use(self) -> bool:
         """Return whether a process of this machine runs the job now."""
         if self.live is not None:

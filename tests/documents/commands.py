@@ -6,6 +6,7 @@ import re
 import shlex
 import tomllib
 from collections.abc import Iterator
+from urllib.parse import urlsplit
 
 from documents.blocks import ROOT, Block
 
@@ -38,6 +39,8 @@ def trouble(words: list[str]) -> str | None:
             return None if all(re.match(r"PALESTRA_[A-Z_]+=", setting) for setting in settings) else "not ours"
         case ["python", script, *_]:
             return None if (ROOT / script).is_file() else f"there is no {script}"
+        case ["curl", *arguments]:
+            return curl_trouble(arguments)
     return f"no test knows the command {words[0]}"
 
 
@@ -50,6 +53,13 @@ def palestra_trouble(arguments: list[str]) -> str | None:
     except SystemExit as end:
         return f"exit code {end.code}" if end.code else None
     return None
+
+
+def curl_trouble(arguments: list[str]) -> str | None:
+    """Return the request, if docs/api.md, which is made from the code, has no such route."""
+    method = arguments[arguments.index("-X") + 1] if "-X" in arguments else "GET"
+    route = f"{method} {urlsplit(arguments[-1]).path}"
+    return None if f"`{route}`" in (ROOT / "docs/api.md").read_text() else f"there is no route {route}"
 
 
 def pip_trouble(arguments: list[str]) -> str | None:

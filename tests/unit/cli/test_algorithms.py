@@ -33,7 +33,7 @@ def test_one_is_shown_with_formula_paper_needs_and_every_setting_with_its_defaul
             assert f"{key}.optimizer.learning_rate = 5e-05" in shown
         elif key != "name":
             default = f'"{field.default}"' if isinstance(field.default, str) else str(field.default).lower()
-            default = "null" if field.default is None else default
+            default = "none" if field.default is None else default
             assert f"{key} = {default} {' '.join(field.description.split())}" in shown
 
 
