@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from playwright import sync_api as playwright
 from servers import KEY, PALESTRA, SCRIPTED, Job, Process, run_through, until
 
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 HERE = Path(__file__).parent
 SEEN_SECONDS = 30.0
 
 
-@pytest.fixture(scope="session")
+# Of a module, not of the session: until it ends, playwright's event loop counts as running, and no other can be run.
+@pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
     """Chromium of the machine; nothing is downloaded."""
     found = next(
