@@ -294,7 +294,7 @@ def test_a_running_job_shows_each_step_as_it_ends(open_page, tmp_path):
         job.work()
         page.wait_for_selector(".plot canvas", timeout=60_000)
         visit(page, "#/run/job/step/1")
-        assert page.locator(".group").count() == 2
+        until(lambda: page.locator(".group").count() == 2, "both groups of the step")
         visit(page, "#/")
         page.wait_for_selector("text=6 of 6 steps", timeout=60_000)
         newest = shown(job.metrics()[-1]["train/reward_mean"])
