@@ -1,6 +1,6 @@
 """The penalty of divergence from a reference policy, and the bonus of entropy, beside any algorithm.
 
-Both belong to no algorithm: in the loss they are added to whatever loss the algorithm names, and a penalty in the
+Penalty and bonus work with any algorithm: in the loss they are added to the loss that it names, and a penalty in the
 reward becomes rewards of single tokens, which an algorithm with a critic spreads over time (Ziegler et al. 2019).
 """
 

@@ -26,7 +26,7 @@ def add(commands: Any) -> None:
         "  palestra compare compare.toml\n"
         "  palestra compare compare.toml --only gomoku/grpo --only frozen-lake\n"
         "  palestra compare compare.toml --page docs/comparison.md   # the page there; finished runs stay\n\n"
-        "a comparison that was stopped or killed goes on with the same command\n"
+        "the same command continues a comparison that was stopped or killed\n"
         "exit code: 0 all runs are finished, 1 some failed, 2 an error, 130 stopped",
     )
     parser.add_argument("config", metavar="COMPARE.TOML", type=Path, help="the grid (docs/compare.md)")

@@ -58,7 +58,7 @@ class RunAnswer(Answer):
     warnings: list[Warned] = []
     started_at: float | None = Field(None, description="Unix seconds of the first event.")
     changed_at: float | None = Field(None, description="Unix seconds of the newest event.")
-    last_event: int = Field(0, description="Number of the newest event, from which a stream goes on.")
+    last_event: int = Field(0, description="Number of the newest event; a stream opened after it gives the later ones.")
     live: LiveState | None = None
 
 
