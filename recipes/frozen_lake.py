@@ -23,15 +23,22 @@ class Lake(GymnasiumEnvironment):  # YOURS 1: any environment of Gymnasium
 
     def __init__(self, size: int = 4) -> None:
         super().__init__("FrozenLake-v1", map_name=f"{size}x{size}", is_slippery=False)
-        self.size, self.max_steps = size, 3 * size
+        self.size, self._moves = size, 0
 
     def reset(self, task: Any) -> tuple[str, dict[str, Any]]:
         """Begin at the place that the task names, or at the map's own."""
         seen, info = super().reset(task)
+        self._moves = 0
         if "start" in task:
             self._world.unwrapped.s = task["start"]
             seen = self.describe(task["start"])
         return seen, info
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Move. The limit of moves belongs to the task: a walk that needs more has ended, and is not just cut off."""
+        seen, reward, terminated, truncated, info = super().step(action)
+        self._moves += 1
+        return seen, reward, terminated or self._moves == 3 * self.size, truncated, info
 
     def describe(self, seen: Any) -> str:
         """Return what the agent sees: places are A to P, row by row, on 4 x 4, and A1 to H8 on 8 x 8."""

@@ -58,7 +58,12 @@ class Agent(ABC):
 
     An agent keeps no state from turn to turn, so that one agent plays any number of episodes at the same time; the
     conversation is in `policy.history`.
+
+    Attributes:
+        may_choose: whether replies may be held to finitely many choices, as some algorithms need; False: never.
     """
+
+    may_choose: bool = True
 
     @abstractmethod
     async def step(self, observation: Observation, policy: PolicyHandle) -> tuple[list[Chat], ChatMessage]:
@@ -99,6 +104,7 @@ class ModelAgent(Agent):
             checked_count("max_tokens", max_tokens)
         self._tools, self._max_tokens = tuple(tools), max_tokens
         self._choices, self._tool_choice = tuple(choices), tool_choice
+        self.may_choose = bool(self._choices)
 
     async def step(self, observation: Observation, policy: PolicyHandle) -> tuple[list[Chat], ChatMessage]:
         """Sample one reply to the conversation, with this observation at its end, and return it as the action."""
@@ -141,6 +147,7 @@ class ToolAgent(Agent):
             raise ValueError("max_calls is at least 1")
         self.manager = tools if isinstance(tools, ToolManager) else ToolManager(tools)
         self._max_calls, self._max_tokens = max_calls, max_tokens
+        self.may_choose = False
 
     async def step(self, observation: Observation, policy: PolicyHandle) -> tuple[list[Chat], ChatMessage]:
         """Sample replies and run the agent's own tools until a reply is an action for the environment."""

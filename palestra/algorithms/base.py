@@ -19,11 +19,21 @@ from palestra.types.metrics import Metric
 from palestra.types.records import TrainSample, Trajectory
 
 StepOrder = Literal["observed", "acted"]
-ForwardOutput = Literal["old_logprobs", "reference_logprobs", "values", "next_values", "teacher_logprobs"]
+ForwardOutput = Literal[
+    "old_logprobs",
+    "reference_logprobs",
+    "teacher_logprobs",
+    "values",
+    "next_values",
+    "action_values",
+    "target_action_values",
+]
 ForwardOutputs = Mapping[ForwardOutput, Sequence[Floats]]
 """Outputs of a forward pass before the step, without a gradient: for each output one float32 [N] per row, in the order
 of the rows, NaN where a token is not trained. `old_logprobs` are those of the policy that is trained; `values` are the
-critic's of the states before the tokens, and `next_values` of the states after them."""
+critic's of the states before the tokens, and `next_values` of the states after them. `action_values` are the smaller of
+the two values that a critic with twin heads gives to the action that ends with the token, and `target_action_values`
+those of the critic's slowly following copy."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +57,8 @@ class TokenAdvantages:
     Attributes:
         advantages: float32 [N] for each row; values of tokens that are not trained are ignored.
         importance_weights: float32 [N] for each row, factors of the loss weights; None: 1 everywhere.
-        returns: float32 [N] for each row, what the critic learns to say; None: there is no critic.
+        returns: float32 [N] for each row, what the critic learns to say, NaN where it learns nothing; None: there is
+            no critic.
         metrics: values by name, as the algorithm declares them in `metrics`, without `train/`.
     """
 
@@ -83,12 +94,32 @@ class CriticUpdate:
         optimizer: the critic's own, with its own schedule.
         epochs: updates made from one batch.
         warmup_steps: first steps of a job in which the critic is trained and the policy is not.
+        target_rate: share by which the critic's copy, which gives `target_action_values`, moves to the critic after
+            each update (Polyak averaging). None: there is no copy, and the critic has one head, which values states.
     """
 
     loss: LossSpec
     optimizer: OptimizerConfig
     epochs: int
     warmup_steps: int
+    target_rate: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replay:
+    """Which completed episodes of a job a step learns from, where they are not only those of the step's manifest.
+
+    Attributes:
+        draws: batches that are drawn in a step; each makes the updates that otherwise a step makes.
+        episodes: episodes of a batch, drawn without replacement; all, where there are fewer.
+        max_age: steps back from the present one; 0: only the present one's episodes.
+        max_episodes: only so many of the newest episodes are drawn from.
+    """
+
+    draws: int
+    episodes: int
+    max_age: int
+    max_episodes: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,6 +162,10 @@ class Algorithm(ABC):
             `rollout.groups_per_step`. 0: none.
         critic: how a critic is trained beside the policy; it computes `values` and `next_values`. None: there is none.
         recorded: the episodes that are trained, if they are not played for the job; None: they are played.
+        replay: episodes of earlier steps that are trained again; None: a step trains those of its manifest.
+        every_choice: whether the rows have, for each trained call, every reply that could have been sampled, each in a
+            row of its own, which needs replies that are held to finitely many choices (see `tokens.choice_rows`).
+            False: rows have what was sampled.
     """
 
     about: ClassVar[About | None] = None
@@ -139,6 +174,8 @@ class Algorithm(ABC):
     dynamic_sampling: int = 0
     critic: CriticUpdate | None = None
     recorded: RecordedEpisodes | None = None
+    replay: Replay | None = None
+    every_choice: bool = False
 
     def __init__(self, config: AlgorithmConfig, step_order: StepOrder = "observed") -> None:
         """Keep the settings in `self.config` and `self.step_order`.

@@ -32,14 +32,36 @@ class ClippedValueLoss(ValueLoss):
 
     def __call__(self, inputs: ValueInputs) -> LossOutput:
         """Return the clipped squared error, float32 [T], and the metrics of T values."""
-        loss = (inputs.values - inputs.returns) ** 2
+        (values,) = inputs.values.unbind(-1)
+        loss = (values - inputs.returns) ** 2
         clipped = loss.new_zeros(loss.shape)
         if self.clip:
-            near = inputs.old_values + (inputs.values - inputs.old_values).clamp(-self.clip, self.clip)
+            assert inputs.old_values is not None
+            near = inputs.old_values + (values - inputs.old_values).clamp(-self.clip, self.clip)
             bounded = (near - inputs.returns) ** 2
             clipped = (bounded > loss).detach().float()
             loss = loss.maximum(bounded)
         return LossOutput(
             loss=loss / 2,
-            metrics={"critic_value_mean": Mean(inputs.values.detach()), "critic_clip_fraction": Mean(clipped)},
+            metrics={"critic_value_mean": Mean(values.detach()), "critic_clip_fraction": Mean(clipped)},
+        )
+
+
+@register_loss("twin-value")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TwinValueLoss(ValueLoss):
+    """The squared errors of a critic with twin heads: the sum over both of (Q - R)^2 / 2.
+
+    As in soft actor-critic (Haarnoja et al. 2018, "Soft Actor-Critic Algorithms and Applications", equation 5).
+    """
+
+    metrics = (
+        LossMetric("action_value_mean", "reward", "Mean over the actions that were taken of both heads' values."),
+    )
+
+    def __call__(self, inputs: ValueInputs) -> LossOutput:
+        """Return the sum of the squared errors, float32 [T], and the metrics of T actions."""
+        error = inputs.values - inputs.returns.unsqueeze(-1)
+        return LossOutput(
+            loss=(error**2).sum(dim=-1) / 2, metrics={"action_value_mean": Mean(inputs.values.detach().mean(dim=-1))}
         )

@@ -116,7 +116,7 @@ def chains_of(
         ordered = sorted(tokens[agent])
         times = np.array([token[0] for token in ordered], np.int64)
         if credit == "step":
-            earned = _by_time(times, step_rewards, discount)
+            earned = rewards_between(times, step_rewards, discount)
         else:
             earned = np.zeros(len(times))
             earned[-1] = total if credit == "episode" else agent_reward(agent, rewards)
@@ -192,10 +192,15 @@ def explained_variance(values: Doubles, returns: Doubles) -> float:
     return 1.0 - float(np.var(returns - values)) / variance if variance > 0 else float("nan")
 
 
-def _by_time(times: NDArray[np.int64], step_rewards: Sequence[float], discount: float) -> Doubles:
-    """Return the rewards of TimeSteps at the last token before each, discounted from there, float64 [T].
+def rewards_between(times: NDArray[np.int64], step_rewards: Sequence[float], discount: float) -> Doubles:
+    """Return the rewards of TimeSteps at the last action before each, discounted from there, float64 [T].
 
-    A reward before the first token can't be earned by any of them.
+    A reward before the first action can't be earned by any of them.
+
+    Args:
+        times: [T], ascending, the place of each action's TimeStep among all TimeSteps of the episode.
+        step_rewards: rewards of the TimeSteps, in the order of time.
+        discount: discount factor of one TimeStep.
     """
     earned = np.zeros(len(times))
     for time, reward in enumerate(step_rewards):

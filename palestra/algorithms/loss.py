@@ -54,13 +54,14 @@ class ValueInputs:
     """The inputs of a critic's loss for the T trained tokens of a micro-batch; only `values` has a gradient.
 
     Attributes:
-        values: float32 [T], of the states before the tokens, with gradient.
-        old_values: float32 [T], the same of the critic before the step.
+        values: float32 [T, H], of the critic's H heads, with gradient: of the states before the tokens or, with twin
+            heads, of the actions that end with the tokens.
+        old_values: float32 [T], of the critic before the step; None if the algorithm does not need them.
         returns: float32 [T], what the values should be.
     """
 
     values: Tensor
-    old_values: Tensor
+    old_values: Tensor | None
     returns: Tensor
 
 

@@ -17,6 +17,7 @@ from palestra.algorithms.ppo import PPO
 from palestra.algorithms.rae import RAE
 from palestra.algorithms.reinforce_pp import ReinforcePP
 from palestra.algorithms.rloo import RLOO
+from palestra.algorithms.sac import SAC
 from palestra.algorithms.sft import SFT
 from palestra.config import AlgorithmConfig
 from palestra.errors import ConfigError
@@ -32,6 +33,7 @@ ALGORITHMS: Final[dict[str, type[Algorithm]]] = {
     "rae": RAE,
     "ppo": PPO,
     "a2c": A2C,
+    "sac": SAC,
     "sft": SFT,
     "distill": Distill,
 }

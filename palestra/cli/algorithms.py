@@ -91,4 +91,4 @@ def _outputs(config: AlgorithmConfig) -> list[str]:
 
 def _indented(first: str, text: str) -> None:
     """Print a text in lines, whose first one begins with `first` and the others with as many spaces."""
-    say(textwrap.fill(text, WIDTH, initial_indent=first, subsequent_indent=" " * len(first)))
+    say(textwrap.fill(text, WIDTH, initial_indent=first, subsequent_indent=" " * len(first), break_on_hyphens=False))

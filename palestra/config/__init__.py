@@ -22,6 +22,7 @@ from palestra.config.algorithm import (
     RAEConfig,
     ReinforcePPConfig,
     RLOOConfig,
+    SACConfig,
     ScaledGroupConfig,
     SFTConfig,
 )
@@ -90,6 +91,7 @@ __all__ = [
     "ReinforcePPConfig",
     "Roles",
     "RolloutConfig",
+    "SACConfig",
     "SFTConfig",
     "SamplingConfig",
     "ScaledGroupConfig",

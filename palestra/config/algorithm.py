@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from palestra.config.networks import CriticConfig, KLConfig
+from palestra.config.networks import CriticConfig, KLConfig, TwinCriticConfig
 from palestra.config.section import Positive, Section
 
 OWN = "package.module:Class"
@@ -44,7 +44,13 @@ _DYNAMIC_SAMPLING = (
 )
 _CLIP_LOW = "Probability ratios below 1 - clip_low are clipped."
 _CLIP_HIGH = "Probability ratios above 1 + clip_high are clipped."
+_TOKEN_CREDIT = (
+    "Where rewards are earned. `step`: each TimeStep's at the agent's last %s before it (the "
+    "episode's reward at the last TimeStep, if TimeSteps have none); `episode`: the sum of all rewards at the "
+    "agent's last %s; `agent`: there the reward of the agent, or of the nearest parent that has one."
+)
 _ONE_UPDATE = "One: nothing keeps a second update near the policy that has sampled."
+_DRAWS = "One: `replay.draws` says how many updates a step makes."
 _GAE_LAMBDA = "Lambda of GAE (Schulman et al. 2016), of one action: 0 trusts the critic, 1 the rewards."
 
 
@@ -54,6 +60,7 @@ class AlgorithmConfig(Section):
     chosen_by: ClassVar[str] = "name"
     rewards_tokens: ClassVar[bool] = False  # whether a single token may have a reward, such as a penalty
     trained_networks: ClassVar[int] = 1  # of the policy's size, each with gradient and moments: 2 with a critic
+    copied_networks: ClassVar[int] = 0  # of the policy's size, float32, which follow others
 
     name: str = Field(description=_NAME)
     loss_agg_mode: LossAggMode = Field("seq-mean-token-mean", description=_LOSS_AGG_MODE)
@@ -255,12 +262,7 @@ class ActorCriticConfig(AlgorithmConfig):
     trained_networks: ClassVar[int] = 2
 
     loss_agg_mode: LossAggMode = Field("token-mean", description=_LOSS_AGG_MODE)
-    credit: Literal["step", "episode", "agent"] = Field(
-        "step",
-        description="Where rewards are earned. `step`: each TimeStep's at the agent's last token before it (the "
-        "episode's reward at the last TimeStep, if TimeSteps have none); `episode`: the sum of all rewards at the "
-        "agent's last token; `agent`: there the reward of the agent, or of the nearest parent that has one.",
-    )
+    credit: Literal["step", "episode", "agent"] = Field("step", description=_TOKEN_CREDIT % ("token", "token"))
     discount: float = Field(1.0, ge=0, le=1, description="Discount factor of one TimeStep (gamma).")
     gae_lambda: float = Field(0.95, ge=0, le=1, description=_GAE_LAMBDA)
     gae_level: Literal["token", "turn"] = Field(
@@ -289,6 +291,46 @@ class A2CConfig(ActorCriticConfig):
     epochs: Literal[1] = Field(1, description=_ONE_UPDATE)
     minibatches: Literal[1] = Field(1, description=_ONE_UPDATE)
     gae_lambda: float = Field(1.0, ge=0, le=1, description=_GAE_LAMBDA)
+
+
+class ReplayConfig(Section):
+    """Which episodes a step draws, of its own and of earlier steps, all of which are in the run store."""
+
+    draws: Positive = Field(8, description="Batches drawn in a step; each makes one update of critic and policy.")
+    episodes: Positive = Field(32, description="Episodes of a batch, drawn without replacement.")
+    max_age: int = Field(16, ge=0, description="Episodes of so many steps back are drawn. 0: only the step's own.")
+    max_episodes: Positive = Field(4096, description="Only so many of the newest episodes are drawn from.")
+
+
+class SACConfig(AlgorithmConfig):
+    """SAC (Haarnoja et al. 2018; Christodoulou 2019) where replies are held to finitely many `choices`."""
+
+    trained_networks: ClassVar[int] = 2
+    copied_networks: ClassVar[int] = 1
+
+    name: Literal["sac"] = Field("sac", description=_NAME)
+    loss_agg_mode: Literal["seq-mean-token-mean", "token-mean"] = Field(
+        "token-mean",
+        description="How decisions share the loss, here in place of tokens. `token-mean`: each has the same weight; "
+        "`seq-mean-token-mean`: each rollout has the same weight, which its decisions share.",
+    )
+    epochs: Literal[1] = Field(1, description=_DRAWS)
+    minibatches: Literal[1] = Field(1, description=_DRAWS)
+    entropy_coefficient: float = Field(0.0, ge=0, le=0, description="0: `temperature` is the weight of the entropy.")
+    kl: None = Field(None, description="None: a penalty of divergence would be in the reward of every choice.")
+    credit: Literal["step", "episode", "agent"] = Field("step", description=_TOKEN_CREDIT % ("decision", "decision"))
+    discount: float = Field(1.0, ge=0, le=1, description="Discount factor of one TimeStep (gamma).")
+    temperature: float = Field(
+        0.05, gt=0, description="Weight of the entropy in the reward (alpha), in the first batch."
+    )
+    temperature_rate: float = Field(
+        0.02, ge=0, description="Rate at which the logarithm of the temperature follows the entropy. 0: it is fixed."
+    )
+    target_entropy: float = Field(
+        0.3, ge=0, le=1, description="Entropy that is aimed at, as a share of the largest possible one, log(choices)."
+    )
+    critic: TwinCriticConfig = TwinCriticConfig()
+    replay: ReplayConfig = ReplayConfig()
 
 
 class SFTConfig(AlgorithmConfig):
@@ -400,6 +442,7 @@ AnyAlgorithmConfig = Annotated[
     | Annotated[RAEConfig, Tag("rae")]
     | Annotated[PPOConfig, Tag("ppo")]
     | Annotated[A2CConfig, Tag("a2c")]
+    | Annotated[SACConfig, Tag("sac")]
     | Annotated[SFTConfig, Tag("sft")]
     | Annotated[DistillConfig, Tag("distill")]
     | Annotated[OwnAlgorithmConfig, Tag(OWN)],

@@ -1,4 +1,4 @@
-"""`KLConfig` and `CriticConfig`: networks beside the policy that is trained, a reference and a critic."""
+"""`KLConfig`, `CriticConfig` and `TwinCriticConfig`: networks beside the policy, a reference and a critic."""
 
 from __future__ import annotations
 
@@ -60,4 +60,16 @@ class CriticConfig(Section):
     epochs: Positive = Field(1, description="Optimizer steps of the critic made from one batch.")
     warmup_steps: int = Field(
         0, ge=0, description="First steps in which only the critic is trained, so that its values mean something."
+    )
+
+
+class TwinCriticConfig(Section):
+    """The critic of `sac`: a copy of the policy's model with two value heads, and a copy that follows it."""
+
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=5e-5)
+    warmup_steps: int = Field(
+        0, ge=0, description="First steps in which only the critic is trained, so that its values mean something."
+    )
+    target_rate: float = Field(
+        0.05, gt=0, le=1, description="Share by which the copy moves to the critic after each update (tau)."
     )

@@ -180,20 +180,33 @@ class Grammars:
         matcher = self._blocking_matcher(grammar)
         parts = []
         try:
-            with matcher.process.lock:
-                matcher.walked = True
-                for start in range(0, len(tokens), _CHUNK):
-                    piece = [int(token) for token in tokens[start : start + _CHUNK]]
-                    places = [int(place) - start for place in wanted if start <= place < start + len(piece)]
-                    matcher.process.ask([(matcher.number, piece, places)], masks=keep)
-                    (problem,), masks = matcher.process.answer()
-                    if problem is not None:
-                        raise refusal(problem)
-                    parts.append(np.frombuffer(masks, "<i4"))
+            for start in range(0, len(tokens), _CHUNK):
+                piece = [int(token) for token in tokens[start : start + _CHUNK]]
+                places = [int(place) - start for place in wanted if start <= place < start + len(piece)]
+                parts.append(np.frombuffer(self._walked(matcher, piece, places, keep), "<i4"))
         finally:
             self.release(matcher)
         width = len(matcher.mask) // 4
         return np.concatenate([np.zeros(0, np.int32), *parts]).reshape(-1, width)
+
+    def following(self, grammar: str, tokens: Sequence[int]) -> NDArray[np.int32]:
+        """Return the mask of the tokens that may follow some tokens of a reply. Blocks the calling thread.
+
+        Args:
+            grammar: the grammar that the reply has to match.
+            tokens: the reply from its beginning, at most 64 tokens.
+
+        Returns:
+            int32 [B], a bit for each token; B is ceil(V / 32).
+
+        Raises:
+            InvalidRequest, GrammarRefused, EngineFailure: see `walk`.
+        """
+        matcher = self._blocking_matcher(grammar)
+        try:
+            return np.frombuffer(self._walked(matcher, [*tokens], [len(tokens)], keep=True), "<i4")
+        finally:
+            self.release(matcher)
 
     def close(self) -> None:
         """End all processes. Callers that wait for one get an EngineFailure."""
@@ -212,6 +225,26 @@ class Grammars:
                 self._server.close()
             if self._threads is not None:
                 self._threads.shutdown(wait=False)  # queued work still runs, and fails because the pool is closed
+
+    def _walked(self, matcher: Matcher, tokens: list[int], wanted: list[int], keep: bool) -> bytes:
+        """Advance a matcher by tokens, and return the masks at the places of `wanted`, one after another.
+
+        Args:
+            matcher: of a reply that is not sampled at the moment.
+            tokens: the ids to accept.
+            wanted: places from 0 to `len(tokens)`; place i is the one before token i.
+            keep: whether the masks are returned.
+
+        Raises:
+            InvalidRequest, GrammarRefused, EngineFailure: see `walk`.
+        """
+        with matcher.process.lock:
+            matcher.walked = True
+            matcher.process.ask([(matcher.number, tokens, wanted)], masks=keep)
+            (problem,), masks = matcher.process.answer()
+        if problem is not None:
+            raise refusal(problem)
+        return masks
 
     # Compiling.
 

@@ -16,12 +16,14 @@ from palestra.algorithms.named_rewards import reward_means
 from palestra.config import AlgorithmConfig, LossAggMode, Roles
 from palestra.errors import InvalidAlgorithm
 from palestra.learner.shares import share_of
-from palestra.tokens import TokenTrie, calls_of_final_answers, rows_of
+from palestra.tokens import TokenTrie, calls_of_final_answers, choice_rows, rows_of
 from palestra.trainer.untrainable import not_finite
-from palestra.types.calls import Floats, PolicyVersion
+from palestra.types.calls import Chat, Floats, PolicyVersion
 from palestra.types.forks import ForkReason
 from palestra.types.records import TrainSample, Trajectory
 
+Choices = Mapping[tuple[str, int], Sequence[tuple[int, ...]]]
+"""Every reply that could be sampled, token by token, by the grammar of a call and its `max_tokens`."""
 LEFT_OUT = (
     "groups_zero_variance",
     "episodes_without_tokens",
@@ -129,6 +131,17 @@ class Batch:
                 found.append([replace(row, loss_weights=row.loss_weights * scale) for row in rows])
         return found
 
+    def of_critic(self) -> Batch:
+        """Return the batch whose rows train only the tokens for which the algorithm has given the critic a return."""
+        rows = [
+            replace(row, loss_mask=row.loss_mask & np.isfinite(row.returns)) if row.returns is not None else row
+            for row in self.samples
+        ]
+        groups = self._with_rows(rows)
+        return replace(
+            self, groups=[replace(g, rows=tuple(row for row in g.rows if row.loss_mask.any())) for g in groups]
+        )
+
     def with_token_rewards(self, rewards: Sequence[Floats] | None) -> Batch:
         """Return the batch whose rows carry rewards of single tokens.
 
@@ -148,8 +161,11 @@ class Batch:
     def advantage_problems(self) -> dict[str, str]:
         """Return the episodes whose advantages or returns are not finite: a description of the place by episode id."""
         rows = self.samples
+        # NaN is no problem in returns: the critic learns nothing there. One that is no return has no advantage, either.
         columns = [
-            {"advantage": row.advantages} | ({} if row.returns is None else {"return": row.returns}) for row in rows
+            {"advantage": row.advantages}
+            | ({} if row.returns is None else {"return": np.nan_to_num(row.returns, posinf=np.inf, neginf=-np.inf)})
+            for row in rows
         ]
         return not_finite(rows, columns)
 
@@ -162,6 +178,7 @@ def make_batch(
     version: PolicyVersion,
     policy: str,
     roles: Roles,
+    choices: Choices | None = None,
 ) -> Batch:
     """Return the rows of a step for one policy, with loss weights.
 
@@ -178,12 +195,15 @@ def make_batch(
         version: the policy before the step, from which staleness is counted.
         policy: name of the policy that is trained.
         roles: which policy plays which agent; calls and tokens of frozen policies are left out, and counted.
+        choices: for an algorithm that trains `every_choice`: there is a row for each reply that a call could have
+            given, and loss weights are shared by calls as otherwise by tokens. None: rows have what was sampled.
     """
     left_out: Counter[str] = Counter()
     _count_frozen(trajectories, roles, left_out)
     shares = [share_of(trajectory, policy, roles) for trajectory in trajectories]
     rollouts = [_rollout(share, config, left_out) for share in shares]
-    weights = token_weights([rollout.tokens for rollout in rollouts], config.loss_agg_mode, max_tokens)
+    shared = [rollout.tokens if choices is None else len(rollout.trained) for rollout in rollouts]
+    weights = token_weights(shared, config.loss_agg_mode, max_tokens)
     weighted = zip(rollouts, weights, strict=True)
     groups: list[Group] = []
     of_groups: list[tuple[int, ...]] = []
@@ -192,7 +212,7 @@ def make_batch(
         episodes = tuple(rollout.trajectory for rollout, _ in members)
         rows: tuple[TrainSample, ...] = ()
         if algorithm.learns_from(episodes):
-            rows = tuple(row for rollout, weight in members for row in _rows(rollout, weight))
+            rows = tuple(row for rollout, weight in members for row in _rows(rollout, weight, choices))
         else:
             left_out["groups_zero_variance"] += 1
         groups.append(Group(trajectories=episodes, rows=rows))
@@ -224,8 +244,13 @@ def _rollout(trajectory: Trajectory, config: AlgorithmConfig, left_out: Counter[
     return _Rollout(trajectory=trajectory, trie=trie, trained=trained, tokens=tokens)
 
 
-def _rows(rollout: _Rollout, weight: float) -> list[TrainSample]:
+def _rows(rollout: _Rollout, weight: float, choices: Choices | None) -> list[TrainSample]:
     """Return the rows of a rollout. Each of its trained tokens has the same weight, in whichever row and call it is."""
+    if choices is None:
+        rows = rows_of(rollout.trie, rollout.trained)
+    else:
+        calls = [chat for chat in rollout.trajectory.chats if chat.index in rollout.trained]
+        rows = [row for chat in calls for row in choice_rows(chat, choices[choice_key(chat)])]
     return [
         TrainSample(
             episode_id=rollout.trajectory.episode.episode_id,
@@ -241,8 +266,13 @@ def _rows(rollout: _Rollout, weight: float) -> list[TrainSample]:
             temperatures=row.temperatures,
             grammars=row.grammars,
         )
-        for row in rows_of(rollout.trie, rollout.trained)
+        for row in rows
     ]
+
+
+def choice_key(chat: Chat) -> tuple[str, int]:
+    """Return what decides which replies a call could have given: its grammar, and its longest reply."""
+    return chat.sampling.grammar, chat.sampling.max_tokens
 
 
 def _at(columns: Sequence[Floats] | None, number: int) -> Floats | None:

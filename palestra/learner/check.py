@@ -49,6 +49,8 @@ def check_algorithm(
       would depend on micro-batches;
     - the state is not JSON, or an algorithm that has taken it over gives other advantages than the first one.
 
+    An algorithm that trains `every_choice` is refused, because no made-up episode has choices.
+
     Args:
         algorithm: the class; or a function that returns a new algorithm each time, for one that takes other arguments.
         settings: the class finds them in `self.config.settings`, as from `[algorithm.settings]`. None: none.
@@ -58,6 +60,11 @@ def check_algorithm(
     """
     make = partial(_of_class, algorithm, dict(settings or {})) if isinstance(algorithm, type) else algorithm
     _check_type(make())
+    if make().every_choice:
+        raise InvalidAlgorithm(
+            "the algorithm trains every choice of a call, and the made-up episodes have replies without choices, so it "
+            "can't be tried here"
+        )
     plain = made_up_groups()
     wanted = token_gradients(make(), plain)
     for rewards, title in ((EQUAL_IN_GROUPS, "of each group"), (EQUAL, "of the batch")):

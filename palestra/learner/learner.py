@@ -76,7 +76,7 @@ class Learner:
         regularization = Regularization(config.algorithm)
         self._budget = TrainingBudget(config, store.groups)
         self._updates = {
-            name: PolicyUpdate(config, trainer, algorithm, regularization, name, self._budget, self._event)
+            name: PolicyUpdate(config, trainer, algorithm, regularization, name, self._budget, self._event, store)
             for name in policies.trained
         }
         most = algorithm.dynamic_sampling * config.rollout.groups_per_step

@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,14 +18,18 @@ from palestra.algorithms.losses import build_loss
 from palestra.algorithms.regularization import Regularization
 from palestra.config import REFERENCE, JobConfig
 from palestra.errors import ConfigError
-from palestra.learner.batch import Batch, make_batch
+from palestra.learner.batch import Batch, Choices, make_batch
 from palestra.learner.budget import TrainingBudget
+from palestra.learner.choices import CallChoices
 from palestra.learner.metrics import loss_metrics
+from palestra.learner.replay import ReplayBuffer
 from palestra.learner.shares import share_of
-from palestra.trainer.base import Network, OptimParams, OptimReport, PolicySpec, StepReport, Trainer
+from palestra.store import RunStore
+from palestra.trainer.base import CriticKind, Network, OptimParams, OptimReport, PolicySpec, StepReport, Trainer
 from palestra.types.records import Trajectory
 
 log = logging.getLogger("palestra.learner")
+COUNTS = ("train/rows", "train/trained_tokens", "train/updates_skipped")  # metrics that add up over a step's batches
 AddEvent = Callable[[str, dict[str, Any]], Awaitable[None]]
 
 
@@ -51,7 +55,10 @@ def policy_spec(config: JobConfig, algorithm: Algorithm, policy: str, weights: M
             "[policies] with `frozen = true`"
         )
     teacher = None if named is None else weights.get(named, config.policies[named].model)
-    return PolicySpec(model=model, reference=reference, teacher=teacher, critic=algorithm.critic is not None)
+    critic: CriticKind | None = None
+    if algorithm.critic is not None:
+        critic = "states" if algorithm.critic.target_rate is None else "actions"
+    return PolicySpec(model=model, reference=reference, teacher=teacher, critic=critic)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +100,7 @@ class PolicyUpdate:
         policy: str,
         budget: TrainingBudget,
         add_event: AddEvent,
+        store: RunStore,
     ) -> None:
         """Assemble the update of a policy.
 
@@ -104,6 +112,7 @@ class PolicyUpdate:
             policy: name of the policy.
             budget: knows how far the training is, and so the learning rate of a step.
             add_event: records an event of the job.
+            store: has the episodes of earlier steps, for an algorithm that trains them again.
         """
         self._budget = budget
         self._config, self._trainer, self._algorithm, self._policy = config, trainer, algorithm, policy
@@ -111,6 +120,12 @@ class PolicyUpdate:
         self._roles, self._add_event = config.players, add_event
         self._loss = algorithm.loss()
         self._loss_metrics = build_loss(self._loss).metrics
+        self._choices = CallChoices(trainer, policy, config.algorithm.name) if algorithm.every_choice else None
+        self._replay = (
+            None
+            if algorithm.replay is None
+            else ReplayBuffer(algorithm.replay, store, config.seed, policy, self._trainable)
+        )
 
     def learns_from(self, trajectories: Sequence[Trajectory]) -> bool:
         """Return whether the policy can learn anything from the completed episodes of a group."""
@@ -125,22 +140,44 @@ class PolicyUpdate:
             step: number of the step.
             trajectories: the episodes of the step's manifest, in canonical order.
         """
-        config, version = self._config, self._trainer.version(self._policy)
-        max_tokens = config.policies[self._policy].sampling.max_tokens
-        batch = await asyncio.to_thread(
+        batch = await self._make_batch(trajectories)
+        if not batch.samples:
+            return batch
+        problems = await self._problems(batch, trajectories, f"step {step} check")
+        return await self._without(step, batch, problems)
+
+    async def _make_batch(self, trajectories: Sequence[Trajectory], choices: Choices | None = None) -> Batch:
+        """Return the rows of episodes, with what was sampled or, with `choices`, with every reply of each call."""
+        config = self._config
+        return await asyncio.to_thread(
             make_batch,
             trajectories,
             self._algorithm,
             config.algorithm,
-            max_tokens,
-            version,
+            config.policies[self._policy].sampling.max_tokens,
+            self._trainer.version(self._policy),
             self._policy,
             self._roles,
+            choices,
         )
-        if not batch.samples:
-            return batch
-        problems = await self._trainer.untrainable(self._policy, batch.samples, f"step {step} check")
-        return await self._without(step, batch, problems)
+
+    async def _problems(self, batch: Batch, trajectories: Sequence[Trajectory], request_id: str) -> dict[str, str]:
+        """Return why episodes can't be trained, by their ids.
+
+        Args:
+            batch: the rows of the episodes, as they were sampled.
+            trajectories: the episodes.
+            request_id: names the request to the trainer.
+        """
+        problems = await self._trainer.untrainable(self._policy, batch.samples, request_id)
+        if self._choices is not None:
+            problems = await self._choices.problems(trajectories) | problems
+        return problems
+
+    async def _trainable(self, step: int, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        """Return the episodes of those that a step may draw for the first time that can be trained."""
+        problems = await self._problems(await self._make_batch(trajectories), trajectories, f"step {step} replay check")
+        return [trajectory for trajectory in trajectories if trajectory.episode.episode_id not in problems]
 
     async def train(self, step: int, batch: Batch) -> dict[str, float]:
         """Make the updates of a step and return its metrics by full name. Without rows there is no update.
@@ -150,6 +187,28 @@ class PolicyUpdate:
             batch: the batch that `make_batch` returned.
         """
         started = time.monotonic()
+        if self._replay is None:
+            row = await self._train_batch(step, batch, f"step {step}")
+        else:
+            row = batch.metrics | dict.fromkeys(COUNTS, 0.0)
+            await self._replay.fill(step)
+            for number in range(self._replay.draws):
+                drawn = self._replay.draw(step, number)
+                choices = None if self._choices is None else await self._choices.of(drawn)
+                part = replace(await self._make_batch(drawn, choices), metrics={})
+                found = await self._train_batch(step, part, f"step {step} draw {number}")
+                row |= found | {name: row[name] + found.get(name, 0.0) for name in COUNTS if name in row}
+        row["time/train_seconds"] = time.monotonic() - started
+        return row
+
+    async def _train_batch(self, step: int, batch: Batch, request: str) -> dict[str, float]:
+        """Make the updates from one batch, and return its metrics by full name.
+
+        Args:
+            step: number of the step.
+            batch: rows without advantages.
+            request: names the updates, for the trainer.
+        """
         # Some algorithms need outputs of the policy before the step: one more forward pass over the rows.
         forward: ForwardOutputs = {}
         if (needs := self._algorithm.needs | self._regularization.outputs) and batch.samples:
@@ -162,14 +221,13 @@ class PolicyUpdate:
         measured = self._regularization.adapt(batch.samples, forward)
         batch = batch.with_advantages(advantages, forward)
         batch = await self._without(step, batch, batch.advantage_problems())
-        row = batch.metrics | {"train/rows": 0.0, "train/trained_tokens": 0.0, "train/updates_skipped": 0.0}
+        row = batch.metrics | dict.fromkeys(COUNTS, 0.0)
         row |= {f"train/{name}": value for name, value in measured.items() if math.isfinite(value)}
         critic = self._algorithm.critic
         if batch.samples and critic is not None:
-            row |= await self._update_critic(step, batch, critic)
+            row |= await self._update_critic(step, batch, critic, request)
         if batch.samples and (critic is None or step > critic.warmup_steps):
-            row |= await self._update(step, batch, loss)
-        row["time/train_seconds"] = time.monotonic() - started
+            row |= await self._update(step, batch, loss, request)
         return row
 
     async def _without(self, step: int, batch: Batch, problems: Mapping[str, str]) -> Batch:
@@ -183,10 +241,21 @@ class PolicyUpdate:
             await self._add_event("episode_untrainable", data | whose)
         return batch.without(problems.keys(), self._trainer.version(self._policy))
 
-    async def _update_critic(self, step: int, batch: Batch, critic: CriticUpdate) -> dict[str, float]:
-        """Update the critic, and return its metrics by full name."""
-        params = OptimParams.of(critic.optimizer, self._budget.learning_rate(critic.optimizer, step))
-        made = await self._passes(step, batch, critic.loss, params, critic.epochs, "critic")
+    async def _update_critic(self, step: int, batch: Batch, critic: CriticUpdate, request: str) -> dict[str, float]:
+        """Update the critic, and return its metrics by full name.
+
+        Args:
+            step: number of the step.
+            batch: rows with returns.
+            critic: how it is trained.
+            request: names the updates, for the trainer.
+        """
+        taught = batch.of_critic()
+        if not taught.samples:
+            return {}
+        rate = self._budget.learning_rate(critic.optimizer, step)
+        params = OptimParams.of(critic.optimizer, rate, critic.target_rate)
+        made = await self._passes(step, taught, critic.loss, params, critic.epochs, "critic", request)
         row = loss_metrics(made.first, made.last[-1], build_loss(critic.loss).metrics) | made.counts
         row |= {
             "train/critic_grad_norm": made.update.grad_norm,
@@ -195,17 +264,18 @@ class PolicyUpdate:
         }
         return {name: value for name, value in row.items() if math.isfinite(value)}  # JSON has no NaN
 
-    async def _update(self, step: int, batch: Batch, loss: LossSpec) -> dict[str, float]:
+    async def _update(self, step: int, batch: Batch, loss: LossSpec, request: str) -> dict[str, float]:
         """Update the policy, and return its metrics by full name.
 
         Args:
             step: number of the step.
             batch: rows with advantages.
             loss: the algorithm's, with penalty and bonus.
+            request: names the updates, for the trainer.
         """
         optimizer = self._config.policies[self._policy].optimizer
         params = OptimParams.of(optimizer, self._budget.learning_rate(optimizer, step))
-        made = await self._passes(step, batch, loss, params, self._config.algorithm.epochs, "policy")
+        made = await self._passes(step, batch, loss, params, self._config.algorithm.epochs, "policy", request)
         row = loss_metrics(made.first, made.last[-1], self._loss_metrics) | made.counts
         row |= {
             "train/grad_norm": made.update.grad_norm,
@@ -215,7 +285,14 @@ class PolicyUpdate:
         return {name: value for name, value in row.items() if math.isfinite(value)}  # JSON has no NaN
 
     async def _passes(
-        self, step: int, batch: Batch, loss: LossSpec, params: OptimParams, epochs: int, network: Network
+        self,
+        step: int,
+        batch: Batch,
+        loss: LossSpec,
+        params: OptimParams,
+        epochs: int,
+        network: Network,
+        request: str,
     ) -> _Passes:
         """Compute gradients and update one network, once per epoch and minibatch.
 
@@ -226,6 +303,7 @@ class PolicyUpdate:
             params: the numbers of each update.
             epochs: passes over the batch.
             network: whose updates these are.
+            request: names the updates, for the trainer.
         """
         algorithm = self._config.algorithm
         whose = "" if network == "policy" else f" {network}"
@@ -235,7 +313,7 @@ class PolicyUpdate:
             draw = np.random.default_rng((self._config.seed, step, epoch))
             last = []
             for number, samples in enumerate(batch.parts(algorithm.minibatches, algorithm.loss_agg_mode, draw)):
-                name = f"step {step}{whose} epoch {epoch}" + (f" part {number}" if algorithm.minibatches > 1 else "")
+                name = f"{request}{whose} epoch {epoch}" + (f" part {number}" if algorithm.minibatches > 1 else "")
                 report = await self._trainer.forward_backward(self._policy, samples, loss, f"{name} gradient")
                 update = await self._trainer.optim_step(self._policy, params, f"{name} update", network)
                 last.append(report)

@@ -241,10 +241,11 @@ def _models(config: JobConfig) -> Iterator[Finding]:
         trained = config.kind == "training" and not policy.frozen
         engine = ENGINE_BYTES[getattr(config.engine, "dtype", "bfloat16")]
         networks = config.algorithm.trained_networks * trained
+        copied = 4 * config.algorithm.copied_networks * trained
         reference = ENGINE_BYTES[config.trainer.dtype] * trained if config.algorithm.kl is not None else 0
         teacher = ENGINE_BYTES[config.trainer.dtype] * (config.kind == "training" and name == config.teacher)
-        needed += (facts.parameters or 0) * (engine + TRAINED_BYTES * networks + reference + teacher)
-        saved += (facts.parameters or 0) * SAVED_BYTES * networks
+        needed += (facts.parameters or 0) * (engine + TRAINED_BYTES * networks + copied + reference + teacher)
+        saved += (facts.parameters or 0) * (SAVED_BYTES * networks + copied)
     kl = config.algorithm.kl if config.kind == "training" else None
     if kl is not None and kl.reference is not None:
         try:

@@ -16,13 +16,14 @@ from typing import Any, TypeVar
 
 import uvloop
 
+from palestra.agents import ModelAgent
 from palestra.algorithms.registry import create_algorithm
 from palestra.client.protocol import LONGEST_PAUSE_SECONDS
 from palestra.config import JobConfig
 from palestra.engine.base import Engine
 from palestra.envs import ConcurrentEnvironment
 from palestra.envs.catalog import catalog_entry
-from palestra.errors import EngineFailure, PalestraError, StoreError
+from palestra.errors import ConfigError, EngineFailure, PalestraError, StoreError
 from palestra.faults import fault_point
 from palestra.http.server import listen, served, url_of
 from palestra.learner import Learner, RunFolder, policy_spec
@@ -175,6 +176,8 @@ async def local_job(
     algorithm = None
     if config.kind == "training" and scored is None:
         algorithm = create_algorithm(config.algorithm, config.rollout.step_order, own_code=own_code)
+        if algorithm.every_choice:
+            _check_choices(config, play)
     with contextlib.ExitStack() as stack:
         start = stack.enter_context(starting_in(config.folder))
         folder = RunFolder(config.folder)
@@ -251,6 +254,24 @@ async def local_job(
                 runtime.grammars.close()
             if parts.trainer is not None:
                 await parts.trainer.close()
+
+
+def _check_choices(config: JobConfig, play: RolloutSpec | None) -> None:
+    """Refuse agents none of which is held to choices, for an algorithm that trains every choice.
+
+    What workers outside of this process send is known, and looked at, when the first step is trained.
+
+    Raises:
+        ConfigError: no agent ever has choices.
+    """
+    if play is None and config.environment.name is None:
+        return
+    agents = (play and play.agents) or {"": ModelAgent()}
+    if not any(agent.may_choose for agent in agents.values()):
+        raise ConfigError(
+            f"algorithm.name is {config.algorithm.name!r}, which needs replies that are held to finitely many choices, "
+            "and no agent here is: give one `choices`, as in RolloutSpec(agents={'agent': ModelAgent(choices=[...])})"
+        )
 
 
 def _runners(

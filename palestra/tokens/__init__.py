@@ -1,5 +1,6 @@
 """From recorded model calls to token rows for a trainer: calls are merged in a trie, and its paths become rows."""
 
+from palestra.tokens.choices import choice_rows
 from palestra.tokens.rows import TokenRow, calls_of_final_answers, rows_of
 from palestra.tokens.token_run import TokenRun, common_prefix, common_tokens
 from palestra.tokens.trie import TokenTrie, TrieNode
@@ -10,6 +11,7 @@ __all__ = [
     "TokenTrie",
     "TrieNode",
     "calls_of_final_answers",
+    "choice_rows",
     "common_prefix",
     "common_tokens",
     "rows_of",

@@ -55,6 +55,7 @@ CRITIC_METRICS = (
 )
 """What `forward_backward` measures with every loss of a critic."""
 Network = Literal["policy", "critic"]
+CriticKind = Literal["states", "actions"]
 NETWORKS: tuple[Network, ...] = ("policy", "critic")
 
 
@@ -68,13 +69,14 @@ class PolicySpec:
             is never trained; None: there is no reference.
         teacher: the model of the policy that teaches, named like `model`, which is kept like the reference; None: there
             is no teacher.
-        critic: whether there is a critic: a copy of `model` with a value head, and an optimizer of its own.
+        critic: a copy of `model` with an optimizer of its own: with one head that values `states`, or with twin heads
+            that value `actions` and another copy, which follows it; None: there is no critic.
     """
 
     model: str
     reference: str | None = None
     teacher: str | None = None
-    critic: bool = False
+    critic: CriticKind | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +89,7 @@ class OptimParams:
         epsilon: added to the root of the second moment, so that the update is finite.
         weight_decay: decoupled weight decay of parameters with two dimensions or more.
         max_grad_norm: global L2 norm to which the gradient is scaled down before the update.
+        target_rate: share by which the copy of a critic of actions moves to the critic after the update.
     """
 
     learning_rate: float
@@ -94,14 +97,16 @@ class OptimParams:
     epsilon: float = 1e-8
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
+    target_rate: float = 0.0
 
     @classmethod
-    def of(cls, config: OptimizerConfig, learning_rate: float) -> OptimParams:
+    def of(cls, config: OptimizerConfig, learning_rate: float, target_rate: float | None = None) -> OptimParams:
         """Return the numbers of one update of a job's optimizer.
 
         Args:
-            config: the policy's `[optimizer]`.
+            config: the policy's `[optimizer]`, or the critic's.
             learning_rate: what the schedule says for this step.
+            target_rate: of a critic of actions; None: the network has no copy.
         """
         return cls(
             learning_rate=learning_rate,
@@ -109,6 +114,7 @@ class OptimParams:
             epsilon=config.epsilon,
             weight_decay=config.weight_decay,
             max_grad_norm=config.max_grad_norm,
+            target_rate=target_rate or 0.0,
         )
 
 
@@ -176,7 +182,7 @@ class Trainer(Protocol):
             policy: its name.
             batch: S rows.
             outputs: the numbers that are wanted; `old_logprobs` are those of the policy's present weights, `values` and
-                `next_values` those of the critic's.
+                `next_values` those of a critic of states, `action_values` and `target_action_values` of one of actions.
 
         Returns:
             For each output one float32 [N] a row, NaN where the token is not trained.
@@ -232,6 +238,21 @@ class Trainer(Protocol):
 
         Returns:
             For each such episode its id and the reason.
+        """
+        ...
+
+    async def choices(self, policy: str, grammar: str, max_tokens: int, most: int) -> tuple[tuple[int, ...], ...]:
+        """Return every reply that could be sampled under a grammar, token by token, in order of their ids.
+
+        Args:
+            policy: its name.
+            grammar: what replies have to match, as in `SamplingParams.grammar`.
+            max_tokens: longest reply; a longer one is cut there.
+            most: how many replies there may be.
+
+        Raises:
+            ConfigError: there are more.
+            InvalidRequest, GrammarRefused, EngineFailure: see `Grammars.walk`.
         """
         ...
 

@@ -2,20 +2,47 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from palestra.errors import InvalidRequest
+from palestra.errors import ConfigError, InvalidRequest
 from palestra.grammars.pool import Grammars
 from palestra.types.calls import GrammarSpan
 from palestra.types.records import TrainSample
 
+_MOST_BYTES = 64 * 2**20  # of masks that are kept
 
-def allowed_tokens(samples: Sequence[tuple[TrainSample, Any, Any]], grammars: Grammars, vocab: int) -> Tensor | None:
+
+class GrammarMasks:
+    """The masks of walked replies, of which the newest are kept: each epoch, and each network, needs the same ones."""
+
+    def __init__(self, grammars: Grammars) -> None:
+        """Keep what walks the grammars; no mask is known yet."""
+        self._grammars = grammars
+        self._kept: OrderedDict[tuple[str, tuple[int, ...], tuple[int, ...]], NDArray[np.int32]] = OrderedDict()
+        self._bytes = 0
+
+    def of(self, grammar: str, tokens: Sequence[int], wanted: Sequence[int]) -> NDArray[np.int32]:
+        """Return the masks with which tokens of a reply could have been sampled, int32 [W, B]; see `Grammars.walk`."""
+        key = (grammar, tuple(tokens), tuple(wanted))
+        found = self._kept.get(key)
+        if found is not None:
+            self._kept.move_to_end(key)
+            return found
+        found = self._kept[key] = self._grammars.walk(grammar, tokens, wanted)
+        self._bytes += found.nbytes
+        while self._bytes > _MOST_BYTES and len(self._kept) > 1:
+            self._bytes -= self._kept.popitem(last=False)[1].nbytes
+        return found
+
+
+def allowed_tokens(samples: Sequence[tuple[TrainSample, Any, Any]], masks: GrammarMasks, vocab: int) -> Tensor | None:
     """Return a mask of the tokens that could have been sampled at each trained token; None: all tokens, everywhere.
 
     Without the mask the loss would compare the policy's unconstrained probability with the constrained one with which
@@ -23,7 +50,7 @@ def allowed_tokens(samples: Sequence[tuple[TrainSample, Any, Any]], grammars: Gr
 
     Args:
         samples: rows of a micro-batch, each with its offset and path (see `MicroBatch`).
-        grammars: walks the grammars.
+        masks: walks the grammars.
         vocab: number of the model's tokens, V.
 
     Returns:
@@ -43,10 +70,40 @@ def allowed_tokens(samples: Sequence[tuple[TrainSample, Any, Any]], grammars: Gr
             tokens, wanted = _walk_of(sample, span)
             places = np.searchsorted(trained, np.array(wanted, np.int64) + span.start)
             # A tokenizer may know more tokens than the model has, such as SmolLM2's; those are never sampled.
-            walked = grammars.walk(span.grammar, tokens, wanted)[:, :width]
+            walked = masks.of(span.grammar, tokens, wanted)[:, :width]
             bits[torch.from_numpy(places)] = torch.from_numpy(walked)
         parts.append(bits)
     return torch.cat(parts)
+
+
+def choices_of(grammar: str, max_tokens: int, most: int, grammars: Grammars, eos: int) -> tuple[tuple[int, ...], ...]:
+    """Return every reply that could be sampled under a grammar, in order of the token ids.
+
+    One text may be sampled as different tokens, which are different replies.
+
+    Args:
+        grammar: what replies have to match.
+        max_tokens: longest reply; a longer one is cut there.
+        most: how many replies there may be.
+        grammars: walks the grammar.
+        eos: the token that ends a reply.
+
+    Raises:
+        ConfigError: there are more than `most`.
+        InvalidRequest, GrammarRefused, EngineFailure: see `Grammars.walk`.
+    """
+    found: list[tuple[int, ...]] = []
+    open_replies: list[tuple[int, ...]] = [()]
+    while open_replies:
+        reply = open_replies.pop()
+        if len(reply) == max_tokens or reply[-1:] == (eos,):
+            found.append(reply)
+            continue
+        following = np.flatnonzero(np.unpackbits(grammars.following(grammar, reply).view(np.uint8), bitorder="little"))
+        if len(found) + len(open_replies) + len(following) > most:
+            raise ConfigError(f"the grammar of a call lets more than {most} replies be sampled")
+        open_replies += [(*reply, int(token)) for token in reversed(following)]
+    return tuple(found)
 
 
 def grammar_problem(sample: TrainSample, grammars: Grammars) -> str | None:

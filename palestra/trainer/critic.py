@@ -1,13 +1,18 @@
-"""A critic: a copy of the policy's model with a value head in place of the head that predicts tokens."""
+"""A critic: a copy of the policy's model with value heads in place of the head that predicts tokens.
+
+A critic of states has one head. One of actions has two, whose smaller value counts, so that errors upwards do not feed
+themselves, and a copy that follows slowly, of which the critic's own targets are made (Haarnoja et al. 2018).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from palestra.algorithms.base import ForwardOutput
 from palestra.algorithms.loss import Max, Mean, Reduction, Sum, ValueInputs, ValueLoss
 from palestra.config import TrainerConfig
 from palestra.errors import CheckpointError
@@ -17,53 +22,69 @@ from palestra.trainer.optimizer import Optimizer, read_shards, write_shards
 from palestra.trainer.packing import MicroBatch
 from palestra.trainer.token_forward import columns_of, flat_hidden
 
-_WEIGHTS, _MOMENTS = "critic-weights", "critic-optimizer"  # prefixes of the files in a checkpoint
+_WEIGHTS, _MOMENTS, _TARGET = "critic-weights", "critic-optimizer", "critic-target"  # prefixes of files
+_HEAD_DEVIATION = 1e-2  # of the initial weights of twin heads: equal ones would stay equal for ever
 
 
 class Critic:
     """The weights and the optimizer of a critic; its methods run in the trainer's thread.
 
     Attributes:
-        optimizer: AdamW over the weights of the body and of the value head.
+        optimizer: AdamW over the weights of the body and of the value heads.
+        outputs: what `values` can compute.
     """
 
-    def __init__(self, model: CausalLM, config: TrainerConfig) -> None:
-        """Take over a model's weights, float32, and give it a value head of zeros: every value is 0 at first.
+    def __init__(self, model: CausalLM, config: TrainerConfig, target: CausalLM | None = None) -> None:
+        """Take over a model's weights, float32, and give it value heads: every value is 0 at first, or nearly.
 
         Args:
             model: a model of the critic's own; what only predicts tokens of it is never used.
             config: how gradients are computed.
+            target: another copy of the model, of a critic of actions; None: it is one of states.
         """
-        model.compute_in(getattr(torch, config.dtype))
-        self._model = model
-        self._head = nn.Linear(int(model.config.hidden_size), 1, device=model.device)
-        nn.init.zeros_(self._head.weight)  # of random values, the first advantages would be noise
-        nn.init.zeros_(self._head.bias)
-        body = [(f"body.{name}", parameter) for name, parameter in model.model.base_model.named_parameters()]
-        head = [(f"value_head.{name}", parameter) for name, parameter in self._head.named_parameters()]
-        self.optimizer = Optimizer([*body, *head])
+        self._net = _ValueNet(model, config, heads=1 if target is None else 2)
+        self._target: _ValueNet | None = None
+        self.outputs: frozenset[ForwardOutput] = frozenset({"values", "next_values"})
+        if target is not None:
+            self._target = _ValueNet(target, config, heads=2)
+            self.outputs = frozenset({"action_values", "target_action_values"})
+        self.optimizer = Optimizer(self._net.named_parameters())
 
-    def values(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Return the values of the states before and after each trained token, float32 [T] each, without gradient."""
-        columns = columns_of(micro, self._model.device)
+    def values(self, micro: MicroBatch, outputs: Collection[ForwardOutput]) -> dict[ForwardOutput, Tensor]:
+        """Return numbers of each trained token, float32 [T] for each output, without gradient.
+
+        Args:
+            micro: trees of rows.
+            outputs: some of the `outputs` of this critic.
+        """
+        columns = columns_of(micro, self._net.device)
+        found: dict[ForwardOutput, Tensor] = {}
         with torch.no_grad():
-            of_nodes = self._values(flat_hidden(self._model, micro))
-        return of_nodes.index_select(0, columns["source"]), of_nodes.index_select(0, columns["node"])
+            if self._target is None:
+                (of_nodes,) = self._net(micro).unbind(-1)
+                found["values"] = of_nodes.index_select(0, columns["source"])
+                found["next_values"] = of_nodes.index_select(0, columns["node"])
+                return found
+            if "action_values" in outputs:
+                found["action_values"] = self._net(micro, columns["node"]).amin(dim=-1)
+            if "target_action_values" in outputs:
+                found["target_action_values"] = self._target(micro, columns["node"]).amin(dim=-1)
+        return found
 
     def add_gradient(self, micro: MicroBatch, loss: ValueLoss) -> dict[str, Reduction]:
         """Add the gradient of one micro-batch, and return its metrics.
 
         Args:
-            micro: rows with `values` and `returns`.
+            micro: rows with `returns` and, for a loss that reads them, `values`.
             loss: the loss of a value.
         """
-        columns = columns_of(micro, self._model.device)
+        columns = columns_of(micro, self._net.device)
         with torch.enable_grad():
-            values = self._values(flat_hidden(self._model, micro).index_select(0, columns["source"]))
-            output = loss(ValueInputs(values=values, old_values=columns["values"], returns=columns["returns"]))
+            values = self._net(micro, columns["source" if self._target is None else "node"])
+            output = loss(ValueInputs(values=values, old_values=columns.get("values"), returns=columns["returns"]))
             total = (output.loss * columns["loss_weights"]).sum()
         total.backward()  # type: ignore[no-untyped-call]
-        error = (values.detach() - columns["returns"]).abs()
+        error = (values.detach() - columns["returns"].unsqueeze(-1)).abs().mean(dim=-1)
         found: dict[str, Reduction] = {
             "critic_loss": Sum(total.detach()),
             "critic_error_mean": Mean(error),
@@ -73,13 +94,20 @@ class Critic:
         return {**output.metrics, **found}
 
     def optim_step(self, params: OptimParams) -> OptimReport:
-        """Apply the gradient unless it is not finite, and clear it."""
-        return self.optimizer.step(params)
+        """Apply the gradient unless it is not finite, clear it, and let the copy of a critic of actions follow."""
+        report = self.optimizer.step(params)
+        if self._target is not None and report.applied:
+            with torch.no_grad():
+                for (_, copy), (_, own) in zip(self._target.named_parameters(), self.optimizer.parameters, strict=True):
+                    copy.lerp_(own, params.target_rate)
+        return report
 
     def write(self, folder: Path) -> None:
         """Write weights and optimizer into a checkpoint's folder."""
         write_shards(folder, _WEIGHTS, [(name, p.detach()) for name, p in self.optimizer.parameters])
         self.optimizer.write(folder, _MOMENTS)
+        if self._target is not None:
+            write_shards(folder, _TARGET, [(name, p.detach()) for name, p in self._target.named_parameters()])
 
     def read(self, folder: Path) -> None:
         """Take over weights and optimizer from a checkpoint's folder.
@@ -89,10 +117,44 @@ class Critic:
         """
         copy_weights(self.optimizer.parameters, read_shards(folder, _WEIGHTS), folder)
         self.optimizer.read(folder, _MOMENTS)
+        if self._target is not None:
+            copy_weights(self._target.named_parameters(), read_shards(folder, _TARGET), folder)
 
-    def _values(self, hidden: Tensor) -> Tensor:
-        """Return the values [T] of hidden states [T, hidden]; the head computes in float32."""
-        values: Tensor = self._head(hidden.float()).squeeze(-1)
+
+class _ValueNet:
+    """The body of a model, with value heads."""
+
+    def __init__(self, model: CausalLM, config: TrainerConfig, heads: int) -> None:
+        """Take over the model, which computes in the precision of `config` from here on."""
+        model.compute_in(getattr(torch, config.dtype))
+        self._model = model
+        self._head = nn.Linear(int(model.config.hidden_size), heads, device=model.device)
+        nn.init.zeros_(self._head.bias)
+        nn.init.zeros_(self._head.weight)  # of random values, the first advantages of a critic of states would be noise
+        if heads > 1:
+            drawn = torch.randn(self._head.weight.shape, generator=torch.Generator().manual_seed(0))
+            with torch.no_grad():
+                self._head.weight.copy_(_HEAD_DEVIATION * drawn)
+
+    @property
+    def device(self) -> torch.device:
+        """Return where the weights are."""
+        return self._model.device
+
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Return each weight once, with its name."""
+        body = [(f"body.{name}", parameter) for name, parameter in self._model.model.base_model.named_parameters()]
+        return [*body, *((f"value_head.{name}", parameter) for name, parameter in self._head.named_parameters())]
+
+    def __call__(self, micro: MicroBatch, nodes: Tensor | None = None) -> Tensor:
+        """Return the values of nodes, float32 [n, heads]; the heads compute in float32.
+
+        Args:
+            micro: trees of rows.
+            nodes: int64 [n]; None: all nodes.
+        """
+        hidden = flat_hidden(self._model, micro)
+        values: Tensor = self._head((hidden if nodes is None else hidden.index_select(0, nodes)).float())
         return values
 
 

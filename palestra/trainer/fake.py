@@ -26,6 +26,7 @@ from palestra.trainer.base import (
     NETWORKS,
     REFERENCE_METRICS,
     TRAINER_METRICS,
+    CriticKind,
     Network,
     OptimParams,
     OptimReport,
@@ -38,6 +39,11 @@ from palestra.types.calls import PolicyVersion
 from palestra.types.records import TrainSample
 
 WEIGHTS_FILE, CRITIC_FILE = "weights.txt", "critic.txt"
+_CRITIC_OUTPUTS: Mapping[CriticKind | None, frozenset[ForwardOutput]] = {
+    None: frozenset(),
+    "states": frozenset({"values", "next_values"}),
+    "actions": frozenset({"action_values", "target_action_values"}),
+}
 _UNTRAINED = hashlib.sha256(b"untrained").hexdigest()
 
 
@@ -110,7 +116,7 @@ class FakeTrainer:
         mine = self._policy(policy)
         known = {"old_logprobs"} | ({"reference_logprobs"} if mine.spec.reference is not None else set())
         known |= {"teacher_logprobs"} if mine.spec.teacher is not None else set()
-        values = {"values", "next_values"} if mine.spec.critic else set()
+        values = _CRITIC_OUTPUTS[mine.spec.critic]
         if unknown := set(outputs) - known - values:
             raise ConfigError(f"the fake trainer can't compute {', '.join(sorted(unknown))} of this policy")
         value = np.float32(int(mine.weights["critic"][:8], 16) / 2**32)
@@ -174,6 +180,16 @@ class FakeTrainer:
         `policy` and `request_id` are not used, because without a model there are no grammars to walk.
         """
         return record_problems(batch)
+
+    async def choices(self, policy: str, grammar: str, max_tokens: int, most: int) -> tuple[tuple[int, ...], ...]:
+        """Refuse: without a model there are no tokens of which `grammar` would allow some.
+
+        `policy`, `max_tokens` and `most` are not used.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError("the fake trainer has no tokens, so it can't say which replies a grammar allows")
 
     async def optim_step(
         self, policy: str, params: OptimParams, request_id: str, network: Network = "policy"

@@ -21,6 +21,8 @@ from palestra.tokens import TokenRun
 from palestra.types.calls import Floats
 from palestra.types.records import TrainSample
 
+_NONE = np.empty(0, np.int64)  # no nodes
+
 
 class Tree:
     """Rows merged on their common beginnings. Nodes are tokens, in the order in which they were added.
@@ -37,31 +39,44 @@ class Tree:
         self.positions: list[int] = []
         self.runs: list[tuple[int, int, int]] = []
         self.paths: list[NDArray[np.int64]] = []
-        self._rows: list[TokenRun] = []
+        # The runs that begin behind a node, -1 being the root: with each run its first node. No two begin alike.
+        self._runs_behind: defaultdict[int, list[tuple[TokenRun, int]]] = defaultdict(list)
 
     def __len__(self) -> int:
         return len(self.ids)
 
-    def shared(self, row: TokenRun) -> tuple[int, int]:
-        """Return (number of leading tokens in common with the best of the rows so far, the number of that row)."""
-        best, which = 0, -1
-        for number, known in enumerate(self._rows):
-            common = known.common(row)
-            if common > best:
-                best, which = common, number
-        return best, which
+    def shared(self, row: TokenRun) -> NDArray[np.int64]:
+        """Return the nodes of the leading tokens that the row has in common with a row of the tree, as many as can be.
 
-    def add(self, row: TokenRun) -> None:
-        """Add a row; only the tokens that no earlier row has become nodes."""
-        common, which = self.shared(row)
-        old = self.paths[which][:common] if common else np.empty(0, np.int64)
+        The number of rows does not matter: from the root on, at most one run continues as the row does.
+        """
+        parts, parent, start = [_NONE], -1, 0
+        while start < len(row):
+            rest = row[start:]
+            found = ((known.common(rest), first) for known, first in self._runs_behind.get(parent, ()))
+            common, first = next((pair for pair in found if pair[0]), (0, 0))
+            if not common:
+                break
+            parts.append(np.arange(first, first + common))
+            parent, start = first + common - 1, start + common
+        return np.concatenate(parts)
+
+    def add(self, row: TokenRun, shared: NDArray[np.int64]) -> None:
+        """Add a row; only the tokens that no earlier row has become nodes.
+
+        Args:
+            row: N tokens.
+            shared: nodes of its leading tokens, as `shared` returns them.
+        """
+        common = len(shared)
         first, last = len(self.ids), len(self.ids) + len(row) - common
         if last > first:
-            self.runs.append((first, last, int(old[-1]) if common else -1))
+            parent = int(shared[-1]) if common else -1
+            self.runs.append((first, last, parent))
+            self._runs_behind[parent].append((row[common:], first))
             self.ids.extend(row.ids[common:].tolist())
             self.positions.extend(range(common, len(row)))
-        self.paths.append(np.concatenate((old, np.arange(first, last))))
-        self._rows.append(row)
+        self.paths.append(np.concatenate((shared, np.arange(first, last))))
 
     def mask(self) -> Tensor | None:
         """Return which nodes each node sees, bool [n, n]: itself and its ancestors.
@@ -136,17 +151,18 @@ def pack(samples: Sequence[TrainSample], max_tokens: int) -> list[MicroBatch]:
             raise ValueError(f"the first token of a row of episode {sample.episode_id} can't be a sampled one")
         row = TokenRun.of(sample.ids, sample.media)
         length = len(row)
-        new = length if tree is None else length - tree.shared(row)[0]
+        shared = _NONE if tree is None else tree.shared(row)
+        new = length - len(shared)
         # Without this a long prompt that nearly fills a micro-batch would be computed again for each of its answers.
         room = max(max_tokens, 2 * length) if 2 * new <= length else max_tokens
         if not batches or batches[-1].tokens + new > room:
             batches.append(MicroBatch())
-            tree, new = None, length
+            tree, shared, new = None, _NONE, length
         if tree is None or new == length:
             tree = Tree()
             batches[-1].trees.append(tree)
         offset = batches[-1].tokens - len(tree)
-        tree.add(row)
+        tree.add(row, shared)
         batches[-1].samples.append((sample, offset, tree.paths[-1]))
     return batches
 

@@ -48,14 +48,15 @@ def add_penalties(
     """
     now = inputs.logprobs.detach()
     # The tokens are of the sampling policy mu, so the mean of k3 with x = log mu - log pi is KL(mu || pi).
-    found: dict[str, Reduction] = {"sampling_kl": Mean(kl_terms(inputs.sampling_logprobs - now, "k3", torch.expm1))}
+    log_ratio = inputs.sampling_logprobs - now
+    found: dict[str, Reduction] = {"sampling_kl": Mean(kl_terms(log_ratio, "k3", torch.expm1), log_ratio.isfinite())}
     if inputs.reference_logprobs is not None:
         for estimator in KL_ESTIMATORS:
             terms = kl_terms(now - inputs.reference_logprobs, estimator, torch.expm1)
             found[f"reference_kl_{estimator}"] = Mean(terms)
         if spec.kl_coefficient:
-            log_ratio = inputs.logprobs - inputs.reference_logprobs
-            losses = losses + spec.kl_coefficient * kl_terms(log_ratio, spec.kl_estimator, torch.expm1)
+            divergence = inputs.logprobs - inputs.reference_logprobs
+            losses = losses + spec.kl_coefficient * kl_terms(divergence, spec.kl_estimator, torch.expm1)
     if spec.entropy_coefficient:
         losses = losses - spec.entropy_coefficient * entropy
     return losses, found

@@ -10,10 +10,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recompute
 
 from palestra.config import TrainerConfig
-from palestra.grammars.pool import Grammars
 from palestra.models.causal_lm import CausalLM
 from palestra.models.grammar_masks import unpack_bits
-from palestra.trainer.constraints import allowed_tokens
+from palestra.trainer.constraints import GrammarMasks, allowed_tokens
 from palestra.trainer.packing import MicroBatch, TreeAttention
 
 # Positions whose logits are computed at a time: 256 x 49,152 floats are 50 MB, and several of them exist together.
@@ -37,15 +36,15 @@ def flat_hidden(model: CausalLM, micro: MicroBatch) -> Tensor:
 class TokenForward:
     """Computes log-probabilities and entropies of trained tokens with one model."""
 
-    def __init__(self, model: CausalLM, config: TrainerConfig, grammars: Grammars) -> None:
+    def __init__(self, model: CausalLM, config: TrainerConfig, masks: GrammarMasks) -> None:
         """Keep the model; nothing is computed yet.
 
         Args:
             model: the policy's, or a reference's.
             config: how many positions' logits may exist at a time.
-            grammars: walks the grammars of constrained replies.
+            masks: walks the grammars of constrained replies.
         """
-        self._model, self._grammars = model, grammars
+        self._model, self._masks = model, masks
         self._size = min(config.logit_chunk, LOGIT_CHUNK[model.device.type])
 
     def __call__(
@@ -62,7 +61,7 @@ class TokenForward:
             entropy_gradient: whether the entropies have a gradient, as the log-probabilities have.
         """
         hidden = flat_hidden(self._model, micro).index_select(0, columns["source"])
-        allowed = allowed_tokens(micro.samples, self._grammars, self._model.vocab_size)
+        allowed = allowed_tokens(micro.samples, self._masks, self._model.vocab_size)
         given = [columns["target"], columns["temperature"]]
         if allowed is not None:
             given.append(allowed.to(hidden.device))

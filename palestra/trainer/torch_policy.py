@@ -25,7 +25,7 @@ from palestra.models.device import return_freed_memory
 from palestra.models.grammar_masks import vocabulary_of
 from palestra.trainer import checkpoint
 from palestra.trainer.base import CRITIC_METRICS, Network, OptimParams, OptimReport, StepReport
-from palestra.trainer.constraints import grammar_problem
+from palestra.trainer.constraints import GrammarMasks, choices_of, grammar_problem
 from palestra.trainer.critic import Critic, copy_weights
 from palestra.trainer.metrics import MetricSums
 from palestra.trainer.optimizer import Named, Optimizer
@@ -59,6 +59,7 @@ class TorchPolicy:
         config: TrainerConfig,
         frozen: Mapping[ForwardOutput, CausalLM] | None = None,
         critic: CausalLM | None = None,
+        critic_target: CausalLM | None = None,
     ) -> None:
         """Take over a model's weights as they are, at version 0.0.
 
@@ -69,15 +70,17 @@ class TorchPolicy:
             frozen: models in the precision of `config` that are never trained, by the output that each computes:
                 `reference_logprobs`, `teacher_logprobs`; None: there are none.
             critic: a copy of the policy's model for a critic, float32; None: there is no critic.
+            critic_target: another copy for a critic of actions; None: the critic is one of states.
         """
         model.compute_in(getattr(torch, config.dtype))
         self._model, self._tokenizer = model, tokenizer
         self.optimizer = Optimizer(model.named_parameters())
         self._micro_batch_tokens = config.micro_batch_tokens or MICRO_BATCH_TOKENS[model.device.type]
         self._grammars = Grammars(vocabulary_of(tokenizer, model.vocab_size), TRAINER_BOUNDS)
-        self._forward = TokenForward(model, config, self._grammars)
-        self._frozen = {name: TokenForward(other, config, self._grammars) for name, other in (frozen or {}).items()}
-        self._critic = None if critic is None else Critic(critic, config)
+        masks = GrammarMasks(self._grammars)
+        self._forward = TokenForward(model, config, masks)
+        self._frozen = {name: TokenForward(other, config, masks) for name, other in (frozen or {}).items()}
+        self._critic = None if critic is None else Critic(critic, config, critic_target)
         self.version = PolicyVersion(0, 0)
         self.changed = False
 
@@ -107,11 +110,15 @@ class TorchPolicy:
                     found[sample.episode_id] = problem
         return found
 
+    def choices(self, grammar: str, max_tokens: int, most: int) -> tuple[tuple[int, ...], ...]:
+        """Return every reply that could be sampled under a grammar; see `Trainer.choices`."""
+        return choices_of(grammar, max_tokens, most, self._grammars, self._tokenizer.eos_token_id)
+
     def check_outputs(self, outputs: Collection[ForwardOutput]) -> None:
         """Raise ConfigError unless `forward` can compute these outputs."""
         known: set[ForwardOutput] = {"old_logprobs"}
         known |= self._frozen.keys()
-        known |= {"values", "next_values"} if self._critic is not None else set()
+        known |= self._critic.outputs if self._critic is not None else set()
         if unknown := set(outputs) - known:
             raise ConfigError(f"this trainer can't compute {', '.join(sorted(unknown))} of this policy")
 
@@ -131,9 +138,8 @@ class TorchPolicy:
                 computed["old_logprobs"] = self._logprobs(self._forward, micro)
             for name in found.keys() & self._frozen.keys():
                 computed[name] = self._logprobs(self._frozen[name], micro)
-            if "values" in found or "next_values" in found:
-                assert self._critic is not None
-                computed["values"], computed["next_values"] = self._critic.values(micro)
+            if self._critic is not None and (wanted := found.keys() & self._critic.outputs):
+                computed |= self._critic.values(micro, wanted)
             for name, rows in found.items():
                 rows += _rows_of(micro, computed[name])
         return found
@@ -237,14 +243,15 @@ class TorchPolicy:
             losses, measured = add_penalties(output.loss, inputs, entropy, spec)
             total = (losses * targets["loss_weights"]).sum()
         total.backward()  # type: ignore[no-untyped-call]
+        sampled = targets["sampling_logprobs"].isfinite()  # other tokens could have been sampled, and were not
         gap = (logprobs.detach() - targets["sampling_logprobs"]).abs()
         return {
             **output.metrics,
             **measured,
             "loss": Sum(total.detach()),
             "entropy": Mean(entropy.detach()),
-            "logprob_gap_mean": Mean(gap),
-            "logprob_gap_max": Max(gap),
+            "logprob_gap_mean": Mean(gap, sampled),
+            "logprob_gap_max": Max(gap[sampled]),
         }
 
     def _logprobs(self, model: TokenForward, micro: MicroBatch) -> Tensor:
@@ -271,7 +278,7 @@ class TorchPolicy:
         if network == "critic":
             if self._critic is None:
                 raise ConfigError("this policy has no critic")
-            return self._critic.optimizer.step(params)
+            return self._critic.optim_step(params)
         fault_point("before_step")
         report = self.optimizer.step(params)
         if report.applied and not self.changed:  # all updates between two publications together make one version

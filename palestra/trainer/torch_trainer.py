@@ -76,8 +76,9 @@ class TorchTrainer:
                 frozen["reference_logprobs"] = self._frozen("reference", spec.reference, device, model, tokenizer)
             if spec.teacher is not None:
                 frozen["teacher_logprobs"] = self._frozen("teacher", spec.teacher, device, model, tokenizer)
-            critic = self._load_model(spec.model, device)[0] if spec.critic else None
-            return TorchPolicy(model, tokenizer, self._config, frozen, critic)
+            critic = self._load_model(spec.model, device)[0] if spec.critic is not None else None
+            target = self._load_model(spec.model, device)[0] if spec.critic == "actions" else None
+            return TorchPolicy(model, tokenizer, self._config, frozen, critic, target)
 
         async def work() -> None:
             if policy in self._policies:
@@ -162,6 +163,18 @@ class TorchTrainer:
         """
         mine = self._policy(policy)
         return await self._once(policy, request_id, lambda: mine.untrainable(batch))
+
+    async def choices(self, policy: str, grammar: str, max_tokens: int, most: int) -> tuple[tuple[int, ...], ...]:
+        """Return every reply that could be sampled under a grammar; see `Trainer.choices`.
+
+        Args:
+            policy: its name.
+            grammar: what replies have to match.
+            max_tokens: longest reply.
+            most: how many replies there may be.
+        """
+        mine = self._policy(policy)
+        return await self._serial.run(lambda: self._in_thread(lambda: mine.choices(grammar, max_tokens, most)))
 
     async def optim_step(
         self, policy: str, params: OptimParams, request_id: str, network: Network = "policy"

@@ -11,7 +11,11 @@ from palestra.types.records import TrainSample
 
 
 def record_problems(batch: Sequence[TrainSample]) -> dict[str, str]:
-    """Return the id of each episode of which a number recorded at sampling is not finite, with the reason."""
+    """Return the id of each episode of which a number recorded at sampling is not finite, with the reason.
+
+    Args:
+        batch: S rows of sampled tokens.
+    """
     return not_finite(
         batch, [{"log-probability": sample.logprobs, "temperature": sample.temperatures} for sample in batch]
     )

@@ -167,10 +167,10 @@ class TrainSample:
         policy: the policy that is trained.
         ids: int32 [N].
         media: images for which some of the ids are placeholders.
-        loss_mask: bool [N], True where the token was sampled and is trained.
+        loss_mask: bool [N], True where the token is trained: it was sampled, or could have been in place of another.
         logprobs: float32 [N], as recorded at sampling; NaN where not sampled.
         versions: int32 [N, 2] (incarnation, n); -1 where not sampled.
-        calls: int32 [N], index of the call that sampled the token; -1 where not sampled.
+        calls: int32 [N], index of the call that sampled the token, or could have; -1 elsewhere.
         advantages: float32 [N], 0 where not trained.
         loss_weights: float32 [N], share in the loss; 0 where not trained.
         temperatures: float32 [N], at which the token was sampled; 1 where not sampled.
@@ -179,7 +179,7 @@ class TrainSample:
         token_rewards: float32 [N], earned by single tokens, such as a penalty; None: only TimeSteps have rewards.
         reference_logprobs: float32 [N], of the reference policy; None: there is no reference.
         values: float32 [N], of the critic before the step: of the state before the token; None: there is no critic.
-        returns: float32 [N], what the critic learns to say in place of `values`; None: there is no critic.
+        returns: float32 [N], what the critic learns to say, NaN where it learns nothing; None: there is no critic.
     """
 
     episode_id: str

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import openai
+import pytest
 from in_process import episode_of, serving
 
 SETTINGS: dict[str, Any] = {
@@ -67,3 +69,19 @@ async def test_token_ids_that_a_model_gave_are_what_it_goes_on_from(tmp_path):
     assert len(entry.token_ids) == 9
     assert chats[1].completion_ids.tolist() == [97] * 3
     assert chats[1].extends is chats[0]
+
+
+async def test_a_reply_is_one_of_the_texts_of_structured_outputs(tmp_path):
+    """vLLM's field."""
+    words = ["yes", "no", "yéllow"]
+    async with serving(tmp_path, **SETTINGS) as job, episode_of(job) as (ai, _):
+        create = ai.chat.completions.create
+        held = {"structured_outputs": {"choice": words}}
+        said = (await create(**ASK, n=12, extra_body=held)).choices
+        assert {choice.message.content for choice in said} <= set(words)
+        assert len({choice.message.content for choice in said}) > 1
+        for wrong in ({"choice": []}, {"choice": [""]}, {"regex": "a+"}):
+            with pytest.raises(openai.UnprocessableEntityError, match="structured_outputs"):
+                await create(**ASK, extra_body={"structured_outputs": wrong})
+        with pytest.raises((openai.BadRequestError, openai.UnprocessableEntityError), match="choices can't be had"):
+            await create(**ASK, tools=[TOOL], extra_body=held)

@@ -15,6 +15,12 @@ pytestmark = pytest.mark.slow
 PPO = TINY | {"algorithm": {"name": "ppo", "kl": {"coefficient": 0.1, "target": 0.01, "place": "reward"}}}
 
 
+# Twin values, the copy that follows them, and episodes of earlier steps, which are read out of the store again.
+SAC = TINY | {
+    "algorithm": {"name": "sac", "replay": {"draws": 2, "episodes": 4, "max_age": 2}, "critic": {"target_rate": 0.2}}
+}
+
+
 def tensors(job: Job) -> dict[str, torch.Tensor]:
     found = {}
     for path in sorted(job.checkpoints()[-1].glob("*.safetensors")):
@@ -67,6 +73,33 @@ def test_policy_and_critic_of_ppo_are_bit_identical_after_a_kill(tmp_path, undis
         found, wanted = tensors(job), tensors(undisturbed_ppo)
         assert found.keys() == wanted.keys()
         assert any(name.startswith("critic-optimizer") for name in wanted)
+        assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+
+
+@pytest.fixture(scope="module")
+def undisturbed_sac(tmp_path_factory):
+    with Job(tmp_path_factory.mktemp("undisturbed-sac"), SAC) as job:
+        run_through(job, [], "--choices")
+        assert_complete(job)
+        yield job
+
+
+@pytest.mark.parametrize(
+    ("every", "fault"),
+    [
+        pytest.param(10, "after_chat_commit:26", id="while step 2 is gathered, and step 1 has to be repeated"),
+        pytest.param(1, "before_step:4", id="between the updates of critic and policy, in the second draw of step 2"),
+        pytest.param(2, "before_publish:4", id="before step 3 is published, from the checkpoint of step 2"),
+    ],
+)
+def test_policy_critic_and_copy_of_sac_are_bit_identical_after_a_kill(tmp_path, undisturbed_sac, every, fault):
+    with Job(tmp_path, SAC | {"checkpoint": {"every_steps": every}}) as job:
+        run_through(job, [fault], "--choices")
+        assert_complete(job)
+        assert_same_metrics(job, undisturbed_sac)
+        found, wanted = tensors(job), tensors(undisturbed_sac)
+        assert found.keys() == wanted.keys()
+        assert any(name.startswith("critic-target") for name in wanted)
         assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
 
 

@@ -1,11 +1,13 @@
 """A worker as users write them, in a process of its own: claims, talks to the model twice, hands in a reward.
 
-    python worker_process.py URL LOG NAME [--threads N] [--opponent] [--stop-after claim|chat|play [--stop-in EPISODE]]
+    python worker_process.py URL LOG NAME [--threads N] [--opponent] [--choices]
+        [--stop-after claim|chat|play [--stop-in EPISODE]]
 
 Every accepted thing is one line of JSON in LOG, written after the server has answered. The reward is a function of the
 task and the replies alone. With `--stop-after` the process stops itself in its first episode (or the first whose id
 starts with EPISODE), as if by SIGSTOP from outside, until somebody kills it or lets it go on. With `--opponent` an
-agent of that name answers each reply, and is rewarded with what the first one has missed.
+agent of that name answers each reply, and is rewarded with what the first one has missed. With `--choices` each reply
+is one of three words.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from palestra.client import Episode
 from palestra.errors import Conflict
 
 RETRIES = 30
+WORDS = ["yes", "no", "yellow"]
 
 
 class Log:
@@ -45,13 +48,16 @@ def reward_of(task: dict[str, Any], replies: list[str]) -> float:
     return int.from_bytes(digest[:4], "little") / 2**32
 
 
-def converse(ai: openai.OpenAI, episode: Episode, log: Log, after_chat: Any, opponent: bool = False) -> list[str]:
+def converse(
+    ai: openai.OpenAI, episode: Episode, log: Log, after_chat: Any, opponent: bool = False, choices: bool = False
+) -> list[str]:
     """Two calls, the second of which goes on from the first, and between them the opponent's answer, if any."""
     messages: list[Any] = [{"role": "user", "content": episode.task["text"]}]
     replies: list[str] = []
     model = ai.with_options(base_url=episode.base_url, api_key=episode.api_key)
+    held = {"extra_body": {"structured_outputs": {"choice": WORDS}}} if choices else {}
     for question in ("and again", "no more"):
-        answer = model.chat.completions.create(model=episode.model, messages=messages)
+        answer = model.chat.completions.create(model=episode.model, messages=messages, **held)
         log.write("chat", episode=episode.episode_id, id=answer.id)
         after_chat()
         replies.append(answer.choices[0].message.content or "")
@@ -79,7 +85,7 @@ def play_all(client: Client, ai: openai.OpenAI, log: Log, options: argparse.Name
         log.write("claimed", episode=episode.episode_id, kind=episode.kind, version=episode.policy.version)
         stop_if("claim")
         try:
-            replies = converse(ai, episode, log, lambda: stop_if("chat"), options.opponent)
+            replies = converse(ai, episode, log, lambda: stop_if("chat"), options.opponent, options.choices)
             stop_if("play")
             reward = reward_of(episode.task, replies)
             rewards = {"agent": reward, "opponent": 1.0 - reward} if options.opponent else reward
@@ -97,6 +103,7 @@ def main() -> None:
     parser.add_argument("name")
     parser.add_argument("--threads", type=int, default=3)
     parser.add_argument("--opponent", action="store_true")
+    parser.add_argument("--choices", action="store_true")
     parser.add_argument("--stop-after", choices=["claim", "chat", "play"])
     parser.add_argument("--stop-in", default="")
     options = parser.parse_args()

@@ -36,7 +36,7 @@ def same(found, wanted):
         assert abs(found[token] - value) <= TOLERANCE * max(largest, 1e-9)
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", [name for name, made in ALGORITHMS.items() if not made.every_choice])
 @examples(5, 50)
 @given(rewards_of_groups, st.sampled_from([1, 2, 3, 6]), st.integers(1, 3), st.booleans(), st.integers(0, 3))
 def test_neither_cutting_nor_order_nor_padding_matters_and_each_token_is_trained_once(

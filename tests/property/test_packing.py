@@ -16,7 +16,8 @@ rows = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=7), min_size=1,
 def tree_of(lists) -> Tree:
     tree = Tree()
     for row in lists:
-        tree.add(TokenRun(np.array(row, np.int32)))
+        run = TokenRun(np.array(row, np.int32))
+        tree.add(run, tree.shared(run))
     return tree
 
 

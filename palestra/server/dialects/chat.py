@@ -87,6 +87,16 @@ class ResponseFormat(BaseModel):
         return dict(self.json_schema.schema_)
 
 
+class StructuredOutputs(BaseModel):
+    """What vLLM's field of this name holds a reply to, beyond OpenAI's `response_format`: one of some texts."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    choice: Annotated[
+        tuple[Annotated[str, Field(min_length=1, max_length=4096)], ...], Field(min_length=1, max_length=1024)
+    ]
+
+
 class ChatRequest(SamplingFields):
     """The fields of OpenAI's chat request that this server acts on."""
 
@@ -107,6 +117,9 @@ class ChatRequest(SamplingFields):
     response_format: ResponseFormat | None = Field(
         None,
         description="`json_object` or `json_schema`: the reply is constrained to it, without reasoning.",
+    )
+    structured_outputs: StructuredOutputs | None = Field(
+        None, description="`choice`: the reply is one of these texts, without reasoning, as in vLLM; not beside tools."
     )
     logprobs: Flag | None = Field(None, description="Return the logprobs of the sampled tokens.")
     top_logprobs: Annotated[int, Field(ge=0, le=20, strict=True)] | None = Field(
@@ -145,6 +158,7 @@ package reads, the message comes in one piece when it is. `reasoning_content` is
             tool_name=named,
             parallel_tool_calls=wanted.parallel_tool_calls is not False,
             response_schema=None if wanted.response_format is None else wanted.response_format.schema_wanted(),
+            response_choices=() if wanted.structured_outputs is None else wanted.structured_outputs.choice,
             **wanted.sampling(),
             **call_fields(body, headers, self.path),
         )

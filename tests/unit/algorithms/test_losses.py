@@ -167,7 +167,7 @@ def test_tinkers_losses_have_its_names_and_defaults():
 @pytest.mark.parametrize("loss", [build_loss(LossSpec(name=name)) for name in sorted(LOSSES)], ids=lambda x: x.name)
 def test_each_loss_declares_its_metrics_and_none_of_them_has_a_gradient(loss):
     if isinstance(loss, ValueLoss):
-        values = torch.zeros(3, requires_grad=True)
+        values = torch.zeros((3, 1), requires_grad=True)
         inputs = ValueInputs(values=values, old_values=torch.zeros(3), returns=torch.tensor([1.0, 0.0, -1.0]))
     else:
         inputs = LossInputs(

@@ -62,6 +62,8 @@ def set_to(key: str, value: float) -> dict:
         found = {section: found}
     if key.startswith("algorithm.critic."):
         found["algorithm"]["name"] = "ppo"
+    if key.startswith("algorithm.replay."):
+        found["algorithm"]["name"] = "sac"
     return found
 
 
@@ -184,10 +186,10 @@ def test_a_reference_of_the_list_is_loaded_from_where_the_operator_says():
     config = parse_config({"algorithm": {"kl": {"reference": "house"}}})
     assert rules.places(config, started_from_job=True) == {REFERENCE: "/srv/house"}
     spec = policy_spec(config, create_algorithm(config.algorithm), "policy", {REFERENCE: "/srv/house"})
-    assert (spec.model, spec.reference, spec.critic) == ("SmolLM2-135M-Instruct", "/srv/house", False)
+    assert (spec.model, spec.reference, spec.critic) == ("SmolLM2-135M-Instruct", "/srv/house", None)
     start = parse_config({"algorithm": {"name": "ppo", "kl": {}}})
     spec = policy_spec(start, create_algorithm(start.algorithm), "policy", {"policy": "/runs/own"})
-    assert (spec.model, spec.reference, spec.critic) == ("/runs/own", "/runs/own", True)
+    assert (spec.model, spec.reference, spec.critic) == ("/runs/own", "/runs/own", "states")
 
 
 async def test_a_model_of_the_list_is_loaded_from_where_the_operator_says(sqlite_store, tmp_path):

@@ -8,10 +8,12 @@ from dataclasses import replace
 
 import pytest
 
+from palestra.algorithms.critic_losses import TwinValueLoss
 from palestra.algorithms.importance import IMPORTANCE_METRICS
 from palestra.algorithms.losses import build_loss
 from palestra.algorithms.policy_gradient import PolicyGradient
 from palestra.algorithms.registry import ALGORITHMS, create_algorithm
+from palestra.algorithms.sac import SAC
 from palestra.config import dump_config, load_config
 from palestra.engine.fake import FakeEngine, digits_script
 from palestra.errors import ConfigError, StoreError
@@ -55,6 +57,7 @@ async def test_every_metric_that_is_written_is_in_the_table_and_every_one_of_the
             named |= expected
     unused = {"nll", "log_ratio_squared"}  # of losses of the Tinker API that no policy gradient names
     beside = {name for name in metric_names() if name.startswith((*WITH_A_CRITIC, "train/teacher_kl"))}
+    beside |= {f"train/{metric.name}" for metric in (*SAC.metrics, *TwinValueLoss.metrics)}
     assert named == metric_names() - {f"train/{name}" for name in (*unused, "rewards/NAME")} - beside
 
 

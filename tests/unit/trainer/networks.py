@@ -41,7 +41,7 @@ def transformers_model(name: str):
 
 @asynccontextmanager
 async def networks(
-    model: str = "sharp", reference: str | None = None, critic: bool = False, teacher: str | None = None, **config
+    model: str = "sharp", reference: str | None = None, critic: str | None = None, teacher: str | None = None, **config
 ):
     settings = TrainerConfig.model_validate({"threads": 1, "dtype": "float32"} | config)
     trainer = TorchTrainer(settings, 2, load)

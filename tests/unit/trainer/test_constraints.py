@@ -18,7 +18,7 @@ from palestra.engine.embedded.model_runner import PolicyModel
 from palestra.grammars.pool import Grammars
 from palestra.models.causal_lm import load_causal_lm, load_tokenizer
 from palestra.models.grammar_masks import vocabulary_of
-from palestra.trainer.constraints import allowed_tokens
+from palestra.trainer.constraints import GrammarMasks, allowed_tokens
 from palestra.types.calls import GrammarSpan, SamplingParams
 from unit.building import engine_request, make_chat, make_sample, rows_of
 from unit.trainer.test_torch_trainer import training
@@ -85,7 +85,7 @@ async def test_a_tokenizer_may_know_more_tokens_than_the_model_has():
     for known in (size, size + 33):
         grammars = Grammars(vocabulary_of(tokenizer, known))
         try:
-            found.append(allowed_tokens([(sample, None, None)], grammars, size))
+            found.append(allowed_tokens([(sample, None, None)], GrammarMasks(grammars), size))
         finally:
             grammars.close()
     assert found[1].shape == (len(ids), (size + 31) // 32)

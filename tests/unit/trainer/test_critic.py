@@ -32,7 +32,7 @@ def critic_of(trainer):
 
 def set_head(trainer) -> tuple[torch.Tensor, torch.Tensor]:
     """Random weights of the value head, which starts with zeros."""
-    head = critic_of(trainer)._head
+    head = critic_of(trainer)._net._head
     draw = torch.Generator().manual_seed(5)
     with torch.no_grad():
         head.weight.copy_(0.1 * torch.randn(head.weight.shape, generator=draw))
@@ -75,7 +75,7 @@ def same(one, two) -> bool:
 
 
 async def test_at_first_every_value_is_zero():
-    async with networks(critic=True) as trainer:
+    async with networks(critic="states") as trainer:
         found = await trainer.forward("policy", batch(), {"values", "next_values"})
     for name in ("values", "next_values"):
         for sample, row in zip(batch(), found[name], strict=True):
@@ -86,7 +86,7 @@ async def test_at_first_every_value_is_zero():
 @pytest.mark.parametrize("tokens", [1, 40, None])
 async def test_values_are_of_the_states_before_and_after_each_token(tokens):
     own = transformers_model("sharp")
-    async with networks(critic=True, micro_batch_tokens=tokens) as trainer:
+    async with networks(critic="states", micro_batch_tokens=tokens) as trainer:
         weight, bias = set_head(trainer)
         found = await trainer.forward("policy", batch(), {"values", "next_values"})
     for sample, before, after in zip(batch(), found["values"], found["next_values"], strict=True):
@@ -99,7 +99,7 @@ async def test_values_are_of_the_states_before_and_after_each_token(tokens):
 @pytest.mark.parametrize("clip", [0.0, 0.4])
 async def test_the_gradient_is_that_of_the_squared_error_written_out(clip):
     own, samples = transformers_model("sharp"), batch()
-    async with networks(critic=True) as trainer:
+    async with networks(critic="states") as trainer:
         weight, bias = set_head(trainer)
         spec = LossSpec.of(ClippedValueLoss(clip=clip))
         report = await trainer.forward_backward("policy", samples, spec, "g")
@@ -132,7 +132,7 @@ async def test_the_gradient_is_that_of_the_squared_error_written_out(clip):
 async def test_how_the_batch_is_cut_and_ordered_does_not_matter(tokens):
     found = []
     for size, samples in ((tokens, batch()[::-1]), (None, batch())):
-        async with networks(critic=True, micro_batch_tokens=size) as trainer:
+        async with networks(critic="states", micro_batch_tokens=size) as trainer:
             set_head(trainer)
             await trainer.forward_backward("policy", samples, VALUE, "g")
             found.append({name: p.grad.clone() for name, p in critic_of(trainer).optimizer.parameters})
@@ -141,16 +141,16 @@ async def test_how_the_batch_is_cut_and_ordered_does_not_matter(tokens):
 
 def test_a_value_that_moved_further_than_its_clip_has_no_gradient_where_that_would_help_it():
     """Written out: R = 1, V_old = 0, clip 0.2; V = 0.5 has moved enough, V = -0.5 may come back."""
-    values = torch.tensor([0.5, -0.5, 0.1], requires_grad=True)
+    values = torch.tensor([[0.5], [-0.5], [0.1]], requires_grad=True)
     found = ClippedValueLoss(clip=0.2)(ValueInputs(values=values, old_values=torch.zeros(3), returns=torch.ones(3)))
     torch.testing.assert_close(found.loss.detach(), torch.tensor([0.8**2 / 2, 1.5**2 / 2, 0.9**2 / 2]))
     found.loss.sum().backward()
-    torch.testing.assert_close(values.grad, torch.tensor([0.0, -1.5, -0.9]))
+    torch.testing.assert_close(values.grad[:, 0], torch.tensor([0.0, -1.5, -0.9]))
     assert found.metrics["critic_clip_fraction"].values.tolist() == [1.0, 0.0, 0.0]
 
 
 async def test_the_critics_update_leaves_the_policy_bit_by_bit_as_it_is_and_the_other_way_round():
-    async with networks(critic=True) as trainer:
+    async with networks(critic="states") as trainer:
         policy, critic = weights(trainer), critic_weights(trainer)
         await trainer.forward_backward("policy", batch(), VALUE, "v")
         assert (await trainer.optim_step("policy", PARAMS, "uv", "critic")).applied
@@ -186,15 +186,15 @@ async def step(trainer, number: int) -> None:
 
 
 async def test_going_on_from_a_checkpoint_is_bit_identical_to_never_stopping(tmp_path):
-    async with networks(critic=True) as trainer:
+    async with networks(critic="states") as trainer:
         for number in range(3):
             await step(trainer, number)
         wanted, policy = critic_state(trainer), weights(trainer)
-    async with networks(critic=True) as trainer:
+    async with networks(critic="states") as trainer:
         await step(trainer, 0)
         await step(trainer, 1)
         await trainer.save("policy", tmp_path, {"step": 2}, "s")
-    async with networks(critic=True) as trainer:
+    async with networks(critic="states") as trainer:
         assert (await trainer.load("policy", tmp_path))["step"] == 2
         await step(trainer, 2)
         assert same(critic_state(trainer), wanted)
@@ -208,7 +208,7 @@ async def test_a_checkpoint_without_a_critic_is_refused_where_there_is_one(tmp_p
 
     async with networks() as trainer:
         await trainer.save("policy", tmp_path, {"step": 1}, "s")
-    async with networks(critic=True) as trainer:
+    async with networks(critic="states") as trainer:
         with pytest.raises(CheckpointError, match=r"no weight body\."):
             await trainer.load("policy", tmp_path)
 
@@ -230,7 +230,7 @@ async def test_a_chain_of_three_states_has_the_values_that_are_known(decay):
     rows = [make_sample([1, 20 + n, 2, 10], [3], weight=1 / 3, name=row.episode_id) for n, row in enumerate(rows)]
     rows = [replace(row, calls=np.where(row.loss_mask, n, -1).astype(np.int32)) for n, row in enumerate(rows)]
     chains = chains_of(trajectory, dict(enumerate(rows)), "step", 0.9)
-    async with networks(model="tiny", critic=True) as trainer:
+    async with networks(model="tiny", critic="states") as trainer:
         for number in range(80):
             now = await trainer.forward("policy", rows, {"values", "next_values"})
             found = estimate(chains, rows, now["values"], now["next_values"], discount=0.9, decay=decay, level="token")

@@ -15,7 +15,8 @@ from unit.building import make_sample
 def tree_of(*rows) -> Tree:
     tree = Tree()
     for row in rows:
-        tree.add(TokenRun(np.array(row, np.int32)))
+        run = TokenRun(np.array(row, np.int32))
+        tree.add(run, tree.shared(run))
     return tree
 
 
@@ -57,8 +58,8 @@ def test_a_longer_row_goes_on_where_the_shorter_ended():
 def test_a_fork_of_a_fork_shares_with_the_nearest_row():
     tree = tree_of([1, 2, 3, 4], [1, 2, 8, 9], [1, 2, 8, 7])
     assert tree.ids == [1, 2, 3, 4, 8, 9, 7]
-    assert tree.shared(TokenRun(np.array([1, 2, 8, 9, 9], np.int32))) == (4, 1)
-    assert tree.shared(TokenRun(np.array([5], np.int32)))[0] == 0
+    assert tree.shared(TokenRun(np.array([1, 2, 8, 9, 9], np.int32))).tolist() == [0, 1, 4, 5]
+    assert tree.shared(TokenRun(np.array([5], np.int32))).tolist() == []
 
 
 def test_a_row_can_not_begin_with_a_sampled_token():

@@ -1,0 +1,115 @@
+"""The decisions of an episode: calls whose replies are held to finitely many choices, with a row for each choice."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from palestra.algorithms.base import StepOrder
+from palestra.algorithms.credit import agent_reward, step_places
+from palestra.algorithms.gae import TokenCredit, rewards_between
+from palestra.types.calls import Floats
+from palestra.types.records import TrainSample, Trajectory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Decision:
+    """One call: the choices that it had, and what came of the one that was taken.
+
+    Attributes:
+        rows: int64 [A], number of the row of each choice.
+        places: the positions of each choice's tokens in its row, A arrays.
+        taken: place in `rows` of the choice that was taken.
+        reward: earned between this decision and the next one of the same agent.
+        discount: discount factor from this decision to the next one.
+        following: the next decision of the same agent; None: there is none.
+        ended: whether the episode had ended when there is no next one; False: it was cut off, and its further rewards
+            are not known.
+    """
+
+    rows: NDArray[np.int64]
+    places: tuple[NDArray[np.int64], ...]
+    taken: int
+    reward: float
+    discount: float
+    following: Decision | None
+    ended: bool
+
+    def logprobs(self, columns: Mapping[int, Floats]) -> NDArray[np.float64]:
+        """Return the log-probability of each choice, float64 [A], from those of tokens, [N] by number of the row."""
+        return np.array([columns[row][place].sum(dtype=np.float64) for row, place in self._choices()], np.float64)
+
+    def at_ends(self, columns: Mapping[int, Floats]) -> NDArray[np.float64]:
+        """Return the number at the last token of each choice, float64 [A], from columns [N] by number of the row."""
+        return np.array([columns[row][place[-1]] for row, place in self._choices()], np.float64)
+
+    def _choices(self) -> list[tuple[int, NDArray[np.int64]]]:
+        return list(zip(self.rows.tolist(), self.places, strict=True))
+
+
+def decisions_of(
+    trajectory: Trajectory,
+    rows: Mapping[int, TrainSample],
+    credit: TokenCredit,
+    discount: float,
+    order: StepOrder = "observed",
+) -> list[Decision]:
+    """Return the decisions of an episode, those of one agent one after another in order of time.
+
+    Args:
+        trajectory: a completed episode.
+        rows: the rows of the episode, by number: one for each choice of each call (`tokens.choice_rows`).
+        credit: which rewards a decision has earned; see `gae.chains_of`.
+        discount: discount factor of one TimeStep.
+        order: order of the TimeSteps in which several agents act at the same time.
+
+    Raises:
+        ValueError: the episode has no reward.
+    """
+    rewards = trajectory.episode.rewards
+    if rewards is None:
+        raise ValueError(f"episode {trajectory.episode.episode_id} has no reward")
+    total = float(sum(rewards.values()))
+    place_of, step_rewards = step_places(trajectory, total, order)
+    of_call: defaultdict[int, list[int]] = defaultdict(list)
+    for number, row in rows.items():
+        of_call[int(row.calls[np.argmax(row.loss_mask)])].append(number)
+    calls: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)  # (time, call) by agent
+    for chat in trajectory.chats:
+        if chat.index in of_call:
+            calls[chat.agent].append((place_of[chat.time_step], chat.index))
+    found: list[Decision] = []
+    for agent in sorted(calls):
+        ordered = sorted(calls[agent])
+        times = np.array([time for time, _ in ordered], np.int64)
+        if credit == "step":
+            earned = rewards_between(times, step_rewards, discount)
+        else:
+            earned = np.zeros(len(times))
+            earned[-1] = total if credit == "episode" else agent_reward(agent, rewards)
+        discounts = np.power(discount, np.append(np.diff(times), 1).astype(np.float64))
+        following: Decision | None = None
+        own: list[Decision] = []
+        for place in reversed(range(len(ordered))):
+            numbers = of_call[ordered[place][1]]
+            following = Decision(
+                rows=np.array(numbers, np.int64),
+                places=tuple(np.flatnonzero(rows[number].loss_mask) for number in numbers),
+                taken=_taken([rows[number] for number in numbers]),
+                reward=float(earned[place]),
+                discount=float(discounts[place]),
+                following=following,
+                ended=not trajectory.episode.truncated,
+            )
+            own.append(following)
+        found += reversed(own)
+    return found
+
+
+def _taken(rows: list[TrainSample]) -> int:
+    """Return which of a call's rows is the one that was sampled."""
+    return next(place for place, row in enumerate(rows) if np.isfinite(row.logprobs[row.loss_mask]).all())

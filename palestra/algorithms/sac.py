@@ -1,0 +1,178 @@
+"""Soft actor-critic (SAC) for finite actions: an action is a reply out of finitely many, and all are weighed exactly.
+
+Haarnoja et al. 2018, "Soft Actor-Critic Algorithms and Applications"; for finite actions Christodoulou 2019, "Soft
+Actor-Critic for Discrete Action Settings".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from palestra.algorithms.base import (
+    About,
+    Algorithm,
+    CriticUpdate,
+    ForwardOutputs,
+    Group,
+    Replay,
+    StepOrder,
+    TokenAdvantages,
+)
+from palestra.algorithms.critic_losses import TwinValueLoss
+from palestra.algorithms.decisions import Decision, decisions_of
+from palestra.algorithms.loss import LossSpec
+from palestra.algorithms.losses import ImportanceSamplingLoss
+from palestra.config import SACConfig
+from palestra.types.calls import Floats
+from palestra.types.metrics import Metric
+
+Doubles = NDArray[np.float64]
+
+
+class SAC(Algorithm):
+    """SAC over the replies of `choices`, with twin values of a critic and episodes of earlier steps."""
+
+    config: SACConfig
+    about = About(
+        summary="maximises rewards and entropy, off policy: every choice of a call is weighed by a critic's value",
+        formula="y = r + gamma V'(s'), V(s) = sum over choices of pi(a) (Q(s, a) - alpha log pi(a)), Q the smaller of "
+        "two heads, V' with the critic's copy; critic: sum over heads of (Q - y)^2 / 2 at the choice that was taken; "
+        "policy: loss = -sum over choices of sg(pi(a) (Q(s, a) - alpha log pi(a) - V(s))) log pi(a); "
+        "log alpha <- log alpha - temperature_rate (H - target_entropy x log A), H = entropy of the A choices",
+        paper="Haarnoja et al. 2018, Soft Actor-Critic Algorithms and Applications, arXiv:1812.05905; Christodoulou "
+        "2019, Soft Actor-Critic for Discrete Action Settings, arXiv:1910.07207",
+        needs=(
+            "replies that are held to at most 256 `choices`",
+            "memory for a second model with its optimizer, the critic, and for a third, which follows it",
+        ),
+    )
+    metrics = (
+        Metric("temperature", "reward/nat", "Weight alpha of the entropy, in the last batch of the step."),
+        Metric("choice_entropy", "nats", "Mean over decisions of the entropy of their choices, last batch."),
+        Metric("choice_entropy_target", "nats", "What the temperature is tuned to: `target_entropy` x mean of log A."),
+        Metric("decisions", "calls", "Calls of the last batch, each with all of its choices."),
+        Metric(
+            "state_value_mean", "reward", "Mean over decisions of V(s), which has the bonus of entropy, last batch."
+        ),
+        Metric("target_mean", "reward", "Mean over decisions of y, which the critic learns, last batch."),
+    )
+    needs = frozenset({"old_logprobs", "action_values", "target_action_values"})
+    every_choice = True
+
+    def __init__(self, config: SACConfig, step_order: StepOrder = "observed") -> None:
+        """Keep the settings, and begin with the configured temperature. See `Algorithm`."""
+        super().__init__(config, step_order)
+        critic, replay = config.critic, config.replay
+        self.critic = CriticUpdate(
+            loss=LossSpec.of(TwinValueLoss()),
+            optimizer=critic.optimizer,
+            epochs=1,
+            warmup_steps=critic.warmup_steps,
+            target_rate=critic.target_rate,
+        )
+        self.replay = Replay(
+            draws=replay.draws, episodes=replay.episodes, max_age=replay.max_age, max_episodes=replay.max_episodes
+        )
+        self._log_temperature = math.log(config.temperature)
+
+    def advantages(self, groups: Sequence[Group], forward: ForwardOutputs) -> TokenAdvantages:
+        """Return for the tokens of each choice its share of the policy's gradient, and for those taken their returns.
+
+        The gradient of V by the policy is the sum over choices of pi(a) (Q - alpha log pi(a) - V) grad log pi(a): V, as
+        a baseline, adds nothing to it, because probabilities add up to 1.
+
+        Args:
+            groups: all groups of the batch, in canonical order, with a row for each choice.
+            forward: has `old_logprobs`, `action_values` and `target_action_values`.
+        """
+        rows = [row for group in groups for row in group.rows]
+        advantages = [np.zeros(len(row.ids), np.float32) for row in rows]
+        returns = [np.full(len(row.ids), np.nan, np.float32) for row in rows]
+        decisions = self._decisions(groups)
+        if not decisions:
+            return TokenAdvantages(advantages=advantages, returns=returns, metrics={})
+        alpha = math.exp(self._log_temperature)
+        logprobs, values, targets = (
+            dict(enumerate(forward[name])) for name in ("old_logprobs", "action_values", "target_action_values")
+        )
+        state_values, learned = list[float](), list[float]()
+        for decision in decisions:
+            log_pi = decision.logprobs(logprobs)
+            soft = decision.at_ends(values) - alpha * log_pi
+            value = float(np.exp(log_pi) @ soft)
+            state_values.append(value)
+            for row, places, share in zip(decision.rows, decision.places, np.exp(log_pi) * (soft - value), strict=True):
+                advantages[row][places] = share
+            if decision.following is not None or decision.ended:
+                following = _soft_value(decision.following, logprobs, targets, alpha)
+                learned.append(decision.reward + decision.discount * following)
+                returns[decision.rows[decision.taken]][decision.places[decision.taken][-1]] = learned[-1]
+        entropy, wanted = self._tune([decision.logprobs(logprobs) for decision in decisions])
+        return TokenAdvantages(
+            advantages=advantages,
+            returns=returns,
+            metrics={
+                "temperature": alpha,
+                "choice_entropy": entropy,
+                "choice_entropy_target": wanted,
+                "decisions": float(len(decisions)),
+                "state_value_mean": float(np.mean(state_values)),
+                "target_mean": float(np.mean(learned)) if learned else math.nan,
+            },
+        )
+
+    def loss(self) -> LossSpec:
+        """Return the policy gradient's loss; its ratio is to the policy before the update, and so 1."""
+        return LossSpec.of(ImportanceSamplingLoss())
+
+    def state(self) -> dict[str, Any]:
+        """Return the logarithm of the temperature."""
+        return {"log_temperature": self._log_temperature}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take over the temperature from a checkpoint; see `Algorithm.restore`."""
+        self._log_temperature = float(state.get("log_temperature", self._log_temperature))
+
+    def _decisions(self, groups: Sequence[Group]) -> list[Decision]:
+        """Return the decisions of all episodes; rows are numbered over all groups."""
+        found, start = list[Decision](), 0
+        for group in groups:
+            numbered = dict(enumerate(group.rows, start))
+            start += len(group.rows)
+            for trajectory in group.trajectories:
+                own = {n: row for n, row in numbered.items() if row.episode_id == trajectory.episode.episode_id}
+                found += decisions_of(trajectory, own, self.config.credit, self.config.discount, self.step_order)
+        return found
+
+    def _tune(self, logprobs: Sequence[Doubles]) -> tuple[float, float]:
+        """Move the temperature towards the target entropy; return the present entropy and the target, in nats.
+
+        Args:
+            logprobs: [A] for each decision, of its choices.
+        """
+        entropy = float(np.mean([-(np.exp(own) @ own) for own in logprobs]))
+        wanted = self.config.target_entropy * float(np.mean([math.log(len(own)) for own in logprobs]))
+        self._log_temperature -= self.config.temperature_rate * (entropy - wanted)
+        return entropy, wanted
+
+
+def _soft_value(
+    decision: Decision | None, logprobs: Mapping[int, Floats], values: Mapping[int, Floats], alpha: float
+) -> float:
+    """Return V of the state of a decision: the mean over its choices of Q - alpha log pi; 0 after the last decision.
+
+    Args:
+        decision: the next decision; None: there is none.
+        logprobs: of tokens, [N] by the number of the row.
+        values: Q at the last tokens of choices, [N] by the number of the row.
+        alpha: the temperature.
+    """
+    if decision is None:
+        return 0.0
+    log_pi = decision.logprobs(logprobs)
+    return float(np.exp(log_pi) @ (decision.at_ends(values) - alpha * log_pi))

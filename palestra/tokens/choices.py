@@ -1,0 +1,66 @@
+"""Turn a call whose reply is held to finitely many choices into rows, one for each reply that it could have given."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from palestra.tokens.rows import TokenRow, versions_of
+from palestra.types.calls import Chat, GrammarSpan
+
+
+def choice_rows(chat: Chat, choices: Sequence[tuple[int, ...]]) -> list[TokenRow]:
+    """Return a row for each reply that a call could have given, in the order of `choices`.
+
+    A row ends with the token that tells its reply from all others: what follows is certain, and adds nothing to the
+    reply's probability. All tokens of the replies are marked as sampled ones, because all are trained.
+    Log-probabilities and versions are those of the sampling in the row of the reply that was given, and NaN and -1 in
+    the others. The trainer computes the prompt, which all rows share, once.
+
+    Args:
+        chat: a call with a grammar.
+        choices: every reply that could have been sampled, token by token.
+
+    Raises:
+        ValueError: the reply that was given is none of them.
+    """
+    prompt, given = chat.prompt_ids, tuple(chat.completion_ids.tolist())
+    if given not in choices:
+        raise ValueError(f"the reply of call {chat.index} is none of the {len(choices)} that its grammar allows")
+    rows = []
+    for whole, decided in zip(choices, _lengths(choices), strict=True):
+        choice = whole[:decided]
+        length = len(prompt) + len(choice)
+        reply = slice(len(prompt), length)
+        row = TokenRow(
+            policy=chat.policy,
+            ids=np.concatenate([prompt, np.array(choice, np.int32)]),
+            media=chat.all_media,
+            sampled=np.arange(length) >= len(prompt),
+            logprobs=np.full(length, np.nan, np.float32),
+            versions=np.full((length, 2), -1, np.int32),
+            temperatures=np.ones(length, np.float32),
+            grammars=(GrammarSpan(len(prompt), len(choice), chat.sampling.grammar),),
+            chats=np.full(length, -1, np.int32),
+        )
+        row.temperatures[reply], row.chats[reply] = chat.sampling.temperature, chat.index
+        if whole == given:
+            row.logprobs[reply], row.versions[reply] = chat.logprobs[:decided], versions_of(chat)[:decided]
+        rows.append(row)
+    return rows
+
+
+def _lengths(choices: Sequence[tuple[int, ...]]) -> list[int]:
+    """Return for each choice the number of its tokens up to the first that no other choice has there; at least one.
+
+    In the order of their ids, the choices that begin most alike are neighbours.
+    """
+    order = sorted(range(len(choices)), key=lambda place: choices[place])
+    shared = [0] * len(choices)
+    for one, other in itertools.pairwise(order):
+        pairs = zip(choices[one], choices[other], strict=False)
+        common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        shared[one], shared[other] = max(shared[one], common), max(shared[other], common)
+    return [min(common + 1, len(choice)) for common, choice in zip(shared, choices, strict=True)]
