@@ -95,10 +95,12 @@ def left_out_returns(values_G: Sequence[Sequence[float]]) -> list[list[float]]:
         values_G: the values of each of G episodes; may be empty.
 
     Returns:
-        One advantage per value, in the same places; 0 where no other episode has a value.
+        One advantage per value, in the same places. All are 0 if the values are equal, or if fewer than two episodes
+        have values.
     """
     means = [float(np.mean(values)) for values in values_G if values]
-    if len(means) < 2:
+    flat = [value for values in values_G for value in values]
+    if len(means) < 2 or max(flat) == min(flat):
         return [[0.0] * len(values) for values in values_G]
     total = float(np.sum(means))
     return [

@@ -93,22 +93,24 @@ class PolicyGradient(Algorithm):
             episode_returns(trajectory, self.config.credit, self.config.discount, self.step_order)
             for trajectory in trajectories
         ]
-        if self.config.credit != "episode" or all(t.episode.named_rewards is None for t in trajectories):
-            return found
         rewards = self.named(trajectories)
         return [
             replace(returns, values=dict.fromkeys(returns.values, reward))
+        if rewards is None:
+            return found
             for returns, reward in zip(found, rewards, strict=True)
         ]
 
-    def named(self, trajectories: Sequence[Trajectory]) -> list[float]:
-        """Return the return of each episode of a group that has named rewards.
+    def named(self, trajectories: Sequence[Trajectory]) -> list[float] | None:
+        """Return the return of each episode of a group, if it is made of rewards by name; None: it is the credit's.
 
         Args:
             trajectories: the completed episodes of the group.
         """
         return filled_rewards(trajectories, self.config)
 
+        if self.config.credit != "episode" or all(t.episode.named_rewards is None for t in trajectories):
+            return None
     def _weighed(
         self,
         rows: Sequence[TrainSample],
@@ -162,8 +164,12 @@ class ScaledGroupBaseline(GroupBaseline):
         """Return each value minus the group's mean, scaled as configured; see `centred_returns`."""
         return centred_returns(values_G, "none" if self.config.advantage_scale == "none" else "std")
 
-    def named(self, trajectories: Sequence[Trajectory]) -> list[float]:
-        """Return the return of each episode, with `gdpo` of rewards that are normalised one by one."""
+    def named(self, trajectories: Sequence[Trajectory]) -> list[float] | None:
+        """Return the return of each episode, with `gdpo` of rewards that are normalised one by one.
+
+        With `gdpo` also where no episode of the group has rewards by name: `estimate` then compares returns of the
+        whole batch, so that a return which is not normalised would have no baseline of its group.
+        """
         if self.config.advantage_scale == "gdpo":
             return normalised_rewards(trajectories, self.config)
         return super().named(trajectories)

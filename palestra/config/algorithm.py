@@ -268,8 +268,10 @@ class ActorCriticConfig(AlgorithmConfig):
         description="What an action is. `token`: each sampled token; `turn`: all that an agent samples in one "
         "TimeStep, whose tokens then have one advantage.",
     )
-    advantage_scale: AdvantageScale = Field(
-        "std", description="`std`: advantages of a batch's tokens are centred and divided by their deviation."
+    advantage_scale: Literal["std", "none"] = Field(
+        "std",
+        description="`std`: advantages of a batch's tokens are centred and divided by their deviation; `none`: they "
+        "are as GAE estimates them.",
     )
     critic: CriticConfig = CriticConfig()
 

@@ -121,6 +121,15 @@ def test_rae_compares_with_a_moving_mean_that_a_checkpoint_keeps():
 
 
 def test_rae_has_a_baseline_for_each_role():
+@pytest.mark.parametrize("reward", [0.1, 0.7, 1 / 3])
+@pytest.mark.parametrize("episodes", [3, 6])
+def test_rloo_learns_nothing_from_equal_rewards_whose_sum_is_rounded(reward, episodes):
+    """0.1 + 0.1 + 0.1 is not 0.3, so that the mean of the others would differ from each by 1e-17."""
+    (group,) = groups_of([[reward] * episodes])
+    assert made("rloo").learns_from(group.trajectories) is False
+    assert advantages(made("rloo"), [group]) == [[0.0] * episodes]
+
+
     chats = [replace(make_chat(index=n), agent=agent) for n, agent in enumerate(("black", "white"))]
     trajectory = make_trajectory(0, 0, 0.0, chats)
     episode = replace(trajectory.episode, rewards={"black": 1.0, "white": -1.0})
