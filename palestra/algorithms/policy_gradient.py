@@ -35,7 +35,9 @@ class PolicyGradient(Algorithm):
         Metric(
             "calls_without_peers",
             "calls",
-            "Calls whose agent, with `credit = agent | branch`, is in one episode of its group only: advantage 0.",
+            "Calls without another episode to be compared with, because their agent (with `credit = agent | branch`) "
+            "is in one episode of its group only: advantage 0. In place of the group it is the batch with "
+            "`reinforce_pp` and `baseline = none`; of `rae`, which compares with earlier returns, it is always 0.",
         ),
         *IMPORTANCE_METRICS,
     )
@@ -94,10 +96,10 @@ class PolicyGradient(Algorithm):
             for trajectory in trajectories
         ]
         rewards = self.named(trajectories)
-        return [
-            replace(returns, values=dict.fromkeys(returns.values, reward))
         if rewards is None:
             return found
+        return [
+            replace(returns, values=dict.fromkeys(returns.values, reward))
             for returns, reward in zip(found, rewards, strict=True)
         ]
 
@@ -107,10 +109,10 @@ class PolicyGradient(Algorithm):
         Args:
             trajectories: the completed episodes of the group.
         """
-        return filled_rewards(trajectories, self.config)
-
         if self.config.credit != "episode" or all(t.episode.named_rewards is None for t in trajectories):
             return None
+        return filled_rewards(trajectories, self.config)
+
     def _weighed(
         self,
         rows: Sequence[TrainSample],
