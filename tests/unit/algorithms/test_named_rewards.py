@@ -155,6 +155,15 @@ def test_gdpo_learns_nothing_from_the_rounding_of_rewards_that_cancel_out(group)
     assert not advantages(algorithm, named).any()
 
 
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo"])
+def test_rewards_that_add_up_to_the_same_teach_nothing_though_their_last_digits_differ(name):
+    """0.1 + 0.2 is 0.30000000000000004."""
+    (group,) = groups_of([[{"a": 0.1, "b": 0.2}, {"a": 0.3, "b": 0.0}, {"a": 0.0, "b": 0.3}]])
+    assert made(name).learns_from(group.trajectories) is False
+    (group,) = groups_of([[{"a": 0.1, "b": 0.2}, {"a": 0.3, "b": 1e-9}]])
+    assert made(name).learns_from(group.trajectories) is True
+
+
 @pytest.mark.parametrize("name", ["ppo", "a2c"])
 def test_gdpo_is_refused_where_a_critic_is_the_baseline(name):
     with pytest.raises(ConfigError, match="advantage_scale"):
