@@ -18,8 +18,9 @@ class A2C(ActorCritic):
     config: A2CConfig
     about = About(
         summary="a critic's values are the baseline of the plain policy gradient",
-        formula="A as in ppo, with lambda 1 by default; loss = -r A, r = pi(token) / pi_old(token), "
-        "whose gradient is that of -A log pi(token) where pi is pi_old; critic: as in ppo",
+        formula="A as in ppo, centred and scaled as there, with lambda 1 by default; loss = -r A, "
+        "r = pi(token) / pi_old(token), whose gradient is that of -A log pi(token) where pi is pi_old; "
+        "critic: as in ppo",
         paper="Mnih et al. 2016, Asynchronous Methods for Deep Reinforcement Learning, arXiv:1602.01783",
         needs=("memory for a second model with its optimizer: the critic",),
     )

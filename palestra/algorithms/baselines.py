@@ -7,11 +7,15 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from palestra.algorithms.credit import BaselineKey, Returns
 
 # Added to the deviation of a group. TRL adds the same; it matters only where rewards are nearly equal.
 EPSILON = 1e-4
+# Share of the largest value by which equal values may differ: sums of the same rewards in another order, such as 0.1 +
+# 0.2 and 0.3, differ in their last digits, and are nothing to learn from.
+_ROUNDING = 1e-12
 
 Compare = Callable[[Sequence[Sequence[float]]], list[list[float]]]
 """Turns the values of each of G episodes that have one baseline into advantages, in the same places."""
@@ -70,12 +74,12 @@ def centred_returns(values_G: Sequence[Sequence[float]], scale: Literal["std", "
             3.1).
 
     Returns:
-        One advantage per value, in the same places. All are 0 if the values are equal, or if fewer than two episodes
-        have values: a group of one has nothing to be compared with.
+        One advantage per value, in the same places. All are 0 if the values are equal but for rounding, or if fewer
+        than two episodes have values: a group of one has nothing to be compared with.
     """
     flat = np.array([value for values in values_G for value in values], np.float64)
     episodes = sum(1 for values in values_G if values)
-    if episodes < 2 or flat.max() == flat.min():
+    if episodes < 2 or _are_equal(flat):
         return [[0.0] * len(values) for values in values_G]
     shares = np.array([1.0 / (episodes * len(values)) for values in values_G for _ in values])
     centred = flat - (flat * shares).sum()
@@ -95,16 +99,22 @@ def left_out_returns(values_G: Sequence[Sequence[float]]) -> list[list[float]]:
         values_G: the values of each of G episodes; may be empty.
 
     Returns:
-        One advantage per value, in the same places; 0 where no other episode has a value.
+        One advantage per value, in the same places. All are 0 if the values are equal but for rounding, or if fewer
+        than two episodes have values.
     """
     means = [float(np.mean(values)) for values in values_G if values]
-    if len(means) < 2:
+    if len(means) < 2 or _are_equal(np.array([value for values in values_G for value in values], np.float64)):
         return [[0.0] * len(values) for values in values_G]
     total = float(np.sum(means))
     return [
         [value - (total - float(np.mean(values))) / (len(means) - 1) for value in values] if values else []
         for values in values_G
     ]
+
+
+def _are_equal(values: NDArray[np.float64]) -> bool:
+    """Return whether all values, [N] of which there is at least one, are equal but for rounding."""
+    return bool(values.max() - values.min() <= _ROUNDING * np.abs(values).max())
 
 
 def batch_advantages(groups: Sequence[Sequence[Returns]], compare: Compare) -> list[GroupAdvantages]:

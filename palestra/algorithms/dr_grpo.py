@@ -16,12 +16,13 @@ from palestra.config import DrGRPOConfig
 
 
 class DrGRPO(GroupBaseline):
-    """Dr. GRPO: GRPO whose advantages are not scaled, and whose tokens weigh 1 / (rollouts x max_tokens)."""
+    """Dr. GRPO: GRPO whose advantages are not scaled, and each of whose tokens weighs the same, whatever the length."""
 
     config: DrGRPOConfig
     about = About(
         summary="GRPO without division by the deviation or by the length",
-        formula="A = R - mean(R) within a group; loss as in grpo, each token's divided by rollouts x max_tokens",
+        formula="A = R - mean(R) within a group; loss as in grpo, each token's divided by "
+        "(rollouts with trained tokens) x max_tokens",
         paper="Liu et al. 2025, Understanding R1-Zero-Like Training, section 3.2, arXiv:2503.20783",
         needs=("groups of at least two episodes",),
     )

@@ -33,6 +33,7 @@ class Chain:
         rows: int64 [T], number of the token's row.
         places: int64 [T], position of the token in its row.
         times: int64 [T], place of the token's TimeStep among all TimeSteps of the episode.
+        end: number of TimeSteps of the episode, the place of what would have followed them.
         rewards: float64 [T], earned between the token and the next one of the chain.
         truncated: the environment cut the episode off, so the value of what would have followed counts as well.
     """
@@ -40,6 +41,7 @@ class Chain:
     rows: NDArray[np.int64]
     places: NDArray[np.int64]
     times: NDArray[np.int64]
+    end: int
     rewards: Doubles
     truncated: bool
 
@@ -128,6 +130,7 @@ def chains_of(
                 rows=np.array([token[3] for token in ordered], np.int64),
                 places=np.array([token[2] for token in ordered], np.int64),
                 times=times,
+                end=len(step_rewards),
                 rewards=earned,
                 truncated=trajectory.episode.truncated,
             )
@@ -164,7 +167,7 @@ def estimate(
         # The number of each token's action, and where each action begins.
         new = np.append(True, np.diff(chain.times) != 0) if level == "turn" else np.ones(len(before), np.bool_)
         action, first = np.cumsum(new) - 1, np.flatnonzero(new)
-        steps = np.append(np.diff(chain.times[first]), 1).astype(np.float64)
+        steps = np.diff(chain.times[first], append=chain.end).astype(np.float64)
         after = float(next_values[chain.rows[-1]][chain.places[-1]]) if chain.truncated else 0.0
         found = generalised_advantages(
             np.bincount(action, weights=chain.rewards, minlength=len(first)).astype(np.float64),

@@ -236,7 +236,7 @@ def token_weights(tokens_R: Sequence[int], mode: LossAggMode, max_tokens: int) -
         tokens_R: trained tokens of each of R rollouts (episodes) of the batch, also of those whose advantage is 0.
         mode: `seq-mean-token-mean`: rollouts have equal weights, which their tokens share (GRPO, DeepSeekMath equation
             3); `token-mean`: tokens have equal weights (DAPO, Yu et al. 2025, equation 8); `seq-mean-token-sum-norm`:
-            each token weighs 1 / (rollouts x max_tokens) (Dr. GRPO, Liu et al. 2025).
+            each token weighs 1 / (rollouts with trained tokens x max_tokens) (Dr. GRPO, Liu et al. 2025).
         max_tokens: the divisor of `seq-mean-token-sum-norm`.
 
     Returns:

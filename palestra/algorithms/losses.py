@@ -1,8 +1,9 @@
 """The losses that Palestra ships, and `build_loss`, which makes a loss from its name and parameters.
 
 `cross_entropy`, `importance_sampling`, `ppo`, `cispo` and `dro` are those of the Tinker API, with the same names,
-parameters and defaults. Tinker's inputs are columns of a row: its `weights` are the row's loss weights, its `logprobs`
-the row's sampling logprobs, and its sum over tokens is what a trainer computes where every loss weight is 1.
+parameters and defaults; for `beta` of `dro` Tinker documents no default, and 0.05 is that of its example. Tinker's
+inputs are columns of a row: its `weights` are the row's loss weights, its `logprobs` the row's sampling logprobs, and
+its sum over tokens is what a trainer computes where every loss weight is 1.
 
 In the formulas p is the policy's logprob of the token, q the reference's, A the token's advantage, r = exp(p - q), and
 sg(x) is x without a gradient. The reference is the policy before the step if the algorithm asked for its logprobs, as
@@ -31,6 +32,7 @@ from palestra.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
+_LARGEST = 20.0  # bound of |log ratio| of a clipped loss: e^20 is far beyond any bound of clipping, and finite
 _RATIO_MEAN = LossMetric("ratio_mean", "ratio", "Mean over trained tokens of pi(token) / reference(token).")
 _CLIP_METRICS = (
     _RATIO_MEAN,
@@ -94,7 +96,7 @@ class PPOClipLoss(Loss):
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """Return the clipped surrogate loss, float32 [T], and the metrics of T tokens."""
-        ratio = (inputs.logprobs - reference_logprobs(inputs)).exp()
+        ratio = _ratio(inputs.logprobs - reference_logprobs(inputs))
         return _clipped_surrogate(ratio, inputs, self.clip_low_threshold, self.clip_high_threshold)
 
 
@@ -128,7 +130,7 @@ class GSPOLoss(Loss):
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """Return the clipped surrogate loss, float32 [T], and the metrics of T tokens."""
         assert inputs.sequence_means is not None
-        ratio = (inputs.sequence_means + inputs.logprobs - inputs.logprobs.detach()).exp()
+        ratio = _ratio(inputs.sequence_means + inputs.logprobs - inputs.logprobs.detach())
         return _clipped_surrogate(ratio, inputs, self.clip_low_threshold, self.clip_high_threshold)
 
 
@@ -137,15 +139,16 @@ class GSPOLoss(Loss):
 class CISPOLoss(Loss):
     """The policy gradient with a bounded weight: -sg(clip(r, low, high)) A p. No token loses its gradient.
 
-    MiniMax 2025, "MiniMax-M1", equation 4; Khatri et al. 2025, "The Art of Scaling Reinforcement Learning Compute".
+    MiniMax 2025, "MiniMax-M1", equation 4; Khatri et al. 2025, "The Art of Scaling Reinforcement Learning Compute". By
+    default only the upper bound limits anything.
 
     Attributes:
         clip_low_threshold: smallest weight.
         clip_high_threshold: largest weight.
     """
 
-    clip_low_threshold: float = 0.8
-    clip_high_threshold: float = 1.2
+    clip_low_threshold: float = 0.0
+    clip_high_threshold: float = 4.0
 
     metrics = (
         _RATIO_MEAN,
@@ -213,6 +216,14 @@ def build_loss(spec: LossSpec) -> Loss | ValueLoss:
         ) from error
     assert isinstance(built, Loss | ValueLoss)
     return built
+
+
+def _ratio(log_ratio: Tensor) -> Tensor:
+    """Return exp(log_ratio), [T], within e^-20 and e^20.
+
+    A ratio that overflows would have a gradient of 0 x infinity, which is NaN, where the clipped term is the smaller.
+    """
+    return log_ratio.clamp(-_LARGEST, _LARGEST).exp()
 
 
 def _clipped_surrogate(ratio: Tensor, inputs: LossInputs, low: float, high: float) -> LossOutput:

@@ -8,6 +8,8 @@ from palestra.algorithms.baselines import centred_returns
 from palestra.config import AlgorithmConfig
 from palestra.types.records import Trajectory
 
+_SAME = 1e-9  # sums of normalised rewards that differ by less, as a share of what was added up, are equal
+
 
 def filled_rewards(trajectories: Sequence[Trajectory], config: AlgorithmConfig) -> list[float]:
     """Return the reward of each episode of a group, where a reward that was not scored is the mean of the scored ones.
@@ -18,8 +20,9 @@ def filled_rewards(trajectories: Sequence[Trajectory], config: AlgorithmConfig) 
         trajectories: the completed episodes of the group; those without named rewards keep their reward.
         config: the weights.
     """
-    names = _names(trajectories)
-    means = {name: _mean([value for value in _column(trajectories, name) if value is not None]) for name in names}
+    named = [trajectory for trajectory in trajectories if trajectory.episode.named_rewards is not None]
+    names = _names(named)
+    means = {name: _mean([value for value in _column(named, name) if value is not None]) for name in names}
     return [
         _total(trajectory)
         if (given := trajectory.episode.named_rewards) is None
@@ -38,12 +41,15 @@ def normalised_rewards(trajectories: Sequence[Trajectory], config: AlgorithmConf
         trajectories: the completed episodes of the group; the reward of one without named rewards has the name "".
         config: the weights.
     """
-    found = [0.0] * len(trajectories)
+    found, sizes = [0.0] * len(trajectories), [0.0] * len(trajectories)
     for name in _names(trajectories):
         values = [[] if value is None else [value] for value in _column(trajectories, name)]
         for place, advantages in enumerate(centred_returns(values, "std")):
-            found[place] += config.weighted_sum({name: advantages[0] if advantages else None})
-    return found
+            added = config.weighted_sum({name: advantages[0] if advantages else None})
+            found[place] += added
+            sizes[place] += abs(added)
+    # Rewards that cancel out, such as a share and the rest up to 1, leave rounding, which is nothing to learn from.
+    return found if max(found) - min(found) > _SAME * max(sizes) else [0.0] * len(found)
 
 
 def reward_means(trajectories: Sequence[Trajectory]) -> Mapping[str, float]:

@@ -35,7 +35,9 @@ class PolicyGradient(Algorithm):
         Metric(
             "calls_without_peers",
             "calls",
-            "Calls whose agent, with `credit = agent | branch`, is in one episode of its group only: advantage 0.",
+            "Calls without another episode to be compared with, because their agent (with `credit = agent | branch`) "
+            "is in one episode of its group only: advantage 0. In place of the group it is the batch with "
+            "`reinforce_pp` and `baseline = none`; of `rae`, which compares with earlier returns, it is always 0.",
         ),
         *IMPORTANCE_METRICS,
     )
@@ -93,20 +95,22 @@ class PolicyGradient(Algorithm):
             episode_returns(trajectory, self.config.credit, self.config.discount, self.step_order)
             for trajectory in trajectories
         ]
-        if self.config.credit != "episode" or all(t.episode.named_rewards is None for t in trajectories):
-            return found
         rewards = self.named(trajectories)
+        if rewards is None:
+            return found
         return [
             replace(returns, values=dict.fromkeys(returns.values, reward))
             for returns, reward in zip(found, rewards, strict=True)
         ]
 
-    def named(self, trajectories: Sequence[Trajectory]) -> list[float]:
-        """Return the return of each episode of a group that has named rewards.
+    def named(self, trajectories: Sequence[Trajectory]) -> list[float] | None:
+        """Return the return of each episode of a group, if it is made of rewards by name; None: it is the credit's.
 
         Args:
             trajectories: the completed episodes of the group.
         """
+        if self.config.credit != "episode" or all(t.episode.named_rewards is None for t in trajectories):
+            return None
         return filled_rewards(trajectories, self.config)
 
     def _weighed(
@@ -162,8 +166,12 @@ class ScaledGroupBaseline(GroupBaseline):
         """Return each value minus the group's mean, scaled as configured; see `centred_returns`."""
         return centred_returns(values_G, "none" if self.config.advantage_scale == "none" else "std")
 
-    def named(self, trajectories: Sequence[Trajectory]) -> list[float]:
-        """Return the return of each episode, with `gdpo` of rewards that are normalised one by one."""
+    def named(self, trajectories: Sequence[Trajectory]) -> list[float] | None:
+        """Return the return of each episode, with `gdpo` of rewards that are normalised one by one.
+
+        With `gdpo` also where no episode of the group has rewards by name: `estimate` then compares returns of the
+        whole batch, so that a return which is not normalised would have no baseline of its group.
+        """
         if self.config.advantage_scale == "gdpo":
             return normalised_rewards(trajectories, self.config)
         return super().named(trajectories)

@@ -2,7 +2,8 @@
 
 Liu et al. 2025, "SPIRAL: Self-Play on Zero-Sum Games Incentivizes Reasoning via Multi-Agent Multi-Turn Reinforcement
 Learning", section 3.3: in a game that favours who begins, one baseline for both sides would reward the side, not the
-play.
+play. There each game has baselines of its own; here a role is known by its agent's name alone, so that agents of
+different games have to have different names.
 """
 
 from __future__ import annotations

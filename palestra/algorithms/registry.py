@@ -51,16 +51,31 @@ def create_algorithm(
             `palestra.train`: importing runs code, and a server must not run a tenant's code.
 
     Raises:
-        ConfigError: the user's own code can't be imported, or is not allowed here.
+        ConfigError: the user's own code can't be imported, or is not allowed here; or a coefficient is to adapt to
+            episodes that are not sampled from the policy.
     """
+    algorithm = _class_of(config, own_code)(config, step_order)
+    # At sampling the divergence of a conversation is that of placeholders, and that of another run's episodes is of
+    # the policy that has sampled them: no coefficient brings it to a target, so it would grow or shrink for ever.
+    if algorithm.recorded is not None and config.kl is not None and config.kl.target is not None:
+        raise ConfigError(
+            f"algorithm.name is {config.name!r}, which trains recorded episodes; kl.target adapts the coefficient to "
+            "the divergence of tokens that the policy samples, and it samples none: leave kl.target out, and the "
+            "coefficient is fixed"
+        )
+    return algorithm
+
+
+def _class_of(config: AlgorithmConfig, own_code: bool) -> type[Algorithm]:
+    """Return the class of an algorithm; see `create_algorithm`."""
     if ":" not in config.name:
-        return ALGORITHMS[config.name](config, step_order)
+        return ALGORITHMS[config.name]
     if not own_code:
         raise ConfigError(
             f"algorithm.name is {config.name!r}, a class of your own, which runs only where you call palestra.train "
             f"yourself; here it is one of: {', '.join(ALGORITHMS)}"
         )
-    return _imported(config.name)(config, step_order)
+    return _imported(config.name)
 
 
 def _imported(name: str) -> type[Algorithm]:

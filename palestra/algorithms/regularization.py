@@ -25,7 +25,7 @@ REGULARIZATION_METRICS = (
         "kl_at_sampling",
         "nats",
         "Divergence KL(sampled || reference) of a token, by `algorithm.kl.estimator`; an adaptive coefficient follows "
-        "it.",
+        "it. Without meaning for conversations (`sft`), which nothing has sampled.",
     ),
 )
 

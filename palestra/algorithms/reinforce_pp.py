@@ -1,6 +1,8 @@
 """REINFORCE++: advantages are normalised over the whole batch, which is larger than a group and so less biased.
 
 Hu et al. 2025, "REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Advantage Normalization".
+The paper takes a penalty of the divergence from a reference from the reward of each token; here it is in the loss of
+each token, as for every algorithm without a critic (`algorithm.kl`).
 """
 
 from __future__ import annotations
@@ -37,23 +39,25 @@ class ReinforcePP(PolicyGradient):
         """Return whether returns differ within the group, where its mean is the baseline; else true."""
         if self.config.baseline == "none":
             return True
-        (found,) = self._centred([self.returns(trajectories)])
-        return any(any(returns.values.values()) for returns in found)
+        found = group_advantages(self.returns(trajectories), _CENTRED)
+        return any(any(values.values()) for values in found.by_key)
 
     def estimate(self, groups: Sequence[Sequence[Returns]]) -> list[GroupAdvantages]:
         """Return advantages that are normalised over the batch; see `PolicyGradient.estimate`."""
-        return batch_advantages(groups if self.config.baseline == "none" else self._centred(groups), _NORMALISED)
+        if self.config.baseline == "none":
+            return batch_advantages(groups, _NORMALISED)
+        centred = [group_advantages(returns, _CENTRED) for returns in groups]
+        found = batch_advantages([_over(*of) for of in zip(groups, centred, strict=True)], _NORMALISED)
+        return [
+            replace(after, calls_without_peers=before.calls_without_peers)
+            for after, before in zip(found, centred, strict=True)
+        ]
 
     def loss(self) -> LossSpec:
         """Return the clipped surrogate loss of PPO, with the configured bounds."""
         return clipped_loss(self.config)
 
-    def _centred(self, groups: Sequence[Sequence[Returns]]) -> list[list[Returns]]:
-        """Return returns minus the mean of their groups."""
-        return [
-            [
-                replace(each, values=values)
-                for each, values in zip(returns, group_advantages(returns, _CENTRED).by_key, strict=True)
-            ]
-            for returns in groups
-        ]
+
+def _over(returns_G: Sequence[Returns], centred: GroupAdvantages) -> list[Returns]:
+    """Return the returns of a group with their advantages over the group's mean as values."""
+    return [replace(each, values=values) for each, values in zip(returns_G, centred.by_key, strict=True)]

@@ -21,7 +21,8 @@ class RLOO(GroupBaseline):
     config: RLOOConfig
     about = About(
         summary="an episode's baseline is the mean return of the other episodes of its group",
-        formula="A = R - mean of the other episodes' R; loss as in grpo, each token's divided by rollouts x max_tokens",
+        formula="A = R - mean of the other episodes' R; loss as in grpo, each token's divided by "
+        "(rollouts with trained tokens) x max_tokens",
         paper="Ahmadian et al. 2024, Back to Basics, arXiv:2402.14740",
         needs=("groups of at least two episodes",),
     )

@@ -24,8 +24,8 @@ _NAME = "The algorithm; each has keys of its own. `palestra algorithms` lists th
 _LOSS_AGG_MODE = (
     "How the losses of tokens become one number, by verl's names; a sequence is a rollout, of any number of calls. "
     "`seq-mean-token-mean`: mean over a rollout's tokens, then over rollouts (GRPO); `token-mean`: mean over all "
-    "tokens of the batch (DAPO); `seq-mean-token-sum-norm`: sum over tokens divided by rollouts x max_tokens "
-    "(Dr. GRPO)."
+    "tokens of the batch (DAPO); `seq-mean-token-sum-norm`: sum over tokens divided by (rollouts with trained "
+    "tokens) x max_tokens (Dr. GRPO)."
 )
 _CREDIT = (
     "The return with which a call's tokens are credited. `episode`: the sum of all rewards; `step`: the discounted sum "
@@ -270,8 +270,10 @@ class ActorCriticConfig(AlgorithmConfig):
         description="What an action is. `token`: each sampled token; `turn`: all that an agent samples in one "
         "TimeStep, whose tokens then have one advantage.",
     )
-    advantage_scale: AdvantageScale = Field(
-        "std", description="`std`: advantages of a batch's tokens are centred and divided by their deviation."
+    advantage_scale: Literal["std", "none"] = Field(
+        "std",
+        description="`std`: advantages of a batch's tokens are centred and divided by their deviation; `none`: they "
+        "are as GAE estimates them.",
     )
     critic: CriticConfig = CriticConfig()
 

@@ -90,6 +90,11 @@ def _same_episodes() -> list[tuple[str, list[Group]]]:
         ("numbers of tokens that were not sampled matter: they are read", made_up_groups(beside=-7.0)),
         ("it matters how an episode is cut into calls", made_up_groups(calls=3)),
         ("it matters how an episode is cut into rows", made_up_groups(calls=2, rows=2)),
+        (
+            "it matters how an episode is cut into calls and rows, where others are cut otherwise: an episode counts "
+            "as often as it has calls or rows (take each episode of `group.trajectories` once)",
+            made_up_groups(calls=2, rows=2, alike=False),
+        ),
         ("the order of the rows of a group matters", made_up_groups(calls=2, rows=2, reverse=True)),
     ]
 
@@ -203,10 +208,12 @@ def _inputs(rows: Sequence[TrainSample]) -> LossInputs:
         )
 
     old = [row.old_logprobs for row in rows if row.old_logprobs is not None]
+    reference = [row.reference_logprobs for row in rows if row.reference_logprobs is not None]
     return LossInputs(
         logprobs=column([of_token(row, "logprobs") for row in rows]).requires_grad_(True),
         sampling_logprobs=column([row.logprobs for row in rows]),
         old_logprobs=column(old) if old else None,
+        reference_logprobs=column(reference) if reference else None,
         advantages=column([row.advantages for row in rows]),
         on_policy=column([np.ones(len(row.ids), np.bool_) for row in rows]),
     )

@@ -19,6 +19,7 @@ ENTROPY_FALL = 0.1
 # Share of calls. A run that learns well may have nine of ten replies cut (as the demo does, whose answers come first),
 # so only a limit at which no reply is finished counts as a sign.
 TRUNCATED_SHARE = 1.0
+EQUAL = 1e-9  # standard deviation of rewards below which they are equal, but for rounding
 
 
 def health_of(rows: Sequence[Row], groups_per_step: int, steps: int, policy: str = "") -> list[HealthWarning]:
@@ -89,6 +90,12 @@ def _no_gradient(row: Row, groups_per_step: int) -> Found:
     norm = row.get("train/grad_norm", row.get("train/critic_grad_norm", 0.0))  # a step may train the critic alone
     if row["train/trained_tokens"] and norm > 0:
         return None
+    if row.get("train/reward_std", 1.0) < EQUAL:  # of an algorithm that compares with more than the group
+        return (
+            "no_gradient",
+            f"all rewards of step {row['step']:.0f} are equal, so there was nothing to compare, and its gradient is "
+            "0; choose tasks that the model solves sometimes, or give partial rewards",
+        )
     return (
         "no_gradient",
         f"rewards of step {row['step']:.0f} differ, and its gradient is 0 ({row['train/trained_tokens']:.0f} tokens "

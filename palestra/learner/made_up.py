@@ -27,6 +27,7 @@ def made_up_groups(
     beside: float = float("nan"),
     calls: int = 1,
     rows: int = 1,
+    alike: bool = True,
     reverse: bool = False,
 ) -> list[Group]:
     """Return groups of episodes whose sampled tokens have ids from 1000 on, each its own.
@@ -38,6 +39,7 @@ def made_up_groups(
         beside: logprob that stands in a row where a token was not sampled.
         calls: calls of each episode, all in one TimeStep, each of which continues the one before.
         rows: rows of each episode, between which the calls are shared out.
+        alike: every episode is cut so; else the first of each group is, and the others have one call and one row.
         reverse: put the rows of each group in the opposite order.
     """
     lengths = [
@@ -54,9 +56,9 @@ def made_up_groups(
             name = f"train-{number:06d}-{place:02d}"
             ids = np.arange(first, first + length, dtype=np.int32)
             first += length
-            chats = _chats(name, ids, prompt, calls)
-            episodes.append(_trajectory(name, number, place, reward, chats))
-            of_group += _rows(name, ids, prompt, pad, beside, calls, rows, next(weights))
+            parts, pieces = (calls, rows) if alike or place == 0 else (1, 1)
+            episodes.append(_trajectory(name, number, place, reward, _chats(name, ids, prompt, parts)))
+            of_group += _rows(name, ids, prompt, pad, beside, parts, pieces, next(weights))
         found.append(Group(trajectories=tuple(episodes), rows=tuple(of_group[::-1] if reverse else of_group)))
     return found
 

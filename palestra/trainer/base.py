@@ -25,7 +25,7 @@ TRAINER_METRICS = (
         "logprob_gap_mean",
         "nats",
         "Mean of |trainer's logprob - engine's logprob| over trained tokens, before the first update of the step: "
-        "rounding alone where no token is stale.",
+        "rounding alone where no token is stale. Without meaning for conversations (`sft`), which nothing has sampled.",
         epoch="first",
     ),
     LossMetric("logprob_gap_max", "nats", "Largest such difference.", epoch="first"),
@@ -33,7 +33,7 @@ TRAINER_METRICS = (
         "sampling_kl",
         "nats",
         "Divergence KL(sampled || policy) of a token, by the estimator k3: what staleness, rounding and the step's "
-        "earlier updates have moved.",
+        "earlier updates have moved. Without meaning for conversations (`sft`), which nothing has sampled.",
     ),
 )
 """What `forward_backward` measures with every loss of the policy, beside the loss's own metrics."""

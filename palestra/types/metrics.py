@@ -43,7 +43,12 @@ METRICS = (
         "Mean of the named reward NAME over the batch's episodes in which it was scored; of each such name.",
     ),
     Metric("train/episodes", "episodes", "Completed episodes in the batch."),
-    Metric("train/groups_zero_variance", "groups", "Groups whose rewards are all equal: advantage 0, skipped."),
+    Metric(
+        "train/groups_zero_variance",
+        "groups",
+        "Groups whose returns are all equal, where they are compared within the group: advantage 0, no rows. Always "
+        "0 of `reinforce_pp` without `baseline = group`, `rae`, `ppo`, `a2c`, `sft` and `distill`.",
+    ),
     Metric("train/groups_dropped", "groups", "Groups of this step that lost too many episodes and were replaced."),
     Metric(
         "train/groups_skipped",

@@ -92,7 +92,10 @@ def test_an_advantage_is_the_sum_of_equation_16(steps, decay, last):
 @examples(100, 1000)
 @given(episodes(), shares)
 def test_with_lambda_1_the_return_of_a_token_is_all_that_its_agent_earns_from_there(episode, discount):
-    """Whatever the critic says of the states in between; where it was cut off, what it says of the last one counts."""
+    """Whatever the critic says of the states in between; where it was cut off, what it says of the last one counts.
+
+    That value stands for what would have come after the last TimeStep of all, and is discounted like a reward there.
+    """
     turns, rewards, truncated, (_, after, penalties) = episode
     result = found(episode, lambda step: 9, discount=discount, decay=1.0, level="token")
     owner = [(agent, step) for step, (agent, size) in enumerate(turns) for _ in range(size)]
@@ -101,7 +104,7 @@ def test_with_lambda_1_the_return_of_a_token_is_all_that_its_agent_earns_from_th
         wanted = sum(discount ** (owner[n][1] - step) * penalties[n] for n in own)
         wanted += sum(discount ** (later - step) * rewards[later] for later in range(step, len(turns)))
         if truncated:
-            wanted += discount ** (owner[own[-1]][1] + 1 - step) * after[own[-1]]
+            wanted += discount ** (len(turns) - step) * after[own[-1]]
         # A reward belongs to the last token before it: of a turn's tokens all come before the turn's reward.
         np.testing.assert_allclose(result[1, token], wanted, atol=1e-4)
 

@@ -154,13 +154,15 @@ def _differences(found: Mapping[str, Sequence[Result]]) -> list[str] | None:
         seeds = sorted(set(finals[0]) & set(finals[1]))
         if len(seeds) > 1:
             values = [[final[seed] for seed in seeds] for final in finals]
-            pairs.append((first, second, paired_difference(*values)))
+            difference = paired_difference(*values)
+            # The rank is by all seeds of each, and the difference by those that both have: its sign decides.
+            if difference.estimate.mean < 0:
+                first, second, difference = second, first, paired_difference(*values[::-1])
+            pairs.append((first, second, difference))
     if not pairs:
         return None
-    # Equal differences leave no variance for a t-test; the exact test holds for them, too.
-    judged = [next((p for p in (each.p_t, each.p_exact) if p is not None), 1.0) for *_, each in pairs]
     rows, real = [], []
-    for (first, second, each), p in zip(pairs, holm(judged), strict=True):
+    for (first, second, each), p in zip(pairs, holm([each.p for *_, each in pairs]), strict=True):
         rows.append([f"{first} − {second}", str(each.estimate.count), _interval(each.estimate, sign="+"),
                      _p(each.p_t), _p(each.p_exact), f"**{_p(p)}**" if p < LEVEL else _p(p)])  # fmt: skip
         if p < LEVEL:
@@ -168,7 +170,7 @@ def _differences(found: Mapping[str, Sequence[Result]]) -> list[str] | None:
     said = f"Differences that hold at {LEVEL:g} after the correction for {len(pairs)} pair{'s' * (len(pairs) > 1)}: "
     said += ("; ".join(real) if real else "none") + "."
     if max(each.estimate.count for *_, each in pairs) > MOST_EXACT:
-        said += f" The exact test is left out over {MOST_EXACT} seeds."
+        said += f" The exact test is left out over {MOST_EXACT} seeds, but where all differences are equal."
     return [said, _table(["pair", "n", "difference", "p", "exact", "corrected"], rows)]
 
 

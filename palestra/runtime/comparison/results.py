@@ -59,9 +59,14 @@ class Result:
         return next((point for point in self.points if point.reward >= threshold), None)
 
     def at(self, tokens: float) -> float | None:
-        """Return the reward after so many tokens, on a line between two validations; None: the run ended before."""
+        """Return the reward after so many tokens, on a line between two validations; None: the run ended before.
+
+        Of several validations after equally many tokens the first counts.
+        """
         for before, after in zip(self.points, self.points[1:], strict=False):
-            if before.tokens <= tokens <= after.tokens:
+            if tokens == before.tokens:
+                return before.reward
+            if before.tokens < tokens <= after.tokens:
                 share = (tokens - before.tokens) / (after.tokens - before.tokens)
                 return before.reward + share * (after.reward - before.reward)
         return self.points[0].reward if tokens == self.points[0].tokens else None
@@ -116,6 +121,19 @@ def result_of(seed: int, rows: Sequence[Row]) -> Result:
     return Result(seed=seed, points=tuple(points), tokens=tokens, seconds=seconds)
 
 
+def _unscored(rows: Sequence[Row]) -> str | None:
+    """Return why the validations of a finished run can't be reported; None: they can.
+
+    Without the last one an earlier one would pass for the final reward, and without the first one a trained model for
+    the untrained one.
+    """
+    scored = ["validation/reward_mean" in row for row in rows if "validation/total" in row]
+    if not any(scored):
+        return "none of its validation episodes was scored"
+    ends = [name for name, known in (("first", scored[0]), ("last", scored[-1])) if not known]
+    return f"none of the episodes of its {ends[0]} validation was scored" if ends else None
+
+
 def read_results(runs: Sequence[PlannedRun]) -> Results:
     """Read what the runs of a plan have reached.
 
@@ -127,10 +145,11 @@ def read_results(runs: Sequence[PlannedRun]) -> Results:
     for run in runs:
         record = read_record(run.record) or {}
         rows = read_rows(run.folder) if record.get("state") == FINISHED else []
-        if any("validation/reward_mean" in row for row in rows):
-            finished.setdefault((run.scenario, run.algorithm), []).append(result_of(run.seed, rows))
-        elif record.get("state") == FINISHED:
-            failures.append(Failure(run=run, reason="none of its validation episodes was scored"))
+        if record.get("state") == FINISHED:
+            if (reason := _unscored(rows)) is not None:
+                failures.append(Failure(run=run, reason=reason))
+            else:
+                finished.setdefault((run.scenario, run.algorithm), []).append(result_of(run.seed, rows))
         elif record.get("state") == FAILED:
             failures.append(Failure(run=run, reason=str(record.get("reason", ""))))
         else:

@@ -35,12 +35,20 @@ class Difference:
     Attributes:
         estimate: mean of the differences, with its interval.
         p_t: two-sided p of the paired t-test; None: one pair only, or all differences are equal and not 0.
-        p_exact: two-sided p of the exact permutation of signs; None: over `MOST_EXACT` pairs.
+        p_exact: two-sided p of the exact permutation of signs; None: over `MOST_EXACT` pairs, unless all differences
+            are equal. It is there wherever `p_t` is not.
     """
 
     estimate: Estimate
     p_t: float | None
     p_exact: float | None
+
+    @property
+    def p(self) -> float:
+        """Return the p of the t-test or, where there is none, the exact one."""
+        p = self.p_exact if self.p_t is None else self.p_t
+        assert p is not None
+        return p
 
 
 def student_t(t: float, degrees: int) -> float:
@@ -120,20 +128,29 @@ def _standard_error(values: Sequence[float]) -> float:
     return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values))
 
 
+def _are_equal(differences: Sequence[float]) -> bool:
+    """Return whether all differences are equal, but for rounding."""
+    error = _standard_error(differences) if len(differences) > 1 else 0.0
+    return error <= 1e-12 * max(map(abs, differences))
+
+
 def _paired_t(differences: Sequence[float]) -> float | None:
     """Return the two-sided p of the t-test that the mean of the differences is 0."""
     if not any(differences):
         return 1.0
-    error = _standard_error(differences) if len(differences) > 1 else 0.0
-    # Equal differences have no variance from which the test could judge; rounding leaves a remainder of it.
-    if error <= 1e-12 * max(map(abs, differences)):
+    if _are_equal(differences):  # there is no variance from which the test could judge
         return None
+    error = _standard_error(differences)
     t = abs(math.fsum(differences) / len(differences)) / error
     return max(0.0, 1.0 - student_t(t, len(differences) - 1))
 
 
 def _sign_permutation(differences: Sequence[float]) -> float | None:
     """Return the share of all assignments of signs whose sum is at least as far from 0 as the observed one."""
+    if not any(differences):
+        return 1.0
+    if _are_equal(differences):  # only the observed signs and their opposite are as far from 0
+        return 2.0 ** (1 - len(differences))
     if len(differences) > MOST_EXACT:
         return None
     observed = abs(math.fsum(differences))

@@ -134,6 +134,25 @@ def test_a_truncated_episode_ends_with_the_value_of_what_would_have_followed_and
         assert (trajectory.steps[-1].terminated, trajectory.steps[-1].truncated) == (last == 0.0, last != 0.0)
 
 
+@pytest.mark.parametrize("level", ["token", "turn"])
+def test_the_value_after_a_cut_is_discounted_by_all_timesteps_until_it(level):
+    """The agent acts first, and two TimeSteps of another follow: 8 there and then is worth as much as 8 of reward."""
+    steps, cut = [("a", 1), ("b", 1), ("b", 1)], {"termination": "max_steps"}
+    cases = (((0.0, 0.0, 0.0), cut, 0.5**3 * 8.0), ((0.0, 0.0, 8.0), {}, 0.5**2 * 8.0))
+    for step_rewards, metadata, wanted in cases:
+        trajectory, rows = played(steps, step_rewards=step_rewards, metadata=metadata)
+        found = estimate(
+            chains_of(trajectory, numbered(rows), "step", 0.5),
+            rows,
+            columns(rows, [0.0] * 3),
+            columns(rows, [8.0] * 3),
+            discount=0.5,
+            decay=1.0,
+            level=level,
+        )
+        assert trained(rows, found.advantages)[0] == wanted
+
+
 def test_all_tokens_of_a_turn_have_the_advantage_of_its_first_state():
     trajectory, rows = played([("agent", 2), ("agent", 3)], step_rewards=(1.0, 3.0))
     found = estimate(

@@ -134,8 +134,8 @@ def tinker(name, logprobs, sampled, advantages, low=0.8, high=1.2, beta=0.05):
         (ImportanceSamplingLoss(), {}),
         (PPOClipLoss(), {}),
         (PPOClipLoss(clip_low_threshold=0.9, clip_high_threshold=1.1), {"low": 0.9, "high": 1.1}),
-        (CISPOLoss(), {}),
-        (CISPOLoss(clip_low_threshold=0.0, clip_high_threshold=4.0), {"low": 0.0, "high": 4.0}),
+        (CISPOLoss(), {"low": 0.0, "high": 4.0}),
+        (CISPOLoss(clip_low_threshold=0.8, clip_high_threshold=1.2), {"low": 0.8, "high": 1.2}),
         (DROLoss(), {}),
         (DROLoss(beta=0.7), {"beta": 0.7}),
     ],
@@ -157,7 +157,7 @@ def test_tinkers_losses_have_its_names_and_defaults():
         "cross_entropy": {},
         "importance_sampling": {},
         "ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
-        "cispo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+        "cispo": {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
         "dro": {"beta": 0.05},
     }
     for name, parameters in defaults.items():
@@ -229,3 +229,24 @@ def test_gspo_is_its_formula_with_the_gradient_of_the_whole_sequence():
     value.backward()
     assert float(value.detach()) == pytest.approx(float(total.detach()), abs=1e-6)
     torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("loss", [PPOClipLoss(), GSPOLoss()], ids=lambda x: x.name)
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize("gap", [100.0, -100.0])
+def test_a_ratio_that_overflows_has_a_finite_gradient_and_leaves_those_of_others_alone(loss, advantage, gap):
+    """exp(100) is infinite in float32, and 0 x infinity, the gradient of the term that is not taken, is NaN."""
+    logprobs = torch.tensor([-1.0, -1.0], requires_grad=True)
+    inputs = LossInputs(
+        logprobs=logprobs,
+        sampling_logprobs=torch.tensor([-1.0 - gap, -1.0]),
+        old_logprobs=None,
+        advantages=torch.tensor([advantage, 1.0]),
+        on_policy=torch.ones(2, dtype=torch.bool),
+        sequence_means=torch.tensor([gap, 0.0]),
+    )
+    found = loss(inputs)
+    found.loss.sum().backward()
+    assert torch.isfinite(found.loss).all()
+    assert torch.isfinite(found.metrics["ratio_mean"].values).all()
+    assert logprobs.grad.tolist() == [0.0, -1.0]

@@ -27,15 +27,22 @@ def made(name: str = "grpo", **settings):
     )
 
 
+def episode_of(number: int, place: int, rewards, chats):
+    """An episode with one reward, or with rewards by name."""
+    if not isinstance(rewards, dict):
+        return make_trajectory(number, place, rewards, chats)
+    scored = sum(WEIGHTS.get(key, 1.0) * value for key, value in rewards.items() if value is not None)
+    episode = make_trajectory(number, place, scored, chats)
+    return replace(episode, episode=replace(episode.episode, named_rewards=rewards))
+
+
 def groups_of(named) -> list[Group]:
     found = []
     for number, of_group in enumerate(named):
         episodes, rows = [], []
         for place, rewards in enumerate(of_group):
             name = f"train-{number:06d}-{place:02d}"
-            scored = sum(WEIGHTS[key] * value for key, value in rewards.items() if value is not None)
-            episode = make_trajectory(number, place, scored, [make_chat(name)])
-            episodes.append(replace(episode, episode=replace(episode.episode, named_rewards=rewards)))
+            episodes.append(episode_of(number, place, rewards, [make_chat(name)]))
             rows.append(make_sample([1, 2, 3, 4, 5], [3, 4], name=name))
         found.append(Group(trajectories=tuple(episodes), rows=tuple(rows)))
     return found
@@ -108,3 +115,56 @@ def _episodes(named):
 def test_gdpo_is_of_rewards_of_episodes():
     with pytest.raises(ConfigError, match="needs credit = 'episode'"):
         made(advantage_scale="gdpo", credit="step")
+
+
+@pytest.mark.parametrize("plain", [1.0, 5.0])
+def test_an_episode_with_one_reward_adds_nothing_to_those_with_rewards_by_name(plain):
+    """The reward without a name is no name that others lack; in three of four episodes it would outweigh theirs."""
+    mixed = [[{"right": 1.0}, plain, {"right": 0.0}, 0.0]]
+    rewards = np.array([1.0, plain, 0.0, 0.0])
+    np.testing.assert_allclose(advantages(made(advantage_scale="none"), mixed)[0], rewards - rewards.mean())
+    np.testing.assert_allclose(
+        advantages(made(advantage_scale="none"), [[{"right": 1.0}, 5.0, 5.0, 5.0]])[0], [-3.0, 1.0, 1.0, 1.0]
+    )
+
+
+@pytest.mark.parametrize("scale", ["std", "none", "gdpo"])
+def test_equal_rewards_with_and_without_a_name_teach_nothing(scale):
+    (group,) = groups_of([[{"right": 1.0}, 1.0]])
+    assert made(advantage_scale=scale).learns_from(group.trajectories) is False
+
+
+def test_gdpo_compares_rewards_without_names_within_their_group_too():
+    """A good group and a bad one: without the group's baseline every episode of the good one would be praised."""
+    rewards = np.array([[1.0, 1.0, 1.0, 0.0], [0.0, 0.0, 0.0, 1.0]])
+    each = (rewards - rewards.mean(1, keepdims=True)) / (rewards.std(1, ddof=1, keepdims=True) + 1e-4)
+    wanted = (each - each.mean()) / (each.std(ddof=1) + 1e-4)
+    np.testing.assert_allclose(advantages(made(advantage_scale="gdpo"), rewards.tolist()), wanted, atol=1e-6)
+
+
+def test_gdpo_normalises_a_group_without_names_beside_one_with_names():
+    found = advantages(made(advantage_scale="gdpo"), [[100.0, 101.0], [{"right": 1.0}, {"right": 0.0}]])
+    np.testing.assert_allclose(found, [[-1.0, 1.0], [1.0, -1.0]] * np.array(np.sqrt(0.75)), atol=1e-3)
+
+
+@pytest.mark.parametrize("group", [[0.1, 0.2, 0.7], [0.1, 0.3, 0.6, 0.8, 0.9]])
+def test_gdpo_learns_nothing_from_the_rounding_of_rewards_that_cancel_out(group):
+    named = [[{"a": share, "b": round(1.0 - share, 1)} for share in group]]
+    algorithm = made(advantage_scale="gdpo")
+    assert algorithm.learns_from(groups_of(named)[0].trajectories) is False
+    assert not advantages(algorithm, named).any()
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo"])
+def test_rewards_that_add_up_to_the_same_teach_nothing_though_their_last_digits_differ(name):
+    """0.1 + 0.2 is 0.30000000000000004."""
+    (group,) = groups_of([[{"a": 0.1, "b": 0.2}, {"a": 0.3, "b": 0.0}, {"a": 0.0, "b": 0.3}]])
+    assert made(name).learns_from(group.trajectories) is False
+    (group,) = groups_of([[{"a": 0.1, "b": 0.2}, {"a": 0.3, "b": 1e-9}]])
+    assert made(name).learns_from(group.trajectories) is True
+
+
+@pytest.mark.parametrize("name", ["ppo", "a2c"])
+def test_gdpo_is_refused_where_a_critic_is_the_baseline(name):
+    with pytest.raises(ConfigError, match="advantage_scale"):
+        made(name, advantage_scale="gdpo")

@@ -100,9 +100,34 @@ def test_reinforce_pp_with_baseline_normalises_what_is_centred():
     assert [algorithm.learns_from(group.trajectories) for group in groups_of()] == [True, False, True]
 
 
+def test_reinforce_pp_counts_calls_without_peers_where_it_compares_them():
+    """`helper` is in one episode of each group, and in two of the batch."""
+    groups = []
+    for number in range(2):
+        episodes, rows = [], []
+        for place, agents in enumerate((("agent", "helper"), ("agent",))):
+            name = f"train-{number:06d}-{place:02d}"
+            chats = [make_chat(name, index=n, agent=agent) for n, agent in enumerate(agents)]
+            episodes.append(make_trajectory(number, place, float(place + number), chats))
+            rows.append(make_sample([1, 2, 3, 4, 5], [3, 4], name=name))
+        groups.append(Group(trajectories=tuple(episodes), rows=tuple(rows)))
+    for baseline, wanted in (("group", 2.0), ("none", 0.0)):
+        algorithm = made("reinforce_pp", baseline=baseline, credit="agent")
+        assert algorithm.advantages(groups, {}).metrics["calls_without_peers"] == wanted
+
+
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo"])
 def test_a_group_of_equal_returns_teaches_nothing(name):
     assert [made(name).learns_from(group.trajectories) for group in groups_of()] == [True, False, True]
+
+
+@pytest.mark.parametrize("reward", [0.1, 0.7, 1 / 3])
+@pytest.mark.parametrize("episodes", [3, 6])
+def test_rloo_learns_nothing_from_equal_rewards_whose_sum_is_rounded(reward, episodes):
+    """0.1 + 0.1 + 0.1 is not 0.3, so that the mean of the others would differ from each by 1e-17."""
+    (group,) = groups_of([[reward] * episodes])
+    assert made("rloo").learns_from(group.trajectories) is False
+    assert advantages(made("rloo"), [group]) == [[0.0] * episodes]
 
 
 def test_rae_compares_with_a_moving_mean_that_a_checkpoint_keeps():

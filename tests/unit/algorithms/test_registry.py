@@ -66,6 +66,17 @@ def test_groups_of_one_are_refused_where_episodes_are_compared():
     assert parse_config({"rollout": {"group_size": 1}, "kind": "inference"}).rollout.group_size == 1
 
 
+@pytest.mark.parametrize("more", [{}, {"from_run": "runs/x"}])
+def test_a_coefficient_does_not_adapt_to_episodes_that_the_policy_has_not_sampled(more):
+    """Their divergence at sampling is not the policy's, so no coefficient would ever bring it to the target."""
+    given = {"name": "sft", "kl": {"coefficient": 0.1}, **more}
+    assert create_algorithm(parse_config({"algorithm": given}).algorithm).recorded is not None
+    given["kl"] = {"coefficient": 0.1, "target": 0.05}
+    with pytest.raises(ConfigError, match=r"'sft', which trains recorded episodes; kl\.target adapts"):
+        create_algorithm(parse_config({"algorithm": given}).algorithm)
+    assert create_algorithm(parse_config({"algorithm": {"name": "grpo", "kl": given["kl"]}}).algorithm)
+
+
 @pytest.mark.parametrize(
     "name", ["", 3, None, ":", "a:", ":B", "a b:C", "../a:B", "a:B:C", "a/b:C", "grpo\n", "os:system('x')"]
 )

@@ -69,6 +69,28 @@ class RowsCount(Right):
         return np.full(len(row.ids), advantage / row.loss_mask.sum(), np.float32)
 
 
+class MeanOverRows(Right):
+    """Where all episodes have equally many rows, the mean over rows is that over episodes."""
+
+    def advantages(self, groups, forward):
+        found = []
+        for group in groups:
+            rewards = {t.episode.episode_id: t.episode.reward for t in group.trajectories}
+            baseline = np.mean([rewards[row.episode_id] for row in group.rows])
+            found += [self.of_row(row, rewards[row.episode_id] - baseline, group) for row in group.rows]
+        return TokenAdvantages(advantages=found, metrics={})
+
+
+class MeanOverCalls(Right):
+    def advantages(self, groups, forward):
+        found = []
+        for group in groups:
+            rewards = {t.episode.episode_id: t.episode.reward for t in group.trajectories}
+            baseline = np.mean([rewards[t.episode.episode_id] for t in group.trajectories for _ in t.chats])
+            found += [self.of_row(row, rewards[row.episode_id] - baseline, group) for row in group.rows]
+        return TokenAdvantages(advantages=found, metrics={})
+
+
 class TakesRowsForEpisodes(Right):
     def advantages(self, groups, forward):
         found = []
@@ -142,6 +164,23 @@ class UndeclaredMetric(Loss):
         return LossOutput(loss=-inputs.advantages * inputs.logprobs, metrics={"new": Mean(inputs.advantages)})
 
 
+@dataclass(frozen=True)
+class NearTheReference(Loss):
+    def __call__(self, inputs):
+        away = inputs.logprobs - inputs.reference_logprobs
+        return LossOutput(loss=-inputs.advantages * inputs.logprobs + 0.1 * away**2, metrics={})
+
+
+def test_a_loss_reads_the_references_logprobs_where_the_algorithm_needs_them(monkeypatch):
+    class WithReference(WithLoss):
+        needs = frozenset({"reference_logprobs"})
+
+    monkeypatch.setattr(NearTheReference, "name", "near", raising=False)
+    monkeypatch.setitem(LOSSES, "near", NearTheReference)
+    monkeypatch.setattr(WithReference, "name", "near")
+    check_algorithm(WithReference)
+
+
 def test_an_algorithm_that_is_right_passes():
     check_algorithm(Right)
     check_algorithm(Surprise)
@@ -186,6 +225,8 @@ def test_every_algorithm_that_ships_passes(name, other):
         (ReadsMaskedNumbers, "tokens that were not sampled matter"),
         (CallsCount, "it matters how an episode is cut into calls"),
         (RowsCount, "it matters how an episode is cut into rows"),
+        (MeanOverRows, "an episode counts as often as it has calls or rows"),
+        (MeanOverCalls, "an episode counts as often as it has calls or rows"),
         (TakesRowsForEpisodes, "it matters how an episode is cut into rows"),
         (WrongShapes, "advantages have other shapes than the 9 rows"),
         (Undeclared, r"metrics \['new'\] are not declared"),

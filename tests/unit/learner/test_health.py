@@ -92,6 +92,19 @@ def test_what_one_step_shows(changes, code):
     assert codes([row(1, **changes), row(2)]) == []
 
 
+def test_a_gradient_of_0_is_said_with_whether_the_rewards_differ():
+    """`reinforce_pp` compares with the batch, so that it counts no group without variance where all is equal."""
+    none = {"train__groups_zero_variance": 0.0, "train__grad_norm": 0.0}
+    for deviation, said in (
+        (0.0, "all rewards of step 1 are equal"),
+        (1e-17, "are equal"),
+        (0.2, "rewards of step 1 differ"),
+    ):
+        (warning,) = health_of([row(1, train__reward_std=deviation, **none)], GROUPS, 30)
+        assert warning.code == "no_gradient"
+        assert said in warning.text
+
+
 def test_replies_that_are_all_cut():
     assert codes(repeated(RECENT, rollout__truncated_share=1.0)) == ["truncated"]
     assert codes(repeated(RECENT - 1, rollout__truncated_share=1.0)) == []

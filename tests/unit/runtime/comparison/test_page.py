@@ -76,3 +76,18 @@ def test_a_page_without_results_says_so_and_failures_are_named(tmp_path, monkeyp
     assert "0 of 4 runs are finished, 1 failed" in text
     assert "No run is finished." in text
     assert "- sums  grpo  seed 3: no memory" in text
+
+
+def test_who_is_over_whom_follows_the_seeds_that_both_have(tmp_path, monkeypatch):
+    """`flat` is better on every common seed; the seeds that only `grpo` has make its mean over all of them larger."""
+    monkeypatch.chdir(tmp_path)
+    comparison, runs = planned(tmp_path, GRID.replace("[3, 1]", "[0, 1, 2, 3, 4]"))
+    finals = {"grpo": (0.10, 0.11, 0.12, 0.99, 0.99), "flat": (0.30, 0.312, 0.321)}
+    for run in runs:
+        if run.seed < len(finals[run.algorithm]):
+            finish(run, rows((0, 0.1), (410, finals[run.algorithm][run.seed])))
+    write_page(comparison, runs, read_results(runs), tmp_path / "page.md")
+    text = (tmp_path / "page.md").read_text()
+    assert text.index("| grpo | 5") < text.index("| flat | 3")
+    assert cells(text, "flat − grpo")[1:3] == ["3", "+0.201 ± 0.002"]
+    assert "pair: flat over grpo." in text

@@ -54,3 +54,37 @@ def test_a_row_that_is_half_written_is_left_out(tmp_path, monkeypatch):
     with (runs[0].folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "rollout/sampled_tok')
     assert [result.tokens for result in read_results(runs).finished["sums", "grpo"]] == [400]
+
+
+def test_of_two_validations_after_equally_many_tokens_the_first_counts():
+    """A step may sample nothing that counts, such as one of recorded episodes."""
+    found = result_of(0, rows((0, 0.1), (0, 0.2), (100, 1.0), (100, 0.5), (200, 0.7)))
+    assert [found.at(tokens) for tokens in (0, 50, 100, 150, 200, 201)] == pytest.approx(
+        [0.1, 0.6, 1.0, 0.6, 0.7, None]
+    )
+    assert curve_of([result_of(0, rows((0, 0.1), (0, 0.1)))], 1000, 4).tokens == (0,)
+
+
+@pytest.mark.parametrize(("unscored", "named"), [(0, "first"), (2, "last")])
+def test_a_run_whose_first_or_last_validation_scored_nothing_has_failed(tmp_path, monkeypatch, unscored, named):
+    """Otherwise the validation beside it would pass for that of the untrained, or of the final, model."""
+    monkeypatch.chdir(tmp_path)
+    _, runs = planned(tmp_path)
+    made = rows((0, 0.1), (200, 0.2), (400, 0.4))
+    del made[unscored]["validation/reward_mean"]
+    finish(runs[0], made)
+    found = read_results(runs[:1])
+    assert not found.finished
+    assert [failure.reason for failure in found.failures] == [
+        f"none of the episodes of its {named} validation was scored"
+    ]
+
+
+def test_a_validation_between_the_others_that_scored_nothing_is_left_out(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    _, runs = planned(tmp_path)
+    made = rows((0, 0.1), (200, 0.2), (400, 0.4))
+    del made[1]["validation/reward_mean"]
+    finish(runs[0], made)
+    (result,) = read_results(runs[:1]).finished["sums", "grpo"]
+    assert [point.reward for point in result.points] == [0.1, 0.4]

@@ -69,6 +69,18 @@ def test_the_exact_test_by_hand(differences, exact):
     assert paired_difference(differences, [0.0] * len(differences)).p_exact == pytest.approx(exact)
 
 
+@pytest.mark.parametrize("pairs", [2, MOST_EXACT, MOST_EXACT + 1, 40])
+def test_equal_differences_have_an_exact_p_however_many_there_are(pairs):
+    """Of 2^n assignments of signs only that of all equal ones, and its opposite, are as far from 0."""
+    found = paired_difference(
+        [0.75 + seed * 0.1 for seed in range(pairs)], [0.25 + seed * 0.1 for seed in range(pairs)]
+    )
+    assert (found.p_t, found.p_exact) == (None, pytest.approx(2 / 2**pairs))
+    assert found.p == found.p_exact
+    same = paired_difference([0.5] * pairs, [0.5] * pairs)
+    assert (same.p_t, same.p_exact, same.p) == (1.0, 1.0, 1.0)
+
+
 @given(st.lists(st.integers(-9, 9), min_size=1, max_size=9))
 def test_the_exact_test_is_the_enumeration_of_all_signs(values):
     found = paired_difference([value / 7 for value in values], [0.0] * len(values))
@@ -82,7 +94,7 @@ def test_equal_differences_have_no_t_test():
     assert paired_difference([1.0, 1.0], [1.0, 1.0]).p_t == 1.0
     assert paired_difference([0.3, 0.4, 0.5], [0.2, 0.3, 0.4]).p_t is None  # up to rounding, all differ by 0.1
     assert paired_difference([1.0], [0.0]).p_t is None
-    assert paired_difference([0.0] * 20, [1.0] * 20).p_exact is None
+    assert paired_difference([0.0] * 20, [*[1.0] * 19, 0.5]).p_exact is None
     assert paired_difference([0.0] * MOST_EXACT, [1.0] * MOST_EXACT).p_exact == pytest.approx(2 / 2**MOST_EXACT)
 
 
