@@ -17,10 +17,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Self
 
 from palestra.config import JobConfig, Roles
+from palestra.disk import in_new_folder
 from palestra.envs import ConcurrentEnvironment, Environment, SerialEnvironment
 from palestra.rollout import RolloutSpec
 from palestra.runtime.checking import environment_of, existing_parent
@@ -125,9 +125,12 @@ def estimate_step(config: JobConfig, report: Callable[[str], None], limit_second
         TimeoutError: two steps took longer than the limit.
     """
     began = time.monotonic()
-    with TemporaryDirectory(prefix=".palestra-check-", dir=existing_parent(config.folder)) as folder:
-        trial = trial_config(config, Path(folder) / "run")
-        measured = run_on_uvloop(_run(trial, config, report, limit_seconds))
+
+    def work(folder: Path) -> tuple[JobConfig, Measured]:
+        trial = trial_config(config, folder / "run")
+        return trial, run_on_uvloop(_run(trial, config, report, limit_seconds))
+
+    trial, measured = in_new_folder(existing_parent(config.folder), ".palestra-check-", work)
     return extrapolate(config, trial, measured, time.monotonic() - began)
 
 
@@ -142,15 +145,16 @@ def load_model(config: JobConfig, report: Callable[[str], None]) -> None:
         PalestraError: the model can't be loaded, or served with this configuration.
     """
 
-    async def work() -> None:
+    async def opened(trial: JobConfig) -> None:
         async with local_job(trial, lambda kind, data: None):
             pass
 
-    report("loading the model")
-    with TemporaryDirectory(prefix=".palestra-check-", dir=existing_parent(config.folder)) as folder:
+    def work(folder: Path) -> None:
         server = config.server.model_copy(update={"host": "127.0.0.1", "port": 0})
-        trial = config.model_copy(update={"run_dir": Path(folder) / "run", "server": server})
-        run_on_uvloop(work())
+        run_on_uvloop(opened(config.model_copy(update={"run_dir": folder / "run", "server": server})))
+
+    report("loading the model")
+    in_new_folder(existing_parent(config.folder), ".palestra-check-", work)
 
 
 def trial_config(config: JobConfig, folder: Path) -> JobConfig:
