@@ -298,9 +298,10 @@ class SFTConfig(AlgorithmConfig):
     loss_agg_mode: LossAggMode = Field("token-mean", description=_LOSS_AGG_MODE)
     from_run: Path | None = Field(
         None,
-        description="Folder of the run whose completed training episodes are learned from. None: the tasks are "
-        "conversations, JSON objects with `messages`, and perhaps `tools` and `reward`, whose replies are learned. "
-        "Each group is one of them, so that a step has `rollout.groups_per_step`.",
+        description="Folder of the run whose completed training episodes are learned from; in a service the ID of a "
+        "job of the same tenant, whose episodes until the submission are taken. None: the tasks are conversations, "
+        "JSON objects with `messages`, and perhaps `tools` and `reward`, whose replies are learned. Each group is one "
+        "of them, so that a step has `rollout.groups_per_step`.",
     )
     min_reward: float | None = Field(
         None, description="Episodes with a smaller reward are left out of those of `from_run`. None: all are taken."
