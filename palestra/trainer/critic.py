@@ -92,7 +92,7 @@ class Critic:
 
     def _values(self, hidden: Tensor) -> Tensor:
         """Return the values [T] of hidden states [T, hidden]; the head computes in float32."""
-        values: Tensor = self._head(hidden.float()).squeeze(-1)
+        values: Tensor = self._head(hidden.to(self._head.weight.dtype)).squeeze(-1)
         return values
 
 
