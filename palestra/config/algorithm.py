@@ -92,6 +92,11 @@ class AlgorithmConfig(Section):
         """Return how many episodes a group needs: 2 where the algorithm compares them with one another."""
         return 1
 
+    @property
+    def credits_agents(self) -> bool:
+        """Return whether an agent answers for its own reward, and not for all of the episode."""
+        return getattr(self, "credit", "episode") in ("agent", "branch")
+
     def weighted_sum(self, named_rewards: Mapping[str, float | None]) -> float:
         """Return the sum of the named rewards that were scored, each times its weight.
 

@@ -309,7 +309,9 @@ class Learner:
                 return False
             self._progress.enter(_evaluating(step), Phase("validation", step))
             roles = self._policies.roles
-            found = await self._unless_stopped(evaluate(self._store.groups, self._validation_tasks, step, roles))
+            algorithm = self._config.algorithm
+            evaluation = evaluate(self._store.groups, self._validation_tasks, step, roles, algorithm)
+            found = await self._unless_stopped(evaluation)
             if found is None:
                 return False
             row |= {"version": self._newest(), **found}

@@ -274,7 +274,7 @@ def _runners(
     lock = RolloutSyncLock() if config.rollout.weight_sync == "between_episodes" else None
     pool = RunnerPool(
         sessions,
-        Runner(sessions, play, timeout_seconds=chosen.timeout_seconds),
+        Runner(sessions, play, algorithm=config.algorithm, timeout_seconds=chosen.timeout_seconds),
         max_concurrency=chosen.max_concurrency or min(due, MOST_AT_ONCE),
         lock=lock,
         progress=progress.rollouts,
