@@ -239,6 +239,7 @@ async def local_job(
                     report,
                     lock,
                 )
+                await work.prepare()
             async with (
                 served(create_job_app(plane), listener, plane.stop, plane.connections),
                 _watched(store, progress),

@@ -56,7 +56,7 @@ def copy_completed(run_dir: Path, folder: Path, moment: float) -> None:
         source = sqlite3.connect((run_dir / STORE).absolute().as_uri() + "?mode=ro", uri=True, timeout=10)
         copy = sqlite3.connect(temporary / STORE)
         try:
-            source.backup(copy)  # one state of the store, whatever its job writes meanwhile
+            source.backup(copy)  # one state of the store, although its job may write meanwhile
             copy.execute("PRAGMA journal_mode=DELETE")  # so that the copy is one file
             copy.execute(
                 "DELETE FROM episodes WHERE NOT (kind = 'train' AND state = ? AND ended_at <= ?)",

@@ -164,6 +164,13 @@ def _checked(given: dict[str, Any], rules: Rules) -> JobConfig:
             "config.algorithm.from_run",
         )
     config = parse_config(given)
+    # It would be asked from inside of the operator's network, with a variable of the server's environment as its key.
+    if config.algorithm.served_teacher is not None:
+        raise InvalidRequest(
+            "config.algorithm.teacher_server names a server, and this one calls no other for its users; take a frozen "
+            "policy as the teacher",
+            "config.algorithm.teacher_server",
+        )
     for name, policy in config.policies.items():
         try:
             rules.weights(policy.model)

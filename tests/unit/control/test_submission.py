@@ -300,3 +300,10 @@ async def test_a_job_that_serves_what_was_learned_reads_no_episodes(http, plane)
     checkpoint.write(plane.scheduler.folder_of(job.job_id) / RUN / "checkpoints", 1, fill, {"step": 1}, keep=9)
     served = await made(http, from_job=job.job_id)
     assert "algorithm" not in served["config"]
+
+
+async def test_a_service_calls_no_server_that_a_tenant_names(http):
+    """Neither from inside of its network nor with a variable of its environment as the key."""
+    server = {"url": "http://169.254.169.254", "key_variable": "PALESTRA_KEY"}
+    told = await refused(http, 422, config={"algorithm": {"name": "distill", "teacher_server": server}})
+    assert "config.algorithm.teacher_server names a server, and this one calls no other for its users" in told
