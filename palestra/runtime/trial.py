@@ -24,6 +24,7 @@ from palestra.runtime.local import local_job, run_on_uvloop
 from palestra.runtime.tasks import task_of
 from palestra.runtime.trial_play import (
     STAND_IN_WORDS,
+    conversation_words,
     has_stand_in,
     plays_episodes,
     stand_in_task,
@@ -251,7 +252,8 @@ def _assumptions(config: JobConfig, trial: JobConfig, seen: Measured) -> Iterato
         yield f"{trial_groups} of {groups} {what}; time grows with their number"
     if not plays_episodes(config):
         if has_stand_in(config):
-            yield f"your conversations come later: one is taken to have {STAND_IN_WORDS} words, half of them learned"
+            words = conversation_words(config)
+            yield f"your conversations come later: one is taken to have {words} words, half of them learned"
         return
     if _reply_limit(config) > _reply_limit(trial):
         share = seen.row["rollout/truncated_share"]

@@ -18,6 +18,7 @@ from palestra.runtime.checking import environment_of
 from palestra.types.records import Trajectory
 
 STAND_IN_WORDS = 200  # of a prompt where nothing says what prompts are like
+TOKENS_OF_A_WORD = 5  # at most, of the words that stand in: one for each byte
 # What half of the episodes get on top of their reward, so that every group has a gradient to measure. It is more than
 # environments give, and a power of two, so that the environment's own reward can be separated from it afterwards.
 LUCK = 2.0**20
@@ -34,11 +35,16 @@ def has_stand_in(config: JobConfig) -> bool:
     return config.tasks.train is None and config.environment.name is None and not config.algorithm.brings_tasks
 
 
+def conversation_words(config: JobConfig) -> int:
+    """Return the words of a conversation that stands in for others: it has to fit into the model's context."""
+    return min(STAND_IN_WORDS, config.policies[config.players.default].max_context // TOKENS_OF_A_WORD // 2)
+
+
 def stand_in_task(config: JobConfig) -> dict[str, Any]:
     """Return the task that stands in for those that are pushed later: a question, or a conversation."""
     if plays_episodes(config):
         return {"prompt": "word " * STAND_IN_WORDS}
-    half = "word " * (STAND_IN_WORDS // 2)
+    half = "word " * (conversation_words(config) // 2)
     return {"messages": [{"role": "user", "content": half}, {"role": "assistant", "content": half}]}
 
 
