@@ -75,7 +75,7 @@ class GenerateHandler:
 
         A long one is written in a thread, so that it does not block other requests.
         """
-        tokens = sum(len(chat.completion_ids) for chat in result.chats)
+        tokens = sum(len(chat.completion_ids) for chat in result.chats) + sum(map(len, result.prompt_logprobs))
         if tokens * (1 + max(call.top_logprobs for call in asked.calls)) > MANY_TOKENS:
             return await self._plane.pool.run(self._json, asked, result, runtime)
         return self._json(asked, result, runtime)
