@@ -296,6 +296,7 @@ class TeacherFailed(PalestraError):
     """The server that teaches could not be asked, or its answer can't be used. The weights are as before the step."""
 
     http_status = 503
+    retryable = True
 
 
 class InvalidEnvironment(PalestraError):
