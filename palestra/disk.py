@@ -1,13 +1,21 @@
-"""Write files of a run whole or not at all, and report an error of the disk in one line with the path and the cause."""
+"""Write files of a run whole or not at all, and report an error of the disk in one line with the path and the cause.
+
+Folders that are needed for a while are removed, also if a signal ends the process.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from palestra.errors import StoreError
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -60,3 +68,24 @@ def write_whole(path: Path, content: bytes, mode: int = 0o666) -> None:
         except OSError:
             temporary.unlink(missing_ok=True)
             raise
+
+
+def in_new_folder(parent: Path, prefix: str, work: Callable[[Path], T]) -> T:
+    """Return what `work` returns for a new folder, which is removed afterwards, also if a signal's handler raises.
+
+    Args:
+        parent: where the folder is made.
+        prefix: what its name begins with.
+        work: is given the folder.
+    """
+    folder = parent / f"{prefix}{secrets.token_hex(8)}"
+    # A signal's handler may raise between any two lines. `TemporaryDirectory` forgets its folder where that happens
+    # before its `with` is entered; here the name is known, and the `try` entered, before there is a folder.
+    try:
+        folder.mkdir(mode=0o700)
+        return work(folder)
+    finally:
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+        finally:  # once more, in case a signal came during the removal
+            shutil.rmtree(folder, ignore_errors=True)

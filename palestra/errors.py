@@ -24,6 +24,7 @@
     ├── ServerStopping               503  the server is going down; it may come back
     ├── EngineFailure                503  the engine could not finish a call
     ├── ConnectionLost               503  the server could not be reached (raised by the client)
+    ├── TeacherFailed                503  the server that teaches did not score a step's tokens
     ├── InvalidAlgorithm         500  an algorithm or a loss does not keep to what these have to do
     ├── InvalidEnvironment       500  an environment does not keep to what environments have to do
     ├── NotScored                500  an episode was given None in the place of a reward
@@ -286,6 +287,13 @@ class EngineFailure(PalestraError):
 
 class ConnectionLost(PalestraError):
     """The client could not reach the server for longer than its `retry_seconds` allow."""
+
+    http_status = 503
+    retryable = True
+
+
+class TeacherFailed(PalestraError):
+    """The server that teaches could not be asked, or its answer can't be used. The weights are as before the step."""
 
     http_status = 503
     retryable = True

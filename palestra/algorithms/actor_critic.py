@@ -13,6 +13,7 @@ from palestra.algorithms.base import Algorithm, CriticUpdate, ForwardOutputs, Gr
 from palestra.algorithms.critic_losses import ClippedValueLoss
 from palestra.algorithms.gae import Chain, chains_of, estimate, explained_variance
 from palestra.algorithms.loss import LossSpec
+from palestra.algorithms.named_rewards import with_missing_rewards
 from palestra.config import ActorCriticConfig
 from palestra.types.calls import Floats
 from palestra.types.metrics import Metric
@@ -88,7 +89,7 @@ class ActorCritic(Algorithm):
         for group in groups:
             numbered = dict(enumerate(group.rows, start))
             start += len(group.rows)
-            for trajectory in group.trajectories:
+            for trajectory in with_missing_rewards(group.trajectories, self.config):
                 own = {n: row for n, row in numbered.items() if row.episode_id == trajectory.episode.episode_id}
                 found += chains_of(trajectory, own, self.config.credit, self.config.discount, self.step_order)
         return found

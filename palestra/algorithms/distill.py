@@ -18,15 +18,18 @@ from palestra.types.metrics import Metric
 
 
 class Distill(Algorithm):
-    """On-policy distillation from a frozen policy of the job; rewards are measured and teach nothing."""
+    """On-policy distillation from a frozen policy of the job or a served model; rewards teach nothing."""
 
     config: DistillConfig
     about = About(
-        summary="a frozen policy teaches: the reverse KL on the student's own tokens",
+        summary="a frozen policy or a served model teaches: the reverse KL on the student's own tokens",
         formula="A = log teacher(token) - log pi_old(token), of each token by itself; loss = -r A, r = pi(token) / "
         "pi_old(token)",
         paper="Agarwal et al. 2024, On-Policy Distillation of Language Models, arXiv:2306.13649",
-        needs=("a frozen policy with the same tokenizer, of which the trainer keeps a copy",),
+        needs=(
+            "a teacher with the same tokenizer: a frozen policy, of which the trainer keeps a copy, or a model that "
+            "another server has",
+        ),
     )
     metrics = (
         Metric(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from palestra.algorithms.baselines import centred_returns
 from palestra.config import AlgorithmConfig
 from palestra.types.records import Trajectory
 
 _SAME = 1e-9  # sums of normalised rewards that differ by less, as a share of what was added up, are equal
+NamedRewards = Mapping[str, float | None]
 
 
 def filled_rewards(trajectories: Sequence[Trajectory], config: AlgorithmConfig) -> list[float]:
@@ -52,12 +54,56 @@ def normalised_rewards(trajectories: Sequence[Trajectory], config: AlgorithmConf
     return found if max(found) - min(found) > _SAME * max(sizes) else [0.0] * len(found)
 
 
-def reward_means(trajectories: Sequence[Trajectory]) -> Mapping[str, float]:
-    """Return the mean of each named reward over the episodes in which it was scored, by name."""
-    named = [trajectory for trajectory in trajectories if trajectory.episode.named_rewards is not None]
+def missing_rewards(named: Sequence[NamedRewards | None], config: AlgorithmConfig) -> list[float]:
+    """Return for each episode what the rewards that were not scored add to its reward: the mean of the scored ones.
+
+    Args:
+        named: the named rewards of each episode; None: it has a reward without a name, which lacks nothing.
+        config: the weights.
+    """
+    means = reward_means(named)
+    return [
+        0.0
+        if given is None
+        else config.weighted_sum({name: mean for name, mean in means.items() if given.get(name) is None})
+        for given in named
+    ]
+
+
+def with_missing_rewards(trajectories: Sequence[Trajectory], config: AlgorithmConfig) -> Sequence[Trajectory]:
+    """Return the episodes of a group with rewards in which what was not scored is as good as the mean of the others.
+
+    The addition is earned in the last TimeStep, as the reward of an episode is whose TimeSteps have none.
+
+    Args:
+        trajectories: the completed episodes of the group.
+        config: the weights.
+    """
+    added = missing_rewards([trajectory.episode.named_rewards for trajectory in trajectories], config)
+    return [_with_more(t, more, config) if more else t for t, more in zip(trajectories, added, strict=True)]
+
+
+def _with_more(trajectory: Trajectory, more: float, config: AlgorithmConfig) -> Trajectory:
+    """Return an episode with more reward, of its last TimeStep and of the agent that has a reward."""
+    episode = trajectory.episode
+    rewards, steps = dict(episode.rewards or {}), episode.step_rewards
+    if not rewards or (len(rewards) > 1 and config.credits_agents):
+        return trajectory  # it is not known whose reward that would have been
+    rewards[min(rewards)] += more  # of several agents the sum alone counts
+    if steps:
+        steps = (*steps[:-1], steps[-1] + more)
+    return replace(trajectory, episode=replace(episode, rewards=rewards, step_rewards=steps))
+
+
+def reward_means(named: Sequence[NamedRewards | None]) -> Mapping[str, float]:
+    """Return the mean of each named reward over the episodes in which it was scored, by name.
+
+    Args:
+        named: the named rewards of each episode; None: it has none.
+    """
     found = {}
-    for name in _names(named):
-        if scored := [value for value in _column(named, name) if value is not None]:
+    for name in sorted({name for given in named for name in given or ()}):
+        if scored := [value for given in named if given is not None and (value := given.get(name)) is not None]:
             found[name] = _mean(scored)
     return found
 

@@ -20,7 +20,7 @@ from palestra.algorithms.credit import Returns, episode_returns
 from palestra.algorithms.importance import IMPORTANCE_METRICS, importance_weights
 from palestra.algorithms.loss import LossSpec
 from palestra.algorithms.losses import PPOClipLoss
-from palestra.algorithms.named_rewards import filled_rewards, normalised_rewards
+from palestra.algorithms.named_rewards import filled_rewards, normalised_rewards, with_missing_rewards
 from palestra.config import ClippedConfig, GroupConfig, PolicyGradientConfig, PPOConfig, ScaledGroupConfig
 from palestra.types.calls import Floats
 from palestra.types.metrics import Metric
@@ -93,7 +93,7 @@ class PolicyGradient(Algorithm):
         """
         found = [
             episode_returns(trajectory, self.config.credit, self.config.discount, self.step_order)
-            for trajectory in trajectories
+            for trajectory in with_missing_rewards(trajectories, self.config)
         ]
         rewards = self.named(trajectories)
         if rewards is None:

@@ -33,7 +33,9 @@ class SFT(Algorithm):
         formula="loss = -log pi(token); rewards only choose the episodes",
         paper="Ouyang et al. 2022, InstructGPT, section 3.5, arXiv:2203.02155; on a run's own good episodes: Yuan et "
         "al. 2023, arXiv:2308.01825",
-        needs=("recorded episodes: tasks with `messages`, or `from_run`, the folder of a run",),
+        needs=(
+            "recorded episodes: tasks with `messages`, or `from_run`, the folder of a run or the ID of a service's job",
+        ),
     )
 
     def __init__(self, config: SFTConfig, step_order: StepOrder = "observed") -> None:

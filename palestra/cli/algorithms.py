@@ -60,12 +60,12 @@ def run(arguments: argparse.Namespace) -> None:
     say("\nsettings:")
     for key, default, description in _settings(type(config), config.model_dump(mode="json")):
         if key != "name":
-            say(f"\n  {key} = {'none' if default is None else json.dumps(default)}")
+            say(f"\n  {key} = {default}")
             _indented("      ", description)
 
 
-def _settings(section: type[BaseModel], values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any, str]]:
-    """Yield the dotted key, the default and the description of each setting of a section and of those in it.
+def _settings(section: type[BaseModel], values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str, str]]:
+    """Yield the dotted key, the default as text and the description of each setting of a section and of those in it.
 
     Args:
         section: of the configuration.
@@ -75,11 +75,13 @@ def _settings(section: type[BaseModel], values: Mapping[str, Any], above: str = 
     from palestra.config.section import sections_of
 
     for key, field in section.model_fields.items():
-        inner = sections_of(field.annotation)
-        if not inner or values[key] is None:
-            yield f"{above}{key}", values[key], field.description or ""
+        inner, value = sections_of(field.annotation), values.get(key)
+        if not inner or value is None:
+            shown = "none" if value is None else json.dumps(value)
+            yield f"{above}{key}", "(has to be given)" if field.is_required() else shown, field.description or ""
         if inner:
-            yield from _settings(inner[0], values[key] or inner[0]().model_dump(mode="json"), f"{above}{key}.")
+            made = inner[0].model_construct()  # without values for keys that have to be given
+            yield from _settings(inner[0], value or made.model_dump(mode="json"), f"{above}{key}.")
 
 
 def _outputs(config: AlgorithmConfig) -> list[str]:

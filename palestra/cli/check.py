@@ -151,6 +151,10 @@ def _key_in(text: str, config: JobConfig) -> str:
         "max_context": f"{policy}.max_context",
         "engine.cache_gib": "engine.cache_gib",
         "server.port": "server.port",
+        "algorithm.from_run": "algorithm.from_run",
+        "is no conversation": "tasks.train",
+        "algorithm.teacher_server": "algorithm.teacher_server",
+        "the teacher": "algorithm.teacher",
         "algorithm": "algorithm.name",
         "environment": "environment",
     }
@@ -213,6 +217,7 @@ def _table(config: JobConfig, estimate: Estimate, free: int) -> Table:
     """Return the table of an estimate: what, how much, and a remark."""
     from rich.table import Table
 
+    from palestra.runtime.trial_play import plays_episodes
     from palestra.types.progress import duration
 
     table = Table(box=None, pad_edge=False, show_header=False)
@@ -230,7 +235,8 @@ def _table(config: JobConfig, estimate: Estimate, free: int) -> Table:
         steps = min(steps, math.ceil(config.token_budget / estimate.completion_tokens))
     job = _span(duration(least * steps), duration(most * steps))
     table.add_row("time of the job", job, f"{steps} steps, without evaluations")
-    table.add_row("tokens sampled", f"{estimate.completion_tokens:,}", f"in {estimate.calls:,} calls a step")
+    tokens = "tokens sampled" if plays_episodes(config) else "tokens learned"
+    table.add_row(tokens, f"{estimate.completion_tokens:,}", f"in {estimate.calls:,} calls a step")
     table.add_row("tokens of prompts", f"{estimate.prompt_tokens:,}", f"{estimate.episodes:,} episodes a step")
     table.add_row("memory", f"{estimate.memory_bytes / GIB:.1f} GiB", f"of {free / GIB:.1f} GiB that are free")
     if estimate.gpu_bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from palestra.runtime.comparison.plan import PlannedRun
+    from palestra.types.control_wire import ResourcesBody
 
 
 def add(commands: Any) -> None:
@@ -25,7 +27,8 @@ def add(commands: Any) -> None:
         "train algorithms on scenarios with several seeds, at equal sampled tokens, and write a page",
         "  palestra compare compare.toml\n"
         "  palestra compare compare.toml --only gomoku/grpo --only frozen-lake\n"
-        "  palestra compare compare.toml --page docs/comparison.md   # the page there; finished runs stay\n\n"
+        "  palestra compare compare.toml --page docs/comparison.md   # the page there; finished runs stay\n"
+        "  palestra compare compare.toml --control http://10.0.0.5:7400 --gpus 0.5   # every run a job of a service\n\n"
         "the same command continues a comparison that was stopped or killed\n"
         "exit code: 0 all runs are finished, 1 some failed, 2 an error, 130 stopped",
     )
@@ -45,6 +48,18 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--list", action="store_true", help="list the runs and how far each is, and run nothing")
     parser.add_argument("--no-run", action="store_true", help="write the page from the finished runs, and run nothing")
+    parser.add_argument(
+        "--control",
+        metavar="URL",
+        help="submit the runs as jobs to this control plane, follow them, and fetch their files; the key is in "
+        "PALESTRA_KEY. Without it, they run here, one after the other",
+    )
+    for name, metavar, what in (
+        ("cpus", "CORES", "cores of each job, with --control; without it, 1"),
+        ("gpus", "GPUS", "GPUs of each job, with --control: a part of one below 1; without it, none"),
+        ("memory-gib", "GIB", "memory of each job, with --control; without it, its share of the machine"),
+    ):
+        parser.add_argument(f"--{name}", metavar=metavar, type=float, help=what)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
 
 
@@ -54,12 +69,14 @@ def run(arguments: argparse.Namespace) -> int:
         from palestra.runtime.comparison.one_run import run_recorded
 
         return run_recorded(arguments.config, load_function)
+    from palestra.client.control import ControlClient
     from palestra.config.comparison import load_comparison
     from palestra.runtime.comparison.execution import GridRunner, GridStopped, check_records, child_command, locked
     from palestra.runtime.comparison.page import write_page
     from palestra.runtime.comparison.plan import plan_runs
     from palestra.runtime.comparison.progress import GridProgress
     from palestra.runtime.comparison.results import read_results
+    from palestra.runtime.comparison.submitted import SubmittedGrid, check_not_submitted, check_submittable
     from palestra.terminal import TerminalConsole
 
     comparison = load_comparison(arguments.config)
@@ -74,22 +91,52 @@ def run(arguments: argparse.Namespace) -> int:
     def write() -> None:
         write_page(comparison, runs, read_results(runs), page)
 
-    with locked(comparison.folder):
+    resources = _resources(arguments)
+    with locked(comparison.folder), contextlib.ExitStack() as opened:
         if arguments.no_run:
             write()
             say(f"page: {page}")
             return 0
-        progress = GridProgress(chosen, TerminalConsole(highlight=False))
+        grid: GridRunner | SubmittedGrid
+        if arguments.control is None:
+            check_not_submitted(chosen)
+            progress = GridProgress(chosen, TerminalConsole(highlight=False))
+            opened.callback(progress.stopped)
+            grid = GridRunner(chosen, child_command, comparison.checkpoints, progress, write)
+        else:
+            control = opened.enter_context(ControlClient(arguments.control))
+            check_submittable(chosen, control.url)
+            grid = SubmittedGrid(chosen, control, resources, comparison.checkpoints, say, write)
         try:
-            failed = GridRunner(chosen, child_command, comparison.checkpoints, progress, write).run()
+            failed = grid.run()
         except GridStopped:
-            progress.stopped()
+            opened.close()
             write()
-            say(f"stopped; go on with the same command (runs are in {comparison.folder}, the page so far is {page})")
+            goes_on = "" if arguments.control is None else "; the jobs continue in the service"
+            say(
+                f"stopped{goes_on}; go on with the same command (runs are in {comparison.folder}, the page so far is "
+                f"{page})"
+            )
             return 130
         write()
     say(f"page: {page}" + (f"; {failed} of {len(chosen)} runs failed, and are tried again next time" if failed else ""))
     return 1 if failed else 0
+
+
+def _resources(arguments: argparse.Namespace) -> ResourcesBody:
+    """Return what each job of a service holds.
+
+    Raises:
+        ConfigError: it is given for runs on this machine, or no amount.
+    """
+    from palestra.client.arguments import checked_amount
+    from palestra.types.control_wire import ResourcesBody
+
+    given = {name: getattr(arguments, name) for name in ("cpus", "gpus", "memory_gib")}
+    found = {name: checked_amount(name, amount) for name, amount in given.items() if amount is not None}
+    if found and arguments.control is None:
+        raise ConfigError(f"--{next(iter(found)).replace('_', '-')} is of the jobs of a service; add --control URL")
+    return ResourcesBody(**found)
 
 
 def _chosen(only: Sequence[str], runs: Sequence[PlannedRun]) -> list[PlannedRun]:

@@ -104,6 +104,7 @@ class ControlClient:
         attached: bool = False,
         restarts: int = 3,
         time_limit_seconds: float | None = None,
+        request_id: str | None = None,
     ) -> Job:
         """Submit a job that trains a model, or one that serves a trained one.
 
@@ -124,6 +125,8 @@ class ControlClient:
             restarts: how often the job is started again after its server was lost.
             time_limit_seconds: how long the job may run, over all of its starts; then it saves and is cancelled. A job
                 that ends in time may start before larger ones that wait for resources. None: no limit.
+            request_id: names this submission: sent again under the same name, also by another process, the same job
+                comes back. None: a new name.
 
         Returns:
             The submitted job, which may still be waiting.
@@ -152,7 +155,9 @@ class ControlClient:
             if time_limit_seconds is None
             else checked_amount("time_limit_seconds", time_limit_seconds, above_zero=True),
         }
-        view = self.request("POST", "/jobs", JobView, json=body, headers={"idempotency-key": uuid.uuid4().hex})
+        view = self.request(
+            "POST", "/jobs", JobView, json=body, headers={"idempotency-key": request_id or uuid.uuid4().hex}
+        )
         return Job(self, view.job_id)
 
     def jobs(self, **filters: Any) -> Iterator[JobView]:

@@ -43,7 +43,7 @@ from palestra.config.job import (
     TrainerConfig,
 )
 from palestra.config.loading import SAVED_CONFIG, UNSET, dump_config, find_mistakes, load_config, parse_config
-from palestra.config.networks import REFERENCE, CriticConfig, KLConfig
+from palestra.config.networks import REFERENCE, CriticConfig, KLConfig, TeacherServerConfig
 from palestra.config.policy import DEFAULT_CONTEXT, OptimizerConfig, PolicyConfig, SamplingConfig, with_model
 from palestra.config.renames import in_present_names
 from palestra.config.roles import MAX_AGENT, Roles, is_agent_name
@@ -98,6 +98,7 @@ __all__ = [
     "ServerConfig",
     "StoreConfig",
     "TasksConfig",
+    "TeacherServerConfig",
     "TrainerConfig",
     "dump_config",
     "find_mistakes",

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from palestra.config.networks import CriticConfig, KLConfig, TwinCriticConfig
+from palestra.config.networks import CriticConfig, KLConfig, TeacherServerConfig, TwinCriticConfig
 from palestra.config.section import Positive, Section
 
 OWN = "package.module:Class"
@@ -99,6 +99,11 @@ class AlgorithmConfig(Section):
         """Return how many episodes a group needs: 2 where the algorithm compares them with one another."""
         return 1
 
+    @property
+    def credits_agents(self) -> bool:
+        """Return whether an agent answers for its own reward, and not for all of the episode."""
+        return getattr(self, "credit", "episode") in ("agent", "branch")
+
     def weighted_sum(self, named_rewards: Mapping[str, float | None]) -> float:
         """Return the sum of the named rewards that were scored, each times its weight.
 
@@ -112,6 +117,11 @@ class AlgorithmConfig(Section):
     def brings_tasks(self) -> bool:
         """Return whether the training tasks come with the algorithm, so that a job needs no others."""
         return False
+
+    @property
+    def served_teacher(self) -> TeacherServerConfig | None:
+        """Return the server whose model's `teacher_logprobs` the algorithm needs; None: it needs none."""
+        return None
 
     def teacher_of(self, frozen: Sequence[str]) -> str | None:
         """Return the name of the policy whose `teacher_logprobs` the algorithm needs; None: it needs none.
@@ -342,9 +352,10 @@ class SFTConfig(AlgorithmConfig):
     loss_agg_mode: LossAggMode = Field("token-mean", description=_LOSS_AGG_MODE)
     from_run: Path | None = Field(
         None,
-        description="Folder of the run whose completed training episodes are learned from. None: the tasks are "
-        "conversations, JSON objects with `messages`, and perhaps `tools` and `reward`, whose replies are learned. "
-        "Each group is one of them, so that a step has `rollout.groups_per_step`.",
+        description="Folder of the run whose completed training episodes are learned from; in a service the ID of a "
+        "job of the same tenant, whose episodes until the submission are taken. None: the tasks are conversations, "
+        "JSON objects with `messages`, and perhaps `tools` and `reward`, whose replies are learned. Each group is one "
+        "of them, so that a step has `rollout.groups_per_step`.",
     )
     min_reward: float | None = Field(
         None, description="Episodes with a smaller reward are left out of those of `from_run`. None: all are taken."
@@ -363,7 +374,7 @@ class SFTConfig(AlgorithmConfig):
 
 
 class DistillConfig(AlgorithmConfig):
-    """On-policy distillation (Agarwal et al. 2024): a frozen policy teaches the trained one, token by token."""
+    """On-policy distillation (Agarwal et al. 2024): a frozen policy or a served model teaches, token by token."""
 
     name: Literal["distill"] = Field("distill", description=_NAME)
     loss_agg_mode: LossAggMode = Field("token-mean", description=_LOSS_AGG_MODE)
@@ -372,9 +383,23 @@ class DistillConfig(AlgorithmConfig):
         description="Name of the policy that teaches: one of `policies` that is frozen, with the same tokenizer. None: "
         "the job's only frozen policy.",
     )
+    teacher_server: TeacherServerConfig | None = Field(
+        None, description="A server whose model teaches, in place of a policy of the job. None: there is none."
+    )
+
+    @model_validator(mode="after")
+    def _one_teacher(self) -> DistillConfig:
+        if self.teacher is not None and self.teacher_server is not None:
+            raise ValueError("teacher and teacher_server name two teachers; leave one of them out")
+        return self
+
+    @property
+    def served_teacher(self) -> TeacherServerConfig | None:
+        """Return the server that teaches."""
+        return self.teacher_server
 
     def teacher_of(self, frozen: Sequence[str]) -> str | None:
-        """Return the policy that teaches; None: there is no frozen policy yet, and a job can't start so.
+        """Return the policy that teaches; None: a server does, or there is no frozen policy, and no job starts so.
 
         Args:
             frozen: names of the job's frozen policies.
@@ -383,6 +408,8 @@ class DistillConfig(AlgorithmConfig):
             ValueError: the named policy is not one of them, or there are several and none is named.
         """
         known = ", ".join(map(repr, frozen)) or "none"
+        if self.teacher_server is not None:
+            return None
         if self.teacher is None:
             if len(frozen) > 1:
                 raise ValueError(f"algorithm.teacher names the frozen policy that teaches; frozen are {known}")

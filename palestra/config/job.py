@@ -12,6 +12,7 @@ from pydantic_core import to_json
 
 from palestra.config.algorithm import AnyAlgorithmConfig, GRPOConfig
 from palestra.config.engine import EmbeddedEngineConfig, EngineConfig
+from palestra.config.networks import TeacherServerConfig
 from palestra.config.policy import PolicyConfig, not_frozen, with_model
 from palestra.config.renames import in_first_names
 from palestra.config.roles import AgentName, Roles
@@ -204,6 +205,7 @@ _ADDED_TO_ALGORITHM: Mapping[str, object] = {
     "reward_weights": {},
     "entropy_coefficient": 0.0,
     "kl": None,
+    "teacher_server": None,
 }
 
 
@@ -301,6 +303,20 @@ class JobConfig(Section):
             self.algorithm.teacher_of([name for name, policy in self.policies.items() if policy.frozen])
         return self
 
+    @model_validator(mode="after")
+    def _server_can_teach(self) -> JobConfig:
+        if self.kind != "training" or self.algorithm.served_teacher is None:
+            return self
+        if self.deterministic:
+            raise ValueError("deterministic = true is no promise that the server of algorithm.teacher_server keeps")
+        for name in self.trained_policies:
+            if self.policies[name].sampling.temperature != 1.0:
+                raise ValueError(
+                    f"policies.{name}.sampling.temperature is {self.policies[name].sampling.temperature:g}, and the "
+                    "probabilities of algorithm.teacher_server are those of temperature 1"
+                )
+        return self
+
     @property
     def teacher(self) -> str | None:
         """Return the name of the frozen policy from which the trained one learns; None: it learns from rewards."""
@@ -385,13 +401,17 @@ class JobConfig(Section):
             "untrainable_sampling",
         }
         left_out["environment"] = {"train_tasks", "validation_tasks", "max_concurrency", "timeout_seconds"}
+        # The server that teaches may move; which model it has stays.
+        left_out["algorithm"] = {"teacher_server": set(TeacherServerConfig.model_fields) - {"model"}}
         # A key that an earlier version did not have must not change the digest of that version's runs while unused.
         if not with_unused:
             left_out["rollout"] |= {
                 key for key, unused in _ADDED_TO_ROLLOUT.items() if getattr(self.rollout, key) == unused
             }
-            left_out["algorithm"] = {
-                key for key, unused in _ADDED_TO_ALGORITHM.items() if getattr(self.algorithm, key, unused) == unused
+            left_out["algorithm"] |= {
+                key: True
+                for key, unused in _ADDED_TO_ALGORITHM.items()
+                if getattr(self.algorithm, key, unused) == unused
             }
         left_out["policies"] = {name: {"frozen"} for name, policy in self.policies.items() if not policy.frozen}
         if not self.roles:

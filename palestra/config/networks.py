@@ -1,4 +1,4 @@
-"""`KLConfig`, `CriticConfig` and `TwinCriticConfig`: networks beside the policy, a reference and a critic."""
+"""Networks beside the policy that is trained: a reference, a critic, a teacher that another server has."""
 
 from __future__ import annotations
 
@@ -48,6 +48,27 @@ class KLConfig(Section):
         if self.target is not None and not self.coefficient:
             raise ValueError("a coefficient of 0 stays 0 whatever the target is; give the first step's coefficient")
         return self
+
+
+class TeacherServerConfig(Section):
+    """A server of a model that teaches: any with OpenAI's `/v1/completions` that echoes a prompt's logprobs."""
+
+    url: str = Field(
+        description="URL of the server without /v1, such as `http://10.0.0.5:8000`: vLLM, SGLang, or a Palestra that "
+        "serves a model (`kind = 'inference'`)."
+    )
+    model: str | None = Field(None, description="Name of the model on the server. None: the only one that it lists.")
+    key_variable: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
+        description="Environment variable that holds the server's key. The key itself is never in a configuration. "
+        "None: the server needs none.",
+    )
+    max_concurrency: Positive = Field(8, description="Rows that are asked for at the same time.")
+    timeout_seconds: float = Field(120.0, gt=0, description="Limit of one request.")
+    retry_seconds: float = Field(
+        60.0, ge=0, description="How long a request is sent again while the server can't be reached or is busy."
+    )
 
 
 class CriticConfig(Section):

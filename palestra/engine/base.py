@@ -44,6 +44,21 @@ class Engine(Protocol):
         """
         ...
 
+    async def score(self, policy: str, prompt: TokenSequence) -> list[float]:
+        """Return the log-probability of each token of a prompt but the first, given those before it: [P - 1].
+
+        Those of temperature 1, among all tokens. Nothing is sampled.
+
+        Args:
+            policy: whose present weights are asked.
+            prompt: [P] ids, at least one, without images.
+
+        Raises:
+            InvalidRequest: the engine can't answer such a request.
+            EngineFailure: the engine was stopped, or has failed.
+        """
+        ...
+
     async def sync_weights(self, policy: str, version: PolicyVersion, source: WeightSource) -> None:
         """Replace a policy's weights, between two forward passes.
 

@@ -10,7 +10,7 @@ from palestra.engine.rng import uniform
 from palestra.errors import EngineFailure
 from palestra.faults import fault_point
 from palestra.models.weights import WeightSource
-from palestra.types.calls import Ids, PolicyVersion, SampledTokens, SamplingParams
+from palestra.types.calls import Ids, PolicyVersion, SampledTokens, SamplingParams, TokenSequence
 
 Script = Callable[[Ids, SamplingParams], Sequence[int]]
 
@@ -86,6 +86,15 @@ class FakeEngine:
         number = request.sampling.top_logprobs
         top = tuple(_top(token, number) for token in ids) if number else ()
         return SampledTokens(ids=ids, logprobs=(-1.0,) * len(ids), version=self.version(request.policy), top=top)
+
+    async def score(self, policy: str, prompt: TokenSequence) -> list[float]:
+        """Return -1 for each token of a prompt but the first, as for every token that is sampled.
+
+        Args:
+            policy: any.
+            prompt: [P] ids.
+        """
+        return [-1.0] * (len(prompt.ids) - 1)
 
     async def sync_weights(self, policy: str, version: PolicyVersion, source: WeightSource) -> None:
         """Take the version of new weights, and no tensor: a function that writes replies has no weights.

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, cast
 
 from palestra.envs.concurrent import ConcurrentEnvironment
+from palestra.envs.rewards import checked_names
 from palestra.errors import EpisodeOver, InvalidEnvironment
 from palestra.tools import FINISH
 from palestra.types.messages import ChatMessage, FunctionCall, Observation, TextPart, ToolCall, text_message
@@ -220,7 +221,9 @@ class _Episode:
             raise InvalidEnvironment(f"an observation is for an agent by name, not for {agent!r}")
         if not isinstance(content, tuple) or not all(isinstance(message, ChatMessage) for message in content):
             raise InvalidEnvironment(f"what {agent!r} sees is a tuple of messages, not {content!r:.80}")
-        if flags[0] is not None and (type(flags[0]) not in (int, float) or not math.isfinite(flags[0])):
+        if isinstance(flags[0], Mapping):
+            checked_names(flags[0])
+        elif flags[0] is not None and (type(flags[0]) not in (int, float) or not math.isfinite(flags[0])):
             raise InvalidEnvironment(f"a reward is a finite number or None, not {flags[0]!r}")
         if not all(type(flag) is bool for flag in flags[1:]):
             raise InvalidEnvironment("terminated and truncated are True or False")

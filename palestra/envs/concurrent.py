@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
@@ -13,10 +14,11 @@ from itertools import count
 from typing import Any, ClassVar
 
 from palestra.envs.environment import Environment
+from palestra.envs.rewards import checked_names
 from palestra.errors import Conflict, EpisodeOver, InvalidEnvironment, NotScored
 from palestra.threads import call
 from palestra.types.clock import Clock, SystemClock
-from palestra.types.messages import ChatMessage, Observation, text_message
+from palestra.types.messages import ChatMessage, Observation, StepReward, text_message
 
 
 class ConcurrentEnvironment(ABC):
@@ -75,7 +77,7 @@ class ConcurrentEnvironment(ABC):
         *,
         parents: tuple[str, ...] = (),
         tools: tuple[dict[str, Any], ...] = (),
-        reward: float | None = None,
+        reward: StepReward | None = None,
         terminated: bool = False,
         truncated: bool = False,
         info: Mapping[str, Any] | None = None,
@@ -89,13 +91,16 @@ class ConcurrentEnvironment(ABC):
             content: messages to add to the agent's conversation.
             parents: ids of the observations whose actions caused this one; empty at the episode's start.
             tools: tools that the agent may call in its answer, in OpenAI's shape.
-            reward: reward for the actions that caused it; None: not scored, which differs from 0.
+            reward: reward for the actions that caused it, or several by name; None: not scored, which differs from 0.
             terminated: the agent's part is over, so no action is asked for.
             truncated: the agent's part was cut off, by a limit for instance.
             info: information for people: recorded with the episode, and not seen by the agent.
 
         Returns:
             The observation, with its id.
+
+        Raises:
+            InvalidEnvironment: one of several rewards is no finite number, or has no fitting name.
         """
         observation = Observation(
             id=f"o{next(self._numbers)}",
@@ -103,7 +108,7 @@ class ConcurrentEnvironment(ABC):
             agent=agent,
             content=content,
             tools=tools,
-            reward=reward,
+            reward=checked_names(reward) if isinstance(reward, Mapping) else reward,
             terminated=terminated,
             truncated=truncated or (self.cut_off and not terminated),
             observed_at=self.clock.now(),
@@ -295,7 +300,7 @@ def checked_reset(found: Any) -> tuple[str, dict[str, Any]]:
     return found
 
 
-def checked_step(found: Any) -> tuple[str | tuple[ChatMessage, ...], float, bool, bool, dict[str, Any]]:
+def checked_step(found: Any) -> tuple[str | tuple[ChatMessage, ...], StepReward, bool, bool, dict[str, Any]]:
     """Check the value that `step` returned, and return it with plain Python types.
 
     Raises:
@@ -312,17 +317,22 @@ def checked_step(found: Any) -> tuple[str | tuple[ChatMessage, ...], float, bool
         raise InvalidEnvironment(f"an observation is text, or a tuple of messages, not {_shown(seen)}")
     if reward is None:
         raise NotScored("step returned None for its reward")
-    try:
-        number = float(reward)
-    except (TypeError, ValueError, RuntimeError):
-        raise InvalidEnvironment(f"a reward is a number, not {_shown(reward)}") from None
-    if number != number or number in (float("inf"), float("-inf")):
-        raise InvalidEnvironment(f"a reward is a finite number, not {number}")
+    number = checked_names(reward) if isinstance(reward, Mapping) else _finite(reward)
     if type(terminated).__name__ not in ("bool", "bool_") or type(truncated).__name__ not in ("bool", "bool_"):
         raise InvalidEnvironment(f"terminated and truncated are True or False, not {_shown((terminated, truncated))}")
     if not isinstance(info, dict):
         raise InvalidEnvironment(f"info is a dict, not {_shown(info)}")
     return seen, number, bool(terminated), bool(truncated), info
+
+
+def _finite(reward: Any) -> float:
+    try:
+        number = float(reward)
+    except (TypeError, ValueError, RuntimeError):
+        raise InvalidEnvironment(f"a reward is a number, not {_shown(reward)}") from None
+    if not math.isfinite(number):
+        raise InvalidEnvironment(f"a reward is a finite number, not {number}")
+    return number
 
 
 def _shown(value: Any) -> str:

@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 
 from palestra.envs.rewards import reward_function
 from palestra.errors import InvalidEnvironment
-from palestra.types.messages import ChatMessage
+from palestra.types.messages import ChatMessage, StepReward
 
 Info = dict[str, Any]
 Reset = tuple[str, Info]
-Step = tuple[str, float, bool, bool, Info]
-StepMessage = tuple[str | tuple[ChatMessage, ...], float, bool, bool, Info]
+Step = tuple[str, StepReward, bool, bool, Info]
+StepMessage = tuple[str | tuple[ChatMessage, ...], StepReward, bool, bool, Info]
 
 
 class Environment(ABC):
@@ -64,6 +64,8 @@ class Environment(ABC):
         Returns:
             observation: the next observation, as the agent reads it.
             reward: the reward of this step, a finite number; None: not scored, so the episode is left out of training.
+                Or several rewards by name, `{"right": 1.0, "style": None}`, which the job weighs and adds up, and of
+                which None alone was not scored; the steps of an episode are added up by name.
             terminated: whether the episode has ended in the world.
             truncated: whether the episode was cut off, by a limit of steps for instance, before it ended in the world.
             info: information for people; the agent does not see it.
@@ -108,13 +110,13 @@ class TaskEnvironment(Environment):
 
     def __init__(
         self,
-        reward_fn: Callable[..., Any],
+        reward_fn: Callable[..., Any] | Mapping[str, Callable[..., Any]],
         prompt: Callable[[Mapping[str, Any]], str] = task_prompt,
     ) -> None:
         """Create the environment.
 
         Args:
-            reward_fn: `(task, answer) -> float`, or a function in TRL's form; sync or async.
+            reward_fn: `(task, answer) -> reward`, or a function in TRL's form, sync or async; or several, by name.
             prompt: makes the question of a task.
         """
         self._reward, self._prompt = reward_function(reward_fn), prompt
@@ -128,12 +130,12 @@ class TaskEnvironment(Environment):
     def step(self, action: str) -> Step | Awaitable[Step]:
         """Score the answer with the reward function and end the episode."""
         reward = self._reward(self._task, action)
-        return _last(reward) if isinstance(reward, float) else _last_of(reward)
+        return _last(reward) if isinstance(reward, float | Mapping) else _last_of(reward)
 
 
-async def _last_of(reward: Awaitable[float]) -> Step:
+async def _last_of(reward: Awaitable[StepReward]) -> Step:
     return _last(await reward)
 
 
-def _last(reward: float) -> Step:
+def _last(reward: StepReward) -> Step:
     return "", reward, True, False, {}

@@ -1,68 +1,109 @@
-"""Reward functions of users, in Palestra's form (one episode at a time) and in TRL's (a batch at a time)."""
+"""Reward functions of users, in Palestra's form (one episode at a time) and in TRL's (a batch); rewards by name."""
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import math
+import re
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any
 
 from palestra.errors import InvalidEnvironment, NotScored
-from palestra.threads import is_async
+from palestra.threads import call, is_async
+from palestra.types.messages import MAX_NAMED, REWARD_NAME, StepReward
 
 # Arguments that TRL's trainer passes besides texts and columns: an environment sees texts, and knows no trainer.
 _ONLY_IN_TRL = ("completion_ids", "trainer_state", "log_extra", "log_metric")
-RewardFunction = Callable[[Mapping[str, Any], str], float | Awaitable[float]]
+RewardFunction = Callable[[Mapping[str, Any], str], StepReward | Awaitable[StepReward]]
 
 
-def reward_function(function: Callable[..., Any]) -> RewardFunction:
-    """Return a reward function of the form `(task, answer) -> float` from one of that form, or of TRL's.
+def reward_function(function: Callable[..., Any] | Mapping[str, Callable[..., Any]]) -> RewardFunction:
+    """Return a reward function of the form `(task, answer) -> reward` from one of that form, of TRL's, or several.
 
     A function in TRL's form is recognized by its argument `completions`; it may also take `prompts` and the columns of
     the data set. Each argument is a list with one entry per sample, and so is the result; here each list has one entry.
 
     Args:
-        function: the user's function, sync or async. Its result is checked by `finite_reward`.
+        function: the user's function, sync or async. Its result is checked by `checked_reward`. Or several functions by
+            name, which return a number each, or None for what they do not score.
 
     Raises:
-        InvalidEnvironment: the function needs an argument that TRL's trainer has and an environment does not.
+        InvalidEnvironment: a function needs an argument that TRL's trainer has and an environment does not, or a name
+            can't be that of a reward.
+    """
+    if isinstance(function, Mapping):
+        return _several(function)
+    plain = _one_answer(function)
+
+    async def awaited(task: Mapping[str, Any], answer: str) -> StepReward:
+        return checked_reward(function, await plain(task, answer))
+
+    return awaited if is_async(function) else lambda task, answer: checked_reward(function, plain(task, answer))
+
+
+def _several(functions: Mapping[str, Callable[..., Any]]) -> RewardFunction:
+    """Return a function whose reward is those of several functions, by their names."""
+    _check_names(functions)
+    plain = {name: _one_answer(function) for name, function in functions.items()}
+
+    def number(name: str, found: Any) -> float | None:
+        return None if found is None else _finite(f"{name!r} ({_name(functions[name])})", found)
+
+    async def awaited(task: Mapping[str, Any], answer: str) -> StepReward:
+        # Functions that may block run in threads beside those that do not.
+        found = await asyncio.gather(*(call(_asked(f, task, answer), "palestra-reward") for f in plain.values()))
+        return {name: number(name, value) for name, value in zip(plain, found, strict=True)}
+
+    def direct(task: Mapping[str, Any], answer: str) -> StepReward:
+        return {name: number(name, one(task, answer)) for name, one in plain.items()}
+
+    return awaited if any(map(is_async, functions.values())) else direct
+
+
+def _asked(function: Callable[..., Any], task: Mapping[str, Any], answer: str) -> Callable[[], Any]:
+    return partial(function, task, answer)
+
+
+def _one_answer(function: Callable[..., Any]) -> Callable[[Mapping[str, Any], str], Any]:
+    """Return a function `(task, answer)` whose result is that of a user's function for this answer, unchecked.
+
+    Raises:
+        InvalidEnvironment: see `reward_function`.
     """
     parameters = inspect.signature(function).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-
-    of_batch = "completions" in parameters
+    if "completions" not in parameters:
+        return function
     missing = [
         name for name in _ONLY_IN_TRL if name in parameters and parameters[name].default is inspect.Parameter.empty
     ]
-    if of_batch and missing:
+    if missing:
         raise InvalidEnvironment(
             f"{_name(function)} needs {' and '.join(missing)}, which only TRL's trainer has; give it a default, or "
             "play the episodes with a rollout function, whose calls may ask for token ids (return_token_ids)"
         )
 
     def found(task: Mapping[str, Any], answer: str) -> Any:
-        if not of_batch:
-            return function(task, answer)
         columns = {name: [value] for name, value in task.items() if takes_all or name in parameters}
         if "prompts" in parameters or takes_all:
             columns["prompts"] = [task.get("prompt", "")]
         return function(**(columns | {"completions": [answer]}))
 
-    def checked(found: Any) -> float:
-        if not of_batch:
-            return finite_reward(function, found)
-        if not hasattr(found, "__len__") or len(found) != 1:
+    def sole(found: Any) -> Any:
+        if not hasattr(found, "__len__") or isinstance(found, Mapping) or len(found) != 1:
             raise InvalidEnvironment(f"{_name(function)} got one completion and returned {found!r}, not one reward")
-        return finite_reward(function, found[0])
+        return found[0]
 
-    async def awaited(task: Mapping[str, Any], answer: str) -> float:
-        return checked(await found(task, answer))
+    async def awaited(task: Mapping[str, Any], answer: str) -> Any:
+        return sole(await found(task, answer))
 
-    return awaited if is_async(function) else lambda task, answer: checked(found(task, answer))
+    return awaited if is_async(function) else lambda task, answer: sole(found(task, answer))
 
 
-def finite_reward(function: Callable[..., Any], value: Any) -> float:
-    """Check the value that a reward function returned, and return it as a float.
+def checked_reward(function: Callable[..., Any], value: Any) -> StepReward:
+    """Check the value that a reward function returned, and return it as a float, or as floats by name.
 
     Args:
         function: the reward function, for its name in messages.
@@ -70,16 +111,57 @@ def finite_reward(function: Callable[..., Any], value: Any) -> float:
 
     Raises:
         NotScored: the value is None, so the episode is left out of training.
-        InvalidEnvironment: the value is not a number, or not finite.
+        InvalidEnvironment: the value is not a number, or not finite; or one of several is not, or has no fitting name.
     """
     if value is None:
         raise NotScored(f"{_name(function)} returned None")
+    return checked_names(value) if isinstance(value, Mapping) else _finite(_name(function), value)
+
+
+def checked_names(rewards: Mapping[str, Any]) -> dict[str, float | None]:
+    """Check rewards by name, and return them as floats.
+
+    Args:
+        rewards: by name; None in place of one: not scored.
+
+    Raises:
+        InvalidEnvironment: a name can't be that of a reward, or a value is no finite number.
+    """
+    _check_names(rewards)
+    return {
+        name: None if value is None else _finite(f"the reward {name!r}", value, "is") for name, value in rewards.items()
+    }
+
+
+def _check_names(names: Mapping[Any, Any]) -> None:
+    """Refuse names that can't be parts of the name of a metric, none at all, and too many."""
+    for name in names:
+        if not isinstance(name, str) or re.match(REWARD_NAME, name) is None or name.endswith("\n"):
+            raise InvalidEnvironment(
+                f"a reward's name has letters, digits, '.', '_' and '-', at most 64, and begins with a letter or a "
+                f"digit; {name!r} does not"
+            )
+    if not 0 < len(names) <= MAX_NAMED:
+        raise InvalidEnvironment(f"rewards by name are 1 to {MAX_NAMED}, not {len(names)}")
+
+
+def _finite(owner: str, value: Any, verb: str = "returned") -> float:
+    """Return a value as a float.
+
+    Args:
+        owner: whose reward it is, for messages.
+        value: what was given.
+        verb: of the message.
+
+    Raises:
+        InvalidEnvironment: it is not a number, or not finite.
+    """
     try:
         number = float(value)
     except (TypeError, ValueError, RuntimeError):
-        raise InvalidEnvironment(f"{_name(function)} returned {value!r}, which is no reward") from None
+        raise InvalidEnvironment(f"{owner} {verb} {value!r}, which is no reward") from None
     if not math.isfinite(number):
-        raise InvalidEnvironment(f"{_name(function)} returned {number}, and a reward is finite")
+        raise InvalidEnvironment(f"{owner} {verb} {number}, and a reward is finite")
     return number
 
 

@@ -11,12 +11,12 @@ from typing import Any, Literal
 
 from palestra.envs.concurrent import ConcurrentEnvironment
 from palestra.envs.environment import task_prompt
-from palestra.envs.rewards import finite_reward, reward_function
+from palestra.envs.rewards import checked_reward, reward_function
 from palestra.envs.tool_environment import final_answer
 from palestra.threads import call
 from palestra.tools import BadArguments, Finish, Tool, ToolManager
 from palestra.types.clock import Clock
-from palestra.types.messages import ChatMessage, Observation, text_message
+from palestra.types.messages import ChatMessage, Observation, StepReward, text_message
 
 DELEGATE = "delegate"
 
@@ -299,14 +299,14 @@ class SubagentEnvironment(ConcurrentEnvironment):
         if part.parent is not None:
             part.parent.arrived.put_nowait(part)
 
-    async def _scored(self, part: _AgentState, answer: str) -> float | None:
+    async def _scored(self, part: _AgentState, answer: str) -> StepReward | None:
         if part.parent is None:
-            reward: float = await call(partial(self._reward, self._task, answer), "palestra-reward")
+            reward: StepReward = await call(partial(self._reward, self._task, answer), "palestra-reward")
             return reward
         if self._subagent_reward is None:
             return None
         found = await call(partial(self._subagent_reward, self._task, part.prompt, answer), "palestra-reward")
-        return finite_reward(self._subagent_reward, found)
+        return checked_reward(self._subagent_reward, found)
 
     def _cut(self, part: _AgentState) -> None:
         """Cut off an agent whose result is not needed any more."""
@@ -329,7 +329,7 @@ class SubagentEnvironment(ConcurrentEnvironment):
         if part.parent is not None:
             part.parent.arrived.put_nowait(part)
 
-    def _last(self, part: _AgentState, *, truncated: bool, reward: float | None = None) -> None:
+    def _last(self, part: _AgentState, *, truncated: bool, reward: StepReward | None = None) -> None:
         """Emit an agent's last observation; that of a subagent is always terminated."""
         causes = () if part.observation is None else (part.observation.id,)
         own = part.parent is None

@@ -13,7 +13,7 @@ from palestra.envs.rewards import reward_function
 from palestra.threads import call
 from palestra.tools import FINISH, Finish, Tool, ToolManager, ToolResult
 from palestra.types.clock import Clock
-from palestra.types.messages import ChatMessage, Observation, text_message
+from palestra.types.messages import ChatMessage, Observation, StepReward, text_message
 
 
 def final_answer(action: ChatMessage) -> str | None:
@@ -45,7 +45,7 @@ class ToolEnvironment(ConcurrentEnvironment):
     def __init__(
         self,
         tools: Iterable[Tool],
-        reward_fn: Callable[..., Any],
+        reward_fn: Callable[..., Any] | Mapping[str, Callable[..., Any]],
         *,
         prompt: Callable[[Mapping[str, Any]], str] = task_prompt,
         system: str | None = None,
@@ -58,7 +58,7 @@ class ToolEnvironment(ConcurrentEnvironment):
 
         Args:
             tools: tools that the agent may call; `finish` is added.
-            reward_fn: `(task, answer) -> float`, or a function in TRL's form; sync or async.
+            reward_fn: `(task, answer) -> reward`, or a function in TRL's form, sync or async; or several, by name.
             prompt: makes the question of a task.
             system: system message of the agent's conversation, if any.
             max_steps: replies that the agent may make in an episode.
@@ -98,8 +98,8 @@ class ToolEnvironment(ConcurrentEnvironment):
         reward = await call(partial(self.score, self._task, said), "palestra-reward")
         self.emit(self._agent, (), parents=(observation.id,), reward=reward, terminated=answer is not None)
 
-    def score(self, task: Mapping[str, Any], answer: str) -> float | Awaitable[float]:
-        """Return the reward of an answer. Override it to score more than the answer.
+    def score(self, task: Mapping[str, Any], answer: str) -> StepReward | Awaitable[StepReward]:
+        """Return the reward of an answer, or several by name. Override it to score more than the answer.
 
         It runs in a thread and may block; if it is an `async def` it runs on the event loop.
 

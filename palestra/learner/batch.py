@@ -12,7 +12,7 @@ import numpy as np
 
 from palestra.algorithms.base import Algorithm, ForwardOutputs, Group, TokenAdvantages
 from palestra.algorithms.loss import part_scale, token_weights
-from palestra.algorithms.named_rewards import reward_means
+from palestra.algorithms.named_rewards import missing_rewards, reward_means
 from palestra.config import AlgorithmConfig, LossAggMode, Roles
 from palestra.errors import InvalidAlgorithm
 from palestra.learner.shares import share_of
@@ -218,7 +218,7 @@ def make_batch(
         groups.append(Group(trajectories=episodes, rows=rows))
         of_groups.append(tuple(rollout.tokens for rollout, _ in members))
     metrics = {f"train/{name}": float(left_out[name]) for name in LEFT_OUT}
-    metrics |= _token_metrics(trajectories) | _rollout_metrics(shares)
+    metrics |= _token_metrics(trajectories) | _rollout_metrics(shares, config)
     return Batch(groups=groups, tokens=of_groups, staleness={}, metrics=metrics).without((), version)
 
 
@@ -331,16 +331,17 @@ def _token_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     }
 
 
-def _rollout_metrics(shares: Sequence[Trajectory]) -> dict[str, float]:
+def _rollout_metrics(shares: Sequence[Trajectory], config: AlgorithmConfig) -> dict[str, float]:
     """Return what is said of episodes as the trained policy has played them."""
-    rewards = [_reward(t) for t in shares]
+    named = [t.episode.named_rewards for t in shares]
+    rewards = [_reward(t) + more for t, more in zip(shares, missing_rewards(named, config), strict=True)]
     calls = [chat for t in shares for chat in t.chats]
     forks = Counter(call.fork.reason for call in calls if call.fork is not None)
     return {
         "train/reward_mean": float(np.mean(rewards)),
         "train/reward_std": float(np.std(rewards)),
         "train/episodes": float(len(shares)),
-        **{f"train/rewards/{name}": mean for name, mean in reward_means(shares).items()},
+        **{f"train/rewards/{name}": mean for name, mean in reward_means(named).items()},
         "rollout/truncated_share": float(np.mean([c.finish_reason == "length" for c in calls])) if calls else 0.0,
         "rollout/drift_share": sum(forks[reason] for reason in forks if reason.is_drift) / max(len(calls), 1),
     } | {f"rollout/forks_{reason.value}": float(forks[reason]) for reason in ForkReason}

@@ -5,13 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from palestra.config import Roles
+from palestra.algorithms.named_rewards import missing_rewards, reward_means
+from palestra.config import AlgorithmConfig, Roles
 from palestra.store import Groups
 from palestra.types.records import Task
 from palestra.types.states import EpisodeState
 
 
-async def evaluate(groups: Groups, tasks: Sequence[Task], done: int, roles: Roles) -> dict[str, float]:
+async def evaluate(
+    groups: Groups, tasks: Sequence[Task], done: int, roles: Roles, algorithm: AlgorithmConfig
+) -> dict[str, float]:
     """Score every validation task once, and return the metrics.
 
     Discarded episodes are not scored and do not count as 0: the metrics say how many tasks the mean is of. Episodes
@@ -22,6 +25,7 @@ async def evaluate(groups: Groups, tasks: Sequence[Task], done: int, roles: Role
         tasks: the validation tasks.
         done: number of steps that are done.
         roles: which agents a frozen policy plays; their rewards are not counted.
+        algorithm: weighs rewards by name.
     """
     started = time.monotonic()
     known = await groups.of_step("validation", done)
@@ -34,10 +38,12 @@ async def evaluate(groups: Groups, tasks: Sequence[Task], done: int, roles: Role
         episodes = [episode for _, members in scored for episode in members]
         if all(e.state in (EpisodeState.COMPLETED, EpisodeState.DISCARDED) for e in episodes):
             break
+    named = [e.named_rewards for e in episodes if e.rewards is not None]
     rewards = [float(sum(roles.trained_rewards(e.rewards).values())) for e in episodes if e.rewards is not None]
+    rewards = [reward + more for reward, more in zip(rewards, missing_rewards(named, algorithm), strict=True)]
     row = {
         "validation/scored": float(len(rewards)),
         "validation/total": float(len(episodes)),
         "time/validation_seconds": time.monotonic() - started,
-    }
+    } | {f"validation/rewards/{name}": mean for name, mean in reward_means(named).items()}
     return row | ({"validation/reward_mean": sum(rewards) / len(rewards)} if rewards else {})

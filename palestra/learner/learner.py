@@ -25,6 +25,7 @@ from palestra.learner.groups import DynamicSampling, gather_groups
 from palestra.learner.recordings import Recordings, gather_recorded
 from palestra.learner.reporting import RunFolder, StepLog
 from palestra.learner.schedule import TaskOrder
+from palestra.learner.teacher import ServedTeacher
 from palestra.learner.update import PolicyUpdate
 from palestra.rollout import RolloutSyncLock
 from palestra.session import PolicySet
@@ -75,8 +76,12 @@ class Learner:
         self._policies = policies
         regularization = Regularization(config.algorithm)
         self._budget = TrainingBudget(config, store.groups)
+        served = config.algorithm.served_teacher
+        self._teacher = None if served is None else ServedTeacher(served, policies.runtime(policies.trained[0]))
         self._updates = {
-            name: PolicyUpdate(config, trainer, algorithm, regularization, name, self._budget, self._event, store)
+            name: PolicyUpdate(
+                config, trainer, algorithm, regularization, name, self._budget, self._event, store, self._teacher
+            )
             for name in policies.trained
         }
         most = algorithm.dynamic_sampling * config.rollout.groups_per_step
@@ -103,6 +108,20 @@ class Learner:
         self._train_tasks: list[Task] = []
         self._validation_tasks: list[Task] = []
 
+    async def prepare(self) -> None:
+        """Look whether what the training needs of other servers is there, before this one takes requests.
+
+        Raises:
+            ConfigError: a server that is to teach can't.
+            TeacherFailed: it does not answer.
+        """
+        if self._teacher is not None:
+            try:
+                await self._teacher.check()
+            except BaseException:
+                await self._teacher.close()
+                raise
+
     def stop(self) -> None:
         """Make `run` save and return after the step that is being trained; a step being gathered is dropped."""
         self._stopping.set()
@@ -116,6 +135,8 @@ class Learner:
         try:
             await self._train_all()
         finally:
+            if self._teacher is not None:
+                await self._teacher.close()
             await self._checkpoints.close()  # after an error, one may be half written
 
     async def _train_all(self) -> None:
@@ -309,7 +330,9 @@ class Learner:
                 return False
             self._progress.enter(_evaluating(step), Phase("validation", step))
             roles = self._policies.roles
-            found = await self._unless_stopped(evaluate(self._store.groups, self._validation_tasks, step, roles))
+            algorithm = self._config.algorithm
+            evaluation = evaluate(self._store.groups, self._validation_tasks, step, roles, algorithm)
+            found = await self._unless_stopped(evaluation)
             if found is None:
                 return False
             row |= {"version": self._newest(), **found}

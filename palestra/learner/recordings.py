@@ -59,12 +59,12 @@ class Recordings:
         if run_dir is None:
             tasks = await self._store.tasks.of_split("train")
             for task in tasks:
-                _conversation(task)
+                read_conversation(task)
             return tasks
         self._policies = await in_thread(lambda: _learned_policies(run_dir, self._runtime))
         known = await self._store.log.fact(_IDS)
         if known is None:
-            names = await in_thread(lambda: _chosen(run_dir, self._source.min_reward))
+            names = await in_thread(lambda: chosen_episodes(run_dir, self._source.min_reward))
             await self._store.log.set_fact(_IDS, to_json(names))
         else:
             names = orjson.loads(known)
@@ -108,7 +108,7 @@ class Recordings:
 
     def _of_conversation(self, task: Task, version: PolicyVersion) -> RecordedEpisode:
         """Return an episode with a call for each reply of a conversation."""
-        messages, tools, reward = _conversation(task)
+        messages, tools, reward = read_conversation(task)
         calls: list[Chat] = []
         for place, message in enumerate(messages):
             if message.role == "assistant":
@@ -232,8 +232,7 @@ def _learned_policies(run_dir: Path, runtime: PolicyRuntime) -> frozenset[str]:
     Raises:
         ConfigError: there is no such run, or its model has another tokenizer.
     """
-    if not (run_dir / "run.db").is_file():
-        raise ConfigError(f"algorithm.from_run: {run_dir} is not the folder of a run (it has no run.db)")
+    _check_run(run_dir)
     config = load_config(run_dir / SAVED_CONFIG)
     names = frozenset(config.trained_policies)
     for model in {config.policies[name].model for name in names} - {runtime.config.model}:
@@ -245,6 +244,11 @@ def _learned_policies(run_dir: Path, runtime: PolicyRuntime) -> frozenset[str]:
     return names
 
 
+def _check_run(run_dir: Path) -> None:
+    if not (run_dir / "run.db").is_file():
+        raise ConfigError(f"algorithm.from_run: {run_dir} is not the folder of a run (it has no run.db)")
+
+
 def _same_tokens(model: str, runtime: PolicyRuntime) -> bool:
     """Return whether every token of a model is the same bytes in the policy's tokenizer."""
     from palestra.models.causal_lm import load_tokenizer
@@ -254,12 +258,17 @@ def _same_tokens(model: str, runtime: PolicyRuntime) -> bool:
     return len(other) == len(own) and all(other.bytes_of(token) == own.bytes_of(token) for token in range(len(own)))
 
 
-def _chosen(run_dir: Path, min_reward: float | None) -> list[str]:
+def chosen_episodes(run_dir: Path, min_reward: float | None) -> list[str]:
     """Return the ids of a run's completed training episodes with enough reward, in canonical order.
 
+    Args:
+        run_dir: folder of the run.
+        min_reward: the least reward; None: any.
+
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such run, or no such episode.
     """
+    _check_run(run_dir)
     with browse(run_dir / "run.db") as connection:
         found = list_episodes(connection, "train", "completed", sys.maxsize)
     rewarded = [(each.episode_id, each.reward) for each in found if each.reward is not None and each.completion_tokens]
@@ -274,7 +283,7 @@ def _chosen(run_dir: Path, min_reward: float | None) -> list[str]:
     return names
 
 
-def _conversation(task: Task) -> tuple[tuple[ChatMessage, ...], tuple[dict[str, Any], ...], float]:
+def read_conversation(task: Task) -> tuple[tuple[ChatMessage, ...], tuple[dict[str, Any], ...], float]:
     """Return messages, tools and reward of a task that is a conversation.
 
     Raises:

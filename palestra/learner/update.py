@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from palestra.algorithms.base import Algorithm, CriticUpdate, ForwardOutputs
+from palestra.algorithms.base import Algorithm, CriticUpdate, ForwardOutput, ForwardOutputs
 from palestra.algorithms.loss import LossSpec
 from palestra.algorithms.losses import build_loss
 from palestra.algorithms.regularization import Regularization
@@ -24,6 +24,7 @@ from palestra.learner.choices import CallChoices
 from palestra.learner.metrics import loss_metrics
 from palestra.learner.replay import ReplayBuffer
 from palestra.learner.shares import share_of
+from palestra.learner.teacher import ServedTeacher
 from palestra.store import RunStore
 from palestra.trainer.base import CriticKind, Network, OptimParams, OptimReport, PolicySpec, StepReport, Trainer
 from palestra.types.records import Trajectory
@@ -49,10 +50,10 @@ def policy_spec(config: JobConfig, algorithm: Algorithm, policy: str, weights: M
     model, kl = weights.get(policy, config.policies[policy].model), config.algorithm.kl
     reference = None if kl is None else model if kl.reference is None else weights.get(REFERENCE, kl.reference)
     named = config.teacher
-    if named is None and "teacher_logprobs" in algorithm.needs:
+    if named is None and "teacher_logprobs" in algorithm.needs and config.algorithm.served_teacher is None:
         raise ConfigError(
             f"algorithm.name is {config.algorithm.name!r}, and the job has no policy that teaches: add one to "
-            "[policies] with `frozen = true`"
+            "[policies] with `frozen = true`, or name a server (algorithm.teacher_server)"
         )
     teacher = None if named is None else weights.get(named, config.policies[named].model)
     critic: CriticKind | None = None
@@ -101,6 +102,7 @@ class PolicyUpdate:
         budget: TrainingBudget,
         add_event: AddEvent,
         store: RunStore,
+        teacher: ServedTeacher | None = None,
     ) -> None:
         """Assemble the update of a policy.
 
@@ -113,8 +115,9 @@ class PolicyUpdate:
             budget: knows how far the training is, and so the learning rate of a step.
             add_event: records an event of the job.
             store: has the episodes of earlier steps, for an algorithm that trains them again.
+            teacher: a server that teaches; None: there is none.
         """
-        self._budget = budget
+        self._budget, self._teacher = budget, teacher
         self._config, self._trainer, self._algorithm, self._policy = config, trainer, algorithm, policy
         self._regularization = regularization
         self._roles, self._add_event = config.players, add_event
@@ -172,6 +175,8 @@ class PolicyUpdate:
         problems = await self._trainer.untrainable(self._policy, batch.samples, request_id)
         if self._choices is not None:
             problems = await self._choices.problems(trajectories) | problems
+        if self._teacher is not None:
+            problems = self._teacher.unanswerable(batch.samples) | problems
         return problems
 
     async def _trainable(self, step: int, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
@@ -212,7 +217,7 @@ class PolicyUpdate:
         # Some algorithms need outputs of the policy before the step: one more forward pass over the rows.
         forward: ForwardOutputs = {}
         if (needs := self._algorithm.needs | self._regularization.outputs) and batch.samples:
-            forward = await self._trainer.forward(self._policy, batch.samples, needs)
+            forward = await self._forward(batch, needs)
         if batch.samples:
             batch = batch.with_token_rewards(self._regularization.token_rewards(batch.samples, forward))
         advantages = await asyncio.to_thread(self._algorithm.advantages, batch.groups, forward)
@@ -229,6 +234,13 @@ class PolicyUpdate:
         if batch.samples and (critic is None or step > critic.warmup_steps):
             row |= await self._update(step, batch, loss, request)
         return row
+
+    async def _forward(self, batch: Batch, needs: frozenset[ForwardOutput]) -> ForwardOutputs:
+        """Return outputs for the rows: of the trainer, and those of a teacher on another server."""
+        if self._teacher is None:
+            return await self._trainer.forward(self._policy, batch.samples, needs)
+        own = await self._trainer.forward(self._policy, batch.samples, needs - {"teacher_logprobs"})
+        return {**own, "teacher_logprobs": await self._teacher.logprobs(batch.samples)}
 
     async def _without(self, step: int, batch: Batch, problems: Mapping[str, str]) -> Batch:
         """Leave out episodes that can't be trained, and report why."""

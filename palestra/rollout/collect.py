@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Any
 
 from palestra.agents import Agent
+from palestra.config import AlgorithmConfig
 from palestra.envs import ConcurrentEnvironment
 from palestra.errors import (
     ContextOverflow,
@@ -18,6 +19,7 @@ from palestra.errors import (
     EpisodeEnded,
     EpisodeLeaseExpired,
     EpisodeOver,
+    InvalidEnvironment,
     NotScored,
     RolloutFailed,
     ServerStopping,
@@ -25,7 +27,7 @@ from palestra.errors import (
 )
 from palestra.session import EpisodeSession, GenerationRequest, Sessions
 from palestra.types.calls import Chat
-from palestra.types.messages import ChatMessage, Observation, ToolChoice
+from palestra.types.messages import MAX_NAMED, ChatMessage, Observation, StepReward, ToolChoice
 from palestra.types.records import MAX_STEPS, StepTimes
 
 LONGEST_SEEN = 4000  # characters of the last observations
@@ -66,6 +68,8 @@ class EpisodeResult:
     termination: Termination = Termination.DONE
     steps: list[Step] = field(default_factory=list)  # in order of observation: TimeStep i is entry i
     rewards: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # by agent
+    named_rewards: dict[str, float | None] | None = None  # sums of agents that learn; None: none has names
+    unnamed: bool = False  # whether such an agent has earned something without a name
     full_contexts: list[str] = field(default_factory=list)  # subagents whose context had no room for a reply
     info: dict[str, str] = field(default_factory=dict)  # by TimeStep that caused it, or `reset`; see `_note`
     last_seen: str = ""  # text of last observations, which no model call contains
@@ -105,6 +109,7 @@ class TrajectoryCollectEngine:
         agents: Mapping[str, Agent],
         sessions: Sessions,
         session: EpisodeSession,
+        algorithm: AlgorithmConfig,
         temperature: float | None = None,
     ) -> None:
         """Prepare to play one episode.
@@ -114,10 +119,11 @@ class TrajectoryCollectEngine:
             agents: agents by name. An agent without an entry is played by its nearest parent's, or by the one named "".
             sessions: the job's sessions, whose roles say which policy an agent calls.
             session: the episode's session, which makes and records model calls.
+            algorithm: weighs rewards by name.
             temperature: temperature of calls where the job fixes none; None: the job's.
         """
         self._environment, self._agents = environment, agents
-        self._sessions, self._session = sessions, session
+        self._sessions, self._session, self._algorithm = sessions, session, algorithm
         self.roles = sessions.context.policies.roles
         self._temperature = temperature
         self._histories: dict[str, tuple[ChatMessage, ...]] = defaultdict(tuple)
@@ -129,8 +135,16 @@ class TrajectoryCollectEngine:
 
         Raises:
             RolloutFailed: the environment, an agent or the engine failed; the episode has no reward.
+            NotScored: the environment has left the episode without a reward.
             EpisodeLeaseExpired, EpisodeEnded: the lease was lost.
         """
+        await self._play(task)
+        with classify_errors(Termination.ENVIRONMENT_FAILED):
+            self._check_named()
+        return self._result
+
+    async def _play(self, task: Mapping[str, Any]) -> None:
+        """Play the episode to its end, and collect it in the result."""
         turns: set[asyncio.Task[None]] = set()
         observing: asyncio.Task[Observation] | None = None
         try:
@@ -159,13 +173,12 @@ class TrajectoryCollectEngine:
                     if self._take(observation):
                         turns.add(asyncio.ensure_future(self._turn(observation)))
         except EpisodeOver:
-            return self._result
+            return
         except ContextOverflow as error:
             # No action was possible: the task itself does not fit, so there is no behaviour to reward.
             if all(step.acted_at is None for step in self._result.steps):
                 raise RolloutFailed(Termination.AGENT_FAILED, _said(error)) from error
             self._result.termination = Termination.CONTEXT_FULL
-            return self._result
         finally:
             left = [*turns, *([observing] if observing is not None else [])]
             for one in left:
@@ -177,10 +190,13 @@ class TrajectoryCollectEngine:
         """Record an observation and return whether it asks for an action."""
         result = self._result
         if observation.reward is not None:
-            result.rewards[observation.agent] += observation.reward
+            reward, learns = self._weighed(observation.reward), self.roles.learns(observation.agent)
+            result.rewards[observation.agent] += reward
             known = [self._number[parent] for parent in observation.parents if parent in self._number]
-            if known and self.roles.learns(observation.agent):  # a frozen policy's reward is no one's return
-                result.steps[max(known)].reward += observation.reward
+            if known and learns:  # a frozen policy's reward is no one's return
+                result.steps[max(known)].reward += reward
+            if learns:
+                self._name(observation.reward)
         if observation.info:
             _note(result.info, self._name_of(observation), observation.info)
         if observation.truncated and not observation.terminated:
@@ -193,6 +209,48 @@ class TrajectoryCollectEngine:
         self._number[observation.id] = len(result.steps)
         result.steps.append(Step(observation=observation))
         return True
+
+    def _weighed(self, reward: StepReward) -> float:
+        """Return a reward as one number."""
+        return self._algorithm.weighted_sum(reward) if isinstance(reward, Mapping) else reward
+
+    def _name(self, reward: StepReward) -> None:
+        """Add a reward to those of the episode by name."""
+        result = self._result
+        if not isinstance(reward, Mapping):
+            result.unnamed = result.unnamed or reward != 0
+            return
+        named = result.named_rewards = result.named_rewards or {}
+        for name, value in reward.items():
+            before = named.get(name)
+            named[name] = before if value is None else (before or 0.0) + value
+
+    def _check_named(self) -> None:
+        """Refuse what rewards by name can't be together.
+
+        Raises:
+            NotScored: the episode has names, and none of them was scored.
+            InvalidEnvironment: it has rewards without names as well, or too many names; or something was not scored
+                where it is not known whose reward that would have been.
+        """
+        result = self._result
+        if (named := result.named_rewards) is None:
+            return
+        if result.unnamed:
+            raise InvalidEnvironment(
+                f"some rewards of this episode have names ({', '.join(map(repr, named))}), and others have none; give "
+                "all of them by name"
+            )
+        if len(named) > MAX_NAMED:
+            raise InvalidEnvironment(f"an episode has at most {MAX_NAMED} rewards by name, not {len(named)}")
+        unscored = [name for name, value in named.items() if value is None]
+        if len(unscored) == len(named):
+            raise NotScored("no reward by name was scored")
+        if unscored and len(self.roles.trained_rewards(result.rewards)) > 1 and self._algorithm.credits_agents:
+            raise InvalidEnvironment(
+                f"{', '.join(map(repr, unscored))} was not scored (None) in an episode in which several agents are "
+                "rewarded, each for itself; score it, or credit episodes or TimeSteps (algorithm.credit)"
+            )
 
     def _name_of(self, observation: Observation) -> str:
         """Return the TimeStep whose action caused an observation, as text, or `reset` if none did."""

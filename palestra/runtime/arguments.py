@@ -19,7 +19,7 @@ from palestra.rollout import RolloutSpec
 TaskData = Mapping[str, Any]
 Tasks = Iterable[TaskData] | str | Path
 EnvironmentMaker = Callable[[], Environment | ConcurrentEnvironment]
-RewardFunction = Callable[..., Any]
+RewardFunction = Callable[..., Any] | Mapping[str, Callable[..., Any]]
 
 
 def resolve_config(
@@ -67,7 +67,7 @@ def resolve_rollout(
         config: the job, whose `environment.name` may name an environment.
         rollout: a function `(task, endpoint)`, or a `RolloutSpec`.
         environment: the class of an environment, or a function without arguments that makes one, or a name.
-        reward: scores the answer to a task's `prompt`.
+        reward: scores the answer to a task's `prompt`; several functions by name give several rewards.
 
     Returns:
         The function or spec, or None if `config.environment` names the environment.
@@ -94,9 +94,11 @@ def resolve_rollout(
     if rollout is not None:
         return rollout
     if reward is not None:
-        if not callable(reward):
+        functions = reward.values() if isinstance(reward, Mapping) else (reward,)
+        if not all(map(callable, functions)):
             raise ConfigError(
-                f"`reward` has the type {type(reward).__name__}; give a function (task, answer) -> number"
+                f"`reward` has the type {type(reward).__name__}; give a function (task, answer) -> number, or a "
+                "dict of such functions by name"
             )
         try:
             reward_function(reward)

@@ -16,14 +16,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from palestra.algorithms.base import RecordedEpisodes
+from palestra.algorithms.registry import create_algorithm
 from palestra.config import DEFAULT_CONTEXT, FakeEngineConfig, JobConfig
 from palestra.envs import ConcurrentEnvironment, Environment
 from palestra.envs.catalog import catalog_entry
 from palestra.envs.check import check_environment
-from palestra.errors import ConfigError, InvalidEnvironment, ModelError
+from palestra.envs.task_splits import Split
+from palestra.errors import ConfigError, InvalidEnvironment, ModelError, StoreError
 from palestra.extras import missing_extra
 from palestra.http.server import listen
+from palestra.learner.recordings import chosen_episodes, read_conversation
 from palestra.runtime.tasks import read_files
+from palestra.types.records import Task
 
 GIB = 2**30
 TRAINED_BYTES = 16  # a parameter that is trained: weight, gradient and two moments in float32
@@ -67,7 +72,7 @@ def check_job(config: JobConfig) -> list[Finding]:
     """
     checks: list[Callable[[JobConfig], Iterator[Finding]]] = [_port, _folder, _devices]
     if config.kind == "training":
-        checks += [_tasks, _environment, _groups]
+        checks += [_tasks, _environment, _algorithm, _groups]
     if not isinstance(config.engine, FakeEngineConfig):
         checks.append(_models)
     return [finding for check in checks for finding in check(config)]
@@ -202,12 +207,54 @@ def _environment(config: JobConfig) -> Iterator[Finding]:
 
 
 def _first_task(config: JobConfig) -> dict[str, Any] | None:
-    """Return the first task of the job's file; None: there is no file, or one that `_tasks` finds fault with."""
+    """Return the first task of the job's files that is played; None: there is none, or `_tasks` finds fault with it."""
+    found = _tasks_of(config, "train" if _recorded(config) is None else "validation")
+    return found[0].data if found else None
+
+
+def _tasks_of(config: JobConfig, split: Split) -> list[Task]:
+    """Return the tasks of a file of the job; none if there is no file, or one that `_tasks` finds fault with."""
     try:
-        files = read_files(config)
+        return read_files(config).get(split, (None, []))[1]
+    except ConfigError:
+        return []
+
+
+def _recorded(config: JobConfig) -> RecordedEpisodes | None:
+    """Return the recorded episodes that the job trains; None: it plays, or its algorithm can't be made here."""
+    try:
+        return create_algorithm(config.algorithm).recorded
     except ConfigError:
         return None
-    return files["train"][1][0].data if "train" in files else None
+
+
+def _algorithm(config: JobConfig) -> Iterator[Finding]:
+    """Look for what the algorithm needs: episodes of a run, conversations, a policy that teaches."""
+    try:
+        algorithm = create_algorithm(config.algorithm)
+    except ConfigError as error:
+        yield Finding(key="algorithm.name", text=str(error))
+        return
+    served = config.algorithm.served_teacher
+    if served is not None and served.key_variable is not None and not os.environ.get(served.key_variable):
+        text = f"the variable {served.key_variable} is not set, and has to hold the key of {served.url}"
+        yield Finding(key="algorithm.teacher_server.key_variable", text=text)
+    if "teacher_logprobs" in algorithm.needs and config.teacher is None and served is None:
+        text = "the job has no policy that teaches; add one to [policies] with `frozen = true`"
+        yield Finding(key="algorithm.teacher", text=text)
+    recorded = algorithm.recorded
+    try:
+        if recorded is not None and recorded.run_dir is not None:
+            chosen_episodes(recorded.run_dir, recorded.min_reward)
+        elif recorded is not None:
+            for task in _tasks_of(config, "train"):
+                read_conversation(task)
+    except (ConfigError, StoreError) as error:
+        key = "algorithm.from_run" if config.algorithm.brings_tasks else "tasks.train"
+        yield Finding(key=key, text=str(error).removeprefix(f"{key}: "))
+    if recorded is not None and recorded.run_dir is None and config.tasks.train is None and config.environment.name:
+        text = f"the tasks of {config.environment.name!r} are no conversations; name a file in tasks.train, or from_run"
+        yield Finding(key="tasks.train", text=text)
 
 
 def _groups(config: JobConfig) -> Iterator[Finding]:

@@ -242,6 +242,7 @@ async def local_job(
                     report,
                     lock,
                 )
+                await work.prepare()
             async with (
                 served(create_job_app(plane), listener, plane.stop, plane.connections),
                 _watched(store, progress),
@@ -295,7 +296,7 @@ def _runners(
     lock = RolloutSyncLock() if config.rollout.weight_sync == "between_episodes" else None
     pool = RunnerPool(
         sessions,
-        Runner(sessions, play, timeout_seconds=chosen.timeout_seconds),
+        Runner(sessions, play, algorithm=config.algorithm, timeout_seconds=chosen.timeout_seconds),
         max_concurrency=chosen.max_concurrency or min(due, MOST_AT_ONCE),
         lock=lock,
         progress=progress.rollouts,

@@ -64,7 +64,9 @@ def train(
         environment: class of an environment, a function without arguments that makes one, or the name of one that ships
             with Palestra (`palestra environments`).
         reward: scores one answer to each task's `prompt`: `(task, answer) -> float`, or a function in TRL's
-            form, which gets texts.
+            form, which gets texts. None is not scored, and left out. Several rewards by name, which the job weighs and
+            adds up (`algorithm.reward_weights`), are a dict of functions, or a function that returns a dict of numbers;
+            None in place of one leaves that one out.
         validation_tasks: held-out tasks, in the same forms; scored greedily every `evaluation.every_steps` steps.
         concurrency: number of episodes that are played at the same time; None: one step's episodes, at most 64.
         resume: whether to continue the run in the configured folder (or the newest of the job's name).

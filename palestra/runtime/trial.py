@@ -8,33 +8,35 @@ engine's batch full), tokens of a reply, and the time. What the estimate assumes
 from __future__ import annotations
 
 import asyncio
-import itertools
-import json
 import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Self
 
-from palestra.config import JobConfig, Roles
-from palestra.envs import ConcurrentEnvironment, Environment, SerialEnvironment
-from palestra.rollout import RolloutSpec
-from palestra.runtime.checking import environment_of, existing_parent
+from palestra.config import JobConfig
+from palestra.disk import in_new_folder
+from palestra.runtime.checking import existing_parent
 from palestra.runtime.local import local_job, run_on_uvloop
 from palestra.runtime.tasks import task_of
-from palestra.store.browsing import EpisodeSummary, browse, list_episodes
+from palestra.runtime.trial_play import (
+    STAND_IN_WORDS,
+    conversation_words,
+    has_stand_in,
+    plays_episodes,
+    stand_in_task,
+    teaching_share_of,
+    trial_play,
+)
+from palestra.store.browsing import browse, list_episodes
+from palestra.store.calls import read_trajectory
 
 STEPS = 2  # the first step makes the optimizer's moments and warms up; the second one is measured
 REPLY_TOKENS = 64  # of a reply in the trial
-STAND_IN_WORDS = 200  # of a prompt where nothing says what prompts are like
 LOOK_SECONDS = 0.02  # between two looks at the memory
-# What half of the episodes get on top of their reward, so that every group has a gradient to measure. It is more than
-# environments give, and a power of two, so that the environment's own reward can be separated from it afterwards.
-LUCK = 2.0**20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,9 +127,12 @@ def estimate_step(config: JobConfig, report: Callable[[str], None], limit_second
         TimeoutError: two steps took longer than the limit.
     """
     began = time.monotonic()
-    with TemporaryDirectory(prefix=".palestra-check-", dir=existing_parent(config.folder)) as folder:
-        trial = trial_config(config, Path(folder) / "run")
-        measured = run_on_uvloop(_run(trial, config, report, limit_seconds))
+
+    def work(folder: Path) -> tuple[JobConfig, Measured]:
+        trial = trial_config(config, folder / "run")
+        return trial, run_on_uvloop(_run(trial, config, report, limit_seconds))
+
+    trial, measured = in_new_folder(existing_parent(config.folder), ".palestra-check-", work)
     return extrapolate(config, trial, measured, time.monotonic() - began)
 
 
@@ -142,15 +147,16 @@ def load_model(config: JobConfig, report: Callable[[str], None]) -> None:
         PalestraError: the model can't be loaded, or served with this configuration.
     """
 
-    async def work() -> None:
+    async def opened(trial: JobConfig) -> None:
         async with local_job(trial, lambda kind, data: None):
             pass
 
-    report("loading the model")
-    with TemporaryDirectory(prefix=".palestra-check-", dir=existing_parent(config.folder)) as folder:
+    def work(folder: Path) -> None:
         server = config.server.model_copy(update={"host": "127.0.0.1", "port": 0})
-        trial = config.model_copy(update={"run_dir": Path(folder) / "run", "server": server})
-        run_on_uvloop(work())
+        run_on_uvloop(opened(config.model_copy(update={"run_dir": folder / "run", "server": server})))
+
+    report("loading the model")
+    in_new_folder(existing_parent(config.folder), ".palestra-check-", work)
 
 
 def trial_config(config: JobConfig, folder: Path) -> JobConfig:
@@ -195,7 +201,8 @@ def extrapolate(config: JobConfig, trial: JobConfig, seen: Measured, trial_secon
     row, larger = seen.row, config.rollout.groups_per_step / trial.rollout.groups_per_step
     calls = seen.calls / max(seen.episodes, 1) * row["train/episodes"]
     short, full = _reply_limit(trial), _reply_limit(config)
-    cut = row["rollout/truncated_share"] * calls if full > short else 0.0
+    plays = plays_episodes(config)
+    cut = row["rollout/truncated_share"] * calls if full > short and plays else 0.0
     sampled, prompt = row["rollout/completion_tokens"], row["rollout/prompt_tokens"]
     longer = (sampled + cut * (full - short)) / max(sampled, 1)
     distinct = (prompt - row["rollout/reused_tokens"] + sampled) * (1 - row.get("train/merged_share", 0.0))
@@ -212,7 +219,7 @@ def extrapolate(config: JobConfig, trial: JobConfig, seen: Measured, trial_secon
     return Estimate(
         memory_bytes=int(peak),
         gpu_bytes=seen.gpu_bytes,
-        episodes=config.rollout.group_size * config.rollout.groups_per_step,
+        episodes=(config.rollout.group_size if plays else 1) * config.rollout.groups_per_step,
         calls=round(calls * larger),
         prompt_tokens=round(prompt * larger),
         completion_tokens=round(sampled * larger * longer),
@@ -241,7 +248,13 @@ def _assumptions(config: JobConfig, trial: JobConfig, seen: Measured) -> Iterato
         )
     groups, trial_groups = config.rollout.groups_per_step, trial.rollout.groups_per_step
     if groups > trial_groups:
-        yield f"{trial_groups} of {groups} groups were played; time grows with their number"
+        what = "groups were played" if plays_episodes(config) else "episodes were trained"
+        yield f"{trial_groups} of {groups} {what}; time grows with their number"
+    if not plays_episodes(config):
+        if has_stand_in(config):
+            words = conversation_words(config)
+            yield f"your conversations come later: one is taken to have {words} words, half of them learned"
+        return
     if _reply_limit(config) > _reply_limit(trial):
         share = seen.row["rollout/truncated_share"]
         others = "; replies of frozen policies are taken as they were" if len(config.policies) > 1 else ""
@@ -271,80 +284,35 @@ async def _run(trial: JobConfig, config: JobConfig, report: Callable[[str], None
     report("loading the model")
     began = time.monotonic()
     with _MemoryPeak() as memory:
-        async with asyncio.timeout(limit_seconds), local_job(trial, heard, _played(config)) as job:
+        async with asyncio.timeout(limit_seconds), local_job(trial, heard, trial_play(config)) as job:
             loaded, idle = time.monotonic() - began, memory.now()
-            if config.tasks.train is None and config.environment.name is None:
-                await job.plane.store.tasks.push("train", [task_of({"prompt": "word " * STAND_IN_WORDS})], "check")
+            if has_stand_in(config):
+                await job.plane.store.tasks.push("train", [task_of(stand_in_task(config))], "check")
                 await job.plane.store.tasks.seal()
-            report("playing and training")
+            report("playing and training" if plays_episodes(config) else "training")
             await job.run()
     assert trial.run_dir is not None
     with browse(trial.run_dir / "run.db") as connection:
         played = list_episodes(connection, "train", "completed", 10**6)
+        # Of a job whose agents play outside, the rewards are those of the stand-in.
+        known = config.environment.name is not None
+        teaching = (
+            teaching_share_of((read_trajectory(connection, each.episode_id) for each in played), config)
+            if known
+            else 1.0
+        )
     newest = sorted((trial.run_dir / "checkpoints").glob("step-*"))[-1]
     return Measured(
         row=rows[-1],
         calls=sum(episode.calls for episode in played),
         episodes=len(played),
-        teaching_share=1.0 if config.environment.name is None else _teaching_share(played, config.players),
+        teaching_share=teaching,
         idle_bytes=idle,
         peak_bytes=memory.peak,
         gpu_bytes=_gpu_peak(),
         load_seconds=loaded,
         checkpoint_bytes=sum(file.stat().st_size for file in newest.rglob("*") if file.is_file()),
     )
-
-
-def _teaching_share(played: Sequence[EpisodeSummary], roles: Roles) -> float:
-    """Return the share of groups whose episodes differ in what the environment gave them.
-
-    Args:
-        played: completed episodes, each with a reward to which `LUCK` was added some number of times.
-        roles: which agents a frozen policy plays; nothing is learned from their rewards.
-    """
-    rewards: dict[str, set[float]] = {}
-    for episode in played:
-        if episode.rewards is not None:
-            group, earned = episode.episode_id.rpartition("-")[0], sum(roles.trained_rewards(episode.rewards).values())
-            rewards.setdefault(group, set()).add(round(math.remainder(earned, LUCK), 6))
-    return sum(len(different) > 1 for different in rewards.values()) / max(len(rewards), 1)
-
-
-def _played(config: JobConfig) -> RolloutSpec:
-    """Return what the trial plays: the job's environment, or one question that stands in for the user's agent."""
-    make = environment_of(config) or _StandIn
-    number = itertools.count()
-
-    def made() -> ConcurrentEnvironment:
-        found = make()
-        system = config.environment.system
-        environment = found if isinstance(found, ConcurrentEnvironment) else SerialEnvironment(found, system=system)
-        luck, emit = LUCK * (next(number) % 2), environment.emit
-
-        def emit_with_luck(agent: str, content: Any, **more: Any) -> Any:
-            if more.get("reward") is not None:
-                more["reward"] += luck
-            return emit(agent, content, **more)
-
-        environment.emit = emit_with_luck  # type: ignore[method-assign]  # of this episode's environment alone
-        return environment
-
-    return RolloutSpec(environment=made)
-
-
-class _StandIn(Environment):
-    """One question, which is the task itself, and any answer."""
-
-    blocking = False
-
-    def reset(self, task: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-        """Show the prompt of the task, or the task as JSON."""
-        prompt = task.get("prompt")
-        return (prompt if isinstance(prompt, str) else json.dumps(dict(task))), {}
-
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """End the episode."""
-        return "", 0.0, True, False, {}
 
 
 class _MemoryPeak:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from palestra.server.dialects.base import Dialect, DialectRequest, GenerationRes
 from palestra.server.respond import StreamedAnswer, WholeAnswer, generate
 from palestra.server.state import DataPlane
 from palestra.session import PolicyRuntime
+from palestra.types.calls import TokenSequence
 
 # Answers with more tokens (counting `top_logprobs`) are written as JSON in a thread, not on the event loop.
 MANY_TOKENS = 4096
@@ -63,6 +65,8 @@ class GenerateHandler:
         with self._sessions.admitted():
             async with open_session() as session:
                 result = await until_disconnect(request.receive, generate(session, asked.calls))
+                if asked.scored:
+                    result = await until_disconnect(request.receive, _scored(result, runtime))
                 body = await self._rendered(asked, result, runtime)
                 return WholeAnswer(session, asked.calls, result.chats, body)
 
@@ -71,13 +75,24 @@ class GenerateHandler:
 
         A long one is written in a thread, so that it does not block other requests.
         """
-        tokens = sum(len(chat.completion_ids) for chat in result.chats)
+        tokens = sum(len(chat.completion_ids) for chat in result.chats) + sum(map(len, result.prompt_logprobs))
         if tokens * (1 + max(call.top_logprobs for call in asked.calls)) > MANY_TOKENS:
             return await self._plane.pool.run(self._json, asked, result, runtime)
         return self._json(asked, result, runtime)
 
     def _json(self, asked: DialectRequest[Any], result: GenerationResult, runtime: PolicyRuntime) -> bytes:
         return orjson.dumps(self._dialect.render(asked, result, runtime))
+
+
+async def _scored(result: GenerationResult, runtime: PolicyRuntime) -> GenerationResult:
+    """Return a result with the log-probabilities of the prompts' tokens; choices of one prompt have the same."""
+    known: dict[bytes, list[float]] = {}
+    for chat in result.chats:
+        ids = chat.prompt_ids
+        if ids.tobytes() not in known:
+            known[ids.tobytes()] = await runtime.engine.score(runtime.name, TokenSequence(ids, ()))
+    found = tuple(known[chat.prompt_ids.tobytes()] for chat in result.chats)
+    return replace(result, prompt_logprobs=found)
 
 
 class CountHandler:

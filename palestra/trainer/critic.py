@@ -147,14 +147,16 @@ class _ValueNet:
         return [*body, *((f"value_head.{name}", parameter) for name, parameter in self._head.named_parameters())]
 
     def __call__(self, micro: MicroBatch, nodes: Tensor | None = None) -> Tensor:
-        """Return the values of nodes, float32 [n, heads]; the heads compute in float32.
+        """Return the values of nodes, [n, heads], in the precision of the heads' weights, which is float32.
 
         Args:
             micro: trees of rows.
             nodes: int64 [n]; None: all nodes.
         """
         hidden = flat_hidden(self._model, micro)
-        values: Tensor = self._head((hidden if nodes is None else hidden.index_select(0, nodes)).float())
+        values: Tensor = self._head(
+            (hidden if nodes is None else hidden.index_select(0, nodes)).to(self._head.weight.dtype)
+        )
         return values
 
 

@@ -5,11 +5,13 @@ The API checks them and the client builds them.
 
 from __future__ import annotations
 
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from palestra.config import JobKind
+from palestra.errors import Forbidden
 from palestra.types.wire import Body, JsonObject, Name
 
 # Upper bounds keep numbers within what SQLite, PostgreSQL and JavaScript clients can hold exactly.
@@ -131,6 +133,21 @@ class ArtifactView(Body):
     path: str
     bytes: int
     modified_at: float
+
+    def place_in(self, folder: Path) -> Path:
+        """Return the file's path in a copy of the run.
+
+        Args:
+            folder: of the copy.
+
+        Raises:
+            Forbidden: the path leads out of the folder.
+        """
+        if PurePosixPath(self.path).is_absolute() or ".." in PurePosixPath(self.path).parts:
+            raise Forbidden(
+                f"the control plane names the file {self.path!r}, which lies outside the run; nothing was copied"
+            )
+        return folder / self.path
 
 
 class NodeView(Body):

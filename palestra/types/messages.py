@@ -18,6 +18,10 @@ Text = Annotated[str, AfterValidator(_without_surrogates)]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 # required: the reply has to be tool calls; none: the reply is not searched for tool calls.
 ToolChoice = Literal["auto", "none", "required"]
+StepReward = float | Mapping[str, float | None]
+"""A reward: one number, or several by name, of which None was not scored."""
+REWARD_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"  # of one of several rewards: a part of the name of a metric
+MAX_NAMED = 32  # rewards of an episode by name
 
 
 class TextPart(BaseModel):
@@ -122,7 +126,8 @@ class Observation:
         agent: the agent that sees it; a subagent's name starts with its parent's, as in "planner/search".
         content: messages that are new to the agent's conversation.
         tools: tools that the agent may call, in OpenAI's shape.
-        reward: for the actions that caused it; None: not scored, which is not the same as 0.
+        reward: for the actions that caused it: a number, or several by name; None: not scored, which is not the same
+            as 0, also in place of one of several.
         terminated: the agent's part has ended, so no action is expected.
         truncated: the agent's part was cut off, by a limit for instance, which is not the same as ended.
         observed_at: Unix seconds.
@@ -134,7 +139,7 @@ class Observation:
     agent: str
     content: tuple[ChatMessage, ...]
     tools: tuple[dict[str, Any], ...] = ()
-    reward: float | None = None
+    reward: StepReward | None = None
     terminated: bool = False
     truncated: bool = False
     observed_at: float = 0.0

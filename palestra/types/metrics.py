@@ -34,7 +34,8 @@ METRICS = (
         "train/reward_mean",
         "reward",
         "Mean of the rewards of all completed episodes of the step's batch; an episode's is the sum over its agents, "
-        "without those that a frozen policy plays.",
+        "without those that a frozen policy plays. A named reward that was not scored counts as the mean of the scored "
+        "ones.",
     ),
     Metric("train/reward_std", "reward", "Population standard deviation of the same rewards."),
     Metric(
@@ -47,7 +48,7 @@ METRICS = (
         "train/groups_zero_variance",
         "groups",
         "Groups whose returns are all equal, where they are compared within the group: advantage 0, no rows. Always "
-        "0 of `reinforce_pp` without `baseline = group`, `rae`, `ppo`, `a2c`, `sft` and `distill`.",
+        "0 of `reinforce_pp` without `baseline = group`, `rae`, `ppo`, `a2c`, `sac`, `sft` and `distill`.",
     ),
     Metric("train/groups_dropped", "groups", "Groups of this step that lost too many episodes and were replaced."),
     Metric(
@@ -130,6 +131,11 @@ METRICS = (
     ),
     Metric("time/step_seconds", "s", "The whole step, evaluation left out."),
     Metric("validation/reward_mean", "reward", "Mean reward of the scored validation episodes, greedy."),
+    Metric(
+        "validation/rewards/NAME",
+        "reward",
+        "Mean of the named reward NAME over the validation episodes in which it was scored; of each such name.",
+    ),
     Metric("validation/scored", "episodes", "Validation episodes that got a reward."),
     Metric("validation/total", "episodes", "Validation episodes in all; the mean is over `scored` of them."),
     Metric("time/validation_seconds", "s", "The whole evaluation."),

@@ -12,6 +12,8 @@ from typing import Annotated, Literal
 import orjson
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, model_validator
 
+from palestra.types.messages import MAX_NAMED, REWARD_NAME
+
 
 def _storable(data: dict[str, JsonValue]) -> dict[str, JsonValue]:
     """Return the JSON object unchanged if the store can return it unchanged.
@@ -52,8 +54,7 @@ def _short(data: dict[str, JsonValue]) -> dict[str, JsonValue]:
 MAX_REWARD = 1e9
 Reward = Annotated[float, Field(allow_inf_nan=False, strict=True, ge=-MAX_REWARD, le=MAX_REWARD)]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
-RewardName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]  # a part of the name of a metric
-MAX_NAMED = 32
+RewardName = Annotated[str, Field(pattern=REWARD_NAME)]
 
 
 class Body(BaseModel):

@@ -17,7 +17,7 @@ from palestra.engine.fake import FakeEngine, digits_script
 from palestra.errors import EngineFailure
 from palestra.models.causal_lm import load_causal_lm
 from palestra.models.weights import LocalWeights
-from palestra.types.calls import PolicyVersion, SamplingParams
+from palestra.types.calls import PolicyVersion, SamplingParams, TokenSequence
 
 PROMPT = np.arange(40, 52, dtype=np.int32)
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=10, seed=3)
@@ -133,3 +133,16 @@ async def test_an_engine_says_what_it_has_to_do_and_what_it_has_done(engine):
     load = engine.load()
     assert (load.waiting, load.running, load.sampled_tokens) == (0, 0, sampled)
     assert load.kv_bytes_used <= load.kv_bytes
+
+
+async def test_the_score_of_a_prompt_is_a_logprob_of_each_token_but_the_first(engine):
+    assert await engine.score("policy", TokenSequence(PROMPT[:1])) == []
+    found = await engine.score("policy", TokenSequence(PROMPT))
+    assert len(found) == len(PROMPT) - 1
+    assert all(value <= 0 for value in found)
+    assert await engine.score("policy", TokenSequence(PROMPT)) == found
+    reply = [token for piece in await pieces_of(engine) for token in piece.ids]
+    whole = np.concatenate([PROMPT, np.array(reply, np.int32)])
+    sampled = [value for piece in await pieces_of(engine) for value in piece.logprobs]
+    scored = (await engine.score("policy", TokenSequence(whole)))[len(PROMPT) - 1 :]
+    assert scored == pytest.approx(sampled, abs=1e-4)  # they were sampled at temperature 1, among all tokens

@@ -161,3 +161,54 @@ def test_a_model_that_is_only_served_is_loaded(job_file, capsys):
     out, progress = capsys.readouterr()
     assert "nothing stands" in out
     assert "loading the model" in progress
+
+
+TINY = """
+steps = 3
+[policies.student]
+model = "tiny-random"
+max_context = 256
+sampling = {max_tokens = 8}
+[rollout]
+group_size = 4
+groups_per_step = 2
+[evaluation]
+every_steps = 0
+[server]
+port = 0
+"""
+
+
+def tried(job_file, text: str) -> tuple[dict, list[str]]:
+    """The estimate and the keys of what was found, of a trial with a real model."""
+    job_file.write_text(TINY + text)
+    done = subprocess.run(
+        [str(PALESTRA), "check", "job.toml", "--json"], cwd=job_file.parent, capture_output=True, text=True, timeout=150
+    )
+    found = json.loads(done.stdout)
+    assert (done.returncode, found["works"]) == (0, True), (done.stdout, done.stderr)
+    return found["estimate"], [finding["key"] for finding in found["findings"]]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_conversations_are_tried_without_playing(job_file, known):
+    """Those of a file, or one that stands in for those that a client will push."""
+    said = {"messages": [{"role": "user", "content": "2 + 2 ="}, {"role": "assistant", "content": "4"}]}
+    (job_file.parent / "said.jsonl").write_text(json.dumps(said))
+    files = '[tasks]\ntrain = "said.jsonl"\n' if known else ""
+    estimate, keys = tried(job_file, files + '[algorithm]\nname = "sft"\n')
+    assert keys == []
+    assert (estimate["episodes"], estimate["calls"], estimate["teaching_share"]) == (2, 2, 1.0)
+    assert (estimate["completion_tokens"] < 20) == known  # that of the file has one token and the end
+    assert any("conversations come later" in text for text in estimate["assumptions"]) == (not known)
+    assert estimate["train_seconds"] > 0
+
+
+def test_a_teacher_is_tried_and_rewards_have_no_say(job_file):
+    """All rewards of the untrained model are 0, and yet it learns: nothing is to be noted."""
+    teacher = '[policies.big]\nmodel = "tiny-random"\nmax_context = 256\nfrozen = true\n'
+    rest = '[algorithm]\nname = "distill"\n[environment]\nname = "arithmetic"\n'
+    estimate, keys = tried(job_file, teacher + rest)
+    assert "rollout.group_size" not in keys
+    assert (estimate["teaching_share"], estimate["episodes"]) == (1.0, 8)
+    assert estimate["train_seconds"] == estimate["most_train_seconds"] > 0

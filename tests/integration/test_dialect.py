@@ -353,5 +353,24 @@ async def test_a_prompt_that_is_none_is_refused_and_named(tmp_path, prompt):
         with pytest.raises(openai.UnprocessableEntityError) as caught:
             await ai.completions.create(model="policy", prompt=prompt)
         assert caught.value.param == "prompt"
-        with pytest.raises(openai.BadRequestError, match="echo"):
-            await ai.completions.create(model="policy", prompt="a", echo=True)
+        with pytest.raises(openai.UnprocessableEntityError, match="whole answers only") as caught:
+            await ai.completions.create(model="policy", prompt="a", echo=True, stream=True)
+        assert caught.value.param == "echo"
+
+
+async def test_a_prompt_may_be_echoed_with_the_logprobs_of_its_tokens(tmp_path):
+    """OpenAI's `echo`, by which others learn what a model finds of a text: the first token follows nothing."""
+    async with speaking(tmp_path) as (_, _, ai, _):
+        plain = await ai.completions.create(model="policy", prompt="a b", max_tokens=3, echo=True)
+        ids = [*b"a b"]
+        more = {"prompt": [ids, [104]], "logprobs": 2, "n": 2}
+        whole = await ai.completions.create(model="policy", max_tokens=3, echo=True, **more)
+    assert (plain.choices[0].text[:3], plain.choices[0].logprobs) == ("a b", None)
+    assert [choice.text[:3] for choice in whole.choices[:2]] == ["a b"] * 2
+    for choice, prompt in zip(whole.choices, ["a b", "a b", "h", "h"], strict=True):
+        found, before = choice.logprobs, len(prompt)
+        sampled = len(found.tokens) - before
+        assert "".join(found.tokens).startswith(choice.text)  # the stop token is no text
+        assert found.token_logprobs == [None, *[-1.0] * (before - 1 + sampled)]
+        assert [bool(most) for most in found.top_logprobs] == [False] * before + [True] * sampled
+        assert found.text_offset == list(range(before + sampled))

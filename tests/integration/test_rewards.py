@@ -194,3 +194,45 @@ def test_a_rollout_of_which_no_named_reward_is_scored_is_left_out(tmp_path):
     left_out = [row for row in episodes(tmp_path) if row["state"] == "discarded"]
     assert len(left_out) == rollout.given > 0
     assert {row["reason"].partition(":")[0] for row in left_out} == {"not_scored"}
+
+
+def test_rewards_by_name_of_train_are_weighed_measured_and_none_is_no_zero(tmp_path):
+    def style(task, answer):
+        return None if task["number"] % 2 else 4.0
+
+    tasks = [task | {"prompt": "say it"} for task in TASKS]
+    settings = config(
+        tmp_path,
+        steps=1,
+        rollout={"group_size": 2, "groups_per_step": 4},
+        algorithm={"reward_weights": {"style": 0.5}},
+        evaluation={"every_steps": 1},
+    )
+    rewards = {"right": lambda task, answer: 1.0, "style": style}
+    held_out = [task | {"id": f"v {task['id']}"} for task in tasks]
+    result = palestra.train(reward=rewards, tasks=tasks, validation_tasks=held_out, config=settings, quiet=True)
+    row = result.metrics[-1]
+    for split in ("train", "validation"):
+        assert (row[f"{split}/rewards/right"], row[f"{split}/rewards/style"]) == (1.0, 4.0)
+        assert row[f"{split}/reward_mean"] == 3.0, "not scored is as good as the others"
+    found = [json.loads(row["named_rewards"]) for row in episodes(tmp_path)]
+    assert {json.dumps(named) for named in found} == {
+        '{"right": 1.0, "style": 4.0}',
+        '{"right": 1.0, "style": null}',
+    }
+
+
+def test_an_environment_of_your_own_may_give_rewards_by_name(tmp_path):
+    class Named(Environment):
+        blocking = False
+
+        def reset(self, task):
+            return "?", {}
+
+        def step(self, action):
+            return "", {"right": 1.0, "short": None}, True, False, {}
+
+    result = palestra.train(environment=Named, tasks=TASKS, config=config(tmp_path, steps=1), quiet=True)
+    assert result.metrics[-1]["train/rewards/right"] == 1.0
+    assert "train/rewards/short" not in result.metrics[-1]
+    assert {row["named_rewards"] for row in episodes(tmp_path)} == {'{"right":1.0,"short":null}'}

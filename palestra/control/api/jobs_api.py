@@ -11,7 +11,7 @@ from palestra.config import parse_config
 from palestra.control.accounts.identity import Identity
 from palestra.control.api import artifacts, streams
 from palestra.control.api.access import ControlPlane
-from palestra.control.api.submission import allowed, request_of
+from palestra.control.api.submission import allowed, recorded_source, request_of
 from palestra.control.jobs.launcher import LOG_FILE
 from palestra.control.jobs.scheduler import RUN
 from palestra.control.rights.permissions import Action
@@ -104,6 +104,7 @@ def add_job_routes(app: FastAPI, plane: ControlPlane) -> None:
         """Submit a new job with the request of this one; it starts from the beginning."""
         job = await plane.job(by, job_id, Action.JOB_RESUBMIT)
         config = await plane.pool.run(allowed, job.config, by, plane.rules)
+        await recorded_source(plane, by, job.kind, config)  # it may read other episodes than the first job
         request = JobRequest(
             name=job.name,
             kind=job.kind,

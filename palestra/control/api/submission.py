@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from palestra.algorithms.registry import create_algorithm
@@ -11,7 +12,7 @@ from palestra.control.accounts.identity import Identity
 from palestra.control.api.access import ControlPlane
 from palestra.control.jobs.rules import Rules
 from palestra.control.jobs.scheduler import RUN
-from palestra.control.jobs.sources import step_meant
+from palestra.control.jobs.sources import JOB_ID, check_recorded, recorded_job, step_meant
 from palestra.control.rights.permissions import Action
 from palestra.errors import ConfigError, InvalidRequest
 from palestra.types.control_wire import SubmitJob
@@ -28,7 +29,7 @@ async def request_of(plane: ControlPlane, body: SubmitJob, by: Identity) -> JobR
 
     Raises:
         ConfigError, InvalidRequest: the job can't be run, for the reason in the message.
-        NotFound: `from_job` is no job of this tenant, or has no such checkpoint.
+        NotFound: `from_job` is no job of this tenant, or has no such checkpoint; `from_run` is none, or has no episode.
         Forbidden: the key does not allow reading that job.
     """
     if body.from_step is not None and body.from_job is None:
@@ -40,6 +41,7 @@ async def request_of(plane: ControlPlane, body: SubmitJob, by: Identity) -> JobR
         step = await asyncio.to_thread(step_meant, run, source.job_id, body.from_step)
     # A configuration may be as long as a body, and is read several times.
     kind, given = await plane.pool.run(_completed, body, source, by, plane.rules)
+    recorded = await recorded_source(plane, by, kind, given)
     return JobRequest(
         name=body.name or ("job" if source is None else source.name),
         kind=kind,
@@ -47,7 +49,7 @@ async def request_of(plane: ControlPlane, body: SubmitJob, by: Identity) -> JobR
         config=given,
         resources=Resources(cpus=body.resources.cpus, gpus=body.resources.gpus, memory_gib=body.resources.memory_gib),
         attached=body.attached,
-        private=await _private(plane, body, by, source),
+        private=await _private(plane, body, by, (source, recorded)),
         restarts_limit=body.restarts,
         time_limit_seconds=plane.rules.time_limit(body.time_limit_seconds),
         from_job=body.from_job,
@@ -94,11 +96,33 @@ def allowed(given: dict[str, Any], by: Identity, rules: Rules) -> dict[str, Any]
     return given | {"rollout": given.get("rollout", {}) | {"max_claimed": most}}
 
 
-async def _private(plane: ControlPlane, body: SubmitJob, by: Identity, source: JobRecord | None) -> bool:
-    """Return whether the job will be private: as requested, else as its source, else as the tenant's default."""
+async def recorded_source(plane: ControlPlane, by: Identity, kind: JobKind, given: dict[str, Any]) -> JobRecord | None:
+    """Return the job whose episodes a job learns from; None: it needs none.
+
+    Args:
+        plane: the control plane.
+        by: the caller, who has to be allowed to read that job.
+        kind: of the new job; one that serves a model reads no episodes.
+        given: its JobConfig as JSON, checked.
+
+    Raises:
+        NotFound: there is no such job in the caller's tenant, it is another user's private one, or it has no episodes.
+        Forbidden: the key does not allow reading it.
+    """
+    if kind != "training" or (name := recorded_job(given)) is None:
+        return None
+    source = await plane.job(by, name, Action.JOB_READ)
+    run = plane.scheduler.folder_of(source.job_id) / RUN
+    await asyncio.to_thread(check_recorded, run, source.job_id, plane.store.clock.now())
+    return source
+
+
+async def _private(plane: ControlPlane, body: SubmitJob, by: Identity, sources: Sequence[JobRecord | None]) -> bool:
+    """Return whether the job will be private: as requested, else as a source, else as the tenant's default."""
     if body.private is not None:
         return body.private
-    return (source is not None and source.private) or await plane.administration.private_jobs(by)
+    inherited = any(source is not None and source.private for source in sources)
+    return inherited or await plane.administration.private_jobs(by)
 
 
 def _config(body: SubmitJob, source: JobRecord | None) -> dict[str, Any]:
@@ -117,7 +141,7 @@ def _config(body: SubmitJob, source: JobRecord | None) -> dict[str, Any]:
     if source is None:
         raise InvalidRequest("a job has a config, or from_job, whose configuration it takes", "config")
     kind = body.kind or "inference"
-    left_out = ("environment",) if kind == "inference" else ()
+    left_out = ("environment", "algorithm") if kind == "inference" else ()
     return {key: value for key, value in source.config.items() if key not in left_out} | {"kind": kind}
 
 
@@ -132,11 +156,21 @@ def _checked(given: dict[str, Any], rules: Rules) -> JobConfig:
         if value is not None and (not keys or (isinstance(value, dict) and any(value.get(key) for key in keys))):
             raise InvalidRequest(f"config.{section} names files, which the server does not read", f"config.{section}")
     algorithm = given.get("algorithm")
-    if isinstance(algorithm, dict) and algorithm.get("from_run") is not None:
+    recorded = algorithm.get("from_run") if isinstance(algorithm, dict) else None
+    if recorded is not None and not (isinstance(recorded, str) and JOB_ID.fullmatch(recorded)):
         raise InvalidRequest(
-            "config.algorithm.from_run names a folder, which the server does not read", "config.algorithm.from_run"
+            f"config.algorithm.from_run is {recorded!r}, and the server reads no folder for it; name the ID of a job, "
+            "such as 'job-1f3a5c7e9b2d4f60'",
+            "config.algorithm.from_run",
         )
     config = parse_config(given)
+    # It would be asked from inside of the operator's network, with a variable of the server's environment as its key.
+    if config.algorithm.served_teacher is not None:
+        raise InvalidRequest(
+            "config.algorithm.teacher_server names a server, and this one calls no other for its users; take a frozen "
+            "policy as the teacher",
+            "config.algorithm.teacher_server",
+        )
     for name, policy in config.policies.items():
         try:
             rules.weights(policy.model)

@@ -29,7 +29,7 @@ from palestra.control.jobs.launcher import (
     read_ended,
 )
 from palestra.control.jobs.rules import Rules
-from palestra.control.jobs.sources import with_own_weights
+from palestra.control.jobs.sources import recorded_job, with_own_episodes, with_own_weights
 from palestra.control.placement.fitting import GpuShare, Node, RunningJob, counted, devices_for, memory_limit_gib
 from palestra.control.placement.placement import JobStart, PlacementPolicy, place
 from palestra.control.placement.queues import WaitingJob
@@ -303,6 +303,10 @@ class JobScheduler:
         if job.from_job is not None:
             source = self.folder_of(job.from_job) / RUN
             config = await asyncio.to_thread(with_own_weights, job, folder, source)
+        if job.kind == "training" and (recorded := recorded_job(config)) is not None:
+            source = self.folder_of(recorded) / RUN
+            models = self._rules.models
+            config = await asyncio.to_thread(with_own_episodes, job, config, folder, source, models)
         await asyncio.to_thread((folder / ENDED_FILE).unlink, missing_ok=True)  # left by the job's previous server
         own = job.from_job is not None
         weights = await asyncio.to_thread(lambda: self._rules.places(parse_config(config), started_from_job=own))

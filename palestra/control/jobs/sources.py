@@ -1,16 +1,21 @@
-"""Weights from which a job starts: a checkpoint of another job of its tenant, of which the job gets its own copy."""
+"""What a job takes of another job of its tenant: weights of a checkpoint, episodes; it gets a copy of its own."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from palestra.config import with_model
+from palestra.config import SAVED_CONFIG, dump_config, load_config, with_model
+from palestra.disk import write_whole
 from palestra.errors import NotFound
+from palestra.store.copying import completed_until, copy_completed
 from palestra.trainer import checkpoint
 from palestra.types.jobs import JobRecord
 
 CHECKPOINTS = "checkpoints"  # in a job's run
+JOB_ID = re.compile(r"job-[0-9a-f]{16}")
 
 
 def step_meant(run: Path, job_id: str, wanted: int | None) -> int:
@@ -54,3 +59,60 @@ def with_own_weights(job: JobRecord, folder: Path, source_run: Path) -> dict[str
     if not own.exists():
         checkpoint.link_model(source_run / CHECKPOINTS, job.from_step, own)
     return {**job.config, "policies": with_model(job.config["policies"], str(own))}
+
+
+def recorded_job(config: Mapping[str, Any]) -> str | None:
+    """Return the job whose episodes are learned from (`algorithm.from_run`); None: there is none.
+
+    Args:
+        config: a JobConfig as JSON, which was checked.
+    """
+    found = (config.get("algorithm") or {}).get("from_run")
+    return None if found is None else str(found)
+
+
+def check_recorded(run: Path, job_id: str, moment: float) -> None:
+    """Refuse a run without an episode that could be learned from.
+
+    Args:
+        run: the other job's run folder.
+        job_id: of the other job, for the error.
+        moment: Unix seconds; later episodes do not count.
+
+    Raises:
+        NotFound: there is no completed training episode.
+        StoreError: the run can't be read.
+    """
+    if not completed_until(run, moment):
+        raise NotFound(f"job {job_id} has no completed training episode to learn from yet")
+
+
+def with_own_episodes(
+    job: JobRecord, config: dict[str, Any], folder: Path, source_run: Path, models: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return the configuration of a job with `algorithm.from_run`, which names a folder of the job's own.
+
+    At the first start the folder gets the episodes that were completed when the job was submitted.
+
+    Args:
+        job: says when it was submitted.
+        config: of the job, as JSON.
+        folder: of the job.
+        source_run: run folder of the other job.
+        models: the operator's, by the name under which tenants use them.
+
+    Raises:
+        StoreError: the other job's episodes can't be read, or the copy can't be written.
+        ConfigError: its configuration can't be read.
+    """
+    own = folder / f"{recorded_job(config)}-episodes"
+    if not (own / SAVED_CONFIG).exists():
+        saved = load_config(source_run / SAVED_CONFIG)
+        # A name of the operator's list means nothing to the job's own process, which compares tokenizers.
+        policies = {
+            name: policy.model_copy(update={"model": models.get(policy.model, policy.model)})
+            for name, policy in saved.policies.items()
+        }
+        copy_completed(source_run, own, job.created_at)
+        write_whole(own / SAVED_CONFIG, dump_config(saved.model_copy(update={"policies": policies})).encode())
+    return {**config, "algorithm": config["algorithm"] | {"from_run": str(own)}}

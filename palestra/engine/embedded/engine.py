@@ -21,7 +21,7 @@ from palestra.errors import EngineFailure, InvalidRequest, ModelError
 from palestra.models.causal_lm import CausalLM, set_threads
 from palestra.models.device import memory_bytes
 from palestra.models.weights import WeightSource
-from palestra.types.calls import PolicyVersion, SampledTokens
+from palestra.types.calls import PolicyVersion, SampledTokens, TokenSequence
 
 log = logging.getLogger("palestra.engine")
 
@@ -89,6 +89,27 @@ class EmbeddedEngine:
             running.cancelled = True
             if policy.grammars is not None and running.matcher is not None:
                 policy.grammars.release(running.matcher)
+
+    async def score(self, policy: str, prompt: TokenSequence) -> list[float]:
+        """Compute a prompt by itself, between two turns; see `Engine.score`.
+
+        Its keys and values are dropped afterwards; for that time they are beyond `cache_gib`.
+
+        Args:
+            policy: whose present weights are asked.
+            prompt: [P] ids.
+
+        Raises:
+            InvalidRequest: an id that the model does not have, too many of them, or media.
+            ModelError: the engine has no such policy.
+        """
+        model = self._policy(policy).model
+        _check_prompt(prompt, model.vocab_size)
+        if len(prompt.ids) > model.max_positions:
+            raise InvalidRequest(f"a prompt has at most {model.max_positions} tokens", "prompt")
+        runner, found = self._core.runners[policy], list[float]()
+        await self._on_thread(lambda: found.extend(runner.score(prompt.ids, self._config.prefill_chunk)))
+        return found
 
     async def sync_weights(self, policy: str, version: PolicyVersion, source: WeightSource) -> None:
         """Copy new weights into the engine's model of a policy, as `Engine.sync_weights` describes.
@@ -211,17 +232,23 @@ def _check(request: EngineRequest, vocab_size: int) -> None:
     Raises:
         InvalidRequest: such an id; or media, which no model of this engine reads.
     """
-    ids, sampling = request.prompt.ids, request.sampling
-    if request.prompt.media:
-        raise InvalidRequest("the models of this engine read text only", "prompt")
-    if len(ids) == 0 or int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
-        raise InvalidRequest(f"a prompt has at least one token, and all are from 0 to {vocab_size - 1}", "prompt")
+    _check_prompt(request.prompt, vocab_size)
+    sampling = request.sampling
     for name, named in (
         ("logit_bias", [token for token, _ in sampling.logit_bias]),
         ("stop_token_ids", list(sampling.stop_ids)),
     ):
         if any(not 0 <= token < vocab_size for token in named):
             raise InvalidRequest(f"{name} names tokens from 0 to {vocab_size - 1}", name)
+
+
+def _check_prompt(prompt: TokenSequence, vocab_size: int) -> None:
+    """Refuse a prompt that the model can't read; see `_check`."""
+    ids = prompt.ids
+    if prompt.media:
+        raise InvalidRequest("the models of this engine read text only", "prompt")
+    if len(ids) == 0 or int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+        raise InvalidRequest(f"a prompt has at least one token, and all are from 0 to {vocab_size - 1}", "prompt")
 
 
 def kv_bytes(model: CausalLM, config: EmbeddedEngineConfig) -> int:

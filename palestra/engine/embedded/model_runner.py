@@ -27,8 +27,9 @@ from palestra.models.causal_lm import CausalLM
 from palestra.models.grammar_masks import mask_bits, unpack_bits
 from palestra.models.weights import WeightSource
 from palestra.tokens import TokenRun
-from palestra.types.calls import PolicyVersion
+from palestra.types.calls import Ids, PolicyVersion
 
+SCORED_AT_ONCE = 256  # positions whose logits exist at the same time
 MIN_ROWS = 4  # products of fewer rows take another way through the processor, and round differently
 
 
@@ -121,6 +122,28 @@ class ModelRunner:
         logits = self.model.logits(rows)[: len(requests)]
         self.sampled_tokens += len(requests)
         return sample(logits, [self._row_sampling(request) for request in requests])
+
+    def score(self, ids: Ids, piece: int | None) -> list[float]:
+        """Return the log-probability of each token of a prompt but the first, at temperature 1, [P - 1].
+
+        Args:
+            ids: int32 [P].
+            piece: the most tokens of a pass; None: all, as in a deterministic engine.
+        """
+        m, length = self.model, len(ids)
+        size = length if piece is None or self._deterministic else piece
+        keys = torch.empty((m.layers, 2, m.key_heads, length, m.head_dim), dtype=self._dtype, device=self._device)
+        tokens, found = torch.from_numpy(ids.astype(np.int64)), list[float]()
+        for start in range(0, length, size):
+            end = min(start + size, length)
+            attention = PrefillAttention([(keys, start, end - start)])
+            hidden = self._forward(tokens[start:end], torch.arange(start, end), attention)[: end - start]
+            targets = tokens[start + 1 : end + 1].to(self._device)  # one less than hidden states at the end
+            for first in range(0, len(targets), SCORED_AT_ONCE):
+                chosen = targets[first : first + SCORED_AT_ONCE]
+                logits = self.model.logits(hidden[first : first + len(chosen)]).float()
+                found += logits.log_softmax(dim=-1).gather(1, chosen.unsqueeze(1)).squeeze(1).tolist()
+        return found
 
     def advance_grammars(self, requests: Sequence[Request]) -> list[PalestraError | None]:
         """Find which tokens may come next in replies with a grammar; returns an error for each that has no next one."""

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 from pydantic import ValidationError
 
@@ -26,6 +26,37 @@ POLL_SECONDS = 0.3
 
 class GridStopped(Exception):
     """A signal ended the grid; what was running is saved."""
+
+
+class StopSignals:
+    """A context manager that counts SIGINT and SIGTERM inside of its block, instead of ending the process.
+
+    Attributes:
+        received: how many signals came.
+    """
+
+    def __init__(self) -> None:
+        """Prepare the counter; the handlers are set while the block is open."""
+        self.received = 0
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        self._before = {number: signal.signal(number, self._count) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait so long, or less if a signal comes, and return whether one has come."""
+        until = time.monotonic() + seconds
+        while not self.received and (left := until - time.monotonic()) > 0:
+            time.sleep(min(left, POLL_SECONDS))
+        return bool(self.received)
+
+    def _count(self, number: int, _: FrameType | None) -> None:
+        self.received += 1
 
 
 class GridRunner:
@@ -50,7 +81,7 @@ class GridRunner:
         """
         self._runs, self._command, self._checkpoints = runs, command, checkpoints
         self._progress, self._finished = progress, finished
-        self._signals = 0
+        self._signals = StopSignals()
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(self) -> int:
@@ -60,7 +91,7 @@ class GridRunner:
             GridStopped: a signal was received; the run of that moment is saved, unless it was a second signal.
         """
         failed = 0
-        with self._handled():
+        with self._signals:
             for number, run in enumerate(self._runs):
                 if (read_record(run.record) or {}).get("state") == FINISHED:
                     continue
@@ -91,39 +122,25 @@ class GridRunner:
         assert self._process.stdin is not None
         try:
             while (code := self._process.poll()) is None:
-                if self._signals:
+                if self._signals.received:
                     with contextlib.suppress(OSError):
                         self._process.stdin.close()
-                if self._signals > 1:
+                if self._signals.received > 1:
                     self._process.kill()
-                self._progress.show(run, stopping=bool(self._signals))
+                self._progress.show(run, stopping=bool(self._signals.received))
                 time.sleep(POLL_SECONDS)
         finally:
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
         state = (read_record(run.record) or {}).get("state")
-        if self._signals and state != FINISHED:
+        if self._signals.received and state != FINISHED:
             raise GridStopped
         if state == STARTED:
             write_record(run.record, record | {"state": FAILED, "reason": _reason(code, run.log)})
         self._progress.end(run, (read_record(run.record) or {}).get("reason"))
-        if self._signals:
+        if self._signals.received:
             raise GridStopped
         return state == FINISHED
-
-    @contextlib.contextmanager
-    def _handled(self) -> Iterator[None]:
-        """Count SIGINT and SIGTERM inside of the block, instead of ending the process."""
-
-        def count(number: int, _: FrameType | None) -> None:
-            self._signals += 1
-
-        before = {number: signal.signal(number, count) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 def check_records(runs: Sequence[PlannedRun]) -> None:

@@ -77,12 +77,9 @@ class GridProgress:
         if reason is not None:
             self._say(f"    failed: {one_line(reason)}; its output is in {run.log}")
             return
-        rows, self._seconds = read_rows(run.folder), seconds_by_run(self._runs)
-        scores = [row["validation/reward_mean"] for row in rows if "validation/reward_mean" in row]
-        tokens = max((row.get("rollout/sampled_tokens", 0.0) for row in rows), default=0.0)
-        reached = f"validation {scores[0]:.2f} → {scores[-1]:.2f}" if scores else "no validation"
+        self._seconds = seconds_by_run(self._runs)
         spent = duration(time.monotonic() - self._started)
-        self._say(f"    {reached} after {tokens:,.0f} tokens, {spent}{self._left(None)}")
+        self._say(f"    {reached(run.folder)}, {spent}{self._left(None)}")
 
     def stopped(self) -> None:
         """Stop the line below, if one is shown."""
@@ -120,6 +117,15 @@ class GridProgress:
             else:
                 left += expected
         return f", about {duration(left)} left" if left else ""
+
+
+def reached(folder: Path) -> str:
+    """Return in words what a run has reached, from its metrics."""
+    rows = read_rows(folder)
+    scores = [row["validation/reward_mean"] for row in rows if "validation/reward_mean" in row]
+    tokens = max((row.get("rollout/sampled_tokens", 0.0) for row in rows), default=0.0)
+    gained = f"validation {scores[0]:.2f} → {scores[-1]:.2f}" if scores else "no validation"
+    return f"{gained} after {tokens:,.0f} tokens"
 
 
 def seconds_by_run(runs: Sequence[PlannedRun]) -> dict[Path, tuple[PlannedRun, float]]:

@@ -85,13 +85,13 @@ class TokenTexts:
         self._offset = 0  # number of complete characters so far
 
     def logprobs(
-        self, ids: Sequence[int], logprobs: Sequence[float], top: Sequence[Sequence[tuple[int, float]]]
+        self, ids: Sequence[int], logprobs: Sequence[float | None], top: Sequence[Sequence[tuple[int, float]]]
     ) -> dict[str, Any]:
         """Return `choice.logprobs` of the tokens that follow those of earlier calls.
 
         Args:
-            ids: [N], the sampled tokens.
-            logprobs: [N], their log-probabilities.
+            ids: [N], the sampled tokens, perhaps after those of the prompt.
+            logprobs: [N], their log-probabilities; None: of a prompt's first token, which follows nothing.
             top: empty, or [N], at each place the most probable tokens with their logprobs.
         """
         offsets = []

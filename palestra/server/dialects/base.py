@@ -31,11 +31,13 @@ class DialectRequest(Generic[B]):
         body: the fields of the body.
         calls: the calls to sample: one for each prompt, all of one policy.
         stream: whether the answer is sent as events while it is sampled.
+        scored: whether the answer has the log-probabilities of the prompts' tokens.
     """
 
     body: B
     calls: tuple[GenerationRequest, ...]
     stream: bool = False
+    scored: bool = False
 
     @property
     def policy(self) -> str:
@@ -64,10 +66,13 @@ class GenerationResult:
         chats: the choices, in the order of the calls, then of each call's choices.
         top: for each choice the most probable tokens at each place. Empty if no call asked for them, or if the choice
             was recorded by an earlier request: they are not stored.
+        prompt_logprobs: for each choice the log-probability of each token of its prompt but the first. Empty if the
+            request does not ask for them.
     """
 
     chats: tuple[Chat, ...]
     top: Sequence[TopLogprobs]
+    prompt_logprobs: Sequence[Sequence[float]] = ()
 
 
 class EventWriter(ABC):

@@ -12,12 +12,12 @@ from palestra.errors import InvalidRequest
 from palestra.http.bodies import parse_body
 from palestra.server.dialects.answers import TokenBytes, TokenTexts, answer_id, fingerprint, usage_of
 from palestra.server.dialects.base import Dialect, DialectRequest, EventWriter, GenerationResult
-from palestra.server.dialects.fields import MAX_CHOICES, SamplingFields, call_fields, refuse_others
+from palestra.server.dialects.fields import MAX_CHOICES, Flag, SamplingFields, call_fields, refuse_others
 from palestra.session import CallStart, GenerationRequest, PolicyRuntime, ReplyPiece
 from palestra.types.calls import Chat
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default
-_HARMLESS: dict[str, tuple[Any, ...]] = {"echo": (False,), "best_of": (1,), "suffix": ("",)}
+_HARMLESS: dict[str, tuple[Any, ...]] = {"best_of": (1,), "suffix": ("",)}
 _IGNORED = ("user",)
 _TEXT = {"type": "string"}
 _TOKENS = {"type": "array", "items": {"type": "integer"}}
@@ -50,6 +50,11 @@ class CompletionRequest(SamplingFields):
     logprobs: Annotated[int, Field(ge=0, le=20, strict=True)] | None = Field(
         None, description="Return logprobs of the sampled tokens, and of so many most probable tokens at each place."
     )
+    echo: Flag | None = Field(
+        None,
+        description="Return the prompt before the reply, and with `logprobs` the logprob of each of its tokens but the "
+        "first, at temperature 1. Not with `stream`.",
+    )
 
 
 class Completions(Dialect[CompletionRequest]):
@@ -66,6 +71,8 @@ with.
         """Parse a request; a list of prompts becomes one call for each prompt. See `Dialect.parse`."""
         wanted = parse_body(CompletionRequest, body)
         refuse_others(wanted, _IGNORED, _HARMLESS)
+        if wanted.echo and wanted.stream:
+            raise InvalidRequest("a prompt is echoed in whole answers only; leave stream out", "echo")
         if len(wanted.prompt) * (wanted.n or 1) > MAX_CHOICES:
             raise InvalidRequest(f"{len(wanted.prompt)} prompts x n is over {MAX_CHOICES} choices", "n")
         first = GenerationRequest(
@@ -80,7 +87,7 @@ with.
             dataclasses.replace(first, prompt=prompt, digest=f"{first.digest}/{number}")
             for number, prompt in enumerate(wanted.prompt[1:], 1)
         ]
-        return DialectRequest(body=wanted, calls=(first, *others), stream=bool(wanted.stream))
+        return DialectRequest(body=wanted, calls=(first, *others), stream=bool(wanted.stream), scored=bool(wanted.echo))
 
     def render(
         self, request: DialectRequest[CompletionRequest], result: GenerationResult, runtime: PolicyRuntime
@@ -90,13 +97,19 @@ with.
         `result` has the recorded choices; `runtime` gives the bytes of tokens where logprobs were asked for.
         """
         bytes_of = _bytes_shown(request.body, runtime)
-        first, choices = result.chats[0], []
+        first, choices, scores = result.chats[0], [], result.prompt_logprobs
         for number, (chat, top) in enumerate(zip(result.chats, result.top, strict=True)):
-            ids = chat.completion_ids.tolist()
-            logprobs = None if bytes_of is None else TokenTexts(bytes_of).logprobs(ids, chat.logprobs.tolist(), top)
+            ids, values, before = chat.completion_ids.tolist(), chat.logprobs.tolist(), ""
+            if scores:
+                prompt = chat.prompt_ids.tolist()
+                ids_shown, values, before = prompt + ids, [None, *scores[number], *values], _text(prompt, runtime)
+                top = [*[()] * len(prompt), *top] if top else top
+            else:
+                ids_shown = ids
+            logprobs = None if bytes_of is None else TokenTexts(bytes_of).logprobs(ids_shown, values, top)
             choice = {
                 "index": number,
-                "text": chat.reply.text,
+                "text": before + chat.reply.text,
                 "finish_reason": chat.finish_reason,
                 "logprobs": logprobs,
             }
@@ -120,6 +133,11 @@ with.
         seconds.
         """
         return _CompletionChunks(request.body, runtime, created)
+
+
+def _text(ids: Sequence[int], runtime: PolicyRuntime) -> str:
+    """Return the text of a prompt, with what is no text replaced."""
+    return b"".join(map(runtime.token_bytes, ids)).decode(errors="replace")
 
 
 def _bytes_shown(wanted: CompletionRequest, runtime: PolicyRuntime) -> TokenBytes | None:

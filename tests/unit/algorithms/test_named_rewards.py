@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from palestra.algorithms.base import Group
-from palestra.algorithms.named_rewards import reward_means
+from palestra.algorithms.named_rewards import reward_means, with_missing_rewards
 from palestra.algorithms.registry import create_algorithm
-from palestra.config import parse_config
+from palestra.config import GRPOConfig, parse_config
 from palestra.errors import ConfigError
 from unit.building import make_chat, make_sample, make_trajectory
 
@@ -103,13 +103,60 @@ def test_gdpo_learns_where_the_sum_of_a_group_is_equal_and_its_parts_are_not():
 def test_the_mean_of_each_name_is_over_the_episodes_in_which_it_was_scored():
     named = [[{"right": 1.0, "short": None}, {"right": 0.0, "short": 4.0}], [{"other": -1.0}, {"right": 0.5}]]
     episodes = [trajectory for group in named for trajectory in _episodes(group)]
-    assert reward_means(episodes) == {"other": -1.0, "right": 0.5, "short": 4.0}
-    assert reward_means([make_trajectory(0, 0, 1.0, [make_chat()])]) == {}
+    assert reward_means([t.episode.named_rewards for t in episodes]) == {"other": -1.0, "right": 0.5, "short": 4.0}
+    assert reward_means([None]) == reward_means([]) == {}
 
 
 def _episodes(named):
     plain = [make_trajectory(0, place, 0.0, [make_chat()]) for place in range(len(named))]
     return [replace(t, episode=replace(t.episode, named_rewards=n)) for t, n in zip(plain, named, strict=True)]
+
+
+def by_steps(place: int, right: float, style: float | None, weight: float = 0.5):
+    """Two calls, each a TimeStep, of which only the last one earns something."""
+    name = f"train-000000-{place:02d}"
+    chats = [make_chat(name), make_chat(name, index=1, time_step=1)]
+    total = right + (0.0 if style is None else weight * style)
+    found = make_trajectory(0, place, total, chats)
+    named = {"right": right, "style": style}
+    return replace(found, episode=replace(found.episode, named_rewards=named, step_rewards=(0.0, total)))
+
+
+@pytest.mark.parametrize("credit", ["episode", "step", "agent", "branch"])
+def test_what_was_not_scored_is_no_zero_whatever_is_credited(credit):
+    """The first episode is like the second but for what was not scored; it stands between the other two."""
+    settings = {"advantage_scale": "none", "credit": credit, "reward_weights": {"style": 0.5}}
+    episodes = [by_steps(0, 1.0, None), by_steps(1, 1.0, 4.0), by_steps(2, 1.0, 8.0)]
+    returns = made(**settings).returns(episodes)
+    for number in (0, 1):
+        first, low, high = (of.values[of.key_of[number]] for of in returns)
+        assert (first, low, high) == (4.0, 3.0, 5.0)
+
+
+def test_a_critic_learns_no_zero_for_what_was_not_scored():
+    algorithm = made("ppo", reward_weights={"style": 0.5}, advantage_scale="none", gae_lambda=1.0)
+    episodes = [by_steps(0, 1.0, None), by_steps(1, 1.0, 4.0), by_steps(2, 1.0, 8.0)]
+    rows = tuple(make_sample([1, 2, 3, 4, 5], [3, 4], name=f"train-000000-{place:02d}") for place in range(3))
+    nothing = [np.where(row.loss_mask, 0.0, np.nan).astype(np.float32) for row in rows]
+    found = algorithm.advantages(
+        [Group(trajectories=tuple(episodes), rows=rows)], {"values": nothing, "next_values": nothing}
+    )
+    assert [column[4] for column in found.returns] == [4.0, 3.0, 5.0]
+
+
+def test_an_agent_is_not_credited_with_what_may_be_anothers():
+    """Two agents are rewarded, and a name is missing: of which of the two it is, is not known."""
+    episode = by_steps(0, 1.0, None)
+    two = replace(episode, episode=replace(episode.episode, rewards={"a": 0.5, "b": 0.5}))
+    group = [two, by_steps(1, 1.0, 4.0)]
+    assert with_missing_rewards(group, GRPOConfig(credit="agent"))[0] is two
+    assert with_missing_rewards(group, GRPOConfig())[0].episode.rewards == {"a": 4.5, "b": 0.5}
+
+
+def test_an_episode_without_names_changes_nothing_of_the_others():
+    plain = make_trajectory(0, 1, 7.0, [make_chat("train-000000-01")])
+    found = made(advantage_scale="none").returns([by_steps(0, 1.0, None), plain, by_steps(2, 1.0, 8.0)])
+    assert [of.values[of.key_of[0]] for of in found] == [1.0 + 8.0 * 1.0, 7.0, 1.0 + 8.0]
 
 
 def test_gdpo_is_of_rewards_of_episodes():

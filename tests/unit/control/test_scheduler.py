@@ -7,15 +7,19 @@ import shutil
 
 import pytest
 
+from palestra.config import SAVED_CONFIG, JobConfig, load_config
 from palestra.control.jobs.launcher import LOG_FILE, Ended, Ending, write_ended
 from palestra.control.jobs.rules import Rules
 from palestra.control.placement.fitting import GpuShare, Node
 from palestra.control.store import accounts, decisions
 from palestra.errors import ConfigError, ServerFailed
+from palestra.store.browsing import browse, list_episodes
 from palestra.trainer import checkpoint
 from palestra.types.jobs import SHARES, Resources
 from palestra.types.states import JobState
+from unit.building import TASK, open_store
 from unit.control.launching import FakeLauncher
+from unit.control.recording import play
 from unit.control.scheduling import in_state, is_empty, is_true, scheduling, states_of, submit
 from unit.waiting import until
 
@@ -139,6 +143,48 @@ async def test_a_job_whose_checkpoint_went_while_it_waited_fails_and_says_so(sto
         await until(in_state(store, job.job_id, JobState.FAILED))
     assert (await store.job("a", job.job_id)).reason == "the checkpoint of step 1 is gone; start from a newer one"
     assert launcher.started == []
+
+
+async def test_a_job_that_learns_from_another_has_the_episodes_of_its_submission_in_a_folder_of_its_own(
+    store, tmp_path
+):
+    launcher, source = FakeLauncher(), "job-0123456789abcdef"
+    run = tmp_path / "jobs" / source / "run"
+    await play(run, store.clock, 1.0, 0.0, config=JobConfig(model="house"))
+    config = {"policies": {"p": {"model": "tiny-random"}}, "algorithm": {"name": "sft", "from_run": source}}
+    job = await submit(store, config=config)
+    store.clock.advance(1)
+    with open_store(run, store.clock) as runs:  # the other job goes on
+        await runs.groups.register("train", 1, 2, TASK, 1)
+        late = await runs.episodes.claim("w", "late", None)
+        await runs.episodes.end(late.episode_id, late.fence, {"agent": 5.0}, None, {})
+    own = tmp_path / "jobs" / job.job_id / f"{source}-episodes"
+    (own.parent / f".{own.name}").mkdir(parents=True)  # of a start that was killed
+    async with scheduling(store, tmp_path, launcher, rules=Rules(models={"house": "/srv/house"})):
+        await until(in_state(store, job.job_id, JobState.RUNNING))
+        order = launcher.servers[job.job_id].order
+        assert order.config == config | {"algorithm": {"name": "sft", "from_run": str(own)}}
+        assert (await store.job("a", job.job_id)).config == config, "no path of the server is shown"
+        shutil.rmtree(run)
+        launcher.end(job.job_id, Ending.LOST, "its process is gone")
+        await until(lambda: is_true(launcher.started == [job.job_id] * 2))
+        await until(in_state(store, job.job_id, JobState.RUNNING))
+    with browse(own / "run.db") as connection:
+        found = list_episodes(connection, None, None, 10**6)
+        assert [(each.kind, each.reward, each.completion_tokens) for each in found] == [
+            ("train", 1.0, 3),
+            ("train", 0.0, 3),
+        ]
+    assert load_config(own / SAVED_CONFIG).policies["policy"].model == "/srv/house"
+    assert sorted(path.name for path in own.iterdir()) == [SAVED_CONFIG, "run.db"]
+
+
+async def test_a_job_whose_source_went_while_it_waited_fails_and_says_so(store, tmp_path):
+    config = {"algorithm": {"name": "sft", "from_run": "job-0123456789abcdef"}}
+    async with scheduling(store, tmp_path, FakeLauncher()):
+        job = await submit(store, config=config)
+        await until(in_state(store, job.job_id, JobState.FAILED))
+    assert "job-0123456789abcdef" in (await store.job("a", job.job_id)).reason
 
 
 async def test_cancelling_a_running_job_stops_its_server_and_frees_what_it_held(store, tmp_path):

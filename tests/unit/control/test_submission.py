@@ -13,6 +13,7 @@ from palestra.control.jobs.scheduler import RUN
 from palestra.control.rights.limits import KeyLimits
 from palestra.trainer import checkpoint
 from unit.control.building import submit
+from unit.control.recording import play
 
 TRAINED = {
     "name": "sums",
@@ -216,3 +217,93 @@ async def test_configurations_are_read_away_from_the_event_loop(http, plane, mon
     job = await made(http, from_job=job_id)
     assert (await http.post(f"/jobs/{job['job_id']}/resubmit")).status_code == 201
     assert threads == {"palestra-request"}
+
+
+# Episodes of another job (`algorithm.from_run`)
+
+
+async def played(plane, *rewards: float, tenant: str = "default", user: str = "ann", **more) -> str:
+    """A job with completed training episodes of these rewards, one a second."""
+    job = await submit(plane.store, tenant, user, name="sums", config=TRAINED, **more)
+    await play(plane.scheduler.folder_of(job.job_id) / RUN, plane.store.clock, *rewards)
+    return job.job_id
+
+
+def learning(source: str, **algorithm) -> dict:
+    return {"policies": TRAINED["policies"], "algorithm": {"name": "sft", "from_run": source} | algorithm}
+
+
+async def test_episodes_of_a_job_of_the_tenant_may_be_learned_from(http, plane):
+    source = await played(plane, 1.0)
+    job = await made(http, config=learning(source, min_reward=0.5))
+    assert job["config"]["algorithm"] == {"name": "sft", "from_run": source, "min_reward": 0.5}
+    again = await http.post(f"/jobs/{job['job_id']}/resubmit")
+    assert (again.status_code, again.json()["config"]) == (201, job["config"])
+
+
+@pytest.mark.parametrize("kind", ["training", "inference"])
+@pytest.mark.parametrize(
+    "place", ["/etc", "/", "runs/x", "..", ".", "", "job-0000000000000000/run", "../job-0000000000000000", ["job"], 3]
+)
+async def test_a_tenant_names_no_folder_of_the_server(http, kind, place):
+    told = await refused(http, 422, kind=kind, config=learning(place))
+    assert "the server reads no folder for it; name the ID of a job" in told
+
+
+async def test_a_job_that_names_the_folder_of_a_job_is_refused(http, plane):
+    source = await played(plane, 1.0)
+    folder = plane.scheduler.folder_of(source) / RUN
+    assert (folder / "run.db").is_file()
+    assert "reads no folder" in await refused(http, 422, config=learning(str(folder)))
+
+
+async def test_episodes_of_another_tenant_are_as_those_of_a_job_that_does_not_exist(http, plane):
+    source, none = await played(plane, 1.0, tenant="other"), "job-0000000000000000"
+    hidden, missing = [(await refused(http, 404, config=learning(job_id))) for job_id in (source, none)]
+    assert hidden.replace(source, "") == missing.replace(none, "")
+
+
+async def test_episodes_of_a_private_job_are_its_owners(http, plane):
+    keys = {}
+    for user in ("ann", "bob"):
+        made_user = await http.post("/users", json={"name": user, "role": "member"})
+        assert made_user.status_code == 201, made_user.text
+        keys[user] = made_user.json()["secret"]
+    source = await played(plane, 1.0, private=True)
+    body, none = {"config": learning(source)}, "job-0000000000000000"
+    answers = {
+        user: await http.post("/jobs", json=body, headers={"authorization": f"Bearer {key}"})
+        for user, key in keys.items()
+    }
+    assert (answers["ann"].status_code, answers["bob"].status_code) == (201, 404)
+    assert answers["ann"].json()["private"], "what learns from a private job is private, too"
+    missing = await http.post(
+        "/jobs", json={"config": learning(none)}, headers={"authorization": f"Bearer {keys['bob']}"}
+    )
+    assert answers["bob"].text.replace(source, "") == missing.text.replace(none, "")
+    shared = await submit(plane.store, "default", "ann", config=learning(source))  # which everybody may see
+    again = await http.post(f"/jobs/{shared.job_id}/resubmit", headers={"authorization": f"Bearer {keys['bob']}"})
+    assert again.status_code in (403, 404)
+
+
+async def test_a_job_without_an_episode_teaches_nothing(http, plane):
+    nothing = await played(plane)
+    queued = await trained(plane)
+    for source in (nothing, queued):
+        told = await refused(http, 404, config=learning(source))
+        assert told == f"job {source} has no completed training episode to learn from yet"
+
+
+async def test_a_job_that_serves_what_was_learned_reads_no_episodes(http, plane):
+    job = await submit(plane.store, "default", "ann", config=learning(await played(plane, 1.0)))
+    fill = lambda path: (path / "weights.txt").write_text("w")  # noqa: E731
+    checkpoint.write(plane.scheduler.folder_of(job.job_id) / RUN / "checkpoints", 1, fill, {"step": 1}, keep=9)
+    served = await made(http, from_job=job.job_id)
+    assert "algorithm" not in served["config"]
+
+
+async def test_a_service_calls_no_server_that_a_tenant_names(http):
+    """Neither from inside of its network nor with a variable of its environment as the key."""
+    server = {"url": "http://169.254.169.254", "key_variable": "PALESTRA_KEY"}
+    told = await refused(http, 422, config={"algorithm": {"name": "distill", "teacher_server": server}})
+    assert "config.algorithm.teacher_server names a server, and this one calls no other for its users" in told

@@ -13,7 +13,7 @@ from palestra.engine.embedded.engine import EmbeddedEngine
 from palestra.engine.embedded.model_runner import PolicyModel
 from palestra.errors import InvalidRequest, ModelError
 from palestra.models.causal_lm import CausalLM, load_causal_lm
-from palestra.types.calls import SamplingParams
+from palestra.types.calls import SamplingParams, TokenSequence
 from unit.building import engine_request
 from unit.engine.calling import DRAWN, FOREVER, GREEDY, full_forward, prompt, reply, serving, until_it_samples
 
@@ -344,3 +344,31 @@ async def test_a_sliding_window_is_kept_in_pieces_of_a_prompt_and_in_replies():
         again, others, _ = await reply(engine, np.concatenate((long, np.array(ids, np.int32))), DRAWN)
     assert np.allclose(logprobs, full_forward(own, long, ids, 1.0), atol=1e-4)
     assert np.allclose(others, full_forward(own, np.concatenate((long, np.array(ids))), again, 1.0), atol=1e-4)
+
+
+@pytest.mark.parametrize("length", [2, 64, 700])
+@pytest.mark.parametrize("chunk", [64, 4096])
+async def test_a_score_is_what_a_full_forward_pass_says_while_replies_go_on(tiny, reference, length, chunk):
+    """More tokens than logits exist at a time, in passes of `prefill_chunk`; a running reply stays what it was."""
+    ids = prompt(length, seed=length)
+    with torch.inference_mode():
+        scores = reference(torch.tensor(ids[None].astype(np.int64))).logits[0].log_softmax(-1)
+    wanted = scores[torch.arange(length - 1), torch.tensor(ids[1:].astype(np.int64))].numpy()
+    async with serving(tiny, prefill_chunk=chunk) as engine:
+        alone = await reply(engine, prompt(9), replace(DRAWN, min_tokens=12))
+        beside, found = await asyncio.gather(
+            reply(engine, prompt(9), replace(DRAWN, min_tokens=12)), engine.score("policy", TokenSequence(ids))
+        )
+    assert np.allclose(found, wanted, atol=1e-4)
+    assert beside[0] == alone[0]
+
+
+async def test_what_can_not_be_scored_is_refused(tiny):
+    async with serving(tiny) as engine:
+        for ids in ([], [-1], [10**6]):
+            with pytest.raises(InvalidRequest, match="a prompt has at least one token"):
+                await engine.score("policy", TokenSequence(np.array(ids, np.int32)))
+        with pytest.raises(InvalidRequest, match="a prompt has at most"):
+            await engine.score("policy", TokenSequence(prompt(tiny.max_positions + 1)))
+        with pytest.raises(ModelError, match="not 'other'"):
+            await engine.score("other", TokenSequence(prompt(3)))

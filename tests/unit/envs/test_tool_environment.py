@@ -163,3 +163,59 @@ async def test_score_may_be_asynchronous():
 
     seen = await play(Judged([], exact), {"prompt": "?"}, lambda observation: says("22"))
     assert seen[-1].reward == 0.25
+
+
+def right(task, answer):
+    return answer == task["answer"]
+
+
+def test_a_reward_function_may_return_rewards_by_name():
+    scored = reward_function(lambda task, answer: {"right": True, "length": len(answer), "style": None})
+    assert scored({}, "two") == {"right": 1.0, "length": 3.0, "style": None}
+    environment = TaskEnvironment(lambda task, answer: {"right": 1, "style": None})
+    environment.reset({"prompt": "?"})
+    assert environment.step("x")[1:4] == ({"right": 1.0, "style": None}, True, False)
+
+
+async def test_several_reward_functions_give_rewards_by_their_names():
+    def length(completions, **columns):  # in TRL's form
+        assert columns["answer"] == ["two"]
+        return [len(completions[0])]
+
+    async def style(task, answer):
+        await asyncio.sleep(0)
+
+    task = {"prompt": "1 + 1?", "answer": "two"}
+    assert reward_function({"right": right, "length": length})(task, "two") == {"right": 1.0, "length": 3.0}
+    several = {"right": right, "length": length, "style": style}
+    assert await reward_function(several)(task, "two") == {"right": 1.0, "length": 3.0, "style": None}
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ({}, "rewards by name are 1 to 32, not 0"),
+        ({"a/b": 1.0}, "'a/b' does not"),
+        ({"": 1.0}, "'' does not"),
+        ({"a\n": 1.0}, "does not"),
+        ({3: 1.0}, "3 does not"),
+        ({"right": "yes"}, "the reward 'right' is 'yes', which is no reward"),
+        ({"right": float("nan")}, "the reward 'right' is nan, and a reward is finite"),
+        ({"right": {"a": 1.0}}, "which is no reward"),
+        ({f"n{number}": 1.0 for number in range(33)}, "1 to 32, not 33"),
+    ],
+)
+def test_what_is_no_reward_by_name_is_an_error(value, said):
+    with pytest.raises(InvalidEnvironment, match=said):
+        reward_function(lambda task, answer: value)({}, "")
+
+
+def test_functions_by_name_return_a_number_each_and_have_names_that_fit():
+    with pytest.raises(InvalidEnvironment, match=r"'right' \(<lambda>\) returned {'a': 1.0}, which is no reward"):
+        reward_function({"right": lambda task, answer: {"a": 1.0}})({}, "")
+    with pytest.raises(ConfigError, match="`reward`: a reward's name has letters"):
+        resolve_rollout(JobConfig(), None, None, {"a/b": right})
+    with pytest.raises(
+        ConfigError, match=r"`reward` has the type dict; give a function .* or a dict of such functions"
+    ):
+        resolve_rollout(JobConfig(), None, None, {"right": 1.0})

@@ -4,11 +4,12 @@ import asyncio
 
 import pytest
 
-from palestra.config import Roles
+from palestra.config import GRPOConfig, Roles
 from palestra.learner.evaluation import evaluate
 from palestra.types.records import Task
 from unit.building import SOLE
 
+PLAIN = GRPOConfig()
 TASKS = [Task(task_id=str(i), data={"i": i}) for i in range(4)]
 
 
@@ -31,7 +32,9 @@ async def play(store, count: int, *, discard=()) -> list[str]:
 
 
 async def test_every_task_is_scored_once(store):
-    found, played = await asyncio.wait_for(asyncio.gather(evaluate(store.groups, TASKS, 5, SOLE), play(store, 4)), 10)
+    found, played = await asyncio.wait_for(
+        asyncio.gather(evaluate(store.groups, TASKS, 5, SOLE, PLAIN), play(store, 4)), 10
+    )
     assert found["validation/reward_mean"] == 1.5
     assert (found["validation/scored"], found["validation/total"]) == (4, 4)
     assert played == [f"validation-{i:06d}-00" for i in range(4)]
@@ -39,7 +42,7 @@ async def test_every_task_is_scored_once(store):
 
 async def test_what_could_not_be_scored_is_no_zero_but_said(store):
     found, _ = await asyncio.wait_for(
-        asyncio.gather(evaluate(store.groups, TASKS, 0, SOLE), play(store, 4, discard=(0, 3))), 10
+        asyncio.gather(evaluate(store.groups, TASKS, 0, SOLE, PLAIN), play(store, 4, discard=(0, 3))), 10
     )
     assert found["validation/reward_mean"] == 1.5
     assert (found["validation/scored"], found["validation/total"]) == (2, 4)
@@ -47,17 +50,19 @@ async def test_what_could_not_be_scored_is_no_zero_but_said(store):
 
 async def test_where_nothing_could_be_scored_there_is_no_mean(store):
     found, _ = await asyncio.wait_for(
-        asyncio.gather(evaluate(store.groups, TASKS, 0, SOLE), play(store, 4, discard=(0, 1, 2, 3))), 10
+        asyncio.gather(evaluate(store.groups, TASKS, 0, SOLE, PLAIN), play(store, 4, discard=(0, 1, 2, 3))), 10
     )
     assert "validation/reward_mean" not in found
     assert found["validation/scored"] == 0
 
 
 async def test_what_was_scored_before_a_restart_is_not_played_again(store):
-    first = asyncio.ensure_future(evaluate(store.groups, TASKS, 5, SOLE))
+    first = asyncio.ensure_future(evaluate(store.groups, TASKS, 5, SOLE, PLAIN))
     early = await play(store, 2)
     first.cancel()
-    found, late = await asyncio.wait_for(asyncio.gather(evaluate(store.groups, TASKS, 5, SOLE), play(store, 2)), 10)
+    found, late = await asyncio.wait_for(
+        asyncio.gather(evaluate(store.groups, TASKS, 5, SOLE, PLAIN), play(store, 2)), 10
+    )
     assert found["validation/reward_mean"] == 1.5
     assert not set(early) & set(late)
     assert await store.groups.next_index("validation") == 4
@@ -65,9 +70,9 @@ async def test_what_was_scored_before_a_restart_is_not_played_again(store):
 
 async def test_the_next_evaluation_has_episodes_of_its_own(store):
     for step in (0, 5):
-        await asyncio.wait_for(asyncio.gather(evaluate(store.groups, TASKS, step, SOLE), play(store, 4)), 10)
+        await asyncio.wait_for(asyncio.gather(evaluate(store.groups, TASKS, step, SOLE, PLAIN), play(store, 4)), 10)
     assert await store.groups.next_index("validation") == 8
-    assert (await evaluate(store.groups, TASKS, 5, SOLE))["validation/reward_mean"] == pytest.approx(1.5)
+    assert (await evaluate(store.groups, TASKS, 5, SOLE, PLAIN))["validation/reward_mean"] == pytest.approx(1.5)
 
 
 async def test_what_a_frozen_policy_earned_is_in_no_mean(store):
@@ -79,5 +84,22 @@ async def test_what_a_frozen_policy_earned_is_in_no_mean(store):
                 await asyncio.sleep(0)
             await store.episodes.end(episode.episode_id, episode.fence, {"agent": -0.5, "opponent": 0.5}, None, {})
 
-    found, _ = await asyncio.wait_for(asyncio.gather(evaluate(store.groups, TASKS, 5, roles), lose()), 10)
+    found, _ = await asyncio.wait_for(asyncio.gather(evaluate(store.groups, TASKS, 5, roles, PLAIN), lose()), 10)
     assert (found["validation/reward_mean"], found["validation/scored"]) == (-0.5, 4)
+
+
+async def test_rewards_by_name_have_means_of_their_own_over_the_tasks_in_which_they_were_scored(store):
+    named = [{"right": 1.0, "style": None}, {"right": 0.0, "style": 4.0}, {"right": 1.0, "style": 8.0}, {"right": 1.0}]
+    weighed = GRPOConfig(reward_weights={"style": 0.5})
+
+    async def score() -> None:
+        for number, rewards in enumerate(named):
+            while (episode := await store.episodes.claim("w", f"l{number}", None)) is None:
+                await asyncio.sleep(0)
+            total = {"agent": weighed.weighted_sum(rewards)}
+            await store.episodes.end(episode.episode_id, episode.fence, total, None, {}, named_rewards=rewards)
+
+    found, _ = await asyncio.wait_for(asyncio.gather(evaluate(store.groups, TASKS, 5, SOLE, weighed), score()), 10)
+    assert (found["validation/rewards/right"], found["validation/rewards/style"]) == (0.75, 6.0)
+    # What was not scored is no 0: it is as good as the others.
+    assert found["validation/reward_mean"] == 0.75 + 0.5 * 6.0

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import pytest
 
 from palestra.agents import Agent, ModelAgent
+from palestra.config import GRPOConfig
 from palestra.envs import ConcurrentEnvironment, Environment
 from palestra.errors import ContextOverflow, RolloutFailed
 from palestra.rollout import RolloutSpec, Runner, Termination
@@ -238,5 +239,101 @@ async def test_each_agent_is_played_by_the_policy_of_its_role_and_only_rewards_t
     assert trajectory.episode.rewards == {"agent": 0.25, "opponent": -7.0}
     assert trajectory.episode.step_rewards == (0.0, 0.25)
     assert list(bench.store.episodes.recent_rewards) == [{"agent": 0.25, "opponent": -7.0}]
+    bench.grammars.close()
+    bench.store.close()
+
+
+# Rewards by name
+
+
+def steps(*rewards: Any) -> type[Environment]:
+    """An environment whose steps have these rewards."""
+
+    class Steps(Environment):
+        blocking = False
+
+        def reset(self, task):
+            self.number = 0
+            return "go", {}
+
+        def step(self, action):
+            self.number += 1
+            return "on", rewards[self.number - 1], self.number == len(rewards), False, {}
+
+    return Steps
+
+
+def named(bench, environment, **algorithm) -> Runner:
+    play = RolloutSpec(environment=environment)
+    return Runner(Sessions(bench.context, 10), play, algorithm=GRPOConfig.model_validate(algorithm))
+
+
+async def test_rewards_by_name_are_added_up_weighed_and_kept(bench):
+    environment = steps({"right": 1, "style": None}, 0.0, {"right": 0.5, "length": 4.0})
+    trajectory = await named(bench, environment, reward_weights={"length": -0.25}).play_episode()
+    episode = trajectory.episode
+    assert episode.named_rewards == {"right": 1.5, "style": None, "length": 4.0}
+    assert (episode.rewards, episode.step_rewards) == ({"agent": 0.5}, (1.0, 0.0, -0.5))
+
+
+async def test_what_was_scored_in_one_step_is_scored(bench):
+    environment = steps({"style": None}, {"style": 2.0}, {"style": None})
+    assert (await named(bench, environment).play_episode()).episode.named_rewards == {"style": 2.0}
+
+
+async def test_an_episode_of_which_no_name_was_scored_is_left_out(bench):
+    episode = (await named(bench, steps({"right": None}, {"style": None})).play_episode()).episode
+    assert (episode.state, episode.rewards) == (EpisodeState.DISCARDED, None)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "said"),
+    [
+        (({"right": 1.0}, 2.0), "some rewards of this episode have names .'right'., and others have none"),
+        (({"a/b": 1.0},), "a reward's name has letters"),
+        (({"right": float("inf")},), "a reward is finite"),
+        (tuple({f"n{number}": 1.0} for number in range(33)), "at most 32 rewards by name, not 33"),
+    ],
+)
+async def test_what_rewards_by_name_can_not_be_fails_the_episode(bench, rewards, said):
+    with pytest.raises(RolloutFailed, match=said):
+        await named(bench, steps(*rewards)).play_episode()
+
+
+class Team(ConcurrentEnvironment):
+    """Both agents are rewarded by name, and style was not scored of one."""
+
+    async def start(self, task):
+        self.emit("agent", (text_message("user", "a"),))
+
+    async def on_action(self, observation, action):
+        if observation.agent == "agent":
+            self.emit("opponent", (text_message("user", action.text),), parents=(observation.id,))
+            return
+        self.emit("agent", (), parents=(observation.id,), reward={"right": 1.0, "style": None}, terminated=True)
+        self.emit("opponent", (), parents=(observation.id,), reward={"right": 0.5}, terminated=True)
+
+
+@pytest.mark.parametrize("credit", ["episode", "step", "agent", "branch"])
+async def test_whose_reward_was_not_scored_has_to_be_known_where_agents_are_credited(bench, credit):
+    runner = named(bench, Team, credit=credit)
+    if credit in ("agent", "branch"):
+        with pytest.raises(
+            RolloutFailed, match=r"'style' was not scored .* several agents are rewarded, each for itself"
+        ):
+            await runner.play_episode()
+        return
+    episode = (await runner.play_episode()).episode
+    assert episode.rewards == {"agent": 1.0, "opponent": 0.5}
+    assert episode.named_rewards == {"right": 1.5, "style": None}
+
+
+async def test_names_of_what_a_frozen_policy_earns_are_no_ones(tmp_path):
+    bench = TwoPolicies(tmp_path, FakeClock())
+    bench.script = lambda prompt, sampling: [*b"go", STOP]
+    await bench.store.groups.register("train", 0, 1, TASK, 1)
+    episode = (await named(bench, Team, credit="agent").play_episode()).episode
+    assert episode.rewards == {"agent": 1.0, "opponent": 0.5}
+    assert episode.named_rewards == {"right": 1.0, "style": None}
     bench.grammars.close()
     bench.store.close()

@@ -211,3 +211,50 @@ def test_the_disk_that_counts_is_that_of_the_folder(tmp_path, monkeypatch):
     check_job(parse_config(TINY | {"run_dir": str(tmp_path / "a" / "b")}))
     assert asked == [tmp_path]
     assert existing_parent(tmp_path / "a" / "b") == tmp_path
+
+
+def conversations(folder, *lines: dict) -> dict:
+    (folder / "said.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return {"algorithm": {"name": "sft"}, "tasks": {"train": "said.jsonl"}}
+
+
+SAID = {"messages": [{"role": "user", "content": "2 + 2 ="}, {"role": "assistant", "content": "4"}]}
+
+
+def test_what_is_learned_by_sft_is_looked_at(tmp_path):
+    assert found(**FAKE, **conversations(tmp_path, SAID)) == {}
+    no_reply = {"messages": SAID["messages"][:1]}
+    assert "no message of the role assistant" in found(**FAKE, **conversations(tmp_path, SAID, no_reply))["tasks.train"]
+    told = found(**FAKE, **conversations(tmp_path, {"prompt": "2 + 2 ="}))
+    assert "is no conversation" in told["tasks.train"]
+    told = found(**FAKE, algorithm={"name": "sft"}, environment={"name": "arithmetic"})
+    assert told == {
+        "tasks.train": "the tasks of 'arithmetic' are no conversations; name a file in tasks.train, or from_run"
+    }
+    told = found(**FAKE, algorithm={"name": "sft", "from_run": "nowhere"})
+    assert told == {"algorithm.from_run": "nowhere is not the folder of a run (it has no run.db)"}
+
+
+def test_an_environment_that_validates_sft_is_not_played_with_conversations(tmp_path):
+    """Its tasks are those of the validation's file; without one, its own."""
+    settings = conversations(tmp_path, SAID) | {"environment": {"name": "arithmetic"}}
+    assert found(**FAKE, **settings) == {}
+    (tmp_path / "held.jsonl").write_text(json.dumps({"no": "task of it"}))
+    settings["tasks"]["validation"] = "held.jsonl"
+    assert "fails its check" in found(**FAKE, **settings)["environment"]
+
+
+def test_a_student_without_a_teacher():
+    student = {"algorithm": {"name": "distill"}, "environment": {"name": "arithmetic"}}
+    assert "the job has no policy that teaches" in found(**FAKE, **student)["algorithm.teacher"]
+    taught = student | {"policies": {"student": {}, "big": {"frozen": True}}}
+    assert found(**FAKE, **taught) == {}
+
+
+def test_a_teacher_on_a_server_needs_its_key(monkeypatch):
+    server = {"url": "http://127.0.0.1:1", "key_variable": "TEACHERS_KEY"}
+    student = {"algorithm": {"name": "distill", "teacher_server": server}, "environment": {"name": "arithmetic"}}
+    monkeypatch.delenv("TEACHERS_KEY", raising=False)
+    assert "TEACHERS_KEY is not set" in found(**FAKE, **student)["algorithm.teacher_server.key_variable"]
+    monkeypatch.setenv("TEACHERS_KEY", "k")
+    assert found(**FAKE, **student) == {}

@@ -7,21 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from palestra.config import Roles, parse_config
+from palestra.config import parse_config
+from palestra.envs import Environment
 from palestra.envs.catalog import catalog_entry
 from palestra.errors import PalestraError
-from palestra.runtime.trial import (
-    LUCK,
-    Measured,
-    _played,
-    _teaching_share,
-    estimate_step,
-    extrapolate,
-    load_model,
-    trial_config,
-)
-from palestra.store.browsing import EpisodeSummary
+from palestra.runtime.trial import Measured, estimate_step, extrapolate, load_model, trial_config
+from palestra.runtime.trial_play import LUCK, LUCK_NAME, teaching_share_of, trial_play
 from palestra.types.messages import text_message
+from palestra.types.records import Trajectory
+from unit.building import make_chat, make_trajectory
 
 ROW = {
     "train/episodes": 64.0,
@@ -105,34 +99,41 @@ def test_groups_without_different_rewards_are_not_trained(tmp_path):
     assert "25% of the groups" in found.assumptions[1]
 
 
-ROLES = Roles(default="policy", named={"opponent": "old"}, frozen=frozenset({"old"}))
+def earned(group: int, number: int, reward: float | None, **more) -> Trajectory:
+    """An episode in which a frozen policy plays the opponent."""
+    name = f"train-{group:06d}-{number:02d}"
+    found = make_trajectory(group, number, 0.0, [make_chat(name, agent="agent")])
+    rewards = None if reward is None else {"agent": reward, "opponent": -reward}
+    return replace(found, episode=replace(found.episode, rewards=rewards, **more))
+
+
+def of_two(**algorithm):
+    return job(
+        policies={"policy": {}, "old": {"frozen": True}},
+        roles={"opponent": "old"},
+        algorithm={"name": "grpo"} | algorithm,
+    )
 
 
 def test_what_the_environment_gave_is_told_apart_from_luck():
-    def episode(group: int, number: int, reward: float | None) -> EpisodeSummary:
-        return EpisodeSummary(
-            episode_id=f"train-{group:06d}-{number:02d}",
-            kind="train",
-            group_index=group,
-            sample_index=number,
-            task_id="t",
-            state="completed",
-            rewards=None if reward is None else {"agent": reward, "opponent": -reward},
-            calls=1,
-            completion_tokens=1,
-            attempts=1,
-            forks={},
-            metadata={},
-            reason=None,
-            worker_id=None,
-            claimed_at=None,
-        )
+    equal = [earned(0, 0, 0.7), earned(0, 1, 0.7 + LUCK), earned(0, 2, 0.7 + 3 * LUCK)]
+    different = [earned(1, 0, -0.5), earned(1, 1, 0.25 + LUCK), earned(1, 2, None)]
+    assert teaching_share_of(equal, of_two()) == 0.0
+    assert teaching_share_of(different, of_two()) == 1.0
+    assert teaching_share_of([*equal, *different], of_two()) == 0.5
 
-    equal = [episode(0, 0, 0.7), episode(0, 1, 0.7 + LUCK), episode(0, 2, 0.7 + 3 * LUCK)]
-    different = [episode(1, 0, -0.5), episode(1, 1, 0.25 + LUCK), episode(1, 2, None)]
-    assert _teaching_share(equal, ROLES) == 0.0
-    assert _teaching_share(different, ROLES) == 1.0
-    assert _teaching_share([*equal, *different], ROLES) == 0.5
+
+def test_luck_is_taken_out_of_rewards_of_steps_and_of_rewards_by_name():
+    by_steps = [earned(0, n, 0.5 + n * LUCK, step_rewards=(0.5 + n * LUCK,)) for n in range(2)]
+    assert teaching_share_of(by_steps, of_two(credit="step")) == 0.0
+    named = [earned(0, n, 0.5 + n * LUCK, named_rewards={"right": 0.5, LUCK_NAME: n * LUCK}) for n in range(2)]
+    assert teaching_share_of(named, of_two()) == 0.0
+
+
+@pytest.mark.parametrize("name", ["ppo", "rae", "reinforce_pp", "distill"])
+def test_equal_rewards_teach_where_they_are_not_compared_within_a_group(name):
+    equal = [earned(0, 0, 0.7), earned(0, 1, 0.7 + LUCK)]
+    assert teaching_share_of(equal, of_two(name=name)) == 1.0
 
 
 def test_a_row_longer_than_a_micro_batch_needs_its_memory_alone(tmp_path):
@@ -142,7 +143,7 @@ def test_a_row_longer_than_a_micro_batch_needs_its_memory_alone(tmp_path):
 
 
 async def test_half_of_a_groups_episodes_are_lucky_whatever_they_earn():
-    spec, rewards = _played(job(environment={"name": "arithmetic"})), []
+    spec, rewards = trial_play(job(environment={"name": "arithmetic"})), []
     for _ in range(4):
         environment = spec.environment()
         await environment.reset(catalog_entry("arithmetic").generate("train", 1, 0)[0])
@@ -150,6 +151,27 @@ async def test_half_of_a_groups_episodes_are_lucky_whatever_they_earn():
         environment.act(seen.id, text_message("assistant", "4"))
         rewards.append((await environment.observe()).reward)
     assert rewards[0] == rewards[2] != rewards[1] == rewards[3]
+
+
+async def test_luck_has_a_name_of_its_own_where_rewards_have_names(monkeypatch):
+    class Named(Environment):
+        blocking = False
+
+        def reset(self, task):
+            return "?", {}
+
+        def step(self, action):
+            return "", {"right": 0.5, "style": None}, True, False, {}
+
+    monkeypatch.setattr("palestra.runtime.trial_play.environment_of", lambda config: Named)
+    play = trial_play(job(environment={"name": "arithmetic"}))
+    rewards = []
+    for _ in range(2):
+        environment = play.environment()
+        await environment.reset({})
+        environment.act((await environment.observe()).id, text_message("assistant", "4"))
+        rewards.append((await environment.observe()).reward)
+    assert rewards == [{"right": 0.5, "style": None, LUCK_NAME: luck} for luck in (0.0, LUCK)]
 
 
 @pytest.mark.parametrize("tasks", [None, {"n": "x" * 40}])

@@ -1,0 +1,74 @@
+"""A copy of what a run has recorded until a moment, which does not change when the run continues."""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+from pathlib import Path
+
+import sqlalchemy as sa
+
+from palestra.disk import writing
+from palestra.store.browsing import browse
+from palestra.store.run_store import store_error
+from palestra.store.tables import episodes
+from palestra.types.states import EpisodeState
+
+STORE = "run.db"  # in the folder of a run
+
+
+def completed_until(run_dir: Path, moment: float) -> int:
+    """Return how many training episodes of a run were completed until a moment; 0 where there is no run yet.
+
+    Args:
+        run_dir: folder of the run.
+        moment: Unix seconds.
+
+    Raises:
+        StoreError: its store can't be read.
+    """
+    if not (run_dir / STORE).is_file():
+        return 0
+    ended = sa.select(sa.func.count()).where(
+        episodes.c.kind == "train", episodes.c.state == EpisodeState.COMPLETED, episodes.c.ended_at <= moment
+    )
+    with browse(run_dir / STORE) as connection:
+        return int(connection.execute(ended).scalar_one())
+
+
+def copy_completed(run_dir: Path, folder: Path, moment: float) -> None:
+    """Write a store with the training episodes of a run that were completed until a moment, whole or not at all.
+
+    Args:
+        run_dir: folder of the run, which may be running.
+        folder: where the store is written, in place of what is there.
+        moment: Unix seconds.
+
+    Raises:
+        StoreError: the run's store can't be read, or the copy not be written.
+    """
+    temporary = folder.with_name(f".{folder.name}")
+    with writing(folder):
+        for left in (temporary, folder):  # of a copy that was broken off
+            shutil.rmtree(left, ignore_errors=True)
+        temporary.mkdir(parents=True)
+    try:
+        source = sqlite3.connect((run_dir / STORE).absolute().as_uri() + "?mode=ro", uri=True, timeout=10)
+        copy = sqlite3.connect(temporary / STORE)
+        try:
+            source.backup(copy)  # one state of the store, although its job may write meanwhile
+            copy.execute("PRAGMA journal_mode=DELETE")  # so that the copy is one file
+            copy.execute(
+                "DELETE FROM episodes WHERE NOT (kind = 'train' AND state = ? AND ended_at <= ?)",
+                (EpisodeState.COMPLETED.value, moment),
+            )
+            copy.execute("DELETE FROM chats WHERE episode_id NOT IN (SELECT episode_id FROM episodes)")
+            copy.commit()
+            copy.execute("VACUUM")
+        finally:
+            source.close()
+            copy.close()
+    except sqlite3.Error as error:
+        raise store_error(run_dir / STORE, error) from error
+    with writing(folder):
+        temporary.rename(folder)
