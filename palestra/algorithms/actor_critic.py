@@ -13,7 +13,7 @@ from palestra.algorithms.base import Algorithm, CriticUpdate, ForwardOutputs, Gr
 from palestra.algorithms.critic_losses import ClippedValueLoss
 from palestra.algorithms.gae import Chain, chains_of, estimate, explained_variance
 from palestra.algorithms.loss import LossSpec
-from palestra.algorithms.named_rewards import with_missing_rewards
+from palestra.algorithms.named_rewards import with_batch_means, with_missing_rewards
 from palestra.config import ActorCriticConfig
 from palestra.types.calls import Floats
 from palestra.types.metrics import Metric
@@ -86,7 +86,7 @@ class ActorCritic(Algorithm):
     def _chains(self, groups: Sequence[Group]) -> list[Chain]:
         """Return the chains of all episodes; rows are numbered over all groups."""
         found, start = list[Chain](), 0
-        for group in groups:
+        for group in with_batch_means(groups, self.config):
             numbered = dict(enumerate(group.rows, start))
             start += len(group.rows)
             for trajectory in with_missing_rewards(group.trajectories, self.config):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from palestra.algorithms.base import Group
 from palestra.algorithms.baselines import centred_returns
 from palestra.config import AlgorithmConfig
 from palestra.types.records import Trajectory
@@ -81,6 +82,36 @@ def with_missing_rewards(trajectories: Sequence[Trajectory], config: AlgorithmCo
     """
     added = missing_rewards([trajectory.episode.named_rewards for trajectory in trajectories], config)
     return [_with_more(t, more, config) if more else t for t, more in zip(trajectories, added, strict=True)]
+
+
+def with_batch_means(groups: Sequence[Group], config: AlgorithmConfig) -> list[Group]:
+    """Return groups with rewards in which a name that no episode of a group was scored for has the batch's mean.
+
+    Where returns of several groups are compared, or a critic learns them, such a group, perhaps of one episode, would
+    otherwise have 0 for what was not scored.
+
+    Args:
+        groups: all groups of the batch.
+        config: the weights.
+    """
+    means = reward_means([t.episode.named_rewards for group in groups for t in group.trajectories])
+    found = []
+    for group in groups:
+        named = [t.episode.named_rewards for t in group.trajectories]
+        asked, scored = {name for given in named for name in given or ()}, reward_means(named)
+        added = {name: mean for name, mean in means.items() if name in asked and name not in scored}
+        episodes = tuple(_with_means(t, added, config) for t in group.trajectories) if added else group.trajectories
+        found.append(replace(group, trajectories=episodes))
+    return found
+
+
+def _with_means(trajectory: Trajectory, means: Mapping[str, float], config: AlgorithmConfig) -> Trajectory:
+    """Return an episode with these rewards as if they had been scored; one with a single reward lacks none."""
+    given = trajectory.episode.named_rewards
+    if given is None:
+        return trajectory
+    found = _with_more(trajectory, config.weighted_sum(means), config)
+    return replace(found, episode=replace(found.episode, named_rewards={**given, **means}))
 
 
 def _with_more(trajectory: Trajectory, more: float, config: AlgorithmConfig) -> Trajectory:

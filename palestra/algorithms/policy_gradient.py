@@ -20,7 +20,12 @@ from palestra.algorithms.credit import Returns, episode_returns
 from palestra.algorithms.importance import IMPORTANCE_METRICS, importance_weights
 from palestra.algorithms.loss import LossSpec
 from palestra.algorithms.losses import PPOClipLoss
-from palestra.algorithms.named_rewards import filled_rewards, normalised_rewards, with_missing_rewards
+from palestra.algorithms.named_rewards import (
+    filled_rewards,
+    normalised_rewards,
+    with_batch_means,
+    with_missing_rewards,
+)
 from palestra.config import ClippedConfig, GroupConfig, PolicyGradientConfig, PPOConfig, ScaledGroupConfig
 from palestra.types.calls import Floats
 from palestra.types.metrics import Metric
@@ -28,9 +33,14 @@ from palestra.types.records import TrainSample, Trajectory
 
 
 class PolicyGradient(Algorithm):
-    """An algorithm that gives every token of a call the advantage of the call's return over a baseline."""
+    """An algorithm that gives every token of a call the advantage of the call's return over a baseline.
+
+    Attributes:
+        across_groups: returns of several groups are compared; a group that was not scored for a name gets its mean.
+    """
 
     config: PolicyGradientConfig
+    across_groups: ClassVar[bool] = True
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric(
             "calls_without_peers",
@@ -64,6 +74,8 @@ class PolicyGradient(Algorithm):
             forward: has `old_logprobs` if importance sampling is configured.
         """
         metrics = {"calls_without_peers": 0.0, **self.batch_metrics(groups)}
+        if self.across_groups:
+            groups = with_batch_means(groups, self.config)
         advantages: list[Floats] = []
         estimated = self.estimate([self.returns(group.trajectories) for group in groups])
         for group, found in zip(groups, estimated, strict=True):
@@ -133,6 +145,7 @@ class GroupBaseline(PolicyGradient):
     """An algorithm that compares the episodes of a group with one another, and with no others."""
 
     config: GroupConfig
+    across_groups = False
 
     def __init__(self, config: GroupConfig, step_order: StepOrder = "observed") -> None:
         """Keep the settings, and allow as many groups to be replaced as configured; see `PolicyGradient`."""

@@ -215,3 +215,34 @@ def test_rewards_that_add_up_to_the_same_teach_nothing_though_their_last_digits_
 def test_gdpo_is_refused_where_a_critic_is_the_baseline(name):
     with pytest.raises(ConfigError, match="advantage_scale"):
         made(name, advantage_scale="gdpo")
+
+
+ALONE = [[{"right": 1.0, "short": 1.0}], [{"right": 1.0, "short": 3.0}], [{"right": 1.0, "short": None}]]
+
+
+@pytest.mark.parametrize("credit", ["episode", "step", "agent", "branch"])
+def test_in_groups_of_one_a_reward_that_was_not_scored_counts_as_the_mean_of_the_batch(credit):
+    """As a 0 the third episode would be the worst of the batch."""
+    low, high, unscored = advantages(made("reinforce_pp", credit=credit), ALONE)[:, 0]
+    assert unscored == pytest.approx(0.0, abs=1e-6)
+    assert low < 0 < high
+    scored = [ALONE[0], ALONE[1], [{"right": 1.0, "short": 2.0}]]
+    for name in ("reinforce_pp", "rae"):
+        np.testing.assert_allclose(
+            advantages(made(name, credit=credit), ALONE), advantages(made(name, credit=credit), scored), atol=1e-6
+        )
+
+
+def test_a_critic_learns_the_mean_of_the_batch_where_a_group_of_one_was_not_scored():
+    algorithm, groups = made("ppo", advantage_scale="none"), groups_of(ALONE)
+    nothing = [np.where(row.loss_mask, 0.0, np.nan).astype(np.float32) for group in groups for row in group.rows]
+    found = algorithm.advantages(groups, {"values": nothing, "next_values": nothing})
+    assert [column[4] for column in found.returns] == [1.25, 1.75, 1.5]
+
+
+def test_a_name_that_a_task_does_not_have_or_that_no_episode_was_scored_for_counts_nothing():
+    named = [[{"right": 1.0}], [{"right": 0.0}], [{"other": 5.0}]]
+    plain = [[1.0], [0.0], [5.0]]
+    np.testing.assert_allclose(advantages(made("reinforce_pp"), named), advantages(made("reinforce_pp"), plain))
+    unscored = [[{"right": 1.0, "short": None}], [{"right": 0.0, "short": None}], [{"other": 5.0}]]
+    np.testing.assert_allclose(advantages(made("reinforce_pp"), unscored), advantages(made("reinforce_pp"), plain))
