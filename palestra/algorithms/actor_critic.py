@@ -13,7 +13,7 @@ from palestra.algorithms.base import Algorithm, CriticUpdate, ForwardOutputs, Gr
 from palestra.algorithms.critic_losses import ClippedValueLoss
 from palestra.algorithms.gae import Chain, chains_of, estimate, explained_variance
 from palestra.algorithms.loss import LossSpec
-from palestra.algorithms.named_rewards import with_batch_means, with_missing_rewards
+from palestra.algorithms.named_rewards import scored_episodes
 from palestra.config import ActorCriticConfig
 from palestra.types.calls import Floats
 from palestra.types.metrics import Metric
@@ -85,14 +85,11 @@ class ActorCritic(Algorithm):
 
     def _chains(self, groups: Sequence[Group]) -> list[Chain]:
         """Return the chains of all episodes; rows are numbered over all groups."""
-        found, start = list[Chain](), 0
-        for group in with_batch_means(groups, self.config):
-            numbered = dict(enumerate(group.rows, start))
-            start += len(group.rows)
-            for trajectory in with_missing_rewards(group.trajectories, self.config):
-                own = {n: row for n, row in numbered.items() if row.episode_id == trajectory.episode.episode_id}
-                found += chains_of(trajectory, own, self.config.credit, self.config.discount, self.step_order)
-        return found
+        return [
+            chain
+            for trajectory, rows in scored_episodes(groups, self.config)
+            for chain in chains_of(trajectory, rows, self.config.credit, self.config.discount, self.step_order)
+        ]
 
 
 def _trained(rows: Sequence[TrainSample], columns: Sequence[Floats]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:

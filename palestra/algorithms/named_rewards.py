@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from palestra.algorithms.base import Group
 from palestra.algorithms.baselines import centred_returns
 from palestra.config import AlgorithmConfig
-from palestra.types.records import Trajectory
+from palestra.types.records import TrainSample, Trajectory
 
 _SAME = 1e-9  # sums of normalised rewards that differ by less, as a share of what was added up, are equal
 NamedRewards = Mapping[str, float | None]
@@ -103,6 +104,25 @@ def with_batch_means(groups: Sequence[Group], config: AlgorithmConfig) -> list[G
         episodes = tuple(_with_means(t, added, config) for t in group.trajectories) if added else group.trajectories
         found.append(replace(group, trajectories=episodes))
     return found
+
+
+def scored_episodes(
+    groups: Sequence[Group], config: AlgorithmConfig
+) -> Iterator[tuple[Trajectory, dict[int, TrainSample]]]:
+    """Yield each episode, with rewards in place of those that were not scored, and its rows, numbered over all groups.
+
+    Args:
+        groups: all groups of the batch, in canonical order.
+        config: the weights.
+    """
+    start = 0
+    for group in with_batch_means(groups, config):
+        rows: defaultdict[str, dict[int, TrainSample]] = defaultdict(dict)
+        for number, row in enumerate(group.rows, start):
+            rows[row.episode_id][number] = row
+        start += len(group.rows)
+        for trajectory in with_missing_rewards(group.trajectories, config):
+            yield trajectory, rows[trajectory.episode.episode_id]
 
 
 def _with_means(trajectory: Trajectory, means: Mapping[str, float], config: AlgorithmConfig) -> Trajectory:

@@ -27,6 +27,7 @@ from palestra.algorithms.critic_losses import TwinValueLoss
 from palestra.algorithms.decisions import Decision, decisions_of
 from palestra.algorithms.loss import LossSpec
 from palestra.algorithms.losses import ImportanceSamplingLoss
+from palestra.algorithms.named_rewards import scored_episodes
 from palestra.config import SACConfig
 from palestra.types.calls import Floats
 from palestra.types.metrics import Metric
@@ -140,14 +141,11 @@ class SAC(Algorithm):
 
     def _decisions(self, groups: Sequence[Group]) -> list[Decision]:
         """Return the decisions of all episodes; rows are numbered over all groups."""
-        found, start = list[Decision](), 0
-        for group in groups:
-            numbered = dict(enumerate(group.rows, start))
-            start += len(group.rows)
-            for trajectory in group.trajectories:
-                own = {n: row for n, row in numbered.items() if row.episode_id == trajectory.episode.episode_id}
-                found += decisions_of(trajectory, own, self.config.credit, self.config.discount, self.step_order)
-        return found
+        return [
+            decision
+            for trajectory, rows in scored_episodes(groups, self.config)
+            for decision in decisions_of(trajectory, rows, self.config.credit, self.config.discount, self.step_order)
+        ]
 
     def _tune(self, logprobs: Sequence[Doubles]) -> tuple[float, float]:
         """Move the temperature towards the target entropy; return the present entropy and the target, in nats.
