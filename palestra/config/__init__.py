@@ -1,33 +1,11 @@
 """The configuration of a job: typed and checked, without torch. `load_config` reads a `JobConfig` from TOML."""
 
-from palestra.config.algorithm import (
-    ALGORITHM_NAMES,
-    A2CConfig,
-    ActorCriticConfig,
-    AdvantageScale,
-    AlgorithmConfig,
-    CISPOConfig,
-    ClippedConfig,
-    Credit,
-    DAPOConfig,
-    DistillConfig,
-    DrGRPOConfig,
-    GroupConfig,
-    GRPOConfig,
-    GSPOConfig,
-    LossAggMode,
-    OwnAlgorithmConfig,
-    PolicyGradientConfig,
-    PPOConfig,
-    RAEConfig,
-    ReinforcePPConfig,
-    RLOOConfig,
-    SACConfig,
-    ScaledGroupConfig,
-    SFTConfig,
-)
+from palestra.config.actor_critic import A2CConfig, ActorCriticConfig, PPOConfig, SACConfig
+from palestra.config.algorithm import ALGORITHM_NAMES, OwnAlgorithmConfig
+from palestra.config.algorithm_base import AlgorithmConfig, LossAggMode
 from palestra.config.differences import name_differences
 from palestra.config.engine import EmbeddedEngineConfig, EngineConfig, FakeEngineConfig
+from palestra.config.imitation import DistillConfig, SFTConfig
 from palestra.config.job import (
     SMOLLM2,
     TINY,
@@ -45,6 +23,22 @@ from palestra.config.job import (
 from palestra.config.loading import SAVED_CONFIG, UNSET, dump_config, find_mistakes, load_config, parse_config
 from palestra.config.networks import REFERENCE, CriticConfig, KLConfig, TeacherServerConfig
 from palestra.config.policy import DEFAULT_CONTEXT, OptimizerConfig, PolicyConfig, SamplingConfig, with_model
+from palestra.config.policy_gradient import (
+    AdvantageScale,
+    CISPOConfig,
+    ClippedConfig,
+    Credit,
+    DAPOConfig,
+    DrGRPOConfig,
+    GroupConfig,
+    GRPOConfig,
+    GSPOConfig,
+    PolicyGradientConfig,
+    RAEConfig,
+    ReinforcePPConfig,
+    RLOOConfig,
+    ScaledGroupConfig,
+)
 from palestra.config.renames import in_present_names
 from palestra.config.roles import MAX_AGENT, Roles, is_agent_name
 

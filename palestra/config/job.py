@@ -10,10 +10,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 from pydantic_core import to_json
 
-from palestra.config.algorithm import AnyAlgorithmConfig, GRPOConfig
+from palestra.config.algorithm import AnyAlgorithmConfig
 from palestra.config.engine import EmbeddedEngineConfig, EngineConfig
 from palestra.config.networks import TeacherServerConfig
 from palestra.config.policy import PolicyConfig, not_frozen, with_model
+from palestra.config.policy_gradient import GRPOConfig
 from palestra.config.renames import in_first_names
 from palestra.config.roles import AgentName, Roles
 from palestra.config.section import Positive, Seconds, Section

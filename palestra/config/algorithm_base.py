@@ -1,0 +1,101 @@
+"""What the sections of all algorithms have in common: `AlgorithmConfig`, and the meanings of keys that several have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from palestra.config.networks import KLConfig, TeacherServerConfig
+from palestra.config.section import Positive, Section
+
+LossAggMode = Literal["seq-mean-token-mean", "token-mean", "seq-mean-token-sum-norm"]
+
+NAME = "The algorithm; each has keys of its own. `palestra algorithms` lists them."
+LOSS_AGG_MODE = (
+    "How the losses of tokens become one number, by verl's names; a sequence is a rollout, of any number of calls. "
+    "`seq-mean-token-mean`: mean over a rollout's tokens, then over rollouts (GRPO); `token-mean`: mean over all "
+    "tokens of the batch (DAPO); `seq-mean-token-sum-norm`: sum over tokens divided by (rollouts with trained "
+    "tokens) x max_tokens (Dr. GRPO)."
+)
+CLIP_LOW = "Probability ratios below 1 - clip_low are clipped."
+CLIP_HIGH = "Probability ratios above 1 + clip_high are clipped."
+
+
+class AlgorithmConfig(Section):
+    """What every algorithm has: which calls are trained, and how the losses of their tokens become updates."""
+
+    chosen_by: ClassVar[str] = "name"
+    rewards_tokens: ClassVar[bool] = False  # whether a single token may have a reward, such as a penalty
+    trained_networks: ClassVar[int] = 1  # of the policy's size, each with gradient and moments: 2 with a critic
+    copied_networks: ClassVar[int] = 0  # of the policy's size, float32, which follow others
+
+    name: str = Field(description=NAME)
+    loss_agg_mode: LossAggMode = Field("seq-mean-token-mean", description=LOSS_AGG_MODE)
+    train_on: Literal["all-calls", "final-branch"] = Field(
+        "all-calls",
+        description="`all-calls`: every call of an episode is trained; `final-branch`: only calls whose tokens are in "
+        "the last call of an agent; others, such as attempts that were given up, are left out and counted.",
+    )
+    epochs: Positive = Field(1, description="Passes over one batch; each makes `minibatches` optimizer steps.")
+    minibatches: Positive = Field(
+        1,
+        description="Parts of whole groups into which a batch is cut, at most `rollout.groups_per_step`. Each part is "
+        "weighed as a batch of its own and makes an optimizer step; with several, each epoch draws other parts.",
+    )
+    reward_weights: dict[str, float] = Field(
+        {}, description="Weights of an episode's `named_rewards`, by name; 1 for a name that is not here."
+    )
+    entropy_coefficient: float = Field(
+        0.0, ge=0, description="Factor of the entropy at each token, which is taken from its loss. 0: measured only."
+    )
+    kl: KLConfig | None = Field(
+        None, description="Divergence from a reference policy. None: there is no reference, and nothing to measure."
+    )
+
+    @model_validator(mode="after")
+    def _penalty_has_a_place(self) -> Self:
+        if self.kl is not None and self.kl.place == "reward" and not self.rewards_tokens:
+            raise ValueError(
+                f"{self.name!r} has no rewards of single tokens, so kl.place = 'reward' is for algorithms with a "
+                "critic; take kl.place = 'loss'"
+            )
+        return self
+
+    @property
+    def smallest_group(self) -> int:
+        """Return how many episodes a group needs: 2 where the algorithm compares them with one another."""
+        return 1
+
+    @property
+    def credits_agents(self) -> bool:
+        """Return whether an agent answers for its own reward, and not for all of the episode."""
+        return getattr(self, "credit", "episode") in ("agent", "branch")
+
+    def weighted_sum(self, named_rewards: Mapping[str, float | None]) -> float:
+        """Return the sum of the named rewards that were scored, each times its weight.
+
+        Args:
+            named_rewards: by name; None: not scored.
+        """
+        scored = {name: value for name, value in sorted(named_rewards.items()) if value is not None}
+        return float(sum(self.reward_weights.get(name, 1.0) * value for name, value in scored.items()))
+
+    @property
+    def brings_tasks(self) -> bool:
+        """Return whether the training tasks come with the algorithm, so that a job needs no others."""
+        return False
+
+    @property
+    def served_teacher(self) -> TeacherServerConfig | None:
+        """Return the server whose model's `teacher_logprobs` the algorithm needs; None: it needs none."""
+        return None
+
+    def teacher_of(self, frozen: Sequence[str]) -> str | None:
+        """Return the name of the policy whose `teacher_logprobs` the algorithm needs; None: it needs none.
+
+        Args:
+            frozen: names of the job's frozen policies.
+        """
+        return None

@@ -1,0 +1,86 @@
+"""Algorithms that learn from what is given: `[algorithm]` of SFT, and of distillation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from palestra.config.algorithm_base import LOSS_AGG_MODE, NAME, AlgorithmConfig, LossAggMode
+from palestra.config.networks import TeacherServerConfig
+
+
+class SFTConfig(AlgorithmConfig):
+    """Supervised fine-tuning: recorded episodes are trained, and none is played for training."""
+
+    name: Literal["sft"] = Field("sft", description=NAME)
+    loss_agg_mode: LossAggMode = Field("token-mean", description=LOSS_AGG_MODE)
+    from_run: Path | None = Field(
+        None,
+        description="Folder of the run whose completed training episodes are learned from; in a service the ID of a "
+        "job of the same tenant, whose episodes until the submission are taken. None: the tasks are conversations, "
+        "JSON objects with `messages`, and perhaps `tools` and `reward`, whose replies are learned. Each group is one "
+        "of them, so that a step has `rollout.groups_per_step`.",
+    )
+    min_reward: float | None = Field(
+        None, description="Episodes with a smaller reward are left out of those of `from_run`. None: all are taken."
+    )
+
+    @property
+    def brings_tasks(self) -> bool:
+        """Return whether the training tasks are the episodes of a run."""
+        return self.from_run is not None
+
+    @model_validator(mode="after")
+    def _reward_of_a_run(self) -> SFTConfig:
+        if self.min_reward is not None and self.from_run is None:
+            raise ValueError("min_reward chooses among the episodes of `from_run`, and that is not given")
+        return self
+
+
+class DistillConfig(AlgorithmConfig):
+    """On-policy distillation (Agarwal et al. 2024): a frozen policy or a served model teaches, token by token."""
+
+    name: Literal["distill"] = Field("distill", description=NAME)
+    loss_agg_mode: LossAggMode = Field("token-mean", description=LOSS_AGG_MODE)
+    teacher: str | None = Field(
+        None,
+        description="Name of the policy that teaches: one of `policies` that is frozen, with the same tokenizer. None: "
+        "the job's only frozen policy.",
+    )
+    teacher_server: TeacherServerConfig | None = Field(
+        None, description="A server whose model teaches, in place of a policy of the job. None: there is none."
+    )
+
+    @model_validator(mode="after")
+    def _one_teacher(self) -> DistillConfig:
+        if self.teacher is not None and self.teacher_server is not None:
+            raise ValueError("teacher and teacher_server name two teachers; leave one of them out")
+        return self
+
+    @property
+    def served_teacher(self) -> TeacherServerConfig | None:
+        """Return the server that teaches."""
+        return self.teacher_server
+
+    def teacher_of(self, frozen: Sequence[str]) -> str | None:
+        """Return the policy that teaches; None: a server does, or there is no frozen policy, and no job starts so.
+
+        Args:
+            frozen: names of the job's frozen policies.
+
+        Raises:
+            ValueError: the named policy is not one of them, or there are several and none is named.
+        """
+        known = ", ".join(map(repr, frozen)) or "none"
+        if self.teacher_server is not None:
+            return None
+        if self.teacher is None:
+            if len(frozen) > 1:
+                raise ValueError(f"algorithm.teacher names the frozen policy that teaches; frozen are {known}")
+            return frozen[0] if frozen else None
+        if self.teacher not in frozen:
+            raise ValueError(f"algorithm.teacher is {self.teacher!r}, which is no frozen policy (frozen are {known})")
+        return self.teacher

@@ -1,0 +1,161 @@
+"""Algorithms that credit calls with returns: `[algorithm]` of GRPO and its kin, REINFORCE++ and RAE."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from palestra.config.algorithm_base import CLIP_HIGH, CLIP_LOW, LOSS_AGG_MODE, NAME, AlgorithmConfig, LossAggMode
+
+AdvantageScale = Literal["std", "none", "gdpo"]
+Credit = Literal["episode", "step", "agent", "branch"]
+
+_CREDIT = (
+    "The return with which a call's tokens are credited. `episode`: the sum of all rewards; `step`: the discounted sum "
+    "of rewards from the call's own TimeStep on; `agent`: the reward of the call's agent, or of the nearest parent "
+    "that has one (`planner` for `planner/search`), compared with those of the same agent; `branch`: as `agent`, but "
+    "subagents are compared with all that the same parent started."
+)
+_ADVANTAGE_SCALE = (
+    "`std`: divide by the group's deviation (GRPO); `none`: do not (Dr. GRPO); `gdpo`: divide each of an episode's "
+    "`named_rewards` by its own deviation before they are weighed and added up, and the sum by the batch's deviation "
+    "(GDPO: Liu et al. 2026), so that a reward with a small range counts, too."
+)
+_DYNAMIC_SAMPLING = (
+    "Groups of a step that may be replaced by groups of tasks to come because their returns are equal, as a multiple "
+    "of `rollout.groups_per_step` (DAPO, section 3.2). 0: such groups are part of the step, without a gradient."
+)
+
+
+class PolicyGradientConfig(AlgorithmConfig):
+    """What algorithms have that credit calls with returns, and correct for the policy that has sampled them."""
+
+    credit: Credit = Field("episode", description=_CREDIT)
+    discount: float = Field(1.0, ge=0, le=1, description="Discount factor of one TimeStep, for `credit = step`.")
+    importance_sampling: Literal["none", "token-truncate", "token-mask", "sequence-truncate", "sequence-mask"] = Field(
+        "none",
+        description="Correction for tokens that were sampled with other probabilities than those of the policy before "
+        "the step (older weights, or an engine that rounds differently). `none`: the clipped ratio is to the sampling "
+        "probability. Otherwise the ratio is to the policy before the step, and each token's loss is multiplied by "
+        "w = policy before the step / sampled, of the token or of the call's whole reply (sequence); `truncate`: at "
+        "most `importance_limit` (truncated importance sampling, TIS: Yao et al. 2025); `mask`: w itself between "
+        "1 / `importance_limit` and `importance_limit`, and 0 outside (masked importance sampling, MIS).",
+    )
+    importance_limit: float = Field(2.0, gt=1, description="Bound of the weights of `importance_sampling`.")
+
+
+class ClippedConfig(PolicyGradientConfig):
+    """What algorithms have whose loss bounds probability ratios."""
+
+    clip_low: float = Field(0.2, ge=0, le=1, description=CLIP_LOW)
+    clip_high: float = Field(0.2, ge=0, description=CLIP_HIGH)
+
+
+class GroupConfig(ClippedConfig):
+    """What algorithms have that compare the episodes of a group with one another."""
+
+    dynamic_sampling: int = Field(0, ge=0, le=16, description=_DYNAMIC_SAMPLING)
+
+    @property
+    def smallest_group(self) -> int:
+        """Return 2: a group of one has nothing to be compared with."""
+        return 2
+
+
+class ScaledGroupConfig(GroupConfig):
+    """What algorithms have whose baseline is the group's mean return."""
+
+    advantage_scale: AdvantageScale = Field("std", description=_ADVANTAGE_SCALE)
+
+    @model_validator(mode="after")
+    def _named_rewards_are_of_episodes(self) -> ScaledGroupConfig:
+        if self.advantage_scale == "gdpo" and self.credit != "episode":
+            raise ValueError("advantage_scale = 'gdpo' normalises rewards of episodes, and needs credit = 'episode'")
+        return self
+
+
+class GRPOConfig(ScaledGroupConfig):
+    """GRPO (Shao et al. 2024, DeepSeekMath, section 4.1): a group's mean return is its baseline."""
+
+    name: Literal["grpo"] = Field("grpo", description=NAME)
+
+
+class DrGRPOConfig(GroupConfig):
+    """Dr. GRPO (Liu et al. 2025, section 3.2): GRPO without division by the deviation or by a rollout's length."""
+
+    name: Literal["dr_grpo"] = Field("dr_grpo", description=NAME)
+    loss_agg_mode: LossAggMode = Field("seq-mean-token-sum-norm", description=LOSS_AGG_MODE)
+
+
+class DAPOConfig(ScaledGroupConfig):
+    """DAPO (Yu et al. 2025): GRPO that clips higher, weighs tokens equally, and makes long replies cost reward."""
+
+    name: Literal["dapo"] = Field("dapo", description=NAME)
+    loss_agg_mode: LossAggMode = Field("token-mean", description=LOSS_AGG_MODE)
+    dynamic_sampling: int = Field(3, ge=0, le=16, description=_DYNAMIC_SAMPLING)
+    clip_high: float = Field(0.28, ge=0, description=CLIP_HIGH)
+    overlong_share: float = Field(
+        0.2,
+        ge=0,
+        le=1,
+        description="Last share of a call's max_tokens in which a reply loses reward: nothing at the beginning of the "
+        "share, growing in a line to `overlong_penalty` at max_tokens (soft overlong punishment, equation 13). A "
+        "return loses by the longest reply that it credits. 0: none does.",
+    )
+    overlong_penalty: float = Field(1.0, ge=0, description="Reward that a reply of max_tokens loses.")
+
+
+class GSPOConfig(ScaledGroupConfig):
+    """GSPO (Zheng et al. 2025): GRPO whose probability ratio is that of the whole sequence, for each of its tokens."""
+
+    name: Literal["gspo"] = Field("gspo", description=NAME)
+    clip_low: float = Field(3e-4, ge=0, le=1, description=CLIP_LOW)
+    clip_high: float = Field(4e-4, ge=0, description=CLIP_HIGH)
+    form: Literal["sequence", "token"] = Field(
+        "sequence",
+        description="`sequence`: all tokens of an episode have one advantage, the mean over its trained tokens "
+        "(equation 5); `token`: each has its own call's (GSPO-token, equation 13). Without credit within an episode "
+        "both are the same.",
+    )
+
+
+class CISPOConfig(ScaledGroupConfig):
+    """CISPO (MiniMax 2025, MiniMax-M1): ratios are bounded as weights of the gradient, and no token is left out."""
+
+    name: Literal["cispo"] = Field("cispo", description=NAME)
+    loss_agg_mode: LossAggMode = Field("token-mean", description=LOSS_AGG_MODE)
+    clip_low: float = Field(1.0, ge=0, le=1, description=CLIP_LOW)
+    clip_high: float = Field(4.0, ge=0, description=CLIP_HIGH)
+
+
+class RLOOConfig(GroupConfig):
+    """RLOO (Ahmadian et al. 2024): an episode's baseline is the mean return of the other episodes of its group."""
+
+    name: Literal["rloo"] = Field("rloo", description=NAME)
+    loss_agg_mode: LossAggMode = Field("seq-mean-token-sum-norm", description=LOSS_AGG_MODE)
+
+
+class ReinforcePPConfig(ClippedConfig):
+    """REINFORCE++ (Hu et al. 2025): advantages are normalised over the whole batch."""
+
+    name: Literal["reinforce_pp"] = Field("reinforce_pp", description=NAME)
+    loss_agg_mode: LossAggMode = Field("token-mean", description=LOSS_AGG_MODE)
+    baseline: Literal["none", "group"] = Field(
+        "none",
+        description="What returns are compared with before they are normalised. `none`: nothing, so that groups may "
+        "have one episode; `group`: the mean of the group (REINFORCE++-baseline).",
+    )
+
+    @property
+    def smallest_group(self) -> int:
+        """Return 2 where returns are compared within a group, else 1."""
+        return 2 if self.baseline == "group" else 1
+
+
+class RAEConfig(ClippedConfig):
+    """RAE (Liu et al. 2025, SPIRAL): each role's baseline is a moving mean of its returns."""
+
+    name: Literal["rae"] = Field("rae", description=NAME)
+    credit: Credit = Field("agent", description=_CREDIT)
+    decay: float = Field(0.95, ge=0, lt=1, description="Share of the baseline that stays at each return of its role.")
