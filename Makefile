@@ -53,7 +53,7 @@ test-faults: $(DEV)  ## hurt every part of the service at every moment of a job 
 	$(BIN)/pytest tests/faults --junitxml=$(VENV)/faults.xml -o junit_duration_report=call; code=$$?; \
 	PYTHONPATH=tests $(BIN)/python -m faults.report docs/faults.md $(VENV)/faults.xml && exit $$code
 
-docs: $(RUNTIME)  ## write docs/api.md, docs/python.md, docs/metrics.md and docs/configuration.md from the code
+docs: $(RUNTIME)  ## write docs/api.md, docs/python.md, docs/metrics.md, docs/doctor.md and docs/configuration.md from the code
 	$(BIN)/python scripts/reference_pages.py docs
 
 docs-site: $(SITE)/installed.txt  ## build the documentation as a site into site/; a broken link ends it

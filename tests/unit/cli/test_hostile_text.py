@@ -171,6 +171,7 @@ CASES: dict[str, list[list[str]]] = {
         ["run", HOSTILE],
     ],
     "dashboard": [[HOSTILE], ["run", HOSTILE]],
+    "doctor": [["run"], ["run", "--json"], [HOSTILE]],
     "export": [[JOB, "out"], [HOSTILE, "out"]],
     "rotate-key": [[JOB], [HOSTILE]],
     "serve": [["--rules", "hostile.toml"]],
