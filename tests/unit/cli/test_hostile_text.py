@@ -171,6 +171,7 @@ CASES: dict[str, list[list[str]]] = {
         ["run", HOSTILE],
     ],
     "dashboard": [[HOSTILE], ["run", HOSTILE]],
+    "track": [["run", HOSTILE], [HOSTILE, "tensorboard"], ["run", "tensorboard"]],
     "doctor": [["run"], ["run", "--json"], [HOSTILE]],
     "export": [[JOB, "out"], [HOSTILE, "out"]],
     "rotate-key": [[JOB], [HOSTILE]],
