@@ -172,6 +172,7 @@ CASES: dict[str, list[list[str]]] = {
     ],
     "dashboard": [[HOSTILE], ["run", HOSTILE]],
     "track": [["run", HOSTILE], [HOSTILE, "tensorboard"], ["run", "tensorboard"]],
+    "top": [["run", "--once"], [HOSTILE]],
     "doctor": [["run"], ["run", "--json"], [HOSTILE]],
     "export": [[JOB, "out"], [HOSTILE, "out"]],
     "rotate-key": [[JOB], [HOSTILE]],
