@@ -62,7 +62,8 @@ def doctor_page() -> str:
         "## Signs",
         "",
         f"`now` is a mean of the last {RECENT} steps, `first` of the run's first {RECENT}; a job of fewer steps is "
-        f"judged by all. Trends are looked for in the newest {KEPT} rows. Metrics are those of "
+        f"judged by all for `equal_rewards`, `truncated` and `workers_fail`. "
+        f"Trends are looked for in the newest {KEPT} rows. Metrics are those of "
         "[metrics.md](metrics.md).",
         "",
         "| code | the sign is there if | it usually means | try |",

@@ -118,7 +118,7 @@ def _on_policy(row: Row) -> bool:
 
 
 def _logprob_drift(history: History) -> str | None:
-    recent = history.recent
+    recent = history.last(RECENT)
     if not in_each(recent, _on_policy):
         return None
     now = mean(recent, "train/logprob_gap_mean") or 0.0
@@ -134,7 +134,7 @@ def _logprob_drift(history: History) -> str | None:
 
 
 def _ratio_out_of_range(history: History) -> str | None:
-    recent = history.recent
+    recent = history.last(RECENT)
     for name in ("train/ratio_mean", "train/importance_mean"):
         if in_each(recent, lambda row, name=name: not RATIO[0] <= row.get(name, 1.0) <= RATIO[1]):  # type: ignore[misc]
             return f"{steps_of(recent)} {name} is outside of {RATIO[0]:g} to {RATIO[1]:g} (now {recent[-1][name]:.3g})"
@@ -145,7 +145,7 @@ def _ratio_out_of_range(history: History) -> str | None:
 
 
 def _forks_lose_tokens(history: History) -> str | None:
-    recent = history.recent
+    recent = history.last(RECENT)
     if not in_each(recent, lambda row: row.get("rollout/drift_share", 0.0) >= DRIFT_SHARE):
         return None
     counts = {

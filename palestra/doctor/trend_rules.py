@@ -120,7 +120,7 @@ def _lengths_run_away(history: History) -> str | None:
 
 
 def _learning_rate_idle(history: History) -> str | None:
-    recent = history.recent
+    recent = history.last(RECENT)
     if history.newest["step"] < history.job.steps and in_each(
         recent, lambda row: row.get("train/learning_rate") == 0.0 and row.get("train/grad_norm", 0.0) > 0
     ):
