@@ -20,7 +20,7 @@ log = logging.getLogger("palestra")
 async def tracking(folder: Path, names: Sequence[str]) -> AsyncIterator[None]:
     """Keep a process for each tracker while the block is open; afterwards they have a few seconds for the last rows.
 
-    Whatever becomes of a process, the block goes on; what it said is in `RUN/tracking/NAME.log`.
+    A process that fails does not end the block; what it said is in `RUN/tracking/NAME.log`.
 
     Args:
         folder: of the run, with its configuration.
