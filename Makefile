@@ -7,16 +7,17 @@ PIP := $(BIN)/pip --disable-pip-version-check
 RUNTIME := $(VENV)/.runtime-installed
 DEV := $(VENV)/.dev-installed
 FRAMEWORKS := .venv-peers/frameworks
+LIBRARIES := .venv-peers/libraries
 SITE := .venv-docs
 
 # Which tests are in which tier; CONTRIBUTING.md says what each tier promises. Each test is in one tier or has a command of
 # its own; only what draws examples is in both (tests/unit/test_tiers.py checks these lines).
-OWN_COMMAND := faults or frameworks
+OWN_COMMAND := faults or frameworks or libraries
 FIRST_TIER := not (slow or model or service or browser or $(OWN_COMMAND))
 SECOND_TIER := (slow or more_examples) and not (model or service or browser or $(OWN_COMMAND))
 SECOND_TIER_ALONE := (model or service or browser) and not ($(OWN_COMMAND))
 
-.PHONY: prose help demo test test-rest test-all test-faults lint format types contracts unit docs docs-site wheel conformance frameworks bench clean
+.PHONY: prose help demo test test-rest test-all test-faults lint format types contracts unit docs docs-site wheel conformance frameworks libraries bench clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -53,7 +54,7 @@ test-faults: $(DEV)  ## hurt every part of the service at every moment of a job 
 	$(BIN)/pytest tests/faults --junitxml=$(VENV)/faults.xml -o junit_duration_report=call; code=$$?; \
 	PYTHONPATH=tests $(BIN)/python -m faults.report docs/faults.md $(VENV)/faults.xml && exit $$code
 
-docs: $(RUNTIME)  ## write docs/api.md, docs/python.md, docs/metrics.md and docs/configuration.md from the code
+docs: $(RUNTIME)  ## write docs/api.md, docs/python.md, docs/metrics.md, docs/doctor.md and docs/configuration.md from the code
 	$(BIN)/python scripts/reference_pages.py docs
 
 docs-site: $(SITE)/installed.txt  ## build the documentation as a site into site/; a broken link ends it
@@ -71,6 +72,9 @@ conformance: $(DEV)  ## compare renderers with real tokenizers (a download of 10
 frameworks: $(DEV) $(FRAMEWORKS)/installed.txt  ## play agents of three frameworks against the real server; writes docs/frameworks.md
 	$(BIN)/pytest tests/frameworks tests/documents -m frameworks
 	PYTHONPATH=tests $(BIN)/python -m frameworks.report docs/frameworks.md
+
+libraries: $(DEV) $(LIBRARIES)/installed.txt  ## frames and trackers with the real pandas, polars, TensorBoard, MLflow, W&B, trackio, OpenTelemetry
+	$(BIN)/pytest tests/libraries -m libraries
 
 prose: $(DEV)  ## measure how docstrings and comments read (`python scripts/prose.py --rooms` for more)
 	$(BIN)/python scripts/prose.py
@@ -100,6 +104,12 @@ $(DEV): $(RUNTIME) requirements-dev.lock
 $(FRAMEWORKS)/installed.txt: tests/frameworks/requirements.txt
 	test -x $(FRAMEWORKS)/bin/python || $(PYTHON) -m venv $(FRAMEWORKS)
 	$(FRAMEWORKS)/bin/pip --disable-pip-version-check install --quiet -r $<
+	cp $< $@
+
+# Libraries that are optional, in a folder that only the tests of them look into.
+$(LIBRARIES)/installed.txt: tests/libraries/requirements.txt
+	rm -rf $(LIBRARIES)
+	$(PIP) install --quiet --target $(LIBRARIES) -r $<
 	cp $< $@
 
 # What makes the site, in an environment of its own, which has neither torch nor Palestra.

@@ -62,6 +62,8 @@ if TYPE_CHECKING:
     from palestra.envs.arithmetic import last_number as last_number
     from palestra.envs.arithmetic import right_number as right_number
     from palestra.learner.check import check_algorithm as check_algorithm
+    from palestra.notebook import RecordedRun as RecordedRun
+    from palestra.notebook import load_run as load_run
     from palestra.rollout import RolloutSpec as RolloutSpec
     from palestra.runtime.evaluating import Evaluation as Evaluation
     from palestra.runtime.evaluating import TaskOutcome as TaskOutcome
@@ -118,6 +120,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "right_number",
     ),
     "palestra.learner.check": ("check_algorithm",),
+    "palestra.notebook": ("RecordedRun", "load_run"),
     "palestra.store.browsing": ("read_episodes",),
     "palestra.rollout": ("RolloutSpec",),
     "palestra.tools": ("Tool", "tool"),

@@ -16,6 +16,8 @@ from python_reference import python_page
 from palestra.config import JobConfig
 from palestra.config.section import Section, kind_of, sections_of
 from palestra.control.jobs.rules import CAPS
+from palestra.doctor.rule import KEPT, RECENT
+from palestra.doctor.rules import RULES
 from palestra.learner.metrics import metric_tables
 from palestra.terminal import say
 
@@ -33,6 +35,41 @@ def metrics_page() -> str:
     for title, metrics in metric_tables().items():
         lines += ["", f"## {title}", "", "| name | unit | formula |", "|---|---|---|"]
         lines += [f"| `{m.name}` | {m.unit} | {m.formula.replace('|', chr(92) + '|')} |" for m in metrics]
+    return _HEADER + "\n".join(lines) + "\n"
+
+
+def doctor_page() -> str:
+    """docs/doctor.md."""
+    lines = [
+        "# What goes wrong in a run",
+        "",
+        "`palestra doctor RUN` looks at every step of a run, finished or running, and says what it finds: what was "
+        "seen, since which step, what it usually means, what to try, and the episodes that show it. It reads the run's "
+        "folder and changes nothing.",
+        "",
+        "```bash",
+        "palestra doctor runs/addition",
+        "palestra doctor runs/addition --json     # one object: step, steps, findings",
+        "```",
+        "",
+        "It ends with 0 where nothing was found, with 1 where something was, also if a later step does not show it any "
+        "more, and with 2 after an error.",
+        "",
+        "A running job looks for the same signs after each step, except for the last three of the table, which need "
+        "more than its metrics. What appears is a `warning` on the console, in `palestra watch`, among the events and "
+        "on the [page](dashboard.md); `/status` has in `warnings` what holds now, and `train/warnings` counts them.",
+        "",
+        "## Signs",
+        "",
+        f"`now` is a mean of the last {RECENT} steps, `first` of the run's first {RECENT}; a job of fewer steps is "
+        f"judged by all for `equal_rewards`, `truncated` and `workers_fail`. "
+        f"Trends are looked for in the newest {KEPT} rows. Metrics are those of "
+        "[metrics.md](metrics.md).",
+        "",
+        "| code | the sign is there if | it usually means | try |",
+        "|---|---|---|---|",
+        *(f"| `{r.code}` | {r.formula} | {r.means} | {r.remedy} |" for r in RULES),
+    ]
     return _HEADER + "\n".join(lines) + "\n"
 
 
@@ -137,6 +174,7 @@ def pages() -> dict[str, str]:
     """File name to text."""
     return {
         "metrics.md": metrics_page(),
+        "doctor.md": doctor_page(),
         "configuration.md": configuration_page(),
         "api.md": api_page(openapi_document()),
         "python.md": _HEADER + python_page(),

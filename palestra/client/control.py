@@ -9,7 +9,7 @@ import os
 import random
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Self
@@ -20,6 +20,7 @@ from pydantic import TypeAdapter
 
 from palestra.client.arguments import checked_amount, checked_count
 from palestra.client.client import Client, drive
+from palestra.client.curves import REWARDS, LiveCurves
 from palestra.client.exchange import Endpoint, checked_key, checked_url, exchange, trouble_of
 from palestra.errors import ConfigError, ConnectionLost, JobOver, NotFound
 from palestra.types.control_wire import (
@@ -273,6 +274,26 @@ class Job:
                 if self.view().state in OVER:
                     return
             time.sleep(0.2 * random.uniform(0.5, 1.0))
+
+    def watch(self, metrics: Sequence[str] = REWARDS) -> JobView:
+        """Draw the job's curves in a notebook, again after each step, until it is over, and return its view.
+
+        Interrupting the cell ends the drawing, and leaves the job running.
+
+        Args:
+            metrics: names of what is drawn (docs/metrics.md).
+
+        Raises:
+            ModuleNotFoundError: matplotlib or IPython is not installed.
+            ConnectionLost: the control plane could not be reached for `retry_seconds`.
+        """
+        curves = LiveCurves(metrics, self.job_id)
+        curves.show()
+        with contextlib.suppress(KeyboardInterrupt):
+            for event in self.events():
+                if event.kind == "step":
+                    curves.add([event.data])
+        return self.view()
 
     def logs(self, *, follow: bool = False, offset: int = 0) -> Iterator[str]:
         """Iterate over pieces of the job's log.

@@ -245,6 +245,11 @@ class JobConfig(Section):
         "`agent/solver-2`, …; a subagent without a role is played by its parent's policy). An agent that is not named "
         "here is played by the policy that is trained.",
     )
+    tracking: list[Identifier] = Field(
+        [],
+        description="Trackers that get the metrics of a training job: `tensorboard`, `wandb` (offline), `mlflow`, "
+        "`trackio`, or the name of a plug-in.",
+    )
     tasks: TasksConfig = TasksConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -387,7 +392,7 @@ class JobConfig(Section):
             with_unused: whether keys that earlier versions did not have are in it although they have no effect.
         """
         left_out: dict[str, Any] = dict.fromkeys(
-            ("name", "kind", "run_dir", "tasks", "server", "store", "checkpoint", "evaluation"), True
+            ("name", "kind", "run_dir", "tracking", "tasks", "server", "store", "checkpoint", "evaluation"), True
         )
         left_out["rollout"] = {
             "lease_seconds",

@@ -110,7 +110,7 @@ def _state(run: Run, connection: Connection) -> tuple[str, str | None]:
 def _warnings(connection: Connection) -> list[Warned]:
     wanted = select(events.c.data).where(events.c.kind == "warning").order_by(events.c.event_id.desc())
     found = [orjson.loads(data) for data in connection.execute(wanted.limit(MOST_WARNINGS)).scalars()]
-    return [Warned(step=one["step"], code=one["code"], text=one["text"]) for one in found]
+    return [Warned(step=one.get("step", 0), code=one.get("code", ""), text=one.get("text", "")) for one in found]
 
 
 def read_columns(run: Run, after: int) -> MetricsAnswer:

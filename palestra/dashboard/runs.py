@@ -50,8 +50,6 @@ class Run:
         path = self.folder / "run.db"
         with browse(path) as connection:
             version, known = SCHEMA.read_version(connection), SCHEMA.version
-            if version > known:
-                raise StoreError(f"{path} is of a newer version of Palestra ({version}; this one reads {known})")
             if version < OLDEST:
                 raise StoreError(
                     f"{path} is of an early version of Palestra ({version}; this one reads {OLDEST} to {known}); "

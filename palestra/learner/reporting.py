@@ -9,15 +9,15 @@ import asyncio
 import contextlib
 import io
 import json
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from palestra.config import SAVED_CONFIG, JobConfig, dump_config, load_config, name_differences
 from palestra.disk import write_whole, writing
+from palestra.doctor.rule import History, JobSize
+from palestra.doctor.rules import health_of
 from palestra.errors import ConfigError
-from palestra.learner.health import RECENT, health_of
 from palestra.learner.update import AddEvent
 from palestra.store import RunLog
 from palestra.types.progress import JobProgress
@@ -148,12 +148,14 @@ class StepLog:
         """
         self._config, self._log, self._folder, self._progress = config, log, folder, progress
         self._add_event = add_event
-        self._recent: deque[Mapping[str, float]] = deque(maxlen=RECENT)  # rows of training steps
+        size = JobSize(groups_per_step=config.rollout.groups_per_step, steps=config.steps)
+        self._history = History(size)
 
     def restore(self, rows: Sequence[Mapping[str, float]]) -> None:
         """Write the file from the rows of the store, as after a restart."""
         self._folder.write_metrics(rows)
-        self._recent.extend(row for row in rows if "train/episodes" in row)
+        for row in rows:
+            self._history.add(row)
 
     async def write(self, step: int, row: dict[str, float], last: bool) -> None:
         """Record the metrics of a step in store, file, status and events; after a validation, draw the curve.
@@ -176,10 +178,10 @@ class StepLog:
         """Report each sign of a run that learns nothing, once, when it appears."""
         if "train/episodes" not in row:
             return
-        self._recent.append(row)
+        self._history.add(row)
         config = self._config
         policy = config.players.default if len(config.policies) > 1 else ""
-        found = health_of(list(self._recent), config.rollout.groups_per_step, config.steps, policy)
+        found = health_of(self._history, policy)
         row["train/warnings"] = float(len(found))
         known = {warning.code for warning in self._progress.warnings}
         self._progress.warnings = found

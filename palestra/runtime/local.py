@@ -38,6 +38,8 @@ from palestra.session import Sameness, SessionContext, Sessions
 from palestra.store import RunStore, open_run_store
 from palestra.store.key_files import SecretFile, publish_key
 from palestra.threads import in_thread
+from palestra.tracking.launch import tracking
+from palestra.tracking.registry import check_trackers
 from palestra.types.progress import JobProgress, Phase, PhaseProgress
 from palestra.types.records import Task
 from palestra.types.states import JobState
@@ -178,6 +180,8 @@ async def local_job(
         algorithm = create_algorithm(config.algorithm, config.rollout.step_order, own_code=own_code)
         if algorithm.every_choice:
             _check_choices(config, play)
+    trackers = config.tracking if config.kind == "training" and scored is None else []
+    check_trackers(trackers)
     with contextlib.ExitStack() as stack:
         start = stack.enter_context(starting_in(config.folder))
         folder = RunFolder(config.folder)
@@ -246,6 +250,7 @@ async def local_job(
             async with (
                 served(create_job_app(plane), listener, plane.stop, plane.connections),
                 _watched(store, progress),
+                tracking(folder.path, trackers),
             ):
                 start.succeeded = True
                 yield LocalJob(work, plane, parts.engine, url_of(listener), folder, resumed, pool)

@@ -14,11 +14,11 @@ import orjson
 from sqlalchemy import Connection, func, select
 
 from palestra.database.sqlite import MOST_VALUES, open_engine
-from palestra.errors import NotFound, PalestraError
+from palestra.errors import NotFound, PalestraError, StoreError
 from palestra.store.calls import read_trajectory
 from palestra.store.codec import fork_of
 from palestra.store.run_store import store_error
-from palestra.store.tables import chats, episodes, events, manifests
+from palestra.store.tables import SCHEMA, chats, episodes, events, manifests
 from palestra.types.forks import ForkReason
 from palestra.types.records import Event, Trajectory
 
@@ -85,11 +85,15 @@ def browse(path: Path) -> Iterator[Connection]:
         path: of the file, `run.db`.
 
     Raises:
-        StoreError: the file is not a run store.
+        StoreError: the file is not a run store, or of a newer version of Palestra.
     """
     engine = open_engine(path, "FULL", read_only=True)
     try:
         with engine.begin() as connection:
+            if (version := SCHEMA.read_version(connection)) > SCHEMA.version:
+                raise StoreError(
+                    f"{path} is of a newer version of Palestra ({version}; this one reads {SCHEMA.version})"
+                )
             _complete_older(connection)
             yield connection
     except PalestraError:

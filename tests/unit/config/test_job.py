@@ -18,6 +18,7 @@ BASE: dict[str, Any] = {
 # Every leaf with a value other than its default. A new field has to be put here, and thereby on one of the two sides.
 OTHER: dict[str, Any] = {
     "name": "other",
+    "tracking": ["tensorboard"],
     "seed": 1,
     "steps": 31,
     "token_budget": 31,
@@ -107,7 +108,18 @@ ONLY_ONE_VALUE = {"rollout.max_staleness", "kind", "algorithm.name", "policies.p
 SHORT = {"model"}  # written in one place and kept in another
 # What neither moves a weight nor says which samples there are: where it is, how it is kept, how far it goes, how
 # workers are watched. (The tasks are in the run store from the first start on.)
-NOT_TRAINED = {"name", "run_dir", "steps", "token_budget", "tasks", "evaluation", "checkpoint", "store", "server"}
+NOT_TRAINED = {
+    "name",
+    "run_dir",
+    "tracking",
+    "steps",
+    "token_budget",
+    "tasks",
+    "evaluation",
+    "checkpoint",
+    "store",
+    "server",
+}
 NOT_TRAINED |= {
     f"rollout.{leaf}"
     for leaf in (

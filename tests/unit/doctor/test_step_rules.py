@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from palestra.learner.health import RECENT, health_of
+from palestra.doctor.rule import RECENT, History, JobSize
+from palestra.doctor.rules import health_of
 from unit.learner.scripted_job import ScriptedJob, config
 
 GROUPS = 8
@@ -29,8 +30,12 @@ def row(step: int, **changes: float) -> dict[str, float]:
     } | {name.replace("__", "/"): value for name, value in changes.items()}
 
 
+def warnings(rows, groups: int = GROUPS, steps: int = 30):
+    return health_of(History(JobSize(groups_per_step=groups, steps=steps), rows))
+
+
 def codes(rows, steps: int = 30) -> list[str]:
-    return [warning.code for warning in health_of(rows, GROUPS, steps)]
+    return [warning.code for warning in warnings(rows, steps=steps)]
 
 
 def repeated(count: int, **changes: float) -> list[dict[str, float]]:
@@ -51,11 +56,11 @@ def test_a_real_run_that_learned_has_none_at_any_step():
     assert rows[-1]["validation/reward_mean"] > 3 * rows[0]["validation/reward_mean"]
     trained = [row for row in rows if "train/episodes" in row]
     for end in range(1, len(trained) + 1):
-        assert health_of(trained[:end], groups_per_step=16, steps=8) == []
+        assert warnings(trained[:end], groups=16, steps=8) == []
 
 
 def test_episodes_without_calls_are_said_after_one_step():
-    (warning,) = health_of([row(4, train__episodes_without_tokens=64.0, **EQUAL)], GROUPS, 30)
+    (warning,) = warnings([row(4, train__episodes_without_tokens=64.0, **EQUAL)])
     assert (warning.code, warning.step) == ("no_calls", 4)
     assert "64 of 64 episodes of step 4" in warning.text
     assert codes([row(1, train__episodes_without_tokens=32.0)]) == ["no_calls"]
@@ -100,7 +105,7 @@ def test_a_gradient_of_0_is_said_with_whether_the_rewards_differ():
         (1e-17, "are equal"),
         (0.2, "rewards of step 1 differ"),
     ):
-        (warning,) = health_of([row(1, train__reward_std=deviation, **none)], GROUPS, 30)
+        (warning,) = warnings([row(1, train__reward_std=deviation, **none)])
         assert warning.code == "no_gradient"
         assert said in warning.text
 

@@ -1,0 +1,84 @@
+"""`palestra doctor`: what goes wrong in a run, since when, what it means and what to try."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from palestra.cli.options import command
+from palestra.terminal import one_line, say
+
+if TYPE_CHECKING:
+    from palestra.doctor.examination import Examination, Finding
+
+WIDTH = 100  # columns of the text
+LABEL = 12  # columns of the word before it
+
+
+def add(commands: Any) -> None:
+    """Add the command `doctor`, which takes the folder of a run."""
+    parser = command(
+        commands,
+        "doctor",
+        run,
+        "say what goes wrong in a run, what it means, and what to try",
+        "  palestra doctor runs/addition          # the run may be running\n"
+        "  palestra doctor runs/addition --json   # for programs\n\n"
+        "exit code: 0 nothing was found, 1 something was, 2 an error",
+    )
+    parser.add_argument("run_dir", metavar="RUN", type=Path, help="the run's folder")
+    parser.add_argument("--json", action="store_true", help="for programs: one JSON object")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the findings of the run; return 1 where there are some."""
+    from palestra.doctor.examination import examine  # reads a run store, which the client alone can't
+
+    found = examine(arguments.run_dir)
+    if arguments.json:
+        say(as_json(found))
+    else:
+        _print(arguments.run_dir, found)
+    return 1 if found.findings else 0
+
+
+def as_json(found: Examination) -> str:
+    """Return an examination as JSON, in which all characters that a terminal could obey are escaped."""
+    from dataclasses import asdict
+
+    return json.dumps(asdict(found))
+
+
+def _print(folder: Path, found: Examination) -> None:
+    if not found.step:
+        say(f"{folder}: no step is finished yet")
+        return
+    number = len(found.findings)
+    what = "nothing found" if not number else f"{number} finding{'s' if number > 1 else ''}"
+    say(f"{folder}, step {found.step} of {found.steps}: {what}")
+    for finding in found.findings:
+        say()
+        say(f"{finding.code}  {_when(finding)}")
+        _paragraph("seen", finding.seen)
+        _paragraph("it means", finding.means)
+        _paragraph("try", finding.remedy)
+        if finding.episodes:
+            _paragraph("episodes", ", ".join(finding.episodes))
+
+
+def _when(finding: Finding) -> str:
+    if finding.holds:
+        return f"since step {finding.since}"
+    if finding.since == finding.until:
+        return f"in step {finding.since}, not any more"
+    return f"from step {finding.since} to {finding.until}, not any more"
+
+
+def _paragraph(label: str, text: str) -> None:
+    """Print a text in lines beside its label; what others wrote in it can't move the cursor."""
+    lines = textwrap.wrap(one_line(text), WIDTH - LABEL, break_on_hyphens=False) or [""]
+    for place, line in enumerate(lines):
+        say(f"  {label if not place else '':<{LABEL - 2}}{line}")

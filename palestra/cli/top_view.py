@@ -1,0 +1,145 @@
+"""What `palestra top` draws: a line for each run, and of the one that changed last curves, episodes and calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+from sqlalchemy import Connection, select
+
+from palestra.dashboard.answers import RunAnswer
+from palestra.dashboard.progress import describe_run
+from palestra.dashboard.runs import Run
+from palestra.errors import PalestraError
+from palestra.store.browsing import EpisodeSummary
+from palestra.store.run_log import read_metrics
+from palestra.store.search import readable_summaries
+from palestra.store.tables import chats, episodes
+from palestra.terminal import one_line
+from palestra.types.progress import duration
+
+BARS = "▁▂▃▄▅▆▇█"
+CURVES = (
+    ("train/reward_mean", "reward"),
+    ("validation/reward_mean", "validation"),
+    ("train/entropy", "entropy"),
+    ("train/grad_norm", "gradient"),
+    ("rollout/tokens_per_second", "tokens/s"),
+    ("time/step_seconds", "step, s"),
+)
+NEWEST = 8  # episodes
+SLOWEST, LOOKED_AT = 5, 2000  # calls, of the newest ones
+LABEL = 12
+
+
+def view_of(runs: Sequence[Run], width: int, now: float) -> RenderableType:
+    """Return what is drawn; a run that can't be read says why.
+
+    Args:
+        runs: what is shown.
+        width: columns of the terminal.
+        now: Unix seconds.
+    """
+    found = [describe_run(run) for run in runs]
+    newest = max(range(len(runs)), key=lambda place: (found[place].state == "running", found[place].changed_at or 0.0))
+    return Group(_table(found, now), Text(), *_one(runs[newest], width, now))
+
+
+def _table(found: Sequence[RunAnswer], now: float) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("run", "state", "step", "reward", "validation", "left", "warnings", "changed"):
+        table.add_column(name, no_wrap=True, justify="left" if name in ("run", "state") else "right")
+    for one in found:
+        table.add_row(
+            Text(one_line(one.title)),
+            Text(one_line(one.state if one.reason is None else f"{one.state}: {one.reason}")),
+            f"{one.step}/{one.steps}",
+            _number(one.reward),
+            _number(one.validation),
+            "" if one.seconds_left is None else duration(one.seconds_left),
+            str(len(one.warnings) or ""),
+            "" if one.changed_at is None else f"{duration(now - one.changed_at)} ago",
+        )
+    return table
+
+
+def _one(run: Run, width: int, now: float) -> list[RenderableType]:
+    try:
+        with run.open() as connection:
+            return [
+                Text(one_line(run.name), style="bold"),
+                *_curves(read_metrics(connection), width),
+                Text(),
+                _ended(connection, now),
+                Text(),
+                _calls(connection, now),
+            ]
+    except PalestraError as error:
+        return [Text(one_line(str(error)))]
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Return numbers as bars, lowest to highest; of more than there is room for, means of consecutive ones.
+
+    Args:
+        values: the numbers, oldest first.
+        width: the most characters.
+    """
+    if not values or width < 1:
+        return ""
+    count = min(len(values), width)
+    edges = [place * len(values) // count for place in range(count + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, high = min(means), max(means)
+    if high == low:
+        return BARS[len(BARS) // 2] * count
+    return "".join(BARS[round((value - low) / (high - low) * (len(BARS) - 1))] for value in means)
+
+
+def _curves(rows: Sequence[dict[str, float]], width: int) -> list[RenderableType]:
+    lines: list[RenderableType] = []
+    for name, label in CURVES:
+        values = [row[name] for row in rows if name in row]
+        if values:
+            bars = sparkline(values, max(width - LABEL - 24, 8))
+            lines.append(Text(f"{label:<{LABEL}}{bars} {values[-1]:.3g} ({min(values):.3g} to {max(values):.3g})"))
+    return lines
+
+
+def _ended(connection: Connection, now: float) -> Table:
+    wanted = select(episodes).where(episodes.c.ended_at.is_not(None)).order_by(episodes.c.ended_at.desc()).limit(NEWEST)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("episodes that ended", "task", "state", "reward", "calls", "tokens", "ended"):
+        table.add_column(name, no_wrap=True, justify="right" if name in ("reward", "calls", "tokens") else "left")
+    rows = connection.execute(wanted).all()
+    for row, one in zip(rows, readable_summaries(connection, rows), strict=True):
+        ended = f"{duration(now - row.ended_at)} ago"
+        if isinstance(one, EpisodeSummary):
+            cells = (one.task_id, one.state, _number(one.reward), str(one.calls), str(one.completion_tokens), ended)
+        else:
+            cells = ("", "damaged", "", "", "", ended)
+        table.add_row(*(Text(one_line(cell)) for cell in (one.episode_id, *cells)))
+    return table
+
+
+def _calls(connection: Connection, now: float) -> Table:
+    """Return the slowest of the newest calls."""
+    seconds = (chats.c.finished_at - chats.c.started_at).label("seconds")
+    recent = select(chats.c.episode_id, chats.c.idx, chats.c.agent, chats.c.finished_at, seconds)
+    newest = recent.order_by(chats.c.finished_at.desc()).limit(LOOKED_AT).subquery()
+    wanted = select(newest).order_by(newest.c.seconds.desc()).limit(SLOWEST)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("slowest calls", "call", "agent", "seconds", "ended"):
+        table.add_column(name, no_wrap=True, justify="right" if name in ("call", "seconds") else "left")
+    for row in connection.execute(wanted):
+        ended = f"{duration(now - row.finished_at)} ago"
+        cells = (row.episode_id, str(row.idx), row.agent, f"{row.seconds:.2f}", ended)
+        table.add_row(*(Text(one_line(cell)) for cell in cells))
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"

@@ -1,0 +1,157 @@
+"""The findings of a run: each rule over each of its steps, from its store alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from sqlalchemy import Connection, select
+
+from palestra.config import SAVED_CONFIG, load_config
+from palestra.doctor.rule import History, JobSize, Row, Rule
+from palestra.doctor.rules import RULES
+from palestra.doctor.store_facts import disk_facts, store_facts
+from palestra.errors import NotFound
+from palestra.store.browsing import EpisodeSummary, browse
+from palestra.store.run_log import read_metrics
+from palestra.store.search import readable_summaries
+from palestra.store.tables import episodes, groups
+
+MOST_EPISODES = 5  # of a finding
+MOST_LOOKED_AT = 2000  # episodes of a step, of which a finding's are chosen
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """A sign that a run shows, or has shown.
+
+    Attributes:
+        code: of the rule, such as `reward_collapse`.
+        seen: what was seen in step `until`, in words.
+        since: first of the consecutive steps that show the sign; of several such stretches, of the last.
+        until: last of these steps.
+        holds: whether the newest step shows it.
+        steps: how many steps show it, in all.
+        means: what it usually means.
+        remedy: what to try.
+        episodes: ids of those of step `until` that show it best, the clearest first.
+    """
+
+    code: str
+    seen: str
+    since: int
+    until: int
+    holds: bool
+    steps: int
+    means: str
+    remedy: str
+    episodes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Examination:
+    """What the rules say about a run.
+
+    Attributes:
+        step: number of the newest step that was looked at; 0: the run has none yet.
+        steps: of the job.
+        findings: those that hold first, then those of the past; each in the order of the rules.
+    """
+
+    step: int
+    steps: int
+    findings: tuple[Finding, ...]
+
+
+def examine(folder: Path | str) -> Examination:
+    """Return what the rules say about a run, finished or running; nothing in its folder is changed.
+
+    Args:
+        folder: of the run.
+
+    Raises:
+        NotFound: the folder is not that of a run.
+        StoreError: its store can't be read.
+        ConfigError: its configuration can't be read.
+    """
+    folder = Path(folder)
+    if not (folder / "run.db").is_file():
+        raise NotFound(f"{folder} is not the folder of a run (it has no run.db)")
+    config = load_config(folder / SAVED_CONFIG)
+    job = JobSize(groups_per_step=config.rollout.groups_per_step, steps=config.steps)
+    with browse(folder / "run.db") as connection:
+        rows, facts = read_metrics(connection), store_facts(connection)
+        known: list[Row] = [{**row, **facts.get(int(row["step"]), {})} for row in rows if "train/episodes" in row]
+        if known:
+            known[-1] = {**known[-1], **disk_facts(folder, int(known[-1]["step"]), config.steps)}
+        found = findings_of(known, job)
+        shown = [_with_episodes(connection, finding) for finding in found]
+    return Examination(step=int(known[-1]["step"]) if known else 0, steps=config.steps, findings=tuple(shown))
+
+
+def findings_of(rows: Iterable[Row], job: JobSize) -> list[Finding]:
+    """Return what the rules find in rows, without episodes.
+
+    Args:
+        rows: of training steps, oldest first, with the numbers of `store_facts` where they are known.
+        job: the job.
+    """
+    history, newest = History(job), 0
+    spells: dict[str, _Spell] = {}
+    for row in rows:
+        history.add(row)
+        before, newest = newest, int(row["step"])
+        for rule in RULES:
+            if (seen := rule.seen(history)) is not None:
+                spells.setdefault(rule.code, _Spell(rule)).extend(before, newest, seen)
+    found = [spell.finding(newest) for rule in RULES if (spell := spells.get(rule.code)) is not None]
+    return sorted(found, key=lambda finding: not finding.holds)
+
+
+class _Spell:
+    """Consecutive steps that show a sign."""
+
+    def __init__(self, rule: Rule) -> None:
+        self._rule, self._since, self._until, self._seen, self._count = rule, 0, -1, "", 0
+
+    def extend(self, before: int, step: int, seen: str) -> None:
+        """Add a step; one that does not follow directly begins a new stretch.
+
+        Args:
+            before: the step before it.
+            step: that shows the sign.
+            seen: what it shows.
+        """
+        if self._until != before:
+            self._since = step
+        self._until, self._seen, self._count = step, seen, self._count + 1
+
+    def finding(self, newest: int) -> Finding:
+        """Return the finding, as it is after the newest step."""
+        return Finding(
+            code=self._rule.code,
+            seen=self._seen,
+            since=self._since,
+            until=self._until,
+            holds=self._until == newest,
+            steps=self._count,
+            means=self._rule.means,
+            remedy=self._rule.remedy,
+        )
+
+
+def _with_episodes(connection: Connection, finding: Finding) -> Finding:
+    """Return a finding with the episodes of its last step that show it."""
+    rule = next(rule for rule in RULES if rule.code == finding.code)
+    chosen = rule.shows(_episodes_of(connection, finding.until))[:MOST_EPISODES]
+    return replace(finding, episodes=tuple(one.episode_id for one in chosen))
+
+
+def _episodes_of(connection: Connection, step: int) -> Sequence[EpisodeSummary]:
+    """Return the training episodes of a step in canonical order; damaged ones are left out."""
+    of_step = select(groups.c.group_index).where(groups.c.kind == "train", groups.c.step == step)
+    wanted = select(episodes).where(episodes.c.kind == "train", episodes.c.group_index.in_(of_step))
+    order = wanted.order_by(episodes.c.group_index, episodes.c.sample_index).limit(MOST_LOOKED_AT)
+    found = readable_summaries(connection, connection.execute(order).all())
+    return [one for one in found if isinstance(one, EpisodeSummary)]

@@ -1,0 +1,120 @@
+"""What a rule is: a sign that is looked for in the rows of a run's metrics, what it means, and what to try."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from palestra.store.browsing import EpisodeSummary
+
+Row = Mapping[str, float]
+
+# Consecutive steps that must show a sign that may occur by chance in one of them: groups of equal rewards are common
+# while a task is nearly always failed, or nearly always solved. A shorter run is judged by all of its steps.
+RECENT = 3
+START = 10  # rows of the beginning of a run, with which later ones are compared
+KEPT = 100  # newest rows, in which a trend is looked for
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobSize:
+    """What the rules need to know of a job.
+
+    Attributes:
+        groups_per_step: number of groups in each step.
+        steps: number of steps of the job.
+    """
+
+    groups_per_step: int
+    steps: int
+
+
+class History:
+    """The rows of a run's training steps that rules look at: the first ones, and the newest."""
+
+    def __init__(self, job: JobSize, rows: Sequence[Row] = ()) -> None:
+        """Create the history of a job.
+
+        Args:
+            job: the job.
+            rows: metrics of its steps, oldest first; those of evaluations alone are left out.
+        """
+        self.job = job
+        self.start: list[Row] = []
+        self.rows: deque[Row] = deque(maxlen=KEPT)
+        for row in rows:
+            self.add(row)
+
+    def add(self, row: Row) -> None:
+        """Add the row of the next step; one of an evaluation alone is left out."""
+        if "train/episodes" not in row:
+            return
+        if len(self.start) < START:
+            self.start.append(row)
+        self.rows.append(row)
+
+    @property
+    def newest(self) -> Row:
+        """Return the row of the newest step; there has to be one."""
+        return self.rows[-1]
+
+    @property
+    def recent(self) -> list[Row]:
+        """Return the last `RECENT` rows, or all of a shorter job; none while there are fewer."""
+        return self.last(min(RECENT, self.job.steps))
+
+    def last(self, count: int) -> list[Row]:
+        """Return the last rows, oldest first; none while there are fewer than `count`."""
+        return list(self.rows)[-count:] if len(self.rows) >= count else []
+
+
+Seen = Callable[[History], str | None]
+Shows = Callable[[Sequence[EpisodeSummary]], Sequence[EpisodeSummary]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rule:
+    """A sign, how it is found, and what to do about it.
+
+    Attributes:
+        code: stable name for programs: `no_calls`, `equal_rewards`, …
+        formula: when the sign is there, with its thresholds, for the documents.
+        seen: returns what the newest step shows, in words; None: it does not show the sign.
+        means: what the sign usually means.
+        remedy: what to try.
+        shows: returns those of a step's episodes that show the sign best, the clearest first.
+    """
+
+    code: str
+    formula: str
+    seen: Seen
+    means: str
+    remedy: str
+    shows: Shows
+
+
+def mean(rows: Sequence[Row], name: str) -> float | None:
+    """Return the mean of a metric over the rows that have it; None: none has.
+
+    Args:
+        rows: of steps.
+        name: of the metric.
+    """
+    values = [row[name] for row in rows if name in row]
+    return sum(values) / len(values) if values else None
+
+
+def in_each(rows: Sequence[Row], condition: Callable[[Row], bool]) -> bool:
+    """Return whether there are rows, and a condition holds for each of them.
+
+    Args:
+        rows: of steps; none: False.
+        condition: is asked for each row.
+    """
+    return bool(rows) and all(condition(row) for row in rows)
+
+
+def steps_of(rows: Sequence[Row]) -> str:
+    """Return in words in which of the last steps a sign is seen."""
+    return "in the only step so far" if len(rows) == 1 else f"in each of the last {len(rows)} steps"

@@ -1,0 +1,259 @@
+"""Signs that one step shows, or a few consecutive ones: a step that learns nothing, or not what it should."""
+
+from __future__ import annotations
+
+from palestra.doctor import episodes
+from palestra.doctor.rule import RECENT, History, Row, Rule, in_each, mean, steps_of
+
+# Share of the entropy of the step before. An update within the clip range changes a probability by a fifth, so an
+# entropy that falls to a tenth in one step is not learning: the update was far too large.
+ENTROPY_SHARE = 0.1
+# Nats. If the entropy is small already (a model that is sure of the right answer), a fall to a tenth is noise.
+ENTROPY_FALL = 0.1
+# Share of calls. A run that learns well may have nine of ten replies cut (as the demo does, whose answers come first),
+# so only a limit at which no reply is finished counts as a sign.
+TRUNCATED_SHARE = 1.0
+EQUAL = 1e-9  # standard deviation of rewards below which they are equal, but for rounding
+# Nats. bfloat16 rounds logprobs by about 0.01 on average; float32 by less than a millionth.
+GAP = 0.05
+GAP_GROWTH, GAP_GROWN = 10.0, 0.01  # times the gap of the first steps, and nats from which on growth counts
+RATIO = (0.8, 1.25)  # in healthy runs of all algorithms the mean ratio of a step stayed within 0.89 and 1.02
+CLIPPED_ON_POLICY = 0.1  # share of the tokens of the newest policy, none of which would be clipped without a gap
+DRIFT_SHARE = 0.1  # share of the calls that go on from an earlier one
+FORKS = "rollout/forks_"
+
+
+def _no_calls(history: History) -> str | None:
+    row = history.newest
+    without, of = row["train/episodes_without_tokens"], row["train/episodes"]
+    if not of or 2 * without < of:
+        return None
+    what = "called frozen policies only" if row.get("train/calls_frozen") else "never called the model"
+    return f"{without:.0f} of {of:.0f} episodes of step {row['step']:.0f} {what}, so nothing is trained on them"
+
+
+def _equal_rewards(history: History) -> str | None:
+    recent = history.recent
+    if not in_each(recent, lambda row: row["train/groups_zero_variance"] >= history.job.groups_per_step):
+        return None
+    if all(row["train/episodes_without_tokens"] == row["train/episodes"] for row in recent):
+        return None  # `no_calls` names the cause: without calls, equal rewards follow
+    return (
+        f"{steps_of(recent)} all groups had equal rewards (mean {recent[-1]['train/reward_mean']:.3g}), so there was "
+        "nothing to compare and no weight changed"
+    )
+
+
+def _no_gradient(history: History) -> str | None:
+    row = history.newest
+    if row["train/groups_zero_variance"] >= history.job.groups_per_step or row["train/updates_skipped"]:
+        return None
+    norm = row.get("train/grad_norm", row.get("train/critic_grad_norm", 0.0))  # a step may train the critic alone
+    if row["train/trained_tokens"] and norm > 0:
+        return None
+    if row.get("train/reward_std", 1.0) < EQUAL:  # of an algorithm that compares with more than the group
+        return (
+            f"all rewards of step {row['step']:.0f} are equal, so there was nothing to compare, and its gradient is 0"
+        )
+    return (
+        f"rewards of step {row['step']:.0f} differ, and its gradient is 0 ({row['train/trained_tokens']:.0f} tokens "
+        "were trained)"
+    )
+
+
+def _updates_skipped(history: History) -> str | None:
+    row = history.newest
+    if not row["train/updates_skipped"]:
+        return None
+    return (
+        f"{row['train/updates_skipped']:.0f} update(s) of step {row['step']:.0f} were left out because their gradient "
+        "was not finite"
+    )
+
+
+def _entropy_collapse(history: History) -> str | None:
+    rows = history.last(min(len(history.rows), RECENT))
+    known = [(row["step"], row["train/entropy"]) for row in rows if "train/entropy" in row]
+    if len(known) < 2:
+        return None
+    (_, before), (step, now) = known[-2:]
+    if step != history.newest["step"] or now > ENTROPY_SHARE * before or before - now < ENTROPY_FALL:
+        return None
+    return (
+        f"the entropy of the policy fell from {before:.2g} to {now:.2g} nats in one step, so it says nearly the same "
+        "whatever it is asked"
+    )
+
+
+def _truncated(history: History) -> str | None:
+    recent = history.recent
+    if not in_each(recent, lambda row: row["rollout/truncated_share"] >= TRUNCATED_SHARE):
+        return None
+    return f"{steps_of(recent)} every reply was cut at max_tokens, so rewards judge unfinished replies"
+
+
+def _dropped(history: History) -> str | None:
+    row, due = history.newest, history.job.groups_per_step
+    if row["train/groups_dropped"] < due:
+        return None
+    return (
+        f"{row['train/groups_dropped']:.0f} groups were dropped to fill the {due} of step {row['step']:.0f}, because "
+        "too many of their episodes failed or were not scored"
+    )
+
+
+def _discarded(history: History) -> str | None:
+    row = history.newest
+    if row["train/episodes_discarded"] < max(row["train/episodes"], 1):
+        return None
+    return (
+        f"{row['train/episodes_discarded']:.0f} episodes of step {row['step']:.0f} failed for good or were not scored, "
+        f"and {row['train/episodes']:.0f} are trained"
+    )
+
+
+def _on_policy(row: Row) -> bool:
+    """Return whether a step trained tokens of the newest policy alone, so that its gap is that of rounding."""
+    return "train/logprob_gap_mean" in row and not row.get("rollout/staleness_max", 0.0)
+
+
+def _logprob_drift(history: History) -> str | None:
+    recent = history.last(RECENT)
+    if not in_each(recent, _on_policy):
+        return None
+    now = mean(recent, "train/logprob_gap_mean") or 0.0
+    before = mean([row for row in history.start[:RECENT] if _on_policy(row)], "train/logprob_gap_mean")
+    if in_each(recent, lambda row: row["train/logprob_gap_mean"] > GAP):
+        return f"{steps_of(recent)} engine and trainer disagree on a token's logprob by {now:.2g} nats on average"
+    if before is None or now <= max(GAP_GROWTH * before, GAP_GROWN):
+        return None
+    return (
+        f"engine and trainer disagree on a token's logprob by {now:.2g} nats on average, and in the first steps by "
+        f"{before:.2g}"
+    )
+
+
+def _ratio_out_of_range(history: History) -> str | None:
+    recent = history.last(RECENT)
+    for name in ("train/ratio_mean", "train/importance_mean"):
+        if in_each(recent, lambda row, name=name: not RATIO[0] <= row.get(name, 1.0) <= RATIO[1]):  # type: ignore[misc]
+            return f"{steps_of(recent)} {name} is outside of {RATIO[0]:g} to {RATIO[1]:g} (now {recent[-1][name]:.3g})"
+    name = "train/clip_fraction_on_policy"
+    if not in_each(recent, lambda row: row.get(name, 0.0) > CLIPPED_ON_POLICY):
+        return None
+    return f"{steps_of(recent)} tokens of the newest policy were clipped before it changed ({recent[-1][name]:.0%})"
+
+
+def _forks_lose_tokens(history: History) -> str | None:
+    recent = history.last(RECENT)
+    if not in_each(recent, lambda row: row.get("rollout/drift_share", 0.0) >= DRIFT_SHARE):
+        return None
+    counts = {
+        name.removeprefix(FORKS): sum(row.get(name, 0.0) for row in recent)
+        for name in recent[-1]
+        if name.startswith(FORKS) and not name.endswith("new_conversation")
+    }
+    most = max(counts, key=lambda name: counts[name], default="")
+    why = f", most often because of {most.replace('_', ' ')}" if most and counts[most] else ""
+    share = recent[-1]["rollout/drift_share"]
+    return f"{steps_of(recent)} calls could not go on from the exact tokens of the call before ({share:.0%} now){why}"
+
+
+STEP_RULES = (
+    Rule(
+        code="no_calls",
+        formula="`train/episodes_without_tokens` ≥ ½ `train/episodes`",
+        seen=_no_calls,
+        means="the rollout asks another model, or none",
+        remedy="send the calls to endpoint.base_url with endpoint.api_key, or return None for what is not to be scored",
+        shows=episodes.without_calls,
+    ),
+    Rule(
+        code="equal_rewards",
+        formula=f"`train/groups_zero_variance` ≥ `rollout.groups_per_step` in each of {RECENT} steps",
+        seen=_equal_rewards,
+        means="tasks are too hard or too easy for the model, or the reward does not see what differs",
+        remedy="choose tasks that the model solves sometimes, give partial rewards, or raise rollout.group_size",
+        shows=episodes.of_equal_groups,
+    ),
+    Rule(
+        code="no_gradient",
+        formula="fewer than `rollout.groups_per_step` groups without variance, no update skipped, and "
+        "`train/trained_tokens` = 0 or `train/grad_norm` = 0",
+        seen=_no_gradient,
+        means="all tokens were left out or clipped, or there was nothing to compare",
+        remedy="choose tasks that the model solves sometimes, or give partial rewards; where rewards differ, see "
+        "train/calls_without_peers, train/calls_abandoned and train/clip_fraction for the reason",
+        shows=episodes.any_of,
+    ),
+    Rule(
+        code="updates_skipped",
+        formula="`train/updates_skipped` > 0",
+        seen=_updates_skipped,
+        means="the learning rate is too high, or the numbers of the trainer are too coarse",
+        remedy="lower learning_rate, or set trainer.dtype = 'float32'",
+        shows=episodes.any_of,
+    ),
+    Rule(
+        code="entropy_collapse",
+        formula=f"`train/entropy` ≤ {ENTROPY_SHARE:g} of that of the step before, and lower by ≥ {ENTROPY_FALL:g} nats",
+        seen=_entropy_collapse,
+        means="an update was far too large",
+        remedy="go on from an earlier checkpoint with a lower learning_rate",
+        shows=episodes.any_of,
+    ),
+    Rule(
+        code="truncated",
+        formula=f"`rollout/truncated_share` ≥ {TRUNCATED_SHARE:g} in each of {RECENT} steps",
+        seen=_truncated,
+        means="the limit is shorter than what the model has to say, or the model does not know how to end",
+        remedy="raise policies.*.sampling.max_tokens, or the limit that the calls ask for",
+        shows=episodes.longest,
+    ),
+    Rule(
+        code="groups_dropped",
+        formula="`train/groups_dropped` ≥ `rollout.groups_per_step`",
+        seen=_dropped,
+        means="the environment or the agent fails, or a reward is not given",
+        remedy="`palestra episodes` has the reasons",
+        shows=episodes.failed,
+    ),
+    Rule(
+        code="episodes_discarded",
+        formula="`train/episodes_discarded` ≥ `train/episodes`",
+        seen=_discarded,
+        means="the environment or the agent fails, or a reward is not given",
+        remedy="`palestra episodes` has the reasons",
+        shows=episodes.failed,
+    ),
+    Rule(
+        code="logprob_drift",
+        formula=f"of {RECENT} steps without stale tokens: `train/logprob_gap_mean` > {GAP:g} nats in each, or its "
+        f"mean > {GAP_GROWTH:g} × the mean of the first {RECENT} and > {GAP_GROWN:g}",
+        seen=_logprob_drift,
+        means="engine and trainer do not have the same weights, precision or sampling parameters, so the gradient is "
+        "that of another policy",
+        remedy="use one dtype for engine and trainer, correct with algorithm.importance_sampling, and look whether the "
+        "engine got the weights of the last step",
+        shows=episodes.longest,
+    ),
+    Rule(
+        code="ratio_out_of_range",
+        formula=f"in each of {RECENT} steps: `train/ratio_mean` outside of {RATIO[0]:g} to {RATIO[1]:g}, or "
+        f"`train/importance_mean`, or `train/clip_fraction_on_policy` > {CLIPPED_ON_POLICY:g}",
+        seen=_ratio_out_of_range,
+        means="a step moves the policy too far from the one that played, or the episodes are too old",
+        remedy="lower learning_rate or algorithm.epochs, lower rollout.max_staleness, or correct with "
+        "algorithm.importance_sampling",
+        shows=episodes.longest,
+    ),
+    Rule(
+        code="forks_lose_tokens",
+        formula=f"`rollout/drift_share` ≥ {DRIFT_SHARE:g} in each of {RECENT} steps",
+        seen=_forks_lose_tokens,
+        means="the agent edits what the model said, or the chat template writes it in another way, so the calls before "
+        "a fork are trained as conversations of their own",
+        remedy="send messages back as they came; `palestra episodes RUN ID` shows where a call forked and why",
+        shows=episodes.forked,
+    ),
+)

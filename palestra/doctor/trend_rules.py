@@ -1,0 +1,210 @@
+"""Signs that only many steps show: a reward that falls or swings, entropy, lengths, and a rate that changes nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from palestra.doctor import episodes
+from palestra.doctor.rule import RECENT, START, History, Row, Rule, in_each, mean
+
+REWARD, STD, ENTROPY = "train/reward_mean", "train/reward_std", "train/entropy"
+SURE = 4.0  # standard errors; of a hundred means of three steps, chance brings none so far from the best
+LOST_SHARE = 0.5  # of what a run has gained
+SWING_STEPS, SWINGS, SWING_RANGE = 24, 4, 0.5
+ENTROPY_LEFT = 0.05  # share of the entropy of the first steps
+LONGER, LONGER_TOKENS = 2.0, 16.0  # times the tokens of the first steps, and tokens more: two words more are no sign
+IDLE_STEPS, IDLE_ERRORS = 30, 2.5
+
+
+def _error(history: History, rows: Sequence[Row], of: int) -> float:
+    """Return the standard error of the mean reward of some steps.
+
+    The episodes of a group count as one, because they have the same task: that is the largest error that there can be.
+
+    Args:
+        history: of the run.
+        rows: whose largest deviation of rewards is taken.
+        of: how many steps the mean is over.
+    """
+    deviation = max((row.get(STD, 0.0) for row in rows), default=0.0)
+    return deviation / math.sqrt(of * max(history.job.groups_per_step, 1))
+
+
+def _not_better(history: History, recent: Sequence[Row]) -> bool:
+    """Return whether the reward of the last steps is not above that of the first ones by more than one error."""
+    first = history.start[:RECENT]
+    before, now = mean(first, REWARD), mean(recent, REWARD)
+    return before is not None and now is not None and now <= before + _error(history, [*first, *recent], RECENT)
+
+
+def _reward_collapse(history: History) -> str | None:
+    rows = list(history.rows)
+    if len(rows) < 2 * RECENT:
+        return None
+    recent, earlier = rows[-RECENT:], rows[:-RECENT]
+    now = mean(recent, REWARD) or 0.0
+    windows = [earlier[end - RECENT : end] for end in range(RECENT, len(earlier) + 1)]
+    best_rows = max(windows, key=lambda window: mean(window, REWARD) or 0.0)
+    best, first = mean(best_rows, REWARD) or 0.0, mean(history.start[:RECENT], REWARD) or 0.0
+    enough = max(LOST_SHARE * (best - first), SURE * _error(history, [*best_rows, *recent], RECENT))
+    if best <= now or best - now <= enough:
+        return None
+    return (
+        f"the mean reward of {RECENT} steps was {best:.3g} at step {best_rows[-1]['step']:.0f}, and is {now:.3g} now; "
+        f"the run began with {first:.3g}"
+    )
+
+
+def _reward_oscillates(history: History) -> str | None:
+    rows = history.last(min(SWING_STEPS, len(history.rows)))
+    values = [row[REWARD] for row in rows]
+    if len(values) <= SWINGS:
+        return None
+    known = [row[REWARD] for row in history.rows]
+    least = max(SURE * _error(history, rows, 1), SWING_RANGE * (max(known) - min(known)))
+    if least <= 0 or (swings := _swings(values, least)) < SWINGS:
+        return None
+    return (
+        f"in the last {len(values)} steps the mean reward swung {swings} times by {least:.2g} or more, between "
+        f"{min(values):.3g} and {max(values):.3g}"
+    )
+
+
+def _swings(values: Sequence[float], least: float) -> int:
+    """Return how often a series turns after a move of a least size.
+
+    Args:
+        values: of consecutive steps.
+        least: the smallest move that counts.
+    """
+    swings, up, low, high = 0, None, values[0], values[0]
+    for value in values:
+        low, high = min(low, value), max(high, value)
+        if up is not True and value - low >= least:
+            swings, up, high = swings + 1, True, value
+        elif up is not False and high - value >= least:
+            swings, up, low = swings + 1, False, value
+    return swings
+
+
+def _entropy_lost(history: History) -> str | None:
+    recent, first = history.recent, history.start[:RECENT]
+    if len(history.rows) < 2 * RECENT or not in_each(recent, lambda row: ENTROPY in row):
+        return None
+    before, now = mean(first, ENTROPY), mean(recent, ENTROPY)
+    if before is None or now is None or now > ENTROPY_LEFT * before or not _not_better(history, recent):
+        return None
+    return (
+        f"the entropy of the policy fell from {before:.2g} to {now:.2g} nats, and its reward is no higher than at the "
+        f"start ({mean(recent, REWARD):.3g})"
+    )
+
+
+def _tokens(row: Row) -> float:
+    """Return the mean number of sampled tokens of a step's episodes."""
+    return row["rollout/completion_tokens"] / max(row["train/episodes"], 1)
+
+
+def _lengths_run_away(history: History) -> str | None:
+    recent, first = history.recent, history.start[:RECENT]
+    if len(history.rows) < 2 * RECENT or not in_each(recent, lambda row: "rollout/completion_tokens" in row):
+        return None
+    before, now = _average(first, _tokens), _average(recent, _tokens)
+    if now < max(LONGER * before, before + LONGER_TOKENS) or not _not_better(history, recent):
+        return None
+    return (
+        f"an episode has {now:.0f} sampled tokens on average, at the start it had {before:.0f}, and the reward is no "
+        f"higher ({mean(recent, REWARD):.3g})"
+    )
+
+
+def _learning_rate_idle(history: History) -> str | None:
+    recent = history.last(RECENT)
+    if history.newest["step"] < history.job.steps and in_each(
+        recent, lambda row: row.get("train/learning_rate") == 0.0 and row.get("train/grad_norm", 0.0) > 0
+    ):
+        return f"the learning rate of the last {len(recent)} steps was 0, so no weight changed"
+    last = history.last(IDLE_STEPS)[-START:]
+    if not in_each([*history.start, *last], lambda row: ENTROPY in row and row.get("train/grad_norm", 0.0) > 0):
+        return None
+    series: tuple[Callable[[Row], float], ...] = (lambda row: row[REWARD], lambda row: row[ENTROPY], _tokens)
+    if not last or any(_moved(history.start, last, value) for value in series):
+        return None
+    return (
+        f"after {history.newest['step']:.0f} steps with gradients, reward ({mean(last, REWARD):.3g}), entropy "
+        f"({mean(last, ENTROPY):.2g}) and lengths are those of the first {START} steps; the learning rate is "
+        f"{last[-1].get('train/learning_rate', 0.0):.2g}"
+    )
+
+
+def _moved(first: Sequence[Row], last: Sequence[Row], value: Callable[[Row], float]) -> bool:
+    """Return whether two parts of a run differ by more than their steps do among themselves."""
+    before, now = [value(row) for row in first], [value(row) for row in last]
+    difference = abs(sum(now) / len(now) - sum(before) / len(before))
+    return difference > IDLE_ERRORS * math.sqrt(_variance(before) / len(before) + _variance(now) / len(now))
+
+
+def _variance(values: Sequence[float]) -> float:
+    middle = sum(values) / len(values)
+    return sum((value - middle) ** 2 for value in values) / max(len(values) - 1, 1)
+
+
+def _average(rows: Sequence[Row], value: Callable[[Row], float]) -> float:
+    return sum(map(value, rows)) / len(rows)
+
+
+_FAR = f"{SURE:g} σ/√({RECENT} × `rollout.groups_per_step`)"
+_NO_BETTER = f"`train/reward_mean` not above that of the first {RECENT} by more than a standard error"
+
+TREND_RULES = (
+    Rule(
+        code="reward_collapse",
+        formula=f"means of {RECENT} steps of `train/reward_mean`: best - now > {LOST_SHARE:g} × (best - first), and > "
+        f"{_FAR}; σ is the largest `train/reward_std` of these steps",
+        seen=_reward_collapse,
+        means="an update broke the policy, it found a way that the reward stopped paying, or the tasks became harder",
+        remedy="go on from the checkpoint before the fall with a lower learning_rate or with algorithm.kl, and read "
+        "the episodes of the lowest reward",
+        shows=episodes.worst,
+    ),
+    Rule(
+        code="reward_oscillates",
+        formula=f"in the last {SWING_STEPS} steps `train/reward_mean` turns ≥ {SWINGS} times after a move of ≥ "
+        f"{SURE:g} σ/√`rollout.groups_per_step` and ≥ {SWING_RANGE:g} of its range",
+        seen=_reward_oscillates,
+        means="updates overshoot, or the tasks of consecutive steps are of different kinds",
+        remedy="lower learning_rate, raise rollout.groups_per_step, or mix the tasks of a step",
+        shows=episodes.worst,
+    ),
+    Rule(
+        code="entropy_lost",
+        formula=f"means of {RECENT} steps of `train/entropy`: now ≤ {ENTROPY_LEFT:g} × first, and {_NO_BETTER}",
+        seen=_entropy_lost,
+        means="the policy became sure of answers that are no better, so nothing new will be tried",
+        remedy="go on from an earlier checkpoint with algorithm.entropy_coefficient, a lower learning_rate or "
+        "algorithm.kl",
+        shows=episodes.worst,
+    ),
+    Rule(
+        code="lengths_run_away",
+        formula="means of "
+        f"{RECENT} steps of `rollout/completion_tokens` / `train/episodes`: now ≥ {LONGER:g} × first and ≥ first + "
+        f"{LONGER_TOKENS:g}, and {_NO_BETTER}",
+        seen=_lengths_run_away,
+        means="the loss or the reward pays for length, or the model has forgotten how to end",
+        remedy="read the longest episodes; use algorithm.loss_agg_mode = 'token-mean', dr_grpo or dapo's overlong "
+        "penalty, or limit max_tokens",
+        shows=episodes.longest,
+    ),
+    Rule(
+        code="learning_rate_idle",
+        formula=f"`train/learning_rate` = 0 in each of {RECENT} steps before the last; or from step {IDLE_STEPS} on, "
+        f"with gradients in all of them, reward, entropy and tokens of an episode in the last {START} steps differ "
+        f"from those of the first {START} by ≤ {IDLE_ERRORS:g} standard errors",
+        seen=_learning_rate_idle,
+        means="the learning rate is too small for the precision of the weights, or the schedule ended early",
+        remedy="raise learning_rate tenfold, look at its schedule, or train with trainer.dtype = 'float32'",
+        shows=episodes.any_of,
+    ),
+)

@@ -1,0 +1,150 @@
+"""Hand the rows of a run to a tracker, each once, from the run's store: while the job runs, or afterwards."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+from sqlalchemy import Connection, func, select
+
+from palestra.config import SAVED_CONFIG, JobConfig, load_config
+from palestra.errors import StoreError
+from palestra.store.browsing import browse
+from palestra.store.tables import events, metric_rows
+from palestra.tracking.base import TrackedRun, Tracker, key_of
+
+FOLDER = "tracking"
+RESERVE = 256 * 2**20  # bytes that a tracker leaves free for the run, which needs them more
+PIECE = 500  # rows that are read together
+
+
+def tracked_run(folder: Path, name: str) -> TrackedRun:
+    """Return a run as a tracker names it, and make the folder for the tracker's files.
+
+    Args:
+        folder: of the run.
+        name: of the tracker.
+
+    Raises:
+        ConfigError: the run has no configuration.
+    """
+    config = load_config(folder / SAVED_CONFIG)
+    files = folder / FOLDER / name
+    files.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return TrackedRun(name=config.name, key=key_of(folder), folder=files, settings=_settings(config))
+
+
+def _settings(config: JobConfig) -> dict[str, Any]:
+    """Return the values of a configuration by dotted key, without where the job runs."""
+    found: dict[str, Any] = {}
+
+    def add(table: Mapping[str, Any], prefix: str) -> None:
+        for key, value in table.items():
+            if isinstance(value, Mapping) and value:
+                add(value, f"{prefix}{key}.")
+            else:
+                found[prefix + key] = value
+
+    add(config.model_dump(mode="json", exclude={"server", "run_dir"}), "")
+    return found
+
+
+class Follower:
+    """Hands the rows of one run to one tracker, and begins again when rows that it handed over have changed."""
+
+    def __init__(self, folder: Path, tracker: Tracker) -> None:
+        """Make a follower that has handed over nothing.
+
+        Args:
+            folder: of the run.
+            tracker: what gets the rows.
+        """
+        self._path, self._folder, self._tracker = folder / "run.db", folder, tracker
+        self._count, self._last, self._digest = -1, -1, b""  # of the rows that were handed over
+
+    def look(self) -> int:
+        """Hand over the rows that are new, and return how many they were.
+
+        Raises:
+            StoreError: the store can't be read, or the disk has too little room.
+        """
+        if shutil.disk_usage(self._folder).free < RESERVE:
+            raise StoreError(f"less than {RESERVE // 2**20} MiB are free; what is left is for the run itself")
+        written = 0
+        with browse(self._path) as connection:
+            if self._count < 0 or not self._unchanged(connection):
+                self._tracker.begin()
+                self._count, self._last = 0, -1
+            while rows := self._next(connection):
+                for step, data, at in rows:
+                    self._tracker.write(step, _finite(orjson.loads(data)), at)
+                    self._count, self._last, self._digest = self._count + 1, step, _digest(data)
+                    written += 1
+        if written:
+            self._tracker.flush()
+        return written
+
+    def _unchanged(self, connection: Connection) -> bool:
+        """Return whether the rows that were handed over are those of the store.
+
+        A job that is resumed drops the rows of the steps after its checkpoint, and writes them again, with other times.
+        """
+        step = metric_rows.c.step
+        known = connection.execute(select(func.count()).where(step <= self._last)).scalar_one()
+        last = connection.execute(select(metric_rows.c.data).where(step == self._last)).scalar()
+        return known == self._count and (last is None or _digest(last) == self._digest)
+
+    def _next(self, connection: Connection) -> list[tuple[int, str, float]]:
+        """Return the next rows (step, data, Unix seconds); a row whose event is not there yet waits for it."""
+        times = (
+            select(func.json_extract(events.c.data, "$.step").label("step"), func.max(events.c.at).label("at"))
+            .where(events.c.kind == "step")
+            .group_by(func.json_extract(events.c.data, "$.step"))
+            .subquery()
+        )
+        wanted = (
+            select(metric_rows.c.step, metric_rows.c.data, times.c.at)
+            .join(times, times.c.step == metric_rows.c.step)
+            .where(metric_rows.c.step > self._last)
+            .order_by(metric_rows.c.step)
+            .limit(PIECE)
+        )
+        return [(row.step, row.data, row.at) for row in connection.execute(wanted)]
+
+
+def _finite(row: Mapping[str, float | None]) -> dict[str, float]:
+    """Return a row without its step, and without numbers that are not finite, which JSON has as null."""
+    return {k: float(v) for k, v in row.items() if k != "step" and v is not None and math.isfinite(v)}
+
+
+def _digest(data: str) -> bytes:
+    return hashlib.sha256(data.encode()).digest()
+
+
+def completed(folder: Path) -> bool:
+    """Return whether the job of a run has completed."""
+    with browse(folder / "run.db") as connection:
+        wanted = select(events.c.kind).where(events.c.kind.in_(("running", "completed", "failed")))
+        return connection.execute(wanted.order_by(events.c.event_id.desc()).limit(1)).scalar() == "completed"
+
+
+def follow(folder: Path, tracker: Tracker, pause: Callable[[], bool]) -> int:
+    """Hand over the rows of a run until there is nothing to wait for, and return how many they were.
+
+    Args:
+        folder: of the run.
+        tracker: what gets the rows; it is closed at the end.
+        pause: waits a little; returns False when the job is over, after which the store is read once more.
+    """
+    follower, written, going = Follower(folder, tracker), 0, True
+    while going:
+        written += follower.look()
+        going = pause()
+    written += follower.look()
+    tracker.close(completed(folder))
+    return written

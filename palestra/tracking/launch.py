@@ -1,0 +1,84 @@
+"""The trackers of a running job: a process for each, which the job neither waits for nor depends on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+from palestra.tracking.follow import FOLDER
+from palestra.tracking.process import LINGER_SECONDS
+
+log = logging.getLogger("palestra")
+
+
+@contextlib.asynccontextmanager
+async def tracking(folder: Path, names: Sequence[str]) -> AsyncIterator[None]:
+    """Keep a process for each tracker while the block is open; afterwards they have a few seconds for the last rows.
+
+    A process that fails does not end the block; what it said is in `RUN/tracking/NAME.log`.
+
+    Args:
+        folder: of the run, with its configuration.
+        names: of the trackers, which `check_trackers` has checked.
+    """
+    over = asyncio.Event()
+    watches = [asyncio.create_task(_keep(folder, name, over)) for name in names]
+    try:
+        yield
+    finally:
+        over.set()
+        await asyncio.gather(*watches)
+
+
+async def _keep(folder: Path, name: str, over: asyncio.Event) -> None:
+    """Start the process of a tracker, and end it after the job; log why it ended before, or with an error."""
+    try:
+        said = folder / FOLDER / f"{name}.log"
+        said.parent.mkdir(mode=0o700, exist_ok=True)
+        with said.open("wb") as file:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "palestra.tracking.process",
+                str(folder),
+                name,
+                stdin=PIPE,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,  # Ctrl-C is for the job, which then ends the process
+            )
+    except OSError as error:
+        log.warning("the tracker %s could not be started: %s", name, error)
+        return
+    ended = asyncio.create_task(process.wait())
+    job_over = asyncio.create_task(over.wait())
+    await asyncio.wait((ended, job_over), return_when=asyncio.FIRST_COMPLETED)
+    job_over.cancel()
+    if not ended.done():
+        await _end(process, ended)
+    if process.returncode:
+        log.warning("the tracker %s ended with code %d: %s", name, process.returncode, _last_line(said))
+
+
+async def _end(process: Process, ended: asyncio.Task[int]) -> None:
+    """Tell a process that the job is over, and wait for it, for a limited time."""
+    assert process.stdin is not None
+    process.stdin.close()
+    done, _ = await asyncio.wait((ended,), timeout=LINGER_SECONDS)
+    if not done:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await ended
+
+
+def _last_line(path: Path) -> str:
+    """Return the last line that a process has written, for people."""
+    with contextlib.suppress(OSError):
+        lines = path.read_text(errors="replace").strip().splitlines()
+        return lines[-1][:500] if lines else "it said nothing"
+    return "what it said can't be read"

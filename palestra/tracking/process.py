@@ -1,0 +1,90 @@
+"""`python -m palestra.tracking.process RUN NAME`: hands a running job's rows to a tracker until standard input ends.
+
+The job holds the other end of standard input, so that this process hears of its end, also of a kill.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from palestra.config import SAVED_CONFIG
+from palestra.errors import PalestraError, RunInUse
+from palestra.terminal import say
+from palestra.tracking.follow import FOLDER, follow, tracked_run
+from palestra.tracking.registry import create_tracker
+
+LOOK_SECONDS = 1.0
+LINGER_SECONDS = 10.0  # after the end of the job; a tracker that needs longer is given up
+LOCK_SECONDS = 2 * LINGER_SECONDS  # how long the process of a job that was killed may take to end
+
+
+def main(folder: Path, name: str) -> int:
+    """Hand the rows of a running job to a tracker until the job is over, and return the exit code.
+
+    Args:
+        folder: of the run.
+        name: of the tracker.
+    """
+    over = threading.Event()
+    threading.Thread(target=_wait_for_end, args=(over,), daemon=True).start()
+    with contextlib.suppress(OSError):
+        os.nice(10)  # the job's own work comes first
+    try:
+        while not (folder / SAVED_CONFIG).exists():  # the job writes it when it begins
+            if over.wait(LOOK_SECONDS):
+                return 0
+        with alone(folder, name):
+            tracker = create_tracker(name, tracked_run(folder, name))
+            follow(folder, tracker, lambda: not over.wait(LOOK_SECONDS))
+    except (PalestraError, OSError) as error:
+        say(f"{name}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _wait_for_end(over: threading.Event) -> None:
+    """Wait for the end of standard input, and end this process a little later, even if its tracker hangs."""
+    with contextlib.suppress(OSError, ValueError):
+        while sys.stdin.buffer.read(4096):
+            pass
+    over.set()
+    time.sleep(LINGER_SECONDS)
+    os._exit(3)
+
+
+@contextlib.contextmanager
+def alone(folder: Path, name: str) -> Iterator[None]:
+    """Wait until no other process hands this run to this tracker, and keep others out while the block is open.
+
+    Args:
+        folder: of the run.
+        name: of the tracker.
+
+    Raises:
+        RunInUse: another one does, for longer than a process may need to end.
+    """
+    path = folder / FOLDER / f"{name}.lock"
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    until = time.monotonic() + LOCK_SECONDS
+    with path.open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise RunInUse(f"another process still writes {folder} to {name}") from None
+                time.sleep(0.1)
+            else:
+                break
+        yield
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2]))

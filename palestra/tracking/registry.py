@@ -1,0 +1,60 @@
+"""Trackers by name: those that ship with Palestra, and plug-ins of other packages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+
+from palestra.errors import ConfigError
+from palestra.tracking.base import TrackedRun, Tracker
+
+GROUP = "palestra.trackers"  # entry points of plug-ins
+# Class, module of the library, and the package that has it.
+SHIPPED = {
+    "tensorboard": ("palestra.tracking.tensorboard:TensorBoardTracker", "tensorboard", "tensorboard"),
+    "wandb": ("palestra.tracking.wandb:WandbTracker", "wandb", "wandb"),
+    "mlflow": ("palestra.tracking.mlflow:MlflowTracker", "mlflow", "mlflow-skinny"),
+    "trackio": ("palestra.tracking.trackio:TrackioTracker", "trackio", "trackio"),
+}
+
+
+def known_trackers() -> list[str]:
+    """Return the names of all trackers, shipped ones first."""
+    return [*SHIPPED, *sorted({plugin.name for plugin in entry_points(group=GROUP)} - set(SHIPPED))]
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Check that there are trackers of these names, and that their libraries are installed; nothing is imported.
+
+    Raises:
+        ConfigError: there is no tracker of a name, or its library is not installed.
+    """
+    known = known_trackers()
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"tracking: there is no tracker {name!r}; there are {', '.join(known)}")
+        if name in SHIPPED and find_spec(SHIPPED[name][1]) is None:
+            package = SHIPPED[name][2]
+            raise ConfigError(f"tracking: {name} needs {package}, which is not installed: pip install {package}")
+
+
+def create_tracker(name: str, run: TrackedRun) -> Tracker:
+    """Return a new tracker.
+
+    Args:
+        name: one of `known_trackers`.
+        run: that is tracked.
+
+    Raises:
+        ConfigError: there is none of this name, or its library is not installed.
+    """
+    check_trackers([name])
+    if name in SHIPPED:
+        module, _, cls = SHIPPED[name][0].partition(":")
+        made: Tracker = getattr(import_module(module), cls)(run)
+        return made
+    plugin = next(one for one in entry_points(group=GROUP) if one.name == name)
+    found: Tracker = plugin.load()(run)
+    return found
