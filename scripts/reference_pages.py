@@ -31,6 +31,10 @@ def metrics_page() -> str:
         "",
         "`metrics.jsonl` has one row a step; a row has the columns that apply to it. Row 0 is the evaluation before "
         "the first step. The same names are in `GET /metrics`, `GET /events` and `TrainResult.metrics`.",
+        "",
+        "What is measured with a gradient is of the last one of a step: with `algorithm.minibatches` above 1, over the "
+        "trained tokens of the last minibatch, and with `algorithm.replay`, over those of the last draw. What is of the "
+        "first update is over the first minibatch or draw.",
     ]
     for title, metrics in metric_tables().items():
         lines += ["", f"## {title}", "", "| name | unit | formula |", "|---|---|---|"]
