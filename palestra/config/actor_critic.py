@@ -88,10 +88,10 @@ class SACConfig(AlgorithmConfig):
     credit: Literal["step", "episode", "agent"] = Field("step", description=_TOKEN_CREDIT % ("decision", "decision"))
     discount: float = Field(1.0, ge=0, le=1, description="Discount factor of one TimeStep (gamma).")
     temperature: float = Field(
-        0.05, gt=0, description="Weight of the entropy in the reward (alpha), in the first batch."
+        0.01, gt=0, description="Weight of the entropy in the reward (alpha), in the first batch."
     )
     temperature_rate: float = Field(
-        0.02, ge=0, description="Rate at which the logarithm of the temperature follows the entropy. 0: it is fixed."
+        0.002, ge=0, description="Rate at which the logarithm of the temperature follows the entropy. 0: it is fixed."
     )
     target_entropy: float = Field(
         0.3, ge=0, le=1, description="Entropy that is aimed at, as a share of the largest possible one, log(choices)."

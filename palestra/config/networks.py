@@ -92,5 +92,5 @@ class TwinCriticConfig(Section):
         0, ge=0, description="First steps in which only the critic is trained, so that its values mean something."
     )
     target_rate: float = Field(
-        0.05, gt=0, le=1, description="Share by which the copy moves to the critic after each update (tau)."
+        0.1, gt=0, le=1, description="Share by which the copy moves to the critic after each update (tau)."
     )
