@@ -95,7 +95,7 @@ def test_it_learns_which_choice_is_right(tmp_path):
         checkpoint={"every_steps": 100},
         algorithm={
             "name": "sac",
-            "critic": {"target_rate": 0.2, "optimizer": {"learning_rate": 2e-3}},
+            "critic": {"warmup_steps": 6, "optimizer": {"learning_rate": 2e-3}},
             "replay": {"draws": 8, "episodes": 32},
         },
     )
