@@ -17,6 +17,7 @@ from palestra.server.dialects.fields import SOLE_AGENT
 from palestra.server.state import DataPlane
 from palestra.types.records import EpisodeRecord, Task
 from palestra.types.wire import (
+    MAX_REWARD,
     AbortEpisode,
     ClaimAnswer,
     ClaimedEpisode,
@@ -175,12 +176,20 @@ def _rewards(body: EndEpisode, algorithm: AlgorithmConfig) -> dict[str, float]:
         algorithm: weighs named rewards.
 
     Raises:
-        InvalidRequest: the body has none or several of these, or no named reward is scored.
+        InvalidRequest: the body has none or several of these, no named reward is scored, or their weighted sum is too
+            large.
     """
     if sum(given is not None for given in (body.reward, body.rewards, body.named_rewards)) != 1:
         raise InvalidRequest("give either reward, rewards or named_rewards", "reward")
     if body.named_rewards is not None:
         if all(value is None for value in body.named_rewards.values()):
             raise InvalidRequest("no named reward is scored; discard the episode with /abort_episode", "named_rewards")
-        return {SOLE_AGENT: algorithm.weighted_sum(body.named_rewards)}
+        total = algorithm.weighted_sum(body.named_rewards)
+        if not abs(total) <= MAX_REWARD:  # also where the total is not a number
+            raise InvalidRequest(
+                f"the sum of the named rewards, times algorithm.reward_weights, is {total:g}, and a reward is from "
+                f"{-MAX_REWARD:,.0f} to {MAX_REWARD:,.0f}",
+                "named_rewards",
+            )
+        return {SOLE_AGENT: total}
     return body.rewards if body.rewards is not None else {SOLE_AGENT: float(body.reward or 0.0)}

@@ -82,7 +82,7 @@ EXEMPT: Mapping[str, str] = {
     "algorithm.overlong_share": "a number of a formula",
     "algorithm.overlong_penalty": "a number of a formula",
     "algorithm.decay": "a number of a formula",
-    "algorithm.reward_weights.*": "a number of a formula",
+    "algorithm.reward_weights.*": "costs nothing, and JobConfig bounds it",
     "algorithm.minibatches": "at most groups_per_step",
     "algorithm.dynamic_sampling": "JobConfig bounds it, and the open episodes are capped",
     "algorithm.min_reward": "what a reward is compared with",

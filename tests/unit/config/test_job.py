@@ -325,3 +325,16 @@ def test_a_run_of_an_earlier_version_has_the_same_digest_where_keys_added_since_
     first = "7a55f678be7f88dd608dcae840626420cd2c9b930633f7db548ebc9d4dd39b35"  # of JobConfig(), in stores of that time
     assert JobConfig().digest() == first
     assert JobConfig(rollout=RolloutConfig(stripped_whitespace="keep")).digest() != first
+
+
+@pytest.mark.parametrize("weight", [1e308, -1.1e6, float("inf"), float("nan")])
+def test_a_weight_of_a_reward_is_bounded_so_that_no_sum_overflows(weight):
+    with pytest.raises(ConfigError, match=r"reward_weights\.right"):
+        parse_config({"algorithm": {"reward_weights": {"right": weight}}})
+    assert parse_config({"algorithm": {"reward_weights": {"right": -1e6}}}).algorithm.weighted_sum({"right": 1}) == -1e6
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "a\x1b", "a\n", "a" * 65, "é"])
+def test_a_weight_is_of_a_name_that_a_reward_can_have(name):
+    with pytest.raises(ConfigError, match="reward_weights"):
+        parse_config({"algorithm": {"reward_weights": {name: 1.0}}})

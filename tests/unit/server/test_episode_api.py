@@ -30,7 +30,7 @@ async def test_named_rewards_are_weighed_added_up_and_kept(tmp_path):
             "run_dir": tmp_path,
             "server": {"port": 0},
             "engine": {"kind": "fake"},
-            "algorithm": {"reward_weights": {"short": 0.25}},
+            "algorithm": {"reward_weights": {"short": 0.25, "heavy": 1e6}},
         }
     )
     async with local_job(config, lambda kind, data: None) as job:
@@ -50,6 +50,7 @@ async def test_named_rewards_are_weighed_added_up_and_kept(tmp_path):
                 ({}, "give either reward, rewards or named_rewards"),
                 ({"named_rewards": {"a/b": 1.0}}, "named_rewards"),
                 ({"named_rewards": {}}, "named_rewards"),
+                ({"named_rewards": {"heavy": 1001.0}}, "is 1.001e+09, and a reward is from -1,000,000,000 to"),
             ):
                 answer = await send("/end_episode", key, episode_id=name, **wrong)
                 assert answer.status_code == 422
