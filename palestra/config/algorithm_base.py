@@ -95,6 +95,11 @@ class AlgorithmConfig(Section):
         return False
 
     @property
+    def learns_conversations(self) -> bool:
+        """Return whether the training tasks are conversations, whose replies are learned."""
+        return False
+
+    @property
     def served_teacher(self) -> TeacherServerConfig | None:
         """Return the server whose model's `teacher_logprobs` the algorithm needs; None: it needs none."""
         return None

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import orjson
 from jinja2 import TemplateError
-from pydantic import ValidationError
 
 from palestra.algorithms.base import RecordedEpisodes
 from palestra.config import SAVED_CONFIG, load_config
@@ -27,6 +26,7 @@ from palestra.store.browsing import browse, list_episodes
 from palestra.store.calls import read_trajectory
 from palestra.threads import in_thread
 from palestra.types.calls import Chat, Ids, PolicyVersion, SamplingParams, VersionSpan
+from palestra.types.conversations import read_conversation
 from palestra.types.messages import ChatMessage, text_message
 from palestra.types.records import RecordedEpisode, Task
 
@@ -281,23 +281,3 @@ def chosen_episodes(run_dir: Path, min_reward: float | None) -> list[str]:
             f"{min_reward}; {most}"
         )
     return names
-
-
-def read_conversation(task: Task) -> tuple[tuple[ChatMessage, ...], tuple[dict[str, Any], ...], float]:
-    """Return messages, tools and reward of a task that is a conversation.
-
-    Raises:
-        ConfigError: it is none, or it has no reply.
-    """
-    data = task.data
-    try:
-        messages = tuple(ChatMessage.model_validate(message) for message in data["messages"])
-        tools, reward = tuple(map(dict, data.get("tools", ()))), float(data.get("reward", 1.0))
-    except (KeyError, TypeError, ValueError, ValidationError) as error:
-        said = str(error).splitlines()[0] if not isinstance(error, KeyError) else "it has no `messages`"
-        raise ConfigError(
-            f"task {task.task_id!r} is no conversation, which algorithm.name = 'sft' needs without from_run: {said}"
-        ) from error
-    if not any(message.role == "assistant" for message in messages):
-        raise ConfigError(f"task {task.task_id!r} has no message of the role assistant, so nothing to learn")
-    return messages, tools, reward
