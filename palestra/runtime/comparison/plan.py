@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from palestra.config import JobConfig, load_config, parse_config
-from palestra.config.comparison import ComparisonConfig, ScenarioEntry, Table
+from palestra.config.comparison import ComparisonConfig, ScenarioEntry, Table, resolved_play
 from palestra.errors import ConfigError
 
 Load = Callable[[str], Any]  # imports "module:function", or "path/to/file.py:function"
@@ -72,6 +72,13 @@ class PlannedRun:
 def settings_of(config: JobConfig) -> Table:
     """Return the configuration of a run as JSON, without what differs from run to run or decides nothing."""
     return config.model_dump(mode="json", exclude={"name", "run_dir", "server", "store"})
+
+
+def with_resolved_paths(settings: Table) -> Table:
+    """Return settings of a run with absolute paths, which those of earlier versions have not; see `PlannedRun`."""
+    tasks = {split: path and str(Path(path).resolve()) for split, path in settings["config"].get("tasks", {}).items()}
+    play = settings["play"] and resolved_play(settings["play"], Path())
+    return settings | {"config": settings["config"] | {"tasks": tasks}, "play": play}
 
 
 def plan_runs(comparison: ComparisonConfig, load: Load) -> list[PlannedRun]:
@@ -142,7 +149,7 @@ def _base_job(key: str, scenario: ScenarioEntry, load: Load) -> tuple[Table, dic
         load_config(scenario.job)  # so that a mistake in the file is said with the name of the file
         data = tomllib.loads(scenario.job.read_text(encoding="utf-8"))
         tasks = data.get("tasks", {})
-        data["tasks"] = {split: str(scenario.job.parent / path) for split, path in tasks.items()}
+        data["tasks"] = {split: str((scenario.job.parent / path).resolve()) for split, path in tasks.items()}
     else:
         job = made if isinstance(made, JobConfig) else parse_config(made, source=str(scenario.play))
         data = job.model_dump(mode="json", exclude_unset=True)

@@ -170,3 +170,32 @@ def test_paths_are_relative_to_the_file(tmp_path):
                                             "token_budget = 1\nthreshold = 1\n"))  # fmt: skip
     assert comparison.scenarios["sums"].job == tmp_path / "job.toml"
     assert comparison.scenarios["b"].play == f"{tmp_path}/a/b.py:f"
+
+
+def test_finished_runs_are_the_same_from_every_folder_and_by_every_path(tmp_path, monkeypatch):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    (tmp_path / "a/recipe.py").write_text("def f(): return {'validation_tasks': [{}]}\n")
+    (tmp_path / "a/t.jsonl").write_text('{"q": 1}\n')
+    grid = GRID.replace('output = "out"', f'output = "{tmp_path}/out"')
+    write_grid(tmp_path / "a", grid + '[scenarios.b]\nplay = "recipe.py:f"\njob = "job.toml"\ntoken_budget = 9\n'
+                                      "threshold = 1\nalgorithms = ['grpo']\nseeds = [1]\n")  # fmt: skip
+    (tmp_path / "a/job.toml").write_text('[tasks]\ntrain = "t.jsonl"\nvalidation = "t.jsonl"\n')
+    monkeypatch.chdir(tmp_path / "a")
+    for run in plan_runs(load_comparison(Path("compare.toml")), load_function):
+        finish(run, rows((0, 0.1)))
+        if run.scenario == "b":  # as an earlier version has written it
+            record = read_record(run.record)
+            assert record["play"] == f"{tmp_path}/a/recipe.py:f"
+            record["config"]["tasks"] = {"train": "t.jsonl", "validation": "t.jsonl"}
+            write_record(run.record, record | {"play": "recipe.py:f"})
+    for folder, path in (("a", "compare.toml"), ("a", "../a/compare.toml"), ("a", f"{tmp_path}/link/compare.toml")):
+        monkeypatch.chdir(tmp_path / folder)
+        check_records(plan_runs(load_comparison(Path(path)), load_function))
+    monkeypatch.chdir(tmp_path)
+    others = [run for run in plan_runs(load_comparison(Path("a/compare.toml")), load_function) if run.scenario != "b"]
+    check_records(others)
+    (tmp_path / "other.jsonl").write_text('{"q": 2}\n')
+    (tmp_path / "a/job.toml").write_text('[tasks]\ntrain = "../other.jsonl"\nvalidation = "t.jsonl"\n')
+    with pytest.raises(ConfigError, match=r"was run with another config\.tasks\.train; choose another"):
+        check_records(plan_runs(load_comparison(Path("a/compare.toml")), load_function))
