@@ -11,7 +11,7 @@ from typing import Any
 
 from palestra.config import JobConfig, load_config, parse_config
 from palestra.config.comparison import ComparisonConfig, ScenarioEntry, Table, resolved_play
-from palestra.errors import ConfigError
+from palestra.errors import ConfigError, PalestraError
 
 Load = Callable[[str], Any]  # imports "module:function", or "path/to/file.py:function"
 GIVEN = ("rollout", "environment", "reward", "tasks", "validation_tasks", "concurrency", "config")
@@ -123,12 +123,17 @@ def given_by(play: str, arguments: Table, load: Load) -> dict[str, Any]:
         load: imports a function by its name.
 
     Raises:
-        ConfigError: there is no such function, it takes other arguments, or it returns something else.
+        ConfigError: there is no such function, it takes other arguments, it raises something, or it returns something
+            else.
     """
     try:
         found = load(play)(**arguments)
+    except PalestraError:
+        raise
     except TypeError as error:
         raise ConfigError(f"{play}: {error}") from error
+    except (Exception, SystemExit) as error:  # of its file as well; sys.exit(0) would look like a finished comparison
+        raise ConfigError(f"{play} raised {type(error).__name__}: {error}") from error
     if not isinstance(found, Mapping) or set(found) - set(GIVEN):
         what = f"the keys {', '.join(found)}" if isinstance(found, Mapping) else f"a {type(found).__name__}"
         raise ConfigError(f"{play} returns {what}; expected a mapping with some of {', '.join(GIVEN)}")

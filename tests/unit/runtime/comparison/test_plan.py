@@ -104,6 +104,9 @@ def test_a_function_says_what_is_played(tmp_path):
         ('job = "job.toml"', 'play = "recipe.py:number"', "returns a int; expected"),
         ('job = "job.toml"', 'play = "recipe.py:none"', "returns no `config`"),
         ('job = "job.toml"', 'job = "job.toml"\nplay = "recipe.py:both"', "leave one out"),
+        ('job = "job.toml"', 'play = "recipe.py:boom"', r"recipe\.py:boom raised KeyError: 'x'"),
+        ('job = "job.toml"', 'play = "recipe.py:leave"', r"recipe\.py:leave raised SystemExit: 0"),
+        ('job = "job.toml"', 'play = "leaves.py:f"', r"leaves\.py:f raised SystemExit: 0"),
         ("[algorithms.grpo]", "[algorithms.grpo", "not valid TOML"),
     ],
 )
@@ -111,7 +114,9 @@ def test_what_can_not_be_run_is_refused_with_the_place(tmp_path, old, new, said)
     (tmp_path / "recipe.py").write_text(
         "def f(): return {'taks': []}\ndef number(): return 3\ndef none(): return {}\n"
         "def both(): return {'config': {}, 'validation_tasks': [{}]}\n"
+        "def boom(): raise KeyError('x')\ndef leave(): raise SystemExit(0)\n"
     )
+    (tmp_path / "leaves.py").write_text("import sys\nsys.exit(0)\n")
     assert old in GRID
     with pytest.raises(ConfigError, match=said) as refused:
         planned(tmp_path, GRID.replace(old, new))
