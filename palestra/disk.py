@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from palestra.errors import StoreError
 
+GO_ON = "go on with --resume (in a script resume=True)"  # advice of errors after which a run can be resumed
 T = TypeVar("T")
 
 
@@ -35,12 +36,12 @@ def writing(path: Path) -> Iterator[None]:
     except FileNotFoundError as error:
         raise StoreError(
             f"{path} could not be written, because its folder was deleted, moved or replaced; put it back from a copy "
-            "and go on with --resume (in a script resume=True), or start a new run"
+            f"and {GO_ON}, or start a new run"
         ) from error
     except OSError as error:
         raise StoreError(
             f"{path} could not be written: {error.strerror or error}; what was acknowledged before is kept, so mend "
-            "that and go on with --resume (in a script resume=True)"
+            f"that and {GO_ON}"
         ) from error
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from palestra.cli.options import command, load_function
-from palestra.errors import ConfigError
+from palestra.errors import ConfigError, StoreError
 from palestra.terminal import say
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     from palestra.client.control import ControlClient
     from palestra.config.comparison import load_comparison
     from palestra.runtime.comparison.execution import GridRunner, GridStopped, check_records, child_command, locked
+    from palestra.runtime.comparison.one_run import AGAIN, cause_of
     from palestra.runtime.comparison.page import write_page
     from palestra.runtime.comparison.plan import plan_runs
     from palestra.runtime.comparison.progress import GridProgress
@@ -88,8 +89,17 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     page = arguments.page or comparison.folder / "comparison.md"
 
+    if page.exists() and (page.is_dir() or page.samefile(arguments.config)):
+        raise ConfigError(
+            f"--page {page} is {'a folder' if page.is_dir() else 'the comparison itself'}; name another file"
+        )
+
     def write() -> None:
-        write_page(comparison, runs, read_results(runs), page)
+        results = read_results(runs)
+        try:
+            write_page(comparison, runs, results, page)
+        except (OSError, StoreError) as error:
+            raise ConfigError(f"the page {page} could not be written: {cause_of(error)}; {AGAIN}") from error
 
     resources = _resources(arguments)
     with locked(comparison.folder), contextlib.ExitStack() as opened:

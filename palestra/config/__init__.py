@@ -2,7 +2,7 @@
 
 from palestra.config.actor_critic import A2CConfig, ActorCriticConfig, PPOConfig, SACConfig
 from palestra.config.algorithm import ALGORITHM_NAMES, OwnAlgorithmConfig
-from palestra.config.algorithm_base import AlgorithmConfig, LossAggMode
+from palestra.config.algorithm_base import REWARD_NAME, AlgorithmConfig, LossAggMode
 from palestra.config.differences import name_differences
 from palestra.config.engine import EmbeddedEngineConfig, EngineConfig, FakeEngineConfig
 from palestra.config.imitation import DistillConfig, SFTConfig
@@ -47,6 +47,7 @@ __all__ = [
     "DEFAULT_CONTEXT",
     "MAX_AGENT",
     "REFERENCE",
+    "REWARD_NAME",
     "SAVED_CONFIG",
     "SMOLLM2",
     "TINY",

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from palestra.config.algorithm_base import CLIP_HIGH, CLIP_LOW, LOSS_AGG_MODE, NAME, AlgorithmConfig, LossAggMode
 from palestra.config.networks import CriticConfig, TwinCriticConfig
-from palestra.config.section import Positive, Section
+from palestra.config.section import UNLIMITED, Positive, Section
 
 _TOKEN_CREDIT = (
     "Where rewards are earned. `step`: each TimeStep's at the agent's last %s before it (the "
@@ -48,7 +48,7 @@ class PPOConfig(ActorCriticConfig):
 
     name: Literal["ppo"] = Field("ppo", description=NAME)
     clip_low: float = Field(0.2, ge=0, le=1, description=CLIP_LOW)
-    clip_high: float = Field(0.2, ge=0, description=CLIP_HIGH)
+    clip_high: float = Field(0.2, ge=0, le=UNLIMITED, description=CLIP_HIGH)
 
 
 class A2CConfig(ActorCriticConfig):

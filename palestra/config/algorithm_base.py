@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from palestra.config.networks import KLConfig, TeacherServerConfig
 from palestra.config.section import Positive, Section
 
+REWARD_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"  # a part of the name of a metric
+# Much larger than any useful weight, and small enough that the largest rewards times it do not overflow when squared.
+MAX_REWARD_WEIGHT = 1e6
 LossAggMode = Literal["seq-mean-token-mean", "token-mean", "seq-mean-token-sum-norm"]
 
 NAME = "The algorithm; each has keys of its own. `palestra algorithms` lists them."
@@ -44,8 +47,12 @@ class AlgorithmConfig(Section):
         description="Parts of whole groups into which a batch is cut, at most `rollout.groups_per_step`. Each part is "
         "weighed as a batch of its own and makes an optimizer step; with several, each epoch draws other parts.",
     )
-    reward_weights: dict[str, float] = Field(
-        {}, description="Weights of an episode's `named_rewards`, by name; 1 for a name that is not here."
+    reward_weights: dict[
+        Annotated[str, Field(pattern=REWARD_NAME)], Annotated[float, Field(ge=-MAX_REWARD_WEIGHT, le=MAX_REWARD_WEIGHT)]
+    ] = Field(
+        {},
+        description="Weights of an episode's `named_rewards`, by name, each from -1e6 to 1e6; 1 for a name that is not "
+        "here.",
     )
     entropy_coefficient: float = Field(
         0.0, ge=0, description="Factor of the entropy at each token, which is taken from its loss. 0: measured only."
@@ -85,6 +92,11 @@ class AlgorithmConfig(Section):
     @property
     def brings_tasks(self) -> bool:
         """Return whether the training tasks come with the algorithm, so that a job needs no others."""
+        return False
+
+    @property
+    def learns_conversations(self) -> bool:
+        """Return whether the training tasks are conversations, whose replies are learned."""
         return False
 
     @property

@@ -104,6 +104,8 @@ class ComparisonConfig(Section):
 def load_comparison(path: Path) -> ComparisonConfig:
     """Read a comparison from a TOML file; a relative `job` or `play` in it is relative to the file.
 
+    Both are absolute in what is returned, so that runs are the same from whichever folder they are asked for.
+
     Args:
         path: path of the file.
 
@@ -124,9 +126,19 @@ def load_comparison(path: Path) -> ComparisonConfig:
     for key, scenario in found.scenarios.items():
         changes: Table = {}
         if scenario.job is not None:
-            changes["job"] = path.parent / scenario.job
-        file, colon, function = (scenario.play or "").rpartition(":")
-        if file.endswith(".py"):
-            changes["play"] = f"{path.parent / file}{colon}{function}"
+            changes["job"] = (path.parent / scenario.job).resolve()
+        if scenario.play is not None:
+            changes["play"] = resolved_play(scenario.play, path.parent)
         scenarios[key] = scenario.model_copy(update=changes)
     return found.model_copy(update={"scenarios": scenarios})
+
+
+def resolved_play(play: str, folder: Path) -> str:
+    """Return the name of a function with the absolute path of its file, if it is in a file and not in a module.
+
+    Args:
+        play: see `ScenarioEntry.play`.
+        folder: to which a relative path is relative.
+    """
+    file, colon, function = play.rpartition(":")
+    return f"{(folder / file).resolve()}{colon}{function}" if file.endswith(".py") else play

@@ -33,6 +33,11 @@ class SFTConfig(AlgorithmConfig):
         """Return whether the training tasks are the episodes of a run."""
         return self.from_run is not None
 
+    @property
+    def learns_conversations(self) -> bool:
+        """Return whether the tasks are conversations, because there is no run to learn from."""
+        return not self.brings_tasks
+
     @model_validator(mode="after")
     def _reward_of_a_run(self) -> SFTConfig:
         if self.min_reward is not None and self.from_run is None:

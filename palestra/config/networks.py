@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from palestra.config.policy import OptimizerConfig
-from palestra.config.section import Positive, Section
+from palestra.config.section import UNLIMITED, Positive, Section
 
 REFERENCE = "/reference"  # stands for the reference policy's model among names of policies, none of which has a slash
 
@@ -76,7 +76,10 @@ class CriticConfig(Section):
 
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=5e-5)
     value_clip: float = Field(
-        0.2, ge=0, description="Most by which an update may move a value from that before the step. 0: no limit."
+        0.2,
+        ge=0,
+        le=UNLIMITED,
+        description="Most by which an update may move a value from that before the step. 0: no limit.",
     )
     epochs: Positive = Field(1, description="Optimizer steps of the critic made from one batch.")
     warmup_steps: int = Field(

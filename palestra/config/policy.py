@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from palestra.config.section import Positive, Section
+from palestra.config.section import UNLIMITED, Positive, Section
 
 DEFAULT_CONTEXT = 4096
+Share = Annotated[float, Field(ge=0, lt=1)]
 
 
 class SamplingConfig(Section):
@@ -22,7 +23,7 @@ class SamplingConfig(Section):
 class OptimizerConfig(Section):
     """AdamW on float32 master weights: learning rate and its schedule, decay and clipping."""
 
-    learning_rate: float = Field(2e-5, gt=0, description="Peak learning rate.")
+    learning_rate: float = Field(2e-5, gt=0, le=1e3, description="Peak learning rate.")
     schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant",
         description="Learning rate after warm-up: constant, or falling from the peak, in a line or half a cosine wave, "
@@ -32,10 +33,14 @@ class OptimizerConfig(Section):
     warmup_steps: int = Field(
         0, ge=0, description="Steps over which the learning rate grows in a line; the first has 1/warmup_steps of it."
     )
-    betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW's decay rates.")
-    epsilon: float = Field(1e-8, gt=0, description="AdamW's epsilon.")
-    weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay; not of norms and biases.")
-    max_grad_norm: float = Field(1.0, gt=0, description="Gradients are scaled down to this global L2 norm.")
+    betas: tuple[Share, Share] = Field((0.9, 0.999), description="AdamW's decay rates, from 0 to less than 1.")
+    epsilon: float = Field(1e-8, gt=0, le=1e3, description="AdamW's epsilon.")
+    weight_decay: float = Field(
+        0.0, ge=0, le=1e3, description="AdamW's decoupled weight decay; not of norms and biases."
+    )
+    max_grad_norm: float = Field(
+        1.0, gt=0, le=UNLIMITED, description="Gradients are scaled down to this global L2 norm."
+    )
 
 
 class PolicyConfig(Section):

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from palestra.config.algorithm_base import CLIP_HIGH, CLIP_LOW, LOSS_AGG_MODE, NAME, AlgorithmConfig, LossAggMode
+from palestra.config.section import UNLIMITED
 
 AdvantageScale = Literal["std", "none", "gdpo"]
 Credit = Literal["episode", "step", "agent", "branch"]
@@ -49,7 +50,7 @@ class ClippedConfig(PolicyGradientConfig):
     """What algorithms have whose loss bounds probability ratios."""
 
     clip_low: float = Field(0.2, ge=0, le=1, description=CLIP_LOW)
-    clip_high: float = Field(0.2, ge=0, description=CLIP_HIGH)
+    clip_high: float = Field(0.2, ge=0, le=UNLIMITED, description=CLIP_HIGH)
 
 
 class GroupConfig(ClippedConfig):
@@ -94,7 +95,7 @@ class DAPOConfig(ScaledGroupConfig):
     name: Literal["dapo"] = Field("dapo", description=NAME)
     loss_agg_mode: LossAggMode = Field("token-mean", description=LOSS_AGG_MODE)
     dynamic_sampling: int = Field(3, ge=0, le=16, description=_DYNAMIC_SAMPLING)
-    clip_high: float = Field(0.28, ge=0, description=CLIP_HIGH)
+    clip_high: float = Field(0.28, ge=0, le=UNLIMITED, description=CLIP_HIGH)
     overlong_share: float = Field(
         0.2,
         ge=0,
@@ -111,7 +112,7 @@ class GSPOConfig(ScaledGroupConfig):
 
     name: Literal["gspo"] = Field("gspo", description=NAME)
     clip_low: float = Field(3e-4, ge=0, le=1, description=CLIP_LOW)
-    clip_high: float = Field(4e-4, ge=0, description=CLIP_HIGH)
+    clip_high: float = Field(4e-4, ge=0, le=UNLIMITED, description=CLIP_HIGH)
     form: Literal["sequence", "token"] = Field(
         "sequence",
         description="`sequence`: all tokens of an episode have one advantage, the mean over its trained tokens "
@@ -126,7 +127,7 @@ class CISPOConfig(ScaledGroupConfig):
     name: Literal["cispo"] = Field("cispo", description=NAME)
     loss_agg_mode: LossAggMode = Field("token-mean", description=LOSS_AGG_MODE)
     clip_low: float = Field(1.0, ge=0, le=1, description=CLIP_LOW)
-    clip_high: float = Field(4.0, ge=0, description=CLIP_HIGH)
+    clip_high: float = Field(4.0, ge=0, le=UNLIMITED, description=CLIP_HIGH)
 
 
 class RLOOConfig(GroupConfig):

@@ -26,6 +26,8 @@ _PART = re.compile(r'"([^"]*)"(?=\.|$)|([^.]*)')  # of a dotted key; in quotes, 
 
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
+# Of a bound that large numbers switch off: no gradient or ratio comes near it, and float32 still holds it.
+UNLIMITED = 1e30
 
 
 class Mistake(NamedTuple):

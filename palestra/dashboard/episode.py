@@ -164,12 +164,18 @@ def _call(chat: Chat, reading: EpisodeReading) -> CallAnswer:
         seed=str(chat.sampling.seed),
         sampling=_further(chat.sampling),
         grammar=chat.sampling.grammar[:MOST_TEXT],
-        tools=[str(tool.get("function", tool).get("name", "?")) for tool in chat.tools],
+        tools=[_tool_name(tool) for tool in chat.tools],
         started_at=chat.started_at,
         seconds=chat.finished_at - chat.started_at,
         messages=[_message(message) for message in chat.new_messages],
         reply=_message(chat.reply),
     )
+
+
+def _tool_name(tool: dict[str, Any]) -> str:
+    """Return the name of a tool; a run of before may have recorded one of another form, and its name is then `?`."""
+    function = tool.get("function", tool)
+    return str(function.get("name", "?")) if isinstance(function, dict) else "?"
 
 
 def _further(sampling: SamplingParams) -> dict[str, Any]:

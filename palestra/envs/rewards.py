@@ -10,9 +10,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
+from palestra.config import REWARD_NAME
 from palestra.errors import InvalidEnvironment, NotScored
 from palestra.threads import call, is_async
-from palestra.types.messages import MAX_NAMED, REWARD_NAME, StepReward
+from palestra.types.messages import MAX_NAMED, StepReward
 
 # Arguments that TRL's trainer passes besides texts and columns: an environment sees texts, and knows no trainer.
 _ONLY_IN_TRL = ("completion_ids", "trainer_state", "log_extra", "log_metric")

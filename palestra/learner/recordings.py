@@ -14,19 +14,21 @@ from typing import Any
 import numpy as np
 import orjson
 from jinja2 import TemplateError
-from pydantic import ValidationError
 
 from palestra.algorithms.base import RecordedEpisodes
 from palestra.config import SAVED_CONFIG, load_config
 from palestra.database import to_json
 from palestra.errors import ConfigError
 from palestra.learner.groups import Gathered
+from palestra.renderers.long_text import TooManyTokens
 from palestra.session import PolicyRuntime
 from palestra.store import RunStore
 from palestra.store.browsing import browse, list_episodes
 from palestra.store.calls import read_trajectory
 from palestra.threads import in_thread
-from palestra.types.calls import Chat, Ids, PolicyVersion, SamplingParams, VersionSpan
+from palestra.tokens import common_tokens
+from palestra.types.calls import Chat, Ids, PolicyVersion, SamplingParams, TokenSequence, VersionSpan
+from palestra.types.conversations import read_conversation
 from palestra.types.messages import ChatMessage, text_message
 from palestra.types.records import RecordedEpisode, Task
 
@@ -112,79 +114,54 @@ class Recordings:
         calls: list[Chat] = []
         for place, message in enumerate(messages):
             if message.role == "assistant":
-                prompt, completion = self._tokens(task, messages[:place], message, tools)
-                calls.append(self._call(len(calls), messages[:place], message, tools, prompt, completion, version))
+                calls.append(self._call(task, messages[:place], message, tools, calls, version))
         return RecordedEpisode(task=task, rewards={"agent": reward}, metadata={}, calls=tuple(calls))
 
-    def _tokens(
-        self, task: Task, before: Sequence[ChatMessage], reply: ChatMessage, tools: tuple[dict[str, Any], ...]
-    ) -> tuple[Ids, Ids]:
-        """Return prompt [P] and completion [C] of a reply, as the model's template shows them.
+    def _call(
+        self,
+        task: Task,
+        before: tuple[ChatMessage, ...],
+        reply: ChatMessage,
+        tools: tuple[dict[str, Any], ...],
+        calls: Sequence[Chat],
+        version: PolicyVersion,
+    ) -> Chat:
+        """Return the record of a reply that was given and not sampled.
 
         Args:
             task: the conversation, for messages.
             before: messages before the reply.
             reply: the reply.
             tools: tools that were offered.
+            calls: those of the earlier replies.
+            version: of the policy before the step.
 
         Raises:
             ConfigError: the template can't show the reply after its prompt, or both are too long.
         """
-        renderer, room = self._runtime.renderer, self._runtime.config.max_context
+        last, room = calls[-1] if calls else None, self._runtime.config.max_context
+        said = 0 if last is None else last.shared_messages + len(last.new_messages) + 1
         try:
-            prompt = renderer.render(before, tools).ids
-            # Only a template with a message after the reply shows how the reply ends; what follows its end token is
-            # not the reply's.
-            whole = renderer.render((*before, reply, text_message("user", "x")), tools).ids
+            shared, tail, completion = self._tokens(task, before, said, reply, tools, last)
         except (ValueError, KeyError, TemplateError) as error:
             raise ConfigError(f"task {task.task_id!r}: the model's template can't show it: {error}") from error
-        rest = whole[len(prompt) :]
-        ends = np.flatnonzero(np.isin(rest, renderer.stop_ids))
-        if not np.array_equal(whole[: len(prompt)], prompt) or not len(ends):
-            raise ConfigError(
-                f"task {task.task_id!r}: this model's template does not show reply {len(before)} after the prompt "
-                "that the model would have been given"
-            )
-        completion = rest[: int(ends[0]) + 1]
-        if len(prompt) + len(completion) > room:
-            raise ConfigError(
-                f"task {task.task_id!r} has {len(prompt) + len(completion):,} tokens, and max_context is {room:,}"
-            )
-        return prompt, completion
-
-    def _call(
-        self,
-        index: int,
-        before: tuple[ChatMessage, ...],
-        reply: ChatMessage,
-        tools: tuple[dict[str, Any], ...],
-        prompt: Ids,
-        completion: Ids,
-        version: PolicyVersion,
-    ) -> Chat:
-        """Return the record of a reply that was given and not sampled.
-
-        Args:
-            index: place of the reply among the replies.
-            before: messages before it.
-            reply: the reply.
-            tools: tools that were offered.
-            prompt: int32 [P].
-            completion: int32 [C].
-            version: of the policy before the step.
-        """
+        except TooManyTokens:
+            raise ConfigError(f"task {task.task_id!r} has more tokens than max_context, which is {room:,}") from None
+        if (length := shared + len(tail) + len(completion)) > room:
+            raise ConfigError(f"task {task.task_id!r} has {length:,} tokens, and max_context is {room:,}")
+        parent = last if shared else None
         return Chat(
             episode_id="",
             fence=0,
-            index=index,
-            time_step=index,
+            index=len(calls),
+            time_step=len(calls),
             agent="agent",
             policy=self._runtime.name,
-            parent=None,
-            shared=0,
-            shared_messages=0,
-            new_messages=before,
-            prompt_tail=prompt,
+            parent=parent,
+            shared=shared,
+            shared_messages=said if parent else 0,
+            new_messages=before[said:] if parent else before,
+            prompt_tail=tail,
             tools=tools,
             reply=reply,
             completion_ids=completion,
@@ -196,6 +173,58 @@ class Recordings:
             started_at=0.0,
             finished_at=0.0,
         )
+
+    def _tokens(
+        self,
+        task: Task,
+        before: tuple[ChatMessage, ...],
+        said: int,
+        reply: ChatMessage,
+        tools: tuple[dict[str, Any], ...],
+        last: Chat | None,
+    ) -> tuple[int, Ids, Ids]:
+        """Return what a reply and its prompt are as tokens, as the model's template shows them.
+
+        Args:
+            task: the conversation, for messages.
+            before: messages before the reply.
+            said: how many of them `last` has, with its reply.
+            reply: the reply.
+            tools: tools that were offered.
+            last: the call of the reply before; None: there is none.
+
+        Returns:
+            How many ids the prompt shares with `last`; its other ids, int32 [P - shared]; the completion, int32 [C].
+
+        Raises:
+            ConfigError: the template does not show the reply after its prompt.
+            TooManyTokens: the prompt is too long.
+            ValueError, KeyError, TemplateError: the template can't show these messages.
+        """
+        renderer, room, known = self._runtime.renderer, self._runtime.config.max_context, last
+        shown, offered = before, tools  # conversation in which the reply is shown
+        if known is not None and renderer.independent_turns:
+            # Rendering each prompt from its beginning would take quadratic time.
+            shared = known.tokens
+            found = renderer.extend(lambda: known.prompt_ids, known.completion_ids, before[said:], tools, room - shared)
+            assert found is not None, "a format with independent turns can always continue"
+            tail, shown, offered = found.ids, (text_message("user", "x"),), ()
+            prompt = renderer.render(shown).ids
+        else:
+            prompt = renderer.render(before, tools, room).ids
+            shared = 0 if last is None else common_tokens(TokenSequence(prompt), TokenSequence(last.ids))
+            tail = prompt[shared:]
+        # Only a template with a message after the reply shows how the reply ends; what follows its end token is
+        # not the reply's.
+        whole = renderer.render((*shown, reply, text_message("user", "x")), offered).ids
+        rest = whole[len(prompt) :]
+        ends = np.flatnonzero(np.isin(rest, renderer.stop_ids))
+        if not np.array_equal(whole[: len(prompt)], prompt) or not len(ends):
+            raise ConfigError(
+                f"task {task.task_id!r}: this model's template does not show reply {len(before)} after the prompt "
+                "that the model would have been given"
+            )
+        return shared, tail, rest[: int(ends[0]) + 1]
 
 
 async def gather_recorded(
@@ -281,23 +310,3 @@ def chosen_episodes(run_dir: Path, min_reward: float | None) -> list[str]:
             f"{min_reward}; {most}"
         )
     return names
-
-
-def read_conversation(task: Task) -> tuple[tuple[ChatMessage, ...], tuple[dict[str, Any], ...], float]:
-    """Return messages, tools and reward of a task that is a conversation.
-
-    Raises:
-        ConfigError: it is none, or it has no reply.
-    """
-    data = task.data
-    try:
-        messages = tuple(ChatMessage.model_validate(message) for message in data["messages"])
-        tools, reward = tuple(map(dict, data.get("tools", ()))), float(data.get("reward", 1.0))
-    except (KeyError, TypeError, ValueError, ValidationError) as error:
-        said = str(error).splitlines()[0] if not isinstance(error, KeyError) else "it has no `messages`"
-        raise ConfigError(
-            f"task {task.task_id!r} is no conversation, which algorithm.name = 'sft' needs without from_run: {said}"
-        ) from error
-    if not any(message.role == "assistant" for message in messages):
-        raise ConfigError(f"task {task.task_id!r} has no message of the role assistant, so nothing to learn")
-    return messages, tools, reward

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import io
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -126,6 +127,11 @@ class RunFolder:
         write_whole(self.path / "curve.png", drawn.getvalue())
 
 
+def _finite(row: Mapping[str, float | None]) -> dict[str, float]:
+    """Return the row without what JSON can't hold: infinities, and what is not a number."""
+    return {name: value for name, value in row.items() if value is not None and math.isfinite(value)}
+
+
 def _line(row: Row) -> bytes:
     whole = {name: int(value) if float(value).is_integer() else value for name, value in row.items()}
     return (json.dumps(whole) + "\n").encode()
@@ -153,6 +159,7 @@ class StepLog:
 
     def restore(self, rows: Sequence[Mapping[str, float]]) -> None:
         """Write the file from the rows of the store, as after a restart."""
+        rows = [_finite(row) for row in rows]  # a store of before has null where a number was infinite
         self._folder.write_metrics(rows)
         for row in rows:
             self._history.add(row)
@@ -162,9 +169,10 @@ class StepLog:
 
         Args:
             step: number of the step; 0 for the evaluation before the first.
-            row: metrics by full name; the number of warnings is added to it.
+            row: metrics by full name; the number of warnings is added to it. A number that is not finite is left out.
             last: whether training ends with this step.
         """
+        row = _finite(row)
         await self._warn(row)
         await self._log.put_metrics(step, row)
         self._folder.append_metrics(row)

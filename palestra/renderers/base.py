@@ -103,12 +103,15 @@ class Renderer(ABC):
         stop_ids: tokens that end a reply.
         reasons: whether the model was trained to reason before it answers, as far as its template shows.
         incremental: whether a `stream` gives parts of a reply before its end, and notices the end of a tool call.
+        independent_turns: whether a turn has the same tokens in every conversation, so that `extend` with the tokens of
+            a written reply returns what `render` would of the whole conversation.
     """
 
     vocabulary: Vocabulary
     stop_ids: tuple[int, ...]
     reasons: bool
     incremental: bool
+    independent_turns: bool
 
     @abstractmethod
     def render(self, messages: Sequence[ChatMessage], tools: Tools = (), room: int | None = None) -> TokenSequence:

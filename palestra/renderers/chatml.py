@@ -35,6 +35,7 @@ class ChatMLRenderer(Renderer):
     """Renders the ChatML family. Its `extend` always succeeds, and never needs the prompt."""
 
     incremental = True
+    independent_turns = True
 
     def __init__(self, tokenizer: Any, config: ChatMLConfig | None = None) -> None:
         """Create a renderer for a tokenizer with `encode`, `decode` and `convert_tokens_to_ids`, as in transformers.

@@ -41,6 +41,7 @@ class PackageRenderer(Renderer):
     """
 
     incremental = False
+    independent_turns = False  # such as those of templates that drop the reasoning of earlier turns
 
     def __init__(self, tokenizer: Any, inner: Any) -> None:
         """Wrap a renderer.

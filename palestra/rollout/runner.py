@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -189,4 +190,17 @@ class Runner:
                 algorithm=self._algorithm,
                 temperature=self._temperature,
             )
-            return await engine.collect(episode.task.data)
+            return _finite(await engine.collect(episode.task.data))
+
+
+def _finite(collected: EpisodeResult) -> EpisodeResult:
+    """Return a played episode unchanged if its rewards are finite numbers, which a store can hold.
+
+    Raises:
+        RolloutFailed: they are not; the environment is to blame.
+    """
+    for value in (*collected.rewards.values(), *collected.step_rewards):
+        if not math.isfinite(value):
+            text = f"its rewards add up to {value}, and a reward is a finite number"
+            raise RolloutFailed(Termination.ENVIRONMENT_FAILED, text)
+    return collected

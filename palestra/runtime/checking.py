@@ -26,8 +26,9 @@ from palestra.envs.task_splits import Split
 from palestra.errors import ConfigError, InvalidEnvironment, ModelError, StoreError
 from palestra.extras import missing_extra
 from palestra.http.server import listen
-from palestra.learner.recordings import chosen_episodes, read_conversation
+from palestra.learner.recordings import chosen_episodes
 from palestra.runtime.tasks import read_files
+from palestra.types.conversations import read_conversation
 from palestra.types.records import Task
 
 GIB = 2**30

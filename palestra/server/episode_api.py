@@ -8,15 +8,17 @@ from fastapi import APIRouter, Depends, FastAPI
 from starlette.requests import Request
 
 from palestra.config import AlgorithmConfig
-from palestra.errors import InvalidRequest, ServerStopping
+from palestra.errors import ConfigError, InvalidRequest, ServerStopping
 from palestra.http.app import request_schema
 from palestra.http.bodies import parse_body, read_request, read_with
 from palestra.http.disconnects import until_disconnect
 from palestra.server.auth import refuse_episodes
 from palestra.server.dialects.fields import SOLE_AGENT
 from palestra.server.state import DataPlane
+from palestra.types.conversations import read_conversation
 from palestra.types.records import EpisodeRecord, Task
 from palestra.types.wire import (
+    MAX_REWARD,
     AbortEpisode,
     ClaimAnswer,
     ClaimedEpisode,
@@ -43,7 +45,7 @@ def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
     async def push_tasks(request: Request) -> TasksPushed:
         """Add tasks, in chunks that may be sent again; `final` says that all tasks are there, and starts the job."""
         keys.require_job(request)
-        body, tasks = await read_with(_pushed, request, plane.pool)
+        body, tasks = await read_with(partial(_pushed, plane.config.algorithm), request, plane.pool)
         total = await tasks_of_job.push(body.split, tasks, body.chunk_id)
         if body.final:
             await tasks_of_job.seal()
@@ -109,9 +111,21 @@ def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
     app.include_router(routes)
 
 
-def _pushed(body: bytes) -> tuple[PushTasks, list[Task]]:
+def _pushed(algorithm: AlgorithmConfig, body: bytes) -> tuple[PushTasks, list[Task]]:
+    """Return a request and its tasks.
+
+    Raises:
+        InvalidRequest: the body can't be read, or a training task is not what the algorithm learns from.
+    """
     pushed = parse_body(PushTasks, body)
-    return pushed, [Task(task_id=task_id_of(task), data=task.data) for task in pushed.tasks]
+    tasks = [Task(task_id=task_id_of(task), data=task.data) for task in pushed.tasks]
+    if algorithm.learns_conversations and pushed.split == "train":
+        for place, task in enumerate(tasks):
+            try:
+                read_conversation(task)
+            except ConfigError as error:
+                raise InvalidRequest(str(error), f"tasks.{place}.data") from None
+    return pushed, tasks
 
 
 async def _claim(plane: DataPlane, body: ClaimEpisode, request: Request) -> EpisodeRecord | None:
@@ -175,12 +189,20 @@ def _rewards(body: EndEpisode, algorithm: AlgorithmConfig) -> dict[str, float]:
         algorithm: weighs named rewards.
 
     Raises:
-        InvalidRequest: the body has none or several of these, or no named reward is scored.
+        InvalidRequest: the body has none or several of these, no named reward is scored, or their weighted sum is too
+            large.
     """
     if sum(given is not None for given in (body.reward, body.rewards, body.named_rewards)) != 1:
         raise InvalidRequest("give either reward, rewards or named_rewards", "reward")
     if body.named_rewards is not None:
         if all(value is None for value in body.named_rewards.values()):
             raise InvalidRequest("no named reward is scored; discard the episode with /abort_episode", "named_rewards")
-        return {SOLE_AGENT: algorithm.weighted_sum(body.named_rewards)}
+        total = algorithm.weighted_sum(body.named_rewards)
+        if not abs(total) <= MAX_REWARD:  # also where the total is not a number
+            raise InvalidRequest(
+                f"the sum of the named rewards, times algorithm.reward_weights, is {total:g}, and a reward is from "
+                f"{-MAX_REWARD:,.0f} to {MAX_REWARD:,.0f}",
+                "named_rewards",
+            )
+        return {SOLE_AGENT: total}
     return body.rewards if body.rewards is not None else {SOLE_AGENT: float(body.reward or 0.0)}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import struct
 import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -12,6 +14,7 @@ import orjson
 from numpy.typing import NDArray
 
 from palestra.database import to_json
+from palestra.errors import InvalidRequest
 from palestra.types.calls import Chat, MediaSpan, PolicyVersion, SamplingParams, VersionSpan
 from palestra.types.forks import Fork, ForkReason
 from palestra.types.messages import ChatMessage
@@ -55,6 +58,18 @@ def unpack(blob: bytes, kind: str) -> NDArray[Any]:
         zlib.error: the stream is damaged.
     """
     return np.frombuffer(zlib.decompress(blob), dtype=f"<{kind}")
+
+
+def rewards_to_json(rewards: Mapping[str, float | None] | Sequence[float]) -> str:
+    """Return the rewards of an episode as JSON for a text column.
+
+    Raises:
+        InvalidRequest: a reward is infinite or not a number, which JSON would turn into null: no score at all.
+    """
+    for place, value in rewards.items() if isinstance(rewards, Mapping) else enumerate(rewards):
+        if value is not None and not math.isfinite(value):
+            raise InvalidRequest(f"the reward {place!r} is {value}; a reward is a finite number")
+    return to_json(dict(rewards) if isinstance(rewards, Mapping) else list(rewards))
 
 
 def episode_of(row: Any) -> EpisodeRecord:

@@ -180,7 +180,7 @@ class Episodes:
         Raises:
             Conflict: the episode was completed before with another body.
             EpisodeLeaseExpired, EpisodeEnded, NotFound: the episode is not held under this fence.
-            InvalidRequest: there are fewer step rewards than TimeSteps with calls.
+            InvalidRequest: there are fewer step rewards than TimeSteps with calls, or a reward is not finite.
         """
         now = self._clock.now()
         first = await self._db.write(

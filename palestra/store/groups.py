@@ -9,7 +9,7 @@ import sqlalchemy as sa
 from sqlalchemy import Connection, bindparam, func, select
 
 from palestra.database import WAKE_SECONDS, Database, Notifier, shielded, to_json
-from palestra.store.codec import chat_row, episode_of
+from palestra.store.codec import chat_row, episode_of, rewards_to_json
 from palestra.store.lifecycle import episode_name
 from palestra.store.tables import chats, episodes, groups
 from palestra.types.progress import GroupRecord
@@ -122,6 +122,9 @@ class Groups:
             group_index: position of the group in the canonical order.
             step: the step that trains on it.
             recorded: the episode.
+
+        Raises:
+            InvalidRequest: a reward is not finite.
         """
         name = episode_name("train", group_index, 0)
         episode = {
@@ -132,10 +135,10 @@ class Groups:
             "task_id": recorded.task.task_id,
             "task_data": to_json(recorded.task.data),
             "state": EpisodeState.COMPLETED.value,
-            "rewards": to_json(recorded.rewards),
-            "step_rewards": None if recorded.step_rewards is None else to_json(list(recorded.step_rewards)),
+            "rewards": rewards_to_json(recorded.rewards),
+            "step_rewards": None if recorded.step_rewards is None else rewards_to_json(recorded.step_rewards),
             "step_times": None if recorded.step_times is None else to_json([list(t) for t in recorded.step_times]),
-            "named_rewards": None if recorded.named_rewards is None else to_json(recorded.named_rewards),
+            "named_rewards": None if recorded.named_rewards is None else rewards_to_json(recorded.named_rewards),
             "metadata": to_json(recorded.metadata),
         }
         group = {"kind": "train", "group_index": group_index, "step": step, "task_id": recorded.task.task_id}

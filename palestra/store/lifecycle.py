@@ -16,7 +16,7 @@ from sqlalchemy import Connection, bindparam, func, select
 
 from palestra.database import to_json
 from palestra.errors import ClaimOver, Conflict, EpisodeEnded, EpisodeLeaseExpired, InvalidRequest, NotFound
-from palestra.store.codec import episode_of
+from palestra.store.codec import episode_of, rewards_to_json
 from palestra.store.tables import Prepared, chats, episodes
 from palestra.types.records import EpisodeKind, EpisodeRecord, StepTimes
 from palestra.types.states import EpisodeState, check_transition
@@ -214,15 +214,15 @@ def complete(
     Raises:
         Conflict: the episode was completed before with another body.
         EpisodeLeaseExpired, EpisodeEnded, NotFound: the episode is not held under this fence.
-        InvalidRequest: there are fewer step rewards than TimeSteps with calls.
+        InvalidRequest: there are fewer step rewards than TimeSteps with calls, or a reward is not finite.
     """
     body: dict[str, str | None] = {
-        "rewards": to_json(dict(rewards)),
-        "step_rewards": None if step_rewards is None else to_json(list(step_rewards)),
+        "rewards": rewards_to_json(rewards),
+        "step_rewards": None if step_rewards is None else rewards_to_json(step_rewards),
         "metadata": to_json(dict(extra)),
     }
     if named_rewards is not None:  # else the digest is that of a version without named rewards
-        body["named_rewards"] = to_json(dict(named_rewards))
+        body["named_rewards"] = rewards_to_json(named_rewards)
     digest = hashlib.sha256(to_json(sorted(body.items())).encode()).hexdigest()
     body["step_times"] = None if step_times is None else to_json([list(times) for times in step_times])
     row = _BY_ID.row(connection, {"episode_id": episode_id})

@@ -18,7 +18,7 @@ import sqlalchemy as sa
 from palestra.config import RolloutConfig, StoreConfig
 from palestra.database import Backend, Database
 from palestra.database.sqlite import make_private, open_engine
-from palestra.disk import writing
+from palestra.disk import GO_ON, writing
 from palestra.errors import StoreError
 from palestra.store import tables
 from palestra.store.calls import Calls
@@ -51,9 +51,7 @@ def store_error(path: Path, error: Exception) -> Exception:
             return error
         found = damaged(path, damage)
     elif isinstance(cause, sqlite3.DatabaseError) and not _says_damaged(cause):
-        found = StoreError(
-            f"the run store {path} can't be used: {cause}; mend that, and go on with --resume (in a script resume=True)"
-        )
+        found = StoreError(f"the run store {path} can't be used: {cause}; mend that, and {GO_ON}")
     elif isinstance(cause, (sqlite3.DatabaseError, *UNREADABLE)):
         found = damaged(path, str(cause))
     else:
@@ -122,8 +120,7 @@ class OpenFile:
             if _identity(name) != known:
                 return StoreError(
                     f"{name} was deleted, moved or replaced while the job was running, so nothing more is "
-                    "acknowledged; put it back from a copy and go on with --resume (in a script resume=True), or start "
-                    "a new run"
+                    f"acknowledged; put it back from a copy and {GO_ON}, or start a new run"
                 )
         return None
 

@@ -20,7 +20,6 @@ Role = Literal["system", "developer", "user", "assistant", "tool"]
 ToolChoice = Literal["auto", "none", "required"]
 StepReward = float | Mapping[str, float | None]
 """A reward: one number, or several by name, of which None was not scored."""
-REWARD_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"  # of one of several rewards: a part of the name of a metric
 MAX_NAMED = 32  # rewards of an episode by name
 
 

@@ -12,7 +12,8 @@ from typing import Annotated, Literal
 import orjson
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, model_validator
 
-from palestra.types.messages import MAX_NAMED, REWARD_NAME
+from palestra.config import REWARD_NAME
+from palestra.types.messages import MAX_NAMED
 
 
 def _storable(data: dict[str, JsonValue]) -> dict[str, JsonValue]:

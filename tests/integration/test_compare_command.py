@@ -224,3 +224,28 @@ def test_bad_arguments_are_one_line(folder, arguments, said):
     assert said in done.stderr
     assert done.stderr.count("\n") == 1
     assert not (folder / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("output", "arguments", "said"),
+    [
+        ("job.toml", (), "the output job.toml can't be used as a folder: file exists"),
+        ("job.toml/x", (), "the output job.toml/x can't be used as a folder: not a directory"),
+        (
+            "out",
+            ("--page", "/dev/full/p.md"),
+            "the page /dev/full/p.md could not be written: not a directory; mend that",
+        ),
+        ("out", ("--page", "compare.toml"), "--page compare.toml is the comparison itself; name another file"),
+        ("out", ("--page", "."), "--page . is a folder; name another file"),
+    ],
+)
+def test_what_can_not_be_written_is_one_line(folder, output, arguments, said):
+    grid = f'output = "{output}"\n' + (folder / "compare.toml").read_text()
+    (folder / "compare.toml").write_text(grid)
+    done = compare(folder, "--no-run", *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert "--resume" not in done.stderr
+    assert (folder / "compare.toml").read_text() == grid

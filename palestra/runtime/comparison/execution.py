@@ -17,8 +17,8 @@ from pydantic import ValidationError
 
 from palestra.config import JobConfig
 from palestra.errors import ConfigError, RunInUse
-from palestra.runtime.comparison.one_run import FAILED, FINISHED, STARTED, read_record, write_record
-from palestra.runtime.comparison.plan import PlannedRun, settings_of
+from palestra.runtime.comparison.one_run import FAILED, FINISHED, STARTED, cause_of, read_record, write_record
+from palestra.runtime.comparison.plan import PlannedRun, settings_of, with_resolved_paths
 from palestra.runtime.comparison.progress import GridProgress
 
 POLL_SECONDS = 0.3
@@ -160,7 +160,7 @@ def check_records(runs: Sequence[PlannedRun]) -> None:
         with contextlib.suppress(ValidationError):
             # Keys that this version has and the version of the run had not get their defaults, as a resumed run's do.
             known["config"] = settings_of(JobConfig.model_validate(record["config"]))
-        key = _first_difference(known, run.settings)
+        key = _first_difference(with_resolved_paths(known), with_resolved_paths(run.settings))
         if key is not None:
             raise ConfigError(
                 f"{run.folder} was run with another {key}; choose another `output` (or name), or remove that folder "
@@ -177,9 +177,14 @@ def locked(folder: Path) -> Iterator[None]:
 
     Raises:
         RunInUse: another process runs it.
+        ConfigError: the folder is a file, or nothing can be written there.
     """
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # private: runs contain prompts
-    with (folder / ".lock").open("w") as lock:
+    with contextlib.ExitStack() as opened:
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # private: runs contain prompts
+            lock = opened.enter_context((folder / ".lock").open("w"))
+        except OSError as error:
+            raise ConfigError(f"the output {folder} can't be used as a folder: {cause_of(error)}") from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

@@ -13,28 +13,57 @@ from pathlib import Path
 from typing import Any
 
 from palestra.config import JobConfig
-from palestra.disk import write_whole
-from palestra.errors import PalestraError, RunInUse
+from palestra.disk import GO_ON, write_whole
+from palestra.errors import ConfigError, PalestraError, RunInUse, StoreError
 from palestra.runtime.comparison.plan import Load, given_by
 from palestra.runtime.training import train_until_stopped
 from palestra.trainer.checkpoint import found
 
 STARTED, FINISHED, FAILED = "started", "finished", "failed"  # states of a record
+AGAIN = "mend that and give the same command again; finished runs stay"
+# Keys of every record, and what their values are.
+_RECORD = {"config": dict, "play": str | None, "arguments": dict, "state": str}
 IN_USE_SECONDS = 180.0  # limit for the end of an earlier process of the run, which saves when its parent has died
 
 
 def write_record(path: Path, record: dict[str, Any]) -> None:
-    """Write the record of a run, whole or not at all."""
-    write_whole(path, (json.dumps(record, indent=1) + "\n").encode())
+    """Write the record of a run, whole or not at all.
+
+    Raises:
+        ConfigError: it can't be written; what to do is another thing than for a run that is started by hand.
+    """
+    try:
+        write_whole(path, (json.dumps(record, indent=1) + "\n").encode())
+    except StoreError as error:
+        raise ConfigError(f"{path} could not be written: {cause_of(error)}; {AGAIN}") from error
+
+
+def cause_of(error: Exception) -> str:
+    """Return in words why a file could not be written."""
+    cause = error if isinstance(error, OSError) else error.__cause__
+    return str(getattr(cause, "strerror", None) or cause or error).lower()
 
 
 def read_record(path: Path) -> dict[str, Any] | None:
-    """Return the record of a run; None: the run was never started."""
+    """Return the record of a run; None: the run was never started, or is finished and its folder was removed.
+
+    Raises:
+        ConfigError: the file is not what a run writes.
+    """
+    folder = path.with_suffix("")
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    return found
+    except OSError as error:
+        raise ConfigError(f"{path} can't be read: {cause_of(error)}") from error
+    except ValueError:  # of the JSON, or of its UTF-8
+        found = None
+    if not isinstance(found, dict) or not all(
+        key in found and isinstance(found[key], kind) for key, kind in _RECORD.items()
+    ):
+        raise ConfigError(f"{path} is not the record of a run any more; remove it and {folder} to run it again")
+    return None if found["state"] == FINISHED and not folder.is_dir() else found
 
 
 def run_recorded(path: Path, load: Load) -> int:
@@ -53,7 +82,8 @@ def run_recorded(path: Path, load: Load) -> int:
     try:
         state = _train(record, path.with_suffix(""), load)
     except PalestraError as error:
-        write_record(path, record | {"state": FAILED, "reason": str(error)})
+        reason = str(error).replace(GO_ON, "give the same command again")
+        write_record(path, record | {"state": FAILED, "reason": reason})
         print(f"palestra: {error}", file=sys.stderr)  # noqa: T201 - the log of the run
         return 2
     if state != "completed":

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from palestra.config import JobConfig, load_config, parse_config
-from palestra.config.comparison import ComparisonConfig, ScenarioEntry, Table
-from palestra.errors import ConfigError
+from palestra.config.comparison import ComparisonConfig, ScenarioEntry, Table, resolved_play
+from palestra.errors import ConfigError, PalestraError
 
 Load = Callable[[str], Any]  # imports "module:function", or "path/to/file.py:function"
 GIVEN = ("rollout", "environment", "reward", "tasks", "validation_tasks", "concurrency", "config")
@@ -74,6 +74,13 @@ def settings_of(config: JobConfig) -> Table:
     return config.model_dump(mode="json", exclude={"name", "run_dir", "server", "store"})
 
 
+def with_resolved_paths(settings: Table) -> Table:
+    """Return settings of a run with absolute paths, which those of earlier versions have not; see `PlannedRun`."""
+    tasks = {split: path and str(Path(path).resolve()) for split, path in settings["config"].get("tasks", {}).items()}
+    play = settings["play"] and resolved_play(settings["play"], Path())
+    return settings | {"config": settings["config"] | {"tasks": tasks}, "play": play}
+
+
 def plan_runs(comparison: ComparisonConfig, load: Load) -> list[PlannedRun]:
     """Return all runs of a comparison, in the order in which they are run.
 
@@ -116,12 +123,17 @@ def given_by(play: str, arguments: Table, load: Load) -> dict[str, Any]:
         load: imports a function by its name.
 
     Raises:
-        ConfigError: there is no such function, it takes other arguments, or it returns something else.
+        ConfigError: there is no such function, it takes other arguments, it raises something, or it returns something
+            else.
     """
     try:
         found = load(play)(**arguments)
+    except PalestraError:
+        raise
     except TypeError as error:
         raise ConfigError(f"{play}: {error}") from error
+    except (Exception, SystemExit) as error:  # of its file as well; sys.exit(0) would look like a finished comparison
+        raise ConfigError(f"{play} raised {type(error).__name__}: {error}") from error
     if not isinstance(found, Mapping) or set(found) - set(GIVEN):
         what = f"the keys {', '.join(found)}" if isinstance(found, Mapping) else f"a {type(found).__name__}"
         raise ConfigError(f"{play} returns {what}; expected a mapping with some of {', '.join(GIVEN)}")
@@ -142,7 +154,7 @@ def _base_job(key: str, scenario: ScenarioEntry, load: Load) -> tuple[Table, dic
         load_config(scenario.job)  # so that a mistake in the file is said with the name of the file
         data = tomllib.loads(scenario.job.read_text(encoding="utf-8"))
         tasks = data.get("tasks", {})
-        data["tasks"] = {split: str(scenario.job.parent / path) for split, path in tasks.items()}
+        data["tasks"] = {split: str((scenario.job.parent / path).resolve()) for split, path in tasks.items()}
     else:
         job = made if isinstance(made, JobConfig) else parse_config(made, source=str(scenario.play))
         data = job.model_dump(mode="json", exclude_unset=True)

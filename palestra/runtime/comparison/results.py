@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from palestra.errors import ConfigError
 from palestra.runtime.comparison.one_run import FAILED, FINISHED, read_record
 from palestra.runtime.comparison.plan import PlannedRun
 
@@ -96,12 +97,37 @@ class Results:
 
 
 def read_rows(folder: Path) -> list[Row]:
-    """Return the metrics of a run so far; a line that is half written is left out."""
+    """Return the metrics of a run so far; a line that is half written is left out.
+
+    Raises:
+        ConfigError: another line is no row of metrics, or the file can't be read.
+    """
+    path = folder / "metrics.jsonl"
     try:
-        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+        *lines, _ = path.read_bytes().split(b"\n")
     except FileNotFoundError:
         return []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    except OSError as error:
+        raise ConfigError(f"{path} can't be read: {(error.strerror or str(error)).lower()}") from error
+    return [_row(line, number, path) for number, line in enumerate(lines, 1)]
+
+
+def _row(line: bytes, number: int, path: Path) -> Row:
+    """Return a row of metrics, given its line, the number of the line, and the file for the error.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    try:
+        row = json.loads(line)
+    except ValueError:
+        row = None
+    if not isinstance(row, dict) or not all(isinstance(value, int | float) for value in row.values()):
+        raise ConfigError(
+            f"{path}:{number} is no row of metrics; put the file back from a copy, or remove {path.parent} and its "
+            "record to run it again"
+        )
+    return row
 
 
 def result_of(seed: int, rows: Sequence[Row]) -> Result:

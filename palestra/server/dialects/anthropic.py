@@ -16,9 +16,7 @@ from palestra.server.dialects.base import Dialect, DialectRequest, EventWriter, 
 from palestra.server.dialects.fields import (
     Count,
     Flag,
-    FunctionName,
     Probability,
-    Schema,
     StopStrings,
     Temperature,
     call_fields,
@@ -27,6 +25,7 @@ from palestra.server.dialects.fields import (
 from palestra.session import CallStart, GenerationRequest, PolicyRuntime, ReplyPiece
 from palestra.session.reply import CALL_END
 from palestra.types.calls import Chat
+from palestra.types.tools import FunctionName, Schema
 
 _IGNORED = ("metadata", "service_tier", "cache_control", "inference_geo")
 _ERRORS = {

@@ -14,17 +14,15 @@ from palestra.server.dialects.base import Dialect, DialectRequest, EventWriter, 
 from palestra.server.dialects.fields import (
     Count,
     Flag,
-    FunctionName,
     Message,
     SamplingFields,
-    Schema,
-    ToolSpec,
     call_fields,
     refuse_others,
 )
 from palestra.session import CallStart, GenerationRequest, PolicyRuntime, ReplyPiece
 from palestra.types.calls import Chat
 from palestra.types.messages import ChatMessage
+from palestra.types.tools import MAX_TOOLS, FunctionName, Schema, ToolSpec
 
 # Fields that this server does not act on, with the values that ask for its own behaviour and are accepted.
 _HARMLESS: dict[str, tuple[Any, ...]] = {"functions": ([],), "modalities": (["text"],)}
@@ -104,7 +102,7 @@ class ChatRequest(SamplingFields):
         description="The conversation so far; content is text, or a list of text parts."
     )
     max_completion_tokens: Count | None = Field(None, description="The newer name of `max_tokens`.")
-    tools: Annotated[tuple[ToolSpec, ...], Field(max_length=1000)] | None = Field(
+    tools: Annotated[tuple[ToolSpec, ...], Field(max_length=MAX_TOOLS)] | None = Field(
         None,
         description="Tools that the model may call. Calls come back in `tool_calls`, unless `tool_choice` is none.",
     )

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-import orjson
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from palestra.config import MAX_AGENT, is_agent_name
@@ -22,7 +21,6 @@ MAX_STEP = 1_000_000
 
 MAX_CHOICES = 128
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256
-MAX_SCHEMA_BYTES = 65_536
 SEED_BITS = 2**63 - 1
 Count = Annotated[int, Field(ge=1, strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
@@ -31,7 +29,6 @@ Probability = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Token = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
-FunctionName = Annotated[str, Field(min_length=1, max_length=200)]
 
 
 def call_fields(body: bytes, headers: Mapping[str, str], path: str) -> dict[str, Any]:
@@ -101,42 +98,12 @@ def _only_text(message: Any) -> Any:
     return message
 
 
-def _small(schema: Any) -> Any:
-    try:
-        size = len(orjson.dumps(schema))
-    except TypeError as error:
-        raise ValueError(str(error)) from None
-    if size > MAX_SCHEMA_BYTES:
-        raise ValueError(f"a schema of {size} bytes is over the limit of {MAX_SCHEMA_BYTES}")
-    return schema
-
-
 Message = Annotated[ChatMessage, BeforeValidator(_only_text)]
 StopStrings = Annotated[
     tuple[StopString, ...],
     BeforeValidator(_listed, json_schema_input_type=StopString | tuple[StopString, ...]),
     Field(max_length=MAX_STOPS),
 ]
-Schema = Annotated[dict[str, JsonValue], BeforeValidator(_small)]
-
-
-class FunctionSpec(BaseModel):
-    """A tool's name, its purpose, and the JSON schema of its arguments."""
-
-    model_config = ConfigDict(extra="allow", frozen=True)
-
-    name: FunctionName
-    description: str | None = None
-    parameters: Schema | None = None
-
-
-class ToolSpec(BaseModel):
-    """A tool that the model may call, in OpenAI's form."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    type: Literal["function"]
-    function: FunctionSpec
 
 
 class StreamOptions(BaseModel):

@@ -15,9 +15,7 @@ from palestra.server.dialects.base import Dialect, DialectRequest, EventWriter, 
 from palestra.server.dialects.fields import (
     Count,
     Flag,
-    FunctionName,
     Probability,
-    Schema,
     Temperature,
     call_fields,
     refuse_others,
@@ -33,6 +31,7 @@ from palestra.server.dialects.responses_items import (
 from palestra.session import CallStart, GenerationRequest, PolicyRuntime, ReplyPiece
 from palestra.types.calls import Chat
 from palestra.types.messages import Text
+from palestra.types.tools import FunctionName, Schema
 
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "background": (False,),

@@ -325,3 +325,44 @@ def test_a_run_of_an_earlier_version_has_the_same_digest_where_keys_added_since_
     first = "7a55f678be7f88dd608dcae840626420cd2c9b930633f7db548ebc9d4dd39b35"  # of JobConfig(), in stores of that time
     assert JobConfig().digest() == first
     assert JobConfig(rollout=RolloutConfig(stripped_whitespace="keep")).digest() != first
+
+
+@pytest.mark.parametrize("weight", [1e308, -1.1e6, float("inf"), float("nan")])
+def test_a_weight_of_a_reward_is_bounded_so_that_no_sum_overflows(weight):
+    with pytest.raises(ConfigError, match=r"reward_weights\.right"):
+        parse_config({"algorithm": {"reward_weights": {"right": weight}}})
+    assert parse_config({"algorithm": {"reward_weights": {"right": -1e6}}}).algorithm.weighted_sum({"right": 1}) == -1e6
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "a\x1b", "a\n", "a" * 65, "é"])
+def test_a_weight_is_of_a_name_that_a_reward_can_have(name):
+    with pytest.raises(ConfigError, match="reward_weights"):
+        parse_config({"algorithm": {"reward_weights": {name: 1.0}}})
+
+
+@pytest.mark.parametrize(
+    ("key", "refused", "taken"),
+    [
+        ("betas", [(5, -3), (1.0, 0.9), (0.9, 1.0), (-0.1, 0.9)], [(0.0, 0.0), (0.99, 0.999999)]),
+        ("learning_rate", [1e308, 1001.0, 0.0, -1.0], [1e-12, 1000.0]),
+        ("weight_decay", [1e308, -0.1], [0.0, 1000.0]),
+        ("epsilon", [1e308, 0.0], [1e-30, 1.0]),
+        ("max_grad_norm", [1e308, 0.0], [1e-6, 1e12, 1e30]),
+        ("value_clip", [1e308, -0.1], [0.0, 1e12]),
+        ("clip_high", [1e308, -0.1], [0.0, 1e12]),
+    ],
+)
+def test_numbers_of_an_optimizer_are_bounded_where_no_step_could_be_computed(key, refused, taken):
+    def given(value):
+        if key == "clip_high":
+            return {"algorithm": {"name": "ppo", key: value}}
+        critic = {key: value} if key == "value_clip" else {"optimizer": {key: value}}
+        policies = {} if key == "value_clip" else {"policies": {"policy": critic}}
+        return {"algorithm": {"name": "ppo", "critic": critic}} | policies
+
+    for value in refused:
+        with pytest.raises(ConfigError, match=key) as caught:
+            parse_config(given(value))
+        assert "\n" not in str(caught.value)
+    for value in taken:
+        parse_config(given(value))

@@ -273,3 +273,13 @@ async def test_a_damaged_episode_shows_as_damaged_and_the_rest_is_there(tmp_path
     assert members[1].reply == "<b>B&C</b>"
     with pytest.raises(StoreError, match="damaged"):
         read_reading(run, "train-000002-00")
+
+
+async def test_an_episode_with_tools_of_another_form_is_shown(tmp_path):
+    run = await record(tmp_path)
+    with sqlite3.connect(run.folder / "run.db") as connection:  # a run of before could record such tools
+        name = connection.execute("SELECT episode_id FROM chats").fetchone()[0]
+        tools = '[{"type": "function", "function": "x"}, {"function": {"name": {"a": 1}}}, {"name": "plain"}]'
+        connection.execute("UPDATE chats SET tools = ? WHERE episode_id = ?", (tools, name))
+    found = episode_answer(run, read_reading(run, name))
+    assert found.calls[0].tools == ["?", "{'a': 1}", "plain"]

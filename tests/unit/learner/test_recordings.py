@@ -6,14 +6,16 @@ import contextlib
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from palestra.config import JobConfig
 from palestra.errors import ConfigError
-from palestra.renderers import ByteTokenizer
+from palestra.renderers import ByteTokenizer, ChatMLRenderer
 from palestra.store.browsing import browse, list_episodes, read_episode
 from palestra.tokens import TokenTrie, rows_of
 from palestra.types.calls import PolicyVersion
+from palestra.types.messages import ChatMessage
 from palestra.types.records import Task, Trajectory
 from unit.building import open_store
 from unit.learner.scripted_job import Crash, ScriptedJob, config
@@ -171,6 +173,94 @@ async def test_of_a_conversation_the_replies_are_trained_with_their_end_and_noth
     assert set(logprobs) == {0.0}
     assert trajectory.episode.rewards == {"agent": 1.0}
     assert {span.version for chat in trajectory.chats for span in chat.versions} == {PolicyVersion(0, 0)}
+
+
+class WholeTemplate(ChatMLRenderer):
+    """A template that drops the reasoning of a reply before a user's turn, so that a later prompt may show it again."""
+
+    independent_turns = False
+
+    def render(self, messages, tools=(), room=None):
+        following = [message.role for message in messages[1:]] + ["none"]
+        shown = [
+            message.model_copy(update={"reasoning_content": None}) if role == "user" else message
+            for message, role in zip(messages, following, strict=True)
+        ]
+        return super().render(shown, tools, room)
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+LONG_TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "2 + 2?"},
+    {"role": "assistant", "content": None, "reasoning_content": "a tool", "tool_calls": [
+        {"id": "1", "function": {"name": "add", "arguments": "{}"}},
+        {"id": "2", "function": {"name": "add", "arguments": "x"}},
+    ]},
+    {"role": "tool", "content": "4", "tool_call_id": "1"},
+    {"role": "tool", "content": "5", "tool_call_id": "2"},
+    {"role": "assistant", "content": "4 <|im_end|>", "reasoning_content": "so"},
+    {"role": "assistant", "content": "or 5"},
+    {"role": "user", "content": ""},
+    {"role": "system", "content": "again"},
+    {"role": "user", "content": "é"},
+    {"role": "assistant", "content": "", "reasoning_content": "hm"},
+    {"role": "user", "content": "the end"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "extends"), [(ChatMLRenderer, [True, True, True]), (WholeTemplate, [False, False, True])]
+)
+async def test_each_call_of_a_conversation_is_what_the_template_shows_and_stores_only_what_is_new(
+    tmp_path, kind, extends
+):
+    task = Task(task_id="t", data={"messages": LONG_TALK, "tools": TOOLS})
+    job = ScriptedJob(tmp_path, sft(), tasks=[task])
+    renderer = kind(ByteTokenizer())
+    runtime = job.policies.runtime("policy")
+    object.__setattr__(runtime, "renderer", renderer)
+    await job.run()
+    (trajectory, *_) = of(tmp_path)
+    messages = [ChatMessage.model_validate(message) for message in LONG_TALK]
+    places = [place for place, message in enumerate(messages) if message.role == "assistant"]
+    assert len(trajectory.chats) == len(places) == 4
+    for chat, place in zip(trajectory.chats, places, strict=True):
+        prompt = renderer.render(messages[:place], TOOLS).ids
+        assert np.array_equal(chat.prompt_ids, prompt)
+        whole = renderer.render([*messages[: place + 1], ChatMessage(role="user", content="x")], TOOLS).ids
+        assert np.array_equal(chat.ids, whole[: len(chat.ids)])
+        assert chat.completion_ids[-1] == 258
+        assert chat.messages == tuple(messages[:place])
+        assert (chat.reply, list(chat.tools)) == (messages[place], TOOLS)
+    assert [chat.parent and chat.parent.index for chat in trajectory.chats] == [None, 0, 1, 2]
+    assert [chat.extends is chat.parent for chat in trajectory.chats[1:]] == extends
+    assert [len(chat.new_messages) for chat in trajectory.chats] == [2, 2, 0, 3]
+
+
+async def test_what_a_long_conversation_costs_grows_with_its_length_and_not_with_its_square(tmp_path):
+    rendered = 0
+
+    class Counting(ChatMLRenderer):
+        def _ids(self, turns, ids, room):
+            nonlocal rendered
+            found = super()._ids(turns, ids, room)
+            rendered += len(found)
+            return found
+
+    talk = [{"role": role, "content": f"{role} {n}"} for n in range(300) for role in ("user", "assistant")]
+    settings = config(
+        algorithm={"name": "sft"}, steps=1, rollout={"groups_per_step": 1}, policies={"policy": {"max_context": 65_536}}
+    )
+    job = ScriptedJob(tmp_path, settings, tasks=[Task(task_id="t", data={"messages": talk})])
+    object.__setattr__(job.policies.runtime("policy"), "renderer", Counting(ByteTokenizer()))
+    await job.run()
+    (trajectory,) = of(tmp_path)
+    tokens_of_all = trajectory.chats[-1].tokens
+    assert len(trajectory.chats) == 300
+    assert sum(len(chat.prompt_tail) + len(chat.completion_ids) for chat in trajectory.chats) == tokens_of_all
+    assert sum(len(chat.new_messages) for chat in trajectory.chats) == 300
+    assert rendered < 6 * tokens_of_all
 
 
 async def test_a_conversation_may_have_a_reward_of_its_own(tmp_path):

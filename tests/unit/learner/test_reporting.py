@@ -6,7 +6,9 @@ import tomllib
 import pytest
 
 from palestra.config import JobConfig, parse_config
-from palestra.learner.reporting import RunFolder
+from palestra.learner.reporting import RunFolder, StepLog
+from palestra.types.progress import JobProgress
+from unit.building import open_store
 
 
 @pytest.fixture
@@ -71,3 +73,17 @@ def test_the_numbers_at_the_ends_of_the_curves_can_be_read(folder, monkeypatch, 
     drawn[0].canvas.draw()
     one, other = (text.get_window_extent() for text in drawn[0].axes[0].texts)
     assert not one.overlaps(other)
+
+
+async def test_numbers_that_json_does_not_have_are_left_out_of_the_row_everywhere(folder):
+    with open_store(folder.path) as store:
+        progress = JobProgress(job="x", steps=2, run_dir=folder.path)
+
+        async def event(kind, data):
+            assert None not in data.values()
+
+        log = StepLog(JobConfig(), store.log, folder, progress, event)
+        log.restore([{"step": 1.0, "train/loss": None}])  # as a store of before has it
+        await log.write(2, {"step": 2.0, "train/a": float("inf"), "train/b": float("nan"), "train/c": 1e308}, False)
+        assert lines(folder) == ['{"step": 1}', '{"step": 2, "train/c": ' + str(int(1e308)) + "}"]
+        assert await store.log.metrics() == [{"step": 2.0, "train/c": 1e308}] == [progress.last_metrics]

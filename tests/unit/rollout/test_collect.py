@@ -337,3 +337,18 @@ async def test_names_of_what_a_frozen_policy_earns_are_no_ones(tmp_path):
     assert episode.named_rewards == {"right": 1.0, "style": None}
     bench.grammars.close()
     bench.store.close()
+
+
+@pytest.mark.parametrize("rewards", [(float("nan"), 0.0), (1.0, float("inf")), (1e308, 1e308)])
+async def test_rewards_of_an_environment_that_have_no_finite_sum_are_its_failure(bench, rewards):
+    class Odd(ConcurrentEnvironment):
+        async def start(self, task):
+            self.emit("agent", (text_message("user", "a"),))
+
+        async def on_action(self, observation, action):
+            self.emit("agent", (), parents=(observation.id,), reward=rewards[0])
+            self.emit("agent", (), parents=(observation.id,), reward=rewards[1], terminated=True)
+
+    with pytest.raises(RolloutFailed, match="and a reward is a finite number") as caught:
+        await Runner(Sessions(bench.context, 10), RolloutSpec(environment=Odd)).play_episode()
+    assert caught.value.termination == "environment_failed"

@@ -30,7 +30,7 @@ async def test_named_rewards_are_weighed_added_up_and_kept(tmp_path):
             "run_dir": tmp_path,
             "server": {"port": 0},
             "engine": {"kind": "fake"},
-            "algorithm": {"reward_weights": {"short": 0.25}},
+            "algorithm": {"reward_weights": {"short": 0.25, "heavy": 1e6}},
         }
     )
     async with local_job(config, lambda kind, data: None) as job:
@@ -50,6 +50,7 @@ async def test_named_rewards_are_weighed_added_up_and_kept(tmp_path):
                 ({}, "give either reward, rewards or named_rewards"),
                 ({"named_rewards": {"a/b": 1.0}}, "named_rewards"),
                 ({"named_rewards": {}}, "named_rewards"),
+                ({"named_rewards": {"heavy": 1001.0}}, "is 1.001e+09, and a reward is from -1,000,000,000 to"),
             ):
                 answer = await send("/end_episode", key, episode_id=name, **wrong)
                 assert answer.status_code == 422
@@ -61,3 +62,25 @@ async def test_named_rewards_are_weighed_added_up_and_kept(tmp_path):
             assert answer.status_code == 409, "not scored is not 0"
         ((_, (first, _)),) = await job.plane.store.groups.of_step("train", 1)
         assert (first.reward, first.named_rewards) == (3.0, {"right": 1.0, "short": 8.0, "style": None})
+
+
+async def test_a_task_that_sft_can_not_learn_from_is_refused_when_it_is_pushed(tmp_path):
+    config = JobConfig.model_validate(
+        {"run_dir": tmp_path, "server": {"port": 0}, "engine": {"kind": "fake"}, "algorithm": {"name": "sft"}}
+    )
+    talk = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}
+    async with local_job(config, lambda kind, data: None) as job:
+        headers = {"Authorization": f"Bearer {job.api_key}"}
+        async with httpx2.AsyncClient(base_url=job.url, headers=headers) as http:
+
+            async def push(chunk, split, *data):
+                body = {"chunk_id": chunk, "split": split, "tasks": [{"data": each} for each in data]}
+                return await http.post("/tasks", json=body)
+
+            for place, bad in enumerate(({"reward": "nan"}, {"reward": True}, {"tools": [{}]}, {"messages": []})):
+                answer = await push(f"c{place}", "train", talk, talk | bad)
+                assert answer.status_code == 422, answer.text
+                assert answer.json()["error"]["param"] == "tasks.1.data"
+            assert await job.plane.store.tasks.of_split("train") == [], "nothing of a refused chunk is stored"
+            assert (await push("c", "train", talk)).status_code == 200
+            assert (await push("v", "validation", {"prompt": "agents play these"})).status_code == 200

@@ -13,7 +13,7 @@ from palestra.errors import (
     InvalidRequest,
     NotFound,
 )
-from palestra.types.records import Task
+from palestra.types.records import RecordedEpisode, Task
 from palestra.types.states import EpisodeState, GroupState
 from unit.building import TASK, FakeClock, open_store
 from unit.store.playing import claim, end, register, state
@@ -356,3 +356,25 @@ async def test_workers_that_claim_at_the_same_moment_do_not_pass_the_limit_eithe
 async def test_without_a_limit_one_worker_may_take_all_of_a_group(store):
     await register(store, size=4)
     assert [(await claim(store, f"r{n}")).group_index for n in range(4)] == [0] * 4
+
+
+# Rewards that are no numbers
+
+
+@pytest.mark.parametrize("odd", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("place", ["rewards", "step_rewards", "named_rewards"])
+async def test_a_reward_that_is_not_finite_is_never_stored(store, odd, place):
+    await register(store)
+    episode = await claim(store)
+    given = {
+        "rewards": {"agent": odd if place == "rewards" else 1.0},
+        "step_rewards": [1.0, odd] if place == "step_rewards" else None,
+        "named_rewards": {"right": None, "short": odd} if place == "named_rewards" else None,
+    }
+    with pytest.raises(InvalidRequest, match=f"is {odd}; a reward is a finite number"):
+        await store.episodes.end(episode.episode_id, episode.fence, metadata={}, **given)
+    assert (await store.episodes.get(episode.episode_id)).state is EpisodeState.CLAIMED
+    recorded = RecordedEpisode(task=TASK, metadata={}, calls=(), **given)
+    with pytest.raises(InvalidRequest, match=f"is {odd}; a reward is a finite number"):
+        await store.groups.register_recorded(7, 1, recorded)
+    assert await end(store, episode)

@@ -104,6 +104,9 @@ def test_a_function_says_what_is_played(tmp_path):
         ('job = "job.toml"', 'play = "recipe.py:number"', "returns a int; expected"),
         ('job = "job.toml"', 'play = "recipe.py:none"', "returns no `config`"),
         ('job = "job.toml"', 'job = "job.toml"\nplay = "recipe.py:both"', "leave one out"),
+        ('job = "job.toml"', 'play = "recipe.py:boom"', r"recipe\.py:boom raised KeyError: 'x'"),
+        ('job = "job.toml"', 'play = "recipe.py:leave"', r"recipe\.py:leave raised SystemExit: 0"),
+        ('job = "job.toml"', 'play = "leaves.py:f"', r"leaves\.py:f raised SystemExit: 0"),
         ("[algorithms.grpo]", "[algorithms.grpo", "not valid TOML"),
     ],
 )
@@ -111,7 +114,9 @@ def test_what_can_not_be_run_is_refused_with_the_place(tmp_path, old, new, said)
     (tmp_path / "recipe.py").write_text(
         "def f(): return {'taks': []}\ndef number(): return 3\ndef none(): return {}\n"
         "def both(): return {'config': {}, 'validation_tasks': [{}]}\n"
+        "def boom(): raise KeyError('x')\ndef leave(): raise SystemExit(0)\n"
     )
+    (tmp_path / "leaves.py").write_text("import sys\nsys.exit(0)\n")
     assert old in GRID
     with pytest.raises(ConfigError, match=said) as refused:
         planned(tmp_path, GRID.replace(old, new))
@@ -170,3 +175,32 @@ def test_paths_are_relative_to_the_file(tmp_path):
                                             "token_budget = 1\nthreshold = 1\n"))  # fmt: skip
     assert comparison.scenarios["sums"].job == tmp_path / "job.toml"
     assert comparison.scenarios["b"].play == f"{tmp_path}/a/b.py:f"
+
+
+def test_finished_runs_are_the_same_from_every_folder_and_by_every_path(tmp_path, monkeypatch):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    (tmp_path / "a/recipe.py").write_text("def f(): return {'validation_tasks': [{}]}\n")
+    (tmp_path / "a/t.jsonl").write_text('{"q": 1}\n')
+    grid = GRID.replace('output = "out"', f'output = "{tmp_path}/out"')
+    write_grid(tmp_path / "a", grid + '[scenarios.b]\nplay = "recipe.py:f"\njob = "job.toml"\ntoken_budget = 9\n'
+                                      "threshold = 1\nalgorithms = ['grpo']\nseeds = [1]\n")  # fmt: skip
+    (tmp_path / "a/job.toml").write_text('[tasks]\ntrain = "t.jsonl"\nvalidation = "t.jsonl"\n')
+    monkeypatch.chdir(tmp_path / "a")
+    for run in plan_runs(load_comparison(Path("compare.toml")), load_function):
+        finish(run, rows((0, 0.1)))
+        if run.scenario == "b":  # as an earlier version has written it
+            record = read_record(run.record)
+            assert record["play"] == f"{tmp_path}/a/recipe.py:f"
+            record["config"]["tasks"] = {"train": "t.jsonl", "validation": "t.jsonl"}
+            write_record(run.record, record | {"play": "recipe.py:f"})
+    for folder, path in (("a", "compare.toml"), ("a", "../a/compare.toml"), ("a", f"{tmp_path}/link/compare.toml")):
+        monkeypatch.chdir(tmp_path / folder)
+        check_records(plan_runs(load_comparison(Path(path)), load_function))
+    monkeypatch.chdir(tmp_path)
+    others = [run for run in plan_runs(load_comparison(Path("a/compare.toml")), load_function) if run.scenario != "b"]
+    check_records(others)
+    (tmp_path / "other.jsonl").write_text('{"q": 2}\n')
+    (tmp_path / "a/job.toml").write_text('[tasks]\ntrain = "../other.jsonl"\nvalidation = "t.jsonl"\n')
+    with pytest.raises(ConfigError, match=r"was run with another config\.tasks\.train; choose another"):
+        check_records(plan_runs(load_comparison(Path("a/compare.toml")), load_function))

@@ -1,8 +1,15 @@
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
-from palestra.runtime.comparison.one_run import FAILED, STARTED, write_record
+from palestra.cli.options import load_function
+from palestra.disk import writing
+from palestra.errors import ConfigError
+from palestra.runtime.comparison import one_run
+from palestra.runtime.comparison.execution import check_records
+from palestra.runtime.comparison.one_run import FAILED, STARTED, read_record, run_recorded, write_record
 from palestra.runtime.comparison.picture import curve_of
 from palestra.runtime.comparison.results import Point, read_results, result_of
 from unit.runtime.comparison.grids import finish, planned, rows
@@ -88,3 +95,56 @@ def test_a_validation_between_the_others_that_scored_nothing_is_left_out(tmp_pat
     finish(runs[0], made)
     (result,) = read_results(runs[:1]).finished["sums", "grpo"]
     assert [point.reward for point in result.points] == [0.1, 0.4]
+
+
+@pytest.mark.parametrize("line", ["garbage", "[]", "\\xff", '{"step": "1"}', '{"step": null}', ""])
+def test_a_line_that_is_no_row_is_named_and_not_left_out(tmp_path, monkeypatch, line):
+    monkeypatch.chdir(tmp_path)
+    _, runs = planned(tmp_path)
+    finish(runs[0], rows((0, 0.1), (400, 0.4)))
+    with (runs[0].folder / "metrics.jsonl").open("ab") as file:
+        file.write(line.encode().replace(b"\\xff", b"\xff") + b"\n{}\n")
+    with pytest.raises(ConfigError, match=r"seed-3/metrics\.jsonl:3 is no row of metrics; put the file back"):
+        read_results(runs)
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"{", b"[]", b"{}", b"null", b'"x"', b"\xff\xfe", b'{"state": "finished"}',
+             b'{"state": ["x"], "config": {}, "play": null, "arguments": {}}']
+)  # fmt: skip
+def test_a_record_that_no_run_has_written_is_named(tmp_path, monkeypatch, text):
+    monkeypatch.chdir(tmp_path)
+    _, runs = planned(tmp_path)
+    finish(runs[0], rows((0, 0.1)))
+    runs[0].record.write_bytes(text)
+    for read in (read_results, check_records):
+        with pytest.raises(ConfigError, match=r"seed-3\.json is not the record of a run any more; remove it and out/"):
+            read(runs)
+
+
+def test_a_finished_run_whose_folder_was_removed_is_run_again(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    _, runs = planned(tmp_path)
+    finish(runs[0], rows((0, 0.1)))
+    assert read_results(runs).open == 3
+    shutil.rmtree(runs[0].folder)
+    assert (read_record(runs[0].record), read_results(runs).open) == (None, 4)
+
+
+def test_a_run_that_could_not_write_says_what_to_do_in_a_comparison(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    _, runs = planned(tmp_path)
+    finish(runs[0], (), state=STARTED)
+
+    def fails(*_):
+        with writing(tmp_path / "x"):
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(one_run, "_train", fails)
+    monkeypatch.setattr(one_run, "_stop_with_parent", lambda: None)
+    assert run_recorded(runs[0].record, load_function) == 2
+    (failure,) = read_results(runs).failures
+    assert failure.reason.endswith("is kept, so mend that and give the same command again")
+    monkeypatch.setattr(one_run, "write_whole", fails)
+    with pytest.raises(ConfigError, match=r"seed-3\.json could not be written: no space left on device; mend that and"):
+        write_record(runs[0].record, {})
