@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import orjson
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, func, select
 
 from palestra.config import JobConfig
 from palestra.dashboard.answers import (
@@ -19,6 +19,7 @@ from palestra.dashboard.answers import (
     GroupLine,
     Member,
     StepAnswer,
+    StreamedEvent,
 )
 from palestra.dashboard.credit import Credit, group_credit, group_in_batch
 from palestra.dashboard.fate import episode_fate
@@ -114,6 +115,30 @@ def read_events_before(run: Run, before: int | None, limit: int) -> EventsAnswer
     with run.open() as connection:
         found = [_event(row) for row in connection.execute(wanted)]
     return EventsAnswer(run=run.name, events=found, before=found[-1].event_id if len(found) == limit else None)
+
+
+def newest_event(run: Run) -> int:
+    """Return the number of the newest event of a run; 0: there is none.
+
+    Args:
+        run: of the page.
+    """
+    with run.open() as connection:
+        return int(connection.execute(select(func.coalesce(func.max(events.c.event_id), 0))).scalar_one())
+
+
+def read_events_after(run: Run, after: int, limit: int) -> list[StreamedEvent]:
+    """Return the first events of a run after a number, oldest first; damaged ones are among them.
+
+    Args:
+        run: of the page.
+        after: number of an event.
+        limit: the most events to return.
+    """
+    wanted = select(events).where(events.c.event_id > after).order_by(events.c.event_id).limit(limit)
+    with run.open() as connection:
+        found = [_event(row) for row in connection.execute(wanted)]
+    return [StreamedEvent(run=run.name, **dict(one)) for one in found]
 
 
 def read_step(run: Run, step: int) -> StepAnswer:

@@ -61,8 +61,7 @@ async function show() {
 }
 
 function connection() {
-  const found = [...state.connection.values()];
-  const said = found.includes("lost") ? ["lost", "connection lost; trying again"] : found.includes("live") ? ["live", "live"] : ["", ""];
+  const said = { lost: ["lost", "connection lost; trying again"], live: ["live", "live"] }[state.connection] ?? ["", ""];
   const place = document.getElementById("live");
   place.className = said[0];
   place.textContent = said[1];
