@@ -175,7 +175,7 @@ def _add_run_routes(api: APIRouter, reader: Reader) -> None:
     @api.get("")
     async def runs() -> RunsAnswer:
         """List the runs of the page, with how far each is."""
-        return RunsAnswer(runs=[await reader.described(run) for run in reader.runs.values()], version=__version__)
+        return RunsAnswer(runs=await reader.described_all(), version=__version__)
 
     @api.get("/{run}")
     async def one_run(run: str) -> RunAnswer:

@@ -23,11 +23,10 @@ from palestra.dashboard.answers import (
 )
 from palestra.dashboard.credit import Credit, group_credit, group_in_batch
 from palestra.dashboard.fate import episode_fate
-from palestra.dashboard.runs import Run
-from palestra.errors import InvalidRequest, NotFound, StoreError
+from palestra.dashboard.runs import DAMAGED, Run
+from palestra.errors import InvalidRequest, NotFound
 from palestra.store.browsing import EpisodeSummary, EpisodeView, episode_events, read_episode
 from palestra.store.run_log import read_manifest, read_metrics
-from palestra.store.run_store import UNREADABLE
 from palestra.store.search import DamagedEpisode, EpisodeFilter, Place, readable_summaries, search_episodes
 from palestra.store.tables import episodes, events, groups
 from palestra.types.calls import Chat
@@ -42,7 +41,6 @@ LEFT_OUT = (
     "group_skipped",
     "warning",
 )  # kinds of events of a step
-DAMAGED = (*UNREADABLE, StoreError, KeyError, TypeError, AttributeError, AssertionError)
 
 
 def episode_line(found: EpisodeSummary | DamagedEpisode) -> EpisodeLine:
@@ -54,6 +52,18 @@ def episode_line(found: EpisodeSummary | DamagedEpisode) -> EpisodeLine:
             sample_index=found.place.sample_index,
             damaged=found.why,
         )
+    try:
+        return _line(found)
+    except DAMAGED as error:
+        return EpisodeLine(
+            episode_id=found.episode_id,
+            group_index=found.group_index,
+            sample_index=found.sample_index,
+            damaged=f"{type(error).__name__}: {error}"[:200],
+        )
+
+
+def _line(found: EpisodeSummary) -> EpisodeLine:
     return EpisodeLine(
         episode_id=found.episode_id,
         kind=found.kind,
@@ -312,14 +322,18 @@ def _excerpt(text: str) -> str:
     return text if len(text) <= EXCERPT else text[: EXCERPT - 1] + "…"
 
 
-def _object(text: str) -> dict[str, Any]:
+def _object(text: Any) -> dict[str, Any]:
     """Return the JSON object in a text; if it is damaged, the text itself under `damaged`."""
     try:
         found = orjson.loads(text)
     except ValueError:
-        return {"damaged": text[:EXCERPT]}
-    return found if isinstance(found, dict) else {"damaged": text[:EXCERPT]}
+        found = None
+    return found if isinstance(found, dict) else {"damaged": str(text)[:EXCERPT]}
 
 
 def _event(row: Any) -> EventLine:
-    return EventLine(event_id=row.event_id, at=row.at, kind=row.kind, data=_object(row.data))
+    try:
+        return EventLine(event_id=row.event_id, at=row.at, kind=row.kind, data=_object(row.data))
+    except ValueError:  # its time or its kind is none
+        damage = str((row.at, row.kind))[:EXCERPT]
+        return EventLine(event_id=row.event_id, at=0.0, kind="damaged", data={"damaged": damage})
