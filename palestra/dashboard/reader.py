@@ -24,9 +24,22 @@ AT_ONCE = 2  # reads of a run at the same time, so that many pages do not hold u
 # What a read may take beside the run's database, whose queries have a shorter limit: the first one of tokens loads a
 # tokenizer, which imports transformers.
 READ_SECONDS = 30.0
+MOST_PAUSE_SECONDS = 1.0  # between two searches of a run
 LIST_SECONDS = 5.0  # what the list of runs waits for a run
 DESCRIBED_SECONDS = 0.9  # how old the line of a run may be
 COST = 3.0  # a line that took long is kept for so many times as long
+
+
+class _Turn:
+    """The searches of a run, one after the other.
+
+    Attributes:
+        lock: is held during a search.
+        after: when the next one may begin, by the monotonic clock.
+    """
+
+    def __init__(self) -> None:
+        self.lock, self.after = asyncio.Lock(), 0.0
 
 
 class Reader:
@@ -35,6 +48,7 @@ class Reader:
     def __init__(self, runs: Sequence[Run]) -> None:
         self.runs: Mapping[str, Run] = {run.name: run for run in runs}
         self._slots = {run.name: asyncio.Semaphore(AT_ONCE) for run in runs}
+        self._searches = {run.name: _Turn() for run in runs}
         self._described: dict[str, tuple[float, RunAnswer]] = {}
         self._describing: dict[str, asyncio.Task[RunAnswer]] = {}
         self._readings: OrderedDict[tuple[str, str], tuple[tuple[int, ...], EpisodeReading]] = OrderedDict()
@@ -84,6 +98,26 @@ class Reader:
             raise StoreError(
                 f"a record of {run.folder} can't be read: {type(error).__name__}: {error}"[:500]
             ) from error
+
+    async def search(self, run: Run, work: Callable[[], T]) -> T:
+        """Return the result of a search, which takes much of a core. After each there is a pause as long as it took.
+
+        Args:
+            run: that is searched.
+            work: searches it.
+
+        Raises:
+            StoreUnreachable, StoreError: see `read`.
+        """
+        turn = self._searches[run.name]
+        async with turn.lock:
+            await asyncio.sleep(turn.after - time.monotonic())
+            began = time.monotonic()
+            try:
+                return await self.read(run, work)
+            finally:
+                now = time.monotonic()
+                turn.after = now + min(now - began, MOST_PAUSE_SECONDS)
 
     async def described(self, run: Run) -> RunAnswer:
         """Return how far a run is. The answer is a little old, so that many pages ask for it no more often than one."""

@@ -36,7 +36,6 @@ from palestra.dashboard.steps import find_episodes, read_events_before, read_gro
 from palestra.dashboard.streams import Streams
 from palestra.errors import InvalidRequest
 from palestra.http import sse
-from palestra.http.sse import AS_IT_COMES, MEDIA_TYPE
 from palestra.store.search import EpisodeFilter
 from palestra.types.records import EpisodeKind
 from palestra.types.states import EpisodeState
@@ -150,7 +149,7 @@ def _add_stream(
         """
         positions = _positions(reader, after)
         look = streams.look(positions, lambda: access.check(request))
-        return StreamingResponse(sse.follow(look, follow, pause), 200, AS_IT_COMES, MEDIA_TYPE)
+        return streams.answer(sse.follow(look, follow, pause))
 
 
 def _positions(reader: Reader, after: Sequence[str]) -> dict[str, int]:
@@ -224,7 +223,7 @@ def _add_episode_routes(api: APIRouter, reader: Reader) -> None:
     async def episodes(run: str, search: Annotated[Search, Query()]) -> EpisodesAnswer:
         """Search the episodes of a run, newest first; a page that took too long says where to go on."""
         found = reader.run(run)
-        return await reader.read(found, lambda: find_episodes(found, search.filter, search.before, search.limit))
+        return await reader.search(found, lambda: find_episodes(found, search.filter, search.before, search.limit))
 
     @api.get("/{run}/episodes/{episode}")
     async def episode(run: str, episode: str) -> EpisodeAnswer:

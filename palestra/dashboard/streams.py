@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
+
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from palestra.dashboard.reader import Reader
 from palestra.dashboard.runs import Run
 from palestra.dashboard.steps import newest_event, read_events_after
-from palestra.errors import PalestraError
-from palestra.http.sse import POLL_SECONDS, News, encode_event
+from palestra.errors import PalestraError, TooManyRequests
+from palestra.http.sse import AS_IT_COMES, MEDIA_TYPE, POLL_SECONDS, News, encode_event
 
 EVENTS = 500  # of one look, and those that are kept for streams that are a little behind
 PATIENCE_SECONDS = 1.0  # of a stream with a run that is slow to read, whose other runs have news too
+MOST_STREAMS = 32  # of a server; a page holds one
 FAILED_SECONDS = 5.0  # pause before a run that can't be read is looked at again
 
 
@@ -122,6 +127,32 @@ class Streams:
 
     def __init__(self, reader: Reader, stopping: asyncio.Event) -> None:
         self._feeds = {run.name: Feed(run, reader, stopping) for run in reader.runs.values()}
+        self._open = 0
+
+    def answer(self, content: AsyncIterator[bytes]) -> StreamingResponse:
+        """Return the answer that is a stream.
+
+        Args:
+            content: of the stream.
+
+        Raises:
+            TooManyRequests: the server has as many streams as it may.
+        """
+        if self._open >= MOST_STREAMS:
+            raise TooManyRequests(
+                f"{MOST_STREAMS} streams of this page are open, and there may not be more; close other windows with it",
+                retry_after_seconds=5.0,
+            )
+        return _Counted(self, content)
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count a stream as open."""
+        self._open += 1
+        try:
+            yield
+        finally:
+            self._open -= 1
 
     def look(self, after: Mapping[str, int], check: Callable[[], None]) -> Callable[[], Awaitable[News | None]]:
         """Return a function that returns what is new in some runs, or None once the key is void.
@@ -147,3 +178,16 @@ class Streams:
             return News(chunks, all(news.over for news in found))
 
         return look
+
+
+class _Counted(StreamingResponse):
+    """A stream that counts as open until its client has gone, also where the client reads nothing of it."""
+
+    def __init__(self, streams: Streams, content: AsyncIterator[bytes]) -> None:
+        super().__init__(content, 200, AS_IT_COMES, MEDIA_TYPE)
+        self._streams = streams
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the stream (called by the server)."""
+        with self._streams.counted():
+            await super().__call__(scope, receive, send)

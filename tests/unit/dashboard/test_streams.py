@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import shutil
 import sqlite3
+import time
+from typing import Any
 
 import pytest
+from starlette.requests import Request
 
 from palestra.dashboard import streams as module
+from palestra.dashboard.access import OneTimeLink
 from palestra.dashboard.reader import Reader
 from palestra.dashboard.runs import Run
+from palestra.dashboard.server import create_page_app
 from palestra.dashboard.streams import Streams
 from palestra.http.sse import follow
 from unit.dashboard.recorded import record
@@ -94,3 +100,76 @@ async def test_many_streams_read_a_run_no_more_often_than_one(runs, monkeypatch)
     for one in await asyncio.gather(*following):
         assert one == [("a", newest + i + 1) for i in range(3)]
     assert looks <= 5
+
+
+async def test_a_server_has_so_many_streams_and_no_more(runs):
+    run = Run(name="a", folder=runs[0].folder, live=lambda: None)  # in use
+    access, stopping = OneTimeLink(), asyncio.Event()
+    app = create_page_app([run], access, stopping)
+    request = Request({"type": "http", "headers": [(b"authorization", f"Bearer {access.code}".encode())]})
+    key = access.exchange(request)
+    gone: list[asyncio.Event] = []
+
+    async def open_one() -> list[dict[str, Any]]:
+        """Open a stream of which nothing is read after its beginning; return what the server has sent."""
+        sent: list[dict[str, Any]] = []
+        ended, begun = asyncio.Event(), asyncio.Event()
+        requests = iter([{"type": "http.request", "body": b"", "more_body": False}])
+
+        async def receive() -> dict[str, Any]:
+            for message in requests:
+                return message
+            await ended.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: dict[str, Any]) -> None:
+            sent.append(message)
+            begun.set()
+            if len(sent) > 1 and sent[0]["status"] == 200:
+                await asyncio.Event().wait()
+
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": "GET",
+            "scheme": "http",
+            "path": "/dashboard/api/events",
+            "raw_path": b"/dashboard/api/events",
+            "query_string": b"",
+            "headers": [(b"authorization", f"Bearer {key}".encode()), (b"host", b"page")],
+            "client": ("127.0.0.1", 1),
+            "server": ("127.0.0.1", 2),
+        }
+        opened.append(asyncio.create_task(app(scope, receive, send)))
+        gone.append(ended)
+        await asyncio.wait_for(begun.wait(), 20)
+        return sent
+
+    opened: list[asyncio.Task[None]] = []
+    for _ in range(module.MOST_STREAMS):
+        assert (await open_one())[0]["status"] == 200
+    refused = await open_one()
+    await asyncio.wait_for(opened[-1], 20)
+    assert refused[0]["status"] == 429
+    assert b"close other windows" in refused[1]["body"]
+    gone[0].set()
+    await asyncio.wait_for(opened[0], 20)
+    assert (await open_one())[0]["status"] == 200
+    for one in gone:
+        one.set()
+    await asyncio.gather(*opened)
+
+
+async def test_a_search_waits_as_long_as_the_one_before_took(runs):
+    reader, times = Reader(runs), list[float]()
+
+    def search() -> None:
+        times.append(time.monotonic())
+        time.sleep(0.2)
+
+    await asyncio.gather(*(reader.search(runs[0], search) for _ in range(3)))
+    assert all(later - earlier > 0.38 for earlier, later in itertools.pairwise(times))
+    began = time.monotonic()
+    await reader.search(runs[1], search)
+    assert time.monotonic() - began < 0.35, "another run has its own turn"
