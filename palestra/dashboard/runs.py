@@ -74,6 +74,9 @@ class Run:
             # A table may be a view without an end. Whatever the text of the file is, its queries end at that time.
             driver_of(connection).set_progress_handler(lambda: time.monotonic() > until, STEPS_BETWEEN)
             version, known = SCHEMA.read_version(connection), SCHEMA.version
+            if version == 0:
+                tables = connection.exec_driver_sql("SELECT count(*) FROM main.sqlite_master").scalar_one()
+                raise StoreError(f"{path} is empty" if tables == 0 else f"{path} is not the store of a run")
             if version < OLDEST:
                 raise StoreError(
                     f"{path} is of an early version of Palestra ({version}; this one reads {OLDEST} to {known}); "

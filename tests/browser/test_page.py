@@ -269,6 +269,9 @@ def test_damage_and_wrong_addresses_are_said_in_words(finished, dashboard, open_
     assert "no step 77" in page.locator("[role=alert]").inner_text()
     visit(page, "#/run/other/steps")
     assert "no run other" in page.locator("[role=alert]").inner_text()
+    for name in ("constructor", "toString", "__proto__"):
+        visit(page, f"#/run/hurt/{name}")
+        assert "nothing at this address" in page.locator("[role=alert]").inner_text()
     process.kill()
     visit(page, "#/run/hurt/step/1")
     assert "can't be reached" in page.locator("[role=alert]").inner_text()

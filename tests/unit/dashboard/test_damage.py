@@ -155,3 +155,21 @@ print("ended")
 """
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60, check=True)
     assert found.stdout == b"ended\n"
+
+
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        (None, "is empty"),
+        ("CREATE TABLE recipes (name TEXT)", "is not the store of a run"),
+        ("CREATE TABLE events (at REAL); PRAGMA user_version = 3", "early version"),
+    ],
+)
+async def test_a_file_that_is_no_store_of_a_run_is_said_to_be_none(pair, script, why):
+    _, bad = pair
+    (bad.folder / "run.db").write_bytes(b"")
+    if script is not None:
+        execute(bad, script)
+    found = describe_run(bad)
+    assert found.state == "unreadable"
+    assert why in (found.reason or "")
