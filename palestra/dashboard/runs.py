@@ -71,7 +71,7 @@ class Run:
     @contextlib.contextmanager
     def _browse(self, path: Path, until: float) -> Iterator[Connection]:
         with browse(path) as connection:
-            # A table may be a view without an end. Whatever the text of the file is, its queries end at that time.
+            # A table may be a view without an end, so queries of the page end at that time.
             driver_of(connection).set_progress_handler(lambda: time.monotonic() > until, STEPS_BETWEEN)
             version, known = SCHEMA.read_version(connection), SCHEMA.version
             if version == 0:

@@ -342,6 +342,27 @@ def test_many_runs_and_hidden_tabs_leave_the_page_its_connections(finished, dash
             page.wait_for_selector("#live.live")
 
 
+def test_windows_beyond_the_browsers_connections_have_news_too(finished, dashboard, open_page, tmp_path):
+    with as_if_running(finished, tmp_path / "runs", "one") as (one,):
+        link, _ = dashboard(one)
+        windows = [open_page(link)]
+        for _ in range(8):
+            window = windows[0].context.new_page()
+            window.set_default_timeout(10_000)
+            window.goto(link.split("#")[0] + "#/run/one/steps")
+            ready(window, "#/run/one/steps")
+            window.wait_for_selector("#live.live")
+            windows.append(window)
+        visit(windows[0], "#/run/one/steps")
+        for newest in (11, 12):
+            end_step(one, newest)
+            for window in windows:
+                window.wait_for_selector(f"tbody a:has-text('{newest}')")
+            windows.pop(0).close()  # its stream is another window's now
+        steps = [window.locator("tbody td:first-child").all_inner_texts() for window in windows]
+        assert steps == [["12", "11", "3", "2", "1", "0"]] * len(windows)
+
+
 def test_a_tab_that_is_shown_again_has_every_step_once(finished, dashboard, open_page, tmp_path):
     with as_if_running(finished, tmp_path / "runs", "one", "two") as (one, two):
         link, _ = dashboard(one, two)

@@ -34,15 +34,32 @@ export function at(run, ...parts) {
 }
 
 const PAUSES = [500, 1000, 2000, 5000];  // milliseconds before the next attempts
+const STREAMS = 3;  // of all windows in sight: browsers open six connections to a server
+const ASK = 2000;   // milliseconds between the questions of a further window
+
+// Take one of the places for streams; gives the function that leaves it, or null if there is none.
+function takePlace(number = 1) {
+  if (navigator.locks === undefined) return Promise.resolve(() => {});  // a page without TLS from another machine
+  if (number > STREAMS) return Promise.resolve(null);
+  return new Promise((resolve, reject) => {
+    navigator.locks.request(`palestra-stream-${number}`, { ifAvailable: true }, (lock) => {
+      if (lock === null) { resolve(takePlace(number + 1)); return undefined; }
+      return new Promise((leave) => resolve(leave));
+    }).catch(reject);
+  });
+}
 
 // Call `onEvent` with every event of some runs, each once, until `signal` is aborted or all of them are over.
 // `positions` has the number of the newest known event of each run, and is kept up to date, so that a later call goes on
-// from there. `onState` gets "live", "lost" or "over".
+// from there. `onState` gets "live", "lost" or "over". A window without a place for a stream asks every two seconds.
 export async function follow(positions, onEvent, onState, signal) {
   let failures = 0;
   while (!signal.aborted) {
+    let pause = ASK;
+    const leave = await takePlace();
     try {
       const query = new URLSearchParams([...positions].map(([name, number]) => ["after", `${name}:${number}`]));
+      query.set("follow", leave !== null);
       const answer = await request(`events?${query}`, signal);
       onState("live");
       for await (const event of events(answer.body)) {
@@ -52,15 +69,17 @@ export async function follow(positions, onEvent, onState, signal) {
         failures = 0;
         onEvent(event);
       }
-      onState("over");
-      return;
+      failures = 0;
+      if (leave !== null) { onState("over"); return; }
     } catch (error) {
       if (signal.aborted) return;
       if (error.status === 401 || error.status === 403 || error.status === 404) { onState("over"); return; }
       onState("lost");
-      const pause = PAUSES[Math.min(failures++, PAUSES.length - 1)];
-      await new Promise((resolve) => setTimeout(resolve, pause));
+      pause = PAUSES[Math.min(failures++, PAUSES.length - 1)];
+    } finally {
+      leave?.();
     }
+    await new Promise((resolve) => setTimeout(resolve, pause));
   }
 }
 
