@@ -14,7 +14,7 @@ from palestra.dashboard.answers import RunAnswer
 from palestra.dashboard.episode import EpisodeReading, read_reading
 from palestra.dashboard.progress import describe_run, unreadable
 from palestra.dashboard.runs import DAMAGED, Run
-from palestra.errors import NotFound, PalestraError, StoreError, StoreUnreachable
+from palestra.errors import NotFound, PalestraError, ServerStopping, StoreError, StoreUnreachable
 from palestra.threads import in_thread
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,14 @@ class _Turn:
 class Reader:
     """Reads runs in threads, a few of each at the same time, and keeps the episodes that were read last."""
 
-    def __init__(self, runs: Sequence[Run]) -> None:
+    def __init__(self, runs: Sequence[Run], stopping: asyncio.Event) -> None:
+        """Create a reader.
+
+        Args:
+            runs: that are read.
+            stopping: is set when the server ends.
+        """
+        self._stopping = stopping
         self.runs: Mapping[str, Run] = {run.name: run for run in runs}
         self._slots = {run.name: asyncio.Semaphore(AT_ONCE) for run in runs}
         self._searches = {run.name: _Turn() for run in runs}
@@ -107,11 +114,15 @@ class Reader:
             work: searches it.
 
         Raises:
+            ServerStopping: the server ends before the search begins.
             StoreUnreachable, StoreError: see `read`.
         """
         turn = self._searches[run.name]
         async with turn.lock:
-            await asyncio.sleep(turn.after - time.monotonic())
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), max(turn.after - time.monotonic(), 0.0))
+            if self._stopping.is_set():
+                raise ServerStopping("the server is ending")
             began = time.monotonic()
             try:
                 return await self.read(run, work)

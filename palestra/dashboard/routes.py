@@ -99,7 +99,7 @@ def add_page(app: FastAPI, runs: Sequence[Run], access: PageAccess, stopping: as
         access: checks keys.
         stopping: is set when the server ends, so that streams end too.
     """
-    reader = Reader(runs)
+    reader = Reader(runs, stopping)
 
     def private(request: Request, response: Response) -> None:
         access.check(request)

@@ -20,7 +20,8 @@ from palestra.errors import PalestraError, TooManyRequests
 from palestra.http.sse import AS_IT_COMES, MEDIA_TYPE, POLL_SECONDS, News, encode_event
 
 EVENTS = 500  # of one look, and those that are kept for streams that are a little behind
-PATIENCE_SECONDS = 1.0  # of a stream with a run that is slow to read, whose other runs have news too
+FIRST_SECONDS = 5.0  # what a stream waits at its beginning for a run that is slow to read
+PATIENCE_SECONDS = 1.0  # and later, because its other runs have news too
 MOST_STREAMS = 32  # of a server; a page holds one
 FAILED_SECONDS = 5.0  # pause before a run that can't be read is looked at again
 
@@ -61,12 +62,13 @@ class Feed:
             last: number of the newest event that the stream has sent.
             first: whether the stream has just begun, so that all that is in the store now has to be seen.
         """
+        patience = FIRST_SECONDS if first else PATIENCE_SECONDS
         if first and self._looking is not None:  # which may have read the store before its newest event was written
-            await asyncio.wait({self._looking}, timeout=PATIENCE_SECONDS)
+            await asyncio.wait({self._looking}, timeout=patience)
         if self._looking is None and (self._is_due or (first and not self._failed)):
             self._looking = asyncio.create_task(self._look())
         if self._looking is not None:
-            await asyncio.wait({self._looking}, timeout=PATIENCE_SECONDS)
+            await asyncio.wait({self._looking}, timeout=patience)
         if self._failed or self._looking is not None or self._start is None:
             return FeedNews([], self._stopping.is_set() or (self._failed and not self.run.in_use()))
         if last >= self._start:

@@ -65,7 +65,7 @@ def execute(run: Run, script: str) -> None:
 async def test_a_damaged_record_is_the_matter_of_its_run_alone(pair, script):
     good, bad = pair
     execute(bad, script)
-    described = await Reader([bad, good]).described_all()
+    described = await Reader([bad, good], asyncio.Event()).described_all()
     assert [one.state for one in described] == ["unreadable", "completed"]
     assert described[0].reason
     assert describe_run(good).state == "completed"
@@ -85,7 +85,7 @@ async def test_damaged_events_do_not_end_the_stream(pair):
     good, bad = pair
     newest = len(read_events_after(good, 0, 500))
     execute(bad, "UPDATE events SET data = '[]' WHERE event_id = 1; UPDATE events SET at = 'x', kind = 'a' || char(10)")
-    look = Streams(Reader([bad, good]), asyncio.Event()).look({"bad": 0, "good": 0}, lambda: None)
+    look = Streams(Reader([bad, good], asyncio.Event()), asyncio.Event()).look({"bad": 0, "good": 0}, lambda: None)
     chunks = b"".join([chunk async for chunk in follow(look, True)]).decode()
     events = [json.loads(line[6:]) for line in chunks.splitlines() if line.startswith("data: ")]
     assert [event["event_id"] for event in events] == [*range(1, newest + 1)] * 2
@@ -96,7 +96,7 @@ async def test_a_view_without_an_end_takes_its_time_and_no_more(pair, monkeypatc
     good, bad = pair
     monkeypatch.setattr(run_module, "QUERY_SECONDS", 0.5)
     execute(bad, ENDLESS)
-    reader = Reader([bad, good])
+    reader = Reader([bad, good], asyncio.Event())
     began = time.monotonic()
     searches = [reader.read(bad, lambda: find_episodes(bad, EpisodeFilter(kind="train"), None, 50)) for _ in range(3)]
     slow = [asyncio.create_task(search) for search in searches]
@@ -114,7 +114,7 @@ async def test_a_view_without_an_end_takes_its_time_and_no_more(pair, monkeypatc
 async def test_a_read_that_never_ends_keeps_the_slots_of_its_run_only(pair, monkeypatch):
     good, bad = pair
     monkeypatch.setattr(reading, "READ_SECONDS", 0.3)
-    reader, held = Reader([bad, good]), threading.Event()
+    reader, held = Reader([bad, good], asyncio.Event()), threading.Event()
     for _ in range(3):
         with pytest.raises(StoreUnreachable, match="could not be read within"):
             await reader.read(bad, held.wait)
@@ -147,7 +147,7 @@ from palestra.dashboard.runs import Run
 
 async def main():
     run = Run(name="a", folder=Path("/nowhere"))
-    asyncio.ensure_future(Reader([run]).read(run, lambda: time.sleep(600)))
+    asyncio.ensure_future(Reader([run], asyncio.Event()).read(run, lambda: time.sleep(600)))
     await asyncio.sleep(0.2)
 
 asyncio.run(main())

@@ -19,6 +19,7 @@ from palestra.dashboard.reader import Reader
 from palestra.dashboard.runs import Run
 from palestra.dashboard.server import create_page_app
 from palestra.dashboard.streams import Streams
+from palestra.errors import ServerStopping
 from palestra.http.sse import follow
 from unit.dashboard.recorded import record
 
@@ -43,7 +44,7 @@ async def runs(tmp_path):
 
 def opened(runs: list[Run]) -> tuple[Streams, asyncio.Event]:
     stopping = asyncio.Event()
-    return Streams(Reader(runs), stopping), stopping
+    return Streams(Reader(runs, stopping), stopping), stopping
 
 
 async def read(streams: Streams, after: dict[str, int], wait: bool = False) -> list[tuple[str, int]]:
@@ -162,7 +163,7 @@ async def test_a_server_has_so_many_streams_and_no_more(runs):
 
 
 async def test_a_search_waits_as_long_as_the_one_before_took(runs):
-    reader, times = Reader(runs), list[float]()
+    reader, times = Reader(runs, asyncio.Event()), list[float]()
 
     def search() -> None:
         times.append(time.monotonic())
@@ -173,3 +174,15 @@ async def test_a_search_waits_as_long_as_the_one_before_took(runs):
     began = time.monotonic()
     await reader.search(runs[1], search)
     assert time.monotonic() - began < 0.35, "another run has its own turn"
+
+
+async def test_searches_that_wait_do_not_hold_up_the_end_of_the_server(runs):
+    stopping = asyncio.Event()
+    reader = Reader(runs, stopping)
+    searches = [asyncio.create_task(reader.search(runs[0], lambda: time.sleep(0.3))) for _ in range(16)]
+    await asyncio.sleep(0.05)
+    stopping.set()
+    began = time.monotonic()
+    found = await asyncio.gather(*searches, return_exceptions=True)
+    assert time.monotonic() - began < 1.0
+    assert [type(one) for one in found] == [type(None)] + [ServerStopping] * 15
