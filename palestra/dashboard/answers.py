@@ -97,6 +97,12 @@ class EventLine(Answer):
     data: dict[str, Any]
 
 
+class StreamedEvent(EventLine):
+    """An event in the stream, which has those of several runs."""
+
+    run: str
+
+
 class EventsAnswer(Answer):
     """Events of a run, newest first."""
 

@@ -11,7 +11,7 @@ from sqlalchemy import Connection, func, select
 
 from palestra.config import JobConfig
 from palestra.dashboard.answers import MetricsAnswer, RunAnswer, SettingsAnswer, Warned
-from palestra.dashboard.runs import Run
+from palestra.dashboard.runs import DAMAGED, Run
 from palestra.errors import PalestraError
 from palestra.learner.metrics import metric_tables
 from palestra.store.run_log import read_metrics
@@ -34,7 +34,19 @@ def describe_run(run: Run) -> RunAnswer:
         with run.open() as connection:
             return _described(run, config, connection)
     except PalestraError as error:
-        return RunAnswer(run=run.name, title=run.name, folder=str(run.folder), state="unreadable", reason=str(error))
+        return unreadable(run, str(error))
+    except DAMAGED as error:
+        return unreadable(run, f"a record can't be read: {type(error).__name__}: {error}"[:500])
+
+
+def unreadable(run: Run, why: str) -> RunAnswer:
+    """Return the line of a run that can't be read.
+
+    Args:
+        run: of the page.
+        why: for people.
+    """
+    return RunAnswer(run=run.name, title=run.name, folder=str(run.folder), state="unreadable", reason=why)
 
 
 def _described(run: Run, config: JobConfig, connection: Connection) -> RunAnswer:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Annotated, Literal, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Annotated, Literal
 
-import orjson
 from fastapi import APIRouter, Depends, FastAPI, Query
 from fastapi import Path as Part
 from pydantic import BaseModel, Field
@@ -30,26 +27,22 @@ from palestra.dashboard.answers import (
     StepAnswer,
     TokensAnswer,
 )
-from palestra.dashboard.episode import MOST_TOKENS, EpisodeReading, episode_answer, read_reading, read_tokens
+from palestra.dashboard.episode import MOST_TOKENS, episode_answer, read_tokens
 from palestra.dashboard.files import PAGE, add_files
-from palestra.dashboard.progress import describe_run, read_columns, read_settings
+from palestra.dashboard.progress import read_columns, read_settings
+from palestra.dashboard.reader import Reader
 from palestra.dashboard.runs import Run
 from palestra.dashboard.steps import find_episodes, read_events_before, read_group, read_step
-from palestra.errors import InvalidRequest, NotFound, PalestraError
+from palestra.dashboard.streams import Streams
+from palestra.errors import InvalidRequest
 from palestra.http import sse
-from palestra.http.sse import AS_IT_COMES, MEDIA_TYPE, News, encode_event
-from palestra.store.run_log import read_events
 from palestra.store.search import EpisodeFilter
 from palestra.types.records import EpisodeKind
 from palestra.types.states import EpisodeState
 
-T = TypeVar("T")
-READINGS = 6  # episodes that are kept for further pages of their tokens
-AT_ONCE = 2  # reads at the same time, so that many pages do not hold up a job
-EVENTS = 500  # of one look
-DESCRIBED_SECONDS = 0.9
 Whole = Annotated[int, Part(ge=0, le=2**53)]
 SESSION = f"{PAGE}/session"
+AFTER = "`NAME:NUMBER` for each run that is wanted; without any, all events of all runs."
 
 
 class ViewerKey(BaseModel):
@@ -97,53 +90,6 @@ class Search(BaseModel):
         )
 
 
-class Reader:
-    """Reads runs in threads, a few at the same time, and keeps the episodes that were read last."""
-
-    def __init__(self, runs: Sequence[Run]) -> None:
-        self.runs: Mapping[str, Run] = {run.name: run for run in runs}
-        self._room = asyncio.Semaphore(AT_ONCE)
-        self._described: dict[str, tuple[float, RunAnswer]] = {}
-        self._readings: OrderedDict[tuple[str, str], tuple[tuple[int, ...], EpisodeReading]] = OrderedDict()
-
-    def run(self, name: str) -> Run:
-        """Return a run by its name.
-
-        Raises:
-            NotFound: the page has no such run.
-        """
-        if name not in self.runs:
-            raise NotFound(f"there is no run {name!r} here; there are {', '.join(self.runs)}")
-        return self.runs[name]
-
-    async def read(self, work: Callable[[], T]) -> T:
-        """Return the result of a function that blocks."""
-        async with self._room:
-            return await asyncio.to_thread(work)
-
-    async def described(self, run: Run) -> RunAnswer:
-        """Return how far a run is; a second old at most, so that many pages ask for it no more often than one."""
-        now = time.monotonic()
-        if (known := self._described.get(run.name)) is not None and now - known[0] < DESCRIBED_SECONDS:
-            return known[1]
-        found = await self.read(lambda: describe_run(run))
-        self._described[run.name] = now, found
-        return found
-
-    async def reading(self, name: str, episode_id: str) -> EpisodeReading:
-        """Return an episode, from memory if nothing can have changed since it was read."""
-        run, key = self.run(name), (name, episode_id)
-        seen = run.seen
-        if (known := self._readings.get(key)) is not None and (known[0] == seen or known[1].view.step is not None):
-            self._readings.move_to_end(key)
-            return known[1]
-        found = await self.read(lambda: read_reading(run, episode_id))
-        self._readings[key] = seen, found
-        while len(self._readings) > READINGS:
-            self._readings.popitem(last=False)
-        return found
-
-
 def add_page(app: FastAPI, runs: Sequence[Run], access: PageAccess, stopping: asyncio.Event) -> None:
     """Add the page and its data to an application, whose paths of `public_paths` have to be public.
 
@@ -153,7 +99,7 @@ def add_page(app: FastAPI, runs: Sequence[Run], access: PageAccess, stopping: as
         access: checks keys.
         stopping: is set when the server ends, so that streams end too.
     """
-    reader = Reader(runs)
+    reader = Reader(runs, stopping)
 
     def private(request: Request, response: Response) -> None:
         access.check(request)
@@ -172,23 +118,54 @@ def add_page(app: FastAPI, runs: Sequence[Run], access: PageAccess, stopping: as
     _add_run_routes(api, reader)
     _add_episode_routes(api, reader)
 
-    @api.get("/{run}/events")
-    async def events(
-        request: Request, run: str, after: Annotated[int, Query(ge=0, le=2**53)] = 0, follow: bool = True
-    ) -> StreamingResponse:
-        """Stream server-sent events: all after number `after` (or the header `Last-Event-ID`), then new ones."""
-        last = request.headers.get("last-event-id", str(after))
-        if not (last.isascii() and last.isdigit() and len(last) < 16):
-            raise InvalidRequest(f"Last-Event-ID is {last!r}; it is the number of an event", "last-event-id")
-        look = _look(reader, reader.run(run), int(last), lambda: access.check(request), stopping)
-
-        async def pause(seconds: float) -> None:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stopping.wait(), seconds)
-
-        return StreamingResponse(sse.follow(look, follow, pause), 200, AS_IT_COMES, MEDIA_TYPE)
-
     app.include_router(api)
+    _add_stream(app, Streams(reader, stopping), reader, access, stopping, private)
+
+
+def _add_stream(
+    app: FastAPI,
+    streams: Streams,
+    reader: Reader,
+    access: PageAccess,
+    stopping: asyncio.Event,
+    private: Callable[[Request, Response], None],
+) -> None:
+    """Add the route of the stream, one for all runs of a page: browsers allow few connections to a server."""
+
+    async def pause(seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stopping.wait(), seconds)
+
+    @app.get(f"{PAGE}/api/events", dependencies=[Depends(private)], tags=["page"])
+    async def events(
+        request: Request,
+        after: Annotated[list[str], Query(description=AFTER, max_length=10_000)] = [],  # noqa: B006
+        follow: bool = True,
+    ) -> StreamingResponse:
+        """Stream server-sent events of several runs: those after some numbers, then new ones until all runs are over.
+
+        The data of each has the name of its `run`, its `event_id`, `at`, `kind`, and `data`. After a lost connection
+        a client asks for the events after the last one that it has of each run.
+        """
+        positions = _positions(reader, after)
+        look = streams.look(positions, lambda: access.check(request))
+        return streams.answer(sse.follow(look, follow, pause))
+
+
+def _positions(reader: Reader, after: Sequence[str]) -> dict[str, int]:
+    """Return the number after which the events of each run are wanted.
+
+    Raises:
+        InvalidRequest: a text is no `NAME:NUMBER`.
+        NotFound: the page has no such run.
+    """
+    found: dict[str, int] = {}
+    for text in after:
+        name, colon, number = text.rpartition(":")
+        if not (colon and number.isascii() and number.isdigit() and len(number) < 16):
+            raise InvalidRequest(f"after is {text!r}; it is NAME:NUMBER, a run and the number of an event", "after")
+        found[reader.run(name).name] = int(number)
+    return found or dict.fromkeys(reader.runs, 0)
 
 
 def _add_run_routes(api: APIRouter, reader: Reader) -> None:
@@ -197,7 +174,7 @@ def _add_run_routes(api: APIRouter, reader: Reader) -> None:
     @api.get("")
     async def runs() -> RunsAnswer:
         """List the runs of the page, with how far each is."""
-        return RunsAnswer(runs=[await reader.described(run) for run in reader.runs.values()], version=__version__)
+        return RunsAnswer(runs=await reader.described_all(), version=__version__)
 
     @api.get("/{run}")
     async def one_run(run: str) -> RunAnswer:
@@ -208,13 +185,13 @@ def _add_run_routes(api: APIRouter, reader: Reader) -> None:
     async def metrics(run: str, after: Annotated[int, Query(ge=-1, le=2**53)] = -1) -> MetricsAnswer:
         """Return the metrics of all steps after `after`, in columns."""
         found = reader.run(run)
-        return await reader.read(lambda: read_columns(found, after))
+        return await reader.read(found, lambda: read_columns(found, after))
 
     @api.get("/{run}/settings")
     async def settings(run: str) -> SettingsAnswer:
         """Return the configuration of a run."""
         found = reader.run(run)
-        return await reader.read(lambda: read_settings(found))
+        return await reader.read(found, lambda: read_settings(found))
 
     @api.get("/{run}/history")
     async def history(
@@ -224,19 +201,19 @@ def _add_run_routes(api: APIRouter, reader: Reader) -> None:
     ) -> EventsAnswer:
         """Return events of a run, newest first."""
         found = reader.run(run)
-        return await reader.read(lambda: read_events_before(found, before, limit))
+        return await reader.read(found, lambda: read_events_before(found, before, limit))
 
     @api.get("/{run}/steps/{step}")
     async def step(run: str, step: Whole) -> StepAnswer:
         """Return a step: its numbers, its groups, and what was left out."""
         found = reader.run(run)
-        return await reader.read(lambda: read_step(found, step))
+        return await reader.read(found, lambda: read_step(found, step))
 
     @api.get("/{run}/groups/{kind}/{group}")
     async def group(run: str, kind: Literal["train", "validation", "adhoc"], group: Whole) -> GroupAnswer:
         """Return the episodes of one task, side by side."""
         found = reader.run(run)
-        return await reader.read(lambda: read_group(found, kind, group))
+        return await reader.read(found, lambda: read_group(found, kind, group))
 
 
 def _add_episode_routes(api: APIRouter, reader: Reader) -> None:
@@ -246,13 +223,13 @@ def _add_episode_routes(api: APIRouter, reader: Reader) -> None:
     async def episodes(run: str, search: Annotated[Search, Query()]) -> EpisodesAnswer:
         """Search the episodes of a run, newest first; a page that took too long says where to go on."""
         found = reader.run(run)
-        return await reader.read(lambda: find_episodes(found, search.filter, search.before, search.limit))
+        return await reader.search(found, lambda: find_episodes(found, search.filter, search.before, search.limit))
 
     @api.get("/{run}/episodes/{episode}")
     async def episode(run: str, episode: str) -> EpisodeAnswer:
         """Return an episode with its calls, and the outline of its rows of tokens."""
         found, reading = reader.run(run), await reader.reading(run, episode)
-        return await reader.read(lambda: episode_answer(found, reading))
+        return await reader.read(found, lambda: episode_answer(found, reading))
 
     @api.get("/{run}/episodes/{episode}/rows/{row}")
     async def tokens(
@@ -264,41 +241,4 @@ def _add_episode_routes(api: APIRouter, reader: Reader) -> None:
     ) -> TokensAnswer:
         """Return tokens of a row: id, text, logprob, advantage, weight, version, and why they were trained or not."""
         found, reading = reader.run(run), await reader.reading(run, episode)
-        return await reader.read(lambda: read_tokens(found, reading, row, start, count))
-
-
-def _look(
-    reader: Reader, run: Run, last: int, check: Callable[[], None], stopping: asyncio.Event
-) -> Callable[[], Awaitable[News | None]]:
-    """Return a function that returns events after number `last`, or None once the key is void."""
-    seen: tuple[int, ...] = ()
-    over_before = False
-
-    def read() -> list[bytes]:
-        nonlocal last
-        with run.open() as connection:
-            found = read_events(connection, last, EVENTS)
-        last = found[-1].event_id if found else last
-        return [
-            encode_event(orjson.dumps({"at": one.at, "kind": one.kind, **one.data}), one.kind, str(one.event_id))
-            for one in found
-        ]
-
-    async def look() -> News | None:
-        nonlocal seen, over_before
-        try:
-            check()
-        except PalestraError:
-            return None
-        over, now = stopping.is_set() or not run.in_use(), run.seen
-        if now == seen and over == over_before:
-            return News([], over)
-        try:
-            chunks = await reader.read(read)
-        except PalestraError:  # the list of runs says what is wrong with it
-            return None
-        if len(chunks) < EVENTS:
-            seen, over_before = now, over
-        return News(chunks, over)
-
-    return look
+        return await reader.read(found, lambda: read_tokens(found, reading, row, start, count))

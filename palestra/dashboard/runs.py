@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,12 +16,18 @@ from sqlalchemy import Connection
 from palestra.config import SAVED_CONFIG, JobConfig, load_config
 from palestra.dashboard.answers import LiveState
 from palestra.dashboard.token_text import TokenText, token_text
+from palestra.database.sqlite import driver_of
 from palestra.errors import ConfigError, NotFound, StoreError
 from palestra.store.browsing import browse
+from palestra.store.run_store import UNREADABLE
 from palestra.store.tables import SCHEMA
 
 OLDEST = 4  # version of the tables from which on batches have the versions of their policies
 LOCK = ".lock"  # the file that the process of a run keeps locked
+# Errors of reading a damaged record; `run.open` makes a StoreError of those that SQLite finds.
+DAMAGED = (*UNREADABLE, StoreError, LookupError, TypeError, AttributeError, AssertionError, OverflowError)
+QUERY_SECONDS = 10.0  # that the queries of one connection may take
+STEPS_BETWEEN = 100_000  # of SQLite's machine between two looks at the time, about a millisecond
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +56,27 @@ class Run:
             StoreError: the store is damaged, or of another version of Palestra.
         """
         path = self.folder / "run.db"
+        # SQLite would wait for the other end of a pipe, and holds the interpreter's lock in some of its calls.
+        if path.exists() and not path.is_file():
+            raise StoreError(f"{path} is not a file")
+        until = time.monotonic() + QUERY_SECONDS
+        try:
+            with self._browse(path, until) as connection:
+                yield connection
+        except StoreError as error:
+            if time.monotonic() < until:
+                raise
+            raise StoreError(f"reading {path} took longer than {QUERY_SECONDS:g} s, and was ended") from error
+
+    @contextlib.contextmanager
+    def _browse(self, path: Path, until: float) -> Iterator[Connection]:
         with browse(path) as connection:
+            # A table may be a view without an end, so queries of the page end at that time.
+            driver_of(connection).set_progress_handler(lambda: time.monotonic() > until, STEPS_BETWEEN)
             version, known = SCHEMA.read_version(connection), SCHEMA.version
+            if version == 0:
+                tables = connection.exec_driver_sql("SELECT count(*) FROM main.sqlite_master").scalar_one()
+                raise StoreError(f"{path} is empty" if tables == 0 else f"{path} is not the store of a run")
             if version < OLDEST:
                 raise StoreError(
                     f"{path} is of an early version of Palestra ({version}; this one reads {OLDEST} to {known}); "
@@ -68,7 +95,10 @@ class Run:
             return self.given
         path = self.folder / SAVED_CONFIG
         try:
-            return _config(path, path.stat().st_mtime_ns)
+            status = path.stat()
+            if not stat.S_ISREG(status.st_mode):
+                raise ConfigError(f"{path} is not a file")
+            return _config(path, status.st_mtime_ns)
         except OSError as error:
             raise ConfigError(f"{path} can't be read: {error.strerror}") from error
 

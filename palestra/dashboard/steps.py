@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import orjson
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, func, select
 
 from palestra.config import JobConfig
 from palestra.dashboard.answers import (
@@ -19,14 +19,14 @@ from palestra.dashboard.answers import (
     GroupLine,
     Member,
     StepAnswer,
+    StreamedEvent,
 )
 from palestra.dashboard.credit import Credit, group_credit, group_in_batch
 from palestra.dashboard.fate import episode_fate
-from palestra.dashboard.runs import Run
-from palestra.errors import InvalidRequest, NotFound, StoreError
+from palestra.dashboard.runs import DAMAGED, Run
+from palestra.errors import InvalidRequest, NotFound
 from palestra.store.browsing import EpisodeSummary, EpisodeView, episode_events, read_episode
 from palestra.store.run_log import read_manifest, read_metrics
-from palestra.store.run_store import UNREADABLE
 from palestra.store.search import DamagedEpisode, EpisodeFilter, Place, readable_summaries, search_episodes
 from palestra.store.tables import episodes, events, groups
 from palestra.types.calls import Chat
@@ -41,7 +41,6 @@ LEFT_OUT = (
     "group_skipped",
     "warning",
 )  # kinds of events of a step
-DAMAGED = (*UNREADABLE, StoreError, KeyError, TypeError, AttributeError, AssertionError)
 
 
 def episode_line(found: EpisodeSummary | DamagedEpisode) -> EpisodeLine:
@@ -53,6 +52,18 @@ def episode_line(found: EpisodeSummary | DamagedEpisode) -> EpisodeLine:
             sample_index=found.place.sample_index,
             damaged=found.why,
         )
+    try:
+        return _line(found)
+    except DAMAGED as error:
+        return EpisodeLine(
+            episode_id=found.episode_id,
+            group_index=found.group_index,
+            sample_index=found.sample_index,
+            damaged=f"{type(error).__name__}: {error}"[:200],
+        )
+
+
+def _line(found: EpisodeSummary) -> EpisodeLine:
     return EpisodeLine(
         episode_id=found.episode_id,
         kind=found.kind,
@@ -114,6 +125,30 @@ def read_events_before(run: Run, before: int | None, limit: int) -> EventsAnswer
     with run.open() as connection:
         found = [_event(row) for row in connection.execute(wanted)]
     return EventsAnswer(run=run.name, events=found, before=found[-1].event_id if len(found) == limit else None)
+
+
+def newest_event(run: Run) -> int:
+    """Return the number of the newest event of a run; 0: there is none.
+
+    Args:
+        run: of the page.
+    """
+    with run.open() as connection:
+        return int(connection.execute(select(func.coalesce(func.max(events.c.event_id), 0))).scalar_one())
+
+
+def read_events_after(run: Run, after: int, limit: int) -> list[StreamedEvent]:
+    """Return the first events of a run after a number, oldest first; damaged ones are among them.
+
+    Args:
+        run: of the page.
+        after: number of an event.
+        limit: the most events to return.
+    """
+    wanted = select(events).where(events.c.event_id > after).order_by(events.c.event_id).limit(limit)
+    with run.open() as connection:
+        found = [_event(row) for row in connection.execute(wanted)]
+    return [StreamedEvent(run=run.name, **dict(one)) for one in found]
 
 
 def read_step(run: Run, step: int) -> StepAnswer:
@@ -287,14 +322,18 @@ def _excerpt(text: str) -> str:
     return text if len(text) <= EXCERPT else text[: EXCERPT - 1] + "…"
 
 
-def _object(text: str) -> dict[str, Any]:
+def _object(text: Any) -> dict[str, Any]:
     """Return the JSON object in a text; if it is damaged, the text itself under `damaged`."""
     try:
         found = orjson.loads(text)
     except ValueError:
-        return {"damaged": text[:EXCERPT]}
-    return found if isinstance(found, dict) else {"damaged": text[:EXCERPT]}
+        found = None
+    return found if isinstance(found, dict) else {"damaged": str(text)[:EXCERPT]}
 
 
 def _event(row: Any) -> EventLine:
-    return EventLine(event_id=row.event_id, at=row.at, kind=row.kind, data=_object(row.data))
+    try:
+        return EventLine(event_id=row.event_id, at=row.at, kind=row.kind, data=_object(row.data))
+    except ValueError:  # its time or its kind is none
+        damage = str((row.at, row.kind))[:EXCERPT]
+        return EventLine(event_id=row.event_id, at=0.0, kind="damaged", data={"damaged": damage})

@@ -251,14 +251,30 @@ def summary(row: Any, calls: Sequence[Any]) -> EpisodeSummary:
         sample_index=row.sample_index,
         task_id=row.task_id,
         state=row.state,
-        rewards=None if row.rewards is None else orjson.loads(row.rewards),
+        rewards=None if row.rewards is None else _object(row.rewards, float, int),
         calls=len(lengths),
         completion_tokens=sum(lengths),
         attempts=row.attempts,
         forks={reason: count for reason, count in forks.items() if reason.is_drift},
-        metadata=orjson.loads(row.metadata),
+        metadata=_object(row.metadata),
         reason=row.reason if row.state != "completed" else None,
         earlier_reason=row.reason if row.state == "completed" else None,
         worker_id=row.worker_id if row.state == "claimed" else None,
         claimed_at=row.claimed_at if row.state == "claimed" else None,
     )
+
+
+def _object(text: str, *kinds: type) -> dict[str, Any]:
+    """Return the JSON object in a text.
+
+    Args:
+        text: of a record.
+        kinds: which the values may have; none: any.
+
+    Raises:
+        ValueError: the text is something else, as that of a damaged record.
+    """
+    found = orjson.loads(text)
+    if not isinstance(found, dict) or not (kinds == () or all(isinstance(value, kinds) for value in found.values())):
+        raise ValueError(f"{text[:80]!r} is not what a record has")
+    return found

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import math
 import shutil
 import sqlite3
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -265,6 +269,9 @@ def test_damage_and_wrong_addresses_are_said_in_words(finished, dashboard, open_
     assert "no step 77" in page.locator("[role=alert]").inner_text()
     visit(page, "#/run/other/steps")
     assert "no run other" in page.locator("[role=alert]").inner_text()
+    for name in ("constructor", "toString", "__proto__"):
+        visit(page, f"#/run/hurt/{name}")
+        assert "nothing at this address" in page.locator("[role=alert]").inner_text()
     process.kill()
     visit(page, "#/run/hurt/step/1")
     assert "can't be reached" in page.locator("[role=alert]").inner_text()
@@ -284,6 +291,100 @@ def test_a_link_opens_one_page_and_other_tabs_get_the_key_from_it(finished, dash
     assert page.context.cookies() == []
 
 
+@contextlib.contextmanager
+def as_if_running(finished: Job, folder: Path, *names: str) -> Iterator[list[Path]]:
+    """Give folders of runs whose locks are held, as if processes ran them."""
+    with contextlib.ExitStack() as stack:
+        runs = [folder / name for name in names]
+        for run in runs:
+            shutil.copytree(finished.run_dir, run)
+            with contextlib.closing(sqlite3.connect(run / "run.db")) as connection, connection:
+                connection.execute("DELETE FROM events WHERE kind = 'completed'")
+            lock = stack.enter_context((run / ".lock").open("w"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield runs
+
+
+def end_step(run: Path, step: int) -> None:
+    """Write what a learner writes at the end of a step."""
+    row = json.dumps({"step": step, "train/reward_mean": step / 8})
+    with contextlib.closing(sqlite3.connect(run / "run.db")) as connection, connection:
+        connection.execute("INSERT INTO metric_rows (step, data) VALUES (?, ?)", (step, row))
+        connection.execute("INSERT INTO events (at, kind, data) VALUES (1.0, 'step', ?)", (row,))
+
+
+def set_hidden(page: Any, hidden: bool) -> None:
+    """Hide a tab, or show it. Tabs of a browser without a screen are never hidden."""
+    page.evaluate(
+        "hidden => { Object.defineProperty(document, 'hidden', {value: hidden, configurable: true});"
+        " document.dispatchEvent(new Event('visibilitychange')); }",
+        hidden,
+    )
+
+
+def test_many_runs_and_hidden_tabs_leave_the_page_its_connections(finished, dashboard, open_page, tmp_path):
+    names = [f"r{number}" for number in range(8)]
+    with as_if_running(finished, tmp_path / "runs", *names) as runs:
+        link, _ = dashboard(*runs)
+        page = open_page(link)
+        page.wait_for_selector("#live.live")
+        for name in names:
+            visit(page, f"#/run/{name}/settings")
+        end_step(runs[7], 9)
+        visit(page, "#/run/r7/steps")
+        page.wait_for_selector("tbody a:has-text('9')")
+        for _ in range(7):
+            set_hidden(page, True)
+            page = page.context.new_page()
+            page.set_default_timeout(10_000)
+            page.goto(link.split("#")[0] + "#/run/r7/steps")
+            ready(page, "#/run/r7/steps")
+            page.wait_for_selector("#live.live")
+
+
+def test_windows_beyond_the_browsers_connections_have_news_too(finished, dashboard, open_page, tmp_path):
+    with as_if_running(finished, tmp_path / "runs", "one") as (one,):
+        link, _ = dashboard(one)
+        windows = [open_page(link)]
+        for _ in range(8):
+            window = windows[0].context.new_page()
+            window.set_default_timeout(10_000)
+            window.goto(link.split("#")[0] + "#/run/one/steps")
+            ready(window, "#/run/one/steps")
+            window.wait_for_selector("#live.live")
+            windows.append(window)
+        visit(windows[0], "#/run/one/steps")
+        for newest in (11, 12):
+            end_step(one, newest)
+            for window in windows:
+                window.wait_for_selector(f"tbody a:has-text('{newest}')")
+            windows.pop(0).close()  # its stream is another window's now
+        steps = [window.locator("tbody td:first-child").all_inner_texts() for window in windows]
+        assert steps == [["12", "11", "3", "2", "1", "0"]] * len(windows)
+
+
+def test_a_tab_that_is_shown_again_has_every_step_once(finished, dashboard, open_page, tmp_path):
+    with as_if_running(finished, tmp_path / "runs", "one", "two") as (one, two):
+        link, _ = dashboard(one, two)
+        page = open_page(link)
+        steps = page.locator("tbody td:first-child")
+        visit(page, "#/run/one/steps")
+        before = steps.all_inner_texts()
+        for newest in (11, 13):
+            page.wait_for_selector("#live.live")
+            set_hidden(page, True)
+            end_step(one, newest)
+            end_step(two, newest)
+            time.sleep(1.5)
+            assert str(newest) not in steps.all_inner_texts(), "a hidden tab follows nothing"
+            set_hidden(page, False)
+            end_step(one, newest + 1)
+            page.wait_for_selector(f"tbody a:has-text('{newest + 1}')")
+        assert steps.all_inner_texts() == ["14", "13", "12", "11", *before]
+        visit(page, "#/run/two/steps")
+        assert steps.all_inner_texts() == ["13", "11", *before]
+
+
 def test_a_running_job_shows_each_step_as_it_ends(open_page, tmp_path):
     slow = SCRIPTED | {"steps": 6, "engine": {"kind": "fake", "reply_tokens": 8, "delay_seconds": 0.04}}
     with Job(tmp_path, slow) as job:
@@ -292,7 +393,8 @@ def test_a_running_job_shows_each_step_as_it_ends(open_page, tmp_path):
         assert KEY not in json.dumps(page.evaluate("[sessionStorage['palestra-key'], location.href, document.cookie]"))
         assert "No step is finished yet" in page.locator(".sections").inner_text()
         job.work()
-        page.wait_for_selector(".plot canvas", timeout=60_000)
+        page.wait_for_selector(".plot canvas", timeout=60_000)  # which also the evaluation before the first step draws
+        until(lambda: any(row["step"] >= 1 for row in job.metrics()), "the end of the first step")
         visit(page, "#/run/job/step/1")
         until(lambda: page.locator(".group").count() == 2, "both groups of the step")
         visit(page, "#/")

@@ -29,7 +29,7 @@ def test_the_viewers_key_opens_the_page_and_nothing_else(tmp_path):
             assert viewer_key(plane, key) == key, "a tab may ask again"
             paths: dict[str, dict[str, object]] = plane.get("/openapi.json").json()["paths"]
             known = VALUES | {"episode": episode["episode_id"]}
-            pages = [path for path in paths if path.startswith(API)]
+            pages = [path for path in paths if path.startswith("/dashboard/api/")]
             assert len(pages) == 11
             for path, methods in paths.items():
                 address = re.sub(r"\{(\w+)\}", lambda match: known[match[1]], path)
@@ -63,7 +63,7 @@ def test_the_page_follows_a_job_to_its_end(tmp_path):
 
             def follow() -> None:
                 headers = {"authorization": f"Bearer {KEY}"}
-                with httpx2.stream("GET", f"{job.url}{API}/job/events", headers=headers, timeout=60) as answer:
+                with httpx2.stream("GET", f"{job.url}/dashboard/api/events", headers=headers, timeout=60) as answer:
                     kinds.extend(line.removeprefix("event: ") for line in answer.iter_lines() if line[:6] == "event:")
 
             thread = threading.Thread(target=follow)

@@ -25,7 +25,6 @@ PAGE = (  # what the page shows of a run
     "/metrics",
     "/settings",
     "/history",
-    "/events",
     "/steps/{step}",
     "/groups/{kind}/{group}",
     "/episodes",
@@ -187,6 +186,7 @@ def test_the_description_of_the_api_has_every_route(plane):
         ("GET", "/events"),
         ("GET", "/metrics"),
         ("POST", "/dashboard/session"),
+        ("GET", "/dashboard/api/events"),
         ("GET", "/dashboard/api/runs"),
         *(("GET", f"/dashboard/api/runs/{{run}}{view}") for view in PAGE),
     }

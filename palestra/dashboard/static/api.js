@@ -5,10 +5,10 @@ export class Refused extends Error {
   constructor(status, message) { super(message); this.status = status; }
 }
 
-async function request(path, headers = {}, signal = undefined) {
+async function request(path, signal = undefined) {
   let answer;
   try {
-    answer = await fetch(`/dashboard/api/runs${path}`, { headers: { ...header(), ...headers }, cache: "no-store", signal });
+    answer = await fetch(`/dashboard/api/${path}`, { headers: header(), cache: "no-store", signal });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new Refused(0, "the server can't be reached; it may have ended");
@@ -25,7 +25,7 @@ export async function get(path, query = {}, signal = undefined) {
     if (value !== null && value !== undefined && value !== "") parts.set(name, value);
   }
   const text = parts.toString();
-  return (await request(path + (text ? `?${text}` : ""), {}, signal)).json();
+  return (await request(`runs${path}${text ? `?${text}` : ""}`, signal)).json();
 }
 
 // An address below a run; every part is encoded.
@@ -34,30 +34,52 @@ export function at(run, ...parts) {
 }
 
 const PAUSES = [500, 1000, 2000, 5000];  // milliseconds before the next attempts
+const STREAMS = 3;  // of all windows in sight: browsers open six connections to a server
+const ASK = 2000;   // milliseconds between the questions of a further window
 
-// Call `onEvent` with every event after number `after`, each once, until `signal` is aborted or the run is over.
-// `onState` gets "live", "lost" or "over".
-export async function follow(run, after, onEvent, onState, signal) {
-  let last = after, failures = 0;
+// Take one of the places for streams; gives the function that leaves it, or null if there is none.
+function takePlace(number = 1) {
+  if (navigator.locks === undefined) return Promise.resolve(() => {});  // a page without TLS from another machine
+  if (number > STREAMS) return Promise.resolve(null);
+  return new Promise((resolve, reject) => {
+    navigator.locks.request(`palestra-stream-${number}`, { ifAvailable: true }, (lock) => {
+      if (lock === null) { resolve(takePlace(number + 1)); return undefined; }
+      return new Promise((leave) => resolve(leave));
+    }).catch(reject);
+  });
+}
+
+// Call `onEvent` with every event of some runs, each once, until `signal` is aborted or all of them are over.
+// `positions` has the number of the newest known event of each run, and is kept up to date, so that a later call goes on
+// from there. `onState` gets "live", "lost" or "over". A window without a place for a stream asks every two seconds.
+export async function follow(positions, onEvent, onState, signal) {
+  let failures = 0;
   while (!signal.aborted) {
+    let pause = ASK;
+    const leave = await takePlace();
     try {
-      const answer = await request(`${at(run, "events")}`, { "last-event-id": String(last) }, signal);
+      const query = new URLSearchParams([...positions].map(([name, number]) => ["after", `${name}:${number}`]));
+      query.set("follow", leave !== null);
+      const answer = await request(`events?${query}`, signal);
       onState("live");
       for await (const event of events(answer.body)) {
-        if (event.id <= last) continue;
-        last = event.id;
+        if (signal.aborted) return;
+        if (event.event_id <= positions.get(event.run)) continue;
+        positions.set(event.run, event.event_id);
         failures = 0;
         onEvent(event);
       }
-      onState("over");
-      return;
+      failures = 0;
+      if (leave !== null) { onState("over"); return; }
     } catch (error) {
       if (signal.aborted) return;
       if (error.status === 401 || error.status === 403 || error.status === 404) { onState("over"); return; }
       onState("lost");
-      const pause = PAUSES[Math.min(failures++, PAUSES.length - 1)];
-      await new Promise((resolve) => setTimeout(resolve, pause));
+      pause = PAUSES[Math.min(failures++, PAUSES.length - 1)];
+    } finally {
+      leave?.();
     }
+    await new Promise((resolve) => setTimeout(resolve, pause));
   }
 }
 
@@ -70,12 +92,8 @@ async function* events(body) {
     const pieces = (rest + value).split("\n\n");
     rest = pieces.pop();
     for (const piece of pieces) {
-      const fields = {};
-      for (const line of piece.split("\n")) {
-        const colon = line.indexOf(":");
-        if (colon > 0) fields[line.slice(0, colon)] = line.slice(colon + 1).trimStart();
-      }
-      if (fields.data !== undefined) yield { id: Number(fields.id), kind: fields.event, data: JSON.parse(fields.data) };
+      const data = piece.split("\n").find((line) => line.startsWith("data: "));
+      if (data !== undefined) yield JSON.parse(data.slice("data: ".length));
     }
   }
 }

@@ -22,7 +22,7 @@ function parse() {
 async function make({ parts, query }) {
   if (parts.length === 0) return curvesView({ query });
   const [what, run, name, ...rest] = parts;
-  if (what !== "run" || !(name in VIEWS)) throw new Refused(404, "There is nothing at this address.");
+  if (what !== "run" || !Object.hasOwn(VIEWS, name)) throw new Refused(404, "There is nothing at this address.");
   if (!state.runs.has(run)) throw new Refused(404, `There is no run ${run} on this page.`);
   return VIEWS[name]({ run, rest, query });
 }
@@ -61,8 +61,7 @@ async function show() {
 }
 
 function connection() {
-  const found = [...state.connection.values()];
-  const said = found.includes("lost") ? ["lost", "connection lost; trying again"] : found.includes("live") ? ["live", "live"] : ["", ""];
+  const said = { lost: ["lost", "connection lost; trying again"], live: ["live", "live"] }[state.connection] ?? ["", ""];
   const place = document.getElementById("live");
   place.className = said[0];
   place.textContent = said[1];

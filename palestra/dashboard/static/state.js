@@ -8,7 +8,7 @@ export const state = {
   runs: new Map(),      // by name: the answer of the server, with `colour`
   metrics: new Map(),   // by name of the run: { columns, units, formulas, rows }
   hidden: new Set(),    // names of runs whose curves are not drawn
-  connection: new Map(),  // by name of the run: "live", "lost" or "over"
+  connection: "",       // "live", "lost" or "over"; "": nothing is followed
   version: "",
 };
 
@@ -27,12 +27,24 @@ export async function loadRuns() {
   found.runs.forEach((run, place) => state.runs.set(run.run, { ...run, colour: place % COLOURS }));
 }
 
+const loading = new Map();  // by name of a run whose metrics are asked for: the answer to come, and rows that came meanwhile
+
 export async function loadMetrics(name) {
   const known = state.metrics.get(name);
   if (known !== undefined) return known;
-  const found = await get(at(name, "metrics"));
-  state.metrics.set(name, found);
-  return found;
+  if (!loading.has(name)) loading.set(name, { rows: [], answer: askMetrics(name) });
+  return loading.get(name).answer;
+}
+
+async function askMetrics(name) {
+  try {
+    const found = await get(at(name, "metrics"));
+    for (const row of loading.get(name).rows) putRow(found, row);
+    state.metrics.set(name, found);
+    return found;
+  } finally {
+    loading.delete(name);
+  }
 }
 
 const refreshing = new Map();
@@ -69,7 +81,7 @@ export function putRow(metrics, row) {
 // What an event says of its run, without asking: the server of a job ends with it, and can't be asked for the last step.
 function news(name, event) {
   const run = state.runs.get(name), data = event.data;
-  if (event.kind === "step") {
+  if (event.kind === "step" && typeof data.step === "number") {
     Object.assign(run, { step: Math.max(run.step, data.step), reward: data["train/reward_mean"] ?? run.reward, validation: data["validation/reward_mean"] ?? run.validation, seconds: data.wall_seconds ?? run.seconds });
   } else if (event.kind === "completed" || event.kind === "failed") {
     Object.assign(run, { state: event.kind, reason: data.reason ?? null, live: null, seconds_left: null });
@@ -79,26 +91,39 @@ function news(name, event) {
   changed("run", name);
 }
 
-// Follow every run that can be read; finished ones end their stream by themselves.
+function take(event) {
+  const name = event.run, metrics = state.metrics.get(name);
+  news(name, event);
+  if (event.kind === "step" && typeof event.data.step === "number") {
+    loading.get(name)?.rows.push(event.data);
+    if (metrics !== undefined) { putRow(metrics, event.data); changed("metrics", name); }
+  }
+  changed("event", name);
+  refresh(name);
+}
+
+// Follow every run that is running by one stream. A hidden tab holds none, because browsers allow six connections to a
+// server, for all tabs; when it is shown, the stream is taken up where it broke off.
 export function followAll() {
-  const ending = new AbortController();
+  const positions = new Map();
   for (const run of state.runs.values()) {
     if (run.state === "unreadable" || (run.live === null && run.state !== "running")) continue;
-    const metrics = state.metrics.get(run.run);
-    const after = metrics === undefined ? run.last_event : metrics.last_event;
-    follow(run.run, after, (event) => {
-      news(run.run, event);
-      if (event.kind === "step" && state.metrics.has(run.run)) {
-        const { at: _at, kind: _kind, ...row } = event.data;
-        putRow(state.metrics.get(run.run), row);
-        changed("metrics", run.run);
-      }
-      changed("event", run.run);
-      refresh(run.run);
-    }, (connection) => {
-      state.connection.set(run.run, connection);
-      changed("connection", run.run);
-    }, ending.signal);
+    positions.set(run.run, (state.metrics.get(run.run) ?? run).last_event);
+  }
+  let ending = null;
+  function said(connection) {
+    state.connection = connection;
+    changed("connection");
+  }
+  function attend() {
+    if (document.hidden) { ending?.abort(); ending = null; return; }
+    if (ending !== null || state.connection === "over") return;
+    ending = new AbortController();
+    follow(positions, take, said, ending.signal);
+  }
+  if (positions.size > 0) {
+    document.addEventListener("visibilitychange", attend);
+    attend();
   }
   setInterval(() => {
     if (document.hidden) return;

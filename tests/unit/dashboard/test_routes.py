@@ -121,14 +121,17 @@ async def test_events_are_replayed_after_any_of_them(page):
     _, access, http = page
     headers = {"authorization": f"Bearer {(await key_of(http, access.code)).json()['key']}"}
 
-    async def numbers(after: dict[str, str]) -> list[int]:
-        found = await http.get("/dashboard/api/runs/recorded/events?follow=true", headers=headers | after)
-        blocks = [block for block in found.text.split("\n\n") if block.startswith("id: ")]
-        assert all("kind" in json.loads(block.split("data: ")[1]) for block in blocks)
-        return [int(block.split("\n")[0].removeprefix("id: ")) for block in blocks]
+    async def numbers(**after: str) -> list[int]:
+        found = await http.get("/dashboard/api/events?follow=true", headers=headers, params=after)
+        events = [json.loads(block.partition("data: ")[2]) for block in found.text.split("\n\n") if block]
+        assert all(event["kind"] and event["run"] == "recorded" for event in events)
+        return [event["event_id"] for event in events]
 
-    everything = await numbers({})
+    everything = await numbers()
     assert everything == sorted(set(everything))
     assert len(everything) >= 2
     for place, number in enumerate(everything):
-        assert await numbers({"last-event-id": str(number)}) == everything[place + 1 :]
+        assert await numbers(after=f"recorded:{number}") == everything[place + 1 :]
+    for wrong, status in [("other:1", 404), ("recorded", 422), ("recorded:-1", 422), (":", 422)]:
+        found = await http.get("/dashboard/api/events", headers=headers, params={"after": wrong})
+        assert found.status_code == status

@@ -1,0 +1,174 @@
+"""Reading of runs in threads, so that neither the event loop nor another run waits for a run that is slow to read."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+from palestra.dashboard.answers import RunAnswer
+from palestra.dashboard.episode import EpisodeReading, read_reading
+from palestra.dashboard.progress import describe_run, unreadable
+from palestra.dashboard.runs import DAMAGED, Run
+from palestra.errors import NotFound, PalestraError, ServerStopping, StoreError, StoreUnreachable
+from palestra.threads import in_thread
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+READINGS = 6  # episodes that are kept for further pages of their tokens
+AT_ONCE = 2  # reads of a run at the same time, so that many pages do not hold up a job
+# What a read may take beside the run's database, whose queries have a shorter limit: the first one of tokens loads a
+# tokenizer, which imports transformers.
+READ_SECONDS = 30.0
+MOST_PAUSE_SECONDS = 1.0  # between two searches of a run
+LIST_SECONDS = 5.0  # what the list of runs waits for a run
+DESCRIBED_SECONDS = 0.9  # how old the line of a run may be
+COST = 3.0  # a line that took long is kept for so many times as long
+
+
+class _Turn:
+    """The searches of a run, one after the other.
+
+    Attributes:
+        lock: is held during a search.
+        after: when the next one may begin, by the monotonic clock.
+    """
+
+    def __init__(self) -> None:
+        self.lock, self.after = asyncio.Lock(), 0.0
+
+
+class Reader:
+    """Reads runs in threads, a few of each at the same time, and keeps the episodes that were read last."""
+
+    def __init__(self, runs: Sequence[Run], stopping: asyncio.Event) -> None:
+        """Create a reader.
+
+        Args:
+            runs: that are read.
+            stopping: is set when the server ends.
+        """
+        self._stopping = stopping
+        self.runs: Mapping[str, Run] = {run.name: run for run in runs}
+        self._slots = {run.name: asyncio.Semaphore(AT_ONCE) for run in runs}
+        self._searches = {run.name: _Turn() for run in runs}
+        self._described: dict[str, tuple[float, RunAnswer]] = {}
+        self._describing: dict[str, asyncio.Task[RunAnswer]] = {}
+        self._readings: OrderedDict[tuple[str, str], tuple[tuple[int, ...], EpisodeReading]] = OrderedDict()
+
+    def run(self, name: str) -> Run:
+        """Return a run by its name.
+
+        Raises:
+            NotFound: the page has no such run.
+        """
+        if name not in self.runs:
+            raise NotFound(f"there is no run {name!r} here; there are {', '.join(self.runs)}")
+        return self.runs[name]
+
+    async def read(self, run: Run, work: Callable[[], T]) -> T:
+        """Return the result of a function that blocks.
+
+        Args:
+            run: that is read.
+            work: reads it.
+
+        Raises:
+            StoreUnreachable: the function takes too long, or earlier ones of this run do.
+            StoreError: a record of the run is damaged.
+        """
+        slots, loop = self._slots[run.name], asyncio.get_running_loop()
+
+        def then_release() -> T:
+            try:
+                return work()
+            finally:  # not when the caller has gone: the thread may still read then
+                with contextlib.suppress(RuntimeError):  # the event loop has ended
+                    loop.call_soon_threadsafe(slots.release)
+
+        try:
+            async with asyncio.timeout(READ_SECONDS):
+                await slots.acquire()
+                return await in_thread(then_release, "palestra-page")
+        except TimeoutError as error:
+            raise StoreUnreachable(
+                f"{run.folder} could not be read within {READ_SECONDS:g} s; it is damaged, or the machine is busy"
+            ) from error
+        except DAMAGED as error:
+            if isinstance(error, PalestraError):
+                raise
+            log.debug("a record of %s can't be read", run.folder, exc_info=error)
+            raise StoreError(
+                f"a record of {run.folder} can't be read: {type(error).__name__}: {error}"[:500]
+            ) from error
+
+    async def search(self, run: Run, work: Callable[[], T]) -> T:
+        """Return the result of a search, which takes much of a core. After each there is a pause as long as it took.
+
+        Args:
+            run: that is searched.
+            work: searches it.
+
+        Raises:
+            ServerStopping: the server ends before the search begins.
+            StoreUnreachable, StoreError: see `read`.
+        """
+        turn = self._searches[run.name]
+        async with turn.lock:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), max(turn.after - time.monotonic(), 0.0))
+            if self._stopping.is_set():
+                raise ServerStopping("the server is ending")
+            began = time.monotonic()
+            try:
+                return await self.read(run, work)
+            finally:
+                now = time.monotonic()
+                turn.after = now + min(now - began, MOST_PAUSE_SECONDS)
+
+    async def described(self, run: Run) -> RunAnswer:
+        """Return how far a run is. The answer is a little old, so that many pages ask for it no more often than one."""
+        known = self._described.get(run.name)
+        if known is not None and time.monotonic() < known[0]:
+            return known[1]
+        if run.name not in self._describing:
+            self._describing[run.name] = asyncio.create_task(self._describe(run))
+        return await asyncio.shield(self._describing[run.name])
+
+    async def _describe(self, run: Run) -> RunAnswer:
+        began = time.monotonic()
+        try:
+            found = await self.read(run, lambda: describe_run(run))
+        except PalestraError as error:
+            found = unreadable(run, str(error))
+        finally:
+            del self._describing[run.name]
+        now = time.monotonic()
+        self._described[run.name] = now + max(DESCRIBED_SECONDS, COST * (now - began)), found
+        return found
+
+    async def described_all(self) -> list[RunAnswer]:
+        """Return how far each run is; one that takes too long is said to be unreadable."""
+        asked = {run.name: asyncio.ensure_future(self.described(run)) for run in self.runs.values()}
+        _, late = await asyncio.wait(asked.values(), timeout=LIST_SECONDS)
+        for task in late:
+            task.cancel()
+        why = f"reading it takes more than {LIST_SECONDS:g} s; load the page again later"
+        return [unreadable(self.runs[name], why) if task in late else task.result() for name, task in asked.items()]
+
+    async def reading(self, name: str, episode_id: str) -> EpisodeReading:
+        """Return an episode, from memory if nothing can have changed since it was read."""
+        run, key = self.run(name), (name, episode_id)
+        seen = run.seen
+        if (known := self._readings.get(key)) is not None and (known[0] == seen or known[1].view.step is not None):
+            self._readings.move_to_end(key)
+            return known[1]
+        found = await self.read(run, lambda: read_reading(run, episode_id))
+        self._readings[key] = seen, found
+        while len(self._readings) > READINGS:
+            self._readings.popitem(last=False)
+        return found
