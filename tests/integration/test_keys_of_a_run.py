@@ -137,7 +137,7 @@ def test_a_new_key_ends_what_a_viewer_follows(folder):
         with (
             concurrent.futures.ThreadPoolExecutor() as pool,
             httpx2.stream(
-                "GET", f"{base}{page}/mine/events", headers={"authorization": f"Bearer {viewer}"}, timeout=60
+                "GET", f"{base}/dashboard/api/events", headers={"authorization": f"Bearer {viewer}"}, timeout=60
             ) as answer,
         ):
             assert answer.status_code == 200
