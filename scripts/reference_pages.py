@@ -33,8 +33,9 @@ def metrics_page() -> str:
         "the first step. The same names are in `GET /metrics`, `GET /events` and `TrainResult.metrics`.",
         "",
         "What is measured with a gradient is of the last one of a step: with `algorithm.minibatches` above 1, over the "
-        "trained tokens of the last minibatch, and with `algorithm.replay`, over those of the last draw. What is of the "
-        "first update is over the first minibatch or draw.",
+        "trained tokens of the last minibatch, and with `algorithm.replay`, over those of the last draw, whose tokens "
+        "may be of earlier steps, and of replies that were not sampled. What is of the first update is over the first "
+        "minibatch of the first draw.",
     ]
     for title, metrics in metric_tables().items():
         lines += ["", f"## {title}", "", "| name | unit | formula |", "|---|---|---|"]

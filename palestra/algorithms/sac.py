@@ -33,6 +33,7 @@ from palestra.types.calls import Floats
 from palestra.types.metrics import Metric
 
 Doubles = NDArray[np.float64]
+_FURTHEST = 20.0  # bound of the logarithm of the temperature: where no reward is like it, it would run away
 
 
 class SAC(Algorithm):
@@ -48,7 +49,7 @@ class SAC(Algorithm):
         paper="Haarnoja et al. 2018, Soft Actor-Critic Algorithms and Applications, arXiv:1812.05905; Christodoulou "
         "2019, Soft Actor-Critic for Discrete Action Settings, arXiv:1910.07207",
         needs=(
-            "replies that are held to at most 256 `choices`",
+            "replies that are held to `choices`, at most 256 of them, token by token",
             "memory for a second model with its optimizer, the critic, and for a third, which follows it",
         ),
     )
@@ -57,6 +58,12 @@ class SAC(Algorithm):
         Metric("choice_entropy", "nats", "Mean over decisions of the entropy of their choices, last batch."),
         Metric("choice_entropy_target", "nats", "What the temperature is tuned to: `target_entropy` x mean of log A."),
         Metric("decisions", "calls", "Calls of the last batch, each with all of its choices."),
+        Metric(
+            "decisions_cut",
+            "calls",
+            "Decisions of the last batch that taught the critic nothing, because their episode was cut off there: a "
+            "reward that only comes at the end of such an episode is never learned.",
+        ),
         Metric(
             "state_value_mean", "reward", "Mean over decisions of V(s), which has the bonus of entropy, last batch."
         ),
@@ -122,6 +129,7 @@ class SAC(Algorithm):
                 "choice_entropy": entropy,
                 "choice_entropy_target": wanted,
                 "decisions": float(len(decisions)),
+                "decisions_cut": float(len(decisions) - len(learned)),
                 "state_value_mean": float(np.mean(state_values)),
                 "target_mean": float(np.mean(learned)) if learned else math.nan,
             },
@@ -155,7 +163,8 @@ class SAC(Algorithm):
         """
         entropy = float(np.mean([-(np.exp(own) @ own) for own in logprobs]))
         wanted = self.config.target_entropy * float(np.mean([math.log(len(own)) for own in logprobs]))
-        self._log_temperature -= self.config.temperature_rate * (entropy - wanted)
+        moved = self._log_temperature - self.config.temperature_rate * (entropy - wanted)
+        self._log_temperature = min(max(moved, -_FURTHEST), _FURTHEST)
         return entropy, wanted
 
 

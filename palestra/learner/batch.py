@@ -69,10 +69,10 @@ class Batch:
             replace(group, rows=tuple(row for row in group.rows if row.episode_id not in episodes))
             for group in self.groups
         ]
-        staleness = _staleness([row for group in groups for row in group.rows], version)
+        staleness = staleness_of([row for group in groups for row in group.rows], version)
         left_out = self.metrics.get("train/episodes_untrainable", 0.0) + len(episodes)
         counted = {"train/episodes_untrainable": left_out}
-        metrics = self.metrics | counted | _staleness_metrics(staleness)
+        metrics = self.metrics | counted | staleness_metrics(staleness)
         return replace(self, groups=groups, staleness=staleness, metrics=metrics)
 
     def with_advantages(self, found: TokenAdvantages, forward: ForwardOutputs) -> Batch:
@@ -299,13 +299,21 @@ def _reward(trajectory: Trajectory) -> float:
     return reward
 
 
-def _staleness(samples: Sequence[TrainSample], version: PolicyVersion) -> dict[int, int]:
-    ages = [version.n - sample.versions[sample.loss_mask, 1] for sample in samples]
+def staleness_of(samples: Sequence[TrainSample], version: PolicyVersion) -> dict[int, int]:
+    """Return the number of trained tokens that were sampled, by age: n of a version minus n of the token.
+
+    Args:
+        samples: S rows.
+        version: the policy before the step.
+    """
+    sampled = [sample.versions[sample.loss_mask, 1] for sample in samples]
+    ages = [version.n - versions[versions >= 0] for versions in sampled]
     found, tokens = np.unique(np.concatenate([np.zeros(0, np.int32), *ages]), return_counts=True)
     return dict(zip(map(int, found), map(int, tokens), strict=True))
 
 
-def _staleness_metrics(staleness: Mapping[int, int]) -> dict[str, float]:
+def staleness_metrics(staleness: Mapping[int, int]) -> dict[str, float]:
+    """Return the metrics of tokens by age, by full name."""
     return {
         "rollout/staleness_max": float(max(staleness, default=0)),
         "rollout/staleness_mean": sum(age * n for age, n in staleness.items()) / max(sum(staleness.values()), 1),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from palestra.errors import ConfigError
+from palestra.errors import ConfigError, InvalidRequest
 from palestra.learner.batch import Choices, choice_key
 from palestra.trainer.base import Trainer
 from palestra.types.records import Trajectory
@@ -56,8 +56,13 @@ class CallChoices:
         Args:
             trajectories: completed episodes.
         """
-        choices, found = await self.of(trajectories), {}
+        found = {}
         for trajectory in trajectories:
+            try:
+                choices = await self.of([trajectory])
+            except InvalidRequest as error:  # or GrammarRefused: a bound was reached by a reply that was not sampled
+                found[trajectory.episode.episode_id] = f"the choices of a call can't be found: {error}"
+                continue
             for chat in trajectory.chats:
                 if chat.policy == self._policy and tuple(chat.completion_ids.tolist()) not in choices[choice_key(chat)]:
                     found[trajectory.episode.episode_id] = (

@@ -14,14 +14,14 @@ from palestra.algorithms.base import Replay
 from palestra.store import RunStore
 from palestra.types.records import Trajectory
 
-Trainable = Callable[[int, Sequence[Trajectory]], Awaitable[list[Trajectory]]]
+Trainable = Callable[[str, Sequence[Trajectory]], Awaitable[list[Trajectory]]]
 
 
 class ReplayBuffer:
-    """The newest trainable episodes of a job, in canonical order, kept in memory as long as they may be drawn."""
+    """The newest episodes of a job, in canonical order; what was drawn is kept while it may be drawn again."""
 
     def __init__(self, replay: Replay, store: RunStore, seed: int, policy: str, trainable: Trainable) -> None:
-        """Begin empty; `fill` reads the store.
+        """Begin empty.
 
         Args:
             replay: how many episodes, of which age, and how many are drawn.
@@ -32,38 +32,48 @@ class ReplayBuffer:
         """
         self._replay, self._store, self._seed = replay, store, seed
         self._policy, self._trainable = policy, trainable
-        self._kept: dict[str, Trajectory | None] = {}  # by episode id; None: it can't be trained
+        self._manifests: dict[int, tuple[str, ...]] = {}  # episodes of each step that is young enough
+        self._names: list[str] = []
+        self._kept: dict[str, Trajectory | None] = {}  # by episode id, as drawn; None: it can't be trained
 
     @property
     def draws(self) -> int:
         """Return how many batches a step draws."""
         return self._replay.draws
 
-    async def fill(self, step: int) -> None:
-        """Take in the episodes that a step may draw, and forget those that are too old or too many.
+    async def begin(self, step: int) -> None:
+        """Find out which episodes a step may draw, and forget those that are too old or too many.
 
         Args:
             step: number of the step, whose manifest is committed.
         """
-        wanted: list[str] = []
-        for number in range(max(1, step - self._replay.max_age), step + 1):
-            manifest = await self._store.log.manifest(number)
-            wanted += () if manifest is None else manifest.episode_ids
-        wanted = wanted[-self._replay.max_episodes :]
-        new = await self._store.calls.trajectories([name for name in wanted if name not in self._kept])
-        played = [t for t in new if any(chat.policy == self._policy for chat in t.chats)]
-        good = {t.episode.episode_id: t for t in (await self._trainable(step, played) if played else ())}
-        found = {trajectory.episode.episode_id: good.get(trajectory.episode.episode_id) for trajectory in new}
-        self._kept = {name: self._kept[name] if name in self._kept else found[name] for name in wanted}
+        young = range(max(1, step - self._replay.max_age), step + 1)
+        for number in young:
+            if number not in self._manifests:
+                manifest = await self._store.log.manifest(number)
+                self._manifests[number] = () if manifest is None else manifest.episode_ids
+        self._manifests = {number: self._manifests[number] for number in young}
+        names = [name for number in young for name in self._manifests[number]]
+        self._names = names[-self._replay.max_episodes :]
+        known = set(self._names)
+        self._kept = {name: trajectory for name, trajectory in self._kept.items() if name in known}
 
-    def draw(self, step: int, number: int) -> list[Trajectory]:
-        """Return the episodes of one batch, in canonical order.
+    async def draw(self, step: int, number: int) -> list[Trajectory]:
+        """Return the episodes of one batch, in canonical order, without those that can't be trained.
+
+        Names are drawn, and only what is drawn is read, so that a job that is resumed need not read all.
 
         Args:
-            step: number of the step for which `fill` was called.
+            step: number of the step for which `begin` was called.
             number: of the batch in the step, from 0.
         """
-        known = [trajectory for trajectory in self._kept.values() if trajectory is not None]
         draw = np.random.default_rng((self._seed, step, number))
-        chosen = draw.choice(len(known), min(self._replay.episodes, len(known)), replace=False) if known else ()
-        return [known[place] for place in sorted(map(int, chosen))]
+        chosen = draw.choice(len(self._names), min(self._replay.episodes, len(self._names)), replace=False)
+        names = [self._names[place] for place in sorted(chosen.tolist())]
+        new = await self._store.calls.trajectories([name for name in names if name not in self._kept])
+        played = [t for t in new if any(chat.policy == self._policy for chat in t.chats)]
+        good = await self._trainable(f"step {step} draw {number}", played) if played else ()
+        self._kept |= {trajectory.episode.episode_id: None for trajectory in new}
+        self._kept |= {trajectory.episode.episode_id: trajectory for trajectory in good}
+        found = [self._kept[name] for name in names]
+        return [trajectory for trajectory in found if trajectory is not None]

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +19,7 @@ from palestra.algorithms.losses import build_loss
 from palestra.algorithms.regularization import Regularization
 from palestra.config import REFERENCE, JobConfig
 from palestra.errors import ConfigError
-from palestra.learner.batch import Batch, Choices, make_batch
+from palestra.learner.batch import Batch, Choices, make_batch, staleness_metrics, staleness_of
 from palestra.learner.budget import TrainingBudget
 from palestra.learner.choices import CallChoices
 from palestra.learner.metrics import loss_metrics
@@ -26,11 +27,22 @@ from palestra.learner.replay import ReplayBuffer
 from palestra.learner.shares import share_of
 from palestra.learner.teacher import ServedTeacher
 from palestra.store import RunStore
-from palestra.trainer.base import CriticKind, Network, OptimParams, OptimReport, PolicySpec, StepReport, Trainer
+from palestra.trainer.base import (
+    TRAINER_METRICS,
+    CriticKind,
+    Network,
+    OptimParams,
+    OptimReport,
+    PolicySpec,
+    StepReport,
+    Trainer,
+)
 from palestra.types.records import Trajectory
 
 log = logging.getLogger("palestra.learner")
 COUNTS = ("train/rows", "train/trained_tokens", "train/updates_skipped")  # metrics that add up over a step's batches
+_BEFORE_UPDATES = frozenset(f"train/{metric.name}" for metric in TRAINER_METRICS if metric.epoch == "first")
+CRITIC_COUNTS = ("train/critic_updates_skipped",)  # likewise, where there is a critic
 AddEvent = Callable[[str, dict[str, Any]], Awaitable[None]]
 
 
@@ -174,14 +186,20 @@ class PolicyUpdate:
         """
         problems = await self._trainer.untrainable(self._policy, batch.samples, request_id)
         if self._choices is not None:
-            problems = await self._choices.problems(trajectories) | problems
+            left = [trajectory for trajectory in trajectories if trajectory.episode.episode_id not in problems]
+            problems = problems | await self._choices.problems(left)
         if self._teacher is not None:
             problems = self._teacher.unanswerable(batch.samples) | problems
         return problems
 
-    async def _trainable(self, step: int, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """Return the episodes of those that a step may draw for the first time that can be trained."""
-        problems = await self._problems(await self._make_batch(trajectories), trajectories, f"step {step} replay check")
+    async def _trainable(self, name: str, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        """Return the episodes that can be trained, of those that are drawn for the first time.
+
+        Args:
+            name: of the draw, for the request to the trainer.
+            trajectories: the episodes.
+        """
+        problems = await self._problems(await self._make_batch(trajectories), trajectories, f"{name} check")
         return [trajectory for trajectory in trajectories if trajectory.episode.episode_id not in problems]
 
     async def train(self, step: int, batch: Batch) -> dict[str, float]:
@@ -196,13 +214,18 @@ class PolicyUpdate:
             row = await self._train_batch(step, batch, f"step {step}")
         else:
             row = batch.metrics | dict.fromkeys(COUNTS, 0.0)
-            await self._replay.fill(step)
+            version, ages = self._trainer.version(self._policy), Counter[int]()
+            await self._replay.begin(step)
             for number in range(self._replay.draws):
-                drawn = self._replay.draw(step, number)
+                drawn = await self._replay.draw(step, number)
                 choices = None if self._choices is None else await self._choices.of(drawn)
-                part = replace(await self._make_batch(drawn, choices), metrics={})
-                found = await self._train_batch(step, part, f"step {step} draw {number}")
-                row |= found | {name: row[name] + found.get(name, 0.0) for name in COUNTS if name in row}
+                part = await self._make_batch(drawn, choices)
+                ages.update(staleness_of(part.samples, version))
+                found = await self._train_batch(step, replace(part, metrics={}), f"step {step} draw {number}")
+                summed = {name: row.get(name, 0.0) + found[name] for name in (*COUNTS, *CRITIC_COUNTS) if name in found}
+                known = batch.metrics.keys() | (_BEFORE_UPDATES if number else frozenset())
+                row |= {name: value for name, value in found.items() if name not in known} | summed
+            row |= staleness_metrics(ages)
         row["time/train_seconds"] = time.monotonic() - started
         return row
 
@@ -220,7 +243,13 @@ class PolicyUpdate:
             forward = await self._forward(batch, needs)
         if batch.samples:
             batch = batch.with_token_rewards(self._regularization.token_rewards(batch.samples, forward))
+        critic, remembered = self._algorithm.critic, self._algorithm.state()
+        waits = critic is not None and step <= critic.warmup_steps
         advantages = await asyncio.to_thread(self._algorithm.advantages, batch.groups, forward)
+        if waits:
+            self._algorithm.restore(
+                remembered
+            )  # what follows the policy would run away while the policy is not trained
         # The loss of this step has the coefficient from before, with which its rewards were made as well.
         loss = self._regularization.add_to(self._loss)
         measured = self._regularization.adapt(batch.samples, forward)
@@ -228,10 +257,9 @@ class PolicyUpdate:
         batch = await self._without(step, batch, batch.advantage_problems())
         row = batch.metrics | dict.fromkeys(COUNTS, 0.0)
         row |= {f"train/{name}": value for name, value in measured.items() if math.isfinite(value)}
-        critic = self._algorithm.critic
         if batch.samples and critic is not None:
             row |= await self._update_critic(step, batch, critic, request)
-        if batch.samples and (critic is None or step > critic.warmup_steps):
+        if batch.samples and not waits:
             row |= await self._update(step, batch, loss, request)
         return row
 

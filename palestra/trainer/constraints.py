@@ -16,6 +16,7 @@ from palestra.grammars.pool import Grammars
 from palestra.types.calls import GrammarSpan
 from palestra.types.records import TrainSample
 
+_MOST_WALKED = 2**16  # tokens of replies that are walked to find all choices of a grammar
 _MOST_BYTES = 64 * 2**20  # of masks that are kept
 
 
@@ -94,11 +95,15 @@ def choices_of(grammar: str, max_tokens: int, most: int, grammars: Grammars, eos
     """
     found: list[tuple[int, ...]] = []
     open_replies: list[tuple[int, ...]] = [()]
+    walked = 0
     while open_replies:
         reply = open_replies.pop()
         if len(reply) == max_tokens or reply[-1:] == (eos,):
             found.append(reply)
             continue
+        walked += len(reply)
+        if walked > _MOST_WALKED:
+            raise ConfigError("the replies that the grammar of a call lets be sampled are too long to find all of them")
         following = np.flatnonzero(np.unpackbits(grammars.following(grammar, reply).view(np.uint8), bitorder="little"))
         if len(found) + len(open_replies) + len(following) > most:
             raise ConfigError(f"the grammar of a call lets more than {most} replies be sampled")

@@ -121,3 +121,17 @@ class Undecided(ModelAgent):
 def test_a_call_without_choices_ends_the_job_with_its_name(tmp_path):
     with pytest.raises(PalestraError, match=r"call 0 of episode train-000000-00 was not"):
         train(job(tmp_path), agent=Undecided(choices=("0", "1")))
+
+
+def test_what_follows_the_policy_waits_while_only_the_critic_is_trained(tmp_path):
+    config = job(tmp_path)
+    waiting = config.algorithm.model_copy(
+        update={"critic": config.algorithm.critic.model_copy(update={"warmup_steps": 2}), "temperature_rate": 0.1}
+    )
+    rows = train(config.model_copy(update={"algorithm": waiting})).metrics
+    at = {row["step"]: row for row in rows}
+    assert at[1]["train/temperature"] == at[2]["train/temperature"] == pytest.approx(waiting.temperature)
+    assert at[4]["train/temperature"] != pytest.approx(waiting.temperature)
+    assert [row["version"] for row in rows] == [0, 0, 1, 2][-len(rows) :]
+    assert at[1]["rollout/staleness_max"] == 0
+    assert at[4]["rollout/staleness_max"] > 0  # of what is drawn again

@@ -31,8 +31,14 @@ from unit.control.launching import FakeLauncher
 from unit.runtime.comparison.grids import GRID, planned
 
 METRICS = [
-    {"step": 0, "validation/reward_mean": 0.25},
-    {"step": 1, "rollout/sampled_tokens": 400, "time/step_seconds": 1.0, "validation/reward_mean": 0.75},
+    {"step": 0, "validation/total": 4, "validation/reward_mean": 0.25},
+    {
+        "step": 1,
+        "rollout/sampled_tokens": 400,
+        "time/step_seconds": 1.0,
+        "validation/total": 4,
+        "validation/reward_mean": 0.75,
+    },
 ]
 
 
