@@ -12,6 +12,7 @@ from pathlib import Path
 
 from palestra.tracking.follow import FOLDER
 from palestra.tracking.process import LINGER_SECONDS
+from palestra.waiting import race
 
 log = logging.getLogger("palestra")
 
@@ -55,25 +56,22 @@ async def _keep(folder: Path, name: str, over: asyncio.Event) -> None:
     except OSError as error:
         log.warning("the tracker %s could not be started: %s", name, error)
         return
-    ended = asyncio.create_task(process.wait())
-    job_over = asyncio.create_task(over.wait())
-    await asyncio.wait((ended, job_over), return_when=asyncio.FIRST_COMPLETED)
-    job_over.cancel()
-    if not ended.done():
-        await _end(process, ended)
+    if (await race(process.wait(), over.wait())).index == 1:
+        await _end(process)
     if process.returncode:
         log.warning("the tracker %s ended with code %d: %s", name, process.returncode, _last_line(said))
 
 
-async def _end(process: Process, ended: asyncio.Task[int]) -> None:
+async def _end(process: Process) -> None:
     """Tell a process that the job is over, and wait for it, for a limited time."""
     assert process.stdin is not None
     process.stdin.close()
-    done, _ = await asyncio.wait((ended,), timeout=LINGER_SECONDS)
-    if not done:
+    try:
+        await asyncio.wait_for(process.wait(), LINGER_SECONDS)
+    except TimeoutError:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
-        await ended
+        await process.wait()
 
 
 def _last_line(path: Path) -> str:
