@@ -29,9 +29,11 @@ def check_trackers(names: Sequence[str]) -> None:
     """Check that there are trackers of these names, and that their libraries are installed; nothing is imported.
 
     Raises:
-        ConfigError: there is no tracker of a name, or its library is not installed.
+        ConfigError: there is no tracker of a name, its library is not installed, or one is named twice.
     """
     known = known_trackers()
+    if len(set(names)) < len(names):  # each is a process, and two would write the same files
+        raise ConfigError(f"tracking: a tracker is named twice in {', '.join(names)}")
     for name in names:
         if name not in known:
             raise ConfigError(f"tracking: there is no tracker {name!r}; there are {', '.join(known)}")

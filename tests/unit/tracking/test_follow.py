@@ -154,6 +154,8 @@ def test_names_of_trackers(tmp_path, monkeypatch):
     assert known_trackers()[:4] == ["tensorboard", "wandb", "mlflow", "trackio"]
     with pytest.raises(ConfigError, match="no tracker 'x'; there are tensorboard"):
         check_trackers(["x"])
+    with pytest.raises(ConfigError, match="named twice in x, x"):
+        check_trackers(["x", "x"])
     monkeypatch.setattr("palestra.tracking.registry.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="pip install mlflow-skinny"):
         check_trackers(["mlflow"])
