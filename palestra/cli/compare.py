@@ -99,7 +99,9 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             write_page(comparison, runs, results, page)
         except (OSError, StoreError) as error:
-            raise ConfigError(f"the page {page} could not be written: {cause_of(error)}; {AGAIN}") from error
+            # Where a file stands in place of its folder, `mkdir` says that the file exists.
+            cause = "not a directory" if isinstance(error, FileExistsError) else cause_of(error)
+            raise ConfigError(f"the page {page} could not be written: {cause}; {AGAIN}") from error
 
     resources = _resources(arguments)
     with locked(comparison.folder), contextlib.ExitStack() as opened:

@@ -14,6 +14,8 @@ names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", fullmatch=True)
 # A path may hold anything but NUL; lone surrogates are what Python makes of bytes that are no UTF-8.
 paths = st.text(min_size=1, max_size=30, alphabet=st.characters(exclude_characters="\0", exclude_categories=("Cs",)))
 positive = st.floats(min_value=1e-300, max_value=1e300)
+up_to_a_thousand = st.floats(0, 1e3, exclude_min=True)
+below_one = st.floats(0, 1, exclude_max=True)
 
 configs = st.builds(
     dict,
@@ -32,9 +34,9 @@ configs = st.builds(
                 "sampling": st.fixed_dictionaries({"temperature": st.floats(1e-12, 10)}),
                 "optimizer": st.fixed_dictionaries(
                     {
-                        "learning_rate": positive,
-                        "epsilon": positive,
-                        "betas": st.tuples(st.floats(-1e9, 1e9), st.floats(-1e-9, 1e-9)),
+                        "learning_rate": up_to_a_thousand,
+                        "epsilon": up_to_a_thousand,
+                        "betas": st.tuples(below_one, below_one),
                         "schedule": st.sampled_from(["constant", "linear", "cosine"]),
                     }
                 ),
