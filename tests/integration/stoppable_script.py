@@ -80,6 +80,8 @@ async def in_a_loop() -> None:
 
 
 if __name__ == "__main__":
+    # A shell that runs tests in its background has them ignore SIGINT, and every process that they start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if WHERE == "loop":
         asyncio.run(in_a_loop())
     elif WHERE == "thread":
