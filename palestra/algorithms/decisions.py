@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from palestra.algorithms.base import StepOrder
-from palestra.algorithms.credit import agent_reward, step_places
-from palestra.algorithms.gae import TokenCredit, rewards_between
+from palestra.algorithms.credit import step_places
+from palestra.algorithms.gae import TokenCredit, earned_by
 from palestra.types.calls import Floats
 from palestra.types.records import TrainSample, Trajectory
 
@@ -73,8 +73,7 @@ def decisions_of(
     rewards = trajectory.episode.rewards
     if rewards is None:
         raise ValueError(f"episode {trajectory.episode.episode_id} has no reward")
-    total = float(sum(rewards.values()))
-    place_of, step_rewards = step_places(trajectory, total, order)
+    place_of, step_rewards = step_places(trajectory, float(sum(rewards.values())), order)
     of_call: defaultdict[int, list[int]] = defaultdict(list)
     for number, row in rows.items():
         of_call[int(row.calls[np.argmax(row.loss_mask)])].append(number)
@@ -86,11 +85,7 @@ def decisions_of(
     for agent in sorted(calls):
         ordered = sorted(calls[agent])
         times = np.array([time for time, _ in ordered], np.int64)
-        if credit == "step":
-            earned = rewards_between(times, step_rewards, discount)
-        else:
-            earned = np.zeros(len(times))
-            earned[-1] = total if credit == "episode" else agent_reward(agent, rewards)
+        earned = earned_by(agent, times, rewards, step_rewards, credit, discount)
         discounts = np.power(discount, np.append(np.diff(times), 1).astype(np.float64))
         following: Decision | None = None
         own: list[Decision] = []

@@ -117,11 +117,7 @@ def chains_of(
     for agent in sorted(tokens):
         ordered = sorted(tokens[agent])
         times = np.array([token[0] for token in ordered], np.int64)
-        if credit == "step":
-            earned = rewards_between(times, step_rewards, discount)
-        else:
-            earned = np.zeros(len(times))
-            earned[-1] = total if credit == "episode" else agent_reward(agent, rewards)
+        earned = earned_by(agent, times, rewards, step_rewards, credit, discount)
         for number, (_, _, place, row_number) in enumerate(ordered):
             own = rows[row_number].token_rewards
             earned[number] += 0.0 if own is None else float(own[place])
@@ -195,7 +191,32 @@ def explained_variance(values: Doubles, returns: Doubles) -> float:
     return 1.0 - float(np.var(returns - values)) / variance if variance > 0 else float("nan")
 
 
-def rewards_between(times: NDArray[np.int64], step_rewards: Sequence[float], discount: float) -> Doubles:
+def earned_by(
+    agent: str,
+    times: NDArray[np.int64],
+    rewards: Mapping[str, float],
+    step_rewards: Sequence[float],
+    credit: TokenCredit,
+    discount: float,
+) -> Doubles:
+    """Return what each action of an agent has earned before the agent's next one, float64 [T].
+
+    Args:
+        agent: its name.
+        times: [T], ascending, the place of each action's TimeStep among all TimeSteps of the episode.
+        rewards: of the episode, by agent.
+        step_rewards: of the TimeSteps, in the order of time.
+        credit: see `chains_of`.
+        discount: discount factor of one TimeStep.
+    """
+    if credit == "step":
+        return _rewards_between(times, step_rewards, discount)
+    earned = np.zeros(len(times))
+    earned[-1] = float(sum(rewards.values())) if credit == "episode" else agent_reward(agent, rewards)
+    return earned
+
+
+def _rewards_between(times: NDArray[np.int64], step_rewards: Sequence[float], discount: float) -> Doubles:
     """Return the rewards of TimeSteps at the last action before each, discounted from there, float64 [T].
 
     A reward before the first action can't be earned by any of them.

@@ -42,7 +42,7 @@ from palestra.types.records import Trajectory
 log = logging.getLogger("palestra.learner")
 COUNTS = ("train/rows", "train/trained_tokens", "train/updates_skipped")  # metrics that add up over a step's batches
 _BEFORE_UPDATES = frozenset(f"train/{metric.name}" for metric in TRAINER_METRICS if metric.epoch == "first")
-CRITIC_COUNTS = ("train/critic_updates_skipped",)  # likewise, where there is a critic
+CRITIC_COUNTS = ("train/critic_updates_skipped",)  # these add up where there is a critic
 AddEvent = Callable[[str, dict[str, Any]], Awaitable[None]]
 
 
@@ -213,21 +213,31 @@ class PolicyUpdate:
         if self._replay is None:
             row = await self._train_batch(step, batch, f"step {step}")
         else:
-            row = batch.metrics | dict.fromkeys(COUNTS, 0.0)
-            version, ages = self._trainer.version(self._policy), Counter[int]()
-            await self._replay.begin(step)
-            for number in range(self._replay.draws):
-                drawn = await self._replay.draw(step, number)
-                choices = None if self._choices is None else await self._choices.of(drawn)
-                part = await self._make_batch(drawn, choices)
-                ages.update(staleness_of(part.samples, version))
-                found = await self._train_batch(step, replace(part, metrics={}), f"step {step} draw {number}")
-                summed = {name: row.get(name, 0.0) + found[name] for name in (*COUNTS, *CRITIC_COUNTS) if name in found}
-                known = batch.metrics.keys() | (_BEFORE_UPDATES if number else frozenset())
-                row |= {name: value for name, value in found.items() if name not in known} | summed
-            row |= staleness_metrics(ages)
+            row = await self._train_draws(step, batch.metrics, self._replay)
         row["time/train_seconds"] = time.monotonic() - started
         return row
+
+    async def _train_draws(self, step: int, of_step: Mapping[str, float], buffer: ReplayBuffer) -> dict[str, float]:
+        """Make the updates from the batches that a step draws, and return its metrics by full name.
+
+        Args:
+            step: number of the step.
+            of_step: metrics of the episodes of its manifest, in place of which none of a draw are taken.
+            buffer: what is drawn from.
+        """
+        row = {**of_step, **dict.fromkeys(COUNTS, 0.0)}
+        version, ages = self._trainer.version(self._policy), Counter[int]()
+        await buffer.begin(step)
+        for number in range(buffer.draws):
+            drawn = await buffer.draw(step, number)
+            choices = None if self._choices is None else await self._choices.of(drawn)
+            part = await self._make_batch(drawn, choices)
+            ages.update(staleness_of(part.samples, version))
+            found = await self._train_batch(step, replace(part, metrics={}), f"step {step} draw {number}")
+            summed = {name: row.get(name, 0.0) + found[name] for name in (*COUNTS, *CRITIC_COUNTS) if name in found}
+            known = of_step.keys() | (_BEFORE_UPDATES if number else frozenset())
+            row |= {name: value for name, value in found.items() if name not in known} | summed
+        return row | staleness_metrics(ages)
 
     async def _train_batch(self, step: int, batch: Batch, request: str) -> dict[str, float]:
         """Make the updates from one batch, and return its metrics by full name.
@@ -247,9 +257,8 @@ class PolicyUpdate:
         waits = critic is not None and step <= critic.warmup_steps
         advantages = await asyncio.to_thread(self._algorithm.advantages, batch.groups, forward)
         if waits:
-            self._algorithm.restore(
-                remembered
-            )  # what follows the policy would run away while the policy is not trained
+            # What follows the policy, such as a tuned temperature, would run away while the policy is not trained.
+            self._algorithm.restore(remembered)
         # The loss of this step has the coefficient from before, with which its rewards were made as well.
         loss = self._regularization.add_to(self._loss)
         measured = self._regularization.adapt(batch.samples, forward)
