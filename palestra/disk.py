@@ -16,6 +16,7 @@ from typing import TypeVar
 from palestra.errors import StoreError
 
 GO_ON = "go on with --resume (in a script resume=True)"  # advice of errors after which a run can be resumed
+RUN_LOCK = ".lock"  # the file in its folder that the process of a run keeps locked
 T = TypeVar("T")
 
 
@@ -90,3 +91,16 @@ def in_new_folder(parent: Path, prefix: str, work: Callable[[Path], T]) -> T:
             shutil.rmtree(folder, ignore_errors=True)
         finally:  # once more, in case a signal came during the removal
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether a process of this machine holds the lock of a file. On another system than Linux: False."""
+    # Read from the kernel's list: to try the lock would make the start of a job fail that tries it in this moment.
+    try:
+        inode = path.stat().st_ino
+        held = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return False
+    # A line is `1: FLOCK ADVISORY WRITE PID DEVICE:INODE 0 EOF`. The device is not compared, because a container's file
+    # system has another one there.
+    return any(" FLOCK " in line and f":{inode} " in line for line in held)

@@ -17,13 +17,13 @@ from palestra.config import SAVED_CONFIG, JobConfig, load_config
 from palestra.dashboard.answers import LiveState
 from palestra.dashboard.token_text import TokenText, token_text
 from palestra.database.sqlite import driver_of
+from palestra.disk import RUN_LOCK, is_locked
 from palestra.errors import ConfigError, NotFound, StoreError
 from palestra.store.browsing import browse
 from palestra.store.run_store import UNREADABLE
 from palestra.store.tables import SCHEMA
 
 OLDEST = 4  # version of the tables from which on batches have the versions of their policies
-LOCK = ".lock"  # the file that the process of a run keeps locked
 # Errors of reading a damaged record; `run.open` makes a StoreError of those that SQLite finds.
 DAMAGED = (*UNREADABLE, StoreError, LookupError, TypeError, AttributeError, AssertionError, OverflowError)
 QUERY_SECONDS = 10.0  # that the queries of one connection may take
@@ -124,13 +124,7 @@ class Run:
         """Return whether a process of this machine runs the job now."""
         if self.live is not None:
             return True
-        # Trying to lock the file would make a job fail that starts at that moment, so the kernel's list is read.
-        try:
-            inode = (self.folder / LOCK).stat().st_ino
-            lines = Path("/proc/locks").read_text().splitlines()
-        except OSError:
-            return False
-        return any(f":{inode} " in line and "FLOCK" in line for line in lines)
+        return is_locked(self.folder / RUN_LOCK)
 
 
 @lru_cache(maxsize=64)

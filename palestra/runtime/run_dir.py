@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import IO
 
 from palestra.config import JobConfig
+from palestra.disk import RUN_LOCK, is_locked
 from palestra.errors import ConfigError, NotFound, RunInUse
 
-LOCK = ".lock"
 ATTEMPTS = 100  # attempts to lock a folder, which failing starts of other processes may remove
 MADE_BY_A_START = ("secret", "api_key", "run.db", "run.db-wal", "run.db-shm")
 
@@ -76,7 +76,7 @@ class RunStart:
         self._folder = folder
         missing = (parent for parent in (folder, *folder.parents) if not parent.exists())
         self._new_folders = list(missing)  # deepest first
-        self._made: tuple[str, ...] = () if (folder / LOCK).exists() else (LOCK,)
+        self._made: tuple[str, ...] = () if (folder / RUN_LOCK).exists() else (RUN_LOCK,)
         self._is_new = False
         self.succeeded = False
 
@@ -119,15 +119,7 @@ def starting_in(folder: Path) -> Iterator[RunStart]:
 
 def is_running(folder: Path) -> bool:
     """Return whether a process of this machine runs the job in this folder. On another system than Linux: False."""
-    # Read from the kernel's list: to try the lock would make the start of a job fail that tries it in this moment.
-    try:
-        inode = (folder / LOCK).stat().st_ino
-        held = Path("/proc/locks").read_text().splitlines()
-    except OSError:
-        return False
-    # A line is `1: FLOCK ADVISORY WRITE PID DEVICE:INODE 0 EOF`. The device is not compared, because a container's file
-    # system has another one there.
-    return any(" FLOCK " in line and f":{inode} " in line for line in held)
+    return is_locked(folder / RUN_LOCK)
 
 
 def _locked(folder: Path) -> IO[str]:
@@ -140,7 +132,7 @@ def _locked(folder: Path) -> IO[str]:
     for _ in range(ATTEMPTS):
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # private: a run contains prompts
-            lock: IO[str] = (folder / LOCK).open("w")
+            lock: IO[str] = (folder / RUN_LOCK).open("w")
         except FileNotFoundError:  # a failing start has just removed the folder, or the working directory is gone
             continue
         except OSError as error:
@@ -154,7 +146,7 @@ def _locked(folder: Path) -> IO[str]:
             lock.close()
             raise ConfigError(f"{folder} can't be used as a run's folder: {error.strerror}") from error
         with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(lock.fileno()), (folder / LOCK).stat()):
+            if os.path.samestat(os.fstat(lock.fileno()), (folder / RUN_LOCK).stat()):
                 return lock
         lock.close()  # a failing start has removed this file, and there may be a new one
     raise ConfigError(
