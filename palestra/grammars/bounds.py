@@ -21,6 +21,8 @@ class Bounds:
         compile_wall_seconds: time that compiling may take on a machine that is busy with other work.
         step_wall_seconds: time that a request for tokens may take on a busy machine.
         lexer_states: states of the automaton that recognises lexemes; about 2 kB each.
+        tree_places: most places in the replies of a grammar that is walked whole when it is compiled, and needs no
+            process afterwards; 0: none is.
     """
 
     compile_cpu_seconds: float = 2.0
@@ -29,6 +31,7 @@ class Bounds:
     compile_wall_seconds: float = 20.0
     step_wall_seconds: float = 10.0
     lexer_states: int = 50_000
+    tree_places: int = 256
 
 
 BOUNDS = Bounds()

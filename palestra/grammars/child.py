@@ -26,6 +26,7 @@ from palestra.grammars.frames import receive_frame, receive_json, send_frame, se
 _PR_SET_PDEATHSIG = 1
 _PAGE = resource.getpagesize()
 _PROBES, _PROBE_TOKENS = 3, 12  # how many random replies of a new grammar are tried, and their length
+_MOST_BRANCHES = 64  # tokens that may follow at one place of a grammar that is walked whole
 _libc = ctypes.CDLL(None)
 
 
@@ -115,11 +116,13 @@ class _Grammar:
         grammar = receive_frame(self._own).decode()
         self._allow(self._bounds["compile_cpu_seconds"])
         start, first, problem = self._compile(grammar)
+        nodes = None if problem else self._tree(start)
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         send_json(self._own, {"problem": problem})
         if problem:
             return
         send_frame(self._own, first)
+        send_json(self._own, nodes)
         while True:
             request = receive_json(self._own)
             # A reply that ends while its walk is asked for stands in both: it is walked, and then forgotten, for a walk
@@ -175,6 +178,33 @@ class _Grammar:
                 return start, b"", str(error)
         return start, first, ""
 
+    def _tree(self, start: LLMatcher) -> list[list[tuple[int, int]]] | None:
+        """Return all places of the grammar's replies: for each the tokens that may follow, and where each leads to.
+
+        That is the number of a place, or -1 for the end of the reply.
+
+        Returns None if there are too many places, or one of them is over a limit: a reply that comes to it gets the
+        error.
+        """
+        nodes: list[list[tuple[int, int]]] = [[]]
+        open_places = [(0, start)]
+        while open_places:
+            number, matcher = open_places.pop()
+            tokens = _tokens_of(matcher.compute_bitmask(), _MOST_BRANCHES)
+            if tokens is None or matcher.is_error():
+                return None
+            for token in tokens:
+                if token == self._tokenizer.eos_token:
+                    nodes[number].append((token, -1))
+                    continue
+                after = matcher.deep_copy()
+                if len(nodes) >= self._bounds["tree_places"] or not after.consume_token(token):
+                    return None
+                nodes[number].append((token, len(nodes)))
+                open_places.append((len(nodes), after))
+                nodes.append([])
+        return nodes
+
     def _walk(self, matcher: LLMatcher, tokens: list[int], wanted: list[int], renew: bool = True) -> list[bytes]:
         """Accept tokens, and return the token mask at each place in `wanted`.
 
@@ -198,6 +228,18 @@ class _Grammar:
             if place < len(tokens) and not matcher.consume_token(tokens[place]):
                 raise ValueError(f"token {tokens[place]} does not fit the grammar: {matcher.get_error()}")
         return masks
+
+
+def _tokens_of(mask: bytes, most: int) -> list[int] | None:
+    """Return the tokens that a mask allows, in order; None: more than `most`."""
+    bits = int.from_bytes(mask, "little")
+    if bits.bit_count() > most:
+        return None
+    tokens = []
+    while bits:
+        tokens.append((bits & -bits).bit_length() - 1)
+        bits &= bits - 1
+    return tokens
 
 
 def _choose(mask: bytes, draw: random.Random) -> int:

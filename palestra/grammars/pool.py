@@ -7,7 +7,7 @@ import hashlib
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from itertools import count
 
@@ -16,12 +16,22 @@ from numpy.typing import NDArray
 
 from palestra.errors import EngineFailure, GrammarRefused, InvalidRequest, PalestraError, TooManyRequests
 from palestra.grammars.bounds import BOUNDS, Bounds
-from palestra.grammars.process import GrammarProcess, GrammarServer, GrammarVocabulary, Matcher, Refusal, refusal
+from palestra.grammars.matcher import Matcher
+from palestra.grammars.process import (
+    GrammarProcess,
+    GrammarServer,
+    GrammarVocabulary,
+    ProcessMatcher,
+    Refusal,
+    refusal,
+)
+from palestra.grammars.tree import GrammarTree, TreeMatcher
 
 MOST_PROCESSES = 32
 MOST_COMPILING = 2
 MOST_WAITING = 256  # grammars that wait to be compiled; more are refused with 429
 MOST_KNOWN = 1024
+MOST_TREE_TOKENS = 2**18  # of all trees that are kept; one takes about 100 bytes
 # Time depends on the machine's load as well as on the grammar: a less busy machine might be inside the bound. So a
 # refusal for time is forgotten after a while; until then the same grammar is refused without being compiled again.
 FORGET_SECONDS = 60.0
@@ -54,9 +64,11 @@ class Grammars:
         self._server: GrammarServer | None = None
         self._threads: ThreadPoolExecutor | None = None
         self._closed = False
-        # By digest of the grammar's text. The two ordered ones are least recently used first. A refusal of None in
+        # By digest of the grammar's text. The ordered ones are least recently used first. A refusal of None in
         # `_known` means usable; the number says until when (monotonic seconds) the entry counts.
         self._alive: OrderedDict[bytes, GrammarProcess] = OrderedDict()
+        self._trees: OrderedDict[bytes, GrammarTree] = OrderedDict()
+        self._tree_tokens = 0
         self._compiling: dict[bytes, _Compilation] = {}
         self._known: OrderedDict[bytes, tuple[Refusal | None, float]] = OrderedDict()
         self._queue: deque[Future[None]] = deque()  # callers that wait until a process is released
@@ -111,6 +123,8 @@ class Grammars:
             if matcher.closed:
                 return
             matcher.closed = True
+            if not isinstance(matcher, ProcessMatcher):
+                return
             matcher.process.users -= 1
             # In this order, `closed` before `walked`: see `_open`.
             if matcher.walked:
@@ -131,11 +145,23 @@ class Grammars:
         Returns:
             For each matcher None, or the error with which its reply has to end.
         """
-        by_process: dict[GrammarProcess, list[int]] = {}
-        for place, matcher in enumerate(matchers):
-            if matcher.pending and not matcher.closed:
-                by_process.setdefault(matcher.process, []).append(place)
         errors: list[PalestraError | None] = [None] * len(matchers)
+        walked: dict[int, ProcessMatcher] = {}
+        for place, matcher in enumerate(matchers):
+            if not matcher.pending or matcher.closed:
+                continue
+            if isinstance(matcher, ProcessMatcher):
+                walked[place] = matcher
+            elif isinstance(matcher, TreeMatcher):
+                errors[place] = _advanced(matcher)
+        self._advance_processes(walked, errors)
+        return errors
+
+    def _advance_processes(self, matchers: Mapping[int, ProcessMatcher], errors: list[PalestraError | None]) -> None:
+        """Advance the matchers of processes, which work at the same time, and enter the errors at their places."""
+        by_process: dict[GrammarProcess, list[int]] = {}
+        for place, matcher in matchers.items():
+            by_process.setdefault(matcher.process, []).append(place)
         for process, places in by_process.items():
             process.lock.acquire()
             places[:] = [place for place in places if _open(matchers[place])]
@@ -157,7 +183,6 @@ class Grammars:
                     continue
                 matchers[place].mask, matchers[place].pending = masks[start : start + width], []
                 start += width
-        return errors
 
     def walk(self, grammar: str, tokens: Sequence[int], wanted: Sequence[int], keep: bool = True) -> NDArray[np.int32]:
         """Return the masks with which tokens of a reply could have been sampled. Blocks the calling thread.
@@ -178,6 +203,11 @@ class Grammars:
             EngineFailure: the process was ended from outside.
         """
         matcher = self._blocking_matcher(grammar)
+        if not isinstance(matcher, ProcessMatcher):
+            found = matcher.tree.walk(
+                [int(token) for token in tokens], [int(place) for place in wanted] if keep else []
+            )
+            return np.frombuffer(found, "<i4").reshape(-1, len(matcher.mask) // 4)
         parts = []
         try:
             for start in range(0, len(tokens), _CHUNK):
@@ -203,6 +233,8 @@ class Grammars:
             InvalidRequest, GrammarRefused, EngineFailure: see `walk`.
         """
         matcher = self._blocking_matcher(grammar)
+        if not isinstance(matcher, ProcessMatcher):
+            return matcher.tree.walk(tokens, [len(tokens)]).ravel()
         try:
             return np.frombuffer(self._walked(matcher, [*tokens], [len(tokens)], keep=True), "<i4")
         finally:
@@ -226,7 +258,7 @@ class Grammars:
             if self._threads is not None:
                 self._threads.shutdown(wait=False)  # queued work still runs, and fails because the pool is closed
 
-    def _walked(self, matcher: Matcher, tokens: list[int], wanted: list[int], keep: bool) -> bytes:
+    def _walked(self, matcher: ProcessMatcher, tokens: list[int], wanted: list[int], keep: bool) -> bytes:
         """Advance a matcher by tokens, and return the masks at the places of `wanted`, one after another.
 
         Args:
@@ -283,25 +315,29 @@ class Grammars:
                 if isinstance(error, GrammarRefused):
                     self._learn(key, error)
 
-    def _take(self, key: bytes) -> Matcher | Future[None] | None:
-        """Return a matcher if the grammar's process runs, None if it may be compiled, else a future to wait for.
+    def _take(self, key: bytes) -> ProcessMatcher | TreeMatcher | Future[None] | None:
+        """Return a matcher if the grammar's tree is known or its process runs, None if it may be compiled, else a
+        future to wait for.
 
         The future is done when another caller releases a process.
         """
         self._is_known(key)
         with self._lock:
+            if key in self._trees:
+                self._trees.move_to_end(key)
+                return TreeMatcher(self._trees[key])
             process = self._alive.get(key)
             if process is not None and process.usable:
                 self._alive.move_to_end(key)
                 process.users += 1
-                return Matcher(process, next(self._numbers))
+                return ProcessMatcher(process, next(self._numbers))
             if sum(p.users > 0 for p in self._alive.values()) < MOST_PROCESSES:
                 return None
             waiting: Future[None] = Future()
             self._queue.append(waiting)
             return waiting
 
-    def _blocking_matcher(self, grammar: str) -> Matcher:
+    def _blocking_matcher(self, grammar: str) -> ProcessMatcher | TreeMatcher:
         """Return a matcher for a thread that may block, as `matcher` does for tasks."""
         key = _key(grammar)
         while not isinstance(found := self._take(key), Matcher):
@@ -389,10 +425,22 @@ class Grammars:
         """
         if self._closed:
             return [process]
+        if process.tree is not None:
+            self._keep_tree(key, process.tree)
+            return [process]
         gone = [self._alive.pop(key)] if key in self._alive else []
         self._alive[key] = process
         idle = [other for other, p in self._alive.items() if not p.users]
         return gone + [self._alive.pop(other) for other in idle[: max(0, len(self._alive) - MOST_PROCESSES)]]
+
+    def _keep_tree(self, key: bytes, tree: GrammarTree) -> None:
+        """Keep the tree of a grammar, and forget those that were used least recently. The caller holds the lock."""
+        if (before := self._trees.pop(key, None)) is not None:
+            self._tree_tokens -= before.size
+        self._trees[key] = tree
+        self._tree_tokens += tree.size
+        while self._tree_tokens > MOST_TREE_TOKENS and len(self._trees) > 1:
+            self._tree_tokens -= self._trees.popitem(last=False)[1].size
 
     def _running_server(self) -> GrammarServer:
         """Return the server from which processes are forked, after starting it if it does not run.
@@ -411,7 +459,16 @@ class Grammars:
             return self._server
 
 
-def _open(matcher: Matcher) -> bool:
+def _advanced(matcher: TreeMatcher) -> PalestraError | None:
+    """Advance a matcher of a tree; returns the error with which its reply has to end, or None."""
+    try:
+        matcher.advance()
+    except InvalidRequest as error:
+        return GrammarRefused(str(error))
+    return None
+
+
+def _open(matcher: ProcessMatcher) -> bool:
     """Return whether a matcher is still in use, and note that its process has one from now on.
 
     A reply may be over at any moment, in another thread. Noted first, and then looked: so either this sees that the

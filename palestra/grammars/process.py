@@ -19,6 +19,8 @@ from typing import NamedTuple
 from palestra.errors import EngineFailure, GrammarRefused, InvalidRequest, PalestraError
 from palestra.grammars.bounds import Bounds
 from palestra.grammars.frames import receive_frame, receive_json, send_frame, send_json
+from palestra.grammars.matcher import Matcher
+from palestra.grammars.tree import GrammarTree
 
 _START_SECONDS = 120.0  # enough to load a tokenizer of a few hundred thousand tokens on a busy machine
 # The environment variables that the process inherits: none that holds a key.
@@ -118,28 +120,19 @@ def _end_server(control: socket.socket, process: subprocess.Popen[bytes]) -> Non
     process.wait()
 
 
-class Matcher:
-    """The position of one reply in its grammar. `Grammars.advance` renews the masks of many matchers together.
+class ProcessMatcher(Matcher):
+    """The position of one reply in the grammar of a process.
 
     Attributes:
         process: the process of the grammar.
         number: of this matcher in its process.
-        mask: int32 [ceil(V / 32)], little-endian, as bytes: a bit for each token that may follow.
-        pending: tokens accepted since the mask was made.
         walked: whether the process may have a matcher of this number.
-        closed: whether the matcher was released.
     """
 
     def __init__(self, process: GrammarProcess, number: int) -> None:
+        super().__init__(process.first_mask)
         self.process, self.number = process, number
-        self.mask = process.first_mask
-        self.pending: list[int] = []
         self.walked = False
-        self.closed = False
-
-    def accept(self, token: int) -> None:
-        """Append a token that the mask allows; `Grammars.advance` then checks it and makes the next mask."""
-        self.pending.append(token)
 
 
 class GrammarProcess:
@@ -148,6 +141,7 @@ class GrammarProcess:
     Attributes:
         pid: id of the process.
         first_mask: the mask at the beginning of a reply, as `Matcher.mask`.
+        tree: all places of the grammar's replies; None: there are more than `Bounds.tree_places`.
         users: how many matchers are open.
         matchers: how many the process had at its last answer.
         lock: held around each request and its answer.
@@ -158,6 +152,7 @@ class GrammarProcess:
         self._server, self.pid, self._channel, self._bounds = server, pid, channel, bounds
         weakref.finalize(self, channel.close)
         self.first_mask = b""
+        self.tree: GrammarTree | None = None
         self.users = 0
         self.matchers = 0
         self.lock = threading.Lock()
@@ -186,6 +181,8 @@ class GrammarProcess:
                 problem = receive_json(self._channel)["problem"]
                 if not problem:
                     self.first_mask = bytes(receive_frame(self._channel))
+                    nodes = receive_json(self._channel)
+                    self.tree = None if nodes is None else GrammarTree(nodes, len(self.first_mask))
                     self._channel.settimeout(self._bounds.step_wall_seconds)
                     return
             except (EOFError, OSError) as error:

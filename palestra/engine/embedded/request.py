@@ -11,7 +11,7 @@ from torch import Tensor
 
 from palestra.engine.base import EngineRequest
 from palestra.engine.embedded.kv_cache import Row
-from palestra.grammars.process import Matcher
+from palestra.grammars.matcher import Matcher
 from palestra.tokens import TokenRun
 from palestra.types.calls import PolicyVersion, SamplingParams
 
