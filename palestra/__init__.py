@@ -69,6 +69,8 @@ if TYPE_CHECKING:
     from palestra.runtime.evaluating import TaskOutcome as TaskOutcome
     from palestra.runtime.evaluating import evaluate as evaluate
     from palestra.runtime.job_thread import TrainResult as TrainResult
+    from palestra.runtime.probabilities import ChoiceQuestion as ChoiceQuestion
+    from palestra.runtime.probabilities import choice_probabilities as choice_probabilities
     from palestra.runtime.training import train as train
     from palestra.store.browsing import read_episodes as read_episodes
     from palestra.tools import Tool as Tool
@@ -98,6 +100,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "palestra.client.control": ("ControlClient",),
     "palestra.runtime.evaluating": ("Evaluation", "TaskOutcome", "evaluate"),
     "palestra.runtime.job_thread": ("TrainResult",),
+    "palestra.runtime.probabilities": ("ChoiceQuestion", "choice_probabilities"),
     "palestra.runtime.training": ("train",),
     "palestra.config": ("JobConfig", "OptimizerConfig", "PolicyConfig", "RolloutConfig", "load_config"),
     "palestra.envs": (
