@@ -94,7 +94,8 @@ class ModelAgent(Agent):
         Args:
             tools: tools that are offered beside those of the observation, in OpenAI's shape.
             max_tokens: limit of each reply in tokens; None: as many as the job allows.
-            choices: every reply is one of these texts, such as the moves of a game. Empty: any reply.
+            choices: every reply is one of these texts, such as the moves of a game. Empty: the observation's
+                own choices, where the environment gives them and no tools are offered, else any reply.
             tool_choice: "required": every reply calls tools; see `PolicyHandle.chat`.
 
         Raises:
@@ -108,11 +109,13 @@ class ModelAgent(Agent):
 
     async def step(self, observation: Observation, policy: PolicyHandle) -> tuple[list[Chat], ChatMessage]:
         """Sample one reply to the conversation, with this observation at its end, and return it as the action."""
+        tools = (*self._tools, *observation.tools)
         chat = await policy.chat(
             (*policy.history, *observation.content),
-            tools=(*self._tools, *observation.tools),
+            tools=tools,
             max_tokens=self._max_tokens,
-            choices=self._choices,
+            # Beside tools a reply can't be held to texts, so the environment has to refuse an illegal one itself.
+            choices=self._choices or (() if tools else observation.choices),
             tool_choice=self._tool_choice,
         )
         return [chat], chat.reply

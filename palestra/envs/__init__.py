@@ -8,10 +8,14 @@ from palestra.envs.calculator import CalculatorEnvironment
 from palestra.envs.catalog import CATALOG, CatalogEntry, catalog_entry
 from palestra.envs.check import check_environment
 from palestra.envs.concurrent import ConcurrentEnvironment, SerialEnvironment
+from palestra.envs.coordinator import Coordinator
 from palestra.envs.environment import Environment, TaskEnvironment
 from palestra.envs.gomoku import Gomoku
 from palestra.envs.gomoku_duel import GomokuDuel
 from palestra.envs.gymnasium import FrozenLake, GymnasiumEnvironment
+from palestra.envs.kuhn_poker import KuhnPoker
+from palestra.envs.multi_agent import Fault, MultiAgentEnvironment, Outcome, TimeLimit
+from palestra.envs.protocols import AgentProtocol, Stage, decided, free, phases, simultaneous, turns
 from palestra.envs.reasoning_gym import ReasoningEnvironment
 from palestra.envs.rewards import reward_function
 from palestra.envs.split_sum import SplitSum
@@ -22,24 +26,37 @@ from palestra.envs.tool_environment import ToolEnvironment
 __all__ = [
     "CATALOG",
     "DELEGATE",
+    "AgentProtocol",
     "Arithmetic",
     "CalculatorEnvironment",
     "CatalogEntry",
     "ConcurrentEnvironment",
+    "Coordinator",
     "Environment",
+    "Fault",
     "FrozenLake",
     "Gomoku",
     "GomokuDuel",
     "GymnasiumEnvironment",
+    "KuhnPoker",
+    "MultiAgentEnvironment",
+    "Outcome",
     "ReasoningEnvironment",
     "SerialEnvironment",
     "Split",
     "SplitSum",
+    "Stage",
     "Subagent",
     "SubagentEnvironment",
     "TaskEnvironment",
+    "TimeLimit",
     "ToolEnvironment",
     "catalog_entry",
     "check_environment",
+    "decided",
+    "free",
+    "phases",
     "reward_function",
+    "simultaneous",
+    "turns",
 ]

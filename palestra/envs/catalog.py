@@ -19,6 +19,7 @@ from palestra.envs.environment import Environment
 from palestra.envs.gomoku import Gomoku, gomoku_tasks
 from palestra.envs.gomoku_duel import GomokuDuel
 from palestra.envs.gymnasium import FrozenLake, frozen_lake_tasks
+from palestra.envs.kuhn_poker import KuhnPoker, kuhn_poker_tasks
 from palestra.envs.reasoning_gym import ReasoningEnvironment, reasoning_tasks
 from palestra.envs.split_sum import SplitSum, split_sum_tasks
 from palestra.envs.task_splits import Split
@@ -121,6 +122,11 @@ CATALOG: Mapping[str, CatalogEntry] = MappingProxyType(
             summary="stones in a row, of two agents; `roles.opponent` says which policy plays the second",
             make=_maker("gomoku-duel", GomokuDuel, "clock"),
             generate=gomoku_tasks,
+        ),
+        "kuhn-poker": CatalogEntry(
+            summary="the smallest poker, of two agents `first` and `second`; moves are held to p and b",
+            make=_maker("kuhn-poker", KuhnPoker, "clock"),
+            generate=kuhn_poker_tasks,
         ),
         "frozen-lake": CatalogEntry(
             summary="a walk over ice with holes, on random maps (Gymnasium)",

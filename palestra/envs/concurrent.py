@@ -29,6 +29,9 @@ class ConcurrentEnvironment(ABC):
     """
 
     reusable: ClassVar[bool] = False  # True: `reset` may be called again; False: each episode gets a new environment
+    roles: tuple[str, ...] = ()  # names of the agents, where they are the same in every episode
+    gives_choices: bool = False  # whether observations may have `choices`, to which the replies of a model are held
+    moves: tuple[str, ...] = ()  # all texts that may be choices, as far as they are known before an episode
     # The number of actions, of all agents together, after which every new observation is the last; None: no limit.
     max_steps: int | None = None
 
@@ -77,6 +80,7 @@ class ConcurrentEnvironment(ABC):
         *,
         parents: tuple[str, ...] = (),
         tools: tuple[dict[str, Any], ...] = (),
+        choices: tuple[str, ...] = (),
         reward: StepReward | None = None,
         terminated: bool = False,
         truncated: bool = False,
@@ -91,6 +95,7 @@ class ConcurrentEnvironment(ABC):
             content: messages to add to the agent's conversation.
             parents: ids of the observations whose actions caused this one; empty at the episode's start.
             tools: tools that the agent may call in its answer, in OpenAI's shape.
+            choices: texts of which its answer has to be one; a `ModelAgent` can sample nothing else. (): any answer.
             reward: reward for the actions that caused it, or several by name; None: not scored, which differs from 0.
             terminated: the agent's part is over, so no action is asked for.
             truncated: the agent's part was cut off, by a limit for instance.
@@ -108,6 +113,7 @@ class ConcurrentEnvironment(ABC):
             agent=agent,
             content=content,
             tools=tools,
+            choices=choices,
             reward=checked_names(reward) if isinstance(reward, Mapping) else reward,
             terminated=terminated,
             truncated=truncated or (self.cut_off and not terminated),
@@ -120,7 +126,32 @@ class ConcurrentEnvironment(ABC):
         self._changed.set()
         return observation
 
+    def withdraw(self, observation_id: str, action: ChatMessage | None = None) -> None:
+        """Stop waiting for an agent's action, because its time is over or its part has ended.
+
+        Args:
+            observation_id: id of an observation that waits for an action.
+            action: the action that is taken in the agent's place; None: none is.
+        """
+        self._open.pop(observation_id, None)
+        self._withdrawn[observation_id] = action
+
     # Methods that a rollout calls.
+
+    def is_withdrawn(self, observation_id: str) -> bool:
+        """Return whether the environment no longer waits for the agent's action, and would refuse it."""
+        return observation_id in self._withdrawn
+
+    def action_in_place(self, observation_id: str) -> ChatMessage | None:
+        """Return the action that was taken in the agent's place when the observation was withdrawn, if any."""
+        return self._withdrawn.get(observation_id)
+
+    def survives_failure(self, observation_id: str) -> bool:
+        """Return whether the episode continues if the agent that is to answer this observation fails.
+
+        By default it does not: the failure of one agent is a failure of the episode.
+        """
+        return False
 
     async def reset(self, task: Mapping[str, Any]) -> None:
         """Begin an episode of `task`; work that is left of the episode before is cancelled.
@@ -201,6 +232,7 @@ class ConcurrentEnvironment(ABC):
         self._begun = False
         self._open: dict[str, Observation] = {}  # observations that wait for an action
         self._acted: dict[str, ChatMessage] = {}
+        self._withdrawn: dict[str, ChatMessage | None] = {}  # observations that wait no more -> action in their place
         self._working: dict[str, asyncio.Task[None]] = {}
         self._unseen: asyncio.Queue[Observation] = asyncio.Queue()
         self._changed = asyncio.Event()

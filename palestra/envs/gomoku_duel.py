@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from palestra.envs.concurrent import ConcurrentEnvironment
 from palestra.envs.gomoku import AGENT, OPPONENT, Board
+from palestra.envs.multi_agent import MultiAgentEnvironment, Outcome
+from palestra.envs.protocols import AgentProtocol, turns
 from palestra.types.clock import Clock
-from palestra.types.messages import ChatMessage, Observation, text_message
+from palestra.types.messages import ChatMessage
 
 STONES = {"agent": AGENT, "opponent": OPPONENT}
 WON, DRAWN, LOST, IMPOSSIBLE = 1.0, 0.5, 0.0, -0.5
 
 
-class GomokuDuel(ConcurrentEnvironment):
+class GomokuDuel(MultiAgentEnvironment):
     """The agents `agent` and `opponent` take turns; `roles.opponent` says which policy plays the second one.
 
     A move is two numbers, row and column from 1. Rewards of each agent: won 1, drawn 0.5, lost 0. An impossible move
@@ -24,6 +25,7 @@ class GomokuDuel(ConcurrentEnvironment):
     """
 
     reusable = True
+    roles = ("agent", "opponent")
 
     def __init__(self, *, size: int = 3, to_win: int = 3, clock: Clock | None = None) -> None:
         """Set what holds where the task does not say it.
@@ -40,37 +42,35 @@ class GomokuDuel(ConcurrentEnvironment):
         self._defaults = {"size": size, "to_win": to_win}
         Board(size, to_win)
 
-    async def start(self, task: Mapping[str, Any]) -> None:
-        """Empty the board, and show it to the agent that begins."""
+    def begin(self, task: Mapping[str, Any]) -> None:
+        """Empty the board."""
         settings = self._defaults | dict(task)
         self._board = Board(int(settings["size"]), int(settings["to_win"]))
-        self._shown: dict[str, str] = {}  # the observation that each agent has answered last, or is to answer
-        self._show("opponent" if task.get("first", "agent") == "opponent" else "agent")
 
-    async def on_action(self, observation: Observation, action: ChatMessage) -> None:
-        """Put a stone, and show the board to the other agent, or end the game."""
-        board, name = self._board, observation.agent
-        other = "opponent" if name == "agent" else "agent"
+    def protocol(self, task: Mapping[str, Any]) -> AgentProtocol:
+        """Return turns, in which the role that the task names as `first` begins."""
+        return turns(self.roles[::-1] if task.get("first", "agent") == "opponent" else self.roles)
+
+    def rules(self, role: str) -> str:
+        """Return the rules for the role's stones."""
+        return self._board.rules(STONES[role])
+
+    def view(self, role: str) -> str:
+        """Return the board."""
+        return str(self._board)
+
+    def apply(self, actions: Mapping[str, ChatMessage]) -> Outcome | None:
+        """Put a stone, and end the game if it is won or the board is full."""
+        ((name, action),) = actions.items()
+        board, other = self._board, "opponent" if name == "agent" else "agent"
         move = board.move(action.text)
         if move is None:
-            self._end({name: IMPOSSIBLE, other: DRAWN}, f"{name}: impossible move")
-            return
+            return _end({name: IMPOSSIBLE, other: DRAWN}, f"{name}: impossible move")
         board.put(*move, STONES[name])
         if board.wins(*move):
-            self._end({name: WON, other: LOST}, f"{name} won")
-        elif not board.free:
-            self._end({name: DRAWN, other: DRAWN}, "drawn")
-        else:
-            self._show(other, observation.id)
+            return _end({name: WON, other: LOST}, f"{name} won")
+        return None if board.free else _end({name: DRAWN, other: DRAWN}, "drawn")
 
-    def _show(self, name: str, cause: str | None = None) -> None:
-        """Show the board to an agent, the rules before it if it has not been shown."""
-        text = str(self._board) if name in self._shown else f"{self._board.rules(STONES[name])}\n{self._board}"
-        parents = tuple(known for known in (self._shown.get(name), cause) if known is not None)
-        self._shown[name] = self.emit(name, (text_message("user", text),), parents=parents).id
 
-    def _end(self, rewards: Mapping[str, float], result: str) -> None:
-        """Give each agent its reward, for its own last move; one that has not moved has none to be rewarded for."""
-        for name, reward in rewards.items():
-            parents = (self._shown[name],) if name in self._shown else ()
-            self.emit(name, (), parents=parents, reward=reward, terminated=True, info={"result": result})
+def _end(rewards: Mapping[str, float], result: str) -> Outcome:
+    return Outcome(rewards=rewards, over=True, info={"result": result})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -52,6 +52,37 @@ class Vocabulary:
         See `token_bytes`.
         """
         return token_bytes(self._tokenizer)
+
+    def first_not_writable(self, texts: Iterable[str]) -> str | None:
+        """Return the first of these texts that is no sequence of tokens, control tokens left aside; None: all are."""
+        for text in texts:
+            if text in self._writable:
+                continue
+            if not self._can_write(text.encode("utf-8", errors="replace")):
+                return text
+            self._writable.add(text)
+        return None
+
+    def _can_write(self, text: bytes) -> bool:
+        """Return whether tokens, one after another, have exactly these bytes."""
+        pieces, longest = self._pieces
+        reached = [True] + [False] * len(text)
+        for end in range(1, len(text) + 1):
+            starts = range(max(0, end - longest), end)
+            reached[end] = any(reached[start] and text[start:end] in pieces for start in starts)
+        return reached[-1]
+
+    @cached_property
+    def _writable(self) -> set[str]:
+        """Return the texts of which it is known that they are sequences of tokens."""
+        return set()
+
+    @cached_property
+    def _pieces(self) -> tuple[frozenset[bytes], int]:
+        """Return the bytes of all tokens but control tokens, and the length of the longest."""
+        control = set(getattr(self._tokenizer, "all_special_ids", ()))
+        pieces = frozenset(self.bytes_of(token) for token in range(len(self)) if token not in control)
+        return pieces, max(map(len, pieces))
 
     @cached_property
     def long_text(self) -> LongText:

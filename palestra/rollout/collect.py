@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from palestra.agents import Agent
+from palestra.agents import Agent, ModelAgent
 from palestra.config import AlgorithmConfig
 from palestra.envs import ConcurrentEnvironment
 from palestra.errors import (
@@ -128,6 +128,9 @@ class TrajectoryCollectEngine:
         self._temperature = temperature
         self._histories: dict[str, tuple[ChatMessage, ...]] = defaultdict(tuple)
         self._number: dict[str, int] = {}  # observation -> its TimeStep
+        self._answering: dict[str, Observation] = {}  # by agent: the observation that it is to answer
+        self._observing: asyncio.Task[Observation] | None = None
+        self._turns: dict[asyncio.Task[None], str] = {}  # turns that run as tasks -> the observation that is answered
         self._result = EpisodeResult()
 
     async def collect(self, task: Mapping[str, Any]) -> EpisodeResult:
@@ -145,33 +148,13 @@ class TrajectoryCollectEngine:
 
     async def _play(self, task: Mapping[str, Any]) -> None:
         """Play the episode to its end, and collect it in the result."""
-        turns: set[asyncio.Task[None]] = set()
-        observing: asyncio.Task[Observation] | None = None
         try:
             with classify_errors(Termination.ENVIRONMENT_FAILED):
                 await self._environment.reset(task)
+            for role in self._environment.roles:
+                self._check_moves(role, self._environment.moves)
             while True:
-                # Fast path: with nothing else to wait for, no task of the event loop is needed.
-                if not turns and observing is None:
-                    with classify_errors(Termination.ENVIRONMENT_FAILED):
-                        observation = await self._environment.observe()
-                    if not self._take(observation):
-                        continue
-                    if self._environment.waits_only_for(observation.id):  # as in every game of one agent
-                        await self._turn(observation)
-                    else:
-                        turns.add(asyncio.ensure_future(self._turn(observation)))
-                    continue
-                observing = observing or asyncio.ensure_future(self._environment.observe())
-                await asyncio.wait((observing, *turns), return_when=asyncio.FIRST_COMPLETED)
-                for turn in [turn for turn in turns if turn.done()]:
-                    turns.discard(turn)
-                    turn.result()
-                if observing.done():
-                    with classify_errors(Termination.ENVIRONMENT_FAILED):
-                        observation, observing = observing.result(), None
-                    if self._take(observation):
-                        turns.add(asyncio.ensure_future(self._turn(observation)))
+                await self._proceed()
         except EpisodeOver:
             return
         except ContextOverflow as error:
@@ -180,15 +163,56 @@ class TrajectoryCollectEngine:
                 raise RolloutFailed(Termination.AGENT_FAILED, _said(error)) from error
             self._result.termination = Termination.CONTEXT_FULL
         finally:
-            left = [*turns, *([observing] if observing is not None else [])]
+            left = [*self._turns, *([self._observing] if self._observing is not None else [])]
             for one in left:
                 one.cancel()
             await asyncio.gather(*left, return_exceptions=True)
             await self._environment.abandon()
 
+    async def _proceed(self) -> None:
+        """Wait for an observation or for the end of turns, and begin the turn that an observation asks for."""
+        turns = self._turns
+        # Fast path: with nothing else to wait for, no task of the event loop is needed.
+        if not turns and self._observing is None:
+            with classify_errors(Termination.ENVIRONMENT_FAILED):
+                observation = await self._environment.observe()
+            if not self._take(observation):
+                return
+            if self._environment.waits_only_for(observation.id):  # as in every game of one agent
+                await self._turn(observation)
+            else:
+                turns[asyncio.ensure_future(self._turn(observation))] = observation.id
+            return
+        observing = self._observing = self._observing or asyncio.ensure_future(self._environment.observe())
+        await asyncio.wait((observing, *turns), return_when=asyncio.FIRST_COMPLETED)
+        for turn in [turn for turn in turns if turn.done()]:
+            del turns[turn]
+            if not turn.cancelled():  # as is the turn of an agent whose time is over
+                turn.result()
+        if observing.done():
+            with classify_errors(Termination.ENVIRONMENT_FAILED):
+                observation, self._observing = observing.result(), None
+            if self._take(observation):
+                turns[asyncio.ensure_future(self._turn(observation))] = observation.id
+
+    def _check_moves(self, agent: str, moves: Sequence[str]) -> None:
+        """Refuse an agent whose replies are held to legal moves that its policy's vocabulary can't express.
+
+        Raises:
+            RolloutFailed: the vocabulary has no tokens for one of the moves.
+        """
+        if not moves or not isinstance(self._agent(agent), ModelAgent):
+            return
+        policy = self.roles.policy_of(agent)
+        vocabulary = self._sessions.context.policies.runtime(policy).renderer.vocabulary
+        if (move := vocabulary.first_not_writable(moves)) is not None:
+            text = f"the vocabulary of the policy {policy!r}, which plays {agent!r}, can't express the move {move!r}"
+            raise RolloutFailed(Termination.AGENT_FAILED, text)
+
     def _take(self, observation: Observation) -> bool:
         """Record an observation and return whether it asks for an action."""
         result = self._result
+        self._drop_turn(observation.agent)
         if observation.reward is not None:
             reward, learns = self._weighed(observation.reward), self.roles.learns(observation.agent)
             result.rewards[observation.agent] += reward
@@ -207,8 +231,21 @@ class TrajectoryCollectEngine:
             result.last_seen = "\n".join([result.last_seen, *said] if result.last_seen else said)
             return False
         self._number[observation.id] = len(result.steps)
+        self._answering[observation.agent] = observation
         result.steps.append(Step(observation=observation))
         return True
+
+    def _drop_turn(self, agent: str) -> None:
+        """End an agent's turn that the environment no longer waits for, and remember what was done in its place."""
+        before = self._answering.get(agent)
+        if before is None or not self._environment.is_withdrawn(before.id):
+            return
+        del self._answering[agent]
+        for turn, answered in self._turns.items():
+            if answered == before.id:
+                turn.cancel()
+        done = self._environment.action_in_place(before.id)
+        self._histories[agent] = (*self._histories[agent], *before.content, *(() if done is None else (done,)))
 
     def _weighed(self, reward: StepReward) -> float:
         """Return a reward as one number."""
@@ -260,10 +297,17 @@ class TrajectoryCollectEngine:
     async def _turn(self, observation: Observation) -> None:
         """Let the agent answer an observation, and pass its action to the environment."""
         number, name = self._number[observation.id], observation.agent
+        self._check_moves(name, observation.choices)
         try:
             with classify_errors(Termination.AGENT_FAILED):
                 chats, action = await self._agent(name).step(observation, _Handle(self, name, number))
-        except ContextOverflow as error:
+        except (ContextOverflow, RolloutFailed) as error:
+            mine = isinstance(error, ContextOverflow) or error.termination == Termination.AGENT_FAILED
+            if mine and self._environment.survives_failure(observation.id):  # the environment scores it as a forfeit
+                self._environment.cancel(observation.id)
+                return
+            if isinstance(error, RolloutFailed):
+                raise
             if "/" not in name:
                 if self.roles.plays_frozen(name):
                     # The policy that is trained is not to blame, so the episode fails instead of getting a reward of 0.
@@ -273,7 +317,10 @@ class TrajectoryCollectEngine:
             self._result.full_contexts.append(name)  # only this subagent ends; its parent continues
             self._environment.cancel(observation.id)
             return
+        if self._environment.is_withdrawn(observation.id):
+            return
         self._result.steps[number].acted_at = self._environment.clock.now()
+        self._answering.pop(name, None)
         self._histories[name] = _conversation((*self._histories[name], *observation.content), chats, action)
         with classify_errors(Termination.ENVIRONMENT_FAILED):
             self._environment.act(observation.id, action)

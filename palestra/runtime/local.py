@@ -270,10 +270,16 @@ def _check_choices(config: JobConfig, play: RolloutSpec | None) -> None:
     Raises:
         ConfigError: no agent ever has choices.
     """
-    if play is None and config.environment.name is None:
+    if play is not None:
+        environment: Any = play.environment
+    elif config.environment.name is not None:
+        environment = catalog_entry(config.environment.name).make(**config.environment.settings)
+    else:
         return
+    # Of a function that makes environments it is not known what they give; of a class and of an environment it is.
+    given = bool(getattr(environment, "gives_choices", False))
     agents = (play and play.agents) or {"": ModelAgent()}
-    if not any(agent.may_choose for agent in agents.values()):
+    if not any(agent.may_choose or (isinstance(agent, ModelAgent) and given) for agent in agents.values()):
         raise ConfigError(
             f"algorithm.name is {config.algorithm.name!r}, which needs replies that are held to finitely many choices, "
             "and no agent here is: give one `choices`, as in RolloutSpec(agents={'agent': ModelAgent(choices=[...])})"

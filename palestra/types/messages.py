@@ -125,6 +125,7 @@ class Observation:
         agent: the agent that sees it; a subagent's name starts with its parent's, as in "planner/search".
         content: messages that are new to the agent's conversation.
         tools: tools that the agent may call, in OpenAI's shape.
+        choices: the texts that the agent's action may be, such as the legal moves of a game; (): any text.
         reward: for the actions that caused it: a number, or several by name; None: not scored, which is not the same
             as 0, also in place of one of several.
         terminated: the agent's part has ended, so no action is expected.
@@ -138,6 +139,7 @@ class Observation:
     agent: str
     content: tuple[ChatMessage, ...]
     tools: tuple[dict[str, Any], ...] = ()
+    choices: tuple[str, ...] = ()
     reward: StepReward | None = None
     terminated: bool = False
     truncated: bool = False

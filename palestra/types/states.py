@@ -56,6 +56,14 @@ class TurnState(StrEnum):
     TERMINATED = "terminated"
 
 
+class AgentState(StrEnum):
+    """States of an agent in an episode of several agents: only one that is ACTING is asked for an action."""
+
+    WAITING = "waiting"
+    ACTING = "acting"
+    DONE = "done"
+
+
 TRANSITIONS: Mapping[StrEnum, frozenset[StrEnum]] = {
     JobState.QUEUED: frozenset({JobState.STARTING, JobState.CANCELLED}),
     # A job whose server or machine was lost waits in the queue again, as long as it has restarts left.
@@ -77,6 +85,10 @@ TRANSITIONS: Mapping[StrEnum, frozenset[StrEnum]] = {
     TurnState.GENERATING: frozenset({TurnState.INTERACTING, TurnState.TERMINATED}),
     TurnState.INTERACTING: frozenset({TurnState.PENDING, TurnState.TERMINATED}),
     TurnState.TERMINATED: frozenset(),
+    # An agent may be out of the game while others act, or because of what it did itself, or did not do in time.
+    AgentState.WAITING: frozenset({AgentState.ACTING, AgentState.DONE}),
+    AgentState.ACTING: frozenset({AgentState.WAITING, AgentState.DONE}),
+    AgentState.DONE: frozenset(),
 }
 
 

@@ -11,7 +11,10 @@ import pytest
 from palestra.envs import CATALOG, Environment, catalog_entry, check_environment
 from palestra.errors import ConfigError
 
-NAMES = ["arithmetic", "calculator", "subagents", "gomoku", "gomoku-duel", "frozen-lake", "countdown", "gsm-symbolic"]
+NAMES = [
+    *("arithmetic", "calculator", "subagents", "gomoku", "gomoku-duel", "kuhn-poker"),
+    *("frozen-lake", "countdown", "gsm-symbolic"),
+]
 
 
 def test_these_environments_ship():

@@ -8,6 +8,7 @@ import pytest
 from palestra.errors import IllegalTransition
 from palestra.types.states import (
     TRANSITIONS,
+    AgentState,
     EpisodeState,
     GroupState,
     JobState,
@@ -15,12 +16,13 @@ from palestra.types.states import (
     check_transition,
 )
 
-BEGINNINGS = [JobState.QUEUED, EpisodeState.REGISTERED, GroupState.OPEN, TurnState.PENDING]
+BEGINNINGS = [JobState.QUEUED, EpisodeState.REGISTERED, GroupState.OPEN, TurnState.PENDING, AgentState.WAITING]
 ENDS = [
     *(JobState.COMPLETED, JobState.FAILED, JobState.CANCELLED),
     *(EpisodeState.COMPLETED, EpisodeState.DISCARDED),
     *(GroupState.READY, GroupState.DROPPED, GroupState.SKIPPED),
     TurnState.TERMINATED,
+    AgentState.DONE,
 ]
 
 

@@ -1,0 +1,363 @@
+"""The base class for environments of several agents: roles, a protocol, what each role sees, and what actions do."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from abc import abstractmethod
+from collections.abc import Awaitable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from palestra.envs.concurrent import ConcurrentEnvironment
+from palestra.envs.coordinator import Coordinator
+from palestra.envs.protocols import AgentProtocol, turns
+from palestra.errors import Conflict, EpisodeOver, InvalidEnvironment, RolloutFailed
+from palestra.types.clock import Clock
+from palestra.types.messages import ChatMessage, Observation, text_message
+from palestra.types.states import AgentState
+
+_TOLERANCE = 1e-9  # of the sum of rewards
+
+
+class Fault(StrEnum):
+    """Why an agent's turn brought no action that can be applied."""
+
+    ILLEGAL = "illegal"  # the reply is none of the observation's choices
+    LATE = "late"  # the time limit is over, and has no default action
+    FAILED = "failed"  # the agent raised, or its context is full
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimeLimit:
+    """How long a role may think about one action.
+
+    Attributes:
+        seconds: by the event loop's clock, from the moment at which the role is shown the observation.
+        default: text of the action that is taken in its place; None: it is late, which fails the episode unless the
+            environment's `forfeits` have `Fault.LATE`.
+    """
+
+    seconds: float
+    default: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check the number.
+
+        Raises:
+            ValueError: `seconds` is no positive number.
+        """
+        if not self.seconds > 0:
+            raise ValueError(f"a time limit is a positive number of seconds, not {self.seconds}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What actions have brought about.
+
+    Attributes:
+        rewards: by role, for what it has done; added to its earlier ones.
+        over: whether the episode has ended, for all roles.
+        done: roles whose own part has ended, while others continue.
+        truncated: whether these ends are cuts, by a limit for instance.
+        info: for people; recorded with the last observation of each role that ends.
+    """
+
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    over: bool = False
+    done: Collection[str] = ()
+    truncated: bool = False
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+
+class MultiAgentEnvironment(ConcurrentEnvironment):
+    """A world of several agents, each with a role, a conversation and rewards of its own.
+
+    A subclass sets `roles` and implements `begin`, `view` and `apply`; `protocol` says who may act when, in turns if it
+    is not overridden. What the agents may do is kept by `coordinator`; actions of agents that act at the same time are
+    applied together, in the order of roles, so that results do not depend on who answers first. The methods that a
+    subclass implements may be `async`; no two of them run at the same time.
+
+    The failure of one agent is a failure of the episode, and never a win of another, unless `forfeits` says otherwise.
+
+    Attributes:
+        roles: names of the agents.
+        zero_sum: whether the rewards of an episode add up to `total`; an episode in which they do not is a failure.
+        total: what the rewards of an episode add up to, if `zero_sum`.
+        forfeits: faults that the environment scores by `forfeit`, so that the episode is none the worse for them.
+        time_limits: time limits by role; a role without an entry may think as long as it wants.
+        deterministic: whether also a protocol without barriers (`free`) waits for all agents that were asked.
+        coordinator: the present episode's.
+    """
+
+    roles: tuple[str, ...] = ()
+    zero_sum: bool = False
+    total: float = 0.0
+    forfeits: frozenset[Fault] = frozenset()
+    time_limits: Mapping[str, TimeLimit] = {}
+    deterministic: bool = True
+    coordinator: Coordinator[ChatMessage | Fault]
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        """Create an environment without an episode.
+
+        Args:
+            clock: source of `Observation.observed_at`; None: the system's clock.
+        """
+        super().__init__(clock)
+        self._over = True
+
+    # Methods that a subclass implements.
+
+    @abstractmethod
+    def begin(self, task: Mapping[str, Any]) -> Awaitable[None] | None:
+        """Prepare the world for the episode of `task`. All randomness comes from the task."""
+
+    @abstractmethod
+    def view(self, role: str) -> str | tuple[ChatMessage, ...] | Awaitable[str | tuple[ChatMessage, ...]]:
+        """Return what a role sees now that it is to act: a text, or messages to add to its conversation."""
+
+    @abstractmethod
+    def apply(self, actions: Mapping[str, ChatMessage]) -> Outcome | Awaitable[Outcome | None] | None:
+        """Do what the agents that acted at the same time want.
+
+        Args:
+            actions: the agents' messages by role, in the order of `roles`.
+
+        Returns:
+            Rewards and ends; None: the episode continues, and nothing is scored.
+        """
+
+    def protocol(self, task: Mapping[str, Any]) -> AgentProtocol:
+        """Return who may act when in the episode of `task`; called after `begin`. By default in turns."""
+        return turns(self.roles)
+
+    def rules(self, role: str) -> str:
+        """Return the text that stands before the first view of a role, on lines of its own; "": none."""
+        return ""
+
+    def legal(self, role: str) -> Sequence[str]:
+        """Return the replies that a role may give to its view; (): any."""
+        return ()
+
+    def forfeit(self, role: str, fault: Fault) -> Outcome | Awaitable[Outcome]:
+        """Return what it means that a role gave no action that can be applied. Called for faults in `forfeits`."""
+        raise NotImplementedError(f"{type(self).__name__}.forfeits has {fault!r}, and there is no method `forfeit`")
+
+    def final_outcome(self) -> Outcome:
+        """Return the rewards of an episode whose protocol is over, or whose `max_steps` are, before the world's end."""
+        return Outcome()
+
+    # How the environment is played.
+
+    async def start(self, task: Mapping[str, Any]) -> None:
+        """Begin the world's episode and show the roles that act first what they see."""
+        self._shown: dict[str, Observation] = {}  # the last observation of each role
+        self._due: dict[str, float] = {}  # rewards that the role's next observation brings
+        self._totals = dict.fromkeys(self.roles, 0.0)
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._turnstile = asyncio.Lock()
+        self._over = False
+        await _result(self.begin(task))
+        self.coordinator = Coordinator(self.roles, self.protocol(task), deterministic=self.deterministic)
+        await self._show(self.coordinator.begin(), ())
+
+    async def on_action(self, observation: Observation, action: ChatMessage) -> None:
+        """Accept an agent's action, and apply it when its barrier is complete."""
+        legal = not observation.choices or action.text in observation.choices
+        await self._accept(observation, action if legal else Fault.ILLEGAL)
+
+    async def observe(self) -> Observation:
+        """Wait for the next observation and return it.
+
+        Raises:
+            EpisodeOver: the episode is over, so no observation will come.
+            InvalidEnvironment: nothing can happen any more, and the episode is not over.
+        """
+        try:
+            return await super().observe()
+        except EpisodeOver:
+            if self._over:
+                raise
+            raise InvalidEnvironment(
+                f"the episode can't continue and is not over: {self.coordinator.who_acts()}, and no observation of it "
+                "waits for an answer"
+            ) from None
+
+    def act(self, observation_id: str, action: ChatMessage) -> None:
+        """Answer an observation and return without waiting for what the action brings.
+
+        Raises:
+            Conflict: another action was given before, or the observation asks for none; the message names who is to
+                act.
+        """
+        try:
+            super().act(observation_id, action)
+        except Conflict as error:
+            raise Conflict(f"{error}; {self.coordinator.who_acts()}") from None
+
+    def waits_only_for(self, observation_id: str) -> bool:
+        """Return whether nothing can happen until this observation is answered; time limits are something."""
+        return not self._timers and super().waits_only_for(observation_id)
+
+    def survives_failure(self, observation_id: str) -> bool:
+        """Return whether the environment scores the failure of an agent."""
+        return Fault.FAILED in self.forfeits and observation_id in self._open
+
+    def cancel(self, observation_id: str) -> None:
+        """Give up on an observation because its agent has failed."""
+        observation = self._open.get(observation_id)
+        super().cancel(observation_id)
+        if observation is not None and not self._over:
+            self._work(observation_id, self._accept(observation, Fault.FAILED))
+
+    async def abandon(self) -> None:
+        """End the episode at any point and wait until none of its work is running."""
+        self._over = True
+        self._end_timers()
+        await super().abandon()
+
+    # What happens to an action.
+
+    async def _accept(self, observation: Observation, action: ChatMessage | Fault) -> None:
+        role = observation.agent
+        if (timer := self._timers.pop(observation.id, None)) is not None:
+            timer.cancel()
+        async with self._turnstile:
+            # While this action waited, another one may have ended the part of its role, or the episode.
+            if self._over or self.coordinator.state(role) is AgentState.DONE:
+                return
+            if isinstance(action, Fault) and action not in self.forfeits:
+                raise RolloutFailed("agent_failed", self._said(observation, action))
+            self.coordinator.answer(role, action)
+            await self._advance()
+
+    async def _advance(self) -> None:
+        """Apply all actions whose barriers are complete, and ask the roles that are next."""
+        asked: list[str] = []
+        causes: list[str] = []
+        while actions := self.coordinator.take():
+            causes += [self._shown[role].id for role in actions]
+            await self._play(actions)
+            if self._over:
+                return
+            asked += self.coordinator.advance(tuple(actions))
+        if not self.coordinator.to_act:
+            self._end(self.final_outcome())
+        elif self.cut_off:
+            outcome = self.final_outcome()
+            self._end(Outcome(rewards=outcome.rewards, truncated=True, info=outcome.info))
+        else:
+            await self._show(asked, causes)
+
+    async def _play(self, actions: Mapping[str, ChatMessage | Fault]) -> None:
+        """Score the faults of these roles, then apply the actions of the others."""
+        applied: dict[str, ChatMessage] = {}
+        for role, action in actions.items():
+            if not isinstance(action, Fault):
+                applied[role] = action
+                continue
+            self._settle(await _result(self.forfeit(role, action)))
+            if self._over:
+                return
+        if applied and (outcome := await _result(self.apply(applied))) is not None:
+            self._settle(outcome)
+
+    def _settle(self, outcome: Outcome) -> None:
+        """Keep rewards for the roles' next observations, and end what is over."""
+        if outcome.over:
+            self._end(outcome)
+            return
+        self._reward(outcome.rewards)
+        for role in outcome.done:
+            self._end_role(role, outcome)
+
+    def _reward(self, rewards: Mapping[str, Any]) -> None:  # of a user's code, so perhaps no numbers
+        for role, reward in rewards.items():
+            if self.coordinator.state(role) is AgentState.DONE:
+                raise InvalidEnvironment(f"{role!r} gets a reward of {reward} after its part has ended")
+            if not isinstance(reward, int | float) or not math.isfinite(reward):
+                raise InvalidEnvironment(f"a reward is a finite number, and that of {role!r} is {reward!r}")
+            self._due[role] = self._due.get(role, 0.0) + reward
+            self._totals[role] += reward
+
+    def _end(self, outcome: Outcome) -> None:
+        """End the episode: give each role that is not done its last observation, with its reward."""
+        self._reward(outcome.rewards)
+        self._over = True
+        if self.zero_sum and abs(math.fsum(self._totals.values()) - self.total) > _TOLERANCE:
+            rewards = ", ".join(f"{role} {reward:g}" for role, reward in self._totals.items())
+            raise InvalidEnvironment(
+                f"the rewards of an episode add up to {math.fsum(self._totals.values()):g}, and the environment "
+                f"declares zero_sum with a total of {self.total:g}: {rewards}"
+            )
+        playing = self.coordinator.playing
+        for role in [*(role for role in outcome.rewards), *(role for role in playing if role not in outcome.rewards)]:
+            self._end_role(role, outcome)
+        self._end_timers()
+
+    def _end_role(self, role: str, outcome: Outcome) -> None:
+        self.coordinator.retire(role)
+        last = self._shown.get(role)
+        if last is not None and last.id in self._open:
+            self.withdraw(last.id)
+        self.emit(
+            role,
+            (),
+            parents=() if last is None else (last.id,),
+            reward=self._due.pop(role, 0.0),
+            terminated=not outcome.truncated,
+            truncated=outcome.truncated,
+            info=outcome.info,
+        )
+
+    async def _show(self, roles: Sequence[str], causes: Sequence[str]) -> None:
+        """Show each of these roles what it sees, in the order in which they were asked."""
+        seen = [(role, await _result(self.view(role))) for role in roles if role in self.coordinator.playing]
+        for role, view in seen:
+            last = self._shown.get(role)
+            content = (text_message("user", self._text(role, view)),) if isinstance(view, str) else view
+            own = () if last is None else (last.id,)
+            reward = self._due.pop(role, None)
+            # A reward belongs to the role's own action, so an observation that brings one has no other cause.
+            others = () if reward is not None else tuple(cause for cause in causes if cause not in own)
+            choices = tuple(self.legal(role))
+            shown = self.emit(role, content, parents=(*own, *others), choices=choices, reward=reward)
+            self._shown[role] = shown
+            if (limit := self.time_limits.get(role)) is not None and not shown.is_last:
+                loop = asyncio.get_running_loop()
+                self._timers[shown.id] = loop.call_later(limit.seconds, self._late, shown, limit)
+
+    def _text(self, role: str, view: str) -> str:
+        rules = "" if role in self._shown else self.rules(role)
+        return f"{rules}\n{view}" if rules else view
+
+    def _late(self, observation: Observation, limit: TimeLimit) -> None:
+        """Take the default action of a role whose time is over, or its fault."""
+        self._timers.pop(observation.id, None)
+        if observation.id not in self._open:
+            return
+        action = None if limit.default is None else text_message("assistant", limit.default)
+        self.withdraw(observation.id, action)
+        self._work(observation.id, self._accept(observation, action or Fault.LATE))
+
+    def _end_timers(self) -> None:
+        for timer in getattr(self, "_timers", {}).values():
+            timer.cancel()
+        self._timers = {}
+
+    def _said(self, observation: Observation, fault: Fault) -> str:
+        """Return in words what a role has not done."""
+        role = observation.agent
+        if fault is Fault.LATE:
+            return f"{role!r} did not act within {self.time_limits[role].seconds:g} s"
+        if fault is Fault.ILLEGAL:
+            said = self._acted[observation.id].text
+            return f"{role!r} replied {said!r:.80}, which is none of its choices: {', '.join(observation.choices)}"
+        return f"{role!r} failed"
+
+
+async def _result(found: Any) -> Any:
+    """Return what a method of a subclass returned, awaited if the method is `async`."""
+    return await found if isinstance(found, Awaitable) else found
