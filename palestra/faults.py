@@ -28,6 +28,7 @@ SERVER_POINTS = (
         "publish",
     ),
     "during_generation",  # a reply has been sampled in part
+    "after_policy_publish",  # of one policy, of which a step may have several
 )
 # Start: the store is open and no socket listens yet. Stop: the server was asked to end and is about to save.
 LIFE_POINTS = ("during_start", "during_stop")

@@ -17,7 +17,7 @@ from palestra.cli.episode_list import episode_lines
 from palestra.cli.episode_text import conversation
 from palestra.cli.episode_tree import call_tree
 from palestra.config import JobConfig
-from palestra.dashboard.fate import episode_fate, kept_calls
+from palestra.dashboard.fate import episode_fates, kept_calls, whole_fate
 from palestra.dashboard.token_text import token_text
 from palestra.store.browsing import EpisodeView, browse, episode_events, list_episodes, read_episode
 from palestra.terminal import TerminalConsole, say
@@ -91,10 +91,10 @@ def _show(
         console.print(Text(f"{which}failed: {view.failed_reason}"))
     if episode.metadata:
         console.print(Text(f"metadata: {episode.metadata}"))
-    fate = episode_fate(view, config.players, config.algorithm, events)
-    console.print(fate.why, style="dim")
+    fates = episode_fates(view, config, events)
+    console.print(whole_fate(fates).why, style="dim", markup=False)
     trie = TokenTrie(trajectory.chats)
-    kept = kept_calls(trajectory, trie, config)
+    kept = kept_calls(trajectory, config)
     console.print()
     console.print(call_tree(trajectory, trie, set(trie.chats) - kept))
     for number, row in enumerate(rows_of(trie, kept), 1):
@@ -102,7 +102,8 @@ def _show(
         if len(config.policies) > 1:
             of = f" of {row.policy}{', which is frozen' if policy.frozen else ''}"
         console.print(f"\n[bold]row {number}[/]{of}: {len(row.ids)} tokens, {int(row.sampled.sum())} sampled")
-        console.print(_tokens(row, fate.trained and not policy.frozen, token_text(config, row.policy), unfold))
+        trained = row.policy in fates and fates[row.policy].trained
+        console.print(_tokens(row, trained, token_text(config, row.policy), unfold))
 
 
 def _tokens(row: TokenRow, trained: bool, text_of: Callable[[int], str], unfold: bool) -> Table:

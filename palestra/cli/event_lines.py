@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from palestra.terminal import one_line
+from palestra.types.metrics import of_policies
 
 
 def trained_of_several(config: Mapping[str, Any]) -> str:
-    """Return the name of the policy that a job trains; empty where the job has no other one.
+    """Return the name of the only policy that a job trains; empty where the job has no other one, or trains several.
 
     Args:
         config: the job's configuration, as nested tables.
@@ -17,7 +18,8 @@ def trained_of_several(config: Mapping[str, Any]) -> str:
     from palestra.config.policy import not_frozen
 
     policies = config.get("policies") or {}
-    return next(iter(map(str, not_frozen(policies))), "") if len(policies) > 1 else ""
+    trained = [str(name) for name in not_frozen(policies)]
+    return trained[0] if len(policies) > 1 and len(trained) == 1 else ""
 
 
 def describe(kind: str, data: Mapping[str, Any], policy: str) -> str:
@@ -26,7 +28,7 @@ def describe(kind: str, data: Mapping[str, Any], policy: str) -> str:
     Args:
         kind: of the event.
         data: of the event.
-        policy: whose reward a step has; empty: the job's only one.
+        policy: whose reward a step has, if the metrics do not say it; empty: the job's only one.
     """
     if kind == "state":
         return one_line(f"{data['state']}: {data['reason']}")
@@ -46,10 +48,10 @@ def describe(kind: str, data: Mapping[str, Any], policy: str) -> str:
 def _step(row: Mapping[str, Any], policy: str) -> str:
     """Return the metrics of a step as a line; `policy` is as in `describe`."""
     parts = [f"step {int(row['step']):>4}"]
-    if "train/reward_mean" in row:
-        parts.append(f"{policy} reward {row['train/reward_mean']:6.2f}".lstrip())
-    if "validation/reward_mean" in row:
-        parts.append(f"validation {row['validation/reward_mean']:5.2f}")
+    for own, mean in of_policies(row, "train/reward_mean").items():
+        parts.append(f"{one_line(own) or policy} reward {mean:6.2f}".lstrip())
+    for own, mean in of_policies(row, "validation/reward_mean").items():
+        parts.append(f"{one_line(own)} validation {mean:5.2f}".lstrip())
     if "time/step_seconds" in row:
         parts.append(f"{row['time/step_seconds']:6.1f} s")
     return "   ".join(parts)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from palestra.cli.options import add_control, command, run_folder
-from palestra.errors import Conflict, NotFound
+from palestra.errors import Conflict
 from palestra.terminal import say
 
 JOB_ID = re.compile(r"job-[0-9a-f]{16}")
@@ -23,48 +24,73 @@ def add(commands: Any) -> None:
         "export",
         run,
         "copy a run's newest good checkpoint to a folder that transformers loads",
-        "  palestra export runs/addition my-model\n  palestra export job-1f3a5c7e9b2d4f60 my-model",
+        "  palestra export runs/addition my-model\n  palestra export job-1f3a5c7e9b2d4f60 my-model\n"
+        "  palestra export runs/duel my-model --policy white   # of several policies that the run has trained",
     )
     parser.add_argument("source", metavar="RUN", help="the run's folder, or a job of a control plane by its id")
     parser.add_argument("target", metavar="DIR", type=Path, help="a folder that does not exist yet")
+    parser.add_argument("--policy", metavar="NAME", help="whose checkpoint, where a run has trained several policies")
     add_control(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Copy the newest checkpoint whose files have their hashes; that of a job is fetched from the service first."""
     if JOB_ID.fullmatch(arguments.source) is None:
-        _copy(Path(arguments.source), arguments.target)
+        _copy(Path(arguments.source), arguments.policy, arguments.target)
         return
     from palestra.client.control import ControlClient
-    from palestra.trainer.checkpoint import newest_name
 
     arguments.target.parent.mkdir(parents=True, exist_ok=True)
     with ControlClient(arguments.control) as control, TemporaryDirectory(dir=arguments.target.parent) as folder:
         job = control.job(arguments.source)
         places = {artifact.path: artifact.place_in(Path(folder)) for artifact in job.artifacts()}
-        newest = newest_name(path.split("/")[1] for path in places if path.startswith("checkpoints/"))
-        for path, place in places.items():
-            if path == "config.toml" or path.startswith(f"checkpoints/{newest}/"):
-                job.download(path, place)
         (Path(folder) / "run.db").touch()  # `run_folder` knows the folder of a run by this file
-        _copy(Path(folder), arguments.target)
+        job.download("config.toml", places["config.toml"])
+        newest = _newest_of(Path(folder), arguments.policy, places)
+        for path, place in places.items():
+            if newest is not None and path.startswith(f"{newest}/"):
+                job.download(path, place)
+        _copy(Path(folder), arguments.policy, arguments.target)
 
 
-def _copy(run_dir: Path, target: Path) -> None:
+def _newest_of(run_dir: Path, policy: str | None, paths: Iterable[str]) -> str | None:
+    """Return the newest checkpoint of a policy among the files of a job, as the path of its folder; None: it has none.
+
+    Args:
+        run_dir: has the job's configuration.
+        policy: by name; None: the only one that is trained.
+        paths: of all files of the job's run.
+
+    Raises:
+        ConfigError: the job trains no such policy, or several and none is named.
+    """
+    from palestra.runtime.run_dir import checkpoints_of_run
+    from palestra.trainer.checkpoint import newest_name
+
+    below = f"{checkpoints_of_run(run_dir, policy).relative_to(run_dir)}/"
+    newest = newest_name(path.removeprefix(below).split("/")[0] for path in paths if path.startswith(below))
+    return None if newest is None else below + newest
+
+
+def _copy(run_dir: Path, policy: str | None, target: Path) -> None:
     """Copy the newest good checkpoint without the files that only a trainer reads.
+
+    Args:
+        run_dir: folder of the run.
+        policy: whose checkpoint; None: that of the only policy that is trained.
+        target: the folder to make.
 
     Raises:
         NotFound: the run has no checkpoint yet.
+        ConfigError: the run trains no such policy, or several and none is named.
         Conflict: the target exists.
     """
-    from palestra.trainer.checkpoint import NOT_THE_MODEL, newest_good
+    from palestra.runtime.run_dir import newest_of_policy
+    from palestra.trainer.checkpoint import NOT_THE_MODEL
 
     folder, _ = run_folder(run_dir)
-    newest = newest_good(folder / "checkpoints")
-    if newest is None:
-        raise NotFound(f"{folder} has no checkpoint yet; the first is written after checkpoint.every_steps steps")
+    path, state = newest_of_policy(folder, policy)
     if target.exists():
         raise Conflict(f"{target} exists already; choose another folder")
-    path, state = newest
     shutil.copytree(path, target, ignore=shutil.ignore_patterns(*NOT_THE_MODEL))
     say(f"{target}: the model after step {state['step']}")

@@ -31,10 +31,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Serve the job, and train, until its steps are done or Ctrl-C; return 130 where a signal stopped it."""
     from palestra.config import load_config
     from palestra.models.device import tune_malloc
+    from palestra.runtime.checkpoints import newest_checkpoints
     from palestra.runtime.console import console_of
     from palestra.runtime.local import run_on_uvloop, serve
     from palestra.runtime.run_dir import resolve_run_dir
-    from palestra.trainer.checkpoint import newest_path
 
     config = load_config(arguments.config, overrides(arguments.set))
     config = resolve_run_dir(config, arguments.resume, lambda text: say(f"palestra: {text}", file=sys.stderr))
@@ -44,5 +44,5 @@ def run(arguments: argparse.Namespace) -> int:
     console = console_of(config)
     with console:
         progress = run_on_uvloop(serve(config, console.report, console.ready))
-        console.finished(progress.state.value, newest_path(config.folder / "checkpoints"))
+        console.finished(progress.state.value, newest_checkpoints(config))
     return 0 if progress.over else 130

@@ -21,8 +21,9 @@ from palestra.config.job import (
     TrainerConfig,
 )
 from palestra.config.loading import SAVED_CONFIG, UNSET, dump_config, find_mistakes, load_config, parse_config
-from palestra.config.networks import REFERENCE, CriticConfig, KLConfig, TeacherServerConfig
-from palestra.config.policy import DEFAULT_CONTEXT, OptimizerConfig, PolicyConfig, SamplingConfig, with_model
+from palestra.config.networks import CriticConfig, KLConfig, TeacherServerConfig, reference_of
+from palestra.config.optimizer import OptimizerConfig
+from palestra.config.policy import DEFAULT_CONTEXT, PolicyConfig, SamplingConfig, UpdatesConfig, with_model
 from palestra.config.policy_gradient import (
     AdvantageScale,
     CISPOConfig,
@@ -46,7 +47,6 @@ __all__ = [
     "ALGORITHM_NAMES",
     "DEFAULT_CONTEXT",
     "MAX_AGENT",
-    "REFERENCE",
     "REWARD_NAME",
     "SAVED_CONFIG",
     "SMOLLM2",
@@ -95,6 +95,7 @@ __all__ = [
     "TasksConfig",
     "TeacherServerConfig",
     "TrainerConfig",
+    "UpdatesConfig",
     "dump_config",
     "find_mistakes",
     "in_present_names",
@@ -102,5 +103,6 @@ __all__ = [
     "load_config",
     "name_differences",
     "parse_config",
+    "reference_of",
     "with_model",
 ]

@@ -11,13 +11,15 @@ from pydantic import Field, model_validator
 from pydantic_core import to_json
 
 from palestra.config.algorithm import AnyAlgorithmConfig
+from palestra.config.algorithm_base import AlgorithmConfig
 from palestra.config.engine import EmbeddedEngineConfig, EngineConfig
 from palestra.config.networks import TeacherServerConfig
-from palestra.config.policy import PolicyConfig, not_frozen, with_model
+from palestra.config.policy import PolicyConfig, UpdatesConfig, not_frozen, with_model
 from palestra.config.policy_gradient import GRPOConfig
 from palestra.config.renames import in_first_names
 from palestra.config.roles import AgentName, Roles
 from palestra.config.section import Positive, Seconds, Section
+from palestra.config.trained import check_trained
 from palestra.errors import ConfigError
 
 Identifier = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
@@ -211,7 +213,7 @@ _ADDED_TO_ALGORITHM: Mapping[str, object] = {
 
 
 class JobConfig(Section):
-    """The configuration of one job: a model is trained, or only served."""
+    """The configuration of one job: models are trained, or only served."""
 
     name: Identifier = Field("job", description="Name of the job, and of its folder below runs/.")
     kind: JobKind = Field(
@@ -231,19 +233,20 @@ class JobConfig(Section):
     model: str | None = Field(
         None,
         exclude=True,  # the value is moved into `policies`
-        description="Short for the model of the job's one policy that is not frozen; replaces `policies.NAME.model`.",
+        description="Short for the model of the one policy that is not frozen, if it is the only one; replaces "
+        "`policies.NAME.model`.",
     )
     policies: dict[Identifier, PolicyConfig] = Field(
         default_factory=lambda: {"policy": PolicyConfig()},
         min_length=1,
         max_length=MAX_POLICIES,
-        description=f"One to {MAX_POLICIES} models by name, of which a training job trains one: all others are frozen.",
+        description=f"One to {MAX_POLICIES} models by name. A training job trains all that are not frozen.",
     )
     roles: dict[AgentName, Identifier] = Field(
         {},
         description="The policy that plays an agent, by the agent's name (`agent/solver` is any of `agent/solver-1`, "
         "`agent/solver-2`, …; a subagent without a role is played by its parent's policy). An agent that is not named "
-        "here is played by the policy that is trained.",
+        "here is played by the first policy that is not frozen.",
     )
     tracking: list[Identifier] = Field(
         [],
@@ -271,69 +274,17 @@ class JobConfig(Section):
         return rest | {"policies": with_model(rest.get("policies", {"policy": {}}), data["model"])}
 
     @model_validator(mode="after")
-    def _one_is_trained(self) -> JobConfig:
-        if self.kind != "training":
-            return self
-        names = self.trained_policies
-        if not names:
-            raise ValueError("all policies are frozen, and a training job trains one of them: leave out its `frozen`")
-        if len(names) > 1:
-            raise ValueError(
-                f"this version trains one policy a job, and {' and '.join(map(repr, names))} are not frozen; set "
-                f"policies.{names[-1]}.frozen = true, or start a job for each"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _groups_can_be_compared(self) -> JobConfig:
-        size, needed = self.rollout.group_size, self.algorithm.smallest_group
-        if self.kind == "training" and size < needed:
-            raise ValueError(
-                f"rollout.group_size is {size}, and algorithm.name = {self.algorithm.name!r} compares the episodes of "
-                f"a group with one another, so it needs at least {needed}; more learn faster (8 is the default)"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _minibatches_have_groups(self) -> JobConfig:
-        parts, groups = self.algorithm.minibatches, self.rollout.groups_per_step
-        if parts > groups:
-            raise ValueError(
-                f"algorithm.minibatches is {parts}, and rollout.groups_per_step is {groups}: a part has a whole group"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _teacher_is_frozen(self) -> JobConfig:
-        if self.kind == "training":
-            self.algorithm.teacher_of([name for name, policy in self.policies.items() if policy.frozen])
-        return self
-
-    @model_validator(mode="after")
-    def _server_can_teach(self) -> JobConfig:
-        if self.kind != "training" or self.algorithm.served_teacher is None:
-            return self
-        if self.deterministic:
-            raise ValueError("deterministic = true is no promise that the server of algorithm.teacher_server keeps")
-        for name in self.trained_policies:
-            if self.policies[name].sampling.temperature != 1.0:
-                raise ValueError(
-                    f"policies.{name}.sampling.temperature is {self.policies[name].sampling.temperature:g}, and the "
-                    "probabilities of algorithm.teacher_server are those of temperature 1"
-                )
-        return self
-
-    @property
-    def teacher(self) -> str | None:
-        """Return the name of the frozen policy from which the trained one learns; None: it learns from rewards."""
-        return self.algorithm.teacher_of([name for name, policy in self.policies.items() if policy.frozen])
-
-    @model_validator(mode="after")
     def _roles_have_policies(self) -> JobConfig:
         for agent, policy in self.roles.items():
             if policy not in self.policies:
                 known = ", ".join(map(repr, self.policies))
                 raise ValueError(f"roles.{agent} is {policy!r}, and there is no such policy (there are {known})")
+        return self
+
+    @model_validator(mode="after")
+    def _can_be_trained(self) -> JobConfig:
+        if self.kind == "training":
+            check_trained(self)
         return self
 
     @model_validator(mode="after")
@@ -355,11 +306,47 @@ class JobConfig(Section):
         return tuple(not_frozen(self.policies))
 
     @property
+    def frozen_policies(self) -> tuple[str, ...]:
+        """Return the names of the policies that are frozen, in their order."""
+        return tuple(name for name, policy in self.policies.items() if policy.frozen)
+
+    @property
+    def trains_several(self) -> bool:
+        """Return whether several policies are trained, each with rewards, metrics and checkpoints of its own."""
+        return self.kind == "training" and len(self.trained_policies) > 1
+
+    def algorithm_of(self, policy: str) -> AlgorithmConfig:
+        """Return the algorithm that trains a policy: its own, or the job's."""
+        own = self.policies[policy].algorithm
+        return self.algorithm if own is None else own
+
+    def algorithm_key(self, policy: str) -> str:
+        """Return the dotted key of the table that `algorithm_of` returns, for messages."""
+        return "algorithm" if self.policies[policy].algorithm is None else f"policies.{policy}.algorithm"
+
+    def teacher_of(self, policy: str) -> str | None:
+        """Return the name of the frozen policy from which a trained one learns; None: it learns from rewards.
+
+        Raises:
+            ValueError: it is not clear which one it is.
+        """
+        return self.algorithm_of(policy).teacher_of(self.frozen_policies)
+
+    @property
+    def brings_tasks(self) -> bool:
+        """Return whether the training tasks come with an algorithm, so that the job needs no others."""
+        return any(self.algorithm_of(name).brings_tasks for name in self.trained_policies)
+
+    @property
     def players(self) -> Roles:
         """Return which policy plays which agent."""
         default = (*self.trained_policies, *self.policies)[0]
-        frozen = frozenset(name for name, policy in self.policies.items() if policy.frozen)
-        return Roles(default=default, named=self.roles, frozen=frozen)
+        return Roles(
+            default=default,
+            named=self.roles,
+            frozen=frozenset(self.frozen_policies),
+            rivals=self.trained_policies if self.trains_several else (),
+        )
 
     def with_model(self, model: str) -> JobConfig:
         """Return the job with another model for the one policy that is not frozen.
@@ -407,19 +394,15 @@ class JobConfig(Section):
             "untrainable_sampling",
         }
         left_out["environment"] = {"train_tasks", "validation_tasks", "max_concurrency", "timeout_seconds"}
-        # The server that teaches may move; which model it has stays.
-        left_out["algorithm"] = {"teacher_server": set(TeacherServerConfig.model_fields) - {"model"}}
+        left_out["algorithm"] = _unused_of_algorithm(self.algorithm, with_unused)
         # A key that an earlier version did not have must not change the digest of that version's runs while unused.
         if not with_unused:
             left_out["rollout"] |= {
                 key for key, unused in _ADDED_TO_ROLLOUT.items() if getattr(self.rollout, key) == unused
             }
-            left_out["algorithm"] |= {
-                key: True
-                for key, unused in _ADDED_TO_ALGORITHM.items()
-                if getattr(self.algorithm, key, unused) == unused
-            }
-        left_out["policies"] = {name: {"frozen"} for name, policy in self.policies.items() if not policy.frozen}
+        left_out["policies"] = {
+            name: _unused_of_policy(policy, with_unused) for name, policy in self.policies.items() if not policy.frozen
+        }
         if not self.roles:
             left_out["roles"] = True
         if all(self.policies[name].optimizer.schedule == "constant" for name in self.trained_policies):
@@ -427,3 +410,25 @@ class JobConfig(Section):
         elif self.token_budget is None and not with_unused:
             left_out["token_budget"] = True
         return self.model_dump(mode="json", exclude=left_out)
+
+
+def _unused_of_algorithm(section: AlgorithmConfig, with_unused: bool) -> dict[str, Any]:
+    """Return what of an algorithm's table is not part of what is trained, as pydantic's `exclude`."""
+    # The server that teaches may move; which model it has stays.
+    found: dict[str, Any] = {"teacher_server": set(TeacherServerConfig.model_fields) - {"model"}}
+    if not with_unused:
+        added = _ADDED_TO_ALGORITHM.items()
+        found |= {key: True for key, unused in added if getattr(section, key, unused) == unused}
+    return found
+
+
+def _unused_of_policy(policy: PolicyConfig, with_unused: bool) -> dict[str, Any]:
+    """Return what of a trained policy's table is not part of what is trained, as pydantic's `exclude`."""
+    found: dict[str, Any] = {"frozen": True}
+    if policy.algorithm is not None:
+        found["algorithm"] = _unused_of_algorithm(policy.algorithm, with_unused)
+    elif not with_unused:
+        found["algorithm"] = True
+    if policy.updates == UpdatesConfig() and not with_unused:
+        found["updates"] = True
+    return found

@@ -6,10 +6,13 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from palestra.config.policy import OptimizerConfig
+from palestra.config.optimizer import OptimizerConfig
 from palestra.config.section import UNLIMITED, Positive, Section
 
-REFERENCE = "/reference"  # stands for the reference policy's model among names of policies, none of which has a slash
+
+def reference_of(policy: str) -> str:
+    """Return what stands for a policy's reference among names of policies, none of which has a slash."""
+    return f"{policy}/reference"
 
 
 class KLConfig(Section):

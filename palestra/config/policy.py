@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Any
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from palestra.config.section import UNLIMITED, Positive, Section
+from palestra.config.algorithm import AnyAlgorithmConfig
+from palestra.config.optimizer import OptimizerConfig
+from palestra.config.section import Positive, Section
 
 DEFAULT_CONTEXT = 4096
-Share = Annotated[float, Field(ge=0, lt=1)]
+_OF_TRAINING = ("optimizer", "algorithm", "updates")  # keys that a frozen policy does not have
 
 
 class SamplingConfig(Section):
@@ -20,31 +22,31 @@ class SamplingConfig(Section):
     max_tokens: Positive = Field(1024, description="Most tokens a call may sample; a call may ask for fewer.")
 
 
-class OptimizerConfig(Section):
-    """AdamW on float32 master weights: learning rate and its schedule, decay and clipping."""
+class UpdatesConfig(Section):
+    """The training steps in which a policy is updated; in the others it stays as it is, and costs nothing."""
 
-    learning_rate: float = Field(2e-5, gt=0, le=1e3, description="Peak learning rate.")
-    schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant",
-        description="Learning rate after warm-up: constant, or falling from the peak, in a line or half a cosine wave, "
-        "to a zero that it would reach one step after the last, as in transformers. The last of `n` steps after "
-        "warm-up still trains: with 1/n of the peak where it falls in a line.",
+    every: Positive = Field(1, description="The policy is updated in every so many steps.")
+    at: Positive = Field(
+        1,
+        description="The first step in which it is updated, from 1 to `every`: two policies with `every = 2`, one of "
+        "them with `at = 2`, take turns.",
     )
-    warmup_steps: int = Field(
-        0, ge=0, description="Steps over which the learning rate grows in a line; the first has 1/warmup_steps of it."
-    )
-    betas: tuple[Share, Share] = Field((0.9, 0.999), description="AdamW's decay rates, from 0 to less than 1.")
-    epsilon: float = Field(1e-8, gt=0, le=1e3, description="AdamW's epsilon.")
-    weight_decay: float = Field(
-        0.0, ge=0, le=1e3, description="AdamW's decoupled weight decay; not of norms and biases."
-    )
-    max_grad_norm: float = Field(
-        1.0, gt=0, le=UNLIMITED, description="Gradients are scaled down to this global L2 norm."
-    )
+
+    @model_validator(mode="after")
+    def _begins_in_the_first_round(self) -> UpdatesConfig:
+        if self.at > self.every:
+            raise ValueError(
+                f"at is {self.at} and every is {self.every}: the first update is one of the first {self.every} steps"
+            )
+        return self
+
+    def due(self, step: int) -> bool:
+        """Return whether the policy is updated in a step, which counts from 1."""
+        return step % self.every == self.at % self.every
 
 
 class PolicyConfig(Section):
-    """One model of a job: its weights, context and sampling, and its optimizer unless it is frozen."""
+    """One model of a job: its weights, context and sampling, and how it is trained unless it is frozen."""
 
     model: str = Field(
         "SmolLM2-135M-Instruct",
@@ -59,26 +61,31 @@ class PolicyConfig(Section):
     )
     sampling: SamplingConfig = SamplingConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    algorithm: AnyAlgorithmConfig | None = Field(
+        None, description="A table of the policy's own, with the keys of `[algorithm]`. None: the job's `[algorithm]`."
+    )
+    updates: UpdatesConfig = UpdatesConfig()
     frozen: bool = Field(
         False,
         strict=True,  # a text such as "false" would be true to those who read what is not checked yet
         description="The policy is sampled from and never trained: its weights and its version stay as they are, and "
-        "its tokens enter no loss. A frozen policy has no `optimizer`.",
+        "its tokens enter no loss. A frozen policy has no `optimizer`, `algorithm` or `updates`.",
     )
 
     @model_validator(mode="after")
     def _trained_or_frozen(self) -> PolicyConfig:
-        if self.frozen and "optimizer" in self.model_fields_set:
-            raise ValueError("a frozen policy is never trained; leave out either `frozen` or its `optimizer`")
+        given = [key for key in _OF_TRAINING if key in self.model_fields_set and getattr(self, key) is not None]
+        if self.frozen and given:
+            raise ValueError(f"a frozen policy is never trained; leave out either `frozen` or its `{given[0]}`")
         return self
 
     @model_serializer(mode="wrap")
-    def _without_unused_optimizer(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out the optimizer of a frozen policy."""
+    def _without_unused_keys(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what says how a policy is trained, if it is frozen."""
         # A run writes its configuration with all defaults; an optimizer beside `frozen` would be refused on resuming.
         dumped: dict[str, Any] = handler(self)
         if self.frozen:
-            dumped.pop("optimizer", None)
+            dumped = {key: value for key, value in dumped.items() if key not in _OF_TRAINING}
         return dumped
 
 

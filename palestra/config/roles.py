@@ -36,11 +36,13 @@ class Roles:
         default: the policy of every agent that has no role of its own: the first one that is trained.
         named: the policy of a role, by the agent's name.
         frozen: the policies that are never trained.
+        rivals: the policies that are trained, where there are several: then each learns from its own rewards alone.
     """
 
     default: str
     named: Mapping[str, str] = field(default_factory=dict)
     frozen: frozenset[str] = frozenset()
+    rivals: tuple[str, ...] = ()
 
     def policy_of(self, agent: str) -> str:
         """Return the policy that plays an agent.
@@ -84,3 +86,25 @@ class Roles:
         if not self.frozen:
             return rewards
         return {agent: reward for agent, reward in rewards.items() if self.learns(agent)}
+
+    def rewards_of(self, policy: str, rewards: Mapping[str, float]) -> Mapping[str, float]:
+        """Return the rewards that one trained policy learns from: those of the agents that it plays.
+
+        A subagent of it without a reward of its own earns that of its parent, whichever policy plays the parent.
+
+        Args:
+            policy: by name.
+            rewards: of an episode, by agent.
+        """
+        if not self.rivals:
+            return self.trained_rewards(rewards)
+        own = {agent for agent in rewards if self.policy_of(agent) == policy}
+        return {
+            agent: reward
+            for agent, reward in rewards.items()
+            if agent in own or (self._has_below(agent, policy) and not any(one.startswith(f"{agent}/") for one in own))
+        }
+
+    def _has_below(self, agent: str, policy: str) -> bool:
+        """Return whether a policy plays a subagent of an agent by a role."""
+        return any(name.startswith(f"{agent}/") and other == policy for name, other in self.named.items())

@@ -160,6 +160,9 @@ def _alternatives(root: type[Section], path: Sequence[str]) -> list[type[Section
     """Return the kinds of section that a path may hold; one or none if there is no choice."""
     annotation: Any = root
     for step in path:
+        if get_origin(annotation) is dict:  # the step is a name that the user has chosen
+            annotation = get_args(annotation)[1]
+            continue
         fields = [section.model_fields[step] for section in sections_of(annotation) if step in section.model_fields]
         if not fields:
             return []

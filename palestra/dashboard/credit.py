@@ -68,12 +68,18 @@ def group_credit(
         group: of `group_in_batch`.
         policy: name of a policy that is trained.
     """
-    algorithm, notes = _algorithm(config)
-    if algorithm is None or policy not in manifest.versions:
+    algorithm, notes = _algorithm(config, policy)
+    if algorithm is None or policy not in manifest.versions or not config.policies[policy].updates.due(manifest.step):
         return Credit(notes=notes)
     sampling = config.policies[policy].sampling
     batch = make_batch(
-        group, algorithm, config.algorithm, sampling.max_tokens, manifest.versions[policy], policy, config.players
+        group,
+        algorithm,
+        config.algorithm_of(policy),
+        sampling.max_tokens,
+        manifest.versions[policy],
+        policy,
+        config.players,
     )
     if batch.samples:
         batch = batch.with_advantages(algorithm.advantages(batch.groups, {}), {})
@@ -91,10 +97,10 @@ def group_credit(
     return Credit(advantages=found, weights={name: weights.get(name) for name in names}, notes=(*notes, *unknown))
 
 
-def _algorithm(config: JobConfig) -> tuple[Algorithm | None, tuple[str, ...]]:
-    """Return the algorithm that gives the run's advantages, and what of it is not known; None: it can't be run here."""
+def _algorithm(config: JobConfig, policy: str) -> tuple[Algorithm | None, tuple[str, ...]]:
+    """Return the algorithm that gives a policy's advantages, and what is not known; None: it can't be run here."""
     notes: tuple[str, ...] = ()
-    plain = config.algorithm
+    plain = config.algorithm_of(policy)
     if isinstance(plain, OwnAlgorithmConfig):
         return None, (f"advantages are made by {plain.name}, a class of its user's own, which is not run here",)
     if not isinstance(plain, GroupConfig) or getattr(plain, "advantage_scale", None) == "gdpo":
@@ -119,7 +125,8 @@ def _weights(
     connection: Connection, config: JobConfig, manifest: BatchManifest, policy: str, max_tokens: int
 ) -> tuple[dict[str, float], tuple[str, ...]]:
     """Return the loss weight of a trained token of each episode of the batch, and why they are not known."""
-    if config.algorithm.train_on != "all-calls":
+    algorithm = config.algorithm_of(policy)
+    if algorithm.train_on != "all-calls":
         return {}, (WHOLE_BATCH,)
     tokens = dict.fromkeys(manifest.episode_ids, 0)
     for start in range(0, len(manifest.episode_ids), MOST_VALUES):
@@ -131,6 +138,4 @@ def _weights(
         )
         for name, versions in connection.execute(wanted):
             tokens[name] += sum(count for _, _, count in orjson.loads(versions))
-    return dict(
-        zip(tokens, token_weights(list(tokens.values()), config.algorithm.loss_agg_mode, max_tokens), strict=True)
-    ), ()
+    return dict(zip(tokens, token_weights(list(tokens.values()), algorithm.loss_agg_mode, max_tokens), strict=True)), ()

@@ -18,7 +18,15 @@ from palestra.dashboard.answers import (
     ToolUse,
 )
 from palestra.dashboard.credit import Credit, group_credit, group_in_batch
-from palestra.dashboard.fate import OTHER_ROW, PROMPT, TokenFates, continued_calls, episode_fate, kept_calls
+from palestra.dashboard.fate import (
+    OTHER_ROW,
+    PROMPT,
+    TokenFates,
+    continued_calls,
+    episode_fates,
+    kept_calls,
+    whole_fate,
+)
 from palestra.dashboard.runs import Run
 from palestra.dashboard.steps import episode_line, mean_logprob
 from palestra.errors import ModelError, NotFound
@@ -85,12 +93,14 @@ def read_reading(run: Run, episode_id: str) -> EpisodeReading:
             credits = {name: group_credit(connection, config, manifest, group, name) for name in manifest.versions}
     chats = view.trajectory.chats
     trie = TokenTrie(chats)
-    kept = kept_calls(view.trajectory, trie, config)
+    kept = kept_calls(view.trajectory, config)
     rows = rows_of(trie, kept)
     if left_out := set(trie.chats) - kept:
         rows += rows_of(trie, left_out)
+    by_policy = episode_fates(view, config, events)
     fates = TokenFates(
-        episode=episode_fate(view, config.players, config.algorithm, events),
+        episode=whole_fate(by_policy),
+        by_policy=by_policy,
         frozen=config.players.frozen,
         kept=kept,
         policies={chat.index: chat.policy for chat in chats},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from palestra.config import AlgorithmConfig, JobConfig, Roles
+from palestra.config import JobConfig
 from palestra.store.browsing import EpisodeView
 from palestra.tokens import TokenTrie, TrieNode, calls_of_final_answers
 from palestra.types.calls import Chat
@@ -20,15 +20,33 @@ class Fate:
     why: str
 
 
-def episode_fate(view: EpisodeView, roles: Roles, algorithm: AlgorithmConfig, events: Sequence[Event] = ()) -> Fate:
-    """Return whether an episode is trained, and why.
+def episode_fates(view: EpisodeView, config: JobConfig, events: Sequence[Event] = ()) -> dict[str, Fate]:
+    """Return for each policy that the job trains whether an episode is trained, and why.
 
     Args:
         view: the episode, its step and the rewards of its group.
-        roles: of the job; rewards of frozen policies do not count.
-        algorithm: may compare the episodes of a group with one another.
+        config: the job.
         events: of the run, those that may be about this episode.
     """
+    # Where nothing is trained, as in an evaluation, the reason is the same for whichever policy is asked for.
+    policies = config.trained_policies or (config.players.default,)
+    return {policy: _fate(view, config, policy, events) for policy in policies}
+
+
+def whole_fate(fates: Mapping[str, Fate]) -> Fate:
+    """Return whether an episode is trained by any policy, and why; of several policies what holds for each.
+
+    Args:
+        fates: by policy, of `episode_fates`.
+    """
+    if len(fates) == 1 or len(set(fates.values())) == 1:
+        return next(iter(fates.values()))
+    said = "; ".join(f"{policy}: {fate.why}" for policy, fate in fates.items())
+    return Fate(any(fate.trained for fate in fates.values()), said)
+
+
+def _fate(view: EpisodeView, config: JobConfig, policy: str, events: Sequence[Event]) -> Fate:
+    """Return whether an episode is trained by one policy, and why; see `episode_fates`."""
     episode = view.trajectory.episode
     if episode.kind != "train":
         return Fate(False, f"never trained: it is {'an ad-hoc' if episode.kind == 'adhoc' else 'a validation'} episode")
@@ -37,32 +55,36 @@ def episode_fate(view: EpisodeView, roles: Roles, algorithm: AlgorithmConfig, ev
         if any(event.kind == "episode_stale" for event in mine):
             return Fate(False, "not trained: it has tokens older than rollout.max_staleness allows; it is played again")
         return Fate(False, "not trained: it is in no batch yet")
+    if not config.policies[policy].updates.due(view.step):
+        return Fate(False, f"in the batch of step {view.step}, not trained: the policy {policy} is not updated in it")
     for event in mine:
-        if event.kind == "episode_untrainable":
+        if event.kind == "episode_untrainable" and event.data.get("policy", policy) == policy:
             return Fate(False, f"in the batch of step {view.step}, and left out of it: {event.data.get('reason')}")
-    rewards = [sum(roles.trained_rewards(by_agent).values()) for by_agent in view.group_rewards]
-    if algorithm.smallest_group > 1 and len(set(rewards)) < 2:
+    own = [config.players.rewards_of(policy, by_agent) for by_agent in view.group_rewards]
+    rewards = [sum(by_agent.values()) for by_agent in own if by_agent or not config.trains_several]
+    if config.algorithm_of(policy).smallest_group > 1 and len(set(rewards)) < 2:
         return Fate(False, f"in the batch of step {view.step}, not trained: all rewards of its group are equal")
     return Fate(
         True, f"trained in step {view.step}; rewards of its group: {', '.join(f'{reward:g}' for reward in rewards)}"
     )
 
 
-def kept_calls(trajectory: Trajectory, trie: TokenTrie, config: JobConfig) -> frozenset[int]:
+def kept_calls(trajectory: Trajectory, config: JobConfig) -> frozenset[int]:
     """Return the indices of the calls that `algorithm.train_on` keeps, of frozen policies too.
 
     Args:
         trajectory: the episode.
-        trie: its calls.
         config: of the run.
     """
-    if config.algorithm.train_on != "final-branch":
-        return frozenset(trie.chats)
     # As the learner does, by policy: a judge's call after it does not make a writer's last call an earlier one.
     own: dict[str, list[Chat]] = {}
     for chat in trajectory.chats:
         own.setdefault(chat.policy, []).append(chat)
-    return frozenset().union(*(calls_of_final_answers(TokenTrie(chats), chats) for chats in own.values()))
+    kept: set[int] = set()
+    for policy, chats in own.items():
+        final = policy in config.policies and config.algorithm_of(policy).train_on == "final-branch"
+        kept |= calls_of_final_answers(TokenTrie(chats), chats) if final else {chat.index for chat in chats}
+    return frozenset(kept)
 
 
 def continued_calls(chats: Sequence[Chat], trie: TokenTrie) -> dict[int, Chat | None]:
@@ -92,12 +114,14 @@ class TokenFates:
 
     Attributes:
         episode: of the episode as a whole.
+        by_policy: of the episode, for each policy that is trained.
         frozen: the policies that are never trained.
         kept: indices of the calls that `algorithm.train_on` keeps.
         policies: the policy of each call, by index.
     """
 
     episode: Fate
+    by_policy: Mapping[str, Fate]
     frozen: frozenset[str]
     kept: Collection[int]
     policies: Mapping[int, str] = field(default_factory=dict)
@@ -111,7 +135,8 @@ class TokenFates:
             return Fate(
                 False, "sampled, not trained: no later call went on from it, and algorithm.train_on is final-branch"
             )
-        return self.episode if self.episode.trained else Fate(False, f"sampled, {self.episode.why}")
+        own = self.by_policy.get(policy, self.episode)
+        return own if own.trained else Fate(False, f"sampled, {own.why}")
 
 
 PROMPT = "not trained: it is part of a prompt, which the model read and did not sample"

@@ -22,7 +22,7 @@ from palestra.dashboard.answers import (
     StreamedEvent,
 )
 from palestra.dashboard.credit import Credit, group_credit, group_in_batch
-from palestra.dashboard.fate import episode_fate
+from palestra.dashboard.fate import episode_fates, whole_fate
 from palestra.dashboard.runs import DAMAGED, Run
 from palestra.errors import InvalidRequest, NotFound
 from palestra.store.browsing import EpisodeSummary, EpisodeView, episode_events, read_episode
@@ -278,7 +278,7 @@ def _member(connection: Connection, config: JobConfig, line: EpisodeLine, credit
 def _member_of(
     connection: Connection, config: JobConfig, line: EpisodeLine, view: EpisodeView, credits: Mapping[str, Credit]
 ) -> Member:
-    fate = episode_fate(view, config.players, config.algorithm, episode_events(connection, view))
+    fate = whole_fate(episode_fates(view, config, episode_events(connection, view)))
     chats = view.trajectory.chats
     values = [v for credit in credits.values() for v in credit.advantages.get(line.episode_id, {}).values()]
     flat = np.concatenate(values) if values else np.empty(0, np.float32)

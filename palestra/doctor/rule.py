@@ -84,6 +84,8 @@ class Rule:
         means: what the sign usually means.
         remedy: what to try.
         shows: returns those of a step's episodes that show the sign best, the clearest first.
+        of_job: whether the sign is of the whole job; otherwise it is one of a policy, and where several are trained it
+            is looked for in the rows of each.
     """
 
     code: str
@@ -92,6 +94,7 @@ class Rule:
     means: str
     remedy: str
     shows: Shows
+    of_job: bool = False
 
 
 def mean(rows: Sequence[Row], name: str) -> float | None:

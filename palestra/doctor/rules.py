@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from palestra.doctor.rule import History, Rule
 from palestra.doctor.step_rules import STEP_RULES
 from palestra.doctor.store_rules import STORE_RULES
@@ -11,18 +13,23 @@ from palestra.types.progress import HealthWarning
 RULES: tuple[Rule, ...] = (*STEP_RULES, *TREND_RULES, *STORE_RULES)
 
 
-def health_of(history: History, policy: str = "") -> list[HealthWarning]:
+OF_A_POLICY = tuple(rule for rule in RULES if not rule.of_job)
+OF_A_JOB = tuple(rule for rule in RULES if rule.of_job)
+
+
+def health_of(history: History, policy: str = "", rules: Sequence[Rule] = RULES) -> list[HealthWarning]:
     """Return the signs that the newest step shows; none for a run that learns.
 
     Args:
         history: the rows of the run so far.
         policy: name of the policy that the rows are of, for people; empty if the job has only one.
+        rules: the signs that are looked for.
     """
     if not history.rows:
         return []
     step, whose = int(history.newest["step"]), policy and f"policy {policy}: "
     return [
-        HealthWarning(code=rule.code, step=step, text=f"{whose}{seen}; {rule.remedy}")
-        for rule in RULES
+        HealthWarning(code=rule.code, step=step, text=f"{whose}{seen}; {rule.remedy}", policy=policy)
+        for rule in rules
         if (seen := rule.seen(history)) is not None
     ]

@@ -217,6 +217,7 @@ STEP_RULES = (
         means="the environment or the agent fails, or a reward is not given",
         remedy="`palestra episodes` has the reasons",
         shows=episodes.failed,
+        of_job=True,
     ),
     Rule(
         code="episodes_discarded",
@@ -225,6 +226,7 @@ STEP_RULES = (
         means="the environment or the agent fails, or a reward is not given",
         remedy="`palestra episodes` has the reasons",
         shows=episodes.failed,
+        of_job=True,
     ),
     Rule(
         code="logprob_drift",

@@ -70,6 +70,7 @@ STORE_RULES = (
         means="workers crash, lose their lease, or their environment raises; what they played is thrown away",
         remedy="read the reasons in `palestra episodes`; raise rollout.lease_seconds if leases expire",
         shows=episodes.failed,
+        of_job=True,
     ),
     Rule(
         code="opponents_rise",
@@ -79,6 +80,7 @@ STORE_RULES = (
         means="the game is not zero-sum any more: the players found a way to be paid together, or the reward has a bug",
         remedy="read the episodes in which both won, and make the reward of one the loss of the other",
         shows=episodes.best,
+        of_job=True,
     ),
     Rule(
         code="disk_fills",
@@ -88,5 +90,6 @@ STORE_RULES = (
         means="the run will end with an error of the disk; what is acknowledged until then is kept",
         remedy="free room, lower checkpoint.keep, or move the folder and go on with --resume",
         shows=episodes.none_of,
+        of_job=True,
     ),
 )

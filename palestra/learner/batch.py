@@ -15,7 +15,7 @@ from palestra.algorithms.loss import part_scale, token_weights
 from palestra.algorithms.named_rewards import missing_rewards, reward_means
 from palestra.config import AlgorithmConfig, LossAggMode, Roles
 from palestra.errors import InvalidAlgorithm
-from palestra.learner.shares import share_of
+from palestra.learner.shares import shares_of
 from palestra.tokens import TokenTrie, calls_of_final_answers, choice_rows, rows_of
 from palestra.trainer.untrainable import not_finite
 from palestra.types.calls import Chat, Floats, PolicyVersion
@@ -29,8 +29,6 @@ LEFT_OUT = (
     "episodes_without_tokens",
     "calls_abandoned",
     "tokens_abandoned",
-    "calls_frozen",
-    "tokens_frozen",
 )
 
 
@@ -199,8 +197,7 @@ def make_batch(
             given, and loss weights are shared by calls as otherwise by tokens. None: rows have what was sampled.
     """
     left_out: Counter[str] = Counter()
-    _count_frozen(trajectories, roles, left_out)
-    shares = [share_of(trajectory, policy, roles) for trajectory in trajectories]
+    shares = shares_of(trajectories, policy, roles)
     rollouts = [_rollout(share, config, left_out) for share in shares]
     shared = [rollout.tokens if choices is None else len(rollout.trained) for rollout in rollouts]
     weights = token_weights(shared, config.loss_agg_mode, max_tokens)
@@ -218,7 +215,7 @@ def make_batch(
         groups.append(Group(trajectories=episodes, rows=rows))
         of_groups.append(tuple(rollout.tokens for rollout, _ in members))
     metrics = {f"train/{name}": float(left_out[name]) for name in LEFT_OUT}
-    metrics |= _token_metrics(trajectories) | _rollout_metrics(shares, config)
+    metrics |= token_metrics(trajectories, roles) | rollout_metrics(shares, config)
     return Batch(groups=groups, tokens=of_groups, staleness={}, metrics=metrics).without((), version)
 
 
@@ -320,34 +317,40 @@ def staleness_metrics(staleness: Mapping[int, int]) -> dict[str, float]:
     }
 
 
-def _count_frozen(trajectories: Sequence[Trajectory], roles: Roles, left_out: Counter[str]) -> None:
-    """Count what frozen policies have sampled; it enters no loss."""
-    if not roles.frozen:
-        return
-    calls = [chat for t in trajectories for chat in t.chats if chat.policy in roles.frozen]
-    left_out["calls_frozen"] += len(calls)
-    left_out["tokens_frozen"] += sum(len(chat.completion_ids) for chat in calls)
+def token_metrics(trajectories: Sequence[Trajectory], roles: Roles) -> dict[str, float]:
+    """Return the tokens of all calls, whichever policy has sampled them, and those that enter no loss, by full name.
 
-
-def _token_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Return the tokens of all calls, whichever policy has sampled them."""
+    Args:
+        trajectories: completed episodes.
+        roles: which policies are frozen.
+    """
     calls = [chat for t in trajectories for chat in t.chats]
+    frozen = [chat for chat in calls if chat.policy in roles.frozen]
     return {
+        "train/calls_frozen": float(len(frozen)),
+        "train/tokens_frozen": float(sum(len(chat.completion_ids) for chat in frozen)),
         "rollout/prompt_tokens": float(sum(c.prompt_tokens for c in calls)),
         "rollout/reused_tokens": float(sum(c.shared for c in calls)),
         "rollout/completion_tokens": float(sum(len(c.completion_ids) for c in calls)),
     }
 
 
-def _rollout_metrics(shares: Sequence[Trajectory], config: AlgorithmConfig) -> dict[str, float]:
-    """Return what is said of episodes as the trained policy has played them."""
+def rollout_metrics(shares: Sequence[Trajectory], config: AlgorithmConfig) -> dict[str, float]:
+    """Return what is said of episodes as one trained policy has played them, by full name.
+
+    Args:
+        shares: what the policy learns from in each of them; of none there is no mean.
+        config: the policy's algorithm, which weighs rewards by name.
+    """
     named = [t.episode.named_rewards for t in shares]
     rewards = [_reward(t) + more for t, more in zip(shares, missing_rewards(named, config), strict=True)]
     calls = [chat for t in shares for chat in t.chats]
     forks = Counter(call.fork.reason for call in calls if call.fork is not None)
+    means = (
+        {"train/reward_mean": float(np.mean(rewards)), "train/reward_std": float(np.std(rewards))} if rewards else {}
+    )
     return {
-        "train/reward_mean": float(np.mean(rewards)),
-        "train/reward_std": float(np.std(rewards)),
+        **means,
         "train/episodes": float(len(shares)),
         **{f"train/rewards/{name}": mean for name, mean in reward_means(named).items()},
         "rollout/truncated_share": float(np.mean([c.finish_reason == "length" for c in calls])) if calls else 0.0,

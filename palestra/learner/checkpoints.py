@@ -1,4 +1,8 @@
-"""Schedule of checkpoints: written as often as the job says, while the next step is already played."""
+"""Schedule of checkpoints: written as often as the job says, while the next step is already played.
+
+The policies of a job are saved one after another. Where a process dies between two of them, the job goes on from the
+newest step of which all have a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ from palestra.config import JobConfig
 from palestra.errors import CheckpointError
 from palestra.learner.update import AddEvent
 from palestra.trainer.base import Trainer
+from palestra.trainer.checkpoint import common_steps, remove_after
 
 log = logging.getLogger("palestra.learner")
 
@@ -37,7 +42,7 @@ class CheckpointSchedule:
         config: JobConfig,
         trainer: Trainer,
         folders: Mapping[str, Path],
-        remembered: Mapping[str, Stateful],
+        remembered: Mapping[str, Mapping[str, Stateful]],
         wall_seconds: Callable[[], float],
         add_event: AddEvent,
     ) -> None:
@@ -47,34 +52,63 @@ class CheckpointSchedule:
             config: the job.
             trainer: the trainer that has the policies.
             folders: folder of the checkpoints of each trained policy, by the policy's name.
-            remembered: what has a state that is saved with the weights, by its key in the checkpoint.
+            remembered: for each of these policies what has a state that is saved with the weights, by its key in the
+                checkpoint.
             wall_seconds: returns how long the job has run.
             add_event: records an event of the job.
         """
         self._config, self._trainer, self._folders = config, trainer, dict(folders)
-        self._remembered, self._wall_seconds, self._add_event = dict(remembered), wall_seconds, add_event
+        self._remembered, self._wall_seconds, self._add_event = remembered, wall_seconds, add_event
         self._saving: asyncio.Task[None] | None = None
         self._seconds = 0.0  # time of checkpoints since the last `take_seconds`
         self.saved_step = 0  # step of the newest checkpoint
 
     async def load(self) -> dict[str, Any] | None:
-        """Load the newest good checkpoint of each policy into the trainer, and the states saved with it.
+        """Load the newest good checkpoints of one step into the trainer, and the states saved with them.
 
-        Returns the state saved with it, or None if there is none.
+        Returns the state saved with one of them, or None if there is none.
 
         Raises:
-            CheckpointError: all checkpoints of a policy are damaged, or those of two policies are of different steps.
+            CheckpointError: all checkpoints of a policy are damaged, or there is no step of which all are good.
         """
-        states = {policy: await self._trainer.load(policy, folder) for policy, folder in self._folders.items()}
-        steps = {policy: 0 if state is None else int(state["step"]) for policy, state in states.items()}
-        if len(set(steps.values())) > 1:
-            raise CheckpointError(f"the newest checkpoints of the policies are of different steps: {steps}")
-        self.saved_step = max(steps.values())
-        state = next(iter(states.values()))
-        if state is not None:
-            for key, one in self._remembered.items():
+        if len(self._folders) == 1:
+            ((policy, folder),) = self._folders.items()
+            newest = await self._trainer.load(policy, folder)
+            states = {} if newest is None else {policy: newest}
+        else:
+            states = await self._load_common()
+        for policy, state in states.items():
+            for key, one in self._remembered[policy].items():
                 one.restore(state.get(key, {}))
-        return state
+        found = list(states.values())
+        self.saved_step = int(found[0]["step"]) if found else 0
+        return found[0] if found else None
+
+    async def _load_common(self) -> dict[str, dict[str, Any]]:
+        """Load the newest step of which all policies have a good checkpoint; returns the states by policy, or nothing.
+
+        Raises:
+            CheckpointError: there are such steps, and one of each has a damaged checkpoint.
+        """
+        steps = common_steps(self._folders.values())
+        for step in steps:
+            try:
+                found = {name: await self._trainer.load(name, folder, step) for name, folder in self._folders.items()}
+            except CheckpointError as error:
+                log.warning("step %d can't be loaded: %s; trying the one before", step, error)
+                continue
+            break
+        else:
+            if steps:
+                raise CheckpointError(
+                    f"there is no step of which all policies have an undamaged checkpoint (tried {steps}); move the "
+                    "folder of checkpoints away to train again from the recorded episodes"
+                )
+            step, found = 0, {}
+        # Some policies may have a later one. It is not the job's, and would later take the place of one that is.
+        for folder in self._folders.values():
+            remove_after(folder, step)
+        return {name: state for name, state in found.items() if state is not None}
 
     async def save_if_due(self, step: int, last: bool) -> None:
         """Start writing a checkpoint of this step if the job wants one; the next episodes are played meanwhile.
@@ -85,13 +119,13 @@ class CheckpointSchedule:
         """
         if step % self._config.checkpoint.every_steps == 0 or last:
             await self.finish()
-            self._saving = asyncio.create_task(self._save(step, self._state(step)))
+            self._saving = asyncio.create_task(self._save(step, self._states(step)))
 
     async def save_now(self, step: int) -> None:
         """Write a checkpoint of this step, unless there is one, and return when it is on disk."""
         await self.finish()
         if step > self.saved_step:
-            await self._save(step, self._state(step))
+            await self._save(step, self._states(step))
 
     async def finish(self) -> None:
         """Wait for the checkpoint that is being written, if any.
@@ -115,18 +149,24 @@ class CheckpointSchedule:
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
-    def _state(self, step: int) -> dict[str, Any]:
-        """Return the JSON that is saved beside the weights of a step."""
+    def _states(self, step: int) -> dict[str, dict[str, Any]]:
+        """Return for each policy the JSON that is saved beside its weights of a step."""
         state = {"step": step, "wall_seconds": self._wall_seconds(), "config_digest": self._config.digest()}
         # The states are taken now: while the checkpoint is written, the next step may change them.
-        return state | {key: own for key, one in self._remembered.items() if (own := one.state())}
-
-    async def _save(self, step: int, state: Mapping[str, Any]) -> None:
-        started = time.monotonic()
-        paths = {
-            policy: await self._trainer.save(policy, folder, state, f"save {step}")
-            for policy, folder in self._folders.items()
+        return {
+            policy: state | {key: own for key, one in self._remembered[policy].items() if (own := one.state())}
+            for policy in self._folders
         }
+
+    async def _save(self, step: int, states: Mapping[str, Mapping[str, Any]]) -> None:
+        started = time.monotonic()
+        # All are asked for before the first is written, so that no update of the next step comes between them.
+        saves = (self._trainer.save(name, at, states[name], f"save {step}") for name, at in self._folders.items())
+        found = await asyncio.gather(*saves, return_exceptions=True)
+        for error in found:
+            if isinstance(error, BaseException):
+                raise error
+        paths = dict(zip(self._folders, found, strict=True))
         self.saved_step = step
         self._seconds += (seconds := time.monotonic() - started)
         for policy, path in paths.items():

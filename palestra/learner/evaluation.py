@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from palestra.algorithms.named_rewards import missing_rewards, reward_means
 from palestra.config import AlgorithmConfig, Roles
 from palestra.store import Groups
-from palestra.types.records import Task
+from palestra.types.metrics import of_policy
+from palestra.types.records import EpisodeRecord, Task
 from palestra.types.states import EpisodeState
 
 
@@ -25,7 +26,7 @@ async def evaluate(
         tasks: the validation tasks.
         done: number of steps that are done.
         roles: which agents a frozen policy plays; their rewards are not counted.
-        algorithm: weighs rewards by name.
+        algorithm: weighs rewards by name, where one policy at most is trained.
     """
     started = time.monotonic()
     known = await groups.of_step("validation", done)
@@ -38,12 +39,29 @@ async def evaluate(
         episodes = [episode for _, members in scored for episode in members]
         if all(e.state in (EpisodeState.COMPLETED, EpisodeState.DISCARDED) for e in episodes):
             break
+    row = {
+        "validation/scored": float(sum(e.rewards is not None for e in episodes)),
+        "validation/total": float(len(episodes)),
+        "time/validation_seconds": time.monotonic() - started,
+    }
+    return row | (_means_of_rivals(episodes, roles) if roles.rivals else _means(episodes, roles, algorithm))
+
+
+def _means(episodes: Sequence[EpisodeRecord], roles: Roles, algorithm: AlgorithmConfig) -> dict[str, float]:
+    """Return the means of rewards where one policy at most is trained; the arguments are those of `evaluate`."""
     named = [e.named_rewards for e in episodes if e.rewards is not None]
     rewards = [float(sum(roles.trained_rewards(e.rewards).values())) for e in episodes if e.rewards is not None]
     rewards = [reward + more for reward, more in zip(rewards, missing_rewards(named, algorithm), strict=True)]
-    row = {
-        "validation/scored": float(len(rewards)),
-        "validation/total": float(len(episodes)),
-        "time/validation_seconds": time.monotonic() - started,
-    } | {f"validation/rewards/{name}": mean for name, mean in reward_means(named).items()}
+    row = {f"validation/rewards/{name}": mean for name, mean in reward_means(named).items()}
     return row | ({"validation/reward_mean": sum(rewards) / len(rewards)} if rewards else {})
+
+
+def _means_of_rivals(episodes: Sequence[EpisodeRecord], roles: Roles) -> dict[str, float]:
+    """Return for each of several trained policies the mean of its own rewards over the episodes in which it has any."""
+    row = {}
+    for policy in roles.rivals:
+        own = [roles.rewards_of(policy, e.rewards) for e in episodes if e.rewards is not None]
+        rewards = [float(sum(found.values())) for found in own if found]
+        if rewards:
+            row[of_policy("validation/reward_mean", policy)] = sum(rewards) / len(rewards)
+    return row

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from palestra.algorithms.base import Algorithm
+from palestra.algorithms.base import Algorithm, RecordedEpisodes
 from palestra.algorithms.regularization import Regularization
 from palestra.config import JobConfig
 from palestra.engine.base import Engine
@@ -23,7 +24,7 @@ from palestra.learner.checkpoints import CheckpointSchedule
 from palestra.learner.evaluation import evaluate
 from palestra.learner.groups import DynamicSampling, gather_groups
 from palestra.learner.recordings import Recordings, gather_recorded
-from palestra.learner.reporting import RunFolder, StepLog
+from palestra.learner.reporting import RunFolder, StepLog, checkpoints_of
 from palestra.learner.schedule import TaskOrder
 from palestra.learner.teacher import ServedTeacher
 from palestra.learner.update import PolicyUpdate
@@ -32,6 +33,7 @@ from palestra.session import PolicySet
 from palestra.store import RunStore
 from palestra.trainer.base import Trainer
 from palestra.types.calls import PolicyVersion
+from palestra.types.metrics import by_policy, of_policy
 from palestra.types.progress import JobProgress, Phase
 from palestra.types.records import BatchManifest, Task
 from palestra.types.states import JobState
@@ -48,7 +50,7 @@ class Learner:
         config: JobConfig,
         store: RunStore,
         trainer: Trainer,
-        algorithm: Algorithm,
+        algorithms: Mapping[str, Algorithm],
         engine: Engine,
         policies: PolicySet,
         folder: RunFolder,
@@ -62,7 +64,7 @@ class Learner:
             config: the job.
             store: the job's run store.
             trainer: the trainer that has the policies that are trained.
-            algorithm: makes advantages of rewards, and names the loss.
+            algorithms: of each policy that is trained: it makes advantages of rewards, and names the loss.
             engine: samples the episodes, and receives new weights.
             policies: all policies of the job.
             folder: the run's files.
@@ -74,32 +76,42 @@ class Learner:
         self._config, self._store, self._trainer, self._engine = config, store, trainer, engine
         self._folder, self._progress, self._report = folder, progress, report
         self._policies = policies
-        regularization = Regularization(config.algorithm)
         self._budget = TrainingBudget(config, store.groups)
-        served = config.algorithm.served_teacher
-        self._teacher = None if served is None else ServedTeacher(served, policies.runtime(policies.trained[0]))
+        self._teachers = {
+            name: ServedTeacher(served, policies.runtime(name))
+            for name in policies.trained
+            if (served := config.algorithm_of(name).served_teacher) is not None
+        }
+        regularizations = {name: Regularization(config.algorithm_of(name)) for name in policies.trained}
         self._updates = {
             name: PolicyUpdate(
-                config, trainer, algorithm, regularization, name, self._budget, self._event, store, self._teacher
+                config,
+                trainer,
+                algorithms[name],
+                regularizations[name],
+                name,
+                self._budget,
+                self._event,
+                store,
+                self._teachers.get(name),
             )
             for name in policies.trained
         }
-        most = algorithm.dynamic_sampling * config.rollout.groups_per_step
-        self._dynamic = DynamicSampling(teaches=self._teaches, most=most) if most else None
-        folders = dict.fromkeys(policies.trained, folder.checkpoints)  # of one policy: JobConfig refuses to train more
+        self._algorithms = dict(algorithms)
         self._checkpoints = CheckpointSchedule(
             config,
             trainer,
-            folders,
-            {"algorithm": algorithm, "regularization": regularization},
+            {name: checkpoints_of(folder.path, name, config) for name in policies.trained},
+            {
+                name: {"algorithm": algorithms[name], "regularization": regularizations[name]}
+                for name in policies.trained
+            },
             self._wall,
             self._event,
         )
-        self._recordings = (
-            None
-            if algorithm.recorded is None
-            else Recordings(algorithm.recorded, policies.runtime(policies.trained[0]), store)
-        )
+        sources = [(name, algorithms[name].recorded) for name in policies.trained]
+        recorded = [(name, source) for name, source in sources if source is not None]
+        self._recordings = self._recordings_of(recorded)
         self._log = StepLog(config, store.log, folder, progress, self._event)
         self._wall_before = 0.0
         self._resumed_step = 0  # first step that this process gathers in a resumed run; 0: not resumed
@@ -108,6 +120,22 @@ class Learner:
         self._train_tasks: list[Task] = []
         self._validation_tasks: list[Task] = []
 
+    def _recordings_of(self, sources: Sequence[tuple[str, RecordedEpisodes]]) -> Recordings | None:
+        """Return the recorded episodes that are trained in place of played ones; None: episodes are played.
+
+        Raises:
+            ConfigError: several policies are trained, and the episodes do not say which of them has played what.
+        """
+        if not sources:
+            return None
+        (policy, source), *_ = sources
+        if len(self._policies.trained) > 1:
+            raise ConfigError(
+                f"the algorithm of policy {policy!r} trains recorded episodes, which do not say which of "
+                f"{' and '.join(map(repr, self._policies.trained))} has played what; train one policy a job with it"
+            )
+        return Recordings(source, self._policies.runtime(policy), self._store)
+
     async def prepare(self) -> None:
         """Look whether what the training needs of other servers is there, before this one takes requests.
 
@@ -115,12 +143,16 @@ class Learner:
             ConfigError: a server that is to teach can't.
             TeacherFailed: it does not answer.
         """
-        if self._teacher is not None:
-            try:
-                await self._teacher.check()
-            except BaseException:
-                await self._teacher.close()
-                raise
+        try:
+            for teacher in self._teachers.values():
+                await teacher.check()
+        except BaseException:
+            await self._close_teachers()
+            raise
+
+    async def _close_teachers(self) -> None:
+        for teacher in self._teachers.values():
+            await teacher.close()
 
     def stop(self) -> None:
         """Make `run` save and return after the step that is being trained; a step being gathered is dropped."""
@@ -135,8 +167,7 @@ class Learner:
         try:
             await self._train_all()
         finally:
-            if self._teacher is not None:
-                await self._teacher.close()
+            await self._close_teachers()
             await self._checkpoints.close()  # after an error, one may be half written
 
     async def _train_all(self) -> None:
@@ -208,7 +239,7 @@ class Learner:
             await self._store.log.set_fact("incarnation", str(incarnation))
             for policy in self._policies.trained:
                 self._trainer.begin_incarnation(policy, incarnation)
-        await self._publish()
+        await self._publish(self._policies.trained)
         unfinished = await self._store.log.restore_metrics(self._progress.step)
         rows = await self._store.log.metrics()
         self._log.restore(rows)
@@ -220,7 +251,7 @@ class Learner:
         """Wait until all tasks are there: from files, or pushed by a client that has said that it is the last push."""
         self._progress.enter("waiting for tasks")
         evaluation = self._config.evaluation
-        if not self._config.algorithm.brings_tasks or evaluation.every_steps or evaluation.every_tokens is not None:
+        if not self._config.brings_tasks or evaluation.every_steps or evaluation.every_tokens is not None:
             await self._store.tasks.wait_sealed()
         if self._recordings is None:
             self._train_tasks = await self._store.tasks.of_split("train")
@@ -260,8 +291,8 @@ class Learner:
                 self._order.task,
                 step,
                 last_step,
-                {name: v.n for name, v in versions.items()},
-                self._dynamic,
+                {name: versions[name].n for name in self._due(step)},
+                self._dynamic_sampling(step),
             )
         manifest = BatchManifest(
             step=step,
@@ -279,10 +310,20 @@ class Learner:
             "train/episodes_stale": float(gathered.stale),
         }
 
-    async def _teaches(self, episode_ids: Sequence[str]) -> bool:
-        """Return whether a policy can learn from the completed episodes of a group."""
-        trajectories = await self._store.calls.trajectories(episode_ids)
-        return any(update.learns_from(trajectories) for update in self._updates.values())
+    def _due(self, step: int) -> dict[str, PolicyUpdate]:
+        """Return the updates of the policies that are trained in a step, by their names."""
+        return {name: update for name, update in self._updates.items() if update.due(step)}
+
+    def _dynamic_sampling(self, step: int) -> DynamicSampling | None:
+        """Return which groups of a step are replaced: those from which none of its updates learns; None: none are."""
+        due = self._due(step)
+        most = max((self._algorithms[name].dynamic_sampling for name in due), default=0)
+
+        async def teaches(episode_ids: Sequence[str]) -> bool:
+            trajectories = await self._store.calls.trajectories(episode_ids)
+            return any(update.learns_from(trajectories) for update in due.values())
+
+        return DynamicSampling(teaches=teaches, most=most * self._config.rollout.groups_per_step) if most else None
 
     async def _train(self, manifest: BatchManifest) -> dict[str, float]:
         """Update the policies with the episodes of a manifest, and publish the new weights to the engine."""
@@ -290,30 +331,49 @@ class Learner:
         trajectories = await self._store.calls.trajectories(manifest.episode_ids)
         await self._budget.count(manifest.step)
         row: dict[str, float] = {"rollout/sampled_tokens": float(self._budget.sampled)}
-        for update in self._updates.values():
-            batch = await update.make_batch(manifest.step, trajectories)
-            self._progress.staleness = batch.staleness
-            row |= await update.train(manifest.step, batch)
+        due = self._due(manifest.step)
+        # All batches are made before the first update, so that no policy's rows depend on another one's update.
+        batches = {name: await update.make_batch(manifest.step, trajectories) for name, update in due.items()}
+        ages = Counter[int]()
+        seconds = 0.0
+        for name, update in self._updates.items():
+            if name in due:
+                ages.update(batches[name].staleness)
+                found = await update.train(manifest.step, batches[name])
+                seconds += found["time/train_seconds"]
+            else:
+                found = update.metrics_of(trajectories)
+            row |= by_policy(found, name) if self._policies.roles.rivals else found
+        row["time/train_seconds"] = seconds
+        self._progress.staleness = dict(ages)
         started = time.monotonic()
-        await self._publish()
+        await self._publish(due)
         row["time/publish_seconds"] = time.monotonic() - started
-        return row | {"version": self._newest()}
+        return row | self._versions_of_row()
 
     def _versions(self) -> dict[str, PolicyVersion]:
         """Return the version of each policy that is trained."""
         return {name: self._trainer.version(name) for name in self._policies.trained}
 
-    def _newest(self) -> float:
-        """Return n of the newest version of a policy that is trained."""
-        return float(max(version.n for version in self._versions().values()))
+    def _versions_of_row(self) -> dict[str, float]:
+        """Return n of the newest version of a policy that is trained; where there are several, of each as well."""
+        versions = self._versions()
+        own = {of_policy("version", name): float(version.n) for name, version in versions.items()}
+        newest = {"version": float(max(version.n for version in versions.values()))}
+        return newest | (own if self._policies.roles.rivals else {})
 
-    async def _publish(self) -> None:
-        """Hand the present weights to the engine; episodes that are claimed afterwards start with their version."""
+    async def _publish(self, policies: Iterable[str]) -> None:
+        """Hand the present weights to the engine; episodes that are claimed afterwards start with their versions.
+
+        Args:
+            policies: those whose weights are new.
+        """
         async with self._sync.acquire_weight_sync() if self._sync is not None else contextlib.nullcontext():
             fault_point("before_publish")
-            for policy in self._policies.trained:
+            for policy in policies:
                 weights = await self._trainer.weights(policy)
                 await self._engine.sync_weights(policy, self._trainer.version(policy), weights)
+                fault_point("after_policy_publish")
             fault_point("after_publish")
         self._progress.version = str(max(self._versions().values()))
 
@@ -330,12 +390,12 @@ class Learner:
                 return False
             self._progress.enter(_evaluating(step), Phase("validation", step))
             roles = self._policies.roles
-            algorithm = self._config.algorithm
+            algorithm = self._config.algorithm_of(roles.default)
             evaluation = evaluate(self._store.groups, self._validation_tasks, step, roles, algorithm)
             found = await self._unless_stopped(evaluation)
             if found is None:
                 return False
-            row |= {"version": self._newest(), **found}
+            row |= self._versions_of_row() | found
             await self._event("evaluated", {"step": step, **found})
         elif step == 0:
             return True

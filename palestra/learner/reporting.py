@@ -8,22 +8,39 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from palestra.config import SAVED_CONFIG, JobConfig, dump_config, load_config, name_differences
 from palestra.disk import write_whole, writing
 from palestra.doctor.rule import History, JobSize
-from palestra.doctor.rules import health_of
+from palestra.doctor.rules import OF_A_JOB, OF_A_POLICY, health_of
 from palestra.errors import ConfigError
 from palestra.learner.update import AddEvent
 from palestra.store import RunLog
-from palestra.types.progress import JobProgress
+from palestra.types.metrics import of_policies, of_policy, row_of_policy
+from palestra.types.progress import HealthWarning, JobProgress
 
 Row = Mapping[str, float]
+REWARD, VALIDATION = "train/reward_mean", "validation/reward_mean"
+CHECKPOINTS = "checkpoints"  # in the folder of a run
+
+
+def checkpoints_of(run_dir: Path, policy: str, config: JobConfig) -> Path:
+    """Return the path of the folder in which the checkpoints of a policy are written.
+
+    Args:
+        run_dir: the run's folder.
+        policy: by name.
+        config: the job; where it trains several policies, each has a folder of its own.
+    """
+    folder = run_dir / CHECKPOINTS
+    return folder / policy if config.trains_several else folder
 
 
 class RunFolder:
@@ -43,11 +60,6 @@ class RunFolder:
     def store(self) -> Path:
         """Return the path of the run store."""
         return self.path / "run.db"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Return the path of the folder in which checkpoints are written."""
-        return self.path / "checkpoints"
 
     def write_config(self, config: JobConfig) -> None:
         """Write the whole configuration to `config.toml`, defaults included."""
@@ -94,26 +106,10 @@ class RunFolder:
         figure = Figure(figsize=(7.2, 4.2), dpi=150, layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.subplots()
-        ends: list[tuple[float, float]] = []
-        for name, label, style in (
-            (
-                "train/reward_mean",
-                "sampled episodes (training tasks)",
-                {"color": "#9aa5b1", "marker": ".", "lw": 1.2},
-            ),
-            (
-                "validation/reward_mean",
-                "greedy, held-out tasks",
-                {"color": "#c0392b", "marker": "o", "lw": 2.2},
-            ),
-        ):
-            points = [(row["step"], row[name]) for row in rows if name in row]
-            if points:
-                x, y = zip(*points, strict=True)
-                axes.plot(x, y, label=label, **style)  # type: ignore[arg-type]
-                ends.append(points[-1])
-        sides = [("center", 0)] if len(ends) == 1 else [("top", -1), ("bottom", 1)]  # labels apart
-        for end, (side, up) in zip(sorted(ends, key=lambda end: end[1]), sides, strict=False):
+        ends = [_draw_line(axes, rows, name, label, style) for name, label, style in _lines_of(rows)]
+        known = sorted((end for end in ends if end is not None), key=lambda end: end[1])
+        sides = [("center", 0)] if len(known) == 1 else [("top", -1), ("bottom", 1)]  # labels apart
+        for end, (side, up) in zip(known, itertools.cycle(sides), strict=False):
             axes.annotate(f"{end[1]:.2f}", end, textcoords="offset points", xytext=(6, up), va=side)
         axes.set(xlabel="training step", ylabel="mean reward", title=title)
         axes.spines[["top", "right"]].set_visible(False)
@@ -125,6 +121,45 @@ class RunFolder:
         drawn = io.BytesIO()
         figure.savefig(drawn)
         write_whole(self.path / "curve.png", drawn.getvalue())
+
+
+def _lines_of(rows: Sequence[Row]) -> list[tuple[str, str, dict[str, Any]]]:
+    """Return the lines of the curve, as name of a metric, label and style: two for each policy that is trained."""
+    sampled, scored = "sampled episodes (training tasks)", "greedy, held-out tasks"
+    policies = list(dict.fromkeys(name for row in rows for name in of_policies(row, REWARD) if name))
+    if not policies:
+        return [
+            (REWARD, sampled, {"color": "#9aa5b1", "marker": ".", "lw": 1.2}),
+            (VALIDATION, scored, {"color": "#c0392b", "marker": "o", "lw": 2.2}),
+        ]
+    found: list[tuple[str, str, dict[str, Any]]] = []
+    for number, policy in enumerate(policies):
+        style = {"color": f"C{number}"}
+        found.append(
+            (of_policy(REWARD, policy), f"{policy}: {sampled}", style | {"marker": ".", "lw": 1.2, "alpha": 0.5})
+        )
+        found.append((of_policy(VALIDATION, policy), f"{policy}: {scored}", style | {"marker": "o", "lw": 2.2}))
+    return found
+
+
+def _draw_line(
+    axes: Any, rows: Sequence[Row], name: str, label: str, style: Mapping[str, Any]
+) -> tuple[float, float] | None:
+    """Draw a metric over steps, and return its last point; None: no row has it.
+
+    Args:
+        axes: of the figure.
+        rows: metrics of all steps, oldest first.
+        name: of the metric.
+        label: for the legend.
+        style: of the line.
+    """
+    points = [(row["step"], row[name]) for row in rows if name in row]
+    if not points:
+        return None
+    x, y = zip(*points, strict=True)
+    axes.plot(x, y, label=label, **style)
+    return points[-1]
 
 
 def _finite(row: Mapping[str, float | None]) -> dict[str, float]:
@@ -155,14 +190,27 @@ class StepLog:
         self._config, self._log, self._folder, self._progress = config, log, folder, progress
         self._add_event = add_event
         size = JobSize(groups_per_step=config.rollout.groups_per_step, steps=config.steps)
-        self._history = History(size)
+        self._rivals = config.players.rivals
+        sole = config.players.default if len(config.policies) > 1 else ""
+        self._histories = {policy: History(size) for policy in self._rivals or (sole,)}
+        self._found: dict[str, list[HealthWarning]] = {}  # by policy, of the newest step in which it was trained
 
     def restore(self, rows: Sequence[Mapping[str, float]]) -> None:
         """Write the file from the rows of the store, as after a restart."""
         rows = [_finite(row) for row in rows]  # a store of before has null where a number was infinite
         self._folder.write_metrics(rows)
         for row in rows:
-            self._history.add(row)
+            self._add(row)
+
+    def _add(self, row: Row) -> list[str]:
+        """Add a row to the histories of the policies, and return the names of those that it has trained."""
+        trained = []
+        for policy, history in self._histories.items():
+            own = row_of_policy(row, policy, self._rivals)
+            if "train/episodes" in own:
+                history.add(own)
+                trained.append(policy)
+        return trained
 
     async def write(self, step: int, row: dict[str, float], last: bool) -> None:
         """Record the metrics of a step in store, file, status and events; after a validation, draw the curve.
@@ -178,21 +226,26 @@ class StepLog:
         self._folder.append_metrics(row)
         self._progress.last_metrics = row
         await self._add_event("step", row)
-        if "validation/reward_mean" in row or last:
+        if of_policies(row, "validation/reward_mean") or last:
             rows = await self._log.metrics()
             await asyncio.to_thread(self._folder.draw_curve, rows, self._config.name)
 
     async def _warn(self, row: dict[str, float]) -> None:
         """Report each sign of a run that learns nothing, once, when it appears."""
-        if "train/episodes" not in row:
+        trained = self._add(row)
+        if not trained:
             return
-        self._history.add(row)
-        config = self._config
-        policy = config.players.default if len(config.policies) > 1 else ""
-        found = health_of(self._history, policy)
+        before = {(warning.policy, warning.code) for warning in self._progress.warnings}
+        if self._rivals:
+            # One that is not updated in this step keeps the signs of the step in which it was.
+            self._found |= {policy: health_of(self._histories[policy], policy, OF_A_POLICY) for policy in trained}
+            self._found[""] = health_of(self._histories[trained[0]], "", OF_A_JOB)
+        else:
+            self._found = {policy: health_of(self._histories[policy], policy) for policy in trained}
+        found = [warning for warnings in self._found.values() for warning in warnings]
         row["train/warnings"] = float(len(found))
-        known = {warning.code for warning in self._progress.warnings}
         self._progress.warnings = found
         for warning in found:
-            if warning.code not in known:
-                await self._add_event("warning", asdict(warning))
+            if (warning.policy, warning.code) not in before:
+                data = {name: value for name, value in asdict(warning).items() if name != "policy" or self._rivals}
+                await self._add_event("warning", data)

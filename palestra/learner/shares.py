@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from palestra.config import Roles
-from palestra.types.records import Trajectory
+from palestra.types.records import EpisodeRecord, Trajectory
 
 
 def share_of(trajectory: Trajectory, policy: str, roles: Roles) -> Trajectory:
     """Return an episode as one policy has played it.
 
-    Calls of other policies are left out, and rewards of agents that a frozen policy plays. So an algorithm compares a
+    Calls of other policies are left out, and rewards of agents that other policies play. So an algorithm compares a
     policy with itself: what another policy said or earned is part of the world to it.
+
+    Where several policies are trained, rewards by name are left out as well, because they are of a whole episode: those
+    of agents are their weighted sums.
 
     Args:
         trajectory: a completed episode.
@@ -24,11 +28,54 @@ def share_of(trajectory: Trajectory, policy: str, roles: Roles) -> Trajectory:
     """
     # One of the rewards of a zero-sum game takes back what the other gives: their sum says nothing of who played well.
     episode = trajectory.episode
-    rewards = None if episode.rewards is None else roles.trained_rewards(episode.rewards)
-    if rewards == episode.rewards and all(chat.policy == policy for step in trajectory.steps for chat in step.chats):
+    rewards = None if episode.rewards is None else roles.rewards_of(policy, episode.rewards)
+    sole = rewards == episode.rewards and all(c.policy == policy for step in trajectory.steps for c in step.chats)
+    if sole and not (roles.rivals and episode.named_rewards):
         return trajectory
     own = [(step, tuple(chat for chat in step.chats if chat.policy == policy)) for step in trajectory.steps]
-    return Trajectory(
-        episode=replace(episode, rewards=None if rewards is None else dict(rewards)),
-        steps=tuple(replace(step, chats=chats) for step, chats in own if chats),
-    )
+    steps = tuple(replace(step, chats=chats) for step, chats in own if chats)
+    episode = replace(episode, rewards=None if rewards is None else dict(rewards))
+    if roles.rivals:
+        earned = _step_rewards(episode, frozenset(step.index for step in steps))
+        episode = replace(episode, step_rewards=earned, named_rewards=None)
+        steps = tuple(replace(step, reward=_at(earned, step.index)) for step in steps)
+    return Trajectory(episode=episode, steps=steps)
+
+
+def shares_of(trajectories: Sequence[Trajectory], policy: str, roles: Roles) -> list[Trajectory]:
+    """Return what one policy learns from in each of some episodes, in their order.
+
+    Where several policies are trained, episodes in which this one has not played are left out: it has said nothing, and
+    none of its agents has a reward.
+
+    Args:
+        trajectories: completed episodes.
+        policy: by name.
+        roles: of the job's agents.
+    """
+    shares = [share_of(trajectory, policy, roles) for trajectory in trajectories]
+    return [share for share in shares if not roles.rivals or share.episode.rewards or share.steps]
+
+
+def _step_rewards(episode: EpisodeRecord, steps: Collection[int]) -> tuple[float, ...] | None:
+    """Return what a policy has earned by each TimeStep; None: the reward is for the whole episode.
+
+    Args:
+        episode: has the rewards of the policy's agents alone, and the rewards of TimeSteps for all agents.
+        steps: the TimeSteps in which the policy was called.
+    """
+    if episode.step_rewards is None or episode.rewards is None:
+        return None
+    if episode.agent_step_rewards is None:
+        # A worker's rewards by TimeStep do not say whose they are: they belong to the policy that acted.
+        return tuple(reward if step in steps else 0.0 for step, reward in enumerate(episode.step_rewards))
+    found = [0.0] * len(episode.step_rewards)
+    for step, agent, reward in episode.agent_step_rewards:
+        if agent in episode.rewards:
+            found[step] += reward
+    return tuple(found)
+
+
+def _at(rewards: tuple[float, ...] | None, step: int) -> float | None:
+    """Return the reward of a TimeStep; None: it has none of its own."""
+    return None if rewards is None or step >= len(rewards) else rewards[step]

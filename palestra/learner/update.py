@@ -17,14 +17,22 @@ from palestra.algorithms.base import Algorithm, CriticUpdate, ForwardOutput, For
 from palestra.algorithms.loss import LossSpec
 from palestra.algorithms.losses import build_loss
 from palestra.algorithms.regularization import Regularization
-from palestra.config import REFERENCE, JobConfig
+from palestra.config import JobConfig, reference_of
 from palestra.errors import ConfigError
-from palestra.learner.batch import Batch, Choices, make_batch, staleness_metrics, staleness_of
+from palestra.learner.batch import (
+    Batch,
+    Choices,
+    make_batch,
+    rollout_metrics,
+    staleness_metrics,
+    staleness_of,
+    token_metrics,
+)
 from palestra.learner.budget import TrainingBudget
 from palestra.learner.choices import CallChoices
 from palestra.learner.metrics import loss_metrics
 from palestra.learner.replay import ReplayBuffer
-from palestra.learner.shares import share_of
+from palestra.learner.shares import shares_of
 from palestra.learner.teacher import ServedTeacher
 from palestra.store import RunStore
 from palestra.trainer.base import (
@@ -51,21 +59,23 @@ def policy_spec(config: JobConfig, algorithm: Algorithm, policy: str, weights: M
 
     Args:
         config: the job.
-        algorithm: says whether it has a critic.
+        algorithm: of the policy; says whether it has a critic.
         policy: name of the policy.
         weights: folders to load models from, instead of those that the configuration names, by the policy's name; that
-            of the reference by `REFERENCE`.
+            of the reference by `reference_of` this name.
 
     Raises:
         ConfigError: the algorithm needs a teacher, and the job has none.
     """
-    model, kl = weights.get(policy, config.policies[policy].model), config.algorithm.kl
-    reference = None if kl is None else model if kl.reference is None else weights.get(REFERENCE, kl.reference)
-    named = config.teacher
-    if named is None and "teacher_logprobs" in algorithm.needs and config.algorithm.served_teacher is None:
+    settings, key = config.algorithm_of(policy), config.algorithm_key(policy)
+    model, kl, named = weights.get(policy, config.policies[policy].model), settings.kl, config.teacher_of(policy)
+    reference = None
+    if kl is not None:
+        reference = model if kl.reference is None else weights.get(reference_of(policy), kl.reference)
+    if named is None and "teacher_logprobs" in algorithm.needs and settings.served_teacher is None:
         raise ConfigError(
-            f"algorithm.name is {config.algorithm.name!r}, and the job has no policy that teaches: add one to "
-            "[policies] with `frozen = true`, or name a server (algorithm.teacher_server)"
+            f"{key}.name is {settings.name!r}, and the job has no policy that teaches: add one to "
+            f"[policies] with `frozen = true`, or name a server ({key}.teacher_server)"
         )
     teacher = None if named is None else weights.get(named, config.policies[named].model)
     critic: CriticKind | None = None
@@ -131,11 +141,12 @@ class PolicyUpdate:
         """
         self._budget, self._teacher = budget, teacher
         self._config, self._trainer, self._algorithm, self._policy = config, trainer, algorithm, policy
+        self._settings = config.algorithm_of(policy)
         self._regularization = regularization
         self._roles, self._add_event = config.players, add_event
         self._loss = algorithm.loss()
         self._loss_metrics = build_loss(self._loss).metrics
-        self._choices = CallChoices(trainer, policy, config.algorithm.name) if algorithm.every_choice else None
+        self._choices = CallChoices(trainer, policy, self._settings.name) if algorithm.every_choice else None
         self._replay = (
             None
             if algorithm.replay is None
@@ -144,7 +155,17 @@ class PolicyUpdate:
 
     def learns_from(self, trajectories: Sequence[Trajectory]) -> bool:
         """Return whether the policy can learn anything from the completed episodes of a group."""
-        return self._algorithm.learns_from([share_of(t, self._policy, self._roles) for t in trajectories])
+        return self._algorithm.learns_from(shares_of(trajectories, self._policy, self._roles))
+
+    def due(self, step: int) -> bool:
+        """Return whether the policy is updated in a step; see `UpdatesConfig`."""
+        return self._config.policies[self._policy].updates.due(step)
+
+    def metrics_of(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        """Return what is said of episodes as the policy has played them, by full name, in a step without update."""
+        found = rollout_metrics(shares_of(trajectories, self._policy, self._roles), self._settings)
+        found |= token_metrics(trajectories, self._roles)
+        return {name: value for name, value in found.items() if name != "train/episodes"}  # none of them is trained
 
     async def make_batch(self, step: int, trajectories: Sequence[Trajectory]) -> Batch:
         """Return the rows that can be trained.
@@ -168,7 +189,7 @@ class PolicyUpdate:
             make_batch,
             trajectories,
             self._algorithm,
-            config.algorithm,
+            self._settings,
             config.policies[self._policy].sampling.max_tokens,
             self._trainer.version(self._policy),
             self._policy,
@@ -324,7 +345,7 @@ class PolicyUpdate:
         """
         optimizer = self._config.policies[self._policy].optimizer
         params = OptimParams.of(optimizer, self._budget.learning_rate(optimizer, step))
-        made = await self._passes(step, batch, loss, params, self._config.algorithm.epochs, "policy", request)
+        made = await self._passes(step, batch, loss, params, self._settings.epochs, "policy", request)
         row = loss_metrics(made.first, made.last[-1], self._loss_metrics) | made.counts
         row |= {
             "train/grad_norm": made.update.grad_norm,
@@ -354,7 +375,7 @@ class PolicyUpdate:
             network: whose updates these are.
             request: names the updates, for the trainer.
         """
-        algorithm = self._config.algorithm
+        algorithm = self._settings
         whose = "" if network == "policy" else f" {network}"
         reports, last, skipped = list[StepReport](), list[StepReport](), 0
         for epoch in range(epochs):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -28,10 +28,11 @@ from palestra.errors import (
 from palestra.session import EpisodeSession, GenerationRequest, Sessions
 from palestra.types.calls import Chat
 from palestra.types.messages import MAX_NAMED, ChatMessage, Observation, StepReward, ToolChoice
-from palestra.types.records import MAX_STEPS, StepTimes
+from palestra.types.records import MAX_STEPS, AgentStepReward, StepTimes
 
 LONGEST_SEEN = 4000  # characters of the last observations
 LONGEST_INFO = 4000  # characters of an environment's information, over a whole episode
+AlgorithmOf = Callable[[str], AlgorithmConfig]  # by the name of a policy
 Lost = (EpisodeLeaseExpired, EpisodeEnded)  # the episode does not belong to this runner any more
 
 
@@ -70,6 +71,7 @@ class EpisodeResult:
     rewards: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # by agent
     named_rewards: dict[str, float | None] | None = None  # sums of agents that learn; None: none has names
     unnamed: bool = False  # whether such an agent has earned something without a name
+    by_agent: list[AgentStepReward] = field(default_factory=list)  # what each has earned by an action, in order
     full_contexts: list[str] = field(default_factory=list)  # subagents whose context had no room for a reply
     info: dict[str, str] = field(default_factory=dict)  # by TimeStep that caused it, or `reset`; see `_note`
     last_seen: str = ""  # text of last observations, which no model call contains
@@ -109,7 +111,7 @@ class TrajectoryCollectEngine:
         agents: Mapping[str, Agent],
         sessions: Sessions,
         session: EpisodeSession,
-        algorithm: AlgorithmConfig,
+        algorithm_of: AlgorithmOf,
         temperature: float | None = None,
     ) -> None:
         """Prepare to play one episode.
@@ -119,11 +121,11 @@ class TrajectoryCollectEngine:
             agents: agents by name. An agent without an entry is played by its nearest parent's, or by the one named "".
             sessions: the job's sessions, whose roles say which policy an agent calls.
             session: the episode's session, which makes and records model calls.
-            algorithm: weighs rewards by name.
+            algorithm_of: returns the algorithm of a policy, which weighs rewards by name.
             temperature: temperature of calls where the job fixes none; None: the job's.
         """
         self._environment, self._agents = environment, agents
-        self._sessions, self._session, self._algorithm = sessions, session, algorithm
+        self._sessions, self._session, self._algorithm_of = sessions, session, algorithm_of
         self.roles = sessions.context.policies.roles
         self._temperature = temperature
         self._histories: dict[str, tuple[ChatMessage, ...]] = defaultdict(tuple)
@@ -214,11 +216,13 @@ class TrajectoryCollectEngine:
         result = self._result
         self._drop_turn(observation.agent)
         if observation.reward is not None:
-            reward, learns = self._weighed(observation.reward), self.roles.learns(observation.agent)
+            reward, learns = self._weighed(observation.agent, observation.reward), self.roles.learns(observation.agent)
             result.rewards[observation.agent] += reward
             known = [self._number[parent] for parent in observation.parents if parent in self._number]
             if known and learns:  # a frozen policy's reward is no one's return
                 result.steps[max(known)].reward += reward
+            if known:
+                result.by_agent.append(AgentStepReward(max(known), observation.agent, reward))
             if learns:
                 self._name(observation.reward)
         if observation.info:
@@ -247,9 +251,11 @@ class TrajectoryCollectEngine:
         done = self._environment.action_in_place(before.id)
         self._histories[agent] = (*self._histories[agent], *before.content, *(() if done is None else (done,)))
 
-    def _weighed(self, reward: StepReward) -> float:
-        """Return a reward as one number."""
-        return self._algorithm.weighted_sum(reward) if isinstance(reward, Mapping) else reward
+    def _weighed(self, agent: str, reward: StepReward) -> float:
+        """Return a reward as one number, by the weights of the policy that plays the agent."""
+        if not isinstance(reward, Mapping):
+            return reward
+        return self._algorithm_of(self.roles.policy_of(agent)).weighted_sum(reward)
 
     def _name(self, reward: StepReward) -> None:
         """Add a reward to those of the episode by name."""
@@ -283,7 +289,13 @@ class TrajectoryCollectEngine:
         unscored = [name for name, value in named.items() if value is None]
         if len(unscored) == len(named):
             raise NotScored("no reward by name was scored")
-        if unscored and len(self.roles.trained_rewards(result.rewards)) > 1 and self._algorithm.credits_agents:
+        if unscored and self.roles.rivals:
+            raise InvalidEnvironment(
+                f"{', '.join(map(repr, unscored))} was not scored (None), and where several policies are trained it is "
+                "not known whose reward that would have been; score it"
+            )
+        credits = self._algorithm_of(self.roles.default).credits_agents
+        if unscored and len(self.roles.trained_rewards(result.rewards)) > 1 and credits:
             raise InvalidEnvironment(
                 f"{', '.join(map(repr, unscored))} was not scored (None) in an episode in which several agents are "
                 "rewarded, each for itself; score it, or credit episodes or TimeSteps (algorithm.credit)"

@@ -12,9 +12,9 @@ from typing import Any, Self
 
 from palestra.agents import Agent, ModelAgent
 from palestra.client.arguments import checked_amount, checked_count
-from palestra.config import AlgorithmConfig, GRPOConfig
+from palestra.config import GRPOConfig
 from palestra.errors import NotScored, RolloutFailed
-from palestra.rollout.collect import EpisodeResult, Lost, Termination, TrajectoryCollectEngine
+from palestra.rollout.collect import AlgorithmOf, EpisodeResult, Lost, Termination, TrajectoryCollectEngine
 from palestra.rollout.environment_pool import EnvironmentPool, Made
 from palestra.session import Sessions
 from palestra.types.records import EpisodeRecord, Task, Trajectory
@@ -57,7 +57,7 @@ class Runner:
         sessions: Sessions,
         play: RolloutSpec,
         *,
-        algorithm: AlgorithmConfig = _WEIGHTS_OF_ONE,
+        algorithm_of: AlgorithmOf = lambda policy: _WEIGHTS_OF_ONE,
         timeout_seconds: float | None = None,
         worker_id: str = "palestra-runner",
     ) -> None:
@@ -66,14 +66,14 @@ class Runner:
         Args:
             sessions: the job's sessions, which record the model calls.
             play: agents and environments.
-            algorithm: the job's, which weighs rewards by name.
+            algorithm_of: returns the algorithm of a policy, which weighs rewards by name.
             timeout_seconds: limit for one attempt; None: only the job's `max_episode_seconds` ends it.
             worker_id: name that is recorded with each episode.
         """
         self._sessions, self._store = sessions, sessions.context.store
         self._agents = play.agents or {"": ModelAgent(max_tokens=play.max_tokens)}
         self._environments = EnvironmentPool(play.environment, system=play.system, clock=sessions.context.clock)
-        self._temperature, self._algorithm = play.temperature, algorithm
+        self._temperature, self._algorithm_of = play.temperature, algorithm_of
         self._timeout_seconds, self.worker_id = timeout_seconds, worker_id
 
     async def __aenter__(self) -> Self:
@@ -155,6 +155,8 @@ class Runner:
             collected.metadata,
             collected.step_times,
             collected.named_rewards,
+            # With one policy that is trained, the sums are all that is learned from.
+            collected.by_agent if self._sessions.context.policies.roles.rivals else None,
         )
         return collected
 
@@ -187,7 +189,7 @@ class Runner:
                 agents=self._agents,
                 sessions=self._sessions,
                 session=await self._sessions.begin(episode),
-                algorithm=self._algorithm,
+                algorithm_of=self._algorithm_of,
                 temperature=self._temperature,
             )
             return _finite(await engine.collect(episode.task.data))

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from palestra.algorithms.base import RecordedEpisodes
 from palestra.algorithms.registry import create_algorithm
-from palestra.config import DEFAULT_CONTEXT, FakeEngineConfig, JobConfig
+from palestra.config import DEFAULT_CONTEXT, AlgorithmConfig, FakeEngineConfig, JobConfig
 from palestra.envs import ConcurrentEnvironment, Environment
 from palestra.envs.catalog import catalog_entry
 from palestra.envs.check import check_environment
@@ -73,7 +73,7 @@ def check_job(config: JobConfig) -> list[Finding]:
     """
     checks: list[Callable[[JobConfig], Iterator[Finding]]] = [_port, _folder, _devices]
     if config.kind == "training":
-        checks += [_tasks, _environment, _algorithm, _groups]
+        checks += [_tasks, _environment, _algorithms, _groups]
     if not isinstance(config.engine, FakeEngineConfig):
         checks.append(_models)
     return [finding for check in checks for finding in check(config)]
@@ -224,26 +224,53 @@ def _tasks_of(config: JobConfig, split: Split) -> list[Task]:
 def _recorded(config: JobConfig) -> RecordedEpisodes | None:
     """Return the recorded episodes that the job trains; None: it plays, or its algorithm can't be made here."""
     try:
-        return create_algorithm(config.algorithm).recorded
+        made = [create_algorithm(config.algorithm_of(name)) for name in config.trained_policies]
     except ConfigError:
         return None
+    return next((algorithm.recorded for algorithm in made if algorithm.recorded is not None), None)
 
 
-def _algorithm(config: JobConfig) -> Iterator[Finding]:
-    """Look for what the algorithm needs: episodes of a run, conversations, a policy that teaches."""
+def _algorithms(config: JobConfig) -> Iterator[Finding]:
+    """Look for what the algorithms need, each table of the configuration once."""
+    for key, name in {config.algorithm_key(name): name for name in reversed(config.trained_policies)}.items():
+        yield from _algorithm(config, key, name)
+
+
+def _algorithm(config: JobConfig, key: str, policy: str) -> Iterator[Finding]:
+    """Look for what an algorithm needs: episodes of a run, conversations, a policy that teaches.
+
+    Args:
+        config: the job.
+        key: of the algorithm's table.
+        policy: the policy that it trains.
+    """
+    settings = config.algorithm_of(policy)
     try:
-        algorithm = create_algorithm(config.algorithm)
+        algorithm = create_algorithm(settings)
     except ConfigError as error:
-        yield Finding(key="algorithm.name", text=str(error))
+        yield Finding(key=f"{key}.name", text=str(error))
         return
-    served = config.algorithm.served_teacher
+    served = settings.served_teacher
     if served is not None and served.key_variable is not None and not os.environ.get(served.key_variable):
         text = f"the variable {served.key_variable} is not set, and has to hold the key of {served.url}"
-        yield Finding(key="algorithm.teacher_server.key_variable", text=text)
-    if "teacher_logprobs" in algorithm.needs and config.teacher is None and served is None:
+        yield Finding(key=f"{key}.teacher_server.key_variable", text=text)
+    if "teacher_logprobs" in algorithm.needs and config.teacher_of(policy) is None and served is None:
         text = "the job has no policy that teaches; add one to [policies] with `frozen = true`"
-        yield Finding(key="algorithm.teacher", text=text)
-    recorded = algorithm.recorded
+        yield Finding(key=f"{key}.teacher", text=text)
+    yield from _recordings(config, key, settings, algorithm.recorded)
+
+
+def _recordings(
+    config: JobConfig, key: str, settings: AlgorithmConfig, recorded: RecordedEpisodes | None
+) -> Iterator[Finding]:
+    """Look for the recorded episodes that an algorithm trains, if any.
+
+    Args:
+        config: the job.
+        key: of the algorithm's table.
+        settings: that table.
+        recorded: where the episodes are; None: they are played.
+    """
     try:
         if recorded is not None and recorded.run_dir is not None:
             chosen_episodes(recorded.run_dir, recorded.min_reward)
@@ -251,8 +278,8 @@ def _algorithm(config: JobConfig) -> Iterator[Finding]:
             for task in _tasks_of(config, "train"):
                 read_conversation(task)
     except (ConfigError, StoreError) as error:
-        key = "algorithm.from_run" if config.algorithm.brings_tasks else "tasks.train"
-        yield Finding(key=key, text=str(error).removeprefix(f"{key}: "))
+        where = f"{key}.from_run" if settings.brings_tasks else "tasks.train"
+        yield Finding(key=where, text=str(error).removeprefix("algorithm.from_run: ").removeprefix("tasks.train: "))
     if recorded is not None and recorded.run_dir is None and config.tasks.train is None and config.environment.name:
         text = f"the tasks of {config.environment.name!r} are no conversations; name a file in tasks.train, or from_run"
         yield Finding(key="tasks.train", text=text)
@@ -260,8 +287,8 @@ def _algorithm(config: JobConfig) -> Iterator[Finding]:
 
 def _groups(config: JobConfig) -> Iterator[Finding]:
     """Look for groups that can't teach: rewards are compared within a group."""
-    rollout = config.rollout
-    if rollout.min_group_size < config.algorithm.smallest_group:
+    needed = max(config.algorithm_of(name).smallest_group for name in config.trained_policies)
+    if config.rollout.min_group_size < needed:
         yield Finding(
             key="rollout.min_group_size",
             text="a group that has lost all episodes but one is trained, and can't teach; use at least 2",
@@ -286,21 +313,52 @@ def _models(config: JobConfig) -> Iterator[Finding]:
                 key=f"policies.{name}.max_context",
                 text=f"max_context is {policy.max_context} and {policy.model} has {facts.context} positions",
             )
-        trained = config.kind == "training" and not policy.frozen
-        engine = ENGINE_BYTES[getattr(config.engine, "dtype", "bfloat16")]
-        networks = config.algorithm.trained_networks * trained
-        copied = 4 * config.algorithm.copied_networks * trained
-        reference = ENGINE_BYTES[config.trainer.dtype] * trained if config.algorithm.kl is not None else 0
-        teacher = ENGINE_BYTES[config.trainer.dtype] * (config.kind == "training" and name == config.teacher)
-        needed += (facts.parameters or 0) * (engine + TRAINED_BYTES * networks + copied + reference + teacher)
-        saved += (facts.parameters or 0) * (SAVED_BYTES * networks + copied)
-    kl = config.algorithm.kl if config.kind == "training" else None
-    if kl is not None and kl.reference is not None:
+        size, number = _bytes_of(config, name), facts.parameters or 0
+        needed, saved = needed + number * size.needed, saved + number * size.saved
+    for key, model in _references(config).items():
         try:
-            model_folder(kl.reference)
+            model_folder(model)
         except (ModelError, OSError, ValueError) as error:
-            yield Finding(key="algorithm.kl.reference", text=f"model {kl.reference!r}: {str(error).splitlines()[0]}")
+            yield Finding(key=key, text=f"model {model!r}: {str(error).splitlines()[0]}")
     yield from _room(config, needed, saved)
+
+
+class _Bytes(NamedTuple):
+    """How many bytes a parameter of a policy takes: in memory, and in a checkpoint."""
+
+    needed: int
+    saved: int
+
+
+def _bytes_of(config: JobConfig, name: str) -> _Bytes:
+    """Return what a parameter of a policy takes: of the engine, of the trainer, and of networks beside the policy.
+
+    Args:
+        config: the job.
+        name: of the policy.
+    """
+    engine, computed = ENGINE_BYTES[getattr(config.engine, "dtype", "bfloat16")], ENGINE_BYTES[config.trainer.dtype]
+    if config.kind != "training":
+        return _Bytes(engine, 0)
+    if config.policies[name].frozen:
+        # Each policy that learns from it has a copy.
+        taught = sum(config.teacher_of(other) == name for other in config.trained_policies)
+        return _Bytes(engine + computed * taught, 0)
+    algorithm = config.algorithm_of(name)
+    networks, copied = algorithm.trained_networks, 4 * algorithm.copied_networks
+    reference = computed if algorithm.kl is not None else 0
+    return _Bytes(engine + TRAINED_BYTES * networks + copied + reference, SAVED_BYTES * networks + copied)
+
+
+def _references(config: JobConfig) -> dict[str, str]:
+    """Return the models of references that the job names, by their keys."""
+    if config.kind != "training":
+        return {}
+    return {
+        f"{config.algorithm_key(name)}.kl.reference": kl.reference
+        for name in config.trained_policies
+        if (kl := config.algorithm_of(name).kl) is not None and kl.reference is not None
+    }
 
 
 def _room(config: JobConfig, needed: int, saved: int) -> Iterator[Finding]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Self
@@ -19,6 +19,7 @@ from rich.text import Text
 from palestra.config import JobConfig
 from palestra.runtime.situation import STALLED_SECONDS, PlainLines, describe, situation_of
 from palestra.terminal import TerminalConsole
+from palestra.types.metrics import of_policies
 from palestra.types.states import TurnState
 
 if TYPE_CHECKING:
@@ -99,31 +100,33 @@ class Console:
         """
         if kind == "running" and data["step"]:
             self._say(f"resumed after step {data['step']}")
-        elif kind == "evaluated" and data["step"] == 0 and "validation/reward_mean" in data:
+        elif kind == "evaluated" and data["step"] == 0 and of_policies(data, "validation/reward_mean"):
             self._say(f"before training: {_validation(data)}")
         elif kind == "step" and data["step"]:
             self._say(self._step_line(data))
         elif kind == "warning":
             self._say(f"[yellow]warning:[/] {escape(data['text'])}")
 
-    def finished(self, state: str, checkpoint: Path | None) -> None:
+    def finished(self, state: str, checkpoints: Mapping[str, Path]) -> None:
         """Print where the results are, or how to continue, when the job is over or was stopped.
 
         Args:
             state: the job's last state.
-            checkpoint: folder of the newest checkpoint, if any.
+            checkpoints: folders of the newest checkpoints, by the policy's name.
         """
         folder = self._config.folder
         if state != "completed":
             self._out.print(f"stopped; go on with --resume, in a script with resume=True (the run is in {folder})")
             return
         self._out.print(f"\n[bold]done[/]: {folder / 'curve.png'}, {folder / 'metrics.jsonl'}")
-        if checkpoint is not None:
-            self._out.print(f"model:  {checkpoint}  (load it with transformers)")
+        for policy, path in checkpoints.items():
+            whose = f"{policy}: " if len(checkpoints) > 1 else ""
+            self._out.print(f"model:  {whose}{path}  (load it with transformers)")
+        chosen = f" --policy {self._config.players.default}" if self._config.trains_several else ""
         self._out.print(
             "next:   "
             f"palestra episodes {folder}   what was played, token by token\n"
-            f"        palestra export {folder} my-model   the trained model as a folder of its own"
+            f"        palestra export {folder} my-model{chosen}   the trained model as a folder of its own"
         )
 
     def _step_line(self, row: dict[str, float]) -> str:
@@ -134,12 +137,13 @@ class Console:
             text = (
                 f"step {int(row['step'])}   {int(row['rollout/sampled_tokens']):>{len(f'{budget:,}')},}/{budget:,}   "
             )
-        if len(self._config.policies) > 1:
-            text += f"{self._config.players.default} "
-        text += f"reward {row['train/reward_mean']:5.2f}"
+        # Of several trained policies each has a reward; the name of the only one says whose it is beside frozen ones.
+        sole = self._config.players.default if len(self._config.policies) > 1 else ""
+        rewards = of_policies(row, "train/reward_mean").items()
+        text += "   ".join(f"{policy or sole} reward {mean:5.2f}".lstrip() for policy, mean in rewards)
         rate = row.get("rollout/tokens_per_second")
         text += f"   {'-' if rate is None else f'{rate:.0f}':>6} tok/s   {row['time/step_seconds']:5.1f} s"
-        if "validation/reward_mean" in row:
+        if of_policies(row, "validation/reward_mean"):
             text += f"   [bold]{_validation(row)}[/]"
         return text
 
@@ -222,7 +226,9 @@ def models_of(config: JobConfig) -> str:
 def _validation(row: dict[str, Any]) -> str:
     scored, total = int(row["validation/scored"]), int(row["validation/total"])
     of = f"{total}" if scored == total else f"{scored} of {total}"
-    return f"validation {row['validation/reward_mean']:.2f} on {of} tasks"
+    means = of_policies(row, "validation/reward_mean").items()
+    said = ", ".join(f"{policy} {mean:.2f}".lstrip() for policy, mean in means)
+    return f"validation {said} on {of} tasks"
 
 
 def console_of(config: JobConfig, file: IO[str] | None = None) -> Console:
@@ -244,12 +250,12 @@ class ServingConsole(Console):
             tokens = data["prompt_tokens"] + data["completion_tokens"]
             self._out.print(f"served {data['calls']:,} calls, {tokens:,} tokens")
 
-    def finished(self, state: str, checkpoint: Path | None) -> None:
+    def finished(self, state: str, checkpoints: Mapping[str, Path]) -> None:
         """Print how to serve the model again.
 
         Args:
             state: the job's last state.
-            checkpoint: not used: nothing is trained.
+            checkpoints: not used: nothing is trained.
         """
         folder = self._config.folder
         self._out.print(f"stopped; serve it again under the same key with --resume (the run is in {folder})")

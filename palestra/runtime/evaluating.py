@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -238,7 +238,7 @@ class _Console(Console):
 
     def report(self, kind: str, data: dict[str, Any]) -> None: ...
 
-    def finished(self, state: str, checkpoint: Path | None) -> None: ...
+    def finished(self, state: str, checkpoints: Mapping[str, Path]) -> None: ...
 
     def _headline(self) -> str:
         return f"evaluating {models_of(self._config)}"

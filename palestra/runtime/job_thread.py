@@ -14,11 +14,12 @@ from types import FrameType, TracebackType
 from typing import Any, Self, TypeVar
 
 from palestra.config import JobConfig
+from palestra.errors import ConfigError
 from palestra.models.device import tune_malloc
 from palestra.rollout import RolloutSpec
+from palestra.runtime.checkpoints import newest_checkpoints
 from palestra.runtime.console import Console
 from palestra.runtime.local import LocalJob, local_job, run_on_uvloop
-from palestra.trainer.checkpoint import newest_path
 from palestra.types.records import Task
 from palestra.waiting import race
 
@@ -101,18 +102,40 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainResult:
-    """The result of a training run: its state, folder, metrics and newest checkpoint."""
+    """The result of a training run: its state, folder, metrics and newest checkpoints.
 
-    state: str  # "completed", or "running" if the run was stopped (`train` then raises)
+    Attributes:
+        state: `completed`, or `running` if the run was stopped (`train` then raises).
+        run_dir: the run's folder.
+        metrics: the rows of metrics.jsonl.
+        checkpoints: newest checkpoint of each policy that is trained, by its name; it loads in transformers. A policy
+            without one is not in it.
+    """
+
+    state: str
     run_dir: Path
-    metrics: list[dict[str, float]]  # the rows of metrics.jsonl
-    checkpoint: Path | None  # newest checkpoint, which loads in transformers; None: none
+    metrics: list[dict[str, float]]
+    checkpoints: dict[str, Path]
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """Return the newest checkpoint of the only policy that is trained; None: there is none.
+
+        Raises:
+            ConfigError: several policies are trained.
+        """
+        if len(self.checkpoints) > 1:
+            names = " and ".join(map(repr, self.checkpoints))
+            raise ConfigError(f"the run has trained {names}; take the checkpoint of one: result.checkpoints[NAME]")
+        return next(iter(self.checkpoints.values()), None)
 
     def __repr__(self) -> str:
         """Return the result in a line, which has the number of rows and not the rows."""
-        where = (
-            f"run_dir={str(self.run_dir)!r}, checkpoint={None if self.checkpoint is None else str(self.checkpoint)!r}"
-        )
+        if len(self.checkpoints) > 1:
+            shown = f"checkpoints={ {name: str(path) for name, path in self.checkpoints.items()} }"
+        else:
+            shown = f"checkpoint={None if self.checkpoint is None else str(self.checkpoint)!r}"
+        where = f"run_dir={str(self.run_dir)!r}, {shown}"
         return f"TrainResult(state={self.state!r}, {where}, metrics={len(self.metrics)} rows)"
 
 
@@ -238,7 +261,7 @@ class JobThread:
                 run_dir=job.folder.path,
                 metrics=await job.plane.store.log.metrics(),
                 # In a thread, because hashing takes long: a caller of `stop` checks that the event loop answers.
-                checkpoint=await asyncio.to_thread(newest_path, job.folder.checkpoints),
+                checkpoints=await asyncio.to_thread(newest_checkpoints, self._config),
             )
 
 

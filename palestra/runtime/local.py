@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import uvloop
 
 from palestra.agents import ModelAgent
+from palestra.algorithms.base import Algorithm
 from palestra.algorithms.registry import create_algorithm
 from palestra.client.protocol import LONGEST_PAUSE_SECONDS
 from palestra.config import JobConfig
@@ -175,11 +176,12 @@ async def local_job(
     known = (config.folder / "run.db").exists()
     resumed = known and config.kind == "training"
     tasks = None if known or scored is not None else read_files(config)  # before the model, whose loading takes long
-    algorithm = None
+    algorithms: dict[str, Algorithm] = {}
     if config.kind == "training" and scored is None:
-        algorithm = create_algorithm(config.algorithm, config.rollout.step_order, own_code=own_code)
-        if algorithm.every_choice:
-            _check_choices(config, play)
+        for name in config.trained_policies:
+            algorithms[name] = create_algorithm(config.algorithm_of(name), config.rollout.step_order, own_code=own_code)
+            if algorithms[name].every_choice:
+                _check_choices(config, name, play)
     trackers = config.tracking if config.kind == "training" and scored is None else []
     check_trackers(trackers)
     with contextlib.ExitStack() as stack:
@@ -196,8 +198,8 @@ async def local_job(
             await parts.engine.pause()  # until the learner has published the run's weights
         store = stack.enter_context(open_run_store(folder.store, config.rollout, config.store))
         try:
-            if parts.trainer is not None and algorithm is not None:
-                for name in parts.policies.trained:
+            if parts.trainer is not None:
+                for name, algorithm in algorithms.items():
                     await parts.trainer.create(name, policy_spec(config, algorithm, name, weights or {}))
             if scored is None:
                 await load_tasks(store.tasks, config, tasks)
@@ -231,14 +233,14 @@ async def local_job(
             work: Learner | Serving | Scoring
             if scored is not None:
                 work = Scoring(config, store, parts.engine, folder, progress, scored)
-            elif parts.trainer is None or algorithm is None:
+            elif parts.trainer is None:
                 work = Serving(config, store.log, folder, progress, report, context.counts)
             else:
                 work = Learner(
                     config,
                     store,
                     parts.trainer,
-                    algorithm,
+                    algorithms,
                     parts.engine,
                     parts.policies,
                     folder,
@@ -262,10 +264,15 @@ async def local_job(
                 await parts.trainer.close()
 
 
-def _check_choices(config: JobConfig, play: RolloutSpec | None) -> None:
+def _check_choices(config: JobConfig, policy: str, play: RolloutSpec | None) -> None:
     """Refuse agents none of which is held to choices, for an algorithm that trains every choice.
 
     What workers outside of this process send is known, and looked at, when the first step is trained.
+
+    Args:
+        config: the job.
+        policy: the policy that the algorithm trains.
+        play: what this process plays; None: what the configuration says.
 
     Raises:
         ConfigError: no agent ever has choices.
@@ -281,8 +288,9 @@ def _check_choices(config: JobConfig, play: RolloutSpec | None) -> None:
     agents = (play and play.agents) or {"": ModelAgent()}
     if not any(agent.may_choose or (isinstance(agent, ModelAgent) and given) for agent in agents.values()):
         raise ConfigError(
-            f"algorithm.name is {config.algorithm.name!r}, which needs replies that are held to finitely many choices, "
-            "and no agent here is: give one `choices`, as in RolloutSpec(agents={'agent': ModelAgent(choices=[...])})"
+            f"{config.algorithm_key(policy)}.name is {config.algorithm_of(policy).name!r}, which needs replies that "
+            "are held to finitely many choices, and no agent is: give one `choices`, as in "
+            "RolloutSpec(agents={'agent': ModelAgent(choices=[...])})"
         )
 
 
@@ -307,7 +315,7 @@ def _runners(
     lock = RolloutSyncLock() if config.rollout.weight_sync == "between_episodes" else None
     pool = RunnerPool(
         sessions,
-        Runner(sessions, play, algorithm=config.algorithm, timeout_seconds=chosen.timeout_seconds),
+        Runner(sessions, play, algorithm_of=config.algorithm_of, timeout_seconds=chosen.timeout_seconds),
         max_concurrency=chosen.max_concurrency or min(due, MOST_AT_ONCE),
         lock=lock,
         progress=progress.rollouts,

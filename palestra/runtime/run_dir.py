@@ -7,11 +7,12 @@ import fcntl
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
-from palestra.config import JobConfig
+from palestra.config import SAVED_CONFIG, JobConfig, load_config
 from palestra.disk import RUN_LOCK, is_locked
 from palestra.errors import ConfigError, NotFound, RunInUse
+from palestra.learner.reporting import CHECKPOINTS, checkpoints_of
 
 ATTEMPTS = 100  # attempts to lock a folder, which failing starts of other processes may remove
 MADE_BY_A_START = ("secret", "api_key", "run.db", "run.db-wal", "run.db-shm")
@@ -55,17 +56,64 @@ def resolve_run_dir(config: JobConfig, resume: bool, say: Callable[[str], None] 
 def newest_of_run(model: str) -> str:
     """Return a model's name or folder as it is; of a run's folder, its newest good checkpoint.
 
+    `RUN/checkpoints/NAME` is that of one of the policies that a run has trained.
+
     Raises:
         NotFound: the run has no checkpoint yet.
+        ConfigError: the run has trained several policies.
+    """
+    folder = Path(model)
+    if (folder / "run.db").is_file():
+        return str(newest_of_policy(folder, None)[0])
+    run = folder.parent.parent
+    if folder.parent.name == CHECKPOINTS and folder.is_dir() and (run / "run.db").is_file():
+        config = load_config(run / SAVED_CONFIG)
+        if config.trains_several and folder.name in config.trained_policies:
+            return str(newest_of_policy(run, folder.name)[0])
+    return model
+
+
+def newest_of_policy(run_dir: Path, policy: str | None) -> tuple[Path, dict[str, Any]]:
+    """Return the folder of the newest good checkpoint of a policy that a run has trained, and the checkpoint's state.
+
+    Args:
+        run_dir: the run's folder.
+        policy: by name; None: the only one that the run has trained.
+
+    Raises:
+        NotFound: the run has no checkpoint yet.
+        ConfigError: the run trains no such policy, or several and none is named.
+        CheckpointError: all checkpoints are damaged.
     """
     from palestra.trainer.checkpoint import newest_good
 
-    if not (Path(model) / "run.db").is_file():
-        return model
-    newest = newest_good(Path(model) / "checkpoints")
+    newest = newest_good(checkpoints_of_run(run_dir, policy))
     if newest is None:
-        raise NotFound(f"{model} has no checkpoint yet; the first is written after checkpoint.every_steps steps")
-    return str(newest[0])
+        raise NotFound(f"{run_dir} has no checkpoint yet; the first is written after checkpoint.every_steps steps")
+    return newest
+
+
+def checkpoints_of_run(run_dir: Path, policy: str | None) -> Path:
+    """Return the folder of the checkpoints of a policy that a run trains.
+
+    Args:
+        run_dir: the run's folder.
+        policy: by name; None: the only one that the run trains.
+
+    Raises:
+        ConfigError: the run trains no such policy, or several and none is named.
+    """
+    config = load_config(run_dir / SAVED_CONFIG)
+    trained = config.trained_policies
+    names = " and ".join(map(repr, trained))
+    if policy is None and len(trained) > 1:
+        raise ConfigError(
+            f"the run in {run_dir} has trained {names}, and a checkpoint is that of one: its folder is "
+            f"{run_dir / CHECKPOINTS / trained[0]}, or name it with --policy {trained[0]}"
+        )
+    if policy is not None and policy not in trained:
+        raise ConfigError(f"the run in {run_dir} has trained no policy {policy!r}; it has trained {names}")
+    return checkpoints_of(run_dir, policy or trained[0], config)
 
 
 class RunStart:

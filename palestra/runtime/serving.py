@@ -104,7 +104,9 @@ class Scoring:
         self._progress.move(JobState.RUNNING)
         self._progress.enter("evaluating", Phase("validation", 0))
         try:
-            scoring = evaluate(self._store.groups, self._tasks, 0, self._config.players, self._config.algorithm)
+            roles = self._config.players
+            algorithm = self._config.algorithm_of(roles.default)
+            scoring = evaluate(self._store.groups, self._tasks, 0, roles, algorithm)
             winner = await race(scoring, self._stopping.wait())
             if winner.index == 0:
                 self._progress.move(JobState.COMPLETED)

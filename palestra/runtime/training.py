@@ -152,7 +152,7 @@ def train_until_stopped(
     with console, Interrupts(server.stop) as interrupts:
         run(play_until_over(server, Rollouts(function, splits["train"], splits["validation"], playing)))
         result = server.result()
-        console.finished(result.state, result.checkpoint)
+        console.finished(result.state, result.checkpoints)
     return result, interrupts
 
 
@@ -169,7 +169,7 @@ class Rollouts:
 def _check_job(config: JobConfig, tasks: Sequence[TaskData]) -> None:
     if config.kind != "training":
         raise ConfigError(f"`train` is given a configuration with kind = {config.kind!r}; leave kind out")
-    if not tasks and not _has_tasks(config) and not config.algorithm.brings_tasks:
+    if not tasks and not _has_tasks(config) and not config.brings_tasks:
         raise ConfigError("the job has no tasks: give `train` some, or name a file in tasks.train")
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from palestra.algorithms.registry import create_algorithm
 from palestra.config import JobConfig
 from palestra.envs import ConcurrentEnvironment, Environment, SerialEnvironment
-from palestra.learner.shares import share_of
+from palestra.learner.shares import shares_of
 from palestra.rollout import RolloutSpec
 from palestra.runtime.checking import environment_of
 from palestra.types.records import Trajectory
@@ -27,12 +27,12 @@ LUCK_NAME = "palestra-check"  # of the luck, where rewards have names
 
 def plays_episodes(config: JobConfig) -> bool:
     """Return whether training episodes are played; else recorded ones are trained."""
-    return create_algorithm(config.algorithm).recorded is None
+    return all(create_algorithm(config.algorithm_of(name)).recorded is None for name in config.trained_policies)
 
 
 def has_stand_in(config: JobConfig) -> bool:
     """Return whether nothing of the job says what its training tasks are."""
-    return config.tasks.train is None and config.environment.name is None and not config.algorithm.brings_tasks
+    return config.tasks.train is None and config.environment.name is None and not config.brings_tasks
 
 
 def conversation_words(config: JobConfig) -> int:
@@ -49,18 +49,24 @@ def stand_in_task(config: JobConfig) -> dict[str, Any]:
 
 
 def teaching_share_of(played: Iterable[Trajectory], config: JobConfig) -> float:
-    """Return the share of groups that the algorithm learns from, by what the environment gave them.
+    """Return the share of groups that a policy learns from, by what the environment gave them.
+
+    Of several trained policies it is the least share: that of the policy which learns from the fewest groups.
 
     Args:
         played: episodes, each completed one with a reward to which `LUCK` was added some number of times.
         config: the job.
     """
-    algorithm, (policy,) = create_algorithm(config.algorithm, config.rollout.step_order), config.trained_policies
+    known = [_without_luck(trajectory) for trajectory in played if trajectory.episode.rewards is not None]
+    return min(_share_of_policy(known, config, policy) for policy in config.trained_policies)
+
+
+def _share_of_policy(played: Sequence[Trajectory], config: JobConfig, policy: str) -> float:
+    """Return the share of groups that one policy learns from; see `teaching_share_of`."""
+    algorithm = create_algorithm(config.algorithm_of(policy), config.rollout.step_order)
     groups: dict[int, list[Trajectory]] = {}
-    for trajectory in played:
-        if trajectory.episode.rewards is not None:
-            share = share_of(_without_luck(trajectory), policy, config.players)
-            groups.setdefault(trajectory.episode.group_index, []).append(share)
+    for share in shares_of(played, policy, config.players):
+        groups.setdefault(share.episode.group_index, []).append(share)
     return sum(map(algorithm.learns_from, groups.values())) / max(len(groups), 1)
 
 
@@ -75,6 +81,9 @@ def _without_luck(trajectory: Trajectory) -> Trajectory:
             episode,
             rewards={agent: _unlucky(reward) for agent, reward in (episode.rewards or {}).items()},
             step_rewards=None if steps is None else tuple(map(_unlucky, steps)),
+            agent_step_rewards=None
+            if (by_agent := episode.agent_step_rewards) is None
+            else tuple(one._replace(reward=_unlucky(one.reward)) for one in by_agent),
             named_rewards=None if episode.named_rewards is None else named,
         ),
     )

@@ -45,7 +45,9 @@ def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
     async def push_tasks(request: Request) -> TasksPushed:
         """Add tasks, in chunks that may be sent again; `final` says that all tasks are there, and starts the job."""
         keys.require_job(request)
-        body, tasks = await read_with(partial(_pushed, plane.config.algorithm), request, plane.pool)
+        body, tasks = await read_with(
+            partial(_pushed, plane.config.algorithm_of(plane.config.players.default)), request, plane.pool
+        )
         total = await tasks_of_job.push(body.split, tasks, body.chunk_id)
         if body.final:
             await tasks_of_job.seal()
@@ -92,7 +94,8 @@ def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
         """Hand in the reward; the answer comes when it is on disk. Sent again, the same body gets the same answer."""
         body = await read_request(EndEpisode, request, plane.pool)
         key = await keys.require_this_episode(request, body.episode_id, episodes)
-        rewards = _rewards(body, plane.config.algorithm)
+        roles = plane.sessions.context.policies.roles
+        rewards = _rewards(body, plane.config.algorithm_of(roles.policy_of(SOLE_AGENT)))
         plane.workers.mark_finished(key.episode_id, key.fence)
         await episodes.end(
             key.episode_id, key.fence, rewards, body.step_rewards, body.metadata, named_rewards=body.named_rewards
@@ -186,7 +189,7 @@ def _rewards(body: EndEpisode, algorithm: AlgorithmConfig) -> dict[str, float]:
 
     Args:
         body: has one reward, rewards by agent, or rewards by name.
-        algorithm: weighs named rewards.
+        algorithm: of the policy that plays the agent `agent`; weighs named rewards.
 
     Raises:
         InvalidRequest: the body has none or several of these, no named reward is scored, or their weighted sum is too

@@ -18,7 +18,7 @@ from palestra.errors import InvalidRequest
 from palestra.types.calls import Chat, MediaSpan, PolicyVersion, SamplingParams, VersionSpan
 from palestra.types.forks import Fork, ForkReason
 from palestra.types.messages import ChatMessage
-from palestra.types.records import EpisodeRecord, StepTimes, Task
+from palestra.types.records import AgentStepReward, EpisodeRecord, StepTimes, Task
 from palestra.types.states import EpisodeState
 
 SHORT = 512  # bytes: 128 tokens
@@ -90,6 +90,9 @@ def episode_of(row: Any) -> EpisodeRecord:
         worker_id=row.worker_id,
         lease_seconds=row.lease_seconds,
         named_rewards=None if row.named_rewards is None else orjson.loads(row.named_rewards),
+        agent_step_rewards=None
+        if row.agent_step_rewards is None
+        else tuple(AgentStepReward(*one) for one in orjson.loads(row.agent_step_rewards)),
     )
 
 

@@ -19,7 +19,7 @@ from palestra.store.run_log import insert_event
 from palestra.store.tables import episodes
 from palestra.types.clock import Clock
 from palestra.types.progress import Counts
-from palestra.types.records import EpisodeRecord, StepTimes, Task
+from palestra.types.records import AgentStepReward, EpisodeRecord, StepTimes, Task
 from palestra.types.states import EpisodeState
 
 LeaseOver = Callable[[str, int], None]
@@ -162,6 +162,7 @@ class Episodes:
         metadata: Mapping[str, Any],
         step_times: Sequence[StepTimes] | None = None,
         named_rewards: Mapping[str, float | None] | None = None,
+        agent_step_rewards: Sequence[AgentStepReward] | None = None,
     ) -> bool:
         """Complete an episode with its rewards, in one transaction.
 
@@ -173,6 +174,7 @@ class Episodes:
             metadata: what the worker says about the episode, for people.
             step_times: one for each TimeStep; None: not known.
             named_rewards: of which `rewards` is the weighted sum; None: there are none.
+            agent_step_rewards: of which `step_rewards` are the sums; None: not known, or not needed.
 
         Returns:
             True if the episode was completed now; False if it was before, with the same body.
@@ -185,7 +187,16 @@ class Episodes:
         now = self._clock.now()
         first = await self._db.write(
             lambda c: lifecycle.complete(
-                c, episode_id, fence, rewards, step_rewards, step_times, metadata, now, named_rewards
+                c,
+                episode_id,
+                fence,
+                rewards,
+                step_rewards,
+                step_times,
+                metadata,
+                now,
+                named_rewards,
+                agent_step_rewards,
             ),
             "end_commit",
         )

@@ -18,7 +18,7 @@ from palestra.database import to_json
 from palestra.errors import ClaimOver, Conflict, EpisodeEnded, EpisodeLeaseExpired, InvalidRequest, NotFound
 from palestra.store.codec import episode_of, rewards_to_json
 from palestra.store.tables import Prepared, chats, episodes
-from palestra.types.records import EpisodeKind, EpisodeRecord, StepTimes
+from palestra.types.records import AgentStepReward, EpisodeKind, EpisodeRecord, StepTimes
 from palestra.types.states import EpisodeState, check_transition
 
 _BY_ID = Prepared(select(episodes).where(episodes.c.episode_id == bindparam("episode_id")))
@@ -194,6 +194,7 @@ def complete(
     extra: Mapping[str, Any],
     now: float,
     named_rewards: Mapping[str, float | None] | None = None,
+    agent_step_rewards: Sequence[AgentStepReward] | None = None,
 ) -> bool:
     """Complete an episode: CLAIMED → COMPLETED. One statement writes its rewards and its state.
 
@@ -207,6 +208,7 @@ def complete(
         extra: what the worker says about the episode, for people.
         now: Unix seconds.
         named_rewards: of which `rewards` is the weighted sum; None: there are none.
+        agent_step_rewards: of which `step_rewards` are the sums; None: not known, or not needed.
 
     Returns:
         True if the episode was completed now; False if it was before, with the same body.
@@ -225,6 +227,8 @@ def complete(
         body["named_rewards"] = rewards_to_json(named_rewards)
     digest = hashlib.sha256(to_json(sorted(body.items())).encode()).hexdigest()
     body["step_times"] = None if step_times is None else to_json([list(times) for times in step_times])
+    if agent_step_rewards is not None:
+        body["agent_step_rewards"] = to_json([list(one) for one in agent_step_rewards])
     row = _BY_ID.row(connection, {"episode_id": episode_id})
     if row is not None and row.fence == fence and row.state == EpisodeState.COMPLETED:
         if row.end_digest == digest:

@@ -66,6 +66,7 @@ episodes = Table(
     Column("rewards", Text),
     Column("step_rewards", Text),
     Column("named_rewards", Text),  # {name: reward or null}; NULL: there are none
+    Column("agent_step_rewards", Text),  # [[TimeStep, agent, reward], …]; NULL: not known, or not needed
     Column("step_times", Text),  # [[observed, acted or null], …]; NULL: not known
     Column("metadata", Text, nullable=False, default="{}"),
     Column("end_digest", String),
@@ -152,6 +153,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "ALTER TABLE manifests DROP COLUMN n",
     ),
     ("ALTER TABLE episodes ADD COLUMN named_rewards TEXT",),
+    ("ALTER TABLE episodes ADD COLUMN agent_step_rewards TEXT",),
 )
 
 

@@ -273,18 +273,19 @@ class Trainer(Protocol):
         """
         ...
 
-    async def load(self, policy: str, folder: Path) -> dict[str, Any] | None:
-        """Restore a policy's newest checkpoint whose files are undamaged.
+    async def load(self, policy: str, folder: Path, step: int | None = None) -> dict[str, Any] | None:
+        """Restore a policy's newest checkpoint whose files are undamaged, or that of one step.
 
         Args:
             policy: its name.
             folder: where the policy's checkpoints are.
+            step: number of the checkpoint; None: the newest that is undamaged.
 
         Returns:
             The `state` that was saved with it; None: there is no checkpoint, and nothing was changed.
 
         Raises:
-            CheckpointError: all are damaged, or of another model.
+            CheckpointError: all are damaged, or that of the step is; or it is of another model.
         """
         ...
 

@@ -109,6 +109,60 @@ def newest_good(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     return None
 
 
+def good(folder: Path, step: int | None) -> tuple[Path, dict[str, Any]] | None:
+    """Return the folder of an undamaged checkpoint and its state; None: there is none.
+
+    Args:
+        folder: where the checkpoints are.
+        step: number of the checkpoint; None: the newest that is undamaged.
+
+    Raises:
+        CheckpointError: there are checkpoints, and all are damaged; or that of the step is.
+    """
+    if step is None:
+        return newest_good(folder)
+    path = folder / f"step-{step:06d}"
+    if not path.is_dir():
+        return None
+    if (problem := _problem(path)) is not None:
+        raise CheckpointError(f"{path} is damaged ({problem})")
+    state: dict[str, Any] = json.loads((path / INDEX).read_text())["state"]
+    return path, state
+
+
+def common_steps(folders: Iterable[Path]) -> list[int]:
+    """Return the steps of which there is a finished checkpoint in each folder, newest first; files are not checked.
+
+    Args:
+        folders: of the policies of one job, whose checkpoints are written one after another.
+
+    Raises:
+        CheckpointError: a folder has several checkpoints, and no step of theirs is in all folders.
+    """
+    by_folder = {folder: {step_of(path) for path in found(folder)} for folder in folders}
+    common = set.intersection(*by_folder.values())
+    # A process that dies while the first checkpoints are written leaves one in some folders, and none in others.
+    several = [str(folder) for folder, steps in by_folder.items() if len(steps) > 1]
+    if several and not common:
+        known = "; ".join(
+            f"{folder}: {', '.join(map(str, sorted(steps))) or 'none'}" for folder, steps in by_folder.items()
+        )
+        raise CheckpointError(f"there is no step of which all policies have a checkpoint ({known})")
+    return sorted(common, reverse=True)
+
+
+def remove_after(folder: Path, step: int) -> None:
+    """Remove the checkpoints of later steps, from which the job does not go on.
+
+    Args:
+        folder: where the checkpoints are.
+        step: number of the newest checkpoint that stays; 0: none does.
+    """
+    for path in found(folder):
+        if step_of(path) > step:
+            shutil.rmtree(path, ignore_errors=True)
+
+
 def newest_path(folder: Path) -> Path | None:
     """Return the folder of the newest undamaged checkpoint; None: there is none, or all are damaged."""
     try:

@@ -236,13 +236,13 @@ class FakeTrainer:
 
         return await self._serial.run_idempotent(policy, request_id, work)
 
-    async def load(self, policy: str, folder: Path) -> dict[str, Any] | None:
-        """Restore the hash and the version of a policy from the newest checkpoint; see `Trainer.load`."""
+    async def load(self, policy: str, folder: Path, step: int | None = None) -> dict[str, Any] | None:
+        """Restore the hash and the version of a policy from a checkpoint in `folder`, by `step`; see `Trainer.load`."""
         mine = self._policy(policy)
-        newest = checkpoint.newest_good(folder)
-        if newest is None:
+        found = checkpoint.good(folder, step)
+        if found is None:
             return None
-        path, state = newest
+        path, state = found
         mine.weights["policy"] = (path / WEIGHTS_FILE).read_text()
         if mine.spec.critic:
             mine.weights["critic"] = (path / CRITIC_FILE).read_text()

@@ -306,12 +306,12 @@ class TorchPolicy:
         if self._critic is not None:
             self._critic.write(folder)
 
-    def load(self, folder: Path) -> dict[str, Any] | None:
-        """Restore weights, optimizer, critic and version from the newest undamaged checkpoint; see `Trainer.load`."""
-        newest = checkpoint.newest_good(folder)
-        if newest is None:
+    def load(self, folder: Path, step: int | None) -> dict[str, Any] | None:
+        """Restore weights, optimizer, critic and version from the newest undamaged checkpoint, or that of a step."""
+        found = checkpoint.good(folder, step)
+        if found is None:
             return None
-        path, state = newest
+        path, state = found
         weights: dict[str, Tensor] = {}
         for file in sorted(path.glob("model*.safetensors")):
             weights |= safetensors.torch.load_file(file)

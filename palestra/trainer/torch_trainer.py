@@ -198,10 +198,10 @@ class TorchTrainer:
         mine = self._policy(policy)
         return await self._once(policy, request_id, lambda: mine.save(folder, state, self._keep))
 
-    async def load(self, policy: str, folder: Path) -> dict[str, Any] | None:
-        """Restore a policy's newest undamaged checkpoint; see `Trainer.load`."""
+    async def load(self, policy: str, folder: Path, step: int | None = None) -> dict[str, Any] | None:
+        """Restore a policy's newest undamaged checkpoint in `folder`, or that of `step`; see `Trainer.load`."""
         mine = self._policy(policy)
-        return await self._serial.run(lambda: self._in_thread(lambda: mine.load(folder)))
+        return await self._serial.run(lambda: self._in_thread(lambda: mine.load(folder, step)))
 
     async def weights(self, policy: str) -> WeightSource:
         """Return the master weights themselves, without a copy; see `Trainer.weights`."""

@@ -7,6 +7,7 @@ them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from palestra.types.forks import MEANINGS, ForkReason
@@ -25,6 +26,30 @@ class Metric:
     name: str
     unit: str
     formula: str
+
+
+def of_policy(name: str, policy: str) -> str:
+    """Return the name of a policy's metric in a job that trains several: `white/train/reward_mean`.
+
+    Args:
+        name: of the metric in a job that trains one, such as `train/reward_mean`.
+        policy: by name.
+    """
+    return f"{policy}/{name}"
+
+
+def row_of_policy(row: Mapping[str, float], policy: str, rivals: Sequence[str]) -> dict[str, float]:
+    """Return a step's metrics as if a policy were the only one that is trained.
+
+    Args:
+        row: metrics by name.
+        policy: by name.
+        rivals: all policies that are trained, where there are several; else empty, and the row is as it is.
+    """
+    own = of_policy("", policy)
+    others = tuple(of_policy("", rival) for rival in rivals)
+    whole = {name: value for name, value in row.items() if name in _OF_THE_JOB or not name.startswith(others)}
+    return whole | {name.removeprefix(own): value for name, value in row.items() if rivals and name.startswith(own)}
 
 
 METRICS = (
@@ -141,3 +166,56 @@ METRICS = (
     Metric("time/validation_seconds", "s", "The whole evaluation."),
     Metric("wall_seconds", "s", "Seconds since the job was first started, without the time it was stopped."),
 )
+
+# Metrics that are not of one policy, and so have no policy's name before theirs where several policies are trained.
+_OF_THE_JOB = frozenset(
+    {
+        "step",
+        "train/groups_dropped",
+        "train/groups_skipped",
+        "train/episodes_discarded",
+        "train/episodes_stale",
+        "train/calls_frozen",
+        "train/tokens_frozen",
+        "train/warnings",
+        "rollout/prompt_tokens",
+        "rollout/reused_tokens",
+        "rollout/completion_tokens",
+        "rollout/sampled_tokens",
+        "rollout/tokens_per_second",
+        "time/rollout_seconds",
+        "time/publish_seconds",
+        "time/checkpoint_seconds",
+        "time/step_seconds",
+        "time/validation_seconds",
+        "validation/scored",
+        "validation/total",
+        "wall_seconds",
+    }
+)
+
+
+def of_policies(row: Mapping[str, float], name: str) -> dict[str, float]:
+    """Return a metric of each policy that has reported it, by the policy's name; of the only trained one by "".
+
+    Args:
+        row: metrics of a step.
+        name: of the metric in a job that trains one policy, such as `train/reward_mean`.
+    """
+    found = {"": row[name]} if name in row else {}
+    behind = of_policy(name, "")
+    return found | {
+        whole.removesuffix(behind): value
+        for whole, value in row.items()
+        if whole.endswith(behind) and "/" not in whole.removesuffix(behind)
+    }
+
+
+def by_policy(row: Mapping[str, float], policy: str) -> dict[str, float]:
+    """Return metrics that one of several trained policies has reported, with its name before those that are its own.
+
+    Args:
+        row: metrics by the names that they have where one policy is trained.
+        policy: by name.
+    """
+    return {name if name in _OF_THE_JOB else of_policy(name, policy): value for name, value in row.items()}

@@ -82,11 +82,13 @@ class HealthWarning:
         code: stable name for programs: `no_calls`, `equal_rewards`, …
         step: newest step that shows the sign.
         text: meaning and remedy, in one line.
+        policy: that shows it; empty: the only one that is trained, or the whole job.
     """
 
     code: str
     step: int
     text: str
+    policy: str = ""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -58,6 +58,8 @@ class EpisodeRecord:
         lease_seconds: how long a claim is valid without a call or heartbeat.
         named_rewards: the rewards of which the episode's is the weighted sum, by name; None in place of one: it was not
             scored, which is not 0. None: the episode has no named rewards.
+        agent_step_rewards: of which agents `step_rewards` are the sums, in order of time; None: not known, or the job
+            trains one policy at most.
     """
 
     episode_id: str
@@ -75,6 +77,7 @@ class EpisodeRecord:
     worker_id: str | None
     lease_seconds: float
     named_rewards: dict[str, float | None] | None = None
+    agent_step_rewards: tuple[AgentStepReward, ...] | None = None
 
     @property
     def reward(self) -> float | None:
@@ -85,6 +88,20 @@ class EpisodeRecord:
     def truncated(self) -> bool:
         """Return whether the environment cut the episode off, by a limit of steps for instance."""
         return self.metadata.get("termination") == MAX_STEPS
+
+
+class AgentStepReward(NamedTuple):
+    """What one agent has earned by an action, which may be another agent's.
+
+    Attributes:
+        time_step: of the action.
+        agent: who has earned it.
+        reward: how much.
+    """
+
+    time_step: int
+    agent: str
+    reward: float
 
 
 class StepTimes(NamedTuple):

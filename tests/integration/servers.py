@@ -228,12 +228,13 @@ class Job:
     def metrics(self) -> list[dict[str, float]]:
         return [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
 
-    def checkpoints(self) -> list[Path]:
-        return sorted((self.run_dir / "checkpoints").glob("step-*"))
+    def checkpoints(self, policy: str = "") -> list[Path]:
+        """Oldest first; of one of several trained policies by its name."""
+        return sorted((self.run_dir / "checkpoints" / policy).glob("step-*"))
 
-    def weights(self) -> str:
+    def weights(self, policy: str = "") -> str:
         """What the recording trainer was given, in one hash."""
-        return (self.checkpoints()[-1] / "weights.txt").read_text()
+        return (self.checkpoints(policy)[-1] / "weights.txt").read_text()
 
     def worker_log(self, kind: str | None = None) -> list[dict[str, Any]]:
         """What the workers say that they did; one entry per thing, those of one worker in order."""

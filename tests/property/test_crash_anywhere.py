@@ -21,11 +21,19 @@ from unit.building import metric_names
 from unit.learner.scripted_job import Crash, ScriptedJob, config
 
 from palestra.config import JobConfig
+from palestra.types.metrics import row_of_policy
 
 # The critic, and a coefficient that has another value after each step, decide what the policy is trained on.
 ALGORITHMS = {
     "grpo": {"name": "grpo"},
     "ppo": {"name": "ppo", "critic": {"warmup_steps": 1}, "kl": {"coefficient": 0.5, "target": 1.0}},
+}
+JOBS = {name: {"algorithm": settings} for name, settings in ALGORITHMS.items()}
+# Two policies that are trained, of which one takes turns, and each of which remembers something.
+JOBS["two"] = {
+    "policies": {"white": {"algorithm": ALGORITHMS["ppo"]}, "black": {"updates": {"every": 2, "at": 2}}},
+    "roles": {"opponent": "black"},
+    "algorithm": {"name": "rae"},
 }
 
 
@@ -35,7 +43,7 @@ def undisturbed(name: str) -> tuple[str, int]:
     with tempfile.TemporaryDirectory() as folder:
 
         async def run() -> tuple[str, int]:
-            job = ScriptedJob(Path(folder), config(algorithm=ALGORITHMS[name]))
+            job = ScriptedJob(Path(folder), config(**JOBS[name]))
             return await job.run(), job.commits
 
         return asyncio.run(run())
@@ -52,15 +60,17 @@ async def lives(folder: Path, settings: JobConfig, crashes: list[int]) -> str:
     return await ScriptedJob(folder, settings).run()
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", JOBS)
 @examples(4, 15)
 @given(crashes=st.lists(st.integers(1, 220), min_size=1, max_size=3))
 def test_whenever_the_process_dies_the_end_is_the_same(name, crashes):
     wanted, commits = undisturbed(name)
     assert 100 < commits < 220
     with tempfile.TemporaryDirectory() as folder:
-        assert asyncio.run(lives(Path(folder), config(algorithm=ALGORITHMS[name]), crashes)) == wanted
+        assert asyncio.run(lives(Path(folder), config(**JOBS[name]), crashes)) == wanted
         rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
-    assert all(row.keys() <= metric_names() for row in rows)
-    assert ["validation/reward_mean" in row for row in rows] == [True, False, True, True]
+    rivals = config(**JOBS[name]).players.rivals
+    known = [row_of_policy(row, policy, rivals) for row in rows for policy in rivals or ("",)]
+    assert all(row.keys() <= metric_names() for row in known)
+    assert ["validation/scored" in row for row in rows] == [True, False, True, True]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from palestra.algorithms.registry import create_algorithm
-from palestra.config import JobConfig, parse_config
+from palestra.config import AlgorithmConfig, JobConfig, parse_config
 from palestra.control.accounts.identity import Identity
 from palestra.control.api.access import ControlPlane
 from palestra.control.jobs.rules import Rules
@@ -37,6 +37,7 @@ async def request_of(plane: ControlPlane, body: SubmitJob, by: Identity) -> JobR
     source, step = None, None
     if body.from_job is not None:
         source = await plane.job(by, body.from_job, Action.JOB_READ)
+        _check_source(source)
         run = plane.scheduler.folder_of(source.job_id) / RUN
         step = await asyncio.to_thread(step_meant, run, source.job_id, body.from_step)
     # A configuration may be as long as a body, and is read several times.
@@ -56,6 +57,22 @@ async def request_of(plane: ControlPlane, body: SubmitJob, by: Identity) -> JobR
         from_step=step,
         from_newest=body.from_step is None and source is not None,
     )
+
+
+def _check_source(source: JobRecord) -> None:
+    """Refuse a job that has trained several policies, whose checkpoints have no common weights to start from.
+
+    Raises:
+        InvalidRequest: it has; the message names the policies.
+    """
+    config = parse_config(source.config)
+    if config.trains_several:
+        names = " and ".join(map(repr, config.trained_policies))
+        raise InvalidRequest(
+            f"from_job is {source.job_id}, which trains {names}; it is not known whose weights are meant: fetch a "
+            "policy's checkpoint with `palestra export JOB DIR --policy NAME`",
+            "from_job",
+        )
 
 
 def _completed(body: SubmitJob, source: JobRecord | None, by: Identity, rules: Rules) -> tuple[JobKind, dict[str, Any]]:
@@ -155,34 +172,70 @@ def _checked(given: dict[str, Any], rules: Rules) -> JobConfig:
         value = given.get(section)
         if value is not None and (not keys or (isinstance(value, dict) and any(value.get(key) for key in keys))):
             raise InvalidRequest(f"config.{section} names files, which the server does not read", f"config.{section}")
-    algorithm = given.get("algorithm")
-    recorded = algorithm.get("from_run") if isinstance(algorithm, dict) else None
-    if recorded is not None and not (isinstance(recorded, str) and JOB_ID.fullmatch(recorded)):
-        raise InvalidRequest(
-            f"config.algorithm.from_run is {recorded!r}, and the server reads no folder for it; name the ID of a job, "
-            "such as 'job-1f3a5c7e9b2d4f60'",
-            "config.algorithm.from_run",
-        )
+    _check_recorded_sources(given)
     config = parse_config(given)
-    # It would be asked from inside of the operator's network, with a variable of the server's environment as its key.
-    if config.algorithm.served_teacher is not None:
-        raise InvalidRequest(
-            "config.algorithm.teacher_server names a server, and this one calls no other for its users; take a frozen "
-            "policy as the teacher",
-            "config.algorithm.teacher_server",
-        )
     for name, policy in config.policies.items():
         try:
             rules.weights(policy.model)
         except ConfigError as error:
             raise InvalidRequest(str(error), f"config.policies.{name}.model") from error
-    if config.algorithm.kl is not None and config.algorithm.kl.reference is not None:
-        try:
-            rules.weights(config.algorithm.kl.reference)
-        except ConfigError as error:
-            raise InvalidRequest(str(error), "config.algorithm.kl.reference") from error
-    create_algorithm(config.algorithm)  # refuses code of the tenant's own
+    _check_algorithm("algorithm", config.algorithm, rules)
+    for name, policy in config.policies.items():
+        if policy.algorithm is not None:
+            _check_algorithm(f"policies.{name}.algorithm", policy.algorithm, rules)
     return config
+
+
+def _check_recorded_sources(given: dict[str, Any]) -> None:
+    """Refuse recorded episodes that are not those of a job.
+
+    Raises:
+        InvalidRequest: `from_run` is a folder, or stands in the table of one policy.
+    """
+    policies = given.get("policies")
+    tables = {"algorithm": given.get("algorithm")}
+    for name, policy in (policies if isinstance(policies, dict) else {}).items():
+        tables[f"policies.{name}.algorithm"] = policy.get("algorithm") if isinstance(policy, dict) else None
+    for key, table in tables.items():
+        recorded = table.get("from_run") if isinstance(table, dict) else None
+        if recorded is None:
+            continue
+        if key != "algorithm":
+            raise InvalidRequest(
+                f"config.{key}.from_run is taken from [algorithm] only; write it there", f"config.{key}.from_run"
+            )
+        if not (isinstance(recorded, str) and JOB_ID.fullmatch(recorded)):
+            raise InvalidRequest(
+                f"config.algorithm.from_run is {recorded!r}, and the server reads no folder for it; name the ID of a "
+                "job, such as 'job-1f3a5c7e9b2d4f60'",
+                "config.algorithm.from_run",
+            )
+
+
+def _check_algorithm(key: str, algorithm: AlgorithmConfig, rules: Rules) -> None:
+    """Refuse an algorithm that needs what tenants may not use.
+
+    Args:
+        key: of its table.
+        algorithm: that table.
+        rules: the operator's.
+
+    Raises:
+        ConfigError, InvalidRequest: it is code of the tenant's own, or names a server or a model that is not allowed.
+    """
+    # It would be asked from inside of the operator's network, with a variable of the server's environment as its key.
+    if algorithm.served_teacher is not None:
+        raise InvalidRequest(
+            f"config.{key}.teacher_server names a server, and this one calls no other for its users; take a frozen "
+            "policy as the teacher",
+            f"config.{key}.teacher_server",
+        )
+    if algorithm.kl is not None and algorithm.kl.reference is not None:
+        try:
+            rules.weights(algorithm.kl.reference)
+        except ConfigError as error:
+            raise InvalidRequest(str(error), f"config.{key}.kl.reference") from error
+    create_algorithm(algorithm)  # refuses code of the tenant's own
 
 
 def _with_model_of(source: JobRecord, given: dict[str, Any], config: JobConfig) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from palestra.config import REFERENCE, SMOLLM2, TINY, JobConfig
+from palestra.config import SMOLLM2, TINY, JobConfig, reference_of
 from palestra.errors import ConfigError
 
 DAY, WEEK = 86_400, 604_800  # seconds
@@ -73,6 +73,8 @@ EXEMPT: Mapping[str, str] = {
     "policies.*.optimizer.epsilon": "costs nothing, and JobConfig bounds it",
     "policies.*.optimizer.weight_decay": "costs nothing, and JobConfig bounds it",
     "policies.*.optimizer.max_grad_norm": "costs nothing, and JobConfig bounds it",
+    "policies.*.updates.every": "more is less work",
+    "policies.*.updates.at": "at most `every`",
     "rollout.min_group_size": "at most group_size",
     "rollout.max_staleness": "JobConfig bounds it, and the open episodes are capped",
     "algorithm.clip_low": "costs nothing, and JobConfig bounds it",
@@ -186,7 +188,7 @@ class Rules:
     def places(self, config: JobConfig, *, started_from_job: bool) -> dict[str, str]:
         """Return where the models of a job are, by policy, for those that are not where they say; see `weights`.
 
-        A reference policy's model stands beside them, by `REFERENCE`.
+        The models of reference policies stand beside them, by `reference_of` the name of the policy.
 
         Args:
             config: the job.
@@ -197,8 +199,10 @@ class Rules:
         """
         own = config.trained_policies if started_from_job else ()
         found = {name: self.weights(policy.model) for name, policy in config.policies.items() if name not in own}
-        if config.algorithm.kl is not None and config.algorithm.kl.reference is not None:
-            found[REFERENCE] = self.weights(config.algorithm.kl.reference)
+        for name in config.trained_policies:
+            kl = config.algorithm_of(name).kl
+            if kl is not None and kl.reference is not None:
+                found[reference_of(name)] = self.weights(kl.reference)
         return {name: place for name, place in found.items() if place is not None}
 
 
@@ -305,7 +309,8 @@ def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 def _key(path: tuple[str, ...]) -> str:
     """Return the key of `CAPS` for a path in a configuration, with `*` for a name that a user chose."""
     if path[0] == "policies":
-        return ".".join(("policies", "*", *path[2:]))
+        own = path[2:]  # a policy's own algorithm has the caps of the job's
+        return ".".join(own if own[0] == "algorithm" else ("policies", "*", *own))
     return _SETTINGS if path[:2] == ("environment", "settings") else ".".join(path)
 
 

@@ -36,6 +36,8 @@ OTHER: dict[str, Any] = {
     "policies.policy.optimizer.epsilon": 1e-6,
     "policies.policy.optimizer.weight_decay": 0.1,
     "policies.policy.optimizer.max_grad_norm": 2.0,
+    "policies.policy.algorithm": {"name": "rloo"},
+    "policies.policy.updates.every": 2,
     "tasks.train": "/c.jsonl",
     "tasks.validation": "/c.jsonl",
     "rollout.group_size": 4,
@@ -103,8 +105,9 @@ OTHER: dict[str, Any] = {
     "server.max_waiting_calls": 99,
     "server.max_wait_seconds": 9.0,
 }
-# The first: with `deterministic`, and the second: with tasks, which the table has.
+# The first: with `deterministic`, and the second: with tasks, which the table has; the last: without `every`.
 ONLY_ONE_VALUE = {"rollout.max_staleness", "kind", "algorithm.name", "policies.policy.frozen"}
+ONLY_ONE_VALUE |= {"policies.policy.updates.at"}
 SHORT = {"model"}  # written in one place and kept in another
 # What neither moves a weight nor says which samples there are: where it is, how it is kept, how far it goes, how
 # workers are watched. (The tasks are in the run store from the first start on.)

@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel
 
 from palestra.algorithms.registry import create_algorithm
-from palestra.config import REFERENCE, FakeEngineConfig, JobConfig, parse_config
+from palestra.config import FakeEngineConfig, JobConfig, parse_config, reference_of
 from palestra.control.jobs.rules import CAPS, EXEMPT, OPEN_EPISODES, TIME_LIMIT, Rules, load_rules
 from palestra.errors import ConfigError
 from palestra.learner import policy_spec
@@ -184,8 +184,8 @@ async def test_a_reference_is_a_model_like_any_other(http, plane):
 def test_a_reference_of_the_list_is_loaded_from_where_the_operator_says():
     rules = Rules(models={"house": "/srv/house"})
     config = parse_config({"algorithm": {"kl": {"reference": "house"}}})
-    assert rules.places(config, started_from_job=True) == {REFERENCE: "/srv/house"}
-    spec = policy_spec(config, create_algorithm(config.algorithm), "policy", {REFERENCE: "/srv/house"})
+    assert rules.places(config, started_from_job=True) == {reference_of("policy"): "/srv/house"}
+    spec = policy_spec(config, create_algorithm(config.algorithm), "policy", {reference_of("policy"): "/srv/house"})
     assert (spec.model, spec.reference, spec.critic) == ("SmolLM2-135M-Instruct", "/srv/house", None)
     start = parse_config({"algorithm": {"name": "ppo", "kl": {}}})
     spec = policy_spec(start, create_algorithm(start.algorithm), "policy", {"policy": "/runs/own"})

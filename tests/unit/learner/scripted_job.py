@@ -96,12 +96,15 @@ class ScriptedJob:
                 for name, policy in settings.policies.items()
             },
         )
-        self.algorithm = create_algorithm(settings.algorithm, settings.rollout.step_order)
+        self.algorithms = {
+            name: create_algorithm(settings.algorithm_of(name), settings.rollout.step_order)
+            for name in settings.trained_policies
+        }
         self.learner = Learner(
             settings,
             self.store,
             self.trainer,
-            self.algorithm,
+            self.algorithms,
             self.engine,
             self.policies,
             self.folder,
@@ -139,11 +142,11 @@ class ScriptedJob:
 
     async def create_policy(self) -> None:
         """What a job's process does before the learner begins."""
-        policy = self.policies.roles.default
-        await self.trainer.create(policy, policy_spec(self.config, self.algorithm, policy, {}))
+        for policy, algorithm in self.algorithms.items():
+            await self.trainer.create(policy, policy_spec(self.config, algorithm, policy, {}))
 
     async def run(self) -> str:
-        """Until the job is done or stopped; returns the weights.
+        """Until the job is done or stopped; returns the weights, of all policies that are trained.
 
         Raises:
             Crash: the process died.
@@ -168,7 +171,7 @@ class ScriptedJob:
         finally:
             await asyncio.gather(*asyncio.all_tasks() - before, return_exceptions=True)  # a checkpoint, half saved
             self.store.close()
-        return self.trainer.digest(self.policies.roles.default)
+        return " ".join(map(self.trainer.digest, self.policies.trained))
 
     async def _leases_of_the_dead_run_out(self) -> None:
         self.clock.advance(60)
@@ -190,5 +193,8 @@ class ScriptedJob:
                 GenerationRequest(policy=self.policies.roles.default, messages=messages)
             )
             length = 0 if self.equal_rewards else len(first.completion_ids) + int("0" + second.reply.text)
-            reward = float(length % 3)
-            await self.store.episodes.end(episode.episode_id, episode.fence, {"agent": reward}, None, {})
+            rewards = {"agent": float(length % 3)}
+            for agent, policy in self.policies.roles.named.items():
+                other = await session.generate_one(GenerationRequest(policy=policy, messages=messages, agent=agent))
+                rewards[agent] = float(int("0" + other.reply.text) % 2)
+            await self.store.episodes.end(episode.episode_id, episode.fence, rewards, None, {})

@@ -32,7 +32,7 @@ async def test_training_ends_with_the_step_that_reaches_the_budget(tmp_path, sam
     found = rows(tmp_path / "run")
     assert [row.get("rollout/sampled_tokens", 0) for row in found] == sampled[: steps + 1]
     assert "validation/reward_mean" in found[-1]
-    assert max(p.name for p in job.folder.checkpoints.iterdir()) == f"step-{steps:06d}"
+    assert max(p.name for p in (job.folder.path / "checkpoints").iterdir()) == f"step-{steps:06d}"
 
 
 async def test_one_token_more_than_a_step_samples_takes_another_step(tmp_path, sampled):

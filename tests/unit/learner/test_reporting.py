@@ -22,7 +22,7 @@ def lines(folder) -> list[str]:
 
 def test_the_folder_is_made_and_has_its_places(folder):
     assert folder.path.is_dir()
-    assert (folder.store.name, folder.checkpoints.name) == ("run.db", "checkpoints")
+    assert (folder.store.name, (folder.path / "checkpoints").name) == ("run.db", "checkpoints")
 
 
 def test_the_configuration_can_be_read_again(folder):

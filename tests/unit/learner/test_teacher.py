@@ -181,7 +181,7 @@ def job(**more) -> JobConfig:
 
 
 def test_a_job_that_a_server_can_not_teach_is_refused_when_it_is_read():
-    assert job().teacher is None
+    assert job().teacher_of("policy") is None
     with pytest.raises(ConfigError, match="teacher and teacher_server name two teachers"):
         job(algorithm={"name": "distill", "teacher": "a", "teacher_server": {"url": "http://there:1"}})
     with pytest.raises(ConfigError, match="deterministic = true is no promise that the server"):

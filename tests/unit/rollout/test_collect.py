@@ -265,7 +265,7 @@ def steps(*rewards: Any) -> type[Environment]:
 
 def named(bench, environment, **algorithm) -> Runner:
     play = RolloutSpec(environment=environment)
-    return Runner(Sessions(bench.context, 10), play, algorithm=GRPOConfig.model_validate(algorithm))
+    return Runner(Sessions(bench.context, 10), play, algorithm_of=lambda policy: GRPOConfig.model_validate(algorithm))
 
 
 async def test_rewards_by_name_are_added_up_weighed_and_kept(bench):

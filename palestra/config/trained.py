@@ -1,0 +1,105 @@
+"""What the policies that are trained and their algorithms need of the rest of a job, checked before it starts."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from palestra.config.job import JobConfig
+
+_LIKE_CHECKPOINT = re.compile(r"step-\d+")
+
+
+def check_trained(config: JobConfig) -> None:
+    """Refuse a training job whose policies can't be trained as it says.
+
+    Raises:
+        ValueError: the message names the key.
+    """
+    names = config.trained_policies
+    if not names:
+        raise ValueError(
+            "all policies are frozen, and a training job trains at least one of them: leave out its `frozen`"
+        )
+    if len(names) > 1:
+        _check_several(config)
+    for name in names:
+        _check_updates(config, name)
+        _check_groups(config, name)
+        _check_teacher(config, name)
+
+
+def _check_several(config: JobConfig) -> None:
+    """Refuse what has no meaning, or no place on disk, where several policies are trained."""
+    names = config.trained_policies
+    folders: dict[str, str] = {}
+    for name in names:
+        # Each has a folder of checkpoints, beside which there may be those of a run that has trained one policy.
+        if _LIKE_CHECKPOINT.fullmatch(name):
+            raise ValueError(
+                f"policies.{name} has the name of a checkpoint, and several policies are trained; rename it"
+            )
+        other = folders.setdefault(name.casefold(), name)
+        if other != name:
+            raise ValueError(
+                f"policies.{other} and policies.{name} differ in case only, and their checkpoints would share a folder "
+                "on some disks; rename one of them"
+            )
+        key, algorithm = config.algorithm_key(name), config.algorithm_of(name)
+        if algorithm.brings_tasks or algorithm.learns_conversations:
+            raise ValueError(
+                f"{key}.name is {algorithm.name!r}, which trains recorded episodes, and these do not say which of "
+                f"{' and '.join(map(repr, names))} has played what; train one policy a job with it"
+            )
+        if getattr(algorithm, "advantage_scale", None) == "gdpo":
+            raise ValueError(
+                f"{key}.advantage_scale is 'gdpo', which normalises rewards by name; they are of a whole episode, and "
+                f"it is not known which of {' and '.join(map(repr, names))} has earned them"
+            )
+        if name != names[0] and name not in config.roles.values():
+            raise ValueError(
+                f"policies.{name} is trained and plays no agent, so that it would have no rewards: give it a role "
+                f"(roles.AGENT = {name!r}), or set policies.{name}.frozen = true"
+            )
+
+
+def _check_updates(config: JobConfig, name: str) -> None:
+    first = config.policies[name].updates.at
+    if first > config.steps:
+        raise ValueError(
+            f"policies.{name}.updates.at is {first}, and the job has {config.steps} steps, so that the policy would "
+            "never be updated"
+        )
+
+
+def _check_groups(config: JobConfig, name: str) -> None:
+    """Refuse groups that are too small to be compared, or too few to be shared out."""
+    key, algorithm, rollout = config.algorithm_key(name), config.algorithm_of(name), config.rollout
+    size, needed = rollout.group_size, algorithm.smallest_group
+    if size < needed:
+        raise ValueError(
+            f"rollout.group_size is {size}, and {key}.name = {algorithm.name!r} compares the episodes of "
+            f"a group with one another, so it needs at least {needed}; more learn faster (8 is the default)"
+        )
+    parts, groups = algorithm.minibatches, rollout.groups_per_step
+    if parts > groups:
+        raise ValueError(
+            f"{key}.minibatches is {parts}, and rollout.groups_per_step is {groups}: a part has a whole group"
+        )
+
+
+def _check_teacher(config: JobConfig, name: str) -> None:
+    """Refuse a teacher that is not frozen, and one on a server where it can't keep what the job promises."""
+    key, algorithm = config.algorithm_key(name), config.algorithm_of(name)
+    config.teacher_of(name)
+    if algorithm.served_teacher is None:
+        return
+    if config.deterministic:
+        raise ValueError(f"deterministic = true is no promise that the server of {key}.teacher_server keeps")
+    temperature = config.policies[name].sampling.temperature
+    if temperature != 1.0:
+        raise ValueError(
+            f"policies.{name}.sampling.temperature is {temperature:g}, and the "
+            f"probabilities of {key}.teacher_server are those of temperature 1"
+        )
