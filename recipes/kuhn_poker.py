@@ -1,0 +1,117 @@
+"""Two policies play poker against each other and are trained apart: how near to perfect play do they come?
+
+    python recipes/kuhn_poker.py [--steps 120] [--seed 0] [--against self|frozen|shared] [--model tiny-random]
+
+Kuhn poker has three cards and twelve information states, so nothing has to be estimated: the probabilities of all
+moves are read off the models, and exploitability follows exactly (0 for perfect play, 0.458 at random; perfect play
+brings the first player -1/18 a game). The curves of the two oppose each other, and the last policies circle around the
+solution while their average comes near it. `--against frozen` trains the first player alone, against the untrained
+second; `--against shared` has one policy for both. What it prints is in README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import palestra
+from palestra import ChoiceQuestion, JobConfig, choice_probabilities
+from palestra.envs.kuhn_poker import KuhnPoker  # YOURS 1: a game with roles
+from palestra.envs.kuhn_truth import DEALS, FIRST, SECOND, best_responses, exploitability, value
+
+
+def tiny_model(folder: Path, name: str) -> str:
+    """Return a model of random weights three times as large, to which one card is not like another from the start."""
+    if name != "tiny-random":
+        return name
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from palestra.models.catalog import model_folder
+
+    model = AutoModelForCausalLM.from_pretrained(model_folder(name), dtype="float32")
+    for weight in model.parameters():
+        weight.data.mul_(3.0 if weight.ndim > 1 else 1.0)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(model_folder(name)).save_pretrained(folder)
+    return str(folder)
+
+
+def job(seed: int, steps: int, against: str, model: str) -> JobConfig:
+    """Return what is trained, and how."""
+    trained = {
+        "model": model,
+        "max_context": 96,
+        # Adam's momentum keeps players circling around each other, so it has little of it.
+        "optimizer": {"learning_rate": 1e-3, "betas": (0.5, 0.99), "schedule": "linear"},
+    }
+    second = {"model": model, "max_context": 96, "frozen": True} if against == "frozen" else trained
+    return JobConfig.model_validate(
+        {
+            "name": f"kuhn-{against}-{seed}",
+            "seed": seed,
+            "steps": steps,
+            "policies": {"first": trained} | ({} if against == "shared" else {"second": second}),  # YOURS 2: who plays
+            "roles": {"first": "first", "second": "first" if against == "shared" else "second"},
+            "rollout": {"groups_per_step": len(DEALS), "group_size": 64},
+            # With one policy for both, each role answers for its own reward: both together would always be 0.
+            "algorithm": {"name": "rloo", "entropy_coefficient": 0.2, "loss_agg_mode": "token-mean", "credit": "agent"},
+            "evaluation": {"every_steps": 0},
+            "checkpoint": {"every_steps": 2, "keep": steps},
+            "engine": {"dtype": "float32", "threads": 1, "max_batch": 256},  # too small a model for more threads
+            "trainer": {"dtype": "float32", "threads": 1, "micro_batch_tokens": 2048},
+        }
+    )
+
+
+def bets(first: Path | str, second: Path | str) -> dict[str, float]:
+    """Return the probability of a bet in each information state, read off two models."""
+    found = {}
+    for model, states in ((first, FIRST), (second, SECOND)):
+        answers = choice_probabilities(str(model), [question(state) for state in states])
+        found |= {state: answer["b"] for state, answer in zip(states, answers, strict=True)}
+    return found
+
+
+def question(state: str) -> ChoiceQuestion:
+    """Return the conversation in which a player is in an information state: in `0pb`, it has passed with card 0."""
+    said = [("user", state[0]), ("assistant", "p"), ("user", state)] if state.endswith("pb") else [("user", state)]
+    return ChoiceQuestion(messages=[{"role": role, "content": text} for role, text in said], choices=("p", "b"))
+
+
+def demonstrate(
+    steps: int = 120, seed: int = 0, against: str = "self", model: str = "tiny-random"
+) -> list[tuple[float, ...]]:
+    """Train; return for each checkpoint the games, and exploitability and value, of the last and of the average."""
+    tasks = [{"id": f"deal-{a}{b}", "cards": [a, b]} for a, b in DEALS]  # YOURS 3: what is dealt
+    model = tiny_model(Path("runs") / "kuhn-model", model)
+    config = job(seed, steps, against, model)
+    result = palestra.train(environment=KuhnPoker, tasks=tasks, config=config, concurrency=256)
+    rows, sums = list[tuple[float, ...]](), dict.fromkeys((*FIRST, *SECOND), 0.0)
+    for count, number in enumerate(range(2, steps + 1, 2), 1):
+        first, second = (checkpoint(result.run_dir, name, number) for name in ("first", "second"))
+        last = bets(first, model if against == "frozen" else first if against == "shared" else second)
+        sums = {state: total + last[state] for state, total in sums.items()}
+        average = {state: total / count for state, total in sums.items()}
+        games = number * len(DEALS) * config.rollout.group_size
+        rows.append((games, exploitability(last), value(last), exploitability(average), value(average)))
+        if number % max(2, steps // 12 // 2 * 2) == 0:
+            print(f"{games:7,} games  " + "  ".join(f"{x:6.3f}" for x in rows[-1][1:]))
+    if against == "frozen":
+        print(f"value {value(last):.3f}, of a best response {best_responses(last)[0]:.3f}")
+    return rows
+
+
+def checkpoint(run: Path, policy: str, step: int) -> Path:
+    """Return the folder of a policy's checkpoint; those of a single trained policy have no folder of its own."""
+    own = run / "checkpoints" / policy
+    return (own if own.is_dir() else own.parent) / f"step-{step:06d}"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Two policies play Kuhn poker against each other.")
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--against", choices=("self", "frozen", "shared"), default="self")
+    parser.add_argument("--model", default="tiny-random")
+    arguments = parser.parse_args()
+    demonstrate(arguments.steps, arguments.seed, arguments.against, arguments.model)
