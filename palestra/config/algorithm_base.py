@@ -80,6 +80,12 @@ class AlgorithmConfig(Section):
         """Return whether an agent answers for its own reward, and not for all of the episode."""
         return getattr(self, "credit", "episode") in ("agent", "branch")
 
+    @property
+    def trains_equal_rewards(self) -> bool:
+        """Return whether the loss has a gradient where rewards are equal: of the entropy bonus, or of its penalty."""
+        penalty = self.kl is not None and self.kl.place == "loss" and self.kl.coefficient > 0
+        return self.entropy_coefficient > 0 or penalty
+
     def weighted_sum(self, named_rewards: Mapping[str, float | None]) -> float:
         """Return the sum of the named rewards that were scored, each times its weight.
 

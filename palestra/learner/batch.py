@@ -208,10 +208,10 @@ def make_batch(
         members = list(group)
         episodes = tuple(rollout.trajectory for rollout, _ in members)
         rows: tuple[TrainSample, ...] = ()
-        if algorithm.learns_from(episodes):
+        differs = algorithm.learns_from(episodes)
+        left_out["groups_zero_variance"] += not differs
+        if differs or config.trains_equal_rewards:
             rows = tuple(row for rollout, weight in members for row in _rows(rollout, weight, choices))
-        else:
-            left_out["groups_zero_variance"] += 1
         groups.append(Group(trajectories=episodes, rows=rows))
         of_groups.append(tuple(rollout.tokens for rollout, _ in members))
     metrics = {f"train/{name}": float(left_out[name]) for name in LEFT_OUT}

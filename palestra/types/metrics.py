@@ -72,8 +72,9 @@ METRICS = (
     Metric(
         "train/groups_zero_variance",
         "groups",
-        "Groups whose returns are all equal, where they are compared within the group: advantage 0, no rows. Always "
-        "0 of `reinforce_pp` without `baseline = group`, `rae`, `ppo`, `a2c`, `sac`, `sft` and `distill`.",
+        "Groups whose returns are all equal, where they are compared within the group: advantage 0, and rows only for "
+        "a penalty or a bonus of entropy. Always 0 of `reinforce_pp` without `baseline = group`, `rae`, `ppo`, `a2c`, "
+        "`sac`, `sft` and `distill`.",
     ),
     Metric("train/groups_dropped", "groups", "Groups of this step that lost too many episodes and were replaced."),
     Metric(

@@ -76,6 +76,25 @@ def test_groups_without_variance_are_left_out_and_counted():
     assert batch.metrics["train/reward_std"] == pytest.approx(np.std([1, 1, 0, 1, 7]))
 
 
+@pytest.mark.parametrize(
+    "algorithm",
+    [{"entropy_coefficient": 0.1}, {"kl": {"coefficient": 0.1}}, {"entropy_coefficient": 0.1, "kl": {}}],
+)
+def test_a_penalty_trains_groups_without_variance_as_all_others(algorithm):
+    equal, different = [trajectory(0, n, 1.0, 2) for n in (0, 1)], [trajectory(1, n, float(n), 2) for n in (0, 1)]
+    batch = batch_of(*equal, *different, **algorithm)
+    assert len(batch.samples) == 4
+    assert batch.metrics["train/groups_zero_variance"] == 1
+    for sample in batch.samples:
+        assert sample.loss_weights[sample.loss_mask].tolist() == pytest.approx([1 / 8, 1 / 8])
+        assert bool(sample.advantages.any()) == sample.episode_id.startswith("train-000001")
+
+
+@pytest.mark.parametrize("algorithm", [{}, {"kl": {}}, {"kl": {"coefficient": 0.0}}])
+def test_what_is_only_measured_trains_no_group_without_variance(algorithm):
+    assert batch_of(trajectory(0, 0, 1.0, 2), trajectory(0, 1, 1.0, 2), **algorithm).samples == []
+
+
 def test_a_group_whose_rewards_differ_is_trained_though_the_one_that_called_has_the_mean_of_them():
     batch = batch_of(trajectory(0, 0, 0.25, 2), trajectory(0, 1, 0.0), trajectory(0, 2, 0.5))
     assert names(batch) == ["train-000000-00"]
