@@ -340,7 +340,7 @@ async def test_several_minibatches_are_several_updates_of_one_version_each_with_
 async def test_a_job_that_dies_ends_with_the_weights_of_one_that_does_not(tmp_path, algorithm):
     undisturbed = ScriptedJob(tmp_path / "undisturbed", config(algorithm=algorithm))
     wanted = await undisturbed.run()
-    for part in (0.3, 0.55, 0.7, 0.9):
+    for part in (0.25, 0.45, 0.6, 0.75):  # of a busy machine, whose commits are fewer
         folder = tmp_path / str(part)
         with pytest.raises(Crash):
             await ScriptedJob(folder, config(algorithm=algorithm), crash_at=int(part * undisturbed.commits)).run()
