@@ -78,26 +78,32 @@ def question(state: str) -> ChoiceQuestion:
     return ChoiceQuestion(messages=[{"role": role, "content": text} for role, text in said], choices=("p", "b"))
 
 
-def demonstrate(
-    steps: int = 120, seed: int = 0, against: str = "self", model: str = "tiny-random"
-) -> list[tuple[float, ...]]:
-    """Train; return for each checkpoint the games, and exploitability and value, of the last and of the average."""
+def demonstrate(steps: int = 120, seed: int = 0, against: str = "self", model: str = "tiny-random") -> None:
+    """Train, and print how exploitable the last policies and their average are."""
     tasks = [{"id": f"deal-{a}{b}", "cards": [a, b]} for a, b in DEALS]  # YOURS 3: what is dealt
-    model = tiny_model(Path("runs") / "kuhn-model", model)
-    config = job(seed, steps, against, model)
+    config = job(seed, steps, against, tiny_model(Path("runs") / "kuhn-model", model))
     result = palestra.train(environment=KuhnPoker, tasks=tasks, config=config, concurrency=256)
+    rows = truth(result.run_dir, config, against)
+    print("         games  exploitability: last  average   value: last  average")
+    for games, *numbers in rows[-1 :: -max(1, len(rows) // 12)][::-1]:
+        print("{:14,.0f}  {:20.3f}  {:7.3f}  {:12.3f}  {:7.3f}".format(games, *numbers))
+    if against == "frozen":
+        first = checkpoint(result.run_dir, "first", steps)
+        best = best_responses(bets(first, config.policies["second"].model))[0]
+        print(f"the first player wins {rows[-1][3]:.3f} a game, and a best response {best:.3f}")
+
+
+def truth(run: Path, config: JobConfig, against: str) -> list[tuple[float, ...]]:
+    """Return for each checkpoint the games, exploitability of the last and of the average, and the values of both."""
     rows, sums = list[tuple[float, ...]](), dict.fromkeys((*FIRST, *SECOND), 0.0)
-    for count, number in enumerate(range(2, steps + 1, 2), 1):
-        first, second = (checkpoint(result.run_dir, name, number) for name in ("first", "second"))
-        last = bets(first, model if against == "frozen" else first if against == "shared" else second)
+    for count, step in enumerate(range(2, config.steps + 1, 2), 1):
+        first = checkpoint(run, "first", step)
+        others = {"self": checkpoint(run, "second", step), "shared": first}
+        last = bets(first, others[against] if against in others else config.policies["second"].model)
         sums = {state: total + last[state] for state, total in sums.items()}
         average = {state: total / count for state, total in sums.items()}
-        games = number * len(DEALS) * config.rollout.group_size
-        rows.append((games, exploitability(last), value(last), exploitability(average), value(average)))
-        if number % max(2, steps // 12 // 2 * 2) == 0:
-            print(f"{games:7,} games  " + "  ".join(f"{x:6.3f}" for x in rows[-1][1:]))
-    if against == "frozen":
-        print(f"value {value(last):.3f}, of a best response {best_responses(last)[0]:.3f}")
+        games = step * len(DEALS) * config.rollout.group_size
+        rows.append((games, exploitability(last), exploitability(average), value(last), value(average)))
     return rows
 
 
