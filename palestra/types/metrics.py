@@ -7,7 +7,7 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from palestra.types.forks import MEANINGS, ForkReason
@@ -210,6 +210,17 @@ def of_policies(row: Mapping[str, float], name: str) -> dict[str, float]:
         for whole, value in row.items()
         if whole.endswith(behind) and "/" not in whole.removesuffix(behind)
     }
+
+
+def names_of_policies(rows: Iterable[Mapping[str, float]], name: str) -> list[str]:
+    """Return the names under which rows have a metric: its own, and those of each of several trained policies.
+
+    Args:
+        rows: metrics of steps.
+        name: of the metric in a job that trains one policy.
+    """
+    policies = dict.fromkeys(policy for row in rows for policy in of_policies(row, name))
+    return [of_policy(name, policy) if policy else name for policy in policies]
 
 
 def by_policy(row: Mapping[str, float], policy: str) -> dict[str, float]:

@@ -14,6 +14,7 @@ from test_two_policies import TASKS, Talk, config, digest_of, other_model  # noq
 
 import palestra
 from palestra import RolloutSpec
+from palestra.config import UpdatesConfig
 from palestra.errors import ConfigError
 from palestra.runtime.local import local_job
 from palestra.types.records import Task
@@ -84,11 +85,8 @@ async def test_two_models_of_different_families_learn_in_one_episode(tmp_path):
 async def test_in_turns_only_the_one_that_is_due_is_touched(tmp_path):
     policies = {"black": {"updates": {"every": 2, "at": 2}} | LEARNS}
     settings = config(tmp_path / "run", policies, ROLES)
-    white = settings.policies["white"].model_copy(update={"updates": {"every": 2, "at": 1}})
-    settings = palestra.JobConfig.model_validate(
-        settings.model_dump()
-        | {"policies": {"white": white.model_dump(), "black": settings.policies["black"].model_dump()}}
-    )
+    white = settings.policies["white"].model_copy(update={"updates": UpdatesConfig(every=2)})
+    settings = settings.model_copy(update={"policies": settings.policies | {"white": white}})
     seen: list[tuple[str, str]] = []
     found = await played(settings, seen)
     assert [policy for name, policy in seen if name == "optim_step"] == ["white", "black"]
