@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from palestra.algorithms.base import Algorithm, RecordedEpisodes
@@ -362,18 +362,21 @@ class Learner:
         newest = {"version": float(max(version.n for version in versions.values()))}
         return newest | (own if self._policies.roles.rivals else {})
 
-    async def _publish(self, policies: Iterable[str]) -> None:
+    async def _publish(self, policies: Collection[str]) -> None:
         """Hand the present weights to the engine; episodes that are claimed afterwards start with their versions.
 
         Args:
             policies: those whose weights are new.
         """
+        if not policies:
+            return
         async with self._sync.acquire_weight_sync() if self._sync is not None else contextlib.nullcontext():
             fault_point("before_publish")
-            for policy in policies:
+            for number, policy in enumerate(policies):
+                if number:
+                    fault_point("between_publications")
                 weights = await self._trainer.weights(policy)
                 await self._engine.sync_weights(policy, self._trainer.version(policy), weights)
-                fault_point("after_policy_publish")
             fault_point("after_publish")
         self._progress.version = str(max(self._versions().values()))
 

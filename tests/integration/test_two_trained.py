@@ -143,7 +143,7 @@ TWO = {"white": {}, "black": {}}
 SCRIPTED_TWO = SCRIPTED | {"policies": TWO, "roles": ROLES, "checkpoint": {"every_steps": 1}}
 # The first save of a step is white's, the second black's: 2 is between the two of the first step.
 BETWEEN_SAVES = ["after_checkpoint_rename:1", "before_checkpoint_rename:2", "after_checkpoint_rename:3"]
-AROUND_UPDATES = ["before_step:1", "after_step:1", "before_publish:2", "after_policy_publish:3", "after_publish:2"]
+AROUND_UPDATES = ["before_step:1", "after_step:1", "before_publish:2", "between_publications:2", "after_publish:2"]
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +186,7 @@ def test_weights_of_both_are_bit_identical_after_kills(tmp_path, turns):
         "checkpoint": {"every_steps": 1},
         "evaluation": {"every_steps": 3},
     }
-    faults = ["before_step:2", "after_checkpoint_rename:1", "after_policy_publish:4", "after_end_commit:4"]
+    faults = ["before_step:2", "after_checkpoint_rename:1", "between_publications:2", "after_end_commit:4"]
     found: list[dict[str, dict[str, Any]]] = []
     for name, at, threads in (("undisturbed", [], "3"), ("killed", faults, "1")):
         with Job(tmp_path / name, settings) as job:
