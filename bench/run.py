@@ -1,7 +1,7 @@
 """The benchmark: prints tables, writes bench/results.json.
 
 python bench/run.py                        everything (about half an hour)
-python bench/run.py --only data-plane      one part, or several with commas (step,algorithms,micro-batches,
+python bench/run.py --only data-plane      one part, or several with commas (step,algorithms,policies,micro-batches,
                                            engine,logprob-gap,merging,rollouts,placement,service,data-plane,
                                            long-requests,episodes)
 python bench/run.py --quick                the same with fewer and shorter runs, for looking at a change
@@ -25,6 +25,7 @@ import long_requests
 import merging
 import micro_batches
 import placement
+import policy_steps
 import rollouts
 import service
 import step
@@ -38,6 +39,7 @@ FULL, QUICK = Runs(repeats=3, seconds=5.0), Runs(repeats=1, seconds=2.0)
 PARTS: dict[str, Callable[[Part, argparse.Namespace], None]] = {
     "step": lambda part, arguments: step.run(part, arguments.threads, arguments.quick),
     "algorithms": lambda part, arguments: algorithm_steps.run(part, arguments.threads, arguments.quick),
+    "policies": lambda part, arguments: policy_steps.run(part, arguments.threads, arguments.quick),
     "micro-batches": lambda part, arguments: micro_batches.run(part, arguments.threads, arguments.quick),
     "engine": lambda part, arguments: engine.run(part, arguments.threads, arguments.quick),
     "logprob-gap": lambda part, arguments: logprob_gap.run(part, arguments.threads, arguments.quick),

@@ -101,12 +101,13 @@ class Bench:
             "trained": report.trained_tokens,
         }
 
-    async def play(self, group: int, messages: Messages, prompt_ids: Ids) -> Chat:
-        """One call of exactly `NEW_TOKENS` tokens, as the session records it."""
+    async def play(self, group: int, messages: Messages, prompt_ids: Ids, policy: str = "") -> Chat:
+        """One call of exactly `NEW_TOKENS` tokens, as the session records it; by default of the first policy."""
+        name = policy or self.config.players.default
         sampling = SamplingParams(
             temperature=1.0, max_tokens=NEW_TOKENS, min_tokens=NEW_TOKENS, seed=self.draw.getrandbits(63)
         )
-        request = EngineRequest(policy=self.config.players.default, prompt=TokenSequence(prompt_ids), sampling=sampling)
+        request = EngineRequest(policy=name, prompt=TokenSequence(prompt_ids), sampling=sampling)
         pieces = [p async for p in self.parts.engine.generate(request)]
         ids = np.array([token for piece in pieces for token in piece.ids], np.int32)
         assert len(ids) == NEW_TOKENS, f"{len(ids)} tokens were sampled"
@@ -116,7 +117,7 @@ class Bench:
             index=0,
             time_step=0,
             agent="agent",
-            policy=self.config.players.default,
+            policy=name,
             parent=None,
             shared=0,
             shared_messages=0,
@@ -133,7 +134,7 @@ class Bench:
             finished_at=0.0,
         )
 
-    def reward(self, step: int, place: int, chat: Chat) -> Trajectory:
+    def reward(self, step: int, place: int, chat: Chat, agent: str = "agent") -> Trajectory:
         """A completed episode with a random reward."""
         episode = EpisodeRecord(
             episode_id=f"step-{step}-{place}",
@@ -144,7 +145,7 @@ class Bench:
             state=EpisodeState.COMPLETED,
             fence=1,
             attempts=1,
-            rewards={"agent": self.draw.random()},
+            rewards={agent: self.draw.random()},
             step_rewards=None,
             step_times=None,
             metadata={},

@@ -20,6 +20,7 @@ from palestra.doctor.rule import KEPT, RECENT
 from palestra.doctor.rules import RULES
 from palestra.learner.metrics import metric_tables
 from palestra.terminal import say
+from palestra.types.metrics import METRICS, OF_THE_JOB
 
 _HEADER = "<!-- made by `make docs` from the code; do not edit -->\n\n"
 
@@ -36,6 +37,13 @@ def metrics_page() -> str:
         "trained tokens of the last minibatch, and with `algorithm.replay`, over those of the last draw, whose tokens "
         "may be of earlier steps, and of replies that were not sampled. What is of the first update is over the first "
         "minibatch of the first draw.",
+        "",
+        "Where a job trains several policies, each metric of a policy has its name in front: "
+        "`white/train/reward_mean`, `white/validation/reward_mean`, `white/rollout/staleness_max`, `white/version`. In "
+        "a step in which a policy is not updated it has rewards, and nothing else. Without a name are `version`, the "
+        "newest of all, `time/train_seconds`, the sum, and what is of the whole job: "
+        + ", ".join(f"`{m.name}`" for m in METRICS if m.name in OF_THE_JOB)
+        + ".",
     ]
     for title, metrics in metric_tables().items():
         lines += ["", f"## {title}", "", "| name | unit | formula |", "|---|---|---|"]
@@ -210,6 +218,9 @@ def _section(model: type[Section], path: str, lines: list[str], kind: str | None
     for name, field in model.model_fields.items():
         kinds = sections_of(field.annotation)
         within = f"{path}.{name}" if path else name
+        if len(kinds) > 1 and field.default is None:  # the tables stand where there is always one of them
+            lines.append(f"| `{name}` | table | `none` | {field.description} |")
+            continue
         if len(kinds) > 1:
             unions.append((within, kinds[0].chosen_by))
         for nested in kinds:

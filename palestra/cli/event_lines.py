@@ -41,7 +41,8 @@ def describe(kind: str, data: Mapping[str, Any], policy: str) -> str:
     if kind == "served":
         return one_line(f"served {data['calls']} calls")
     if kind == "saved":
-        return one_line(f"saved after step {data['step']}")
+        whose = "" if policy else data.get("policy", "")  # of several that are trained
+        return one_line(f"{whose} saved after step {data['step']}".lstrip())
     return ""
 
 

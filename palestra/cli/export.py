@@ -29,7 +29,11 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("source", metavar="RUN", help="the run's folder, or a job of a control plane by its id")
     parser.add_argument("target", metavar="DIR", type=Path, help="a folder that does not exist yet")
-    parser.add_argument("--policy", metavar="NAME", help="whose checkpoint, where a run has trained several policies")
+    parser.add_argument(
+        "--policy",
+        metavar="NAME",
+        help="whose checkpoint; without it, that of the only policy that the run has trained",
+    )
     add_control(parser)
 
 

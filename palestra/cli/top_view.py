@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from rich.console import Group, RenderableType
@@ -19,6 +19,7 @@ from palestra.store.run_log import read_metrics
 from palestra.store.search import readable_summaries
 from palestra.store.tables import chats, episodes
 from palestra.terminal import one_line
+from palestra.types.metrics import names_of_policies
 from palestra.types.progress import duration
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -57,8 +58,8 @@ def _table(found: Sequence[RunAnswer], now: float) -> Table:
             Text(one_line(one.title)),
             Text(one_line(one.state if one.reason is None else f"{one.state}: {one.reason}")),
             f"{one.step}/{one.steps}",
-            _number(one.reward),
-            _number(one.validation),
+            _rewards(one.reward, one.rewards),
+            _rewards(one.validation, one.validations),
             "" if one.seconds_left is None else duration(one.seconds_left),
             str(len(one.warnings) or ""),
             "" if one.changed_at is None else f"{duration(now - one.changed_at)} ago",
@@ -101,11 +102,17 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 def _curves(rows: Sequence[dict[str, float]], width: int) -> list[RenderableType]:
     lines: list[RenderableType] = []
-    for name, label in CURVES:
+    found = [
+        (f"{whole.removesuffix(name).removesuffix('/')} {label}".lstrip(), whole)
+        for name, label in CURVES
+        for whole in names_of_policies(rows, name)
+    ]
+    room = max((LABEL, *(len(label) + 1 for label, _ in found)))
+    for label, name in found:
         values = [row[name] for row in rows if name in row]
-        if values:
-            bars = sparkline(values, max(width - LABEL - 24, 8))
-            lines.append(Text(f"{label:<{LABEL}}{bars} {values[-1]:.3g} ({min(values):.3g} to {max(values):.3g})"))
+        bars = sparkline(values, max(width - room - 24, 8))
+        text = f"{one_line(label):<{room}}{bars} {values[-1]:.3g} ({min(values):.3g} to {max(values):.3g})"
+        lines.append(Text(text))
     return lines
 
 
@@ -143,3 +150,10 @@ def _calls(connection: Connection, now: float) -> Table:
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.3g}"
+
+
+def _rewards(sole: float | None, by_policy: Mapping[str, float]) -> str:
+    """Return a mean reward as text; where several policies are trained, that of each."""
+    if not by_policy:
+        return _number(sole)
+    return one_line(" ".join(f"{policy} {value:.3g}" for policy, value in by_policy.items()))

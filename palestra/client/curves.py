@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
+from palestra.types.metrics import names_of_policies
+
 REWARDS = ("train/reward_mean", "validation/reward_mean")
 
 
@@ -67,7 +69,9 @@ class LiveCurves:
 
     def _draw(self) -> None:
         self._axes.clear()
-        for name in self._metrics:
+        # Of several trained policies each has a curve.
+        names = [whole for name in self._metrics for whole in names_of_policies(self._rows.values(), name)]
+        for name in names:
             points = [(step, row[name]) for step, row in sorted(self._rows.items()) if name in row]
             if points:
                 steps, values = zip(*points, strict=True)

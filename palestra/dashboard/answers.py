@@ -50,6 +50,8 @@ class RunAnswer(Answer):
     models: dict[str, str] = Field({}, description="Model of each policy.")
     reward: float | None = Field(None, description="train/reward_mean of the newest step.")
     validation: float | None = Field(None, description="validation/reward_mean of the newest evaluation.")
+    rewards: dict[str, float] = Field({}, description="`reward` of each policy, where several are trained.")
+    validations: dict[str, float] = Field({}, description="`validation` of each policy, where several are trained.")
     seconds: float | None = Field(None, description="wall_seconds of the newest step.")
     seconds_per_step: float | None = Field(None, description="Mean of the last ten steps.")
     seconds_left: float | None = Field(None, description="Of a running job: the remaining steps at that pace.")

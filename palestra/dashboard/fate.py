@@ -62,7 +62,8 @@ def _fate(view: EpisodeView, config: JobConfig, policy: str, events: Sequence[Ev
             return Fate(False, f"in the batch of step {view.step}, and left out of it: {event.data.get('reason')}")
     own = [config.players.rewards_of(policy, by_agent) for by_agent in view.group_rewards]
     rewards = [sum(by_agent.values()) for by_agent in own if by_agent or not config.trains_several]
-    if config.algorithm_of(policy).smallest_group > 1 and len(set(rewards)) < 2:
+    algorithm = config.algorithm_of(policy)
+    if algorithm.smallest_group > 1 and not algorithm.trains_equal_rewards and len(set(rewards)) < 2:
         return Fate(False, f"in the batch of step {view.step}, not trained: all rewards of its group are equal")
     return Fate(
         True, f"trained in step {view.step}; rewards of its group: {', '.join(f'{reward:g}' for reward in rewards)}"

@@ -16,7 +16,7 @@ from palestra.errors import PalestraError
 from palestra.learner.metrics import metric_tables
 from palestra.store.run_log import read_metrics
 from palestra.store.tables import episodes, events
-from palestra.types.metrics import Metric
+from palestra.types.metrics import Metric, of_policy
 
 RECENT = 10  # steps whose pace says how long the others will take
 MOST_WARNINGS = 20
@@ -79,6 +79,8 @@ def _described(run: Run, config: JobConfig, connection: Connection) -> RunAnswer
         models={name: policy.model for name, policy in config.policies.items()},
         reward=newest_value(rows, "train/reward_mean"),
         validation=newest_value(rows, "validation/reward_mean"),
+        rewards=_of_each(rows, "train/reward_mean", config.players.rivals),
+        validations=_of_each(rows, "validation/reward_mean", config.players.rivals),
         seconds=newest_value(rows, "wall_seconds"),
         seconds_per_step=pace,
         seconds_left=left if live is None or live.seconds_left is None else live.seconds_left,
@@ -100,6 +102,18 @@ def newest_value(rows: Sequence[Mapping[str, float]], name: str) -> float | None
         name: of the metric.
     """
     return next((row[name] for row in reversed(rows) if name in row), None)
+
+
+def _of_each(rows: Sequence[Mapping[str, float]], name: str, rivals: Sequence[str]) -> dict[str, float]:
+    """Return the newest value of a metric of each of several trained policies that has one.
+
+    Args:
+        rows: oldest first.
+        name: of the metric.
+        rivals: the policies.
+    """
+    found = {policy: newest_value(rows, of_policy(name, policy)) for policy in rivals}
+    return {policy: value for policy, value in found.items() if value is not None}
 
 
 def _pace(rows: Sequence[Mapping[str, float]]) -> float | None:
@@ -138,6 +152,9 @@ def read_columns(run: Run, after: int) -> MetricsAnswer:
         rows = [row for row in read_metrics(connection) if row["step"] > after]
     names = sorted({name for row in rows for name in row})
     known = _known_metrics()
+    for policy in run.config.players.rivals:
+        own = {of_policy(name, policy): metric for name, metric in known.items()}
+        known = known | {name: metric for name, metric in own.items() if name in names}
     return MetricsAnswer(
         run=run.name,
         rows=len(rows),

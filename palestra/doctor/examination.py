@@ -10,13 +10,14 @@ from sqlalchemy import Connection, select
 
 from palestra.config import SAVED_CONFIG, load_config
 from palestra.doctor.rule import History, JobSize, Row, Rule
-from palestra.doctor.rules import RULES
+from palestra.doctor.rules import OF_A_JOB, OF_A_POLICY, RULES
 from palestra.doctor.store_facts import disk_facts, store_facts
 from palestra.errors import NotFound
 from palestra.store.browsing import EpisodeSummary, browse
 from palestra.store.run_log import read_metrics
 from palestra.store.search import readable_summaries
 from palestra.store.tables import episodes, groups
+from palestra.types.metrics import row_of_policy
 
 MOST_EPISODES = 5  # of a finding
 MOST_LOOKED_AT = 2000  # episodes of a step, of which a finding's are chosen
@@ -36,6 +37,7 @@ class Finding:
         means: what it usually means.
         remedy: what to try.
         episodes: ids of those of step `until` that show it best, the clearest first.
+        policy: that shows it, by name; empty: the only one that is trained, or the whole job.
     """
 
     code: str
@@ -47,6 +49,7 @@ class Finding:
     means: str
     remedy: str
     episodes: tuple[str, ...] = ()
+    policy: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,31 +85,56 @@ def examine(folder: Path | str) -> Examination:
     job = JobSize(groups_per_step=config.rollout.groups_per_step, steps=config.steps)
     with browse(folder / "run.db") as connection:
         rows, facts = read_metrics(connection), store_facts(connection)
-        known: list[Row] = [{**row, **facts.get(int(row["step"]), {})} for row in rows if "train/episodes" in row]
+        known: list[Row] = [{**row, **facts.get(int(row["step"]), {})} for row in rows if int(row["step"])]
         if known:
             known[-1] = {**known[-1], **disk_facts(folder, int(known[-1]["step"]), config.steps)}
-        found = findings_of(known, job)
+        found = findings_of(known, job, config.players.rivals)
         shown = [_with_episodes(connection, finding) for finding in found]
     return Examination(step=int(known[-1]["step"]) if known else 0, steps=config.steps, findings=tuple(shown))
 
 
-def findings_of(rows: Iterable[Row], job: JobSize) -> list[Finding]:
+def findings_of(rows: Iterable[Row], job: JobSize, rivals: Sequence[str] = ()) -> list[Finding]:
     """Return what the rules find in rows, without episodes.
 
     Args:
         rows: of training steps, oldest first, with the numbers of `store_facts` where they are known.
         job: the job.
+        rivals: the policies that are trained, where there are several: then rules of a policy look at the rows of each.
+    """
+    known = list(rows)
+    if not rivals:
+        found = _findings(known, job, RULES, "")
+    else:
+        own = {policy: [row_of_policy(row, policy, rivals) for row in known] for policy in rivals}
+        found = [finding for name, mine in own.items() for finding in _findings(mine, job, OF_A_POLICY, name)]
+        # The rules of the job need one row a step, of whichever policy was trained in it.
+        steps = zip(*own.values(), strict=True)
+        merged = [next((each for each in step if "train/episodes" in each), step[0]) for step in steps]
+        found += _findings(merged, job, OF_A_JOB, "")
+    return sorted(found, key=lambda finding: not finding.holds)
+
+
+def _findings(rows: Iterable[Row], job: JobSize, rules: Sequence[Rule], policy: str) -> list[Finding]:
+    """Return what rules find in the rows of a policy, or of the job.
+
+    Args:
+        rows: of training steps, oldest first; those in which the policy is not trained are left out.
+        job: the job.
+        rules: the rules.
+        policy: by name; empty: the only one, or the job.
     """
     history, newest = History(job), 0
     spells: dict[str, _Spell] = {}
     for row in rows:
+        if "train/episodes" not in row:
+            continue
         history.add(row)
         before, newest = newest, int(row["step"])
-        for rule in RULES:
+        for rule in rules:
             if (seen := rule.seen(history)) is not None:
                 spells.setdefault(rule.code, _Spell(rule)).extend(before, newest, seen)
-    found = [spell.finding(newest) for rule in RULES if (spell := spells.get(rule.code)) is not None]
-    return sorted(found, key=lambda finding: not finding.holds)
+    found = [spell.finding(newest) for rule in rules if (spell := spells.get(rule.code)) is not None]
+    return [replace(finding, policy=policy) for finding in found]
 
 
 class _Spell:

@@ -1,6 +1,6 @@
 """Schedule of checkpoints: written as often as the job says, while the next step is already played.
 
-The policies of a job are saved one after another. Where a process dies between two of them, the job goes on from the
+The policies of a job are saved one after another. Where a process dies between two of them, the job is resumed from the
 newest step of which all have a checkpoint.
 """
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any
 
-from palestra.algorithms.base import Algorithm, RecordedEpisodes
+from palestra.algorithms.base import Algorithm
 from palestra.algorithms.regularization import Regularization
 from palestra.config import JobConfig
 from palestra.engine.base import Engine
@@ -22,18 +21,17 @@ from palestra.faults import fault_point
 from palestra.learner.budget import TrainingBudget
 from palestra.learner.checkpoints import CheckpointSchedule
 from palestra.learner.evaluation import evaluate
-from palestra.learner.groups import DynamicSampling, gather_groups
-from palestra.learner.recordings import Recordings, gather_recorded
+from palestra.learner.groups import gather_groups
+from palestra.learner.recordings import gather_recorded
 from palestra.learner.reporting import RunFolder, StepLog, checkpoints_of
 from palestra.learner.schedule import TaskOrder
-from palestra.learner.teacher import ServedTeacher
-from palestra.learner.update import PolicyUpdate
+from palestra.learner.updates import PolicyUpdates
 from palestra.rollout import RolloutSyncLock
 from palestra.session import PolicySet
 from palestra.store import RunStore
 from palestra.trainer.base import Trainer
 from palestra.types.calls import PolicyVersion
-from palestra.types.metrics import by_policy, of_policy
+from palestra.types.metrics import of_policy
 from palestra.types.progress import JobProgress, Phase
 from palestra.types.records import BatchManifest, Task
 from palestra.types.states import JobState
@@ -77,27 +75,10 @@ class Learner:
         self._folder, self._progress, self._report = folder, progress, report
         self._policies = policies
         self._budget = TrainingBudget(config, store.groups)
-        self._teachers = {
-            name: ServedTeacher(served, policies.runtime(name))
-            for name in policies.trained
-            if (served := config.algorithm_of(name).served_teacher) is not None
-        }
         regularizations = {name: Regularization(config.algorithm_of(name)) for name in policies.trained}
-        self._updates = {
-            name: PolicyUpdate(
-                config,
-                trainer,
-                algorithms[name],
-                regularizations[name],
-                name,
-                self._budget,
-                self._event,
-                store,
-                self._teachers.get(name),
-            )
-            for name in policies.trained
-        }
-        self._algorithms = dict(algorithms)
+        self._updates = PolicyUpdates(
+            config, trainer, algorithms, regularizations, policies, self._budget, self._event, store
+        )
         self._checkpoints = CheckpointSchedule(
             config,
             trainer,
@@ -109,9 +90,7 @@ class Learner:
             self._wall,
             self._event,
         )
-        sources = [(name, algorithms[name].recorded) for name in policies.trained]
-        recorded = [(name, source) for name, source in sources if source is not None]
-        self._recordings = self._recordings_of(recorded)
+        self._recordings = self._updates.recordings()
         self._log = StepLog(config, store.log, folder, progress, self._event)
         self._wall_before = 0.0
         self._resumed_step = 0  # first step that this process gathers in a resumed run; 0: not resumed
@@ -120,22 +99,6 @@ class Learner:
         self._train_tasks: list[Task] = []
         self._validation_tasks: list[Task] = []
 
-    def _recordings_of(self, sources: Sequence[tuple[str, RecordedEpisodes]]) -> Recordings | None:
-        """Return the recorded episodes that are trained in place of played ones; None: episodes are played.
-
-        Raises:
-            ConfigError: several policies are trained, and the episodes do not say which of them has played what.
-        """
-        if not sources:
-            return None
-        (policy, source), *_ = sources
-        if len(self._policies.trained) > 1:
-            raise ConfigError(
-                f"the algorithm of policy {policy!r} trains recorded episodes, which do not say which of "
-                f"{' and '.join(map(repr, self._policies.trained))} has played what; train one policy a job with it"
-            )
-        return Recordings(source, self._policies.runtime(policy), self._store)
-
     async def prepare(self) -> None:
         """Look whether what the training needs of other servers is there, before this one takes requests.
 
@@ -143,16 +106,7 @@ class Learner:
             ConfigError: a server that is to teach can't.
             TeacherFailed: it does not answer.
         """
-        try:
-            for teacher in self._teachers.values():
-                await teacher.check()
-        except BaseException:
-            await self._close_teachers()
-            raise
-
-    async def _close_teachers(self) -> None:
-        for teacher in self._teachers.values():
-            await teacher.close()
+        await self._updates.prepare()
 
     def stop(self) -> None:
         """Make `run` save and return after the step that is being trained; a step being gathered is dropped."""
@@ -167,7 +121,7 @@ class Learner:
         try:
             await self._train_all()
         finally:
-            await self._close_teachers()
+            await self._updates.close()
             await self._checkpoints.close()  # after an error, one may be half written
 
     async def _train_all(self) -> None:
@@ -291,8 +245,8 @@ class Learner:
                 self._order.task,
                 step,
                 last_step,
-                {name: versions[name].n for name in self._due(step)},
-                self._dynamic_sampling(step),
+                {name: versions[name].n for name in self._updates.due(step)},
+                self._updates.dynamic_sampling(step),
             )
         manifest = BatchManifest(
             step=step,
@@ -310,44 +264,16 @@ class Learner:
             "train/episodes_stale": float(gathered.stale),
         }
 
-    def _due(self, step: int) -> dict[str, PolicyUpdate]:
-        """Return the updates of the policies that are trained in a step, by their names."""
-        return {name: update for name, update in self._updates.items() if update.due(step)}
-
-    def _dynamic_sampling(self, step: int) -> DynamicSampling | None:
-        """Return which groups of a step are replaced: those from which none of its updates learns; None: none are."""
-        due = self._due(step)
-        most = max((self._algorithms[name].dynamic_sampling for name in due), default=0)
-
-        async def teaches(episode_ids: Sequence[str]) -> bool:
-            trajectories = await self._store.calls.trajectories(episode_ids)
-            return any(update.learns_from(trajectories) for update in due.values())
-
-        return DynamicSampling(teaches=teaches, most=most * self._config.rollout.groups_per_step) if most else None
-
     async def _train(self, manifest: BatchManifest) -> dict[str, float]:
         """Update the policies with the episodes of a manifest, and publish the new weights to the engine."""
         self._progress.enter(f"training step {manifest.step}")
         trajectories = await self._store.calls.trajectories(manifest.episode_ids)
         await self._budget.count(manifest.step)
-        row: dict[str, float] = {"rollout/sampled_tokens": float(self._budget.sampled)}
-        due = self._due(manifest.step)
-        # All batches are made before the first update, so that no policy's rows depend on another one's update.
-        batches = {name: await update.make_batch(manifest.step, trajectories) for name, update in due.items()}
-        ages = Counter[int]()
-        seconds = 0.0
-        for name, update in self._updates.items():
-            if name in due:
-                ages.update(batches[name].staleness)
-                found = await update.train(manifest.step, batches[name])
-                seconds += found["time/train_seconds"]
-            else:
-                found = update.metrics_of(trajectories)
-            row |= by_policy(found, name) if self._policies.roles.rivals else found
-        row["time/train_seconds"] = seconds
-        self._progress.staleness = dict(ages)
+        trained = await self._updates.train(manifest.step, trajectories)
+        row = {"rollout/sampled_tokens": float(self._budget.sampled), **trained.row}
+        self._progress.staleness = trained.staleness
         started = time.monotonic()
-        await self._publish(due)
+        await self._publish(trained.policies)
         row["time/publish_seconds"] = time.monotonic() - started
         return row | self._versions_of_row()
 
@@ -362,18 +288,21 @@ class Learner:
         newest = {"version": float(max(version.n for version in versions.values()))}
         return newest | (own if self._policies.roles.rivals else {})
 
-    async def _publish(self, policies: Iterable[str]) -> None:
+    async def _publish(self, policies: Collection[str]) -> None:
         """Hand the present weights to the engine; episodes that are claimed afterwards start with their versions.
 
         Args:
             policies: those whose weights are new.
         """
+        if not policies:
+            return
         async with self._sync.acquire_weight_sync() if self._sync is not None else contextlib.nullcontext():
             fault_point("before_publish")
-            for policy in policies:
+            for number, policy in enumerate(policies):
+                if number:
+                    fault_point("between_publications")
                 weights = await self._trainer.weights(policy)
                 await self._engine.sync_weights(policy, self._trainer.version(policy), weights)
-                fault_point("after_policy_publish")
             fault_point("after_publish")
         self._progress.version = str(max(self._versions().values()))
 

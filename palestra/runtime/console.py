@@ -201,8 +201,9 @@ class Console:
             ]
         )
         parts += [f"calls {job.plane.sessions.in_flight:,} in flight", f"{context.rate.per_second:,.0f} tok/s"]
-        if (reward := job.plane.recent_reward) is not None:
-            parts.append(f"reward {reward:.2f} (last {len(store.episodes.recent_rewards)})")
+        if recent := job.plane.recent_rewards:
+            means = ", ".join(f"{policy} {reward:.2f}".lstrip() for policy, reward in recent.items())
+            parts.append(f"reward {means} (last {len(store.episodes.recent_rewards)})")
         found = context.times.seconds
         seconds = {state: found.get(state, 0.0) for state in SHOWN_STATES}
         whole = sum(seconds.values())

@@ -103,6 +103,10 @@ def checkpoints_of_run(run_dir: Path, policy: str | None) -> Path:
     Raises:
         ConfigError: the run trains no such policy, or several and none is named.
     """
+    from palestra.trainer.checkpoint import found
+
+    if policy is None and (found(run_dir / CHECKPOINTS) or not (run_dir / SAVED_CONFIG).exists()):
+        return run_dir / CHECKPOINTS  # of several policies each would have a folder in it
     config = load_config(run_dir / SAVED_CONFIG)
     trained = config.trained_policies
     names = " and ".join(map(repr, trained))

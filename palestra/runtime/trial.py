@@ -12,14 +12,15 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from palestra.config import JobConfig
+from palestra.config import JobConfig, UpdatesConfig
 from palestra.disk import in_new_folder
 from palestra.runtime.checking import existing_parent
+from palestra.runtime.checkpoints import newest_checkpoints
 from palestra.runtime.local import local_job, run_on_uvloop
 from palestra.runtime.tasks import task_of
 from palestra.runtime.trial_play import (
@@ -33,6 +34,7 @@ from palestra.runtime.trial_play import (
 )
 from palestra.store.browsing import browse, list_episodes
 from palestra.store.calls import read_trajectory
+from palestra.types.metrics import row_of_policy
 
 STEPS = 2  # the first step makes the optimizer's moments and warms up; the second one is measured
 REPLY_TOKENS = 64  # of a reply in the trial
@@ -171,9 +173,10 @@ def trial_config(config: JobConfig, folder: Path) -> JobConfig:
     policies = {}
     for name, policy in config.policies.items():
         tokens = min(policy.sampling.max_tokens, REPLY_TOKENS)
-        policies[name] = policy.model_copy(
-            update={"sampling": policy.sampling.model_copy(update={"max_tokens": tokens})}
-        )
+        short: dict[str, Any] = {"sampling": policy.sampling.model_copy(update={"max_tokens": tokens})}
+        if not policy.frozen:
+            short["updates"] = UpdatesConfig()  # the step that is measured is one in which all are updated
+        policies[name] = policy.model_copy(update=short)
     return config.model_copy(
         update={
             "name": "check",
@@ -241,6 +244,8 @@ def extrapolate(config: JobConfig, trial: JobConfig, seen: Measured, trial_secon
 def _assumptions(config: JobConfig, trial: JobConfig, seen: Measured) -> Iterator[str]:
     """Say what the numbers of an estimate rest on."""
     yield f"measured in step {STEPS} of a trial with the model as it is now; evaluations are left out"
+    if any(policy.updates.every > 1 for policy in config.policies.values()):
+        yield "all policies that are trained are updated in this step; in others it may be some of them"
     if seen.teaching_share < 1:
         yield (
             f"{seen.teaching_share:.0%} of the groups had different rewards, and only those are trained: the shorter "
@@ -301,9 +306,9 @@ async def _run(trial: JobConfig, config: JobConfig, report: Callable[[str], None
             if known
             else 1.0
         )
-    newest = sorted((trial.run_dir / "checkpoints").glob("step-*"))[-1]
+    checkpoints = newest_checkpoints(trial).values()
     return Measured(
-        row=rows[-1],
+        row=_of_all_policies(rows[-1], config.players.rivals),
         calls=sum(episode.calls for episode in played),
         episodes=len(played),
         teaching_share=teaching,
@@ -311,8 +316,28 @@ async def _run(trial: JobConfig, config: JobConfig, report: Callable[[str], None
         peak_bytes=memory.peak,
         gpu_bytes=_gpu_peak(),
         load_seconds=loaded,
-        checkpoint_bytes=sum(file.stat().st_size for file in newest.rglob("*") if file.is_file()),
+        checkpoint_bytes=sum(
+            file.stat().st_size for newest in checkpoints for file in newest.rglob("*") if file.is_file()
+        ),
     )
+
+
+def _of_all_policies(row: Mapping[str, float], rivals: Sequence[str]) -> dict[str, float]:
+    """Return the metrics of a step under the names that they have where one policy is trained.
+
+    Args:
+        row: of a step.
+        rivals: the policies that are trained, where there are several; of their shares the means are taken, of counts
+            of episodes the largest.
+    """
+    if not rivals:
+        return dict(row)
+    own = [row_of_policy(row, policy, rivals) for policy in rivals]
+    shares = ("rollout/truncated_share", "train/merged_share")
+    counts = ("train/episodes", "train/episodes_without_tokens")
+    found = {name: sum(each.get(name, 0.0) for each in own) / len(own) for name in shares}
+    found |= {name: max(each[name] for each in own) for name in counts}
+    return {**row, **found}
 
 
 class _MemoryPeak:

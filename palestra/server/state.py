@@ -40,10 +40,15 @@ class DataPlane:
         return self.sessions.context.pool
 
     @property
-    def recent_reward(self) -> float | None:
-        """Mean reward of the last 64 training episodes, without that of frozen policies; None before the first."""
+    def recent_rewards(self) -> dict[str, float]:
+        """Mean reward of the last 64 training episodes of each policy that has any; of the only trained one by ""."""
         recent, roles = self.store.episodes.recent_rewards, self.sessions.context.policies.roles
-        return sum(sum(roles.trained_rewards(rewards).values()) for rewards in recent) / len(recent) if recent else None
+        found = {}
+        for policy in roles.rivals or ("",):
+            own = [roles.rewards_of(policy, rewards) for rewards in recent]
+            if rewards := [sum(mine.values()) for mine in own if mine or not roles.rivals]:
+                found[policy] = sum(rewards) / len(rewards)
+        return found
 
     def stop(self) -> None:
         """Begin the shutdown: every waiting request is answered that the server stops and may come back."""

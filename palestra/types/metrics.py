@@ -7,7 +7,7 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from palestra.types.forks import MEANINGS, ForkReason
@@ -48,7 +48,7 @@ def row_of_policy(row: Mapping[str, float], policy: str, rivals: Sequence[str]) 
     """
     own = of_policy("", policy)
     others = tuple(of_policy("", rival) for rival in rivals)
-    whole = {name: value for name, value in row.items() if name in _OF_THE_JOB or not name.startswith(others)}
+    whole = {name: value for name, value in row.items() if name in OF_THE_JOB or not name.startswith(others)}
     return whole | {name.removeprefix(own): value for name, value in row.items() if rivals and name.startswith(own)}
 
 
@@ -169,7 +169,7 @@ METRICS = (
 )
 
 # Metrics that are not of one policy, and so have no policy's name before theirs where several policies are trained.
-_OF_THE_JOB = frozenset(
+OF_THE_JOB = frozenset(
     {
         "step",
         "train/groups_dropped",
@@ -212,6 +212,17 @@ def of_policies(row: Mapping[str, float], name: str) -> dict[str, float]:
     }
 
 
+def names_of_policies(rows: Iterable[Mapping[str, float]], name: str) -> list[str]:
+    """Return the names under which rows have a metric: its own, and those of each of several trained policies.
+
+    Args:
+        rows: metrics of steps.
+        name: of the metric in a job that trains one policy.
+    """
+    policies = dict.fromkeys(policy for row in rows for policy in of_policies(row, name))
+    return [of_policy(name, policy) if policy else name for policy in policies]
+
+
 def by_policy(row: Mapping[str, float], policy: str) -> dict[str, float]:
     """Return metrics that one of several trained policies has reported, with its name before those that are its own.
 
@@ -219,4 +230,4 @@ def by_policy(row: Mapping[str, float], policy: str) -> dict[str, float]:
         row: metrics by the names that they have where one policy is trained.
         policy: by name.
     """
-    return {name if name in _OF_THE_JOB else of_policy(name, policy): value for name, value in row.items()}
+    return {name if name in OF_THE_JOB else of_policy(name, policy): value for name, value in row.items()}

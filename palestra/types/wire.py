@@ -255,6 +255,9 @@ class JobStatus(Body):
     recent_reward: float | None = Field(
         description="Mean of the last 64 training episodes, without what frozen policies earned; None before the first."
     )
+    recent_rewards: dict[str, float] = Field(
+        {}, description="The same of each policy, where several are trained; `recent_reward` is None then."
+    )
     staleness: dict[int, int] = Field(
         description="Trained tokens of the last step, by how many versions older than the policy they were."
     )

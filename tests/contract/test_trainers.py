@@ -175,6 +175,27 @@ async def test_a_damaged_checkpoint_gives_way_and_where_all_are_damaged_it_is_an
             assert (await other.load("policy", tmp_path))["step"] == expected
 
 
+async def test_the_checkpoint_of_one_step_is_loaded_or_that_it_is_damaged_is_said(kit, tmp_path):
+    trainer = await kit.trainer()
+    await step(trainer, 0)
+    wanted = kit.weights(trainer)
+    await trainer.save("policy", tmp_path, {"step": 1}, "s1")
+    await step(trainer, 1)
+    newest = await trainer.save("policy", tmp_path, {"step": 2}, "s2")
+    other = await kit.trainer()
+    assert (await other.load("policy", tmp_path, 2))["step"] == 2
+    assert (await other.load("policy", tmp_path, 1))["step"] == 1
+    assert kit.weights(other) == wanted
+    assert other.version("policy") == PolicyVersion(0, 1)
+    assert await other.load("policy", tmp_path, 3) is None
+    assert kit.weights(other) == wanted
+    victim = next(path for path in newest.iterdir() if path.name != "checkpoint.json")
+    victim.write_bytes(b"damaged")
+    with pytest.raises(CheckpointError, match="step-000002 is damaged"):
+        await other.load("policy", tmp_path, 2)
+    assert kit.weights(other) == wanted
+
+
 async def test_weights_are_those_of_the_present_version_for_an_engine_to_read(kit):
     trainer, engine = await kit.trainer(), kit.engine()
     await step(trainer, 0)

@@ -14,6 +14,7 @@ from test_two_policies import TASKS, Talk, config, digest_of, other_model  # noq
 
 import palestra
 from palestra import RolloutSpec
+from palestra.config import UpdatesConfig
 from palestra.errors import ConfigError
 from palestra.runtime.local import local_job
 from palestra.types.records import Task
@@ -84,11 +85,8 @@ async def test_two_models_of_different_families_learn_in_one_episode(tmp_path):
 async def test_in_turns_only_the_one_that_is_due_is_touched(tmp_path):
     policies = {"black": {"updates": {"every": 2, "at": 2}} | LEARNS}
     settings = config(tmp_path / "run", policies, ROLES)
-    white = settings.policies["white"].model_copy(update={"updates": {"every": 2, "at": 1}})
-    settings = palestra.JobConfig.model_validate(
-        settings.model_dump()
-        | {"policies": {"white": white.model_dump(), "black": settings.policies["black"].model_dump()}}
-    )
+    white = settings.policies["white"].model_copy(update={"updates": UpdatesConfig(every=2)})
+    settings = settings.model_copy(update={"policies": settings.policies | {"white": white}})
     seen: list[tuple[str, str]] = []
     found = await played(settings, seen)
     assert [policy for name, policy in seen if name == "optim_step"] == ["white", "black"]
@@ -145,7 +143,7 @@ TWO = {"white": {}, "black": {}}
 SCRIPTED_TWO = SCRIPTED | {"policies": TWO, "roles": ROLES, "checkpoint": {"every_steps": 1}}
 # The first save of a step is white's, the second black's: 2 is between the two of the first step.
 BETWEEN_SAVES = ["after_checkpoint_rename:1", "before_checkpoint_rename:2", "after_checkpoint_rename:3"]
-AROUND_UPDATES = ["before_step:1", "after_step:1", "before_publish:2", "after_policy_publish:3", "after_publish:2"]
+AROUND_UPDATES = ["before_step:1", "after_step:1", "before_publish:2", "between_publications:2", "after_publish:2"]
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +186,7 @@ def test_weights_of_both_are_bit_identical_after_kills(tmp_path, turns):
         "checkpoint": {"every_steps": 1},
         "evaluation": {"every_steps": 3},
     }
-    faults = ["before_step:2", "after_checkpoint_rename:1", "after_policy_publish:4", "after_end_commit:4"]
+    faults = ["before_step:2", "after_checkpoint_rename:1", "between_publications:2", "after_end_commit:4"]
     found: list[dict[str, dict[str, Any]]] = []
     for name, at, threads in (("undisturbed", [], "3"), ("killed", faults, "1")):
         with Job(tmp_path / name, settings) as job:

@@ -37,7 +37,7 @@ async def request_of(plane: ControlPlane, body: SubmitJob, by: Identity) -> JobR
     source, step = None, None
     if body.from_job is not None:
         source = await plane.job(by, body.from_job, Action.JOB_READ)
-        _check_source(source)
+        await plane.pool.run(_check_source, source)
         run = plane.scheduler.folder_of(source.job_id) / RUN
         step = await asyncio.to_thread(step_meant, run, source.job_id, body.from_step)
     # A configuration may be as long as a body, and is read several times.

@@ -1,6 +1,6 @@
 // The first view: the runs with how far they are, and their curves.
 import { badge, empty, h, replace } from "./dom.js";
-import { duration, metric, number, percent, plural, whole, words } from "./format.js";
+import { byPolicy, duration, metric, namesOf, number, percent, plural, whole, words } from "./format.js";
 import { Chart, colourOf } from "./chart.js";
 import { loadMetrics, onChange, state } from "./state.js";
 
@@ -58,12 +58,17 @@ function card(run) {
     phase === null ? null : h("p", { class: "phase" }, phase),
     run.reason ? h("p", { class: "problem" }, run.reason) : null,
     h("div", { class: "tiles" },
-      tile("reward", number(run.reward, 3), "train/reward_mean of the newest step"),
-      tile("validation", number(run.validation, 3), "validation/reward_mean of the newest evaluation"),
+      tile("reward", rewards(run.reward, run.rewards), "train/reward_mean of the newest step"),
+      tile("validation", rewards(run.validation, run.validations), "validation/reward_mean of the newest evaluation"),
       tile("tokens/s", number(live === null ? run.tokens_per_second : live.tokens_per_second, 3)),
       tile("time", duration(run.seconds))),
     run.warnings.length === 0 ? null : h("details", { class: "warnings", "data-run": run.run }, h("summary", {}, plural(run.warnings.length, "warning")),
       h("ul", {}, run.warnings.map((one) => h("li", {}, h("a", { href: href(run.run, "step", one.step) }, `step ${one.step}`), ` ${one.text}`)))));
+}
+
+// The reward of the only policy that is trained, or of each of several.
+function rewards(sole, several) {
+  return Object.keys(several ?? {}).length > 0 ? byPolicy(several, 3) : number(sole, 3);
 }
 
 let redraw = () => {};
@@ -152,7 +157,7 @@ export async function curvesView({ query }) {
     const wanted = chosen.text.trim().toLowerCase();
     const fits = (name) => wanted === "" || name.toLowerCase().includes(wanted) || metric(name).includes(wanted);
     const drawn = new Set(["step", "version", "wall_seconds"]);
-    const sections = SECTIONS.map(([title, figures]) => [title, figures.map((names) => names.filter((name) => known.has(name) && fits(name))).filter((names) => names.length > 0)]);
+    const sections = SECTIONS.map(([title, figures]) => [title, figures.map((names) => names.flatMap((name) => namesOf(known, name)).filter(fits)).filter((names) => names.length > 0)]);
     sections.forEach(([, figures]) => figures.flat().forEach((name) => drawn.add(name)));
     const rest = [...known].filter((name) => !drawn.has(name) && fits(name)).sort();
     const nodes = sections.filter(([, figures]) => figures.length > 0).map(([title, figures]) =>
@@ -210,6 +215,6 @@ export async function curvesView({ query }) {
 
 function metricLabel(name, names) {
   if (names.length === 1) return metric(name);
-  const [group, rest] = [name.slice(0, name.indexOf("/")), metric(name)];
-  return group === "validation" ? "validation" : group === "train" && names.some((other) => other.startsWith("validation/")) ? "training" : rest;
+  const steps = name.split("/"), group = steps.at(-2), whose = steps.length > 2 ? `${steps[0]} ` : "";
+  return group === "validation" ? `${whose}validation` : group === "train" && names.some((other) => other.includes("validation/")) ? `${whose}training` : metric(name);
 }

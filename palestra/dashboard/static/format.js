@@ -41,9 +41,35 @@ export function words(name) {
   return name.replaceAll("_", " ");
 }
 
+// The parts of a metric's name: where several policies are trained, each has metrics under its own name.
+const GROUPS = ["train", "rollout", "time", "validation"];
+function parts(name) {
+  const [first, second] = name.split("/", 2);
+  const policy = second === "version" || (GROUPS.includes(second) && name.split("/").length > 2) ? first : "";
+  return { policy, plain: policy === "" ? name : name.slice(policy.length + 1) };
+}
+
 // The short name of a metric: what stands behind its group.
 export function metric(name) {
-  return words(name.slice(name.indexOf("/") + 1));
+  const { policy, plain } = parts(name);
+  return `${policy} ${words(plain.slice(plain.indexOf("/") + 1))}`.trim();
+}
+
+// The names under which a metric is known: its own, or one for each policy that is trained.
+export function namesOf(known, name) {
+  return [...known].filter((whole) => whole === name || parts(whole).plain === name);
+}
+
+// A metric of a step by policy; of the only one that is trained by "".
+export function ofPolicies(row, name) {
+  const present = Object.keys(row).filter((whole) => row[whole] !== null && row[whole] !== undefined);
+  return Object.fromEntries(namesOf(present, name).map((whole) => [parts(whole).policy, row[whole]]));
+}
+
+// Numbers by policy as text; of the only one without a name.
+export function byPolicy(values, digits = 4) {
+  const found = Object.entries(values).map(([policy, value]) => `${policy} ${number(value, digits)}`.trim());
+  return found.length === 0 ? "–" : found.join(", ");
 }
 
 export function plural(count, one, many = `${one}s`) {

@@ -1,6 +1,6 @@
 // A run in tables: its steps and where their time goes, its settings, its events.
 import { badge, empty, h, replace, scrolled, visible } from "./dom.js";
-import { clock, duration, json, number, percent, plural, signed, whole, words } from "./format.js";
+import { byPolicy, clock, duration, json, number, ofPolicies, percent, plural, signed, whole, words } from "./format.js";
 import { at, get } from "./api.js";
 import { href, stateBadge } from "./curves.js";
 import { loadMetrics, onChange, state } from "./state.js";
@@ -48,7 +48,7 @@ export async function stepsView({ run }) {
         h("th", { scope: "col", class: i < 9 ? "n" : "" }, name)))),
       h("tbody", {}, rows.map((row) => h("tr", {},
         h("td", { class: "n" }, h("a", { href: href(run, "step", row.step) }, whole(row.step))),
-        [row["train/reward_mean"], row["train/reward_std"], row["validation/reward_mean"], row["train/entropy"], row["train/grad_norm"]].map((value) => h("td", { class: "n" }, number(value, 3))),
+        ["train/reward_mean", "train/reward_std", "validation/reward_mean", "train/entropy", "train/grad_norm"].map((name) => h("td", { class: "n" }, byPolicy(ofPolicies(row, name), 3))),
         h("td", { class: "n" }, whole(row["rollout/completion_tokens"])),
         h("td", { class: "n" }, number(row["rollout/tokens_per_second"], 3)),
         h("td", { class: "n" }, duration(row["time/step_seconds"] ?? row["time/validation_seconds"])),
@@ -65,7 +65,8 @@ export function leftOut(row) {
   const kinds = [["train/groups_zero_variance", "equal groups", "Groups whose rewards are all equal: nothing to learn from"], ["train/groups_dropped", "dropped groups", ""], ["train/groups_skipped", "skipped groups", "Replaced by dynamic_sampling: nothing to learn from"],
     ["train/episodes_discarded", "discarded", ""], ["train/episodes_stale", "stale", ""], ["train/episodes_untrainable", "untrainable", ""],
     ["train/episodes_without_tokens", "without tokens", ""], ["train/calls_abandoned", "abandoned calls", ""]];
-  return kinds.filter(([name]) => row[name] > 0).map(([name, label, title]) => badge(`${whole(row[name])} ${label}`, "plain", title || null));
+  return kinds.flatMap(([name, label, title]) => Object.entries(ofPolicies(row, name)).filter(([, count]) => count > 0)
+    .map(([policy, count]) => badge(`${policy} ${whole(count)} ${label}`.trim(), "plain", title || null)));
 }
 
 export async function settingsView({ run }) {
@@ -129,8 +130,8 @@ function kindOf(kind) {
 
 export function describe(run, event) {
   const data = event.data;
-  if (event.kind === "step") return [h("a", { href: href(run, "step", data.step) }, `step ${data.step}`), data["train/reward_mean"] === undefined ? "" : ` reward ${number(data["train/reward_mean"], 3)}`, data["time/step_seconds"] === undefined ? "" : ` in ${duration(data["time/step_seconds"])}`];
-  if (event.kind === "evaluated") return `after step ${data.step}: validation ${number(data["validation/reward_mean"], 3)}`;
+  if (event.kind === "step") return [h("a", { href: href(run, "step", data.step) }, `step ${data.step}`), Object.keys(ofPolicies(data, "train/reward_mean")).length === 0 ? "" : ` reward ${byPolicy(ofPolicies(data, "train/reward_mean"), 3)}`, data["time/step_seconds"] === undefined ? "" : ` in ${duration(data["time/step_seconds"])}`];
+  if (event.kind === "evaluated") return `after step ${data.step}: validation ${byPolicy(ofPolicies(data, "validation/reward_mean"), 3)}`;
   if (event.kind === "warning") return [h("a", { href: href(run, "step", data.step) }, `step ${data.step}`), ` ${visible(String(data.text))}`];
   const episode = typeof data.episode_id === "string" ? [h("a", { href: href(run, "episode", data.episode_id) }, data.episode_id), " "] : [];
   const rest = Object.entries(data).filter(([key]) => key !== "episode_id").map(([key, value]) => `${words(key)} ${typeof value === "number" ? number(value) : typeof value === "string" ? value : json(value)}`);

@@ -1,5 +1,6 @@
 // What the page knows: the runs, their metrics in columns, which are shown, and what comes by their streams.
 import { at, follow, get } from "./api.js";
+import { ofPolicies } from "./format.js";
 
 const COLOURS = 8;
 const listeners = new Set();
@@ -82,13 +83,19 @@ export function putRow(metrics, row) {
 function news(name, event) {
   const run = state.runs.get(name), data = event.data;
   if (event.kind === "step" && typeof data.step === "number") {
-    Object.assign(run, { step: Math.max(run.step, data.step), reward: data["train/reward_mean"] ?? run.reward, validation: data["validation/reward_mean"] ?? run.validation, seconds: data.wall_seconds ?? run.seconds });
+    Object.assign(run, { step: Math.max(run.step, data.step), reward: data["train/reward_mean"] ?? run.reward, validation: data["validation/reward_mean"] ?? run.validation,
+      rewards: { ...run.rewards, ...several(data, "train/reward_mean") }, validations: { ...run.validations, ...several(data, "validation/reward_mean") }, seconds: data.wall_seconds ?? run.seconds });
   } else if (event.kind === "completed" || event.kind === "failed") {
     Object.assign(run, { state: event.kind, reason: data.reason ?? null, live: null, seconds_left: null });
   } else {
     return;
   }
   changed("run", name);
+}
+
+// A metric of each of several trained policies; nothing where one is trained.
+function several(row, name) {
+  return Object.fromEntries(Object.entries(ofPolicies(row, name)).filter(([policy]) => policy !== ""));
 }
 
 function take(event) {

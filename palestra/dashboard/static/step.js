@@ -1,6 +1,6 @@
 // A step with its groups; a group with its episodes side by side.
 import { badge, box, copyable, empty, h, replace, scrolled, visible } from "./dom.js";
-import { duration, number, plural, pretty, signed, whole, words } from "./format.js";
+import { duration, number, ofPolicies, plural, pretty, signed, whole, words } from "./format.js";
 import { at, get } from "./api.js";
 import { href } from "./curves.js";
 import { advantageBadge, describe, leftOut, timeBar, timeLegend } from "./run.js";
@@ -43,10 +43,11 @@ export async function stepView({ run, rest, query }) {
   }
   function render() { replace(place, sorted().map((group) => groupCard(run, group, bounds))); }
   render();
-  const numbers = [["reward", number(row["train/reward_mean"], 3), "train/reward_mean"], ["± in the batch", number(row["train/reward_std"], 3), "train/reward_std"],
-    ["validation", number(row["validation/reward_mean"], 3), "validation/reward_mean"], ["episodes", whole(row["train/episodes"]), "train/episodes"],
-    ["trained tokens", whole(row["train/trained_tokens"]), "train/trained_tokens"], ["entropy", number(row["train/entropy"], 3), "train/entropy"],
-    ["gradient", number(row["train/grad_norm"], 3), "train/grad_norm"], ["staleness", number(row["rollout/staleness_mean"], 3), "rollout/staleness_mean"],
+  const own = [["reward", "train/reward_mean"], ["± in the batch", "train/reward_std"], ["validation", "validation/reward_mean"], ["episodes", "train/episodes"],
+    ["trained tokens", "train/trained_tokens"], ["entropy", "train/entropy"], ["gradient", "train/grad_norm"], ["staleness", "rollout/staleness_mean"]];
+  const counts = ["train/episodes", "train/trained_tokens"];
+  const numbers = [...own.flatMap(([label, name]) => Object.entries(ofPolicies(row, name)).map(([policy, value]) =>
+    [`${policy} ${label}`.trim(), counts.includes(name) ? whole(value) : number(value, 3), policy === "" ? name : `${policy}/${name}`])),
     ["tokens/s", number(row["rollout/tokens_per_second"], 3), "rollout/tokens_per_second"], ["time", duration(row["time/step_seconds"]), "time/step_seconds"]];
   const out = leftOut(row);
   const events = found.events.filter((event) => event.kind !== "warning"), warnings = found.events.filter((event) => event.kind === "warning");

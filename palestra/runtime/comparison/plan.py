@@ -206,7 +206,13 @@ def _checked(overrides: Table, place: str) -> Table:
 
 
 def _check_validation(key: str, config: JobConfig, given: Mapping[str, Any]) -> None:
-    """Refuse a scenario without held-out tasks, because nothing could be compared."""
+    """Refuse a scenario without held-out tasks, or with rewards of several policies: nothing could be compared."""
+    if config.trains_several:
+        names = " and ".join(map(repr, config.trained_policies))
+        raise ConfigError(
+            f"scenario {key} trains {names}, and a comparison is of the rewards of one policy; set `frozen = true` for "
+            "the others"
+        )
     environment = config.environment
     made = environment.name is not None and environment.validation_tasks
     if not (given.get("validation_tasks") or config.tasks.validation or made):

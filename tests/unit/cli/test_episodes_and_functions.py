@@ -56,7 +56,7 @@ def test_a_reward_function_can_be_named_for_training(scored, monkeypatch):
 
     def train(rollout, tasks, config, **others):
         given.update(others, rollout=rollout, train=config.tasks.train)
-        return TrainResult(state="completed", run_dir=scored, metrics=[], checkpoint=None), Interrupts(lambda: True)
+        return TrainResult(state="completed", run_dir=scored, metrics=[], checkpoints={}), Interrupts(lambda: True)
 
     monkeypatch.setattr(training, "train_until_stopped", train)
     assert main(["train", "--reward", "rewards.py:score", "--tasks", "tasks.jsonl"]) == 0

@@ -88,3 +88,14 @@ async def test_a_run_is_followed_while_a_process_runs_it(write, capsys, monkeypa
     assert not is_running(folder)
     assert len(looks) == 3
     assert "the job continues" in capsys.readouterr().out
+
+
+def test_of_several_policies_each_has_its_reward_and_its_checkpoint():
+    config = {"policies": {"white": {}, "black": {}, "old": {"frozen": True}}}
+    assert trained_of_several(config) == ""
+    row = {"step": 3.0, "white/train/reward_mean": 0.5, "black/train/reward_mean": -0.5, "time/step_seconds": 2.0}
+    assert describe("step", row, "") == "step    3   white reward   0.50   black reward  -0.50      2.0 s"
+    row |= {"white/validation/reward_mean": 1.0}
+    assert "white validation  1.00" in describe("step", row, "")
+    assert describe("saved", {"step": 3, "policy": "black"}, "") == "black saved after step 3"
+    assert describe("saved", {"step": 3, "policy": "white"}, "white") == "saved after step 3"

@@ -307,3 +307,47 @@ async def test_a_service_calls_no_server_that_a_tenant_names(http):
     server = {"url": "http://169.254.169.254", "key_variable": "PALESTRA_KEY"}
     told = await refused(http, 422, config={"algorithm": {"name": "distill", "teacher_server": server}})
     assert "config.algorithm.teacher_server names a server, and this one calls no other for its users" in told
+
+
+TWO = {
+    "policies": {"white": {"model": "tiny-random"}, "black": {"model": "tiny-random"}},
+    "roles": {"opponent": "black"},
+    "environment": {"name": "gomoku-duel"},
+}
+
+
+def of_black(**algorithm) -> dict:
+    return TWO | {"policies": TWO["policies"] | {"black": {"model": "tiny-random", "algorithm": algorithm}}}
+
+
+async def test_a_job_that_trains_several_policies_is_taken(http):
+    job = await made(http, config=of_black(name="ppo", clip_low=0.1))
+    assert job["config"]["policies"]["black"]["algorithm"]["clip_low"] == 0.1
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "said"),
+    [
+        (
+            {"name": "sft", "from_run": "/etc"},
+            "config.policies.black.algorithm.from_run is taken from [algorithm] only",
+        ),
+        (
+            {"name": "distill", "teacher_server": {"url": "http://a"}},
+            "config.policies.black.algorithm.teacher_server n",
+        ),
+        ({"kl": {"reference": "/etc"}}, "the model is '/etc'"),
+        ({"name": "os.path:join"}, "a class of your own"),
+        ({"epochs": 65}, "policies.black.algorithm.epochs is 65, and this service allows at most 64"),
+    ],
+)
+async def test_the_algorithm_of_one_policy_is_held_to_the_rules_of_the_jobs(http, algorithm, said):
+    answer = await http.post("/jobs", json={"config": of_black(**algorithm)})
+    assert answer.status_code in (400, 422), answer.text
+    assert said in answer.json()["error"]["message"]
+
+
+async def test_a_job_with_several_policies_has_no_checkpoint_to_start_from(http, plane):
+    job = await submit(plane.store, "default", "ann", name="duel", config=TWO)
+    message = await refused(http, 422, kind="training", from_job=job.job_id)
+    assert "which trains 'white' and 'black'; it is not known whose weights are meant" in message

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
 
 from palestra.agents import Agent, ModelAgent
-from palestra.config import GRPOConfig
+from palestra.config import GRPOConfig, Roles
 from palestra.envs import ConcurrentEnvironment, Environment
 from palestra.errors import ContextOverflow, RolloutFailed
 from palestra.rollout import RolloutSpec, Runner, Termination
@@ -243,6 +244,38 @@ async def test_each_agent_is_played_by_the_policy_of_its_role_and_only_rewards_t
     bench.store.close()
 
 
+class Rivals(TwoPolicies):
+    """Two policies that are both trained."""
+
+    def new_context(self):
+        context = super().new_context()
+        roles = Roles(default="policy", named={"opponent": "old"}, rivals=("policy", "old"))
+        return replace(context, policies=replace(context.policies, roles=roles))
+
+
+@pytest.mark.parametrize("kind", [Rivals, TwoPolicies])
+async def test_where_several_policies_are_trained_it_is_recorded_who_has_earned_what_by_an_action(tmp_path, kind):
+    class Two(ConcurrentEnvironment):
+        async def start(self, task):
+            self.emit("agent", (text_message("user", "a"),))
+
+        async def on_action(self, observation, action):
+            self.emit("agent", (), parents=(observation.id,), reward=1.0, terminated=True)
+            self.emit("opponent", (), parents=(observation.id,), reward=-1.0, terminated=True)
+
+    bench = kind(tmp_path, FakeClock())
+    bench.script = lambda prompt, sampling: [*b"go", STOP]
+    await bench.store.groups.register("train", 0, 1, TASK, 1)
+    episode = (await Runner(Sessions(bench.context, 10), RolloutSpec(environment=Two)).play_episode()).episode
+    if kind is TwoPolicies:
+        assert (episode.step_rewards, episode.agent_step_rewards) == ((1.0,), None)
+    else:
+        assert episode.step_rewards == (0.0,)  # which says nothing of who has won
+        assert episode.agent_step_rewards == ((0, "agent", 1.0), (0, "opponent", -1.0))
+    bench.grammars.close()
+    bench.store.close()
+
+
 # Rewards by name
 
 
@@ -303,6 +336,8 @@ async def test_what_rewards_by_name_can_not_be_fails_the_episode(bench, rewards,
 class Team(ConcurrentEnvironment):
     """Both agents are rewarded by name, and style was not scored of one."""
 
+    style: float | None = None
+
     async def start(self, task):
         self.emit("agent", (text_message("user", "a"),))
 
@@ -310,7 +345,7 @@ class Team(ConcurrentEnvironment):
         if observation.agent == "agent":
             self.emit("opponent", (text_message("user", action.text),), parents=(observation.id,))
             return
-        self.emit("agent", (), parents=(observation.id,), reward={"right": 1.0, "style": None}, terminated=True)
+        self.emit("agent", (), parents=(observation.id,), reward={"right": 1.0, "style": self.style}, terminated=True)
         self.emit("opponent", (), parents=(observation.id,), reward={"right": 0.5}, terminated=True)
 
 
@@ -335,6 +370,27 @@ async def test_names_of_what_a_frozen_policy_earns_are_no_ones(tmp_path):
     episode = (await named(bench, Team, credit="agent").play_episode()).episode
     assert episode.rewards == {"agent": 1.0, "opponent": 0.5}
     assert episode.named_rewards == {"right": 1.0, "style": None}
+    bench.grammars.close()
+    bench.store.close()
+
+
+async def test_rewards_by_name_are_weighed_by_the_policy_that_plays_the_agent_and_have_to_be_scored(tmp_path):
+    bench = Rivals(tmp_path, FakeClock())
+    bench.script = lambda prompt, sampling: [*b"go", STOP]
+    await bench.store.groups.register("train", 0, 1, TASK, 2)
+    weights = {"policy": {"right": 2.0}, "old": {"right": 10.0}}
+
+    def algorithm_of(policy: str) -> GRPOConfig:
+        return GRPOConfig(reward_weights=weights[policy])
+
+    class Scored(Team):
+        style = 0.0
+
+    made = Runner(Sessions(bench.context, 10), RolloutSpec(environment=Scored), algorithm_of=algorithm_of)
+    assert (await made.play_episode()).episode.rewards == {"agent": 2.0, "opponent": 5.0}
+    made = Runner(Sessions(bench.context, 10), RolloutSpec(environment=Team), algorithm_of=algorithm_of)
+    with pytest.raises(RolloutFailed, match=r"'style' was not scored .* where several policies are trained"):
+        await made.play_episode()
     bench.grammars.close()
     bench.store.close()
 

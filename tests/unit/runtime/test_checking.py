@@ -258,3 +258,26 @@ def test_a_teacher_on_a_server_needs_its_key(monkeypatch):
     assert "TEACHERS_KEY is not set" in found(**FAKE, **student)["algorithm.teacher_server.key_variable"]
     monkeypatch.setenv("TEACHERS_KEY", "k")
     assert found(**FAKE, **student) == {}
+
+
+def test_each_policy_that_is_trained_counts(tmp_path, monkeypatch):
+    """16 bytes of a parameter in the trainer and 2 in the engine; ppo has a second network, a teacher a copy."""
+    folder = model_in(tmp_path / "m", 10**6)
+    policies = {"white": {"model": folder}, "black": {"model": folder, "algorithm": {"name": "ppo"}}}
+    wanted = 18 + 34
+    for more, bytes_more in ({}, 0), ({"old": {"model": folder, "frozen": True}}, 2):
+        settings = {"policies": policies | more, "roles": {"opponent": "black"}, "trainer": {"device": "cpu"}}
+        for free, fits in (((wanted + bytes_more) * 10**6, True), ((wanted + bytes_more) * 10**6 - 1, False)):
+            monkeypatch.setattr(checking, "available_bytes", lambda free=free: free)
+            assert ("model" not in found(**settings, server={"port": 0})) == fits
+
+
+def test_an_algorithm_of_one_policy_is_looked_at_under_its_own_key():
+    policies = {"white": {"model": "tiny-random"}, "black": {"model": "tiny-random"}}
+    policies["black"]["algorithm"] = {"kl": {"reference": "./nothing"}}
+    keys = found(policies=policies, roles={"opponent": "black"})
+    assert "nothing" in keys["policies.black.algorithm.kl.reference"]
+    policies["black"]["algorithm"] = {"name": "distill"}
+    assert (
+        "no policy that teaches" in found(policies=policies, roles={"o": "black"})["policies.black.algorithm.teacher"]
+    )

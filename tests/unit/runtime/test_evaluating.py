@@ -65,7 +65,7 @@ def test_the_folder_of_a_run_stands_for_its_newest_good_checkpoint(tmp_path):
 
 def test_results_are_shown_in_a_line(tmp_path):
     rows = [{"step": float(step), "train/reward_mean": 0.1} for step in range(500)]
-    result = TrainResult(state="completed", run_dir=tmp_path, metrics=rows, checkpoint=None)
+    result = TrainResult(state="completed", run_dir=tmp_path, metrics=rows, checkpoints={})
     assert (
         repr(result) == f"TrainResult(state='completed', run_dir={str(tmp_path)!r}, checkpoint=None, metrics=500 rows)"
     )

@@ -9,7 +9,7 @@ import pytest
 
 from palestra.control.jobs.launcher import ENDED_FILE, LOG_FILE, Ended, Ending, ending_of, read_ended, write_ended
 from palestra.errors import EngineFailure, ModelError, PalestraError, ServerFailed, StoreError
-from palestra.runtime import job_thread, model_server
+from palestra.runtime import checkpoints, model_server
 from palestra.runtime.model_server import ModelServer
 from palestra.trainer.checkpoint import newest_path
 
@@ -114,7 +114,7 @@ async def test_a_job_answers_while_the_hashes_of_its_checkpoint_are_looked_at(se
         assert go.wait(60)
         return newest_path(folder)
 
-    monkeypatch.setattr(job_thread, "newest_path", slow)
+    monkeypatch.setattr(checkpoints, "newest_path", slow)
     await server.start(GAMES, str(tmp_path), "127.0.0.1")
     ending = asyncio.ensure_future(server.ended())
     assert await asyncio.to_thread(looking.wait, 60)
