@@ -27,6 +27,7 @@ from palestra.client.protocol import (
     push_calls,
     read_claim,
 )
+from palestra.client.seat import AsyncSeat, Seat, seat_of
 from palestra.client.task_files import task_rows
 from palestra.errors import ClaimOver, Conflict, InvalidRequest, JobOver, PalestraError
 from palestra.threads import in_thread
@@ -163,6 +164,38 @@ class AsyncClient:
                 await self._send(abort_call(episode, _reason(error), discard=False), GIVE_BACK_SECONDS)
             except PalestraError as problem:
                 _not_given_back(episode, problem)
+            raise
+
+    @asynccontextmanager
+    async def seat(self, role: str, *, episode_id: str | None = None) -> AsyncIterator[AsyncSeat | None]:
+        """Claim a seat of an episode for an `async with` block. See `Client.seat`.
+
+        Args:
+            role: name of the seat.
+            episode_id: of the only episode to play in; None: any.
+        """
+        claimed: Episode | None = None
+        while claimed is None:
+            call = claim_call(self._settings.worker_id, None, role=role, episode_id=episode_id)
+            try:
+                claimed, finished = seat_of(await self._send(call))
+            except JobOver:
+                finished = True
+            except ClaimOver:
+                continue
+            if finished:
+                yield None
+                return
+        seat = AsyncSeat(self._send, claimed, role)
+        try:
+            async with renewed(self.heartbeat, claimed):
+                yield seat
+                await seat.leave()
+        except BaseException as error:
+            try:
+                await self._send(abort_call(claimed, _reason(error), discard=False), GIVE_BACK_SECONDS)
+            except PalestraError as problem:
+                _not_given_back(claimed, problem)
             raise
 
     async def _send(self, call: Call[Any], retry_seconds: float | None = None) -> Any:
@@ -353,6 +386,43 @@ class Client:
                 self._send(abort_call(episode, _reason(error), discard=False), GIVE_BACK_SECONDS)
             except PalestraError as problem:
                 _not_given_back(episode, problem)
+            raise
+
+    @contextmanager
+    def seat(self, role: str, *, episode_id: str | None = None) -> Iterator[Seat | None]:
+        """Claim a seat of an episode that the server plays, for a `with` block. Gives None when the job is over.
+
+        The seat's lease is renewed while the block is open. A seat that is not over at the block's end is given back,
+        also after an exception, which is raised again.
+
+        Args:
+            role: name of the seat; one of the job's `seats.roles`.
+            episode_id: of the only episode to play in, which another worker of it may tell; None: any.
+
+        Raises:
+            NotFound: the job has no such seat, or no such episode.
+            Conflict: the job has no seats, or this client (its `worker_id`) holds another seat of the episode.
+        """
+        claimed: Episode | None = None
+        while claimed is None:
+            call = claim_call(self._settings.worker_id, None, role=role, episode_id=episode_id)
+            try:
+                claimed, finished = seat_of(self._send(call))
+            except ClaimOver:
+                continue
+            if finished:
+                yield None
+                return
+        seat = Seat(self._send, claimed, role)
+        try:
+            with self._heartbeats.of(claimed):
+                yield seat
+                seat.leave()
+        except BaseException as error:
+            try:
+                self._send(abort_call(claimed, _reason(error), discard=False), GIVE_BACK_SECONDS)
+            except PalestraError as problem:
+                _not_given_back(claimed, problem)
             raise
 
     def _send(self, call: Call[Any], retry_seconds: float | None = None) -> Any:

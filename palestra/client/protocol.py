@@ -14,6 +14,8 @@ from pydantic import BaseModel, ValidationError
 from palestra.client.arguments import checked_amount
 from palestra.client.episode import Episode, ModelEndpoint
 from palestra.errors import InvalidRequest
+from palestra.types.messages import ChatMessage
+from palestra.types.seat_wire import ActionAccepted, ActSeat, ObserveSeat, SeatAnswer
 from palestra.types.wire import (
     AbortEpisode,
     ClaimAnswer,
@@ -47,23 +49,35 @@ class Call(Generic[A]):
 
 
 def claim_call(
-    worker_id: str, allow_discard_timeout: float | None, wait_seconds: float = POLL_SECONDS
+    worker_id: str,
+    allow_discard_timeout: float | None,
+    wait_seconds: float = POLL_SECONDS,
+    role: str | None = None,
+    episode_id: str | None = None,
 ) -> Call[ClaimAnswer]:
-    """Build the request that claims an episode. Sent again unchanged, it gets the same episode.
+    """Build the request that claims an episode, or a seat. Sent again unchanged, it gets the same one.
 
     Args:
         worker_id: name of the client, recorded with the episode.
         allow_discard_timeout: lease in seconds; None: the job's setting.
         wait_seconds: how long the server may wait for an episode before it answers that there is none.
+        role: the seat to claim; None: a whole episode.
+        episode_id: of the only episode to claim; None: any.
+
+    Raises:
+        InvalidRequest: a name is empty, or too long.
     """
-    body = ClaimEpisode(
-        worker_id=worker_id,
-        request_id=uuid.uuid4().hex,
-        wait_seconds=wait_seconds,
-        allow_discard_timeout=None
-        if allow_discard_timeout is None
-        else checked_amount("allow_discard_timeout", allow_discard_timeout, above_zero=True),
-    )
+    with _checked():
+        body = ClaimEpisode(
+            worker_id=worker_id,
+            request_id=uuid.uuid4().hex,
+            wait_seconds=wait_seconds,
+            allow_discard_timeout=None
+            if allow_discard_timeout is None
+            else checked_amount("allow_discard_timeout", allow_discard_timeout, above_zero=True),
+            role=role,
+            episode_id=episode_id,
+        )
     return Call("/claim_episode", body, ClaimAnswer, timeout_seconds=wait_seconds + 30)
 
 
@@ -171,6 +185,41 @@ def heartbeat_call(episode: Episode) -> Call[EpisodeAnswer]:
     """Build the request that renews the lease of an episode."""
     body = HeartbeatEpisode(episode_id=episode.episode_id)
     return Call("/heartbeat_episode", body, EpisodeAnswer, episode.api_key, HEARTBEAT_SECONDS)
+
+
+def observe_call(episode: Episode, events_seen: int, wait_seconds: float = POLL_SECONDS) -> Call[SeatAnswer]:
+    """Build the request that waits until a seat has to act.
+
+    Args:
+        episode: the claimed seat.
+        events_seen: number of the last event that is known.
+        wait_seconds: how long the server may wait before it answers that there is nothing to do yet.
+    """
+    body = ObserveSeat(episode_id=episode.episode_id, events_seen=events_seen, wait_seconds=wait_seconds)
+    return Call("/observe_seat", body, SeatAnswer, episode.api_key, timeout_seconds=wait_seconds + 30)
+
+
+def act_call(episode: Episode, observation_id: str, action: str | ChatMessage) -> Call[ActionAccepted]:
+    """Build the request that answers an observation. Sent again unchanged, it changes nothing.
+
+    Args:
+        episode: the claimed seat.
+        observation_id: the observation.
+        action: a text, or a message of the assistant with tool calls.
+
+    Raises:
+        InvalidRequest: the action is too long, or has too many calls.
+    """
+    message = action if isinstance(action, ChatMessage) else None
+    with _checked():
+        body = ActSeat(
+            episode_id=episode.episode_id,
+            observation_id=observation_id,
+            content=str(action) if message is None else message.text,
+            reasoning_content=None if message is None else message.reasoning_content,
+            tool_calls=() if message is None else message.tool_calls,
+        )
+    return Call("/act_seat", body, ActionAccepted, episode.api_key)
 
 
 def push_calls(tasks: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[Call[TasksPushed]]:

@@ -42,6 +42,7 @@ from palestra.config.policy_gradient import (
 )
 from palestra.config.renames import in_present_names
 from palestra.config.roles import MAX_AGENT, Roles, is_agent_name
+from palestra.config.seats import SeatsConfig
 
 __all__ = [
     "ALGORITHM_NAMES",
@@ -90,6 +91,7 @@ __all__ = [
     "SFTConfig",
     "SamplingConfig",
     "ScaledGroupConfig",
+    "SeatsConfig",
     "ServerConfig",
     "StoreConfig",
     "TasksConfig",

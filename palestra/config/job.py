@@ -18,6 +18,7 @@ from palestra.config.policy import PolicyConfig, UpdatesConfig, not_frozen, with
 from palestra.config.policy_gradient import GRPOConfig
 from palestra.config.renames import in_first_names
 from palestra.config.roles import AgentName, Roles
+from palestra.config.seats import SeatsConfig
 from palestra.config.section import Positive, Seconds, Section
 from palestra.config.trained import check_trained
 from palestra.errors import ConfigError
@@ -255,6 +256,7 @@ class JobConfig(Section):
     )
     tasks: TasksConfig = TasksConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
+    seats: SeatsConfig = SeatsConfig()
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AnyAlgorithmConfig = GRPOConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -372,14 +374,15 @@ class JobConfig(Section):
     def what_is_trained(self, with_unused: bool = False) -> dict[str, Any]:
         """Return all settings that decide what is trained, as nested tables.
 
-        Left out are the address and the files, limits of workers, and the number of steps (unless the learning rate
-        depends on it). The tasks themselves are in the run store.
+        Left out are the address and the files, limits of workers, who plays, and the number of steps (unless the
+        learning rate depends on it). The tasks themselves are in the run store.
 
         Args:
             with_unused: whether keys that earlier versions did not have are in it although they have no effect.
         """
         left_out: dict[str, Any] = dict.fromkeys(
-            ("name", "kind", "run_dir", "tracking", "tasks", "server", "store", "checkpoint", "evaluation"), True
+            ("name", "kind", "run_dir", "tracking", "tasks", "seats", "server", "store", "checkpoint", "evaluation"),
+            True,
         )
         left_out["rollout"] = {
             "lease_seconds",

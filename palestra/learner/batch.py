@@ -15,7 +15,7 @@ from palestra.algorithms.loss import part_scale, token_weights
 from palestra.algorithms.named_rewards import missing_rewards, reward_means
 from palestra.config import AlgorithmConfig, LossAggMode, Roles
 from palestra.errors import InvalidAlgorithm
-from palestra.learner.shares import shares_of
+from palestra.learner.shares import shares_of, without_unused
 from palestra.tokens import TokenTrie, calls_of_final_answers, choice_rows, rows_of
 from palestra.trainer.untrainable import not_finite
 from palestra.types.calls import Chat, Floats, PolicyVersion
@@ -197,7 +197,7 @@ def make_batch(
             given, and loss weights are shared by calls as otherwise by tokens. None: rows have what was sampled.
     """
     left_out: Counter[str] = Counter()
-    shares = shares_of(trajectories, policy, roles)
+    shares = [_used(share, left_out) for share in shares_of(trajectories, policy, roles)]
     rollouts = [_rollout(share, config, left_out) for share in shares]
     shared = [rollout.tokens if choices is None else len(rollout.trained) for rollout in rollouts]
     weights = token_weights(shared, config.loss_agg_mode, max_tokens)
@@ -234,11 +234,22 @@ def _rollout(trajectory: Trajectory, config: AlgorithmConfig, left_out: Counter[
     if config.train_on == "final-branch":
         trained = calls_of_final_answers(trie, chats)
         abandoned = [chat for chat in chats if chat.index not in trained]
-        left_out["calls_abandoned"] += len(abandoned)
-        left_out["tokens_abandoned"] += sum(len(chat.completion_ids) for chat in abandoned)
+        _count_abandoned(abandoned, left_out)
     tokens = sum(len(chat.completion_ids) for chat in chats if chat.index in trained)
     left_out["episodes_without_tokens"] += not tokens  # counted even if the group's rewards are equal
     return _Rollout(trajectory=trajectory, trie=trie, trained=trained, tokens=tokens)
+
+
+def _used(share: Trajectory, left_out: Counter[str]) -> Trajectory:
+    """Return an episode without calls from which no action has come, and count them."""
+    used, unused = without_unused(share)
+    _count_abandoned(unused, left_out)
+    return used
+
+
+def _count_abandoned(calls: Sequence[Chat], left_out: Counter[str]) -> None:
+    left_out["calls_abandoned"] += len(calls)
+    left_out["tokens_abandoned"] += sum(len(chat.completion_ids) for chat in calls)
 
 
 def _rows(rollout: _Rollout, weight: float, choices: Choices | None) -> list[TrainSample]:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from palestra.config import Roles
+from palestra.types.calls import Chat
 from palestra.types.records import EpisodeRecord, Trajectory
 
 
@@ -79,3 +80,19 @@ def _step_rewards(episode: EpisodeRecord, steps: Collection[int]) -> tuple[float
 def _at(rewards: tuple[float, ...] | None, step: int) -> float | None:
     """Return the reward of a TimeStep; None: it has none of its own."""
     return None if rewards is None or step >= len(rewards) else rewards[step]
+
+
+def without_unused(share: Trajectory) -> tuple[Trajectory, list[Chat]]:
+    """Return an episode without the calls of workers that left their seats before they acted, and these calls.
+
+    No action came of them: another worker, or the policy, has answered the observation in their place.
+
+    Args:
+        share: what one policy has played.
+    """
+    unused = share.episode.unused_calls
+    left_out = [chat for chat in share.chats if chat.index in unused]
+    if not left_out:
+        return share, left_out
+    used = [(step, tuple(chat for chat in step.chats if chat.index not in unused)) for step in share.steps]
+    return replace(share, steps=tuple(replace(step, chats=chats) for step, chats in used if chats)), left_out

@@ -26,9 +26,10 @@ from palestra.errors import (
     place_of,
 )
 from palestra.session import EpisodeSession, GenerationRequest, Sessions
+from palestra.session.seat_table import SEAT_LOST, SEAT_UNCLAIMED, SeatTable
 from palestra.types.calls import Chat
 from palestra.types.messages import MAX_NAMED, ChatMessage, Observation, StepReward, ToolChoice
-from palestra.types.records import MAX_STEPS, AgentStepReward, StepTimes
+from palestra.types.records import MAX_STEPS, UNUSED_CALLS, AgentStepReward, StepTimes
 
 LONGEST_SEEN = 4000  # characters of the last observations
 LONGEST_INFO = 4000  # characters of an environment's information, over a whole episode
@@ -51,6 +52,8 @@ class Termination(StrEnum):
     ENGINE_FAILED = "engine_failed"
     NOT_SCORED = "not_scored"  # a reward is None: the episode is left out, and not played again
     CANCELLED = "cancelled"  # the job was stopped
+    SEAT_LOST = SEAT_LOST  # a worker has left its seat, and no other has taken it
+    SEAT_UNCLAIMED = SEAT_UNCLAIMED  # no worker has come to a seat that had to act
 
 
 @dataclass(kw_only=True, slots=True)
@@ -74,6 +77,7 @@ class EpisodeResult:
     by_agent: list[AgentStepReward] = field(default_factory=list)  # what each has earned by an action, in order
     full_contexts: list[str] = field(default_factory=list)  # subagents whose context had no room for a reply
     info: dict[str, str] = field(default_factory=dict)  # by TimeStep that caused it, or `reset`; see `_note`
+    unused_calls: list[int] = field(default_factory=list)  # see `SeatTable.unused_calls`
     last_seen: str = ""  # text of last observations, which no model call contains
 
     @property
@@ -96,6 +100,8 @@ class EpisodeResult:
             found["context_full"] = self.full_contexts
         if self.info:
             found["info"] = self.info
+        if self.unused_calls:
+            found[UNUSED_CALLS] = self.unused_calls
         if self.last_seen:
             found["last_seen"] = self.last_seen[:LONGEST_SEEN]
         return found
@@ -113,6 +119,7 @@ class TrajectoryCollectEngine:
         session: EpisodeSession,
         algorithm_of: AlgorithmOf,
         temperature: float | None = None,
+        seats: SeatTable | None = None,
     ) -> None:
         """Prepare to play one episode.
 
@@ -123,11 +130,12 @@ class TrajectoryCollectEngine:
             session: the episode's session, which makes and records model calls.
             algorithm_of: returns the algorithm of a policy, which weighs rewards by name.
             temperature: temperature of calls where the job fixes none; None: the job's.
+            seats: of the episode, which are shown every observation; None: it has none.
         """
         self._environment, self._agents = environment, agents
         self._sessions, self._session, self._algorithm_of = sessions, session, algorithm_of
         self.roles = sessions.context.policies.roles
-        self._temperature = temperature
+        self._temperature, self._seats = temperature, seats
         self._histories: dict[str, tuple[ChatMessage, ...]] = defaultdict(tuple)
         self._number: dict[str, int] = {}  # observation -> its TimeStep
         self._answering: dict[str, Observation] = {}  # by agent: the observation that it is to answer
@@ -146,6 +154,8 @@ class TrajectoryCollectEngine:
         await self._play(task)
         with classify_errors(Termination.ENVIRONMENT_FAILED):
             self._check_named()
+        if self._seats is not None:
+            self._result.unused_calls = self._seats.unused_calls
         return self._result
 
     async def _play(self, task: Mapping[str, Any]) -> None:
@@ -233,11 +243,18 @@ class TrajectoryCollectEngine:
         if observation.is_last:
             said = [message.text for message in observation.content]
             result.last_seen = "\n".join([result.last_seen, *said] if result.last_seen else said)
+            self._show(observation, None)
             return False
         self._number[observation.id] = len(result.steps)
         self._answering[observation.agent] = observation
+        self._show(observation, len(result.steps))
         result.steps.append(Step(observation=observation))
         return True
+
+    def _show(self, observation: Observation, number: int | None) -> None:
+        """Show the seats an observation of this TimeStep; None: it asks for no action."""
+        if self._seats is not None:
+            self._seats.show(observation, number)
 
     def _drop_turn(self, agent: str) -> None:
         """End an agent's turn that the environment no longer waits for, and remember what was done in its place."""

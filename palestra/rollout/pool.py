@@ -19,6 +19,7 @@ from palestra.types.records import EpisodeRecord
 
 log = logging.getLogger("palestra.rollout")
 FAILURES_IN_A_ROW = 20
+OF_WORKERS = (Termination.SEAT_LOST, Termination.SEAT_UNCLAIMED)  # failures that say nothing about this process
 
 
 class RunnerPool:
@@ -43,11 +44,14 @@ class RunnerPool:
             progress: live counts to keep up to date, for the status page; None: new ones.
         """
         self._store, self._runner, self._lock = sessions.context.store, runner, lock
+        self._seats = sessions.seats
         self.progress = progress or RolloutProgress()
         self._max_concurrency = max_concurrency
         self._unplayed: dict[str, EpisodeRecord] = {}  # claimed and waiting for their turn
         self._claiming = asyncio.Lock()
         self._free = asyncio.Event()
+        if self._seats is not None:
+            self._seats.on_wanted.append(self._free.set)
         self._in_a_row = 0  # failures without a success between them
 
     async def run(self) -> None:
@@ -72,11 +76,16 @@ class RunnerPool:
                 await asyncio.shield(self._give_back_unplayed())
 
     async def _claims(self) -> AsyncIterator[EpisodeRecord]:
-        """Yield episodes as places become free; all free places are claimed for in one transaction."""
+        """Yield episodes as places become free; all free places are claimed for in one transaction.
+
+        An episode with seats is only begun when a worker waits for one of them.
+        """
         while True:
             seen = self._store.episodes.available.count
             self._free.clear()
             free = self._max_concurrency - self.progress.playing - len(self._unplayed)
+            if self._seats is not None:
+                free = min(free, self._seats.wanted)
             claimed = await asyncio.shield(self._claim(free))
             for episode in claimed:
                 yield episode
@@ -95,6 +104,9 @@ class RunnerPool:
                 await self._store.episodes.claim_many(self._runner.worker_id, uuid.uuid4().hex, free) if free else []
             )
             self._unplayed |= {episode.episode_id: episode for episode in claimed}
+            if self._seats is not None:
+                for episode in claimed:
+                    self._seats.open(episode)
             return claimed
 
     async def _play(self, episode: EpisodeRecord) -> EpisodeResult:
@@ -126,7 +138,7 @@ class RunnerPool:
         if not isinstance(error, RolloutFailed):
             raise error
         self.progress.terminations[error.termination] += 1
-        self._in_a_row += 1
+        self._in_a_row += error.termination not in OF_WORKERS
         log.warning("episode %s: %s: %s", name, error.termination, error, exc_info=error.__cause__)
         if self._in_a_row >= FAILURES_IN_A_ROW:
             raise RolloutFailed(

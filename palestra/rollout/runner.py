@@ -16,10 +16,12 @@ from palestra.config import GRPOConfig
 from palestra.errors import NotScored, RolloutFailed
 from palestra.rollout.collect import AlgorithmOf, EpisodeResult, Lost, Termination, TrajectoryCollectEngine
 from palestra.rollout.environment_pool import EnvironmentPool, Made
+from palestra.rollout.seats import with_seats
 from palestra.session import Sessions
 from palestra.types.records import EpisodeRecord, Task, Trajectory
 
 _WEIGHTS_OF_ONE = GRPOConfig()
+_NO_ATTEMPTS = (Termination.CANCELLED, Termination.SEAT_UNCLAIMED)  # the episode was stopped, or has not really begun
 log = logging.getLogger("palestra.rollout")
 
 
@@ -167,7 +169,8 @@ class Runner:
 
         Args:
             episode: the claimed episode.
-            termination: why; CANCELLED does not count as an attempt, as if the episode had never been claimed.
+            termination: why; CANCELLED and SEAT_UNCLAIMED do not count as an attempt, as if the episode had never been
+                claimed.
             reason: text to record with the attempt.
             discard: whether to drop the episode instead of having it played again.
         """
@@ -177,16 +180,21 @@ class Runner:
                 episode.fence,
                 f"{termination.value}: {reason}",
                 discard=discard,
-                counts=termination is not Termination.CANCELLED,
+                counts=termination not in _NO_ATTEMPTS,
             )
         except Lost:  # its lease ran out, so it has been given back already
             log.info("episode %s was given back before: %s", episode.episode_id, reason)
 
     async def _collect(self, episode: EpisodeRecord) -> EpisodeResult:
+        book, agents = self._sessions.seats, self._agents
+        seats = None if book is None else book.open(episode)
+        if book is not None and seats is not None:
+            agents = with_seats(agents, seats, book.roles)
         async with self._environments.acquire() as environment:
             engine = TrajectoryCollectEngine(
                 environment=environment,
-                agents=self._agents,
+                agents=agents,
+                seats=seats,
                 sessions=self._sessions,
                 session=await self._sessions.begin(episode),
                 algorithm_of=self._algorithm_of,

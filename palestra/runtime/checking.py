@@ -189,6 +189,9 @@ def _environment(config: JobConfig) -> Iterator[Finding]:
     """Make the environment that the job names, and play it with good and bad actions."""
     name = config.environment.name
     if name is None:
+        if config.seats.roles and config.kind == "training":
+            text = "seats are agents of an environment that the server plays: name one in environment.name"
+            yield Finding(key="seats.roles", text=text)
         return
     try:
         make = environment_of(config)

@@ -35,7 +35,7 @@ from palestra.runtime.run_dir import starting_in
 from palestra.runtime.serving import Scoring, Serving
 from palestra.runtime.tasks import load_tasks, read_files
 from palestra.server import DataPlane, KeyRing
-from palestra.session import Sameness, SessionContext, Sessions
+from palestra.session import Sameness, SeatBook, SessionContext, Sessions
 from palestra.store import RunStore, open_run_store
 from palestra.store.key_files import SecretFile, publish_key
 from palestra.threads import in_thread
@@ -111,6 +111,8 @@ class LocalJob:
             raise
         finally:
             self.over.set()
+            if self.plane.sessions.seats is not None:
+                self.plane.sessions.seats.wake()
 
     async def _play_and_work(self) -> None:
         """Run the work, the runners if there are any, and the watches of engine and store; an error in one ends all."""
@@ -219,12 +221,16 @@ async def local_job(
             progress = JobProgress(
                 job=config.name, steps=config.steps, token_budget=config.token_budget, run_dir=str(folder.path)
             )
-            keys = KeyRing(SecretFile(folder.path).recent, config.name, os.environ.get("PALESTRA_API_KEY"))
+            keys = KeyRing(
+                SecretFile(folder.path).recent, config.name, os.environ.get("PALESTRA_API_KEY"), config.seats.roles
+            )
             publish_key(folder.path, lambda: keys.job_key)
             plane = DataPlane(
                 config=config,
                 store=store,
-                sessions=Sessions(context, config.server.max_waiting_calls),
+                sessions=Sessions(
+                    context, config.server.max_waiting_calls, _seats(config, store) if scored is None else None
+                ),
                 keys=keys,
                 progress=progress,
                 started_at=time.time(),
@@ -251,7 +257,7 @@ async def local_job(
                 await work.prepare()
             async with (
                 served(create_job_app(plane), listener, plane.stop, plane.connections),
-                _watched(store, progress),
+                _watched(store, progress, plane.sessions.seats),
                 tracking(folder.path, trackers),
             ):
                 start.succeeded = True
@@ -262,6 +268,13 @@ async def local_job(
                 runtime.grammars.close()
             if parts.trainer is not None:
                 await parts.trainer.close()
+
+
+def _seats(config: JobConfig, store: RunStore) -> SeatBook | None:
+    """Return the seats of a job's episodes; None: it has none."""
+    if config.kind != "training" or not config.seats.roles:
+        return None
+    return SeatBook(config.seats, config.rollout, store.episodes, store.clock, config.server.max_waiting_calls)
 
 
 def _check_choices(config: JobConfig, policy: str, play: RolloutSpec | None) -> None:
@@ -310,6 +323,11 @@ def _runners(
             make(**settings)
         play = RolloutSpec(environment=partial(make, **settings), system=chosen.system)
     if play is None:
+        if sessions.seats is not None:
+            raise ConfigError(
+                "seats.roles names agents of an environment that the server plays, and the job has none; name one in "
+                "environment.name, or give it to palestra.train"
+            )
         return None, None
     due = config.rollout.group_size * config.rollout.groups_per_step * (1 + config.rollout.max_staleness)
     lock = RolloutSyncLock() if config.rollout.weight_sync == "between_episodes" else None
@@ -324,8 +342,8 @@ def _runners(
 
 
 @asynccontextmanager
-async def _watched(store: RunStore, progress: JobProgress) -> AsyncIterator[None]:
-    """Expire leases, and keep the counts of episodes up to date, while the block is open."""
+async def _watched(store: RunStore, progress: JobProgress, seats: SeatBook | None) -> AsyncIterator[None]:
+    """Expire leases, of seats too, and keep the counts of episodes up to date, while the block is open."""
 
     async def watch() -> None:
         counted: tuple[int, Phase | None] = (-1, None)
@@ -334,6 +352,8 @@ async def _watched(store: RunStore, progress: JobProgress) -> AsyncIterator[None
             await asyncio.sleep(0.5)
             try:
                 await store.episodes.expire_leases()
+                if seats is not None:
+                    seats.expire()
                 if counted != (store.db.commits, progress.collecting):
                     counted = (store.db.commits, progress.collecting)
                     await _count(store, progress)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from palestra.config import JobConfig, UpdatesConfig
+from palestra.config import JobConfig, SeatsConfig, UpdatesConfig
 from palestra.disk import in_new_folder
 from palestra.runtime.checking import existing_parent
 from palestra.runtime.checkpoints import newest_checkpoints
@@ -184,6 +184,7 @@ def trial_config(config: JobConfig, folder: Path) -> JobConfig:
             "token_budget": None,
             "run_dir": folder,
             "policies": policies,
+            "seats": SeatsConfig(),  # no worker comes to a trial: the policies play all agents
             "rollout": config.rollout.model_copy(update={"groups_per_step": groups}),
             "evaluation": config.evaluation.model_copy(update={"every_steps": 0, "every_tokens": None}),
             "checkpoint": config.checkpoint.model_copy(update={"every_steps": STEPS}),

@@ -12,6 +12,7 @@ from palestra.http.app import PUBLIC, build_app, describe
 from palestra.server.dialects import DIALECTS, Dialect
 from palestra.server.episode_api import add_episode_routes
 from palestra.server.generate import add_dialect_routes
+from palestra.server.seat_api import add_seat_routes
 from palestra.server.state import DataPlane
 from palestra.server.status_api import add_models_route, add_status_routes
 
@@ -50,6 +51,7 @@ def create_app(
     add_dialect_routes(app, plane, dialects)
     add_models_route(app, plane)
     add_episode_routes(app, plane)
+    add_seat_routes(app, plane)
     add_status_routes(app, plane)
     describe(app)
     return app

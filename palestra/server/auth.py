@@ -6,23 +6,24 @@ An episode's key is derived from the run's secret, not stored, so that a claim t
 from __future__ import annotations
 
 import hmac
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import NamedTuple
 
 from starlette.requests import Request
 
 from palestra.config import JobKind
 from palestra.errors import Conflict, Forbidden, Unauthorized
 from palestra.http.guard import bearer
-from palestra.session import EpisodeSession, Session, Sessions
+from palestra.session import CallMaker, EpisodeSession, SeatKey, SeatSession, Sessions
 from palestra.store import Episodes
-from palestra.store.key_files import job_key, sign
+from palestra.store.key_files import job_key, seat_key, sign
 
 MOST_EPISODES = 4096  # whose keys are kept
 _OPENS = "palestra.opens"  # the place in a request's scope for the checked key
-OpenSession = Callable[[], AbstractAsyncContextManager[Session]]  # open for one request
+OpenSession = Callable[[], AbstractAsyncContextManager[CallMaker]]  # open for one request
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,21 +34,33 @@ class EpisodeKey:
     fence: int
 
 
+@dataclass(frozen=True, slots=True)
+class RoleKey:
+    """The seat that a key may claim. A `RoleKey` exists only after the key's signature has been checked."""
+
+    role: str
+
+
 class KeyRing:
     """Makes and checks the keys of one job from its run's secret."""
 
-    def __init__(self, secret: Callable[[], bytes], job: str, given: str | None = None) -> None:
+    def __init__(
+        self, secret: Callable[[], bytes], job: str, given: str | None = None, seats: Sequence[str] = ()
+    ) -> None:
         """Make the keys of a job.
 
         Args:
             secret: returns the present secret. A new secret makes all keys from the old one invalid.
             job: the job's name.
             given: a job key to use instead of the derived one.
+            seats: names of the seats of the job's episodes, each of which has keys of its own.
         """
         self._secret, self._job, self._given = secret, job, given
+        self._seats = tuple(seats)
         self._derived = (b"", "")  # the last secret, and the job key made from it
         # A worker sends its key with every call, and signing takes longer than a look-up.
         self._episode_key = lru_cache(MOST_EPISODES)(self._sign_episode)
+        self._seat_key = lru_cache(MOST_EPISODES)(self._sign_seat)
 
     @property
     def job_key(self) -> str:
@@ -57,6 +70,10 @@ class KeyRing:
     def episode_key(self, episode_id: str, fence: int) -> str:
         """Return the key of an episode's lease: HMAC(secret, job, episode, fence), after episode and fence in clear."""
         return self._episode_key(self._secret(), episode_id, fence)
+
+    def seat_key(self, seat: SeatKey) -> str:
+        """Return the key of a seat's lease: it opens that seat of that episode, and nothing else."""
+        return self._seat_key(self._secret(), seat)
 
     @property
     def viewer_key(self) -> str:
@@ -76,8 +93,13 @@ class KeyRing:
     def _sign_episode(self, secret: bytes, episode_id: str, fence: int) -> str:
         return f"pe-{episode_id}.{fence}.{sign(secret, self._job, 'episode', episode_id, str(fence))}"
 
-    def check(self, key: str | None) -> EpisodeKey | None:
-        """Return the episode that a key opens, or None for the job's key.
+    def _sign_seat(self, secret: bytes, seat: SeatKey) -> str:
+        place = self._seats.index(seat.role)  # the name of a seat may have characters that no header may have
+        parts = (seat.episode_id, str(seat.fence), str(place), str(seat.seat_fence))
+        return f"ps-{'.'.join(parts)}.{sign(secret, self._job, 'seat-lease', seat.role, *parts)}"
+
+    def check(self, key: str | None) -> EpisodeKey | SeatKey | RoleKey | None:
+        """Return what a key opens: an episode, a seat of one, or claims of a seat; None for the job's key.
 
         Raises:
             Unauthorized: there is no key, or it is not a key of this job.
@@ -96,7 +118,23 @@ class KeyRing:
         known = key.startswith("pe-") and fence.isascii() and fence.isdigit() and len(fence) < 10
         if known and hmac.compare_digest(key.encode(), self._episode_key(secret, episode_id, int(fence)).encode()):
             return EpisodeKey(episode_id, int(fence))
+        if (seat := self._seat_of(secret, key)) is not None:
+            return seat
         raise Unauthorized("unknown key; it may be of another job, or the run has other keys by now")
+
+    def _seat_of(self, secret: bytes, key: str) -> SeatKey | RoleKey | None:
+        """Return what a seat's key opens, or a key to claim one; None: it is neither."""
+        if key.startswith("pr-"):
+            made = ((role, seat_key(secret, self._job, role)) for role in self._seats)
+            return next(
+                (RoleKey(role) for role, good in made if hmac.compare_digest(key.encode(), good.encode())), None
+            )
+        parts = key.removeprefix("ps-").rsplit(".", 4)
+        numbers = [int(part) for part in parts[1:4] if part.isascii() and part.isdigit() and len(part) < 10]
+        if not key.startswith("ps-") or len(parts) != 5 or len(numbers) != 3 or numbers[1] >= len(self._seats):
+            return None
+        seat = SeatKey(parts[0], numbers[0], self._seats[numbers[1]], numbers[2])
+        return seat if hmac.compare_digest(key.encode(), self._seat_key(secret, seat).encode()) else None
 
     def admit(self, request: Request) -> None:
         """Check the key of a request before its body is read, and keep the result for `require_episode`.
@@ -124,26 +162,62 @@ class KeyRing:
             Forbidden: the key is an episode's.
         """
         if self.check(bearer(request)) is not None:
-            raise Forbidden("this is an episode's key; this route takes the job's key")
+            raise Forbidden("this is an episode's key, or a seat's; this route takes the job's key")
+
+    def require_role(self, request: Request, role: str) -> None:
+        """Check that a request carries the job's present key, or the key that claims this seat.
+
+        Args:
+            request: a claim.
+            role: the seat.
+
+        Raises:
+            Unauthorized: there is no key, or it is not a key of this job.
+            Forbidden: the key claims another seat, or is that of an episode or a seat.
+        """
+        key = self.check(bearer(request))
+        if isinstance(key, RoleKey):
+            if key.role != role:
+                raise Forbidden(f"this key claims the seat {key.role!r}, and not {role!r}")
+        elif key is not None:
+            raise Forbidden("this is an episode's key, or a seat's; a claim takes the job's key, or that of its seat")
+
+    def require_seat(self, request: Request, episode_id: str) -> SeatKey:
+        """Return the seat of an episode that a request's key opens.
+
+        Args:
+            request: a worker's request.
+            episode_id: the episode that the request is about.
+
+        Raises:
+            Unauthorized: there is no key, or it is not a key of this job.
+            Forbidden: the key is not one of a seat of this episode.
+        """
+        key = self.check(bearer(request))
+        if not isinstance(key, SeatKey) or key.episode_id != episode_id:
+            raise Forbidden(f"this key is not the key of a seat of episode {episode_id}; claim one with `role`")
+        return key
 
     def opens_job(self, request: Request) -> bool:
         """Return whether a request carries the job's present key."""
         return hmac.compare_digest((bearer(request) or "").encode(), self.job_key.encode())
 
-    def require_episode(self, request: Request) -> EpisodeKey:
-        """Return the episode that a request's key opens.
+    def require_episode(self, request: Request) -> EpisodeKey | SeatKey:
+        """Return the episode, or the seat of one, that a request's key opens.
 
         Raises:
             Unauthorized: there is no key, or it is not a key of this job.
-            Forbidden: the key is the job's.
+            Forbidden: the key is the job's, or only claims a seat.
         """
         key = request.scope[_OPENS] if _OPENS in request.scope else self.check(bearer(request))
         if key is None:
             raise Forbidden("this is the job's key; this route takes the key of the episode (claim one)")
+        if isinstance(key, RoleKey):
+            raise Forbidden("this key claims a seat; this route takes the key of the claimed seat")
         return key
 
-    async def require_this_episode(self, request: Request, episode_id: str, episodes: Episodes) -> EpisodeKey:
-        """Check that a request carries the key of one episode, and return what the key opens.
+    async def require_this_episode(self, request: Request, episode_id: str, episodes: Episodes) -> EpisodeKey | SeatKey:
+        """Check that a request carries a key of one episode, or of a seat of it, and return what the key opens.
 
         Args:
             request: a worker's request.
@@ -156,14 +230,26 @@ class KeyRing:
             NotFound: there is no such episode.
         """
         key = self.check(bearer(request))
-        if key is None or key.episode_id != episode_id:
+        if key is None or isinstance(key, RoleKey) or key.episode_id != episode_id:
             await episodes.get(episode_id)
             raise Forbidden(f"this key is not the key of episode {episode_id}")
         return key
 
 
-def session_opener(kind: JobKind, keys: KeyRing, sessions: Sessions, request: Request) -> OpenSession:
-    """Check the key of a model call, and return a function that opens the session to make the call in.
+class Caller(NamedTuple):
+    """Who makes a model call.
+
+    Attributes:
+        open_session: opens the session to make the call in.
+        seat: the seat that calls; None: any agent of the episode may.
+    """
+
+    open_session: OpenSession
+    seat: str | None = None
+
+
+def caller_of(kind: JobKind, keys: KeyRing, sessions: Sessions, request: Request) -> Caller:
+    """Check the key of a model call, and return who makes it.
 
     Args:
         kind: kind of the job: a training job has a session for each episode, a served model one for each request.
@@ -177,8 +263,19 @@ def session_opener(kind: JobKind, keys: KeyRing, sessions: Sessions, request: Re
     """
     if kind == "inference":
         keys.require_job(request)
-        return sessions.stateless
-    return partial(_of_lease, sessions, keys.require_episode(request))
+        return Caller(sessions.stateless)
+    key = keys.require_episode(request)
+    if isinstance(key, SeatKey):
+        return Caller(partial(_of_seat, sessions, key), key.role)
+    return Caller(partial(_of_lease, sessions, key))
+
+
+@asynccontextmanager
+async def _of_seat(sessions: Sessions, key: SeatKey) -> AsyncIterator[SeatSession]:
+    assert sessions.seats is not None, "a key of a seat was checked, so the job has seats"
+    table = sessions.seats.table(key)
+    table.renew(key.role, key.seat_fence)
+    yield SeatSession(await sessions.open(key.episode_id, key.fence), table, key.role, key.seat_fence)
 
 
 @asynccontextmanager

@@ -8,13 +8,15 @@ from fastapi import APIRouter, Depends, FastAPI
 from starlette.requests import Request
 
 from palestra.config import AlgorithmConfig
-from palestra.errors import ConfigError, InvalidRequest, ServerStopping
+from palestra.errors import ConfigError, Forbidden, InvalidRequest, ServerStopping
 from palestra.http.app import request_schema
 from palestra.http.bodies import parse_body, read_request, read_with
 from palestra.http.disconnects import until_disconnect
-from palestra.server.auth import refuse_episodes
+from palestra.server.auth import EpisodeKey, refuse_episodes
 from palestra.server.dialects.fields import SOLE_AGENT
+from palestra.server.seat_api import claim_seat
 from palestra.server.state import DataPlane
+from palestra.session import SeatKey
 from palestra.types.conversations import read_conversation
 from palestra.types.records import EpisodeRecord, Task
 from palestra.types.wire import (
@@ -63,12 +65,14 @@ def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
 
     @routes.post("/claim_episode", openapi_extra=request_schema(ClaimEpisode))
     async def claim_episode(request: Request) -> ClaimAnswer:
-        """Claim the next episode, or wait up to `wait_seconds` for one.
+        """Claim the next episode, or with `role` a seat of one, or wait up to `wait_seconds` for it.
 
-        Sent again, the same request gets the same episode.
+        Sent again, the same request gets the same episode. A seat is also claimed by the key of its role.
         """
-        keys.require_job(request)
         body = await read_request(ClaimEpisode, request, plane.pool)
+        if body.role is not None:
+            return await claim_seat(plane, body, body.role, request)
+        keys.require_job(request)
         plane.workers.mark_claiming(body.worker_id, body.request_id)
         try:
             episode = await until_disconnect(request.receive, _claim(plane, body, request))
@@ -83,10 +87,10 @@ def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
 
     @routes.post("/heartbeat_episode", openapi_extra=request_schema(HeartbeatEpisode))
     async def heartbeat_episode(request: Request) -> EpisodeAnswer:
-        """Renew the episode's lease. Every model call of the episode renews it as well."""
+        """Renew the episode's lease, or the seat's by its key. Every model call renews it as well."""
         body = await read_request(HeartbeatEpisode, request, plane.pool)
         key = await keys.require_this_episode(request, body.episode_id, episodes)
-        await episodes.renew(key.episode_id, key.fence)
+        await _renew(plane, key)
         return EpisodeAnswer(episode_id=key.episode_id, state="claimed")
 
     @routes.post("/end_episode", openapi_extra=request_schema(EndEpisode))
@@ -94,6 +98,7 @@ def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
         """Hand in the reward; the answer comes when it is on disk. Sent again, the same body gets the same answer."""
         body = await read_request(EndEpisode, request, plane.pool)
         key = await keys.require_this_episode(request, body.episode_id, episodes)
+        _check_ends(key)
         roles = plane.sessions.context.policies.roles
         rewards = _rewards(body, plane.config.algorithm_of(roles.policy_of(SOLE_AGENT)))
         plane.workers.mark_finished(key.episode_id, key.fence)
@@ -104,14 +109,40 @@ def add_episode_routes(app: FastAPI, plane: DataPlane) -> None:
 
     @routes.post("/abort_episode", openapi_extra=request_schema(AbortEpisode))
     async def abort_episode(request: Request) -> EpisodeAnswer:
-        """Give the episode back after a failure that is not the policy's: no reward is recorded, nothing is trained."""
+        """Give the episode back after a failure that is not the policy's: no reward is recorded, nothing is trained.
+
+        By the key of a seat, only the seat is given back; `seats.takeover` says what happens to it.
+        """
         body = await read_request(AbortEpisode, request, plane.pool)
         key = await keys.require_this_episode(request, body.episode_id, episodes)
-        plane.workers.mark_finished(key.episode_id, key.fence)
-        await episodes.abort(key.episode_id, key.fence, body.reason or "given back by its worker", body.discard)
+        await _give_back(plane, key, body)
         return EpisodeAnswer(episode_id=key.episode_id, state=(await episodes.get(key.episode_id)).state)
 
     app.include_router(routes)
+
+
+async def _renew(plane: DataPlane, key: EpisodeKey | SeatKey) -> None:
+    """Renew the lease that a key opens: of an episode, or of a seat."""
+    if isinstance(key, SeatKey):
+        plane.seats.table(key).renew(key.role, key.seat_fence)
+    else:
+        await plane.store.episodes.renew(key.episode_id, key.fence)
+
+
+def _check_ends(key: EpisodeKey | SeatKey) -> None:
+    """Raise Forbidden if a key does not end its episode, because it is that of a seat."""
+    if isinstance(key, SeatKey):
+        raise Forbidden("this is the key of a seat; the environment ends its episode, with the rewards of all seats")
+
+
+async def _give_back(plane: DataPlane, key: EpisodeKey | SeatKey, body: AbortEpisode) -> None:
+    """Give back what a key opens: an episode, or a seat of one."""
+    if isinstance(key, SeatKey):
+        plane.seats.leave(key)
+        return
+    plane.workers.mark_finished(key.episode_id, key.fence)
+    reason = body.reason or "given back by its worker"
+    await plane.store.episodes.abort(key.episode_id, key.fence, reason, body.discard)
 
 
 def _pushed(algorithm: AlgorithmConfig, body: bytes) -> tuple[PushTasks, list[Task]]:

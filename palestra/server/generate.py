@@ -14,11 +14,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import request_response
 
+from palestra.errors import Forbidden
 from palestra.http.app import request_schema
 from palestra.http.bodies import read_with
 from palestra.http.disconnects import until_disconnect
-from palestra.server.auth import OpenSession, session_opener
+from palestra.server.auth import Caller, caller_of
 from palestra.server.dialects.base import Dialect, DialectRequest, GenerationResult, TokenCounter
+from palestra.server.dialects.fields import AGENT_HEADER, agent_of
 from palestra.server.respond import StreamedAnswer, WholeAnswer, generate
 from palestra.server.state import DataPlane
 from palestra.session import PolicyRuntime
@@ -54,11 +56,11 @@ class GenerateHandler:
         The answer is sent when they are on disk, or streamed from the first text on.
 
         Raises:
-            PalestraError: see `session_opener`, `Dialect.parse`, `Dialect.check` and `Session.generate`.
+            PalestraError: see `caller_of`, `Dialect.parse`, `Dialect.check` and `Session.generate`.
             ClientDisconnect: the client has disconnected; nothing is recorded.
         """
-        open_session = _session_opener(self._plane, request)
-        asked, runtime = await _read(self._plane, request, self._dialect.parse, self._dialect.check)
+        open_session, seat = _caller_of(self._plane, request)
+        asked, runtime = await _read(self._plane, request, self._dialect.parse, self._dialect.check, seat)
         if asked.stream:
             writer = self._dialect.sse(asked, runtime, self._plane.store.clock.now())
             return StreamedAnswer(self._sessions, open_session, asked.calls, writer, self._dialect.error_body)
@@ -108,16 +110,16 @@ class CountHandler:
             PalestraError: see `GenerateHandler.generate`, and `Session.count_tokens`.
             ClientDisconnect: the client has disconnected.
         """
-        open_session = _session_opener(self._plane, request)
-        asked, _ = await _read(self._plane, request, self._counter.parse, self._dialect.check)
+        open_session, seat = _caller_of(self._plane, request)
+        asked, _ = await _read(self._plane, request, self._counter.parse, self._dialect.check, seat)
         with self._plane.sessions.admitted():
             async with open_session() as session:
                 tokens = await until_disconnect(request.receive, session.count_tokens(asked.calls[0]))
         return JSONResponse(self._counter.render(tokens))
 
 
-def _session_opener(plane: DataPlane, request: Request) -> OpenSession:
-    return session_opener(plane.config.kind, plane.keys, plane.sessions, request)
+def _caller_of(plane: DataPlane, request: Request) -> Caller:
+    return caller_of(plane.config.kind, plane.keys, plane.sessions, request)
 
 
 async def _read(
@@ -125,14 +127,38 @@ async def _read(
     request: Request,
     parse: Callable[..., DialectRequest[Any]],
     check: Callable[[DialectRequest[Any], PolicyRuntime], None],
+    seat: str | None,
 ) -> tuple[DialectRequest[Any], PolicyRuntime]:
-    """Return the parsed request and the runtime of the policy that answers it."""
+    """Return the parsed request and the runtime of the policy that answers it.
+
+    Raises:
+        Forbidden: the request is a seat's, and names an agent that the seat does not play.
+    """
     asked = await read_with(partial(parse, headers=request.headers), request, plane.pool)
-    runtime = plane.sessions.context.policies.asked(asked.policy, asked.agent)
+    policies = plane.sessions.context.policies
+    model = asked.policy
+    if seat is not None:
+        # Whatever name a framework sends, a seat is played by its own policy, and never asks that of an opponent.
+        asked, model = asked.of_agent(_agent_of(seat, request)), policies.roles.default
+    runtime = policies.asked(model, asked.agent)
     if runtime.name != asked.policy:
         asked = asked.of_policy(runtime.name)
     check(asked, runtime)
     return asked, runtime
+
+
+def _agent_of(seat: str, request: Request) -> str:
+    """Return the agent that calls by a seat's key: the seat, unless a header names a subagent of it.
+
+    Raises:
+        Forbidden: the header names an agent that the seat does not play.
+    """
+    if AGENT_HEADER not in request.headers:
+        return seat
+    agent = agent_of(request.headers)
+    if agent != seat and not agent.startswith(f"{seat}/"):
+        raise Forbidden(f"this key plays the seat {seat!r}; {AGENT_HEADER} may name it or a subagent below it")
+    return agent
 
 
 class _BareRoute(APIRoute):

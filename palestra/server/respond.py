@@ -17,7 +17,7 @@ from palestra.http.errors import ErrorForm, Failure
 from palestra.http.sse import AS_IT_COMES, MEDIA_TYPE
 from palestra.server.auth import OpenSession
 from palestra.server.dialects.base import EventWriter, GenerationResult
-from palestra.session import CallStart, GenerationRequest, Listener, ReplyPiece, Session, Sessions
+from palestra.session import CallMaker, CallStart, GenerationRequest, Listener, ReplyPiece, Sessions
 from palestra.session.sampling import overruled
 from palestra.types.calls import Chat
 from palestra.waiting import cancelled
@@ -27,7 +27,7 @@ STALLED_SECONDS = 60.0  # a client that reads nothing of a stream for so long co
 OVERRULED = "x-palestra-sampling"  # header: sampling parameters that the job has set instead of the caller
 
 
-async def generate(session: Session, calls: Sequence[GenerationRequest]) -> GenerationResult:
+async def generate(session: CallMaker, calls: Sequence[GenerationRequest]) -> GenerationResult:
     """Sample all choices of all calls, and collect the most probable tokens where a call asks for them.
 
     Args:
@@ -43,7 +43,7 @@ async def generate(session: Session, calls: Sequence[GenerationRequest]) -> Gene
 
 
 async def sample_calls(
-    session: Session, calls: Sequence[GenerationRequest], listener: Listener | None
+    session: CallMaker, calls: Sequence[GenerationRequest], listener: Listener | None
 ) -> tuple[Chat, ...]:
     """Sample all choices of all calls concurrently. If one call fails, the others are cancelled.
 
@@ -126,7 +126,7 @@ class WholeAnswer(Response):
     """
 
     def __init__(
-        self, session: Session, calls: Sequence[GenerationRequest], chats: Sequence[Chat], body: bytes
+        self, session: CallMaker, calls: Sequence[GenerationRequest], chats: Sequence[Chat], body: bytes
     ) -> None:
         """Prepare the answer.
 
@@ -211,7 +211,7 @@ class StreamedAnswer(Response):
         self._writer.finished(choice, chat)
         self._ready.set()
 
-    async def _stream(self, session: Session, send: Send) -> None:
+    async def _stream(self, session: CallMaker, send: Send) -> None:
         """Send events while the choices are sampled, then the stream's end, or the failure."""
         sampling = asyncio.ensure_future(self._sample(session))
         sampling.add_done_callback(lambda _: self._ready.set())
@@ -238,7 +238,7 @@ class StreamedAnswer(Response):
             # The error refers to this frame: if the frame referred to the error, the request would stay in memory.
             del sampling, outcome
 
-    async def _sample(self, session: Session) -> tuple[Chat, ...] | Exception:
+    async def _sample(self, session: CallMaker) -> tuple[Chat, ...] | Exception:
         try:
             return await sample_calls(session, self._calls, self)
         except Exception as error:  # noqa: BLE001 - `_stream` raises the error, or writes it as an event

@@ -6,11 +6,11 @@ import asyncio
 from dataclasses import dataclass, field
 
 from palestra.config import JobConfig
-from palestra.errors import ServerStopping
+from palestra.errors import Conflict, ServerStopping
 from palestra.http.connections import Connections
 from palestra.server.auth import KeyRing
 from palestra.server.workers import WorkerRegistry
-from palestra.session import Sessions
+from palestra.session import SeatBook, Sessions
 from palestra.store import RunStore
 from palestra.threads import WorkPool
 from palestra.types.progress import JobProgress
@@ -33,6 +33,8 @@ class DataPlane:
     def __post_init__(self) -> None:
         object.__setattr__(self, "workers", WorkerRegistry(self.store.clock))
         self.store.episodes.on_lease_over.append(self.workers.mark_lease_over)
+        if self.sessions.seats is not None:
+            self.sessions.seats.on_seat_over.append(self._seat_over)
 
     @property
     def pool(self) -> WorkPool:
@@ -49,6 +51,20 @@ class DataPlane:
             if rewards := [sum(mine.values()) for mine in own if mine or not roles.rivals]:
                 found[policy] = sum(rewards) / len(rewards)
         return found
+
+    @property
+    def seats(self) -> SeatBook:
+        """Return the seats of the episodes that the server plays.
+
+        Raises:
+            Conflict: the job has none.
+        """
+        if self.sessions.seats is None:
+            raise Conflict("this job has no seats: its configuration names none in seats.roles; claim without `role`")
+        return self.sessions.seats
+
+    def _seat_over(self, lease: str, fence: int, lost: bool) -> None:
+        (self.workers.mark_lease_over if lost else self.workers.mark_finished)(lease, fence)
 
     def stop(self) -> None:
         """Begin the shutdown: every waiting request is answered that the server stops and may come back."""

@@ -4,10 +4,13 @@ from palestra.session.context import SessionContext
 from palestra.session.history import Sameness
 from palestra.session.policies import PolicyRuntime, PolicySet
 from palestra.session.request import CallStart, GenerationRequest, Listener, ReplyPiece
-from palestra.session.session import EpisodeSession, Session, StatelessSession
+from palestra.session.seat_session import SeatSession
+from palestra.session.seats import SeatBook, SeatClaim, SeatKey
+from palestra.session.session import CallMaker, EpisodeSession, Session, StatelessSession
 from palestra.session.sessions import Sessions
 
 __all__ = [
+    "CallMaker",
     "CallStart",
     "EpisodeSession",
     "GenerationRequest",
@@ -16,6 +19,10 @@ __all__ = [
     "PolicySet",
     "ReplyPiece",
     "Sameness",
+    "SeatBook",
+    "SeatClaim",
+    "SeatKey",
+    "SeatSession",
     "Session",
     "SessionContext",
     "Sessions",

@@ -90,6 +90,16 @@ class CallRegistry:
         self._seeds.discard(reservation.seed)
         self._taken[reservation.prompt] = min(self._taken[reservation.prompt], reservation.occurrence)
 
+    def free(self, chat: Chat, policy: str = "") -> None:
+        """Free the seed of a recorded call of which no action will come, so that making it again gives the same sample.
+
+        Args:
+            chat: the call.
+            policy: see `reserve`.
+        """
+        self._seeds.discard(chat.sampling.seed)
+        self._taken[prompt_digest(chat.prompt_ids, policy)] = 0
+
     async def undelivered(self, request: GenerationRequest) -> dict[int, Chat]:
         """Return the choices of a request that are on disk and were not delivered, by their numbers.
 

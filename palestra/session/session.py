@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 from uuid import uuid4
 
 from palestra.errors import GrammarRefused, PalestraError, UnsupportedField
@@ -69,6 +70,22 @@ class _Call:
     prompt: Prompt
     started_at: float
     time_step: int | None
+
+
+class CallMaker(Protocol):
+    """What makes the model calls of one request: a `Session`, or a seat's part of one."""
+
+    async def generate(self, request: GenerationRequest, listener: Listener | None = None) -> tuple[Chat, ...]:
+        """Sample all choices of a request; see `Session.generate`."""
+        ...
+
+    async def count_tokens(self, request: GenerationRequest) -> int:
+        """Return how many tokens the prompt of a request would have; see `Session.count_tokens`."""
+        ...
+
+    def delivered(self, chat: Chat) -> None:
+        """Record that a reply was sent, so that a retry can't mean this call any more."""
+        ...
 
 
 class Session:
@@ -174,6 +191,10 @@ class Session:
         """Record that a reply was sent, so that a retry can't mean this call any more."""
         self._registry.delivered(chat)
 
+    def free_seed(self, chat: Chat) -> None:
+        """Let a call that is made in the place of a recorded one, which led to no action, be the same sample."""
+        self._registry.free(chat, self._seeded_for(chat.policy))
+
     def terminate(self, reason: PalestraError) -> None:
         """End the session. Calls in flight are cancelled and raise `reason`, as do all later calls."""
         self._over = reason
@@ -253,9 +274,7 @@ class Session:
 
     def _reserve(self, call: _Call, choice: _Choice) -> None:
         """Give a choice its number, its seed and its sampling parameters, and report them to the listener."""
-        policy = call.request.policy
-        default = policy == self._context.policies.roles.default
-        reserved = choice.reserved = self._registry.reserve(call.prompt.ids, "" if default else policy)
+        reserved = choice.reserved = self._registry.reserve(call.prompt.ids, self._seeded_for(call.request.policy))
         sampling = choice.sampling = sampling_of(
             call.request,
             call.runtime.config,
@@ -277,6 +296,10 @@ class Session:
                 sampling=sampling,
             )
             call.listener.started(choice.number, start)
+
+    def _seeded_for(self, policy: str) -> str:
+        """Return a policy as seeds know it: empty for the job's default one."""
+        return "" if policy == self._context.policies.roles.default else policy
 
     async def _sample(self, call: _Call, choice: _Choice) -> Chat:
         """Sample one choice, parse its reply, and record it."""

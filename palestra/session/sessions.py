@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager, contextmanager
 
 from palestra.errors import EpisodeEnded, EpisodeLeaseExpired, PalestraError, TooManyRequests
 from palestra.session.context import SessionContext
+from palestra.session.seats import SeatBook
 from palestra.session.session import EpisodeSession, StatelessSession
 from palestra.types.records import EpisodeRecord
 
@@ -17,10 +18,11 @@ class Sessions:
     Attributes:
         context: the objects that all sessions share.
         in_flight: how many calls are being answered now.
+        seats: of the episodes that the server plays; None: the job has none.
     """
 
-    def __init__(self, context: SessionContext, max_waiting_calls: int) -> None:
-        self.context = context
+    def __init__(self, context: SessionContext, max_waiting_calls: int, seats: SeatBook | None = None) -> None:
+        self.context, self.seats = context, seats
         self.in_flight = 0
         self._limit = max_waiting_calls
         self._episodes: dict[tuple[str, int], EpisodeSession] = {}  # by lease
@@ -104,6 +106,8 @@ class Sessions:
     def stop(self, reason: PalestraError) -> None:
         """Take no more calls, and end those in flight; nothing of them is kept, and all raise `reason`."""
         self._stopped = reason
+        if self.seats is not None:
+            self.seats.stop(reason)
         for session in [*self._episodes.values(), *self._stateless]:
             session.terminate(reason)
         self._episodes.clear()

@@ -180,6 +180,17 @@ def job_key(secret: bytes, job: str) -> str:
     return "pj-" + sign(secret, job, "job")
 
 
+def seat_key(secret: bytes, job: str, role: str) -> str:
+    """Return the key that claims one seat of a job's episodes, and nothing else.
+
+    Args:
+        secret: of the run.
+        job: the job's name.
+        role: the seat.
+    """
+    return "pr-" + sign(secret, job, "seat", role)
+
+
 def sign(secret: bytes, job: str, *parts: str) -> str:
     """Return 160 bits of HMAC-SHA-256 as hexadecimal digits, which only the owner of the secret can compute.
 

@@ -100,7 +100,12 @@ METRICS = (
         "`episode_untrainable` says why. Their tokens count in the divisor of the loss, their rewards in the "
         "advantages of their groups.",
     ),
-    Metric("train/calls_abandoned", "calls", "Calls that were left out because of `train_on = final-branch`."),
+    Metric(
+        "train/calls_abandoned",
+        "calls",
+        "Calls that were left out because of `train_on = final-branch`, or because the worker of a seat left before it "
+        "acted.",
+    ),
     Metric("train/tokens_abandoned", "tokens", "Sampled tokens of those calls."),
     Metric("train/calls_frozen", "calls", "Calls that were left out because their policy is frozen."),
     Metric("train/tokens_frozen", "tokens", "Sampled tokens of those calls."),

@@ -20,6 +20,7 @@ from palestra.types.calls import (
 from palestra.types.states import EpisodeState
 
 EpisodeKind = Literal["train", "validation", "adhoc"]
+UNUSED_CALLS = "unused_calls"  # `metadata[...]` of an episode: calls that are not trained, by index
 MAX_STEPS = "max_steps"  # `metadata["termination"]` of an episode that the environment has cut off
 
 
@@ -88,6 +89,12 @@ class EpisodeRecord:
     def truncated(self) -> bool:
         """Return whether the environment cut the episode off, by a limit of steps for instance."""
         return self.metadata.get("termination") == MAX_STEPS
+
+    @property
+    def unused_calls(self) -> frozenset[int]:
+        """Return the calls, by index, of workers that left their seat before they acted: they are not trained."""
+        found = self.metadata.get(UNUSED_CALLS)
+        return frozenset(index for index in found if type(index) is int) if isinstance(found, list) else frozenset()
 
 
 class AgentStepReward(NamedTuple):

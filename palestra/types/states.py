@@ -64,6 +64,18 @@ class AgentState(StrEnum):
     DONE = "done"
 
 
+class SeatState(StrEnum):
+    """States of a seat: an agent of an episode that a worker outside of the server plays.
+
+    A seat that its worker leaves, or whose lease runs out, is FREE again, or is PLAYED by its policy from then on.
+    """
+
+    FREE = "free"
+    HELD = "held"
+    PLAYED = "played"
+    OVER = "over"
+
+
 TRANSITIONS: Mapping[StrEnum, frozenset[StrEnum]] = {
     JobState.QUEUED: frozenset({JobState.STARTING, JobState.CANCELLED}),
     # A job whose server or machine was lost waits in the queue again, as long as it has restarts left.
@@ -89,6 +101,10 @@ TRANSITIONS: Mapping[StrEnum, frozenset[StrEnum]] = {
     AgentState.WAITING: frozenset({AgentState.ACTING, AgentState.DONE}),
     AgentState.ACTING: frozenset({AgentState.WAITING, AgentState.DONE}),
     AgentState.DONE: frozenset(),
+    SeatState.FREE: frozenset({SeatState.HELD, SeatState.PLAYED, SeatState.OVER}),
+    SeatState.HELD: frozenset({SeatState.FREE, SeatState.PLAYED, SeatState.OVER}),
+    SeatState.PLAYED: frozenset({SeatState.OVER}),
+    SeatState.OVER: frozenset(),
 }
 
 

@@ -13,7 +13,7 @@ import orjson
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 from palestra.config import REWARD_NAME
-from palestra.types.messages import MAX_NAMED
+from palestra.types.messages import MAX_NAMED, ChatMessage
 
 
 def _storable(data: dict[str, JsonValue]) -> dict[str, JsonValue]:
@@ -112,6 +112,11 @@ class ClaimEpisode(Body):
         None, gt=0, allow_inf_nan=False, description="Lease in seconds; None: the job's `lease_seconds`."
     )
     episode_id: Name | None = Field(None, description="The episode to claim; None: the next in order.")
+    role: Name | None = Field(
+        None,
+        exclude_if=lambda role: role is None,  # a server of an earlier version refuses keys that it does not know
+        description="Claim this seat of an episode that the server plays, and not an episode; see `seats.roles`.",
+    )
 
 
 class ClaimedEpisode(Body):
@@ -129,6 +134,11 @@ class ClaimedEpisode(Body):
         default_factory=dict, description="The version of each policy of the job now, by the policy's name."
     )
     lease_seconds: float
+    role: str | None = Field(None, description="The claimed seat; None: the whole episode was claimed.")
+    history: dict[str, tuple[ChatMessage, ...]] = Field(
+        default_factory=dict,
+        description="Of a seat that another worker has left: its observations and actions so far, by the agent's name.",
+    )
 
 
 class ClaimAnswer(Body):

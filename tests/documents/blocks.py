@@ -28,6 +28,7 @@ BY_LANGUAGE = {
 BY_MARK = {
     "in small": "executed: as a script, with tiny-random and one step",
     "needs a server": "executed: against a server",
+    "needs a seat": "executed: against a server of a job with seats",
     "needs an episode": "executed: in a claimed episode",
     "needs a service": "executed: against `palestra serve`",
     "make frameworks": "executed: by `make frameworks`",

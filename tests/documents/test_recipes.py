@@ -12,7 +12,7 @@ from documents.recipes import RECIPES, run
 
 SMALL = ("--steps", "1", "--model", "tiny-random")
 IN_ONE_PROCESS = ("addition", "black_box_agent", "calculator", "frozen_lake", "gomoku", "own_environment", "subagents")
-OTHERS = ("framework_agent", "resume", "service")
+OTHERS = ("framework_agent", "negotiation_seats", "resume", "service")
 
 
 def test_every_recipe_is_run():
@@ -45,6 +45,14 @@ def test_a_run_that_was_killed_is_continued(tmp_path):
     assert killed is not None
     assert 2 <= int(killed[1]) <= 4
     assert "steps trained: 1, 2, 3, 4;" in done.stdout
+
+
+@pytest.mark.slow
+def test_two_processes_play_the_seats_of_every_game(tmp_path):
+    done = run("negotiation_seats", tmp_path, *SMALL)
+    assert done.returncode == 0, done.stdout + done.stderr
+    earned = re.findall(r"^(agent|opponent): (-?\d\.\d\d) a game, of 8 games$", done.stdout, re.MULTILINE)
+    assert [role for role, _ in earned] == ["agent", "opponent"]
 
 
 def test_without_its_framework_a_recipe_says_what_to_install(tmp_path):

@@ -77,6 +77,20 @@ def test_a_script_against_a_server(block, tmp_path):
             assert states.count("completed") == 1
 
 
+DUEL = SCRIPTED | {"environment": {"name": "gomoku-duel"}, "seats": {"roles": ["agent"]}, "steps": 1}
+
+
+@named(BY_MARK["needs a seat"])
+def test_a_script_that_plays_a_seat(block, tmp_path):
+    with Job(tmp_path, DUEL) as job:
+        server = job.start()
+        assert URL in block.text
+        said = executed(block.text.replace(URL, job.url), tmp_path)
+        assert server.wait() == 0
+        rows = job.query("SELECT rewards FROM episodes WHERE state = 'completed'")
+        assert [float(line.split()[0]) for line in said.splitlines()] == [json.loads(row[0])["agent"] for row in rows]
+
+
 EPISODE = """
 import os, openai
 from palestra import Client

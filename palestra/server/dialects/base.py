@@ -49,6 +49,10 @@ class DialectRequest(Generic[B]):
         """The name of the agent that calls."""
         return self.calls[0].agent
 
+    def of_agent(self, name: str) -> DialectRequest[B]:
+        """Return the request as another agent's."""
+        return replace(self, calls=tuple(replace(call, agent=name) for call in self.calls))
+
     def of_policy(self, name: str) -> DialectRequest[B]:
         """Return the request as it is asked of another policy, which the role of its agent has.
 

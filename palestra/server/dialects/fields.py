@@ -16,6 +16,7 @@ from palestra.http.bodies import UNSUPPORTED
 from palestra.types.messages import ChatMessage
 
 SOLE_AGENT = "agent"  # name of an agent that does not say its name
+AGENT_HEADER = "x-palestra-agent"
 MAX_STEP = 1_000_000
 
 
@@ -56,11 +57,11 @@ def agent_of(headers: Mapping[str, str]) -> str:
     Raises:
         InvalidRequest: the header is not a valid name.
     """
-    name = headers.get("x-palestra-agent", SOLE_AGENT)
+    name = headers.get(AGENT_HEADER, SOLE_AGENT)
     with contextlib.suppress(UnicodeError):  # headers arrive as Latin-1, and clients write UTF-8
         name = name.encode("latin-1").decode()
     if not is_agent_name(name):
-        raise InvalidRequest(f"an agent's name has 1 to {MAX_AGENT} printable characters: {name!r}", "x-palestra-agent")
+        raise InvalidRequest(f"an agent's name has 1 to {MAX_AGENT} printable characters: {name!r}", AGENT_HEADER)
     return name
 
 

@@ -176,6 +176,7 @@ CASES: dict[str, list[list[str]]] = {
     "doctor": [["run"], ["run", "--json"], [HOSTILE]],
     "export": [[JOB, "out"], [HOSTILE, "out"]],
     "rotate-key": [[JOB], [HOSTILE]],
+    "seat-key": [["run", HOSTILE], [HOSTILE, "white"]],
     "serve": [["--rules", "hostile.toml"]],
     "submit": [["job.toml"], ["job.toml", "--watch"], ["hostile.toml"]],
     "jobs": [[]],

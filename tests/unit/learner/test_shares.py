@@ -112,3 +112,32 @@ def test_where_nothing_is_left_out_it_is_the_episode_itself():
     played = make_trajectory(0, 0, 1.0, [make_chat()])
     assert share_of(played, "policy", SOLE) is played
     assert share_of(played, "policy", ROLES) is played
+
+
+def test_calls_of_a_worker_that_left_before_it_acted_are_not_trained_and_counted():
+    """As if they had never been made, also where a later call goes on from the same tokens."""
+
+    def attempt(sample: int, reward: float, unused: list[int]) -> Trajectory:
+        name = f"train-000000-{sample:02d}"
+        draft = make_chat(episode_id=name, prompt=(1, 2), completion=(10, 11))
+        again = make_chat(episode_id=name, index=1, time_step=0, prompt=(1, 2), completion=(10, 11))
+        last = make_chat(episode_id=name, index=2, time_step=1, parent=draft, prompt=(3,), completion=(12, 13))
+        calls = [draft, again, last] if unused else [again, replace(last, parent=again)]
+        played = make_trajectory(0, sample, reward, calls)
+        return replace(played, episode=replace(played.episode, metadata={"unused_calls": unused}))
+
+    undisturbed = batch_of([attempt(0, 1.0, []), attempt(1, 0.0, [])], SOLE)
+    found = batch_of([attempt(0, 1.0, [0]), attempt(1, 0.0, [])], SOLE)
+    for a, b in zip(found.samples, undisturbed.samples, strict=True):
+        for column in ("ids", "loss_mask", "advantages", "loss_weights"):
+            assert getattr(a, column).tolist() == getattr(b, column).tolist(), column
+        assert a.calls.tolist() == b.calls.tolist()
+    assert found.metrics["train/calls_abandoned"] == 1
+    assert found.metrics["train/tokens_abandoned"] == 2
+    assert undisturbed.metrics["train/calls_abandoned"] == 0
+
+
+@pytest.mark.parametrize("said", [None, "0", [True, "1", 1.0, None, [0]], {"0": 1}])
+def test_what_a_worker_says_of_itself_is_no_list_of_calls(said):
+    played = make_trajectory(0, 0, 1.0, [make_chat()])
+    assert replace(played.episode, metadata={"unused_calls": said}).unused_calls == frozenset()

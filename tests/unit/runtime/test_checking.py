@@ -63,6 +63,12 @@ def test_tasks_that_are_none(tmp_path, line, words):
     assert words in found(**FAKE, tasks={"train": "tasks.jsonl"})["tasks"]
 
 
+def test_seats_of_a_job_whose_server_plays_nothing():
+    seats = {"seats": {"roles": ["agent"]}}
+    assert "environment.name" in found(**FAKE, **seats)["seats.roles"]
+    assert found(**FAKE, **seats, environment={"name": "gomoku-duel"}) == {}
+
+
 def test_what_is_about_training_only_is_not_looked_at_where_a_model_is_served():
     assert found(**FAKE, kind="inference", tasks={"train": "tasks.jsonl"}, environment={"name": "no"}) == {}
 

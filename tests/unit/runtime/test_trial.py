@@ -59,6 +59,8 @@ def test_the_trial_is_the_job_with_fewer_groups_and_shorter_replies(tmp_path):
     assert (trial.model_copy(update={}).rollout.group_size, trial.algorithm) == (8, config.algorithm)
     small = embedded(rollout={"group_size": 4, "groups_per_step": 2})
     assert trial_config(small, tmp_path / "run").rollout.groups_per_step == 2
+    seats = embedded(environment={"name": "gomoku-duel"}, seats={"roles": ["agent", "opponent"]})
+    assert trial_config(seats, tmp_path / "run").seats.roles == [], "no worker comes to a trial"
 
 
 def test_a_job_as_large_as_its_trial_is_as_the_trial_was(tmp_path):

@@ -7,7 +7,9 @@ from starlette.requests import Request
 
 from palestra.errors import Forbidden, NotFound, Unauthorized
 from palestra.http.guard import bearer
-from palestra.server.auth import EpisodeKey, KeyRing
+from palestra.server.auth import EpisodeKey, KeyRing, RoleKey
+from palestra.session import SeatKey
+from palestra.store.key_files import seat_key
 from unit.building import TASK, open_store
 
 SECRET = b"\x01" * 32
@@ -160,3 +162,53 @@ def test_a_check_asks_for_the_secret_once(given):
         with suppress(Unauthorized):
             ring.check(key)
         assert len(asked) == 1, key
+
+
+SEATS = KeyRing(lambda: SECRET, "job", seats=["white", "black / ♟"])
+WHITE = SeatKey("train-000001-02", 3, "white", 2)
+
+
+def test_the_key_of_a_seat_opens_that_seat_under_that_lease_and_nothing_else():
+    for seat in (WHITE, SeatKey("e.1", 1, "black / ♟", 7)):
+        key = SEATS.seat_key(seat)
+        assert key.isascii(), "it fits into a header"
+        assert SEATS.check(key) == seat
+        assert SEATS.require_episode(carrying(key)) == seat
+        assert SEATS.require_seat(carrying(key), seat.episode_id) == seat
+        for refused in (SEATS.require_job, SEATS.require_view, lambda r: SEATS.require_role(r, "white")):
+            with pytest.raises(Forbidden):
+                refused(carrying(key))
+        with pytest.raises(Forbidden, match="not the key of a seat of episode other"):
+            SEATS.require_seat(carrying(key), "other")
+        for ring in (KeyRing(lambda: b"\x02" * 32, "job", seats=["white", "black / ♟"]), RING):
+            with pytest.raises(Unauthorized):
+                ring.check(key)
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_no_part_of_a_seats_key_can_be_changed(place):
+    parts = SEATS.seat_key(WHITE).removeprefix("ps-").split(".")
+    for other in ("train-000001-03", "0", "1", "2", "3", "03", "99999999999", "x", "\u0661", ""):
+        if parts[place] != other:
+            with pytest.raises(Unauthorized):
+                SEATS.check("ps-" + ".".join([*parts[:place], other, *parts[place + 1 :]]))
+
+
+def test_the_key_of_a_role_claims_that_seat_and_nothing_else():
+    key = seat_key(SECRET, "job", "white")
+    assert SEATS.check(key) == RoleKey("white")
+    SEATS.require_role(carrying(key), "white")
+    SEATS.require_role(carrying(SEATS.job_key), "white")
+    with pytest.raises(Forbidden, match="claims the seat 'white', and not 'black"):
+        SEATS.require_role(carrying(key), "black / ♟")
+    for refused in (
+        SEATS.require_job,
+        SEATS.require_view,
+        SEATS.require_episode,
+        lambda request: SEATS.require_seat(request, WHITE.episode_id),
+    ):
+        with pytest.raises(Forbidden):
+            refused(carrying(key))
+    for ring in (RING, KeyRing(lambda: SECRET, "other", seats=["white"])):
+        with pytest.raises(Unauthorized):
+            ring.check(key)

@@ -12,17 +12,26 @@ from palestra.types.states import (
     EpisodeState,
     GroupState,
     JobState,
+    SeatState,
     TurnState,
     check_transition,
 )
 
-BEGINNINGS = [JobState.QUEUED, EpisodeState.REGISTERED, GroupState.OPEN, TurnState.PENDING, AgentState.WAITING]
+BEGINNINGS = [
+    JobState.QUEUED,
+    EpisodeState.REGISTERED,
+    GroupState.OPEN,
+    TurnState.PENDING,
+    AgentState.WAITING,
+    SeatState.FREE,
+]
 ENDS = [
     *(JobState.COMPLETED, JobState.FAILED, JobState.CANCELLED),
     *(EpisodeState.COMPLETED, EpisodeState.DISCARDED),
     *(GroupState.READY, GroupState.DROPPED, GroupState.SKIPPED),
     TurnState.TERMINATED,
     AgentState.DONE,
+    SeatState.OVER,
 ]
 
 

@@ -1,0 +1,113 @@
+"""The routes by which workers play seats: claim one, observe, and act."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from fastapi import APIRouter, Depends, FastAPI
+from starlette.requests import Request
+
+from palestra.faults import fault_point
+from palestra.http.app import request_schema
+from palestra.http.bodies import read_request
+from palestra.http.disconnects import until_disconnect
+from palestra.server.auth import refuse_episodes
+from palestra.server.state import DataPlane
+from palestra.session import SeatClaim
+from palestra.types.seat_wire import ActionAccepted, ActSeat, ObserveSeat, SeatAnswer
+from palestra.types.wire import ClaimAnswer, ClaimedEpisode, ClaimEpisode
+
+
+def add_seat_routes(app: FastAPI, plane: DataPlane) -> None:
+    """Add the routes of seats; a job without seats answers all of them with 409."""
+    routes = APIRouter(tags=["seats"], dependencies=[Depends(partial(refuse_episodes, plane.config.kind, plane.keys))])
+
+    @routes.post("/observe_seat", openapi_extra=request_schema(ObserveSeat))
+    async def observe_seat(request: Request) -> SeatAnswer:
+        """Wait up to `wait_seconds` until the seat has to act, another seat changes hands, or the episode is over.
+
+        It changes nothing, and may be sent again.
+        """
+        body = await read_request(ObserveSeat, request, plane.pool)
+        key = plane.keys.require_seat(request, body.episode_id)
+        wait = min(body.wait_seconds, plane.config.server.max_wait_seconds)
+        return await until_disconnect(request.receive, plane.seats.observe(key, body.events_seen, wait))
+
+    @routes.post("/act_seat", openapi_extra=request_schema(ActSeat))
+    async def act_seat(request: Request) -> ActionAccepted:
+        """Answer an observation of the seat. Sent again, the same action changes nothing."""
+        body = await read_request(ActSeat, request, plane.pool)
+        key = plane.keys.require_seat(request, body.episode_id)
+        fault_point("before_seat_action")
+        await plane.seats.act(key, body.observation_id, body.action)
+        fault_point("after_seat_action")
+        return ActionAccepted(episode_id=key.episode_id, observation_id=body.observation_id)
+
+    app.include_router(routes)
+
+
+async def claim_seat(plane: DataPlane, body: ClaimEpisode, role: str, request: Request) -> ClaimAnswer:
+    """Give a worker a seat of an episode that the server plays, or wait for one.
+
+    Args:
+        plane: the state of the job.
+        body: the worker's request.
+        role: the seat.
+        request: the HTTP request.
+
+    Raises:
+        Forbidden: the key is neither the job's nor that of the seat's role.
+        Conflict: the job has no seats, or the worker holds another seat of the episode.
+        NotFound: there is no such seat.
+        ServerStopping: the server is shutting down.
+    """
+    plane.keys.require_role(request, role)
+    seats, workers, progress = plane.seats, plane.workers, plane.progress
+    seats.check_role(role)
+    wait = min(body.wait_seconds, plane.config.server.max_wait_seconds)
+    workers.mark_claiming(body.worker_id, body.request_id)
+    fault_point("before_seat_claim")
+    try:
+        claiming = seats.claim(
+            role,
+            body.worker_id,
+            body.request_id,
+            body.allow_discard_timeout,
+            body.episode_id,
+            wait,
+            lambda: progress.over,
+        )
+        claim = await until_disconnect(request.receive, claiming)
+    finally:
+        workers.mark_answered(body.worker_id, body.request_id)
+    fault_point("after_seat_claim")
+    if claim is not None:
+        workers.mark_playing(body.worker_id, claim.table.lease_of(role), claim.key.seat_fence)
+        plane.keys.require_role(request, role)  # the job may have other keys by now
+        return ClaimAnswer(status="claimed", episode=_claimed(plane, claim, request), job_state=progress.state.value)
+    if progress.over:
+        workers.mark_notified(body.worker_id, body.request_id)
+    return ClaimAnswer(status="finished" if progress.over else "waiting", job_state=progress.state.value)
+
+
+def _claimed(plane: DataPlane, claim: SeatClaim, request: Request) -> ClaimedEpisode:
+    """Return everything that a worker needs to play a seat."""
+    policies = plane.sessions.context.policies
+    role, episode = claim.key.role, claim.table.episode
+    policy = policies.roles.policy_of(role)
+    version = str(policies.runtime(policy).version)
+    return ClaimedEpisode(
+        episode_id=episode.episode_id,
+        kind=episode.kind,
+        # Neither the task nor its name is given: both may hold what only the environment, or another seat, may know.
+        task_id=episode.episode_id,
+        task={},
+        base_url=f"{request.base_url}v1",
+        api_key=plane.keys.seat_key(claim.key),
+        model=policy,
+        version=version,
+        policies={policy: version},
+        lease_seconds=claim.lease_seconds,
+        role=role,
+        history=claim.table.history(role),
+    )

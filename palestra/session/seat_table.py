@@ -1,0 +1,494 @@
+"""The seats of one episode: who holds each, what it is shown, and which action answers which observation."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from palestra.config import SeatsConfig
+from palestra.database import Notifier
+from palestra.errors import Conflict, EpisodeLeaseExpired, PalestraError, RolloutFailed
+from palestra.store.leases import LeaseBook
+from palestra.types.clock import Clock
+from palestra.types.messages import ChatMessage, Observation
+from palestra.types.records import EpisodeRecord
+from palestra.types.seat_wire import SeatAnswer, SeatEvent, SeatObservation
+from palestra.types.states import SeatState, check_transition
+
+SEAT_LOST, SEAT_UNCLAIMED = "seat_lost", "seat_unclaimed"  # why an episode is given back; see `rollout.Termination`
+POLICY = 0  # the fence under which the policy of a role acts; those of workers are larger
+
+
+@dataclass(kw_only=True, slots=True)
+class _Asked:
+    """An observation that waits for an action. `since` is in monotonic seconds; None as answer: the policy plays."""
+
+    observation: Observation
+    number: int
+    since: float
+    answer: asyncio.Future[ChatMessage | None]
+
+
+@dataclass(kw_only=True, slots=True)
+class _Call:
+    """A model call of a seat. `forget` frees its seed; None: it is not recorded yet."""
+
+    role: str
+    number: int
+    fences: set[int]  # of the workers that asked for it
+    forget: Callable[[], None] | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class _Seat:
+    """One seat. Times are monotonic seconds.
+
+    Attributes:
+        role: its name, which is the agent's.
+        free_since: when the last worker left it, or when the episode began.
+        state: whether a worker holds it.
+        fence: grows with every claim, so that requests of an earlier worker are refused.
+        worker_id: of the last worker.
+        left: how many workers have left it, or have died.
+        asked: its observations that wait for an action, oldest first, by id.
+        acted: a digest of each action, by the id of the observation that it answered.
+        history: observations and actions, by the name of the agent (the seat, or a subagent of it).
+        last: what it was shown when its part ended.
+        calls: model calls in flight of the worker that holds it.
+    """
+
+    role: str
+    free_since: float
+    state: SeatState = SeatState.FREE
+    fence: int = 0
+    worker_id: str = ""
+    left: int = 0
+    asked: dict[str, _Asked] = field(default_factory=dict)
+    acted: dict[str, bytes] = field(default_factory=dict)
+    history: defaultdict[str, tuple[ChatMessage, ...]] = field(default_factory=lambda: defaultdict(tuple))
+    last: tuple[ChatMessage, ...] = ()
+    calls: set[asyncio.Task[object]] = field(default_factory=set)
+
+    def move(self, following: SeatState) -> None:
+        check_transition(f"the seat {self.role}", self.state, following)
+        self.state = following
+
+
+class SeatTable:
+    """Passes observations and actions between one episode and the workers that hold its seats.
+
+    Each observation is answered at most once: by the worker that holds the seat, or by the policy of its role. A worker
+    sees the observations of its own seat and nothing of another.
+
+    Attributes:
+        episode: claimed by the server, under the lease in which it is played.
+        changed: notified when a seat has something new to look at.
+    """
+
+    def __init__(
+        self, episode: EpisodeRecord, config: SeatsConfig, leases: LeaseBook, max_workers: int, clock: Clock
+    ) -> None:
+        """Set up free seats.
+
+        Args:
+            episode: that is played.
+            config: the seats, and what happens to one that its worker leaves.
+            leases: of the seats of all episodes, by `lease_of`.
+            max_workers: workers that a seat may lose before the episode is given back.
+            clock: of waiting times.
+        """
+        self.episode, self.changed = episode, Notifier()
+        self._config, self._leases, self._max_workers, self._clock = config, leases, max_workers, clock
+        self._seats = {role: _Seat(role=role, free_since=clock.monotonic()) for role in config.roles}
+        self._numbers: dict[str, int] = {}  # observation -> its TimeStep
+        self._acted_by: dict[int, int] = {}  # TimeStep -> fence of the seat under which its action was given
+        self._calls: dict[int, _Call] = {}  # by index of the Chat
+        self._events: list[SeatEvent] = []
+        self._failure: PalestraError | None = None
+
+    def lease_of(self, role: str) -> str:
+        """Return the name of a seat's lease, which no seat of another attempt at the episode has."""
+        return f"{self.episode.episode_id} {self.episode.fence} {role}"
+
+    # What the server's runner does
+
+    def show(self, observation: Observation, number: int | None) -> None:
+        """Note an observation of any agent.
+
+        Args:
+            observation: what the environment shows.
+            number: its TimeStep; None: the agent's part is over.
+        """
+        if number is not None:
+            self._numbers[observation.id] = number
+        elif observation.agent in self._seats:
+            self._seats[observation.agent].last = observation.content
+
+    async def ask(self, observation: Observation) -> ChatMessage | None:
+        """Wait for the action that answers an observation of a seat.
+
+        Args:
+            observation: was shown before; see `show`.
+
+        Returns:
+            The action; None: the policy of the role plays the seat.
+
+        Raises:
+            RolloutFailed: the seat has no worker, and is not played by its policy.
+            EpisodeLeaseExpired: the episode was given back meanwhile.
+        """
+        if self._failure is not None:
+            raise self._failure
+        seat = self._seats[observation.agent.partition("/")[0]]
+        number = self._numbers[observation.id]
+        if seat.state is SeatState.PLAYED:
+            self._acted_by[number] = POLICY
+            return None
+        answer: asyncio.Future[ChatMessage | None] = asyncio.get_running_loop().create_future()
+        asked = _Asked(observation=observation, number=number, since=self._clock.monotonic(), answer=answer)
+        seat.asked[observation.id] = asked
+        self.changed.notify()
+        try:
+            return await answer
+        finally:
+            if seat.asked.pop(observation.id, None) is not None:  # it is withdrawn without an answer
+                seat.history[observation.agent] += observation.content
+            self.changed.notify()
+
+    @property
+    def unused_calls(self) -> list[int]:
+        """Return the calls of workers that are gone which led to no action, by index: they must not be trained.
+
+        The action of their TimeStep was given by another worker, by the policy, or not at all.
+        """
+        found = []
+        for index, call in sorted(self._calls.items()):
+            seat = self._seats[call.role]
+            present = seat.fence if seat.state is SeatState.HELD else POLICY
+            if self._acted_by.get(call.number, present) not in call.fences:
+                found.append(index)
+        return found
+
+    # What workers do
+
+    def can_take(self, role: str) -> bool:
+        """Return whether a worker may claim a seat now."""
+        return self._failure is None and self._seats[role].state is SeatState.FREE
+
+    @property
+    def missed(self) -> tuple[str, ...]:
+        """Return the free seats of an episode that workers of other seats wait in."""
+        if not any(seat.state is SeatState.HELD for seat in self._seats.values()):
+            return ()
+        return tuple(role for role in self._seats if self.can_take(role))
+
+    def could_spare(self, role: str) -> bool:
+        """Return whether a seat is held while the episode waits for another, to which no worker has ever come."""
+        waits = any(seat.asked and not seat.fence and self.can_take(seat.role) for seat in self._seats.values())
+        return waits and self._seats[role].state is SeatState.HELD
+
+    def seat_held_by(self, worker_id: str) -> str | None:
+        """Return the seat that a worker holds; None: it holds none."""
+        held = (s.role for s in self._seats.values() if s.state is SeatState.HELD and s.worker_id == worker_id)
+        return next(held, None)
+
+    def take(self, role: str, worker_id: str, seconds: float) -> int:
+        """Give a free seat to a worker, under a lease, and return the seat's fence.
+
+        Args:
+            role: the seat.
+            worker_id: the worker.
+            seconds: period of the lease.
+
+        Raises:
+            IllegalTransition: the seat is not free.
+        """
+        seat = self._seats[role]
+        seat.move(SeatState.HELD)
+        seat.fence, seat.worker_id = seat.fence + 1, worker_id
+        self._leases.grant(self.lease_of(role), seat.fence, seconds, worker_id)
+        self._tell("seat_claimed", role)
+        return seat.fence
+
+    def holds(self, role: str, fence: int) -> bool:
+        """Return whether the worker of a fence still holds its seat."""
+        seat = self._seats[role]
+        return seat.state is SeatState.HELD and seat.fence == fence
+
+    def history(self, role: str) -> dict[str, tuple[ChatMessage, ...]]:
+        """Return observations and actions of a seat so far, by the agent's name; without those that wait."""
+        return dict(self._seats[role].history)
+
+    def renew(self, role: str, fence: int) -> None:
+        """Renew the lease of a seat.
+
+        Raises:
+            EpisodeLeaseExpired: the worker of this fence does not hold the seat any more.
+        """
+        self._held(role, fence)
+        self._leases.renew(self.lease_of(role), fence)
+
+    @contextmanager
+    def holding(self, role: str, fence: int) -> Iterator[None]:
+        """Keep the lease of a seat from running out while a request of its worker is being answered.
+
+        Raises:
+            EpisodeLeaseExpired: the worker of this fence does not hold the seat any more.
+        """
+        self._held(role, fence)
+        with self._leases.hold(self.lease_of(role), fence):
+            yield
+
+    @contextmanager
+    def calling(self, role: str, fence: int) -> Iterator[None]:
+        """Make a model call of a seat's worker; it is cancelled when the worker loses the seat.
+
+        Raises:
+            EpisodeLeaseExpired: the seat was lost before or during the call.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        with self.holding(role, fence):
+            seat = self._seats[role]
+            seat.calls.add(task)
+            try:
+                yield
+            except asyncio.CancelledError:
+                if self.holds(role, fence):
+                    raise
+                raise self._lost(role) from None
+            finally:
+                seat.calls.discard(task)
+
+    def turn(self, role: str, fence: int, agent: str) -> int:
+        """Return the TimeStep that a model call of a seat belongs to: that of the observation that it has to answer.
+
+        Args:
+            role: the seat.
+            fence: of its worker.
+            agent: the seat, or a subagent of it; an observation of the agent itself comes first.
+
+        Raises:
+            EpisodeLeaseExpired: the worker of this fence does not hold the seat any more.
+            Conflict: no observation of the seat waits for an action; the message says who is to act.
+        """
+        asked = list(self._held(role, fence).asked.values())
+        own = [one for one in asked if one.observation.agent == agent]
+        if not asked:
+            raise Conflict(f"{role} has nothing to answer now; {self._who_acts()}; observe the seat before a call")
+        return (own or asked)[0].number
+
+    def note_call(self, role: str, fence: int, number: int, index: int) -> None:
+        """Note who has made a model call, before it is sampled; see `unused_calls`.
+
+        Args:
+            role: the seat.
+            fence: of its worker.
+            number: the call's TimeStep.
+            index: of its Chat.
+        """
+        self._calls.setdefault(index, _Call(role=role, number=number, fences=set())).fences.add(fence)
+
+    def note_recorded(self, index: int, forget: Callable[[], None]) -> None:
+        """Note that a call is on disk.
+
+        Args:
+            index: of its Chat.
+            forget: frees its seed. Called if its worker leaves before it acts: then the next worker that makes the same
+                call gets the same tokens, so that a death changes nothing of what is trained.
+        """
+        self._calls[index].forget = forget
+
+    def act(self, role: str, fence: int, observation_id: str, action: ChatMessage) -> None:
+        """Answer an observation. A repeated equal action changes nothing.
+
+        Args:
+            role: the seat.
+            fence: of its worker.
+            observation_id: the observation.
+            action: the worker's message.
+
+        Raises:
+            EpisodeLeaseExpired: the worker of this fence does not hold the seat any more.
+            Conflict: another action was given before, or the observation does not wait for one of this seat.
+        """
+        seat, digest = self._seats[role], _digest(action)
+        known = seat.acted.get(observation_id)
+        if known == digest and seat.fence == fence:  # also where the episode has ended with this action
+            return
+        self._held(role, fence)
+        if known == digest:
+            return
+        if known is not None:
+            raise Conflict(f"another action was given for observation {observation_id} before; the first one stands")
+        asked = seat.asked.pop(observation_id, None)
+        if asked is None:
+            raise Conflict(f"observation {observation_id} does not wait for an action of {role}; {self._who_acts()}")
+        self._acted_by[asked.number] = fence
+        seat.acted[observation_id] = digest
+        seat.history[asked.observation.agent] += (*asked.observation.content, action)
+        if not asked.answer.done():
+            asked.answer.set_result(action)
+
+    def view(self, role: str, fence: int, events_seen: int) -> SeatAnswer:
+        """Return what the worker of a seat may see now.
+
+        Args:
+            role: the seat.
+            fence: of its worker.
+            events_seen: number of the last event that the worker knows.
+
+        Raises:
+            EpisodeLeaseExpired: the worker of this fence does not hold the seat any more.
+        """
+        seat = self._held(role, fence)
+        asked = next(iter(seat.asked.values()), None)
+        return SeatAnswer(
+            status="waiting" if asked is None else "act",
+            observation=None if asked is None else _shown(asked),
+            to_act=self.to_act,
+            events=tuple(event for event in self._events[events_seen:] if event.role != role),
+        )
+
+    def last_of(self, role: str) -> tuple[ChatMessage, ...]:
+        """Return what a seat was shown when its part ended."""
+        return self._seats[role].last
+
+    @property
+    def to_act(self) -> tuple[str, ...]:
+        """Return the seats whose action the episode waits for."""
+        return tuple(seat.role for seat in self._seats.values() if seat.asked)
+
+    # What ends
+
+    def leave(self, role: str, fence: int) -> None:
+        """Take a seat from its worker, which gives it back or whose lease has run out.
+
+        Raises:
+            EpisodeLeaseExpired: the worker of this fence does not hold the seat any more.
+        """
+        seat = self._held(role, fence)
+        self._leases.drop(self.lease_of(role), fence)
+        seat.move(SeatState.FREE)
+        seat.left, seat.free_since = seat.left + 1, self._clock.monotonic()
+        self._tell("seat_left", role)
+        for task in seat.calls:
+            task.cancel()
+        for call in self._calls.values():
+            if call.role == role and call.number not in self._acted_by and call.forget is not None:
+                call.forget()
+        if self._config.takeover == "policy":
+            self._play(seat)
+        elif self._config.takeover == "replay":
+            self.fail(SEAT_LOST, f"the worker of the seat {role} is gone, and the episode is played again")
+        elif seat.left >= self._max_workers:
+            self.fail(SEAT_LOST, f"the seat {role} has lost {seat.left} workers (rollout.max_attempts)")
+
+    def check_waiting(self) -> None:
+        """Give a seat that has to act and has been free for too long to its policy, or the episode back."""
+        now, limit = self._clock.monotonic(), self._config.wait_seconds
+        for seat in self._seats.values():
+            since = next((one.since for one in seat.asked.values()), None)
+            if seat.state is not SeatState.FREE or since is None or now - max(since, seat.free_since) < limit:
+                continue
+            # An episode that no worker has come to is not played by policies alone: it waits for workers again.
+            if self._config.takeover == "policy" and any(one.fence for one in self._seats.values()):
+                self._play(seat)
+                continue
+            kind = SEAT_LOST if seat.left else SEAT_UNCLAIMED
+            self.fail(kind, f"no worker has claimed the seat {seat.role} for {limit:g} s (seats.wait_seconds)")
+            return
+
+    def fail(self, termination: str, reason: str) -> None:
+        """Have the episode given back.
+
+        Args:
+            termination: SEAT_LOST or SEAT_UNCLAIMED.
+            reason: for people.
+        """
+        self._end(RolloutFailed(termination, reason))
+
+    def close(self, error: PalestraError) -> list[tuple[str, int]]:
+        """End all seats, because the episode was ended or given back.
+
+        Args:
+            error: raised by what still waits for an action.
+
+        Returns:
+            The seats that workers held, as (lease, fence).
+        """
+        self._end(error)
+        held = []
+        for seat in self._seats.values():
+            if seat.state is SeatState.HELD:
+                held.append((self.lease_of(seat.role), seat.fence))
+                self._leases.drop(*held[-1])
+            if seat.state is not SeatState.OVER:
+                seat.move(SeatState.OVER)
+            seat.history.clear()
+        self.changed.notify()
+        return held
+
+    @property
+    def failure(self) -> PalestraError | None:
+        """Return why the seats have ended, or are about to; None: the episode is being played."""
+        return self._failure
+
+    def _end(self, error: PalestraError) -> None:
+        self._failure = self._failure or error
+        for seat in self._seats.values():
+            for asked in seat.asked.values():
+                if not asked.answer.done():
+                    asked.answer.set_exception(error)
+                    asked.answer.exception()  # counts as read, also where the turn was cancelled meanwhile
+
+    def _play(self, seat: _Seat) -> None:
+        """Let the policy of a seat's role answer all that waits, and all that follows."""
+        seat.move(SeatState.PLAYED)
+        self._tell("seat_played", seat.role)
+        for asked in list(seat.asked.values()):
+            self._acted_by[asked.number] = POLICY
+            if not asked.answer.done():
+                asked.answer.set_result(None)
+        seat.asked.clear()
+
+    def _tell(self, kind: str, role: str) -> None:
+        self._events.append(SeatEvent.model_validate({"number": len(self._events) + 1, "kind": kind, "role": role}))
+        self.changed.notify()
+
+    def _held(self, role: str, fence: int) -> _Seat:
+        if not self.holds(role, fence):
+            raise self._lost(role)
+        return self._seats[role]
+
+    def _lost(self, role: str) -> EpisodeLeaseExpired:
+        played = self._seats[role].state is SeatState.PLAYED
+        now = "its policy plays it now" if played else "its lease ran out, or it was given back"
+        return EpisodeLeaseExpired(
+            f"the seat {role} of episode {self.episode.episode_id} is no longer yours: {now}; claim again"
+        )
+
+    def _who_acts(self) -> str:
+        acting = ", ".join(self.to_act)
+        return f"to act: {acting}" if acting else "no seat is to act"
+
+
+def _digest(action: ChatMessage) -> bytes:
+    return hashlib.blake2b(action.model_dump_json().encode(), digest_size=16).digest()
+
+
+def _shown(asked: _Asked) -> SeatObservation:
+    observation = asked.observation
+    return SeatObservation(
+        observation_id=observation.id,
+        agent=observation.agent,
+        step=asked.number,
+        content=observation.content,
+        tools=observation.tools,
+        choices=observation.choices,
+        reward=observation.reward,  # type: ignore[arg-type]  # a Mapping, of which pydantic makes a dict
+    )

@@ -1,0 +1,382 @@
+"""`SeatBook`: the seats of all episodes that a job's server plays, and the workers that wait for one or hold one."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from palestra.config import RolloutConfig, SeatsConfig
+from palestra.database import Notifier
+from palestra.errors import (
+    Conflict,
+    EpisodeEnded,
+    EpisodeLeaseExpired,
+    InvalidRequest,
+    NotFound,
+    PalestraError,
+    TooManyRequests,
+)
+from palestra.session.seat_table import SEAT_UNCLAIMED, SeatTable
+from palestra.store import Episodes
+from palestra.store.leases import LeaseBook
+from palestra.types.clock import Clock
+from palestra.types.messages import ChatMessage
+from palestra.types.records import EpisodeRecord
+from palestra.types.seat_wire import SeatAnswer
+from palestra.types.states import EpisodeState
+
+MOST_ENDED = 256  # episodes whose seats are remembered after their end, for requests that are sent again
+
+
+class SeatKey(NamedTuple):
+    """The lease of a seat. A `SeatKey` of a request exists only after the key's signature has been checked.
+
+    Attributes:
+        episode_id: of the episode.
+        fence: of the episode's lease, which the server holds.
+        role: the seat.
+        seat_fence: of the seat's lease.
+    """
+
+    episode_id: str
+    fence: int
+    role: str
+    seat_fence: int
+
+
+class SeatClaim(NamedTuple):
+    """A claimed seat.
+
+    Attributes:
+        table: of its episode.
+        key: of its lease.
+        lease_seconds: the period of the lease.
+    """
+
+    table: SeatTable
+    key: SeatKey
+    lease_seconds: float
+
+
+class SeatBook:
+    """Hands out the seats of the episodes that are being played, and finds the seat that a request is about.
+
+    Nothing of it is stored: after a restart the server's episodes are played from the start, and workers claim again.
+
+    Attributes:
+        roles: names of the seats.
+        on_wanted: called when a worker waits for a seat of an episode that has to be begun first.
+        on_seat_over: called with (name of the lease, fence, whether it was lost) when a worker holds a seat no more.
+    """
+
+    def __init__(
+        self, config: SeatsConfig, rollout: RolloutConfig, episodes: Episodes, clock: Clock, max_observers: int
+    ) -> None:
+        """Make a book without episodes.
+
+        Args:
+            config: the seats.
+            rollout: limits of leases and attempts.
+            episodes: of the job, whose ends close tables.
+            clock: of leases and waiting times.
+            max_observers: requests that may wait for a seat or an observation at the same time.
+        """
+        self.roles = tuple(config.roles)
+        self._config, self._rollout, self._episodes, self._clock = config, rollout, episodes, clock
+        self._leases = LeaseBook(clock, rollout.max_episode_seconds)
+        self._tables: dict[tuple[str, int], SeatTable] = {}  # by the lease of the episode, in the order of claims
+        self._ended: OrderedDict[tuple[str, int], SeatTable] = OrderedDict()
+        self._claims: dict[str, SeatClaim] = {}  # by request id, of episodes that are being played
+        self._wanting: Counter[str] = Counter()  # claims that wait for any episode, by seat
+        self._available = Notifier()
+        self._max_observers, self._waiting = max_observers, 0
+        self._stopped: PalestraError | None = None
+        self.on_wanted: list[Callable[[], None]] = []
+        self.on_seat_over: list[Callable[[str, int, bool], None]] = []
+        episodes.on_lease_over.append(self._close)
+
+    # What the server's runners do
+
+    def open(self, episode: EpisodeRecord) -> SeatTable:
+        """Return the seats of an episode that the server has claimed, free ones at the first call."""
+        lease = episode.episode_id, episode.fence
+        table = self._tables.get(lease)
+        if table is None:
+            table = SeatTable(episode, self._config, self._leases, self._rollout.max_attempts, self._clock)
+            self._tables[lease] = table
+            self._available.notify()
+        return table
+
+    @property
+    def wanted(self) -> int:
+        """Return how many more episodes have to be begun for all workers that wait to get a seat."""
+        free = {role: sum(table.can_take(role) for table in self._tables.values()) for role in self._wanting}
+        return max((self._wanting[role] - free[role] for role in free), default=0)
+
+    def expire(self) -> None:
+        """Take seats whose leases have run out from their workers, and end waits that have been too long."""
+        expired = set(self._leases.expired())
+        for table in list(self._tables.values()):
+            for role in self.roles:
+                for lease, fence in expired:
+                    if lease == table.lease_of(role) and table.holds(role, fence):
+                        self._leave(table, role, fence)
+            table.check_waiting()
+        self._fill_seats()
+
+    def _fill_seats(self) -> None:
+        """Give back an episode that can't go on yet, if one of its workers is missed in an earlier one.
+
+        Else two workers might wait for each other in two episodes: the one whose partner has died, and the one who came
+        in the partner's place before the partner's lease ran out, for whom another episode was begun.
+        """
+        tables = list(self._tables.values())
+        for place, table in enumerate(tables):
+            for role in table.missed:
+                later = (other for other in reversed(tables[place + 1 :]) if other.could_spare(role))
+                if not self._wanting[role] and (spare := next(later, None)) is not None:
+                    name = table.episode.episode_id
+                    spare.fail(
+                        SEAT_UNCLAIMED, f"its worker of the seat {role} is missed in episode {name}, which is older"
+                    )
+
+    def stop(self, reason: PalestraError) -> None:
+        """Answer all waiting requests, and all later ones, with an error."""
+        self._stopped = reason
+        self.wake()
+
+    def wake(self) -> None:
+        """Have all waiting requests look again, because the job has ended."""
+        self._available.notify()
+        for table in self._tables.values():
+            table.changed.notify()
+
+    # What workers do
+
+    def check_role(self, role: str) -> None:
+        """Raise NotFound unless there is a seat of this name."""
+        if role not in self.roles:
+            known = ", ".join(map(repr, self.roles))
+            raise NotFound(f"this job has no seat {role!r}; its seats are {known}")
+
+    async def claim(
+        self,
+        role: str,
+        worker_id: str,
+        request_id: str,
+        lease_seconds: float | None,
+        episode_id: str | None,
+        wait_seconds: float,
+        is_over: Callable[[], bool],
+    ) -> SeatClaim | None:
+        """Give a worker a free seat, the longest waiting episode's first, or wait for one.
+
+        Args:
+            role: the seat.
+            worker_id: the worker.
+            request_id: a repeated claim with the same id gets the same seat.
+            lease_seconds: period of the lease; None: the job's.
+            episode_id: of the only episode to take a seat in; None: any.
+            wait_seconds: the longest wait.
+            is_over: whether the job has ended.
+
+        Returns:
+            The claim; None: the wait or the job is over.
+
+        Raises:
+            NotFound: there is no such seat, or no such episode.
+            Conflict: the worker holds another seat of the only episode in which this one is free.
+            InvalidRequest: the lease is longer than the job allows.
+            TooManyRequests: too many requests wait.
+        """
+        self.check_role(role)
+        seconds = self._lease_seconds(lease_seconds)
+        if episode_id is not None:
+            await self._episodes.get(episode_id)
+        until = self._clock.monotonic() + wait_seconds
+        with self._counted(), self._wanted_of(role if episode_id is None else None):
+            while True:
+                seen = self._available.count
+                if self._stopped is not None:
+                    raise self._stopped
+                claim = self._take(role, worker_id, request_id, seconds, episode_id)
+                left = until - self._clock.monotonic()
+                if claim is not None or left <= 0 or is_over():
+                    return claim
+                await self._available.wait(left, seen)
+
+    def table(self, key: SeatKey) -> SeatTable:
+        """Return the table of a seat whose episode is being played.
+
+        Raises:
+            EpisodeLeaseExpired: the episode is not played under this lease any more.
+        """
+        table = self._tables.get((key.episode_id, key.fence))
+        if table is None:
+            raise self._gone(key)
+        return table
+
+    async def observe(self, key: SeatKey, events_seen: int, wait_seconds: float) -> SeatAnswer:
+        """Return what a seat has to answer, or that it waits, or how the episode ended.
+
+        Args:
+            key: of the seat.
+            events_seen: number of the last event that the worker knows; a newer one ends the wait.
+            wait_seconds: the longest wait for an observation.
+
+        Raises:
+            EpisodeLeaseExpired: the worker does not hold the seat any more, or the episode was given back.
+            EpisodeEnded: the episode was discarded.
+            TooManyRequests: too many requests wait.
+        """
+        until = self._clock.monotonic() + wait_seconds
+        with self._counted():
+            while (table := self._tables.get((key.episode_id, key.fence))) is not None:
+                seen = table.changed.count
+                if self._stopped is not None:
+                    raise self._stopped
+                with table.holding(key.role, key.seat_fence):
+                    answer = table.view(key.role, key.seat_fence, events_seen)
+                    left = until - self._clock.monotonic()
+                    if answer.observation is not None or answer.events or left <= 0:
+                        return answer
+                    await table.changed.wait(left, seen)
+        return await self._outcome(key)
+
+    async def act(self, key: SeatKey, observation_id: str, action: ChatMessage) -> None:
+        """Answer an observation; see `SeatTable.act`.
+
+        Args:
+            key: of the seat.
+            observation_id: the observation.
+            action: the worker's message.
+
+        Raises:
+            EpisodeEnded: the episode is over, perhaps by this action, and the server was started again since.
+        """
+        lease = key.episode_id, key.fence
+        table = self._tables.get(lease) or self._ended.get(lease)
+        if table is None:
+            await self._outcome(key)
+            raise EpisodeEnded(f"episode {key.episode_id} is completed; observe the seat for its reward")
+        table.act(key.role, key.seat_fence, observation_id, action)
+        if lease in self._tables:
+            table.renew(key.role, key.seat_fence)
+
+    def leave(self, key: SeatKey) -> None:
+        """Give a seat back.
+
+        Raises:
+            EpisodeLeaseExpired: the worker does not hold the seat any more.
+        """
+        self._leave(self.table(key), key.role, key.seat_fence)
+
+    def _take(
+        self, role: str, worker_id: str, request_id: str, seconds: float, episode_id: str | None
+    ) -> SeatClaim | None:
+        """Return the claim of a request that is sent again, or a new one; None: there is no free seat."""
+        known = self._claims.get(request_id)
+        if known is not None and known.key.role == role and known.table.holds(role, known.key.seat_fence):
+            return known
+        both: str | None = None
+        for (name, fence), table in self._tables.items():
+            if episode_id not in (None, name) or not table.can_take(role):
+                continue
+            if (other := table.seat_held_by(worker_id)) is not None:
+                both = (
+                    f"the worker {worker_id!r} holds the seat {other} of episode {name}, and can't play {role} as well"
+                )
+                continue
+            key = SeatKey(name, fence, role, table.take(role, worker_id, seconds))
+            claim = self._claims[request_id] = SeatClaim(table, key, seconds)
+            return claim
+        if both is not None:
+            raise Conflict(f"{both}; give each worker its own worker_id, or wait until that episode is over")
+        return None
+
+    def _leave(self, table: SeatTable, role: str, fence: int) -> None:
+        table.leave(role, fence)
+        for callback in self.on_seat_over:
+            callback(table.lease_of(role), fence, True)
+        self._available.notify()
+
+    def _close(self, episode_id: str, fence: int) -> None:
+        """Close the table of an episode whose lease is over, because it was ended or given back."""
+        lease = episode_id, fence
+        table = self._tables.pop(lease, None)
+        if table is None:
+            return
+        closed = table.close(EpisodeLeaseExpired(f"episode {episode_id} was given back"))
+        self._claims = {request: claim for request, claim in self._claims.items() if claim.table is not table}
+        self._ended[lease] = table
+        while len(self._ended) > MOST_ENDED:
+            self._ended.popitem(last=False)
+        for name, seat_fence in closed:
+            for callback in self.on_seat_over:
+                callback(name, seat_fence, False)
+        self._available.notify()
+
+    async def _outcome(self, key: SeatKey) -> SeatAnswer:
+        """Return the end of a seat's episode as the store has it.
+
+        Raises:
+            EpisodeLeaseExpired, EpisodeEnded: the episode was not ended under the seat's lease.
+        """
+        episode = await self._episodes.get(key.episode_id)
+        if episode.fence != key.fence or episode.state in (EpisodeState.REGISTERED, EpisodeState.CLAIMED):
+            raise self._gone(key)
+        if episode.state is EpisodeState.DISCARDED:
+            raise EpisodeEnded(f"episode {key.episode_id} was discarded, so it has no reward; claim again")
+        table = self._ended.get((key.episode_id, key.fence))
+        return SeatAnswer(
+            status="over",
+            last=() if table is None else table.last_of(key.role),
+            reward=(episode.rewards or {}).get(key.role),
+            truncated=episode.truncated,
+        )
+
+    def _gone(self, key: SeatKey) -> EpisodeLeaseExpired:
+        table = self._ended.get((key.episode_id, key.fence))
+        why = "the server was started again, perhaps" if table is None or table.failure is None else str(table.failure)
+        return EpisodeLeaseExpired(f"episode {key.episode_id} is not played any more ({why}); claim a seat again")
+
+    def _lease_seconds(self, asked: float | None) -> float:
+        seconds, most = asked or self._rollout.lease_seconds, self._rollout.max_lease_seconds
+        if seconds > most:
+            raise InvalidRequest(
+                f"allow_discard_timeout is {seconds:g} s and this job allows {most:g} s", "allow_discard_timeout"
+            )
+        return seconds
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Count a request that may wait.
+
+        Raises:
+            TooManyRequests: the limit is reached.
+        """
+        if self._waiting >= self._max_observers:
+            raise TooManyRequests(f"{self._waiting} requests wait for seats or observations, which is the limit")
+        self._waiting += 1
+        try:
+            yield
+        finally:
+            self._waiting -= 1
+
+    @contextmanager
+    def _wanted_of(self, role: str | None) -> Iterator[None]:
+        """Count a claim that waits for a seat of any episode, so that one is begun for it; None: it waits for one."""
+        if role is None:
+            yield
+            return
+        self._wanting[role] += 1
+        try:
+            for callback in self.on_wanted:
+                callback()
+            yield
+        finally:
+            self._wanting[role] -= 1
+            if not self._wanting[role]:
+                del self._wanting[role]

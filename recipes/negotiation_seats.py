@@ -1,0 +1,125 @@
+"""Seats: two scripts, as of two people, each play one side of every episode; the server has the environment.
+
+    python recipes/negotiation_seats.py [--steps 2] [--model tiny-random]
+
+A job is started, and two workers in processes of their own. Ada plays with Palestra's client and the OpenAI SDK, Bob
+with nothing but HTTP. Each has a key that claims its own seat, sees its own observations alone, and is answered by the
+policy of its role: that of the first side is trained, the other frozen. What it prints is in README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+ENVIRONMENT, ROLES = "gomoku-duel", ("agent", "opponent")  # YOURS 1: the environment, and its two agents
+MOVES = [f"{row} {column}" for row in (1, 2, 3) for column in (1, 2, 3)]
+HELD = {"structured_outputs": {"choice": MOVES}}  # YOURS 2: what replies are held to; {}: nothing
+
+
+def ada(url: str, role: str) -> None:
+    """Play a seat with Palestra's client and the OpenAI SDK."""
+    import openai
+
+    from palestra import Client
+
+    with Client(url) as client:  # the key is in PALESTRA_API_KEY
+        while True:
+            with client.seat(role) as seat:
+                if seat is None:  # the job is over
+                    return
+                ai = openai.OpenAI(base_url=seat.policy.base_url, api_key=seat.policy.api_key)
+                messages: list[Any] = []
+                for observation in seat:
+                    messages += [{"role": message.role, "content": message.text} for message in observation.content]
+                    reply = ai.chat.completions.create(model="any name", messages=messages, extra_body=HELD)
+                    text = reply.choices[0].message.content or ""
+                    messages.append({"role": "assistant", "content": text})
+                    seat.act(text)
+
+
+def bob(url: str, role: str) -> None:
+    """Play a seat with HTTP alone; `docs/multi-agent.md` has the routes."""
+
+    def post(path: str, key: str, **body: Any) -> dict[str, Any]:
+        asked = urllib.request.Request(url + path, json.dumps(body).encode(), {"authorization": f"Bearer {key}"})
+        with urllib.request.urlopen(asked, timeout=60) as answer:
+            return dict(json.load(answer))
+
+    while True:
+        claim = {"worker_id": "bob", "request_id": os.urandom(8).hex(), "role": role, "wait_seconds": 20}
+        claimed = post("/claim_episode", os.environ["PALESTRA_API_KEY"], **claim)
+        if claimed["status"] == "finished":
+            return
+        if claimed["status"] == "waiting":
+            continue
+        episode, key = claimed["episode"]["episode_id"], claimed["episode"]["api_key"]
+        messages: list[dict[str, str]] = []
+        while (seen := post("/observe_seat", key, episode_id=episode, wait_seconds=20))["status"] != "over":
+            if seen["status"] == "act":
+                for said in seen["observation"]["content"]:
+                    messages.append(
+                        {"role": said["role"], "content": "".join(part["text"] for part in said["content"])}
+                    )
+                reply = post("/v1/chat/completions", key, model="any name", messages=messages, **HELD)
+                text = reply["choices"][0]["message"]["content"]
+                messages.append({"role": "assistant", "content": text})
+                observation = seen["observation"]["observation_id"]
+                post("/act_seat", key, episode_id=episode, observation_id=observation, content=text)
+
+
+def demonstrate(steps: int, model: str) -> None:
+    """Start the job and both workers, and say what each side has earned."""
+    import palestra
+    from palestra.config import dump_config
+
+    folder = Path("runs") / f"seats-{time.strftime('%H%M%S')}"
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    policy = {"model": model, "max_context": 512, "sampling": {"max_tokens": 16}}
+    settings = {  # YOURS 3: the job
+        "run_dir": folder,
+        "steps": steps,
+        "server": {"port": port},
+        "environment": {"name": ENVIRONMENT, "validation_tasks": 0},
+        "policies": {"learner": policy, "rival": policy | {"frozen": True}},
+        "roles": dict(zip(ROLES, ("learner", "rival"), strict=True)),
+        "seats": {"roles": list(ROLES), "takeover": "worker"},
+        "rollout": {"groups_per_step": 2, "group_size": 4},
+    }
+    folder.mkdir(parents=True)
+    job, command = folder / "job.toml", str(Path(sys.executable).with_name("palestra"))
+    job.write_text(dump_config(palestra.JobConfig.model_validate(settings)))
+    server = subprocess.Popen([command, "run", str(job)])
+    while server.poll() is None and not (folder / "api_key").exists():
+        time.sleep(0.1)
+    workers = []
+    for name, role in zip(("ada", "bob"), ROLES, strict=True):
+        key = subprocess.check_output([command, "seat-key", str(folder), role], text=True).strip()
+        me = [sys.executable, __file__, "--play", name, role, f"http://127.0.0.1:{port}"]
+        workers.append(subprocess.Popen(me, env=os.environ | {"PALESTRA_API_KEY": key}))
+    codes = [process.wait() for process in (server, *workers)]
+    earned = [game.rewards or {} for game in palestra.read_episodes(folder, "train")]
+    for role in ROLES:
+        print(f"{role}: {sum(one[role] for one in earned) / len(earned):.2f} a game, of {len(earned)} games")
+    sys.exit(max(map(abs, codes)))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Two processes play the seats of the same episodes.")
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--model", default="tiny-random")
+    parser.add_argument("--play", nargs=3, metavar=("WHO", "ROLE", "URL"), help="be one of the workers")
+    arguments = parser.parse_args()
+    if arguments.play:
+        {"ada": ada, "bob": bob}[arguments.play[0]](arguments.play[2], arguments.play[1])
+    else:
+        demonstrate(arguments.steps, arguments.model)
