@@ -30,10 +30,11 @@ SERVER_POINTS = (
     "during_generation",  # a reply has been sampled in part
     "after_policy_publish",  # of one policy, of which a step may have several
 )
+POOL_POINTS = _both_sides("pool_rename")  # a past version becomes one of its pool
 # Start: the store is open and no socket listens yet. Stop: the server was asked to end and is about to save.
 LIFE_POINTS = ("during_start", "during_stop")
 SCHEDULER_POINTS = _both_sides("job_commit")  # a job was submitted, moved, or is to be cancelled
-FAULT_POINTS = SERVER_POINTS + LIFE_POINTS + SCHEDULER_POINTS
+FAULT_POINTS = SERVER_POINTS + POOL_POINTS + LIFE_POINTS + SCHEDULER_POINTS
 
 
 class Fault(NamedTuple):

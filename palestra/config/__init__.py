@@ -40,6 +40,7 @@ from palestra.config.policy_gradient import (
     RLOOConfig,
     ScaledGroupConfig,
 )
+from palestra.config.pools import PoolConfig, RoleConfig, past_name, past_of
 from palestra.config.renames import in_present_names
 from palestra.config.roles import MAX_AGENT, Roles, is_agent_name
 
@@ -81,9 +82,11 @@ __all__ = [
     "PPOConfig",
     "PolicyConfig",
     "PolicyGradientConfig",
+    "PoolConfig",
     "RAEConfig",
     "RLOOConfig",
     "ReinforcePPConfig",
+    "RoleConfig",
     "Roles",
     "RolloutConfig",
     "SACConfig",
@@ -103,6 +106,8 @@ __all__ = [
     "load_config",
     "name_differences",
     "parse_config",
+    "past_name",
+    "past_of",
     "reference_of",
     "with_model",
 ]

@@ -8,15 +8,16 @@ from pathlib import Path
 
 from sqlalchemy import Connection, select
 
-from palestra.config import SAVED_CONFIG, load_config
+from palestra.config import SAVED_CONFIG, JobConfig, load_config
 from palestra.doctor.rule import History, JobSize, Row, Rule
-from palestra.doctor.rules import RULES
+from palestra.doctor.rules import OF_A_JOB, OF_A_POLICY, RULES
 from palestra.doctor.store_facts import disk_facts, store_facts
 from palestra.errors import NotFound
 from palestra.store.browsing import EpisodeSummary, browse
 from palestra.store.run_log import read_metrics
 from palestra.store.search import readable_summaries
 from palestra.store.tables import episodes, groups
+from palestra.types.metrics import row_of_policy
 
 MOST_EPISODES = 5  # of a finding
 MOST_LOOKED_AT = 2000  # episodes of a step, of which a finding's are chosen
@@ -79,33 +80,55 @@ def examine(folder: Path | str) -> Examination:
     if not (folder / "run.db").is_file():
         raise NotFound(f"{folder} is not the folder of a run (it has no run.db)")
     config = load_config(folder / SAVED_CONFIG)
-    job = JobSize(groups_per_step=config.rollout.groups_per_step, steps=config.steps)
+    job = JobSize.of(config)
     with browse(folder / "run.db") as connection:
         rows, facts = read_metrics(connection), store_facts(connection)
-        known: list[Row] = [{**row, **facts.get(int(row["step"]), {})} for row in rows if "train/episodes" in row]
-        if known:
-            known[-1] = {**known[-1], **disk_facts(folder, int(known[-1]["step"]), config.steps)}
-        found = findings_of(known, job)
+        trained = [row for row in rows if any(name.endswith("train/episodes") for name in row)]
+        whole: list[Row] = [{**row, **facts.get(int(row["step"]), {})} for row in trained]
+        if whole:
+            whole[-1] = {**whole[-1], **disk_facts(folder, int(whole[-1]["step"]), config.steps)}
+        found = _of_policies(whole, job, config) if config.trains_several else findings_of(whole, job)
         shown = [_with_episodes(connection, finding) for finding in found]
-    return Examination(step=int(known[-1]["step"]) if known else 0, steps=config.steps, findings=tuple(shown))
+    return Examination(step=int(whole[-1]["step"]) if whole else 0, steps=config.steps, findings=tuple(shown))
 
 
-def findings_of(rows: Iterable[Row], job: JobSize) -> list[Finding]:
+def _of_policies(rows: Sequence[Row], job: JobSize, config: JobConfig) -> list[Finding]:
+    """Return what the rules find where several policies are trained: of the job, and of each policy in its own steps.
+
+    Args:
+        rows: of training steps, oldest first.
+        job: the job.
+        config: of the job.
+    """
+    rivals = config.trained_policies
+    own = {policy: [row_of_policy(row, policy, rivals) for row in rows] for policy in rivals}
+    # For the signs of the job, a step is seen as by the first policy that was trained in it.
+    played = ([row for row in views if row.get("train/episodes")] for views in zip(*own.values(), strict=True))
+    of_job = [views[0] for views in played if views]
+    found = findings_of(of_job, job, OF_A_JOB)
+    for policy, seen in own.items():
+        of_policy = findings_of([row for row in seen if row.get("train/episodes")], job, OF_A_POLICY)
+        found += [replace(finding, seen=f"policy {policy}: {finding.seen}") for finding in of_policy]
+    return sorted(found, key=lambda finding: not finding.holds)
+
+
+def findings_of(rows: Iterable[Row], job: JobSize, rules: Sequence[Rule] = RULES) -> list[Finding]:
     """Return what the rules find in rows, without episodes.
 
     Args:
         rows: of training steps, oldest first, with the numbers of `store_facts` where they are known.
         job: the job.
+        rules: the signs that are looked for.
     """
     history, newest = History(job), 0
     spells: dict[str, _Spell] = {}
     for row in rows:
         history.add(row)
         before, newest = newest, int(row["step"])
-        for rule in RULES:
+        for rule in rules:
             if (seen := rule.seen(history)) is not None:
                 spells.setdefault(rule.code, _Spell(rule)).extend(before, newest, seen)
-    found = [spell.finding(newest) for rule in RULES if (spell := spells.get(rule.code)) is not None]
+    found = [spell.finding(newest) for rule in rules if (spell := spells.get(rule.code)) is not None]
     return sorted(found, key=lambda finding: not finding.holds)
 
 

@@ -23,8 +23,10 @@ from palestra.learner.budget import TrainingBudget
 from palestra.learner.checkpoints import CheckpointSchedule
 from palestra.learner.evaluation import evaluate
 from palestra.learner.groups import DynamicSampling, gather_groups
+from palestra.learner.pools import Pools
 from palestra.learner.recordings import Recordings, gather_recorded
 from palestra.learner.reporting import RunFolder, StepLog, checkpoints_of
+from palestra.learner.roles import role_metrics
 from palestra.learner.schedule import TaskOrder
 from palestra.learner.teacher import ServedTeacher
 from palestra.learner.update import PolicyUpdate
@@ -109,6 +111,7 @@ class Learner:
             self._wall,
             self._event,
         )
+        self._pools = Pools(config, trainer, engine, policies, store, folder.pools)
         sources = [(name, algorithms[name].recorded) for name in policies.trained]
         recorded = [(name, source) for name, source in sources if source is not None]
         self._recordings = self._recordings_of(recorded)
@@ -137,12 +140,16 @@ class Learner:
         return Recordings(source, self._policies.runtime(policy), self._store)
 
     async def prepare(self) -> None:
-        """Look whether what the training needs of other servers is there, before this one takes requests.
+        """Look whether what the training needs of other servers is there, and load past versions.
+
+        Both have to be done before this server takes requests.
 
         Raises:
             ConfigError: a server that is to teach can't.
             TeacherFailed: it does not answer.
+            CheckpointError: a past version can't be written.
         """
+        await self._pools.open()
         try:
             for teacher in self._teachers.values():
                 await teacher.check()
@@ -190,6 +197,7 @@ class Learner:
             row |= {"step": float(step), "time/step_seconds": time.monotonic() - started}
             await self._store.log.put_unfinished_metrics(row)  # before a checkpoint makes the step final
             self._progress.step, self._progress.sampled_tokens = step, self._budget.sampled
+            await self._pools.add(step)
             await self._open_engine()
             await self._checkpoints.save_if_due(step, last=self._budget.is_over(step))
             finished = await self._finish_step(row)
@@ -230,6 +238,7 @@ class Learner:
         if state is not None:
             self._progress.step = int(state["step"])
             self._wall_before = float(state["wall_seconds"])
+        await self._pools.check(self._progress.step)
         await self._budget.restore(self._progress.step)
         self._progress.sampled_tokens = self._budget.sampled
         if known is not None:
@@ -331,6 +340,7 @@ class Learner:
         trajectories = await self._store.calls.trajectories(manifest.episode_ids)
         await self._budget.count(manifest.step)
         row: dict[str, float] = {"rollout/sampled_tokens": float(self._budget.sampled)}
+        row |= role_metrics(trajectories, self._policies.roles)
         due = self._due(manifest.step)
         # All batches are made before the first update, so that no policy's rows depend on another one's update.
         batches = {name: await update.make_batch(manifest.step, trajectories) for name, update in due.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -128,7 +128,11 @@ async def _read(
 ) -> tuple[DialectRequest[Any], PolicyRuntime]:
     """Return the parsed request and the runtime of the policy that answers it."""
     asked = await read_with(partial(parse, headers=request.headers), request, plane.pool)
-    runtime = plane.sessions.context.policies.asked(asked.policy, asked.agent)
+    players: Mapping[str, str] = {}
+    if plane.config.kind == "training":
+        key = plane.keys.require_episode(request)
+        players = await plane.sessions.players(key.episode_id, key.fence)
+    runtime = plane.sessions.context.policies.asked(asked.policy, asked.agent, players)
     if runtime.name != asked.policy:
         asked = asked.of_policy(runtime.name)
     check(asked, runtime)

@@ -43,7 +43,8 @@ class DataPlane:
     def recent_reward(self) -> float | None:
         """Mean reward of the last 64 training episodes, without that of frozen policies; None before the first."""
         recent, roles = self.store.episodes.recent_rewards, self.sessions.context.policies.roles
-        return sum(sum(roles.trained_rewards(rewards).values()) for rewards in recent) / len(recent) if recent else None
+        learned = [roles.of_episode(players).trained_rewards(rewards).values() for rewards, players in recent]
+        return sum(map(sum, learned)) / len(learned) if learned else None
 
     def stop(self) -> None:
         """Begin the shutdown: every waiting request is answered that the server stops and may come back."""
