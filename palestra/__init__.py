@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from palestra.agents import ModelAgent as ModelAgent
     from palestra.agents import Observation as Observation
     from palestra.agents import PolicyHandle as PolicyHandle
+    from palestra.agents import RandomAgent as RandomAgent
     from palestra.agents import ToolAgent as ToolAgent
     from palestra.algorithms.base import Algorithm as Algorithm
     from palestra.algorithms.base import Group as Group
@@ -69,6 +70,8 @@ if TYPE_CHECKING:
     from palestra.runtime.evaluating import TaskOutcome as TaskOutcome
     from palestra.runtime.evaluating import evaluate as evaluate
     from palestra.runtime.job_thread import TrainResult as TrainResult
+    from palestra.runtime.matrix.play import play_matrix as play_matrix
+    from palestra.runtime.matrix.result import Matrix as Matrix
     from palestra.runtime.probabilities import ChoiceQuestion as ChoiceQuestion
     from palestra.runtime.probabilities import choice_probabilities as choice_probabilities
     from palestra.runtime.training import train as train
@@ -79,7 +82,16 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _EXPORTS: dict[str, tuple[str, ...]] = {
-    "palestra.agents": ("Agent", "Chat", "ChatMessage", "ModelAgent", "Observation", "PolicyHandle", "ToolAgent"),
+    "palestra.agents": (
+        "Agent",
+        "Chat",
+        "ChatMessage",
+        "ModelAgent",
+        "Observation",
+        "PolicyHandle",
+        "RandomAgent",
+        "ToolAgent",
+    ),
     "palestra.algorithms.base": (
         "Algorithm",
         "Group",
@@ -100,6 +112,8 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "palestra.client.control": ("ControlClient",),
     "palestra.runtime.evaluating": ("Evaluation", "TaskOutcome", "evaluate"),
     "palestra.runtime.job_thread": ("TrainResult",),
+    "palestra.runtime.matrix.play": ("play_matrix",),
+    "palestra.runtime.matrix.result": ("Matrix",),
     "palestra.runtime.probabilities": ("ChoiceQuestion", "choice_probabilities"),
     "palestra.runtime.training": ("train",),
     "palestra.config": ("JobConfig", "OptimizerConfig", "PolicyConfig", "RolloutConfig", "load_config"),

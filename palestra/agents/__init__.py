@@ -4,6 +4,7 @@ Importing this package loads neither torch nor ray, so that a rollout worker sta
 """
 
 from palestra.agents.agent import Agent, ModelAgent, PolicyHandle, ToolAgent
+from palestra.agents.random_agent import RandomAgent
 from palestra.types.calls import Chat
 from palestra.types.messages import ChatMessage, Observation, text_message
 
@@ -14,6 +15,7 @@ __all__ = [
     "ModelAgent",
     "Observation",
     "PolicyHandle",
+    "RandomAgent",
     "ToolAgent",
     "text_message",
 ]

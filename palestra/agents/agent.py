@@ -24,6 +24,11 @@ class PolicyHandle(Protocol):
         ...
 
     @property
+    def seed(self) -> int:
+        """Return a number for an agent that draws: of this TimeStep, and the same when the episode is played again."""
+        ...
+
+    @property
     def history(self) -> tuple[ChatMessage, ...]:
         """Return the agent's conversation before this observation: earlier observations and the agent's actions."""
         ...

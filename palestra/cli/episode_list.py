@@ -30,6 +30,7 @@ def episode_lines(rows: Sequence[EpisodeSummary], now: float, width: int | None)
         return
     columns = ["episode", "task", "state", "reward", "calls", "tokens", "attempts"]
     columns += ["forks"] if any(row.forks for row in rows) else []
+    columns += ["players"] if any(row.players for row in rows) else []
     columns += ["held by"] if any(row.worker_id is not None for row in rows) else []
     cells = [_cells(row, now, None if width is None else TASK) for row in rows]
     sizes = {name: max(len(name), *(len(cell[name]) for cell in cells)) for name in columns}
@@ -66,6 +67,7 @@ def _cells(row: EpisodeSummary, now: float, task: int | None) -> dict[str, str]:
         "tokens": str(row.completion_tokens),
         "attempts": str(row.attempts),
         "forks": ", ".join(f"{n} {reason.value.replace('_', ' ')}" for reason, n in row.forks.items()),
+        "players": ", ".join(f"{role}={name}" for role, name in row.players.items()),
         "held by": held,
         "note": " ".join("; ".join(filter(None, notes)).split()),
     }

@@ -84,6 +84,8 @@ def _show(
     reward = "none" if episode.reward is None else f"{episode.reward:g}"
     console.print(f"[bold]{episode.episode_id}[/]  {episode.state}  reward {reward}  attempts {episode.attempts}")
     console.print(Text(f"task {episode.task.task_id}: {episode.task.data}"))
+    if episode.players:
+        console.print(Text("; ".join(f"{role} is played by {name}" for role, name in episode.players.items())))
     if episode.state is EpisodeState.CLAIMED:
         console.print(Text(f"held by {episode.worker_id}"))
     if view.failed_reason is not None:
@@ -98,9 +100,9 @@ def _show(
     console.print()
     console.print(call_tree(trajectory, trie, set(trie.chats) - kept))
     for number, row in enumerate(rows_of(trie, kept), 1):
-        policy, of = config.policies[row.policy], ""
-        if len(config.policies) > 1:
-            of = f" of {row.policy}{', which is frozen' if policy.frozen else ''}"
+        frozen, of = row.policy in config.players.of_episode(episode.players).frozen, ""
+        if len(config.policies) > 1 or config.players.pools:
+            of = f" of {row.policy}{', which is frozen' if frozen else ''}"
         console.print(f"\n[bold]row {number}[/]{of}: {len(row.ids)} tokens, {int(row.sampled.sum())} sampled")
         trained = row.policy in fates and fates[row.policy].trained
         console.print(_tokens(row, trained, token_text(config, row.policy), unfold))

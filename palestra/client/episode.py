@@ -83,6 +83,9 @@ class Episode:
     task: dict[str, Any]
     policy: ModelEndpoint
     lease_seconds: float
+    players: Mapping[str, str] = field(
+        default_factory=dict
+    )  # who plays a role that has a pool: `{"opponent": "white@5"}`
     reward: float | Mapping[str, float] | None = None
     named_rewards: Mapping[str, float | None] | None = None
     metadata: dict[str, Any] = field(default_factory=dict)

@@ -100,6 +100,7 @@ def read_claim(answer: ClaimAnswer) -> tuple[Episode | None, bool]:
         task=dict(claimed.task),
         policy=policy,
         lease_seconds=claimed.lease_seconds,
+        players=dict(claimed.players),
     )
     return episode, False
 

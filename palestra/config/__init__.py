@@ -40,6 +40,7 @@ from palestra.config.policy_gradient import (
     RLOOConfig,
     ScaledGroupConfig,
 )
+from palestra.config.pools import PoolConfig, RoleConfig, past_name, past_of
 from palestra.config.renames import in_present_names
 from palestra.config.roles import MAX_AGENT, Roles, is_agent_name
 from palestra.config.seats import SeatsConfig
@@ -82,9 +83,11 @@ __all__ = [
     "PPOConfig",
     "PolicyConfig",
     "PolicyGradientConfig",
+    "PoolConfig",
     "RAEConfig",
     "RLOOConfig",
     "ReinforcePPConfig",
+    "RoleConfig",
     "Roles",
     "RolloutConfig",
     "SACConfig",
@@ -105,6 +108,8 @@ __all__ = [
     "load_config",
     "name_differences",
     "parse_config",
+    "past_name",
+    "past_of",
     "reference_of",
     "with_model",
 ]

@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from palestra.config.job import Identifier
-from palestra.config.section import Positive, Section, explain
+from palestra.config.section import Identifier, Positive, Section, explain
 from palestra.errors import ConfigError
 
 Seed = Annotated[int, Field(ge=0, lt=2**63)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 from pydantic_core import to_json
@@ -16,14 +16,14 @@ from palestra.config.engine import EmbeddedEngineConfig, EngineConfig
 from palestra.config.networks import TeacherServerConfig
 from palestra.config.policy import PolicyConfig, UpdatesConfig, not_frozen, with_model
 from palestra.config.policy_gradient import GRPOConfig
+from palestra.config.pools import Role, RoleConfig
 from palestra.config.renames import in_first_names
-from palestra.config.roles import AgentName, Roles
+from palestra.config.roles import AgentName, Roles, check_pools
 from palestra.config.seats import SeatsConfig
-from palestra.config.section import Positive, Seconds, Section
+from palestra.config.section import Identifier, Positive, Seconds, Section
 from palestra.config.trained import check_trained
 from palestra.errors import ConfigError
 
-Identifier = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 JobKind = Literal["training", "inference"]
 
 SMOLLM2, TINY = "SmolLM2-135M-Instruct", "tiny-random"  # models that need no download from a hub
@@ -243,11 +243,12 @@ class JobConfig(Section):
         max_length=MAX_POLICIES,
         description=f"One to {MAX_POLICIES} models by name. A training job trains all that are not frozen.",
     )
-    roles: dict[AgentName, Identifier] = Field(
+    roles: dict[AgentName, Role] = Field(
         {},
         description="The policy that plays an agent, by the agent's name (`agent/solver` is any of `agent/solver-1`, "
         "`agent/solver-2`, …; a subagent without a role is played by its parent's policy). An agent that is not named "
-        "here is played by the first policy that is not frozen.",
+        "here is played by the first policy that is not frozen. In place of a name, a table has a role played by past "
+        "versions.",
     )
     tracking: list[Identifier] = Field(
         [],
@@ -277,7 +278,8 @@ class JobConfig(Section):
 
     @model_validator(mode="after")
     def _roles_have_policies(self) -> JobConfig:
-        for agent, policy in self.roles.items():
+        for agent, role in self.roles.items():
+            policy = role.policy if isinstance(role, RoleConfig) else role
             if policy not in self.policies:
                 known = ", ".join(map(repr, self.policies))
                 raise ValueError(f"roles.{agent} is {policy!r}, and there is no such policy (there are {known})")
@@ -287,6 +289,7 @@ class JobConfig(Section):
     def _can_be_trained(self) -> JobConfig:
         if self.kind == "training":
             check_trained(self)
+            check_pools(self.players, self.steps, self.rollout.max_staleness, self.algorithm_of)
         return self
 
     @model_validator(mode="after")
@@ -343,11 +346,13 @@ class JobConfig(Section):
     def players(self) -> Roles:
         """Return which policy plays which agent."""
         default = (*self.trained_policies, *self.policies)[0]
+        tables = {agent: role for agent, role in self.roles.items() if isinstance(role, RoleConfig)}
         return Roles(
             default=default,
-            named=self.roles,
+            named={agent: role.policy if isinstance(role, RoleConfig) else role for agent, role in self.roles.items()},
             frozen=frozenset(self.frozen_policies),
             rivals=self.trained_policies if self.trains_several else (),
+            pools={agent: role.pool for agent, role in tables.items() if role.pool is not None},
         )
 
     def with_model(self, model: str) -> JobConfig:

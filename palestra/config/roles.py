@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from pydantic import AfterValidator
+
+from palestra.config.algorithm_base import AlgorithmConfig
+from palestra.config.pools import PoolConfig, past_of
 
 MAX_AGENT = 200  # characters of an agent's name
 _NUMBER = re.compile(r"-\d+(?=/|$)")  # at the end of a name, of which there are several: `solver-2`
@@ -35,14 +38,34 @@ class Roles:
     Attributes:
         default: the policy of every agent that has no role of its own: the first one that is trained.
         named: the policy of a role, by the agent's name.
-        frozen: the policies that are never trained.
+        frozen: the policies that are never trained; of an episode, also the past versions that play in it.
         rivals: the policies that are trained, where there are several: then each learns from its own rewards alone.
+        pools: the pool of a role that past versions play, by the agent's name.
     """
 
     default: str
     named: Mapping[str, str] = field(default_factory=dict)
     frozen: frozenset[str] = frozenset()
     rivals: tuple[str, ...] = ()
+    pools: Mapping[str, PoolConfig] = field(default_factory=dict)
+
+    @property
+    def newest(self) -> dict[str, str]:
+        """Return the policy of each role that newest weights play, always or in some groups."""
+        pools = self.pools
+        return {role: name for role, name in self.named.items() if role not in pools or pools[role].latest_share}
+
+    def of_episode(self, players: Mapping[str, str]) -> Roles:
+        """Return the roles as they are in one episode.
+
+        Args:
+            players: which policy, or past version of one, plays a role that has a pool, by the agent's name; empty for
+                an episode of a job without pools.
+        """
+        if not players:
+            return self
+        past = frozenset(name for name in players.values() if past_of(name) is not None)
+        return replace(self, named={**self.named, **players}, frozen=self.frozen | past)
 
     def policy_of(self, agent: str) -> str:
         """Return the policy that plays an agent.
@@ -108,3 +131,39 @@ class Roles:
     def _has_below(self, agent: str, policy: str) -> bool:
         """Return whether a policy plays a subagent of an agent by a role."""
         return any(name.startswith(f"{agent}/") and other == policy for name, other in self.named.items())
+
+
+def check_pools(roles: Roles, steps: int, max_staleness: int, algorithm_of: Callable[[str], AlgorithmConfig]) -> None:
+    """Refuse pools from which nothing could be learned.
+
+    Args:
+        roles: of the job.
+        steps: of the job.
+        max_staleness: of its episodes, in steps.
+        algorithm_of: returns the algorithm of a policy, which says what an agent's calls are credited with.
+
+    Raises:
+        ValueError: the pool is of a frozen policy, has a version besides that of step 0 too late for the job, or has
+            the newest weights play against themselves for one reward.
+    """
+    for agent, pool in roles.pools.items():
+        policy = roles.named[agent]
+        if policy in roles.frozen:
+            raise ValueError(
+                f"roles.{agent} is a pool of {policy!r}, which is frozen and so has one version only; write "
+                f"roles.{agent} = {policy!r}"
+            )
+        # A version of step v plays in steps after v, and later by as much as episodes are played ahead.
+        if pool.every_steps + max_staleness >= steps:
+            raise ValueError(
+                f"roles.{agent}.pool.every_steps is {pool.every_steps}, and the job has {steps} steps: its pool would "
+                "never have another version than that of step 0; lower it, or give the role to a frozen policy of "
+                "the same model"
+            )
+        seats = [name for name, other in roles.named.items() if other == policy and name != agent]
+        if pool.latest_share and (seats or policy == roles.default) and not algorithm_of(policy).credits_agents:
+            raise ValueError(
+                f"roles.{agent}.pool.latest_share is {pool.latest_share:g}, so that {policy!r} also plays against its "
+                "newest self, and the two rewards would be added up; credit each agent with its own "
+                "(algorithm.credit = 'agent'), or set latest_share = 0"
+            )

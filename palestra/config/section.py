@@ -21,6 +21,9 @@ from palestra.errors import ConfigError
 SHOWN = (int, float, str, bool, type(None), list, tuple)  # types whose values can be shown in a message, shortened
 
 
+Identifier = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+# Where a value may be a name or a table: pydantic has these in the places of mistakes, and users have not written them.
+TAG_OF_NAME, TAG_OF_TABLE = "(name)", "(table)"
 _PART = re.compile(r'"([^"]*)"(?=\.|$)|([^.]*)')  # of a dotted key; in quotes, it may have dots
 
 
@@ -138,7 +141,7 @@ def _walk(root: type[Section], loc: tuple[int | str, ...]) -> tuple[tuple[str, .
         loc: pydantic's path, which also has the kind of each union that it goes through.
     """
     place: list[str] = []
-    section, rest = root, [str(step) for step in loc]
+    section, rest = root, [str(step) for step in loc if step not in (TAG_OF_NAME, TAG_OF_TABLE)]
     while rest:
         step = rest.pop(0)
         place.append(step)

@@ -57,10 +57,15 @@ def _check_several(config: JobConfig) -> None:
                 f"{key}.advantage_scale is 'gdpo', which normalises rewards by name; they are of a whole episode, and "
                 f"it is not known which of {' and '.join(map(repr, names))} has earned them"
             )
-        if name != names[0] and name not in config.roles.values():
+        if name != names[0] and name not in config.players.named.values():
             raise ValueError(
                 f"policies.{name} is trained and plays no agent, so that it would have no rewards: give it a role "
                 f"(roles.AGENT = {name!r}), or set policies.{name}.frozen = true"
+            )
+        if name != names[0] and name not in config.players.newest.values():
+            raise ValueError(
+                f"policies.{name} is trained and played by its past versions only, from which nothing is learned; give "
+                "it a role without a pool, or set pool.latest_share above 0"
             )
 
 

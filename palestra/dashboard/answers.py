@@ -131,6 +131,7 @@ class EpisodeLine(Answer):
     termination: str | None = None
     reason: str | None = Field(None, description="Why it was given back or discarded last.")
     worker: str | None = Field(None, description="The worker that holds it now.")
+    players: dict[str, str] = Field({}, description="Who plays a role that has a pool, by the role.")
     damaged: str | None = Field(None, description="Why its record can't be read.")
 
 

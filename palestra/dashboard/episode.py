@@ -101,7 +101,7 @@ def read_reading(run: Run, episode_id: str) -> EpisodeReading:
     fates = TokenFates(
         episode=whole_fate(by_policy),
         by_policy=by_policy,
-        frozen=config.players.frozen,
+        frozen=config.players.of_episode(view.trajectory.episode.players).frozen,
         kept=kept,
         policies={chat.index: chat.policy for chat in chats},
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from palestra.config import JobConfig
+from palestra.config import JobConfig, past_of
 from palestra.store.browsing import EpisodeView
 from palestra.tokens import TokenTrie, TrieNode, calls_of_final_answers
 from palestra.types.calls import Chat
@@ -60,7 +60,10 @@ def _fate(view: EpisodeView, config: JobConfig, policy: str, events: Sequence[Ev
     for event in mine:
         if event.kind == "episode_untrainable" and event.data.get("policy", policy) == policy:
             return Fate(False, f"in the batch of step {view.step}, and left out of it: {event.data.get('reason')}")
-    own = [config.players.rewards_of(policy, by_agent) for by_agent in view.group_rewards]
+    own = [
+        config.players.of_episode(players).rewards_of(policy, by_agent)
+        for by_agent, players in zip(view.group_rewards, view.group_players, strict=True)
+    ]
     rewards = [sum(by_agent.values()) for by_agent in own if by_agent or not config.trains_several]
     algorithm = config.algorithm_of(policy)
     if algorithm.smallest_group > 1 and not algorithm.trains_equal_rewards and len(set(rewards)) < 2:
@@ -131,7 +134,8 @@ class TokenFates:
         """Return whether the tokens that a call sampled are trained, and why."""
         policy = self.policies[index]
         if policy in self.frozen:
-            return Fate(False, f"sampled, not trained: the policy {policy} is frozen")
+            what = f"the policy {policy} is frozen" if past_of(policy) is None else f"{policy} is a past version"
+            return Fate(False, f"sampled, not trained: {what}")
         if index not in self.kept:
             return Fate(
                 False, "sampled, not trained: no later call went on from it, and algorithm.train_on is final-branch"

@@ -80,6 +80,7 @@ def _line(found: EpisodeSummary) -> EpisodeLine:
         termination=found.termination,
         reason=found.reason,
         worker=found.worker_id,
+        players=found.players,
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
-from palestra.config import JobConfig
+from palestra.config import JobConfig, past_of
 
 TokenText = Callable[[int], str]
 
@@ -16,7 +16,7 @@ def token_text(config: JobConfig, policy: str) -> TokenText:
 
     Args:
         config: of the run.
-        policy: name of the policy.
+        policy: name of the policy, or of a past version of one.
 
     Raises:
         ModelError: the tokenizer of the policy's model is not on this machine.
@@ -26,7 +26,8 @@ def token_text(config: JobConfig, policy: str) -> TokenText:
 
         plain = ByteTokenizer()
         return lambda token: plain.decode([token])
-    return _of_model(config.policies[policy].model)
+    past = past_of(policy)
+    return _of_model(config.policies[policy if past is None else past[0]].model)
 
 
 @lru_cache(maxsize=8)

@@ -82,7 +82,7 @@ def examine(folder: Path | str) -> Examination:
     if not (folder / "run.db").is_file():
         raise NotFound(f"{folder} is not the folder of a run (it has no run.db)")
     config = load_config(folder / SAVED_CONFIG)
-    job = JobSize(groups_per_step=config.rollout.groups_per_step, steps=config.steps)
+    job = JobSize.of(config)
     with browse(folder / "run.db") as connection:
         rows, facts = read_metrics(connection), store_facts(connection)
         known: list[Row] = [{**row, **facts.get(int(row["step"]), {})} for row in rows if int(row["step"])]

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
+from palestra.config import JobConfig
 from palestra.store.browsing import EpisodeSummary
 
 Row = Mapping[str, float]
@@ -24,10 +26,25 @@ class JobSize:
     Attributes:
         groups_per_step: number of groups in each step.
         steps: number of steps of the job.
+        opponents: whether two of its agents are known to play against each other.
+        rivals: whether both of two agents get better: several policies are trained, or one plays against its past.
     """
 
     groups_per_step: int
     steps: int
+    opponents: bool = False
+    rivals: bool = False
+
+    @classmethod
+    def of(cls, config: JobConfig) -> Self:
+        """Return what the rules need to know of a job."""
+        pools = bool(config.players.pools)
+        return cls(
+            groups_per_step=config.rollout.groups_per_step,
+            steps=config.steps,
+            opponents=pools,
+            rivals=pools or len(config.trained_policies) > 1,
+        )
 
 
 class History:
@@ -47,8 +64,8 @@ class History:
             self.add(row)
 
     def add(self, row: Row) -> None:
-        """Add the row of the next step; one of an evaluation alone is left out."""
-        if "train/episodes" not in row:
+        """Add the row of the next step; one of an evaluation, or without any episode of the policy, is left out."""
+        if not row.get("train/episodes"):
             return
         if len(self.start) < START:
             self.start.append(row)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from palestra.doctor.opponent_rules import OPPONENT_RULES
 from palestra.doctor.rule import History, Rule
 from palestra.doctor.step_rules import STEP_RULES
 from palestra.doctor.store_rules import STORE_RULES
 from palestra.doctor.trend_rules import TREND_RULES
 from palestra.types.progress import HealthWarning
 
-RULES: tuple[Rule, ...] = (*STEP_RULES, *TREND_RULES, *STORE_RULES)
+RULES: tuple[Rule, ...] = (*STEP_RULES, *TREND_RULES, *STORE_RULES, *OPPONENT_RULES)
 
 
 OF_A_POLICY = tuple(rule for rule in RULES if not rule.of_job)

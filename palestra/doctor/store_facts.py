@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import shutil
+import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,12 @@ from palestra.doctor.store_rules import (
     CONSTANT_SUM,
     FAILURES,
     FREE,
+    HIGHEST,
+    LOWEST,
     NEEDED,
     REASON,
     REWARD_SPREAD,
+    TOGETHER,
     TWO_AGENTS,
 )
 from palestra.store.run_store import UNREADABLE
@@ -71,11 +75,24 @@ def _opponents(rows: Iterable[Any]) -> dict[str, float]:
     sums = sorted(math.fsum(found.values()) for found in rewards)
     middle = sums[len(sums) // 2]
     known = [value for found in rewards for value in found.values()]
+    one, other = ([found[name] for found in rewards] for name in sorted(names))
+    together = _correlation(one, other)
     return {
         TWO_AGENTS: float(len(rewards)),
         CONSTANT_SUM: sum(math.isclose(value, middle, abs_tol=1e-6) for value in sums) / len(sums),
         REWARD_SPREAD: max(known) - min(known),
+        HIGHEST: max(known),
+        LOWEST: min(known),
+        **({} if together is None else {TOGETHER: together}),
     } | {AGENT_REWARD + name: math.fsum(found[name] for found in rewards) / len(rewards) for name in names}
+
+
+def _correlation(one: Sequence[float], other: Sequence[float]) -> float | None:
+    """Return the correlation of two agents' rewards, from -1 to 1; None: one of them is always the same."""
+    try:
+        return statistics.correlation(one, other)
+    except statistics.StatisticsError:
+        return None
 
 
 def _rewards(text: str) -> dict[str, float] | None:

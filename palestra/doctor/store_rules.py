@@ -11,6 +11,8 @@ REASON = "store/reason/"  # and the reason: how many attempts of the step ended 
 AGENT_REWARD = "store/reward/"  # and the agent: its mean reward
 CONSTANT_SUM, TWO_AGENTS = "store/constant_sum_share", "store/episodes_of_two"
 REWARD_SPREAD = "store/reward_spread"
+HIGHEST, LOWEST = "store/reward_highest", "store/reward_lowest"
+TOGETHER = "store/reward_correlation"  # of the two agents of an episode; absent where one always earns the same
 FREE, NEEDED = "disk/free_bytes", "disk/needed_bytes"
 
 FAILED_SHARE, LEAST_FAILED = 0.2, 3

@@ -75,6 +75,25 @@ class Engine(Protocol):
         """
         ...
 
+    async def add_policy(self, name: str, like: str, version: PolicyVersion, source: WeightSource | None) -> None:
+        """Let requests be sampled from one more policy, which has a model of the same kind as another.
+
+        Args:
+            name: of the new policy; if there is one of this name, it gets these weights.
+            like: name of the policy whose kind of model it has.
+            version: what tokens that are sampled from it say.
+            source: where the engine reads its weights; None: it gets the present ones of `like`.
+
+        Raises:
+            ModelError: the weights do not fit the model.
+            EngineFailure: the engine was stopped, or has failed.
+        """
+        ...
+
+    async def remove_policy(self, name: str) -> None:
+        """Free the memory of a policy that `add_policy` has added; its requests fail. An unknown name is ignored."""
+        ...
+
     async def pause(self) -> None:
         """Return when no forward pass runs; none starts until `resume`."""
         ...

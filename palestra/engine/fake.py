@@ -106,6 +106,21 @@ class FakeEngine:
         """
         self._versions[policy] = version
 
+    async def add_policy(self, name: str, like: str, version: PolicyVersion, source: WeightSource | None) -> None:
+        """Take the version of one more policy, and no tensor.
+
+        Args:
+            name: of the new policy.
+            like: not used, because all policies are one script.
+            version: what tokens that are sampled from it say.
+            source: not read.
+        """
+        self._versions[name] = version
+
+    async def remove_policy(self, name: str) -> None:
+        """Forget the version of a policy."""
+        self._versions.pop(name, None)
+
     async def pause(self) -> None:
         """Finish the forward pass that runs, and begin no other until `resume`."""
         self._running.clear()

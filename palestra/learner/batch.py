@@ -13,7 +13,7 @@ import numpy as np
 from palestra.algorithms.base import Algorithm, ForwardOutputs, Group, TokenAdvantages
 from palestra.algorithms.loss import part_scale, token_weights
 from palestra.algorithms.named_rewards import missing_rewards, reward_means
-from palestra.config import AlgorithmConfig, LossAggMode, Roles
+from palestra.config import AlgorithmConfig, LossAggMode, Roles, past_of
 from palestra.errors import InvalidAlgorithm
 from palestra.learner.shares import shares_of, without_unused
 from palestra.tokens import TokenTrie, calls_of_final_answers, choice_rows, rows_of
@@ -336,7 +336,7 @@ def token_metrics(trajectories: Sequence[Trajectory], roles: Roles) -> dict[str,
         roles: which policies are frozen.
     """
     calls = [chat for t in trajectories for chat in t.chats]
-    frozen = [chat for chat in calls if chat.policy in roles.frozen]
+    frozen = [chat for chat in calls if chat.policy in roles.frozen or past_of(chat.policy) is not None]
     return {
         "train/calls_frozen": float(len(frozen)),
         "train/tokens_frozen": float(sum(len(chat.completion_ids) for chat in frozen)),

@@ -50,7 +50,11 @@ async def evaluate(
 def _means(episodes: Sequence[EpisodeRecord], roles: Roles, algorithm: AlgorithmConfig) -> dict[str, float]:
     """Return the means of rewards where one policy at most is trained; the arguments are those of `evaluate`."""
     named = [e.named_rewards for e in episodes if e.rewards is not None]
-    rewards = [float(sum(roles.trained_rewards(e.rewards).values())) for e in episodes if e.rewards is not None]
+    rewards = [
+        float(sum(roles.of_episode(e.players).trained_rewards(e.rewards).values()))
+        for e in episodes
+        if e.rewards is not None
+    ]
     rewards = [reward + more for reward, more in zip(rewards, missing_rewards(named, algorithm), strict=True)]
     row = {f"validation/rewards/{name}": mean for name, mean in reward_means(named).items()}
     return row | ({"validation/reward_mean": sum(rewards) / len(rewards)} if rewards else {})
@@ -60,7 +64,7 @@ def _means_of_rivals(episodes: Sequence[EpisodeRecord], roles: Roles) -> dict[st
     """Return for each of several trained policies the mean of its own rewards over the episodes in which it has any."""
     row = {}
     for policy in roles.rivals:
-        own = [roles.rewards_of(policy, e.rewards) for e in episodes if e.rewards is not None]
+        own = [roles.of_episode(e.players).rewards_of(policy, e.rewards) for e in episodes if e.rewards is not None]
         rewards = [float(sum(found.values())) for found in own if found]
         if rewards:
             row[of_policy("validation/reward_mean", policy)] = sum(rewards) / len(rewards)

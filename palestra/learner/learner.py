@@ -22,8 +22,10 @@ from palestra.learner.budget import TrainingBudget
 from palestra.learner.checkpoints import CheckpointSchedule
 from palestra.learner.evaluation import evaluate
 from palestra.learner.groups import gather_groups
+from palestra.learner.pools import Pools
 from palestra.learner.recordings import gather_recorded
 from palestra.learner.reporting import RunFolder, StepLog, checkpoints_of
+from palestra.learner.roles import role_metrics
 from palestra.learner.schedule import TaskOrder
 from palestra.learner.updates import PolicyUpdates
 from palestra.rollout import RolloutSyncLock
@@ -90,6 +92,7 @@ class Learner:
             self._wall,
             self._event,
         )
+        self._pools = Pools(config, trainer, engine, policies, store, folder.pools)
         self._recordings = self._updates.recordings()
         self._log = StepLog(config, store.log, folder, progress, self._event)
         self._wall_before = 0.0
@@ -100,12 +103,16 @@ class Learner:
         self._validation_tasks: list[Task] = []
 
     async def prepare(self) -> None:
-        """Look whether what the training needs of other servers is there, before this one takes requests.
+        """Look whether what the training needs of other servers is there, and load past versions.
+
+        Both have to be done before this server takes requests.
 
         Raises:
             ConfigError: a server that is to teach can't.
             TeacherFailed: it does not answer.
+            CheckpointError: a past version can't be written.
         """
+        await self._pools.open()
         await self._updates.prepare()
 
     def stop(self) -> None:
@@ -144,6 +151,7 @@ class Learner:
             row |= {"step": float(step), "time/step_seconds": time.monotonic() - started}
             await self._store.log.put_unfinished_metrics(row)  # before a checkpoint makes the step final
             self._progress.step, self._progress.sampled_tokens = step, self._budget.sampled
+            await self._pools.add(step)
             await self._open_engine()
             await self._checkpoints.save_if_due(step, last=self._budget.is_over(step))
             finished = await self._finish_step(row)
@@ -184,6 +192,7 @@ class Learner:
         if state is not None:
             self._progress.step = int(state["step"])
             self._wall_before = float(state["wall_seconds"])
+        await self._pools.check(self._progress.step)
         await self._budget.restore(self._progress.step)
         self._progress.sampled_tokens = self._budget.sampled
         if known is not None:
@@ -271,6 +280,7 @@ class Learner:
         await self._budget.count(manifest.step)
         trained = await self._updates.train(manifest.step, trajectories)
         row = {"rollout/sampled_tokens": float(self._budget.sampled), **trained.row}
+        row |= role_metrics(trajectories, self._policies.roles)
         self._progress.staleness = trained.staleness
         started = time.monotonic()
         await self._publish(trained.policies)

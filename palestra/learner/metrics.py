@@ -8,6 +8,7 @@ from dataclasses import replace
 from palestra.algorithms.loss import LOSSES, LossMetric
 from palestra.algorithms.registry import ALGORITHMS
 from palestra.algorithms.regularization import REGULARIZATION_METRICS
+from palestra.learner.roles import ROLE_METRICS
 from palestra.trainer.base import CRITIC_METRICS, REFERENCE_METRICS, TRAINER_METRICS, StepReport
 from palestra.types.metrics import METRICS, Metric
 
@@ -27,6 +28,7 @@ def metric_tables() -> dict[str, tuple[Metric, ...]]:
     shipped = {name: loss for name, loss in sorted(LOSSES.items()) if loss.__module__.startswith("palestra.")}
     return {
         "Every run": (*METRICS, *_trained(TRAINER_METRICS)),
+        "Where several agents are rewarded": ROLE_METRICS,
         "With a reference policy": _trained((*REFERENCE_METRICS, *REGULARIZATION_METRICS)),
         "With a critic": _trained((*CRITIC_METRICS, *CRITIC_UPDATE_METRICS)),
         "Algorithms": _trained(_named({name: algorithm.metrics for name, algorithm in ALGORITHMS.items()})),

@@ -61,6 +61,11 @@ class RunFolder:
         """Return the path of the run store."""
         return self.path / "run.db"
 
+    @property
+    def pools(self) -> Path:
+        """Return the path of the folder in which past versions are written."""
+        return self.path / "pool"
+
     def write_config(self, config: JobConfig) -> None:
         """Write the whole configuration to `config.toml`, defaults included."""
         write_whole(self.path / SAVED_CONFIG, dump_config(config).encode())
@@ -189,7 +194,7 @@ class StepLog:
         """
         self._config, self._log, self._folder, self._progress = config, log, folder, progress
         self._add_event = add_event
-        size = JobSize(groups_per_step=config.rollout.groups_per_step, steps=config.steps)
+        size = JobSize.of(config)
         self._rivals = config.players.rivals
         sole = config.players.default if len(config.policies) > 1 else ""
         self._histories = {policy: History(size) for policy in self._rivals or (sole,)}

@@ -29,7 +29,7 @@ def share_of(trajectory: Trajectory, policy: str, roles: Roles) -> Trajectory:
     """
     # One of the rewards of a zero-sum game takes back what the other gives: their sum says nothing of who played well.
     episode = trajectory.episode
-    rewards = None if episode.rewards is None else roles.rewards_of(policy, episode.rewards)
+    rewards = None if episode.rewards is None else roles.of_episode(episode.players).rewards_of(policy, episode.rewards)
     sole = rewards == episode.rewards and all(c.policy == policy for step in trajectory.steps for c in step.chats)
     if sole and not (roles.rivals and episode.named_rewards):
         return trajectory

@@ -1,7 +1,7 @@
 """The weights of a policy on their way from a trainer to `Engine.sync_weights`.
 
-Trainer and engine do not know each other. A source stands between them, and says how the tensors travel. Today both are
-in one process, so there is one kind of source; this module loads no torch, because the fake trainer and the fake engine
+Trainer and engine do not know each other. A source stands between them, and says how the tensors travel: as they are,
+where both are in one process, or by a folder. This module loads no torch, because the fake trainer and the fake engine
 run without it.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -46,3 +47,21 @@ class LocalWeights:
         See `WeightSource`.
         """
         return iter(self.named)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedWeights:
+    """Weights in the files of a folder, in Hugging Face's layout.
+
+    Attributes:
+        folder: has `model*.safetensors`.
+    """
+
+    folder: Path
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors, [n, d] or [d], of one file after another; see `WeightSource`."""
+        from safetensors.torch import load_file
+
+        for path in sorted(self.folder.glob("model*.safetensors")):
+            yield from load_file(path).items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -134,7 +135,7 @@ class TrajectoryCollectEngine:
         """
         self._environment, self._agents = environment, agents
         self._sessions, self._session, self._algorithm_of = sessions, session, algorithm_of
-        self.roles = sessions.context.policies.roles
+        self.roles = sessions.context.policies.roles.of_episode(session.episode.players)
         self._temperature, self._seats = temperature, seats
         self._histories: dict[str, tuple[ChatMessage, ...]] = defaultdict(tuple)
         self._number: dict[str, int] = {}  # observation -> its TimeStep
@@ -272,7 +273,8 @@ class TrajectoryCollectEngine:
         """Return a reward as one number, by the weights of the policy that plays the agent."""
         if not isinstance(reward, Mapping):
             return reward
-        return self._algorithm_of(self.roles.policy_of(agent)).weighted_sum(reward)
+        policy = self._sessions.context.policies.roles.policy_of(agent)  # whose past version may play the agent
+        return self._algorithm_of(policy).weighted_sum(reward)
 
     def _name(self, reward: StepReward) -> None:
         """Add a reward to those of the episode by name."""
@@ -429,6 +431,12 @@ class _Handle:
     @property
     def name(self) -> str:
         return self._engine.roles.policy_of(self._agent)
+
+    @property
+    def seed(self) -> int:
+        engine = self._engine
+        whole = f"{engine._sessions.context.seed}/{engine._session.episode_id}/{self._agent}/{self._step}"
+        return int.from_bytes(hashlib.sha256(whole.encode()).digest()[:8], "big")
 
     @property
     def history(self) -> tuple[ChatMessage, ...]:

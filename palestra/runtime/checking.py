@@ -27,6 +27,7 @@ from palestra.errors import ConfigError, InvalidEnvironment, ModelError, StoreEr
 from palestra.extras import missing_extra
 from palestra.http.server import listen
 from palestra.learner.recordings import chosen_episodes
+from palestra.runtime.role_check import odd_roles, past_copies
 from palestra.runtime.tasks import read_files
 from palestra.types.conversations import read_conversation
 from palestra.types.records import Task
@@ -200,6 +201,8 @@ def _environment(config: JobConfig) -> Iterator[Finding]:
         generated("validation", config.environment.validation_tasks, config.seed)
         tasks = generated("train", config.environment.train_tasks, config.seed)
         check_environment(make, [_first_task(config) or tasks[0]])
+        for key, text in odd_roles(config, tuple(getattr(make(), "roles", ()))):
+            yield Finding(key=key, text=text, fatal=False)
     except ModuleNotFoundError as error:
         said = missing_extra(error) or f"{error.name} is not installed; install gymnasium and reasoning-gym"
         yield Finding(key="environment.name", text=f"environment {name!r} can't be imported: {said}")
@@ -350,6 +353,7 @@ def _bytes_of(config: JobConfig, name: str) -> _Bytes:
     algorithm = config.algorithm_of(name)
     networks, copied = algorithm.trained_networks, 4 * algorithm.copied_networks
     reference = computed if algorithm.kl is not None else 0
+    engine *= 1 + past_copies(config, name)
     return _Bytes(engine + TRAINED_BYTES * networks + copied + reference, SAVED_BYTES * networks + copied)
 
 

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from palestra.client.arguments import checked_count
 from palestra.client.worker import Rollout
-from palestra.config import JobConfig
+from palestra.config import JobConfig, Roles
 from palestra.envs.catalog import catalog_entry
 from palestra.errors import ConfigError
 from palestra.rollout import RolloutSpec
@@ -33,7 +33,7 @@ from palestra.runtime.job_thread import Interrupts, JobThread, run
 from palestra.runtime.run_dir import newest_of_run
 from palestra.runtime.tasks import task_of
 from palestra.runtime.training import Rollouts, play_until_over
-from palestra.store.browsing import browse, list_episodes, read_episode
+from palestra.store.browsing import EpisodeSummary, browse, list_episodes, read_episode
 from palestra.types.records import Trajectory
 
 if TYPE_CHECKING:
@@ -205,13 +205,18 @@ def evaluate_until_stopped(
                 TaskOutcome(
                     task_id=row.task_id,
                     episode_id=row.episode_id,
-                    reward=None if row.rewards is None else float(sum(roles.trained_rewards(row.rewards).values())),
+                    reward=None if row.rewards is None else _learned(roles, row),
                     reason=row.reason,
                     trajectory=read_episode(connection, row.episode_id).trajectory if trajectories else None,
                 )
                 for row in list_episodes(connection, "validation", None, len(scored))
             )
         return Evaluation(outcomes=outcomes, complete=result.state == "completed"), interrupts
+
+
+def _learned(roles: Roles, row: EpisodeSummary) -> float:
+    """Return the reward of a completed episode, without what frozen policies and past versions have earned."""
+    return float(sum(roles.of_episode(row.players).trained_rewards(row.rewards or {}).values()))
 
 
 def _shipped(config: JobConfig) -> RolloutSpec:

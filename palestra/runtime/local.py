@@ -20,7 +20,7 @@ from palestra.agents import ModelAgent
 from palestra.algorithms.base import Algorithm
 from palestra.algorithms.registry import create_algorithm
 from palestra.client.protocol import LONGEST_PAUSE_SECONDS
-from palestra.config import JobConfig
+from palestra.config import JobConfig, past_name
 from palestra.engine.base import Engine
 from palestra.envs import ConcurrentEnvironment
 from palestra.envs.catalog import catalog_entry
@@ -30,13 +30,14 @@ from palestra.http.server import listen, served, url_of
 from palestra.learner import Learner, RunFolder, policy_spec
 from palestra.rollout import RolloutSpec, RolloutSyncLock, Runner, RunnerPool
 from palestra.runtime.page import create_job_app
-from palestra.runtime.parts import build_parts
+from palestra.runtime.parts import Parts, build_parts
 from palestra.runtime.run_dir import starting_in
 from palestra.runtime.serving import Scoring, Serving
 from palestra.runtime.tasks import load_tasks, read_files
 from palestra.server import DataPlane, KeyRing
 from palestra.session import Sameness, SeatBook, SessionContext, Sessions
 from palestra.store import RunStore, open_run_store
+from palestra.store.casting import Casting
 from palestra.store.key_files import SecretFile, publish_key
 from palestra.threads import in_thread
 from palestra.tracking.launch import tracking
@@ -238,6 +239,7 @@ async def local_job(
             pool, lock = _runners(config, plane.sessions, progress, play)
             work: Learner | Serving | Scoring
             if scored is not None:
+                await _first_versions(config, parts, store)
                 work = Scoring(config, store, parts.engine, folder, progress, scored)
             elif parts.trainer is None:
                 work = Serving(config, store.log, folder, progress, report, context.counts)
@@ -275,6 +277,23 @@ def _seats(config: JobConfig, store: RunStore) -> SeatBook | None:
     if config.kind != "training" or not config.seats.roles:
         return None
     return SeatBook(config.seats, config.rollout, store.episodes, store.clock, config.server.max_waiting_calls)
+
+
+async def _first_versions(config: JobConfig, parts: Parts, store: RunStore) -> None:
+    """Let roles with a pool be played by the models that are scored: where nothing is trained, a pool has step 0 only.
+
+    Args:
+        config: the job.
+        parts: its engine and policies.
+        store: whose claims ask who plays.
+    """
+    roles = config.players
+    for policy in sorted({roles.named[role] for role in roles.pools}):
+        name = past_name(policy, 0)
+        await parts.engine.add_policy(name, policy, parts.engine.version(policy), None)
+        parts.policies.add_past(name, policy)
+    if roles.pools:
+        store.episodes.casting = Casting(roles, config.seed, config.rollout.max_staleness)
 
 
 def _check_choices(config: JobConfig, policy: str, play: RolloutSpec | None) -> None:

@@ -207,6 +207,7 @@ def _claimed(plane: DataPlane, episode: EpisodeRecord, request: Request) -> Clai
         model=default,
         version=versions[default],
         policies=versions,
+        players=episode.players,
         lease_seconds=episode.lease_seconds,
     )
 

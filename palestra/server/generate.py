@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -137,10 +137,14 @@ async def _read(
     asked = await read_with(partial(parse, headers=request.headers), request, plane.pool)
     policies = plane.sessions.context.policies
     model = asked.policy
+    players: Mapping[str, str] = {}
+    if plane.config.kind == "training":
+        key = plane.keys.require_episode(request)
+        players = await plane.sessions.players(key.episode_id, key.fence)
     if seat is not None:
         # Whatever name a framework sends, a seat is played by its own policy, and never asks that of an opponent.
         asked, model = asked.of_agent(_agent_of(seat, request)), policies.roles.default
-    runtime = policies.asked(model, asked.agent)
+    runtime = policies.asked(model, asked.agent, players)
     if runtime.name != asked.policy:
         asked = asked.of_policy(runtime.name)
     check(asked, runtime)

@@ -94,7 +94,7 @@ def _claimed(plane: DataPlane, claim: SeatClaim, request: Request) -> ClaimedEpi
     """Return everything that a worker needs to play a seat."""
     policies = plane.sessions.context.policies
     role, episode = claim.key.role, claim.table.episode
-    policy = policies.roles.policy_of(role)
+    policy = policies.roles.of_episode(episode.players).policy_of(role)
     version = str(policies.runtime(policy).version)
     return ClaimedEpisode(
         episode_id=episode.episode_id,

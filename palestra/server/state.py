@@ -47,7 +47,7 @@ class DataPlane:
         recent, roles = self.store.episodes.recent_rewards, self.sessions.context.policies.roles
         found = {}
         for policy in roles.rivals or ("",):
-            own = [roles.rewards_of(policy, rewards) for rewards in recent]
+            own = [roles.of_episode(players).rewards_of(policy, rewards) for rewards, players in recent]
             if rewards := [sum(mine.values()) for mine in own if mine or not roles.rivals]:
                 found[policy] = sum(rewards) / len(rewards)
         return found

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Self
 
 from palestra.config import JobConfig, PolicyConfig, Roles
@@ -12,6 +13,8 @@ from palestra.errors import NotFound
 from palestra.grammars.pool import Grammars
 from palestra.renderers import Renderer
 from palestra.types.calls import PolicyVersion
+
+NO_PLAYERS: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,10 +53,12 @@ class PolicySet:
     Attributes:
         runtimes: by name, in the order of the configuration.
         roles: which of them plays which agent, and which are frozen.
+        past: the past versions that the engine has, by names such as `white@5`, oldest first; see `add_past`.
     """
 
     runtimes: Mapping[str, PolicyRuntime]
     roles: Roles
+    past: dict[str, PolicyRuntime] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: JobConfig, runtimes: Mapping[str, PolicyRuntime]) -> Self:
@@ -67,8 +72,8 @@ class PolicySet:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the names of all policies, in the order of the configuration."""
-        return tuple(self.runtimes)
+        """Return the names of all policies in the order of the configuration, and then of past versions."""
+        return (*self.runtimes, *self.past)
 
     @property
     def trained(self) -> tuple[str, ...]:
@@ -78,7 +83,17 @@ class PolicySet:
     @property
     def versions(self) -> dict[str, PolicyVersion]:
         """Return for each policy the version that a call which begins now samples from."""
-        return {name: runtime.version for name, runtime in self.runtimes.items()}
+        return {name: runtime.version for name, runtime in (*self.runtimes.items(), *self.past.items())}
+
+    def add_past(self, name: str, policy: str) -> None:
+        """Let calls be answered by a past version, which the engine has under its name already.
+
+        Args:
+            name: of the version, such as `white@5`.
+            policy: whose version it is.
+        """
+        now = self.runtimes[policy]
+        self.past[name] = replace(now, name=name, config=now.config.model_copy(update={"frozen": True}))
 
     def runtime(self, name: str) -> PolicyRuntime:
         """Return a policy.
@@ -86,12 +101,12 @@ class PolicySet:
         Raises:
             NotFound: there is none of this name.
         """
-        runtime = self.runtimes.get(name)
+        runtime = self.runtimes.get(name) or self.past.get(name)
         if runtime is None:
-            raise NotFound(f"there is no model {name!r} here; this job has {', '.join(map(repr, self.runtimes))}")
+            raise NotFound(f"there is no model {name!r} here; this job has {', '.join(map(repr, self.names))}")
         return runtime
 
-    def asked(self, model: str, agent: str) -> PolicyRuntime:
+    def asked(self, model: str, agent: str, players: Mapping[str, str] = NO_PLAYERS) -> PolicyRuntime:
         """Return the policy that a request is answered by.
 
         It is the one that the request names. The default policy's name, which every claim gives as its `model`, stands
@@ -100,9 +115,11 @@ class PolicySet:
         Args:
             model: what the request names.
             agent: who calls.
+            players: who plays the roles of the episode that have a pool, by the role.
 
         Raises:
             NotFound: there is no such policy.
         """
         # Frameworks know one name and send it with every call; to them the roles of their agents must not matter.
-        return self.runtime(self.roles.policy_of(agent) if model == self.roles.default else model)
+        roles = self.roles.of_episode(players)
+        return self.runtime(roles.policy_of(agent) if model == roles.default else model)

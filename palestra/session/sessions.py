@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 
 from palestra.errors import EpisodeEnded, EpisodeLeaseExpired, PalestraError, TooManyRequests
@@ -49,6 +49,22 @@ class Sessions:
                 await store.episodes.renew(episode_id, fence)  # raises the reason
             session = self._episodes.setdefault((episode_id, fence), EpisodeSession(self.context, episode, recorded))
         return session
+
+    async def players(self, episode_id: str, fence: int) -> Mapping[str, str]:
+        """Return who plays the roles of an episode that have a pool, by the role.
+
+        Args:
+            episode_id: of the episode.
+            fence: of the lease.
+
+        Raises:
+            NotFound: there is no such episode.
+        """
+        if not self.context.policies.roles.pools:
+            return {}
+        session = self._episodes.get((episode_id, fence))
+        episode = await self.context.store.episodes.get(episode_id) if session is None else session.episode
+        return episode.players
 
     @asynccontextmanager
     async def stateless(self) -> AsyncIterator[StatelessSession]:

@@ -6,7 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ class EpisodeSummary:
         earlier_reason: of a completed one, why the attempt before failed; None: there was none.
         worker_id: the worker that holds it; None: it is not claimed.
         claimed_at: Unix seconds of that claim; None: it is not claimed.
+        players: who plays a role that has a pool, by the role; see `EpisodeRecord`.
     """
 
     episode_id: str
@@ -62,6 +63,7 @@ class EpisodeSummary:
     earlier_reason: str | None = None
     worker_id: str | None
     claimed_at: float | None
+    players: dict[str, str] = field(default_factory=dict)
 
     @property
     def reward(self) -> float | None:
@@ -168,12 +170,14 @@ class EpisodeView:
         trajectory: the episode and its calls.
         step: the step whose batch it is in; None: it is in none.
         group_rewards: by agent, of the completed episodes of its group, including itself.
+        group_players: `players` of the same episodes.
         failed_reason: why its last attempt that failed did so; None: none has failed.
     """
 
     trajectory: Trajectory
     step: int | None
     group_rewards: tuple[dict[str, float], ...]
+    group_players: tuple[dict[str, str], ...]
     failed_reason: str | None
 
 
@@ -187,14 +191,20 @@ def read_episode(connection: Connection, episode_id: str) -> EpisodeView:
     step = connection.execute(
         select(manifests.c.step).where(manifests.c.episode_ids.contains(f'"{episode_id}"'))
     ).scalar()
-    group = select(episodes.c.rewards).where(
+    group = select(episodes.c.rewards, episodes.c.players).where(
         episodes.c.kind == found.episode.kind,
         episodes.c.group_index == found.episode.group_index,
         episodes.c.rewards.is_not(None),
     )
-    rewards = tuple(orjson.loads(rewards) for rewards in connection.execute(group).scalars())
+    members = connection.execute(group).all()
     reason = connection.execute(select(episodes.c.reason).where(episodes.c.episode_id == episode_id)).scalar()
-    return EpisodeView(trajectory=found, step=step, group_rewards=rewards, failed_reason=reason)
+    return EpisodeView(
+        trajectory=found,
+        step=step,
+        group_rewards=tuple(orjson.loads(row.rewards) for row in members),
+        group_players=tuple({} if row.players is None else orjson.loads(row.players) for row in members),
+        failed_reason=reason,
+    )
 
 
 def read_row(connection: Connection, episode_id: str) -> Any:
@@ -261,6 +271,7 @@ def summary(row: Any, calls: Sequence[Any]) -> EpisodeSummary:
         earlier_reason=row.reason if row.state == "completed" else None,
         worker_id=row.worker_id if row.state == "claimed" else None,
         claimed_at=row.claimed_at if row.state == "claimed" else None,
+        players={} if row.players is None else _object(row.players, str),
     )
 
 

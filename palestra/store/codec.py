@@ -93,6 +93,7 @@ def episode_of(row: Any) -> EpisodeRecord:
         agent_step_rewards=None
         if row.agent_step_rewards is None
         else tuple(AgentStepReward(*one) for one in orjson.loads(row.agent_step_rewards)),
+        players={} if row.players is None else orjson.loads(row.players),
     )
 
 

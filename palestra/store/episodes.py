@@ -14,6 +14,7 @@ from palestra.config import RolloutConfig
 from palestra.database import Database, Notifier, shielded, to_json
 from palestra.errors import Conflict, InvalidRequest
 from palestra.store import lifecycle
+from palestra.store.casting import Casting
 from palestra.store.leases import LeaseBook
 from palestra.store.run_log import insert_event
 from palestra.store.tables import episodes
@@ -36,7 +37,9 @@ class Episodes:
         available: notified when an episode can be claimed.
         settled: notified when an episode was completed or discarded.
         on_lease_over: called with (episode id, fence) when an episode was ended or given back.
-        recent_rewards: by agent, of the 64 training episodes that were completed last, oldest first.
+        recent_rewards: by agent, with the episode's `players`, of the 64 training episodes that were completed last,
+            oldest first.
+        casting: says who plays the roles that have a pool; None: no role has one.
     """
 
     def __init__(self, db: Database, leases: LeaseBook, rollout: RolloutConfig, clock: Clock) -> None:
@@ -51,7 +54,8 @@ class Episodes:
         self._db, self.leases, self._rollout, self._clock = db, leases, rollout, clock
         self.available, self.settled = Notifier(), Notifier()
         self.on_lease_over: list[LeaseOver] = []
-        self.recent_rewards: deque[Mapping[str, float]] = deque(maxlen=64)
+        self.recent_rewards: deque[tuple[Mapping[str, float], Mapping[str, str]]] = deque(maxlen=64)
+        self.casting: Casting | None = None
         self._being_claimed = 0  # claims in progress, which have no lease yet
         self._limit_reached = False  # whether `max_claimed` prevented a claim since the last end of a lease
         for episode in db.query(lifecycle.live):
@@ -185,7 +189,7 @@ class Episodes:
             InvalidRequest: there are fewer step rewards than TimeSteps with calls, or a reward is not finite.
         """
         now = self._clock.now()
-        first = await self._db.write(
+        completed = await self._db.write(
             lambda c: lifecycle.complete(
                 c,
                 episode_id,
@@ -200,12 +204,12 @@ class Episodes:
             ),
             "end_commit",
         )
-        if first:
+        if completed is not None:
             if lifecycle.kind_of(episode_id) == "train":
-                self.recent_rewards.append(rewards)
+                self.recent_rewards.append((rewards, completed.players))
             self._lease_over(episode_id, fence)
             self.settled.notify()
-        return first
+        return completed is not None
 
     @shielded
     async def abort(self, episode_id: str, fence: int, reason: str, discard: bool, counts: bool = True) -> None:
@@ -307,7 +311,7 @@ class Episodes:
         limit: int | None,
     ) -> EpisodeRecord | None:
         """Claim an episode on the writing thread, and remember if the job's `max_claimed` (`limit`) prevented it."""
-        found = lifecycle.claim(connection, worker_id, request_id, seconds, episode_id, now, most, limit)
+        found = lifecycle.claim(connection, worker_id, request_id, seconds, episode_id, now, most, limit, self.casting)
         if found is None and limit is not None and lifecycle.number_claimed(connection) >= limit:
             self._limit_reached = True  # the next end of a lease wakes the claims that wait
         return found

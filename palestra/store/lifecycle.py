@@ -16,6 +16,7 @@ from sqlalchemy import Connection, bindparam, func, select
 
 from palestra.database import to_json
 from palestra.errors import ClaimOver, Conflict, EpisodeEnded, EpisodeLeaseExpired, InvalidRequest, NotFound
+from palestra.store.casting import Casting
 from palestra.store.codec import episode_of, rewards_to_json
 from palestra.store.tables import Prepared, chats, episodes
 from palestra.types.records import AgentStepReward, EpisodeKind, EpisodeRecord, StepTimes
@@ -103,6 +104,7 @@ def claim(
     now: float,
     most: int | None,
     most_claimed: int | None,
+    casting: Casting | None = None,
 ) -> EpisodeRecord | None:
     """Claim the next registered episode in canonical order, or a named one: REGISTERED → CLAIMED.
 
@@ -115,6 +117,7 @@ def claim(
         now: Unix seconds.
         most: how many episodes of one group the worker may hold at the same time; None: any number.
         most_claimed: how many episodes all workers together may hold; None: any number.
+        casting: says who plays the roles that have a pool; None: no role has one.
 
     Returns:
         The claimed episode; None: none is registered, or the limits do not allow another claim.
@@ -143,8 +146,9 @@ def claim(
         attempts=found.attempts + 1,
         worker_id=worker_id,
         lease_seconds=lease_seconds,
+        players={} if casting is None else casting.players(connection, found),
     )
-    changed = {
+    changed: dict[str, Any] = {
         "fence": claimed.fence,
         "attempts": claimed.attempts,
         "worker_id": worker_id,
@@ -152,6 +156,8 @@ def claim(
         "lease_seconds": lease_seconds,
         "claimed_at": now,
     }
+    if claimed.players:
+        changed["players"] = to_json(claimed.players)
     _change(connection, found, EpisodeState.CLAIMED, changed)
     return claimed
 
@@ -195,7 +201,7 @@ def complete(
     now: float,
     named_rewards: Mapping[str, float | None] | None = None,
     agent_step_rewards: Sequence[AgentStepReward] | None = None,
-) -> bool:
+) -> EpisodeRecord | None:
     """Complete an episode: CLAIMED → COMPLETED. One statement writes its rewards and its state.
 
     Args:
@@ -211,7 +217,7 @@ def complete(
         agent_step_rewards: of which `step_rewards` are the sums; None: not known, or not needed.
 
     Returns:
-        True if the episode was completed now; False if it was before, with the same body.
+        The episode as it was before, if it was completed now; None if it was completed before, with the same body.
 
     Raises:
         Conflict: the episode was completed before with another body.
@@ -232,13 +238,13 @@ def complete(
     row = _BY_ID.row(connection, {"episode_id": episode_id})
     if row is not None and row.fence == fence and row.state == EpisodeState.COMPLETED:
         if row.end_digest == digest:
-            return False
+            return None
         raise Conflict(f"episode {episode_id} was ended before with another body; the first one stands")
     episode = _held(_episode(row, episode_id), fence)
     if step_rewards is not None:
         _one_for_each_step(connection, episode, len(step_rewards))
     _change(connection, episode, EpisodeState.COMPLETED, {**body, "end_digest": digest, "ended_at": now})
-    return True
+    return episode
 
 
 def _one_for_each_step(connection: Connection, episode: EpisodeRecord, rewards: int) -> None:

@@ -103,6 +103,11 @@ class RunLog:
         """Return all finished rows, in order of their steps."""
         return await self._db.read(lambda connection: read_metrics(connection))
 
+    async def last_manifest(self) -> int:
+        """Return the last step whose batch is fixed; 0: there is none."""
+        wanted = select(sa.func.coalesce(sa.func.max(manifests.c.step), 0))
+        return await self._db.read(lambda connection: int(connection.execute(wanted).scalar_one()))
+
     async def add_event(self, kind: str, data: Mapping[str, Any]) -> Event:
         """Record an event of this moment, for people and programs that follow the job.
 

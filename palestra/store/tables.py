@@ -68,6 +68,7 @@ episodes = Table(
     Column("named_rewards", Text),  # {name: reward or null}; NULL: there are none
     Column("agent_step_rewards", Text),  # [[TimeStep, agent, reward], …]; NULL: not known, or not needed
     Column("step_times", Text),  # [[observed, acted or null], …]; NULL: not known
+    Column("players", Text),  # {role: policy or past version} of roles with a pool; NULL: there are none
     Column("metadata", Text, nullable=False, default="{}"),
     Column("end_digest", String),
     Column("reason", Text),
@@ -154,6 +155,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
     ),
     ("ALTER TABLE episodes ADD COLUMN named_rewards TEXT",),
     ("ALTER TABLE episodes ADD COLUMN agent_step_rewards TEXT",),
+    ("ALTER TABLE episodes ADD COLUMN players TEXT",),
 )
 
 

@@ -273,6 +273,20 @@ class Trainer(Protocol):
         """
         ...
 
+    async def save_weights(self, policy: str, folder: Path, step: int, request_id: str) -> None:
+        """Write a policy's weights alone, whole or not at all, in a folder that a job can have as a `model`.
+
+        Args:
+            policy: its name.
+            folder: to write; one that is there is replaced.
+            step: after which the policy has these weights.
+            request_id: names this request.
+
+        Raises:
+            CheckpointError: the disk is full, or can't be written to.
+        """
+        ...
+
     async def load(self, policy: str, folder: Path, step: int | None = None) -> dict[str, Any] | None:
         """Restore a policy's newest checkpoint whose files are undamaged, or that of one step.
 

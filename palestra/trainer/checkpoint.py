@@ -47,7 +47,53 @@ def write(folder: Path, step: int, fill: Callable[[Path], object], state: Mappin
         CheckpointError: the disk is full, or can't be written to; earlier checkpoints are untouched.
     """
     final = folder / f"step-{step:06d}"
-    temporary = folder / f".writing-{step:06d}"
+    _write_whole(final, folder / f".writing-{step:06d}", step, fill, state, "checkpoint_rename")
+    for old in found(folder)[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def write_weights(folder: Path, step: int, fill: Callable[[Path], object], state: Mapping[str, Any]) -> None:
+    """Write one folder of weights alone, whole or not at all; one of this name that is there is replaced.
+
+    Args:
+        folder: to write, such as `pool/white@5`.
+        step: after which the policy had these weights.
+        fill: writes the files into the folder that it gets.
+        state: JSON to keep beside the files.
+
+    Raises:
+        CheckpointError: the disk is full, or can't be written to.
+    """
+    _write_whole(folder, folder.with_name(f".writing-{folder.name}"), step, fill, state, "pool_rename")
+
+
+def read_weights(folder: Path) -> dict[str, Any] | None:
+    """Return the state of a folder that `write_weights` has written; None: it is not there, or is damaged."""
+    if (problem := _problem(folder)) is not None:
+        if folder.exists():
+            log.warning("%s is damaged (%s)", folder, problem)
+        return None
+    state: dict[str, Any] = json.loads((folder / INDEX).read_text())["state"]
+    return state
+
+
+def _write_whole(
+    final: Path, temporary: Path, step: int, fill: Callable[[Path], object], state: Mapping[str, Any], point: str
+) -> None:
+    """Fill the folder `temporary`, hash and sync its files, and rename it to `final`.
+
+    Args:
+        final: the folder to make.
+        temporary: beside it.
+        step: whose weights are written.
+        fill: writes the files.
+        state: JSON to keep beside the files.
+        point: the fault points before and after the rename end with it.
+
+    Raises:
+        CheckpointError: the disk is full, or can't be written to.
+    """
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
@@ -64,17 +110,14 @@ def write(folder: Path, step: int, fill: Callable[[Path], object], state: Mappin
         # There may be a damaged checkpoint of the same step, or one of a run that was resumed from an earlier step.
         if final.exists():
             shutil.rmtree(final)
-        fault_point("before_checkpoint_rename")
+        fault_point(f"before_{point}")
         # The rename makes the checkpoint exist, and syncing the folder keeps the rename over a loss of power.
         temporary.rename(final)
-        _sync(folder)
-        fault_point("after_checkpoint_rename")
+        _sync(final.parent)
+        fault_point(f"after_{point}")
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError(f"checkpoint of step {step} could not be written to {folder}: {error}") from error
-    for old in found(folder)[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)
-    return final
+        raise CheckpointError(f"checkpoint of step {step} could not be written to {final.parent}: {error}") from error
 
 
 def _filled(folder: Path, fill: Callable[[Path], object]) -> None:

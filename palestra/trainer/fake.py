@@ -236,6 +236,17 @@ class FakeTrainer:
 
         return await self._serial.run_idempotent(policy, request_id, work)
 
+    async def save_weights(self, policy: str, folder: Path, step: int, request_id: str) -> None:
+        """Write the hash of `policy` after `step` to `folder`, once for each `request_id`."""
+        mine = self._policy(policy)
+
+        async def work() -> None:
+            state = {"incarnation": mine.version.incarnation, "n": mine.version.n}
+            weights = mine.weights["policy"]
+            checkpoint.write_weights(folder, step, lambda path: (path / WEIGHTS_FILE).write_text(weights), state)
+
+        await self._serial.run_idempotent(policy, request_id, work)
+
     async def load(self, policy: str, folder: Path, step: int | None = None) -> dict[str, Any] | None:
         """Restore the hash and the version of a policy from a checkpoint in `folder`, by `step`; see `Trainer.load`."""
         mine = self._policy(policy)

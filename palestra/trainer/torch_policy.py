@@ -299,6 +299,17 @@ class TorchPolicy:
         return_freed_memory()  # here, because a checkpoint takes long in any case and is written every few steps
         return written
 
+    def save_weights(self, folder: Path, step: int) -> None:
+        """Write weights and tokenizer alone; see `Trainer.save_weights`.
+
+        Args:
+            folder: to write.
+            step: after which the policy has these weights.
+        """
+        state = {"incarnation": self.version.incarnation, "n": self.version.n}
+        checkpoint.write_weights(folder, step, lambda path: self._model.save(path, self._tokenizer), state)
+        return_freed_memory()
+
     def _fill(self, folder: Path) -> None:
         """Write weights, tokenizer, optimizer and critic into a checkpoint's folder."""
         self._model.save(folder, self._tokenizer)

@@ -198,6 +198,14 @@ class TorchTrainer:
         mine = self._policy(policy)
         return await self._once(policy, request_id, lambda: mine.save(folder, state, self._keep))
 
+    async def save_weights(self, policy: str, folder: Path, step: int, request_id: str) -> None:
+        """Write the weights of `policy` after `step` to `folder`, once for each `request_id`.
+
+        See `Trainer.save_weights`.
+        """
+        mine = self._policy(policy)
+        await self._once(policy, request_id, lambda: mine.save_weights(folder, step))
+
     async def load(self, policy: str, folder: Path, step: int | None = None) -> dict[str, Any] | None:
         """Restore a policy's newest undamaged checkpoint in `folder`, or that of `step`; see `Trainer.load`."""
         mine = self._policy(policy)

@@ -61,6 +61,8 @@ class EpisodeRecord:
             scored, which is not 0. None: the episode has no named rewards.
         agent_step_rewards: of which agents `step_rewards` are the sums, in order of time; None: not known, or the job
             trains one policy at most.
+        players: who plays a role that has a pool under the newest claim, by the role: a past version such as `white@5`,
+            or the policy itself. Empty: the job has no pools.
     """
 
     episode_id: str
@@ -79,6 +81,7 @@ class EpisodeRecord:
     lease_seconds: float
     named_rewards: dict[str, float | None] | None = None
     agent_step_rewards: tuple[AgentStepReward, ...] | None = None
+    players: dict[str, str] = field(default_factory=dict)
 
     @property
     def reward(self) -> float | None:

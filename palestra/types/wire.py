@@ -133,6 +133,12 @@ class ClaimedEpisode(Body):
     policies: dict[str, str] = Field(
         default_factory=dict, description="The version of each policy of the job now, by the policy's name."
     )
+    players: dict[str, str] = Field(
+        default_factory=dict,
+        exclude_if=lambda players: not players,  # a client of an earlier version refuses keys that it does not know
+        description="Who plays the roles that have a pool in this episode, by the role: a past version such as "
+        "`white@5`, or the policy itself.",
+    )
     lease_seconds: float
     role: str | None = Field(None, description="The claimed seat; None: the whole episode was claimed.")
     history: dict[str, tuple[ChatMessage, ...]] = Field(

@@ -11,7 +11,17 @@ from documents.blocks import ROOT
 from documents.recipes import RECIPES, run
 
 SMALL = ("--steps", "1", "--model", "tiny-random")
-IN_ONE_PROCESS = ("addition", "black_box_agent", "calculator", "frozen_lake", "gomoku", "own_environment", "subagents")
+IN_ONE_PROCESS = (
+    "addition",
+    "black_box_agent",
+    "calculator",
+    "frozen_lake",
+    "gomoku",
+    "gomoku_self_play",
+    "kuhn_poker",
+    "own_environment",
+    "subagents",
+)
 OTHERS = ("framework_agent", "negotiation_seats", "resume", "service")
 
 

@@ -54,6 +54,11 @@ export function badge(text, kind = "", title = null) {
   return h("span", { class: `badge ${kind}`, title }, text);
 }
 
+// Past versions that play a role of an episode, such as opponent: white@5.
+export function playerBadges(line) {
+  return Object.entries(line.players).map(([role, player]) => badge(`${role}: ${player}`, "plain", "Who plays this role in this episode"));
+}
+
 export function empty(text, ...more) {
   return h("p", { class: "empty" }, text, ...more);
 }

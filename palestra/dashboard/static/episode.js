@@ -1,5 +1,5 @@
 // An episode: why it was trained or not, its tree of calls, what was said, and its tokens.
-import { badge, box, copyable, empty, h, replace, visible } from "./dom.js";
+import { badge, box, copyable, empty, h, playerBadges, replace, visible } from "./dom.js";
 import { clock, duration, json, number, plural, pretty, whole, words } from "./format.js";
 import { at, get } from "./api.js";
 import { href } from "./curves.js";
@@ -34,7 +34,7 @@ export async function episodeView({ run, rest, query }) {
     title: `${name} of ${title}`, crumbs, up: line.kind === "adhoc" ? href(run, "episodes") : href(run, "group", line.kind, line.group_index),
     node: h("div", { class: "view wide episode" },
       h("div", { class: "head" }, h("h1", {}, copyable(name)), badge(line.state, line.state === "discarded" ? "bad" : "plain"), line.kind === "train" ? null : badge(line.kind, "plain"), line.termination ? badge(words(line.termination), "plain", "How it ended") : null,
-        line.attempts > 1 ? badge(`${line.attempts} attempts`, "warn") : null, around("episode of the group", sibling(line.sample_index - 1), sibling(line.sample_index + 1))),
+        line.attempts > 1 ? badge(`${line.attempts} attempts`, "warn") : null, playerBadges(line), around("episode of the group", sibling(line.sample_index - 1), sibling(line.sample_index + 1))),
       h("p", { class: `fate ${found.trained ? "yes" : "no"}` }, h("b", {}, found.trained ? "Trained. " : "Not trained. "), sentence(found.why)),
       line.reason ? h("p", { class: "note" }, `Given back or discarded: ${visible(line.reason)}`) : null,
       found.notes.map((note) => h("p", { class: "note" }, note)),

@@ -38,12 +38,45 @@ class EngineCore:
             deterministic: whether results must not depend on what is computed beside them.
             kv_bytes: memory for the keys and values of all policies, kept prefixes included.
         """
-        self.runners = {
-            name: ModelRunner(policy, version, config.prefix_cache_tokens, deterministic)
-            for name, policy in policies.items()
-        }
+        self._config, self._deterministic = config, deterministic
+        self.runners = {name: self._runner(policy, version) for name, policy in policies.items()}
+        self._gone = (0, 0, 0)  # passes, prefilled and sampled tokens of policies that were removed
         self.scheduler = Scheduler(self.runners, config, deterministic, kv_bytes)
         self._outbox: list[tuple[Request, Any]] = []
+
+    def _runner(self, policy: PolicyModel, version: PolicyVersion) -> ModelRunner:
+        return ModelRunner(policy, version, self._config.prefix_cache_tokens, self._deterministic)
+
+    def add(self, name: str, policy: PolicyModel, version: PolicyVersion) -> None:
+        """Take one more policy.
+
+        Args:
+            name: of the policy, which is new.
+            policy: its model.
+            version: of the model's weights.
+        """
+        self.scheduler.add_runner(name, self._runner(policy, version))
+
+    def remove(self, name: str) -> None:
+        """Fail the requests of a policy, and forget its model."""
+        error = EngineFailure(f"{name} was removed")
+        waiting = [request for request in self.scheduler.waiting if request.policy == name]
+        self.scheduler.waiting = [request for request in self.scheduler.waiting if request.policy != name]
+        self._outbox += [(request, error) for request in waiting]
+        self._fail_begun(error, (name,))
+        runner = self.scheduler.remove_runner(name)
+        more = (runner.passes, runner.prefilled_tokens, runner.sampled_tokens)
+        passes, prefilled, sampled = (before + new for before, new in zip(self._gone, more, strict=True))
+        self._gone = passes, prefilled, sampled
+        self.flush()
+
+    def begin(self, request: Request) -> None:
+        """Queue a request, or fail it if its policy was removed meanwhile."""
+        if request.policy in self.runners:
+            self.scheduler.add(request)
+        else:
+            self._outbox.append((request, EngineFailure(f"{request.policy} was removed")))
+            self.flush()
 
     def step(self) -> None:
         """Run one turn. A failure ends the request that caused it, or, if that is not known, all of its policy."""
@@ -52,20 +85,21 @@ class EngineCore:
                 if not self._run(work):
                     break
         except Exception as error:  # noqa: BLE001 - fails requests, not the engine
-            self._survive(error, self.runners)
+            self._survive(error, list(self.runners))
         self.flush()
 
     def load(self) -> EngineLoad:
         """Return how many requests wait and run now, and how many tokens were sampled, as `Engine.load` does."""
-        scheduler, runners = self.scheduler, self.runners.values()
+        # Read from other threads while the engine's may add a runner: a list of them is made in one piece.
+        scheduler, runners, (passes, prefilled, sampled) = self.scheduler, list(self.runners.values()), self._gone
         return EngineLoad(
             waiting=len(scheduler.waiting),
             running=scheduler.begun,
             kv_bytes_used=scheduler.budget.reserved + scheduler.budget.kept,
             kv_bytes=scheduler.budget.total,
-            passes=sum(runner.passes for runner in runners),
-            prefilled_tokens=sum(runner.prefilled_tokens for runner in runners),
-            sampled_tokens=sum(runner.sampled_tokens for runner in runners),
+            passes=passes + sum(runner.passes for runner in runners),
+            prefilled_tokens=prefilled + sum(runner.prefilled_tokens for runner in runners),
+            sampled_tokens=sampled + sum(runner.sampled_tokens for runner in runners),
         )
 
     def fail_all(self, error: Exception) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from palestra.engine.embedded.request import DONE, Request
 from palestra.errors import EngineFailure, InvalidRequest, ModelError
 from palestra.models.causal_lm import CausalLM, set_threads
 from palestra.models.device import memory_bytes
-from palestra.models.weights import WeightSource
+from palestra.models.weights import LocalWeights, WeightSource
 from palestra.types.calls import PolicyVersion, SampledTokens, TokenSequence
 
 log = logging.getLogger("palestra.engine")
@@ -80,7 +82,7 @@ class EmbeddedEngine:
                 raise InvalidRequest("this engine has no grammars", "response_format")
             running.matcher = await policy.grammars.matcher(request.sampling.grammar)
         try:
-            self._commands.put(lambda: self._core.scheduler.add(running))
+            self._commands.put(lambda: self._core.begin(running))
             while (item := await pieces.get()) is not DONE:
                 if isinstance(item, BaseException):
                     raise item
@@ -133,6 +135,36 @@ class EmbeddedEngine:
                 self._syncs.append((policy, load))
 
         await self._on_thread(lambda: runner.load_weights(version, source), via=sync)
+
+    async def add_policy(self, name: str, like: str, version: PolicyVersion, source: WeightSource | None) -> None:
+        """Copy the model of a policy, and load other weights into the copy; see `Engine.add_policy`.
+
+        Args:
+            name: of the new policy.
+            like: name of the policy whose model is copied.
+            version: what tokens that are sampled from it say.
+            source: tensors of the model's names and shapes; None: those of `like`.
+        """
+        known = self._policy(like)
+
+        def add() -> None:
+            if is_new := name not in self._policies:
+                copied = replace(known, model=copy.deepcopy(known.model))
+                self._core.add(name, copied, version)
+                self._policies = {**self._policies, name: copied}
+            weights = LocalWeights(known.model.named_parameters()) if source is None else source
+            try:
+                self._core.runners[name].load_weights(version, weights)
+            except BaseException:
+                if is_new:
+                    self._remove(name)
+                raise
+
+        await self._on_thread(add)
+
+    async def remove_policy(self, name: str) -> None:
+        """Fail the requests of a policy, and free its memory; see `Engine.remove_policy`."""
+        await self._on_thread(lambda: self._remove(name) if name in self._policies else None)
 
     async def pause(self) -> None:
         """Finish the forward pass that runs, and begin no other until `resume`."""
@@ -211,6 +243,11 @@ class EmbeddedEngine:
         self._commands.close(why, failed=problem is not None)
         self._core.fail_all(EngineFailure(why))
         self._core.flush()
+
+    def _remove(self, name: str) -> None:
+        """Fail the requests of a policy, and forget its model."""
+        self._policies = {known: model for known, model in self._policies.items() if known != name}
+        self._core.remove(name)
 
     def _must_wait(self, policy: str) -> bool:
         """Whether running replies of a policy can be finished before its weights are replaced."""

@@ -6,7 +6,7 @@ belong to one policy; the policies of an engine take turns, and share its memory
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,12 +39,12 @@ class Scheduler:
     """The queues of an engine, and the memory that its requests have reserved."""
 
     def __init__(
-        self, runners: Mapping[str, ModelRunner], config: EmbeddedEngineConfig, deterministic: bool, kv_bytes: int
+        self, runners: dict[str, ModelRunner], config: EmbeddedEngineConfig, deterministic: bool, kv_bytes: int
     ) -> None:
         """Make empty queues.
 
         Args:
-            runners: by policy.
+            runners: by policy; `add_runner` and `remove_runner` change it.
             config: the limits of a pass and of a batch.
             deterministic: whether prompts are prefilled whole and alone.
             kv_bytes: memory for the keys and values of all policies, kept prefixes included.
@@ -71,6 +71,18 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a new request; it begins when there is room."""
         self.waiting.append(request)
+
+    def add_runner(self, policy: str, runner: ModelRunner) -> None:
+        """Let requests of one more policy be scheduled, with what runs it."""
+        self._runners[policy] = runner
+        self.budget.prefixes = [*self.budget.prefixes, (runner.prefixes, runner.model.token_bytes)]
+
+    def remove_runner(self, policy: str) -> ModelRunner:
+        """Forget what runs a policy that has no requests any more, and return it."""
+        gone = self._runners.pop(policy)
+        self.budget.prefixes = [(cache, each) for cache, each in self.budget.prefixes if cache is not gone.prefixes]
+        self.draining.discard(policy)
+        return gone
 
     def has_begun(self, policy: str | None = None) -> bool:
         """Whether any request has begun; with a policy, any request of it."""

@@ -17,8 +17,27 @@ from palestra.cli.users import LIMITS
 from palestra.types.control_wire import LimitsBody
 
 COMMANDS = sorted(commands_of(parser()))
-UNITS = {"STEPS", "STEP", "EPISODES", "PROCESSES", "JOBS", "CORES", "CPUS", "GPUS", "GIB", "SECONDS", "DAYS", "TIME"}
-COUNTED = {("dashboard", "--port"), ("demo", "--seed"), ("serve", "--port")}  # numbers without a unit
+UNITS = {
+    "STEPS",
+    "STEP",
+    "EPISODES",
+    "PROCESSES",
+    "JOBS",
+    "CORES",
+    "CPUS",
+    "GPUS",
+    "GIB",
+    "SECONDS",
+    "DAYS",
+    "TIME",
+    "GAMES",
+}
+COUNTED = {
+    ("dashboard", "--port"),
+    ("demo", "--seed"),
+    ("matrix", "--seed"),
+    ("serve", "--port"),
+}  # numbers without a unit
 
 
 def options_of(name: str) -> list[argparse.Action]:

@@ -158,6 +158,7 @@ CASES: dict[str, list[list[str]]] = {
         ["compare.toml", "--no-run", "--page", f"{HOSTILE}.md"],
         [HOSTILE],
     ],
+    "matrix": [[HOSTILE], ["--add", HOSTILE], ["--add", f"{HOSTILE}=tiny-random"], ["run", "--add", f"a={HOSTILE}"]],
     "environments": [[HOSTILE]],
     "algorithms": [[HOSTILE]],
     "episodes": [

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from palestra.doctor.examination import findings_of
+from palestra.doctor.opponent_rules import OPPONENT_RULES
 from palestra.doctor.rule import JobSize
 from palestra.doctor.rules import RULES
 from unit.doctor.curves import JOB, found, run_of
@@ -92,7 +93,8 @@ PLANTED = {
 
 
 def test_every_rule_has_a_planted_case():
-    assert {rule.code for rule in RULES} == set(PLANTED)
+    of_games = {rule.code for rule in OPPONENT_RULES}  # test_opponents.py has them
+    assert {rule.code for rule in RULES} == set(PLANTED) | of_games
 
 
 @pytest.mark.parametrize("code", PLANTED)

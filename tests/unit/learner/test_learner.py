@@ -19,6 +19,7 @@ from palestra.engine.fake import FakeEngine, digits_script
 from palestra.errors import ConfigError, StoreError
 from palestra.learner.learner import Learner
 from palestra.learner.metrics import metric_tables
+from palestra.learner.roles import ROLE_METRICS
 from palestra.trainer.base import PolicySpec
 from palestra.trainer.fake import FakeTrainer
 from palestra.types.calls import PolicyVersion
@@ -57,6 +58,7 @@ async def test_every_metric_that_is_written_is_in_the_table_and_every_one_of_the
             named |= expected
     unused = {"nll", "log_ratio_squared"}  # of losses of the Tinker API that no policy gradient names
     beside = {name for name in metric_names() if name.startswith((*WITH_A_CRITIC, "train/teacher_kl"))}
+    beside |= {metric.name for metric in ROLE_METRICS}  # where several agents are rewarded
     beside |= {f"train/{metric.name}" for metric in (*SAC.metrics, *TwinValueLoss.metrics)}
     unused |= {"rewards/NAME"}
     assert named == metric_names() - {f"train/{name}" for name in unused} - {"validation/rewards/NAME"} - beside

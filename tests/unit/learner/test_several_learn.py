@@ -74,7 +74,8 @@ async def test_metrics_have_the_names_of_their_policies(tmp_path):
     for row in rows(tmp_path):
         assert "validation/reward_mean" not in row
         for policy in BOTH:
-            assert row_of_policy(row, policy, ("white", "black")).keys() <= metric_names()
+            agents = {"rollout/reward/agent", "rollout/reward/opponent"}  # rollout/reward/AGENT of the table
+            assert row_of_policy(row, policy, ("white", "black")).keys() <= metric_names() | agents
         assert row["version"] == row["white/version"] == row["black/version"] == row["step"]
     newest = rows(tmp_path)[-1]
     assert {"white/train/reward_mean", "white/train/trained_tokens", "white/rollout/staleness_max"} <= newest.keys()

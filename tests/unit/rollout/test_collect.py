@@ -239,7 +239,7 @@ async def test_each_agent_is_played_by_the_policy_of_its_role_and_only_rewards_t
     assert [(chat.agent, chat.policy) for chat in trajectory.chats] == [("agent", "policy"), ("opponent", "old")]
     assert trajectory.episode.rewards == {"agent": 0.25, "opponent": -7.0}
     assert trajectory.episode.step_rewards == (0.0, 0.25)
-    assert list(bench.store.episodes.recent_rewards) == [{"agent": 0.25, "opponent": -7.0}]
+    assert list(bench.store.episodes.recent_rewards) == [({"agent": 0.25, "opponent": -7.0}, {})]
     bench.grammars.close()
     bench.store.close()
 

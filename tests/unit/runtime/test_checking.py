@@ -200,6 +200,26 @@ def test_a_critic_and_a_reference_count_as_well(tmp_path, monkeypatch, algorithm
         assert ("model" not in keys) == fits
 
 
+def test_each_version_of_a_pool_is_a_copy_in_the_engine(tmp_path, monkeypatch):
+    folder = model_in(tmp_path / "m", 10**6)
+    role = {"policy": "policy", "versions": "pool", "pool": {"size": 3}}
+    for free, fits in ((24 * 10**6, True), (24 * 10**6 - 1, False)):
+        monkeypatch.setattr(checking, "available_bytes", lambda free=free: free)
+        keys = found(model=folder, roles={"opponent": role}, trainer={"device": "cpu"}, server={"port": 0})
+        assert ("model" not in keys) == fits
+
+
+def test_policies_that_play_nothing_and_roles_that_nobody_has_are_noted():
+    policies = {"player": {}, "old": {"frozen": True}, "judge": {"frozen": True}}
+    roles = {"opponent": "old", "oponent": "old", "agent/solver": "old"}
+    notes = noted(**FAKE, environment={"name": "gomoku-duel"}, policies=policies, roles=roles)
+    assert "no role has the policy 'judge'" in notes["policies.judge"]
+    assert "no agent 'oponent' (it has 'agent', 'opponent')" in notes["roles.oponent"]
+    assert set(notes) == {"policies.judge", "roles.oponent"}
+    assert noted(**FAKE, policies=policies, roles=roles) == {}  # workers may call them by name
+    assert noted(**FAKE, environment={"name": "gomoku"}, policies={"player": {}}, roles={"helper": "player"}) == {}
+
+
 def test_where_there_is_a_gpu_its_memory_counts(tmp_path, monkeypatch):
     import torch
 

@@ -1,0 +1,38 @@
+"""`RandomAgent`: plays one of the legal moves, each equally often, without a model."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+from palestra.agents.agent import Agent, PolicyHandle
+from palestra.errors import InvalidEnvironment
+from palestra.types.calls import Chat
+from palestra.types.messages import ChatMessage, Observation, text_message
+
+Moves = Callable[[Observation], Sequence[str]]
+
+
+class RandomAgent(Agent):
+    """An opponent to compare with. The job's seed, the episode, the agent and the TimeStep decide what it plays."""
+
+    may_choose = False
+
+    def __init__(self, moves: Moves | None = None) -> None:
+        """Create the agent.
+
+        Args:
+            moves: returns the legal moves that an observation leaves, at least one; None: its `choices`.
+        """
+        self._moves = moves
+
+    async def step(self, observation: Observation, policy: PolicyHandle) -> tuple[list[Chat], ChatMessage]:
+        """Return one of the legal moves; no call is made.
+
+        Raises:
+            InvalidEnvironment: there is none.
+        """
+        moves = list(observation.choices if self._moves is None else self._moves(observation))
+        if not moves:
+            raise InvalidEnvironment(f"{observation.agent} has no legal move to draw one of")
+        return [], text_message("assistant", random.Random(policy.seed).choice(moves))

@@ -1,0 +1,131 @@
+"""Signs of a game that goes wrong: opponents that are paid alike, one that always wins, and two that chase each other.
+
+The numbers are those of two agents, which `store_facts` adds to the rows. What is a sign between opponents may be a
+success where agents help each other, so each rule first looks whether the two are opponents.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+from palestra.doctor import episodes
+from palestra.doctor.rule import RECENT, History, Row, Rule, in_each, mean
+from palestra.doctor.store_rules import AGENT_REWARD, HIGHEST, LOWEST, TOGETHER, TWO_AGENTS
+
+ALIKE, APART = 0.5, -0.5  # correlation of two rewards: -1 of opponents, or near it where a move may be illegal
+COLLAPSED_STEPS, BOUND = 10, 0.02
+WINDOW, WINDOWS, TURNS = 3, 8, 4
+SWING, SURE = 0.25, 4.0
+
+
+def _of_two(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if TWO_AGENTS in row]
+
+
+def _agents(rows: Sequence[Row]) -> list[str]:
+    return sorted(name for name in rows[-1] if name.startswith(AGENT_REWARD)) if rows else []
+
+
+def _are_opponents(history: History) -> bool:
+    """Return whether one of the two agents has lost what the other has won, at the start of the run."""
+    first = [row for row in history.start if TOGETHER in row][:RECENT]
+    return in_each(first, lambda row: row[TOGETHER] <= APART)
+
+
+def _said(name: str) -> str:
+    return name.removeprefix(AGENT_REWARD)
+
+
+def _paid_alike(history: History) -> str | None:
+    rows = _of_two(history.recent)
+    agents = _agents(rows)
+    if not history.job.opponents or len(rows) < len(history.recent) or len(agents) != 2:
+        return None
+    if not in_each(rows, lambda row: row.get(TOGETHER, 0.0) >= ALIKE):
+        return None
+    means = " and ".join(f"{_said(name)} {mean(rows, name) or 0.0:.3g}" for name in agents)
+    return (
+        f"what {_said(agents[0])} and {_said(agents[1])} earn goes up and down together (correlation "
+        f"{rows[-1][TOGETHER]:.2f}), although one plays against the other: mean rewards are {means}"
+    )
+
+
+def _collapsed(history: History) -> str | None:
+    rows = _of_two(history.last(COLLAPSED_STEPS))
+    agents = _agents(rows)
+    if not history.job.rivals or len(rows) < COLLAPSED_STEPS or len(agents) != 2 or not _are_opponents(history):
+        return None
+    known = [*_of_two(history.start), *rows]
+    highest, lowest = max(row[HIGHEST] for row in known), min(row[LOWEST] for row in known)
+    near = BOUND * (highest - lowest)
+    for winner, loser in (agents, agents[::-1]):
+        if near > 0 and in_each(rows, lambda row, winner=winner: row[winner] >= highest - near):  # type: ignore[misc]
+            return (
+                f"{_said(winner)} has won nearly every game of the last {len(rows)} steps (mean reward "
+                f"{mean(rows, winner):.3g}; {_said(loser)} {mean(rows, loser):.3g})"
+            )
+    return None
+
+
+def _oscillates(history: History) -> str | None:
+    rows = _of_two(history.last(WINDOW * WINDOWS))
+    agents = _agents(rows)
+    if not history.job.rivals or len(rows) < WINDOW * WINDOWS or len(agents) != 2 or not _are_opponents(history):
+        return None
+    spread = max(row[HIGHEST] for row in rows) - min(row[LOWEST] for row in rows)
+    # The difference of two rewards of one game is at most twice as uncertain as either of them.
+    least = max(SWING * spread, SURE * spread / math.sqrt(WINDOW * max(history.job.groups_per_step, 1)))
+    differences = [
+        (mean(part, agents[0]) or 0.0) - (mean(part, agents[1]) or 0.0)
+        for part in (rows[start : start + WINDOW] for start in range(0, len(rows), WINDOW))
+    ]
+    sides = [difference > 0 for difference in differences if abs(difference) >= least]
+    turns = sum(before != after for before, after in itertools.pairwise(sides))
+    if least <= 0 or turns < TURNS:
+        return None
+    return (
+        f"in the last {len(rows)} steps {_said(agents[0])} and {_said(agents[1])} took the lead from each other "
+        f"{turns} times (differences of their mean rewards: {', '.join(f'{one:+.2g}' for one in differences)})"
+    )
+
+
+_RIVALS = "a role has a pool, or several policies are trained"
+_OPPONENTS = f"correlation of the two agents' rewards ≤ {APART:g} in each of the first {RECENT} steps that have one"
+
+OPPONENT_RULES = (
+    Rule(
+        code="opponents_paid_alike",
+        formula="a role has a pool; two agents, and the correlation of their "
+        f"rewards over the episodes of a step ≥ {ALIKE:g} in each of the last {RECENT} steps",
+        seen=_paid_alike,
+        means="both opponents get the winner's reward, so both rise at the same time, which no game of two can be",
+        remedy="read an episode that one agent has won: what one wins the other has to lose; set `zero_sum = True` in "
+        "the environment, which then fails such an episode",
+        shows=episodes.best,
+        of_job=True,
+    ),
+    Rule(
+        code="opponents_collapse",
+        formula=f"{_RIVALS}; {_OPPONENTS}; in each of the last {COLLAPSED_STEPS} steps the mean reward of one is ≥ "
+        f"highest reward - {BOUND:g} × (highest - lowest reward)",
+        seen=_collapsed,
+        means="one side has become too strong: games that are always won or always lost teach neither side",
+        remedy="let stronger versions play: pool.choice = 'prioritized', a smaller pool.size or every_steps; train the "
+        "losing side alone for a while, or give the sides turns",
+        shows=episodes.any_of,
+        of_job=True,
+    ),
+    Rule(
+        code="opponents_oscillate",
+        formula=f"{_RIVALS}; {_OPPONENTS}; over {WINDOWS} windows of {WINDOW} steps the difference of the mean rewards "
+        f"changes its sign ≥ {TURNS} times; windows count with a difference of ≥ {SWING:g} × (highest - lowest reward) "
+        f"and ≥ {SURE:g} × that / √({WINDOW} × `rollout.groups_per_step`)",
+        seen=_oscillates,
+        means="each side only learns to beat the other's last version, and forgets how to beat the ones before",
+        remedy="play against a pool of past versions, lower learning_rate, or raise algorithm.entropy_coefficient",
+        shows=episodes.any_of,
+        of_job=True,
+    ),
+)

@@ -1,0 +1,159 @@
+"""The past versions of the policies that are trained: written, given to the engine, and dropped when they are too old.
+
+A version is on disk, whole, before an episode can meet it, and stays there for as long as one may. Which versions those
+are follows from the number of the step alone, so a run that was killed has the same pool when it is started again.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from palestra.config import JobConfig, PoolConfig, past_name, past_of
+from palestra.engine.base import Engine
+from palestra.errors import CheckpointError
+from palestra.models.weights import SavedWeights
+from palestra.session import PolicySet
+from palestra.store import RunStore
+from palestra.store.casting import Casting
+from palestra.trainer import checkpoint
+from palestra.trainer.base import Trainer
+from palestra.types.calls import PolicyVersion
+
+
+class Pools:
+    """Keeps the versions that roles with a pool may be played by."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        trainer: Trainer,
+        engine: Engine,
+        policies: PolicySet,
+        store: RunStore,
+        folder: Path,
+    ) -> None:
+        """Have claims ask which version plays; nothing is loaded before `open`.
+
+        Args:
+            config: the job.
+            trainer: has the policies that are trained.
+            engine: samples from all versions.
+            policies: of the job; past versions are added to it.
+            store: says how far the run is, and keeps who has played.
+            folder: where the versions are written, each in a folder of its name.
+        """
+        self._trainer, self._engine, self._policies, self._store, self._folder = (
+            trainer,
+            engine,
+            policies,
+            store,
+            folder,
+        )
+        self._ahead = config.rollout.max_staleness
+        roles = config.players
+        self._pools: dict[str, list[PoolConfig]] = {}
+        for role, pool in roles.pools.items():
+            self._pools.setdefault(roles.named[role], []).append(pool)
+        self._casting = Casting(roles, config.seed, self._ahead)
+        if self._pools:
+            store.episodes.casting = self._casting
+
+    async def open(self) -> None:
+        """Give the engine the versions that episodes of the next step may meet, before one can be claimed.
+
+        The trainer has the weights of step 0 now: a new run writes them, and a run that was killed before they were on
+        disk does so again.
+
+        Raises:
+            CheckpointError: the disk is full, or can't be written to.
+        """
+        if not self._pools:
+            return
+        if await self._store.log.fact("config_digest") is None:  # what is there is of a run that was removed
+            shutil.rmtree(self._folder, ignore_errors=True)
+        bound = await self._bound()
+        for policy in self._pools:
+            if 0 in self._kept(policy, bound):
+                await self._write(policy, 0)
+        for policy, step in sorted(self._on_disk(), key=lambda found: found[1]):
+            if step >= self._oldest(policy, bound):
+                await self._load(policy, step)
+                self._casting.done = max(self._casting.done, step)
+
+    async def check(self, step: int) -> None:
+        """Require the versions that episodes of the next steps may meet, after the checkpoint of a step was loaded.
+
+        Versions of later steps are made again when these steps are repeated.
+
+        Args:
+            step: of the checkpoint.
+
+        Raises:
+            CheckpointError: one is missing or damaged.
+        """
+        bound = await self._bound()
+        for policy in self._pools:
+            for version in self._kept(policy, bound):
+                if version <= step and past_name(policy, version) not in self._policies.past:
+                    name = past_name(policy, version)
+                    raise CheckpointError(
+                        f"{self._folder / name} is missing or damaged, and episodes may be played against {name}; put "
+                        "it back from a copy, or start a new run"
+                    )
+
+    async def add(self, step: int) -> None:
+        """Add the present weights of each policy that is due after a step, and drop versions that none will meet.
+
+        Args:
+            step: that was trained, and whose weights are published.
+
+        Raises:
+            CheckpointError: the disk is full, or can't be written to.
+        """
+        for policy, pools in self._pools.items():
+            if any(step % pool.every_steps == 0 for pool in pools):
+                await self._write(policy, step)
+                await self._load(policy, step)
+        self._casting.done = max(self._casting.done, step)
+        bound = max(step - self._ahead, 0)
+        for policy, version in sorted(self._on_disk()):
+            if version < self._oldest(policy, bound):
+                name = past_name(policy, version)
+                self._policies.past.pop(name, None)
+                await self._engine.remove_policy(name)
+                shutil.rmtree(self._folder / name, ignore_errors=True)
+
+    async def _bound(self) -> int:
+        """Return the newest version that an episode of the step after the last manifest may meet."""
+        return max(await self._store.log.last_manifest() - self._ahead, 0)
+
+    def _kept(self, policy: str, bound: int) -> set[int]:
+        """Return the versions of all pools of a policy at a step."""
+        return {version for pool in self._pools[policy] for version in pool.versions(bound)}
+
+    def _oldest(self, policy: str, bound: int) -> int:
+        """Return the oldest version of all pools of a policy at a step."""
+        return min(self._kept(policy, bound))
+
+    def _on_disk(self) -> list[tuple[str, int]]:
+        """Return policy and step of each version that has a folder."""
+        found = [past_of(path.name) for path in self._folder.glob("*@*")]
+        return [one for one in found if one is not None and one[0] in self._pools]
+
+    async def _write(self, policy: str, step: int) -> None:
+        """Write the present weights of a policy as its version of a step, unless it is there, whole."""
+        name = past_name(policy, step)
+        # After a kill the step is repeated. What is there has played in recorded episodes, and stays what it is.
+        if checkpoint.read_weights(self._folder / name) is None:
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            await self._trainer.save_weights(policy, self._folder / name, step, f"pool {name}")
+
+    async def _load(self, policy: str, step: int) -> None:
+        """Give the engine a version from its folder; a damaged one is left out."""
+        name = past_name(policy, step)
+        state = checkpoint.read_weights(self._folder / name)
+        if state is not None and name not in self._policies.past:
+            version = PolicyVersion(int(state["incarnation"]), int(state["n"]))
+            await self._engine.add_policy(name, policy, version, SavedWeights(self._folder / name))
+            self._policies.add_past(name, policy)

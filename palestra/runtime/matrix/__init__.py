@@ -1,0 +1,1 @@
+"""Several models, or versions of one, against one another: every pair plays, and each gets a rating."""

@@ -1,0 +1,111 @@
+"""Roles that past versions play: what may be written, and what is refused."""
+
+from __future__ import annotations
+
+import tomllib
+
+import pytest
+
+from palestra.config import JobConfig, PoolConfig, RoleConfig, dump_config, parse_config, past_name, past_of
+from palestra.config.roles import Roles
+from palestra.errors import ConfigError
+
+PAST = {"policy": "white", "versions": "pool"}
+
+
+def job(role: object, **changes: object) -> JobConfig:
+    return parse_config({"policies": {"white": {}}, "roles": {"opponent": role}} | changes)
+
+
+def test_a_pool_has_defaults_and_is_written_back_as_it_was():
+    config = job(PAST)
+    assert config.players == Roles(default="white", named={"opponent": "white"}, pools={"opponent": PoolConfig()})
+    assert parse_config(tomllib.loads(dump_config(config))) == config
+    assert JobConfig(policies={"white": {}}, roles={"opponent": RoleConfig(**PAST)}) == config
+
+
+def test_a_role_of_the_newest_weights_is_the_name_of_its_policy():
+    """So that a run's digest does not depend on how the role is written."""
+    for written in ({"policy": "white"}, {"policy": "white", "versions": "latest"}):
+        assert job(written).roles == {"opponent": "white"}
+        assert job(written).digest() == job("white").digest()
+    assert job(PAST).digest() != job("white").digest()
+
+
+@pytest.mark.parametrize(
+    ("role", "said"),
+    [
+        (
+            PAST | {"pool": {"siz": 2}},
+            r"'roles.opponent.pool.siz'; did you mean 'size'",
+        ),
+        ({"policy": "white", "pool": {}}, 'only with versions = "pool"; set that, or leave the pool out'),
+        ({"versions": "pool"}, "roles.opponent.policy: Field required"),
+        (PAST | {"policy": "black"}, "roles.opponent is 'black', and there is no such policy (there are 'white')"),
+        (PAST | {"pool": {"size": 65}}, "roles.opponent.pool.size: Input should be less than or equal to 64"),
+        ("white@5", "roles.opponent: String should match pattern"),
+        (PAST | {"policy": "white@5"}, "roles.opponent.policy: String should match pattern"),
+        (PAST | {"pool": {"every_steps": 30}}, "the job has 30 steps: its pool would never have another version than"),
+        (PAST | {"pool": {"latest_share": 0.5}}, "so that 'white' also plays against its newest self"),
+        (PAST | {"versions": "oldest"}, "roles.opponent.versions: Input should be 'latest' or 'pool'"),
+    ],
+)
+def test_what_can_not_be_is_refused_in_one_line(role, said):
+    with pytest.raises(ConfigError) as caught:
+        job(role)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_episodes_that_are_played_ahead_see_later_versions_later():
+    late = PAST | {"pool": {"every_steps": 5}}
+    job(late, steps=7, rollout={"max_staleness": 1})
+    with pytest.raises(ConfigError, match="the job has 6 steps"):
+        job(late, steps=6, rollout={"max_staleness": 1})
+
+
+def test_a_pool_of_a_frozen_policy_is_refused_and_one_beside_it_is_not():
+    policies = {"white": {}, "black": {"frozen": True}}
+    with pytest.raises(ConfigError, match=r"a pool of 'black', which is frozen .* write roles.opponent = 'black'"):
+        job(PAST | {"policy": "black"}, policies=policies)
+    job(PAST, policies=policies)
+
+
+def test_the_newest_weights_may_play_where_each_agent_has_its_own_reward():
+    own = {"name": "rae"}
+    assert job(PAST | {"pool": {"latest_share": 0.5}}, algorithm=own).players.pools["opponent"].latest_share == 0.5
+
+
+def test_a_trained_policy_that_only_its_past_plays_is_refused():
+    two = {"white": {}, "black": {}}
+    own = {"name": "rae"}
+    past = {"policy": "black", "versions": "pool"}
+    with pytest.raises(ConfigError, match=r"policies.black is trained and played by its past versions only"):
+        job(past, policies=two, algorithm=own)
+    job(past | {"pool": {"latest_share": 0.5}}, policies=two, algorithm=own)
+    parse_config({"policies": two, "roles": {"opponent": past, "black": "black"}})
+    with pytest.raises(ConfigError, match=r"policies.black is trained and plays no agent"):
+        parse_config({"policies": two})
+
+
+def test_a_job_that_serves_has_no_use_for_a_pool_and_refuses_none():
+    job(PAST, kind="inference", policies={"white": {"frozen": True}})
+
+
+def test_the_roles_of_an_episode_are_those_of_its_players():
+    roles = Roles(default="white", named={"opponent": "white", "judge": "old"}, frozen=frozenset({"old"}))
+    now = roles.of_episode({"opponent": "white@5"})
+    assert [now.policy_of(agent) for agent in ("agent", "opponent", "opponent/x-1", "judge")] == [
+        "white", "white@5", "white@5", "old"
+    ]  # fmt: skip
+    assert now.trained_rewards({"agent": 1.0, "opponent": -1.0, "judge": 3.0}) == {"agent": 1.0}
+    assert (now.plays_frozen("opponent"), now.plays_frozen("agent")) == (True, False)
+    newest = roles.of_episode({"opponent": "white"})
+    assert newest.trained_rewards({"agent": 1.0, "opponent": -1.0}) == {"agent": 1.0, "opponent": -1.0}
+    assert roles.of_episode({}) is roles
+
+
+def test_names_of_past_versions():
+    assert past_name("white", 5) == "white@5"
+    assert past_of("white@5") == ("white", 5)
+    assert [past_of(name) for name in ("white", "white@", "@5", "white@x", "a@1@2")] == [None] * 5

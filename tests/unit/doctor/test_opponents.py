@@ -1,0 +1,131 @@
+"""Games that go wrong, and games that do not: what the doctor says of two opponents."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from palestra.config import parse_config
+from palestra.doctor.examination import _of_policies, findings_of
+from palestra.doctor.rule import JobSize
+from palestra.doctor.store_facts import store_facts
+from palestra.doctor.store_rules import TOGETHER
+from palestra.store.browsing import browse
+from palestra.types.metrics import by_policy
+from unit.building import TASK, open_store
+from unit.doctor.curves import run_of
+
+GROUPS, GAMES = 16, 128
+PAST = JobSize(groups_per_step=GROUPS, steps=100, opponents=True, rivals=True)
+RIVALS = JobSize(groups_per_step=GROUPS, steps=100, rivals=True)
+FRIENDS = JobSize(groups_per_step=GROUPS, steps=100)
+
+
+def game(share: float, noise: random.Random, drawn: float = 0.2, bug: bool = False) -> dict[str, float]:
+    """The facts of a step in which white has won `share` of the games that were not drawn; won 1, drawn 0.5, lost 0."""
+    pairs = []
+    for _ in range(GAMES):
+        if noise.random() < drawn:
+            pairs.append((0.5, 0.5))
+        else:
+            won = float(noise.random() < share)
+            pairs.append((1.0, 1.0) if bug else (won, 1 - won))
+    white, black = ([pair[side] for pair in pairs] for side in (0, 1))
+    facts = {
+        "store__episodes_of_two": float(GAMES),
+        "store__constant_sum_share": sum(a + b == 1 for a, b in pairs) / GAMES,
+        "store__reward_spread": 1.0,
+        "store__reward_highest": 1.0,
+        "store__reward_lowest": 0.0,
+        "store__reward/white": sum(white) / GAMES,
+        "store__reward/black": sum(black) / GAMES,
+    }
+    if len(set(white)) > 1 and len(set(black)) > 1:
+        facts["store__reward_correlation"] = 1.0 if bug else -1.0
+    return facts
+
+
+def named(share, job: JobSize, seed: int = 0, steps: int = 60, **kw) -> dict[str, str]:
+    noise = random.Random(seed)
+    rows = run_of(steps, lambda step: game(share(step), noise, **kw), seed)
+    return {one.code: one.seen for one in findings_of(rows, job)}
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("job", [PAST, RIVALS, FRIENDS])
+@pytest.mark.parametrize(
+    "share",
+    [
+        lambda step: 0.5,
+        lambda step: 0.5 + 0.3 * (1 - 0.95**step),  # one gets better than the other
+        lambda step: 0.5 + 0.25 * math.sin(step / 6),  # the lead changes, by less than what is a sign
+        lambda step: min(0.9, 0.5 + 0.01 * step),
+    ],
+)
+def test_games_that_go_well_show_nothing(seed, job, share):
+    assert named(share, job, seed) == {}
+
+
+def test_two_that_are_paid_alike_are_named_where_they_are_opponents():
+    rise = {"share": lambda step: 0.5, "bug": True}
+    said = named(job=PAST, **rise)
+    assert set(said) == {"opponents_paid_alike"}
+    assert "black and white earn goes up and down together (correlation 1.00)" in said["opponents_paid_alike"]
+    assert named(job=RIVALS, **rise) == named(job=FRIENDS, **rise) == {}  # they may be partners
+
+
+def test_one_that_always_wins_is_named_where_both_learn():
+    def share(step: int) -> float:
+        return 0.5 if step < 20 else 1.0
+
+    for job in (PAST, RIVALS):
+        said = named(share, job, drawn=0.0)
+        assert set(said) == {"opponents_collapse"}
+        assert said["opponents_collapse"].startswith("white has won nearly every game of the last 10 steps (mean")
+    assert named(share, FRIENDS, drawn=0.0) == {}  # to beat a frozen opponent is what was wanted
+    assert "black has won" in named(lambda step: 1 - share(step), PAST, drawn=0.0)["opponents_collapse"]
+
+
+def test_draws_and_late_losses_are_no_collapse():
+    assert named(lambda step: 0.5, PAST, drawn=0.97) == {}
+    assert named(lambda step: 1.0 if step % 9 else 0.8, PAST, drawn=0.0) == {}
+
+
+@pytest.mark.parametrize("period", [6, 18])
+def test_two_that_chase_each_other_are_named(period):
+    def share(step: int) -> float:
+        return 0.95 if step // (period // 2) % 2 else 0.05
+
+    said = named(share, RIVALS, drawn=0.0)
+    assert ("opponents_oscillate" in said) == (period == 6)  # of longer waves, fewer than four turns are in 24 steps
+    assert named(share, FRIENDS, drawn=0.0) == {}
+
+
+def test_where_several_policies_are_trained_each_has_its_signs_and_the_job_has_those_of_the_game():
+    config = parse_config({"policies": {"white": {}, "black": {}}, "roles": {"opponent": "black"}, "steps": 100})
+    noise, rows = random.Random(0), []
+    for row in run_of(60):
+        facts = game(0.5 if row["step"] < 20 else 1.0, noise, drawn=0.0)
+        own = by_policy(row, "white") | by_policy(row, "black")
+        named = {name.replace("__", "/"): value for name, value in facts.items()}
+        rows.append(own | named | {"black/train/grad_norm": 0.0})
+    found = {one.code: one.seen for one in _of_policies(rows, JobSize.of(config), config)}
+    assert set(found) == {"opponents_collapse", "no_gradient"}
+    assert found["no_gradient"].startswith("policy black: ")
+    assert found["opponents_collapse"].startswith("white has won")
+
+
+async def test_the_correlation_is_that_of_the_episodes_rewards(tmp_path):
+    with open_store(tmp_path) as store:
+        for step, pairs in ((1, [(1, 0), (0, 1), (0.5, 0.5)]), (2, [(1, 1), (0, 0)]), (3, [(1, 0), (1, 0)])):
+            await store.groups.register("train", step, step, TASK, len(pairs))
+            for number, (agent, opponent) in enumerate(pairs):
+                episode = await store.episodes.claim("w", f"{step}-{number}", None)
+                rewards = {"agent": float(agent), "opponent": float(opponent)}
+                await store.episodes.end(episode.episode_id, episode.fence, rewards, None, {})
+    with browse(next(tmp_path.rglob("run.db"))) as connection:
+        facts = store_facts(connection)
+    assert [facts[step].get(TOGETHER) for step in (1, 2, 3)] == [pytest.approx(-1), pytest.approx(1), None]
+    assert (facts[1]["store/reward_highest"], facts[1]["store/reward_lowest"]) == (1.0, 0.0)

@@ -1,0 +1,109 @@
+"""Ratings against closed forms and an independent optimizer; the matrix as a table, as JSON and as a picture."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib.image import imread
+
+from palestra.runtime.matrix.picture import draw_matrix
+from palestra.runtime.matrix.ratings import DRAWN_MORE, NORMAL_95, SCALE, ratings_of
+from palestra.runtime.matrix.result import Game, Matrix
+
+
+@given(won=st.integers(0, 40), lost=st.integers(0, 40))
+def test_two_players_have_the_ratings_of_the_closed_form(won, lost):
+    """With one drawn game more, the odds are (won + 1/2) / (lost + 1/2); the variance of log odds is 1/w + 1/l."""
+    if not won + lost:
+        return
+    one, other = ratings_of(np.array([[0.0, won], [lost, 0.0]]))
+    w, l = won + DRAWN_MORE / 2, lost + DRAWN_MORE / 2  # noqa: E741 - as in the formula
+    assert one.elo - other.elo == pytest.approx(400 * math.log10(w / l), abs=1e-6)
+    assert one.elo == pytest.approx(-other.elo, abs=1e-9)
+    assert one.half == pytest.approx(NORMAL_95 * SCALE * math.sqrt(1 / w + 1 / l) / 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_ratings_are_the_maximum_of_the_likelihood_that_scipy_finds(seed):
+    optimize = pytest.importorskip("scipy.optimize")
+    draw = np.random.default_rng(seed)
+    players = 6
+    points = draw.integers(0, 30, (players, players)) + draw.integers(0, 2, (players, players)) / 2
+    np.fill_diagonal(points, 0.0)
+    points[0, 1:], points[1:, 0] = 40.0, 0.0  # one wins every game
+    found = [rating.elo for rating in ratings_of(points)]
+    games = points + points.T
+    won = points + np.where(games > 0, DRAWN_MORE / 2, 0.0)
+
+    def unlikely(strength: np.ndarray) -> float:
+        gap = strength[None, :] - strength[:, None]
+        return float((won * np.logaddexp(0.0, gap)).sum()) + float(strength.mean() ** 2)
+
+    best = optimize.minimize(unlikely, np.zeros(players), method="BFGS", options={"gtol": 1e-8})
+    assert np.allclose((best.x - best.x.mean()) * SCALE, found, atol=1e-2)
+    assert max(found) == found[0]
+
+
+def test_a_player_who_has_met_no_other_can_not_be_compared():
+    points = np.zeros((4, 4))
+    points[0, 1] = points[2, 3] = 1.0
+    with pytest.raises(ValueError, match="no games with the others"):
+        ratings_of(points)
+    points[1, 2] = 1.0  # a chain is enough
+    assert len(ratings_of(points)) == 4
+
+
+def test_equal_players_are_equal_and_intervals_shrink_with_games():
+    few, many = (ratings_of(np.full((3, 3), games / 2)) for games in (10.0, 1000.0))
+    assert [one.elo for one in few] == pytest.approx([0.0] * 3, abs=1e-9)
+    assert many[0].half < few[0].half / 8
+
+
+def matrix() -> Matrix:
+    games = [
+        *(Game("new", "old", (1.0, 0.0)) for _ in range(6)),
+        *(Game("old", "new", (0.5, 0.5)) for _ in range(2)),
+        Game("old", "new", None),
+        *(Game("old", "random", (1.0, -0.5)) for _ in range(4)),
+        *(Game("random", "new", (0.0, 1.0)) for _ in range(4)),
+    ]
+    return Matrix(players=("old", "random", "new"), roles=("agent", "opponent"), games=tuple(games))
+
+
+def test_cells_have_means_of_both_seatings_and_failures_are_no_results():
+    found = matrix()
+    assert found.failed == 1
+    cell = found.cell("new", "old")
+    assert (cell.mean, cell.games) == (0.875, 8)
+    deviation = np.std([1.0] * 6 + [0.5] * 2, ddof=1)
+    assert cell.half == pytest.approx(1.96 * deviation / math.sqrt(8), rel=1e-4)
+    assert found.cell("old", "new").mean == 0.125
+    assert (found.points("new", "old"), found.points("old", "new")) == (7.0, 1.0)
+    assert found.cell("old", "random").mean == 1.0
+    assert found.cell("random", "old").mean == -0.5
+    assert found.order == ["new", "old", "random"]
+
+
+def test_the_table_names_the_strongest_first(tmp_path):
+    lines = matrix().text().splitlines()
+    assert lines[0].split() == ["player", "Elo", "new", "old", "random"]
+    assert [line.split()[0] for line in lines[1:]] == ["new", "old", "random"]
+    assert "0.88 ± 0.16" in lines[1]
+    matrix().write_json(tmp_path / "matrix.json")
+    read = json.loads((tmp_path / "matrix.json").read_text())
+    assert read["cells"]["new / old"]["games"] == 8
+    assert len(read["games"]) == 17
+    assert set(read["ratings"]) == {"old", "random", "new"}
+
+
+def test_the_picture_is_drawn(tmp_path):
+    draw_matrix(matrix(), "three players", tmp_path / "matrix.png")
+    picture = imread(tmp_path / "matrix.png")
+    assert picture.shape[0] > 400
+    assert picture.shape[1] > 600
+    assert len(np.unique(picture.reshape(-1, picture.shape[-1]), axis=0)) > 20
