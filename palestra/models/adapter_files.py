@@ -73,6 +73,26 @@ def base_of(name: str) -> str:
     return name if folder is None else str(_read_config(folder)["base_model_name_or_path"])
 
 
+def tokenizer_source(name: str) -> str:
+    """Return the name of what has the tokenizer of a model: an adapter's folder, or its base, as PEFT writes none.
+
+    Raises:
+        ModelError: the adapter's configuration can't be read.
+    """
+    folder = adapter_folder(name)
+    return name if folder is not None and (folder / "tokenizer_config.json").is_file() else base_of(name)
+
+
+def saved_adapter(name: str) -> SavedAdapter | None:
+    """Return the adapter in a folder; None: a model's name is that of whole weights.
+
+    Raises:
+        ModelError: the adapter can't be read, or is of a kind that is not supported.
+    """
+    folder = adapter_folder(name)
+    return None if folder is None else read_adapter(folder)
+
+
 def read_adapter(folder: Path) -> SavedAdapter:
     """Read an adapter that Palestra or PEFT has written.
 

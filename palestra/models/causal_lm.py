@@ -26,7 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from palestra.config import AdapterConfig
 from palestra.errors import ModelError
-from palestra.models.adapter_files import adapter_folder, base_of, read_adapter, write_adapter
+from palestra.models.adapter_files import read_adapter, saved_adapter, tokenizer_source, write_adapter
 from palestra.models.adapters import Adapter, merge
 from palestra.models.catalog import model_folder, quiet_transformers
 from palestra.models.exact_logits import sharpened
@@ -342,10 +342,8 @@ class CausalLM:
         """
         if self.adapter is not None:
             return read_adapter(folder).weights
-        found: dict[str, Tensor] = {}
-        for file in sorted(folder.glob("model*.safetensors")):
-            found |= safetensors.torch.load_file(file)
-        return found
+        files = sorted(folder.glob("model*.safetensors"))
+        return {name: tensor for file in files for name, tensor in safetensors.torch.load_file(file).items()}
 
 
 def load_causal_lm(name: str, dtype: torch.dtype, device: torch.device | None = None) -> CausalLM:
@@ -359,7 +357,7 @@ def load_causal_lm(name: str, dtype: torch.dtype, device: torch.device | None = 
     Raises:
         ModelError: the weights are missing, or flat batches don't support the architecture.
     """
-    adapter = None if (given := adapter_folder(name)) is None else read_adapter(given)
+    adapter = saved_adapter(name)
     folder = model_folder(name if adapter is None else adapter.base)
     try:
         with quiet_transformers():
@@ -385,11 +383,7 @@ def load_tokenizer(name: str) -> Any:
     Raises:
         ModelError: the tokenizer can't be loaded, or has no chat template.
     """
-    own = adapter_folder(name)
-    if own is not None and (own / "tokenizer_config.json").is_file():
-        folder: Path | str = own
-    else:  # PEFT writes none beside an adapter
-        folder = model_folder(base_of(name))
+    folder = model_folder(tokenizer_source(name))
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:

@@ -13,7 +13,7 @@ import torch
 
 from palestra.config import SMOLLM2, TINY, AdapterConfig
 from palestra.errors import ConfigError, ModelError
-from palestra.models.adapter_files import SavedAdapter, adapter_folder, read_adapter
+from palestra.models.adapter_files import SavedAdapter, saved_adapter
 from palestra.models.adapters import Adapter
 from palestra.models.catalog import cache_folder, model_folder
 from palestra.models.causal_lm import CausalLM, load_causal_lm, load_tokenizer
@@ -78,7 +78,7 @@ class LoadedModels:
         Raises:
             ModelError: missing weights, or an unsupported architecture.
         """
-        saved = _saved_adapter(name)
+        saved = saved_adapter(name)
         model, tokenizer = self._on_base(name if saved is None else saved.base, dtype, device)
         if saved is None:
             return model, tokenizer
@@ -104,7 +104,7 @@ class LoadedModels:
             ModelError: missing weights, or an unsupported architecture.
             ConfigError: the adapter does not fit the model, or the adapter to begin with is of another kind.
         """
-        saved = _saved_adapter(name)
+        saved = saved_adapter(name)
         base = name if saved is None else saved.base
         model, tokenizer = self._on_base(base, dtype, device)
         adapter = model.add_adapter(config, _lasting_name(base))
@@ -129,12 +129,6 @@ class LoadedModels:
                     parameter.requires_grad_(False)
                 self._bases[key], self._tokenizers[base] = base, tokenizer
             return base.on_same_weights(), self._tokenizers[base]
-
-
-def _saved_adapter(name: str) -> SavedAdapter | None:
-    """Return the adapter in a folder; None: the name is that of whole weights."""
-    folder = adapter_folder(name)
-    return None if folder is None else read_adapter(folder)
 
 
 def _place(name: str) -> str:
