@@ -56,8 +56,8 @@ async def rollout(task, endpoint):
 
 def said(model: str | Path, adapter: dict[str, Any] | None = None) -> list[list[int]]:
     """What a model says to each task, greedily."""
-    settings = config(Path("unused"), adapter, str(model)).model_copy(update={"run_dir": None})
-    found = palestra.evaluate(rollout, TASKS, settings, trajectories=True, quiet=True)
+    settings = config(Path("unused"), adapter).model_copy(update={"run_dir": None})
+    found = palestra.evaluate(rollout, TASKS, settings, model=str(model), trajectories=True, quiet=True)
     return [chat.completion_ids.tolist() for one in found.outcomes for chat in one.trajectory.chats]
 
 
