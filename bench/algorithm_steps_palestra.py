@@ -20,6 +20,7 @@ from palestra.algorithms.registry import create_algorithm
 from palestra.algorithms.regularization import Regularization
 from palestra.config import JobConfig, parse_config
 from palestra.learner import policy_spec
+from palestra.learner.budget import TrainingBudget
 from palestra.learner.update import PolicyUpdate
 from palestra.models.device import tune_malloc
 from palestra.trainer.torch_trainer import TorchTrainer
@@ -37,6 +38,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "ppo": {"name": "ppo"},
     "ppo, kl": {"name": "ppo", "kl": {"coefficient": 0.01, "place": "reward"}},
 }
+ADAPTED = ("grpo", "grpo, kl", "ppo")  # these are also trained with an adapter in place of all weights
+CONTESTANTS = (*ALGORITHMS, *(f"{name}, adapter" for name in ADAPTED))
 
 
 def episodes(seed: int) -> list[Trajectory]:
@@ -99,16 +102,26 @@ def episode(group: int, sample: int, prompt: np.ndarray, draw: np.random.Generat
 class Contestant:
     """An algorithm with a trainer of its own."""
 
-    def __init__(self, threads: int, algorithm: dict[str, Any]) -> None:
-        policy = {"sampling": {"max_tokens": NEW_TOKENS}, "max_context": 256}
+    def __init__(self, threads: int, name: str) -> None:
+        adapter = {"rank": 16} if name.endswith(", adapter") else None
+        algorithm = ALGORITHMS[name.removesuffix(", adapter")]
+        policy = {"sampling": {"max_tokens": NEW_TOKENS}, "max_context": 256, "adapter": adapter}
         self.config: JobConfig = parse_config(
             {"policies": {"policy": policy}, "trainer": {"threads": threads}, "algorithm": algorithm}
         )
         self.trainer = TorchTrainer(self.config.trainer, 2)
         made = create_algorithm(self.config.algorithm)
         self.spec = policy_spec(self.config, made, "policy", {})
+        nothing: Any = None  # the store of a run, which neither a constant learning rate nor these algorithms read
         self.update = PolicyUpdate(
-            self.config, self.trainer, made, Regularization(self.config.algorithm), "policy", self._event
+            self.config,
+            self.trainer,
+            made,
+            Regularization(self.config.algorithm),
+            "policy",
+            TrainingBudget(self.config, nothing),
+            self._event,
+            nothing,
         )
 
     async def _event(self, kind: str, data: dict[str, Any]) -> None:
@@ -127,7 +140,7 @@ class Contestant:
 
 async def measure(threads: int, steps: int, names: list[str]) -> dict[str, list[float]]:
     """Seconds of all steps but the first, by algorithm."""
-    contestants = {name: Contestant(threads, ALGORITHMS[name]) for name in names}
+    contestants = {name: Contestant(threads, name) for name in names}
     found: dict[str, list[float]] = {name: [] for name in names}
     for one in contestants.values():
         await one.trainer.create("policy", one.spec)
@@ -145,7 +158,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--steps", type=int, default=7, help="the first is not counted")
-    parser.add_argument("--only", nargs="+", choices=tuple(ALGORITHMS), default=list(ALGORITHMS))
+    parser.add_argument("--only", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
     wanted = parser.parse_args()
     tune_malloc()
     print(json.dumps(asyncio.run(measure(wanted.threads, wanted.steps, wanted.only))))

@@ -1,6 +1,6 @@
 """Times GRPO steps of Palestra's own parts, in a process of their own; prints one JSON line.
 
-    python bench/step_palestra.py --threads 2 --steps 6
+    python bench/step_palestra.py --threads 2 --steps 6 [--rank 16]
 
 One step is what bench/peers/trl_step.py does: 8 prompts of 40 tokens x 8 samples of 12, seeded random rewards, one
 AdamW update of float32 weights with bfloat16 compute; here the new weights are handed to the engine as well.
@@ -40,10 +40,11 @@ FILLER = " now"  # one token; repeated until a prompt has its length
 Messages = tuple[ChatMessage, ...]
 
 
-def job_config(threads: int) -> JobConfig:
-    """The job whose parts are measured: Palestra's defaults, but for lengths and threads."""
+def job_config(threads: int, rank: int = 0) -> JobConfig:
+    """The job whose parts are measured: Palestra's defaults, but for lengths, threads and, above 0, an adapter."""
     arithmetic = {"threads": threads}
-    policy = {"sampling": {"max_tokens": NEW_TOKENS}, "max_context": 256}
+    adapter = {"rank": rank} if rank else None
+    policy = {"sampling": {"max_tokens": NEW_TOKENS}, "max_context": 256, "adapter": adapter}
     return parse_config({"policies": {"policy": policy}, "engine": arithmetic, "trainer": arithmetic})
 
 
@@ -177,14 +178,13 @@ def make_prompts(parts: Parts, count: int, draw: random.Random) -> list[tuple[Me
     return found
 
 
-async def measure(threads: int, steps: int, seed: int) -> dict[str, Any]:
+async def measure(threads: int, steps: int, seed: int, rank: int) -> dict[str, Any]:
     """Run the steps, the first of which is a warm-up; returns the record that is printed."""
     rates = product_rates(threads)
-    config = job_config(threads)
+    config = job_config(threads, rank)
     bench = Bench(config, seed)
-    await bench.parts.trainer.create(
-        config.players.default, PolicySpec(model=config.policies[config.players.default].model)
-    )
+    policy = config.policies[config.players.default]
+    await bench.parts.trainer.create(config.players.default, PolicySpec(model=policy.model, adapter=policy.adapter))
     await bench.parts.engine.resume()
     try:
         for number in range(steps):
@@ -225,9 +225,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--steps", type=int, default=6, help="the first is a warm-up")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rank", type=int, default=0, help="of an adapter; 0: all weights are trained")
     wanted = parser.parse_args(arguments)
     tune_malloc()
-    print(json.dumps(asyncio.run(measure(wanted.threads, wanted.steps, wanted.seed))))
+    print(json.dumps(asyncio.run(measure(wanted.threads, wanted.steps, wanted.seed, wanted.rank))))
 
 
 if __name__ == "__main__":

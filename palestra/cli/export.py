@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import shutil
 from collections.abc import Iterable
@@ -25,7 +26,8 @@ def add(commands: Any) -> None:
         run,
         "copy a run's newest good checkpoint to a folder that transformers loads",
         "  palestra export runs/addition my-model\n  palestra export job-1f3a5c7e9b2d4f60 my-model\n"
-        "  palestra export runs/duel my-model --policy white   # of several policies that the run has trained",
+        "  palestra export runs/duel my-model --policy white   # of several policies that the run has trained\n"
+        "  palestra export runs/addition my-model --merged     # an adapter as whole weights",
     )
     parser.add_argument("source", metavar="RUN", help="the run's folder, or a job of a control plane by its id")
     parser.add_argument("target", metavar="DIR", type=Path, help="a folder that does not exist yet")
@@ -34,13 +36,18 @@ def add(commands: Any) -> None:
         metavar="NAME",
         help="whose checkpoint; without it, that of the only policy that the run has trained",
     )
+    parser.add_argument(
+        "--merged",
+        action="store_true",
+        help="write whole float32 weights, to which the adapter is added; without it an adapter is copied as it is",
+    )
     add_control(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Copy the newest checkpoint whose files have their hashes; that of a job is fetched from the service first."""
     if JOB_ID.fullmatch(arguments.source) is None:
-        _copy(Path(arguments.source), arguments.policy, arguments.target)
+        _copy(Path(arguments.source), arguments.policy, arguments.target, arguments.merged)
         return
     from palestra.client.control import ControlClient
 
@@ -54,7 +61,7 @@ def run(arguments: argparse.Namespace) -> None:
         for path, place in places.items():
             if newest is not None and path.startswith(f"{newest}/"):
                 job.download(path, place)
-        _copy(Path(folder), arguments.policy, arguments.target)
+        _copy(Path(folder), arguments.policy, arguments.target, arguments.merged)
 
 
 def _newest_of(run_dir: Path, policy: str | None, paths: Iterable[str]) -> str | None:
@@ -76,18 +83,20 @@ def _newest_of(run_dir: Path, policy: str | None, paths: Iterable[str]) -> str |
     return None if newest is None else below + newest
 
 
-def _copy(run_dir: Path, policy: str | None, target: Path) -> None:
+def _copy(run_dir: Path, policy: str | None, target: Path, merged: bool) -> None:
     """Copy the newest good checkpoint without the files that only a trainer reads.
 
     Args:
         run_dir: folder of the run.
         policy: whose checkpoint; None: that of the only policy that is trained.
         target: the folder to make.
+        merged: whether an adapter is added to the weights of its base, and those are written.
 
     Raises:
         NotFound: the run has no checkpoint yet.
         ConfigError: the run trains no such policy, or several and none is named.
         Conflict: the target exists.
+        ModelError: the base of an adapter that is to be merged is not on this machine.
     """
     from palestra.runtime.run_dir import newest_of_policy
     from palestra.trainer.checkpoint import NOT_THE_MODEL
@@ -96,5 +105,25 @@ def _copy(run_dir: Path, policy: str | None, target: Path) -> None:
     path, state = newest_of_policy(folder, policy)
     if target.exists():
         raise Conflict(f"{target} exists already; choose another folder")
-    shutil.copytree(path, target, ignore=shutil.ignore_patterns(*NOT_THE_MODEL))
-    say(f"{target}: the model after step {state['step']}")
+    # The names of adapters' files are looked at without torch, whose import takes seconds.
+    if not (path / "adapter_config.json").is_file():
+        kind = "model"
+    elif merged:
+        kind = "model, with its adapter merged,"
+        _merge(path, target)
+    else:
+        kind = f"adapter of {json.loads((path / 'adapter_config.json').read_text())['base_model_name_or_path']}"
+    if not target.exists():
+        shutil.copytree(path, target, ignore=shutil.ignore_patterns(*NOT_THE_MODEL))
+    say(f"{target}: the {kind} after step {state['step']}")
+
+
+def _merge(checkpoint: Path, target: Path) -> None:
+    """Write the whole weights of an adapter's checkpoint, float32, and its tokenizer into a new folder."""
+    import torch
+
+    from palestra.models.causal_lm import load_causal_lm, load_tokenizer
+
+    model = load_causal_lm(str(checkpoint), torch.float32)
+    target.mkdir(parents=True)
+    model.save(target, load_tokenizer(str(checkpoint)))

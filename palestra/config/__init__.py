@@ -23,7 +23,14 @@ from palestra.config.job import (
 from palestra.config.loading import SAVED_CONFIG, UNSET, dump_config, find_mistakes, load_config, parse_config
 from palestra.config.networks import CriticConfig, KLConfig, TeacherServerConfig, reference_of
 from palestra.config.optimizer import OptimizerConfig
-from palestra.config.policy import DEFAULT_CONTEXT, PolicyConfig, SamplingConfig, UpdatesConfig, with_model
+from palestra.config.policy import (
+    DEFAULT_CONTEXT,
+    AdapterConfig,
+    PolicyConfig,
+    SamplingConfig,
+    UpdatesConfig,
+    with_model,
+)
 from palestra.config.policy_gradient import (
     AdvantageScale,
     CISPOConfig,
@@ -56,6 +63,7 @@ __all__ = [
     "UNSET",
     "A2CConfig",
     "ActorCriticConfig",
+    "AdapterConfig",
     "AdvantageScale",
     "AlgorithmConfig",
     "CISPOConfig",

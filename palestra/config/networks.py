@@ -16,13 +16,13 @@ def reference_of(policy: str) -> str:
 
 
 class KLConfig(Section):
-    """A penalty of divergence from a reference policy, of which a second copy of weights is then kept."""
+    """A penalty of divergence from a reference policy: one more copy of weights, unless an adapter is trained."""
 
     reference: str | None = Field(
         None,
         min_length=1,
         description="Model of the reference policy, named like `policies.NAME.model`, with the same tokenizer. None: "
-        "the trained policy as it was at the start.",
+        "the trained policy as it was at the start, which for a new adapter is its base without it.",
     )
     coefficient: float = Field(
         0.0, ge=0, description="Factor of the penalty, in the first step if there is a `target`. 0: measured only."
@@ -75,7 +75,7 @@ class TeacherServerConfig(Section):
 
 
 class CriticConfig(Section):
-    """The critic: a copy of the policy's model with a value head, and its own optimizer."""
+    """The critic: a copy of the policy's model, or an adapter of its own, with a value head and its own optimizer."""
 
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=5e-5)
     value_clip: float = Field(
@@ -91,7 +91,7 @@ class CriticConfig(Section):
 
 
 class TwinCriticConfig(Section):
-    """The critic of `sac`: a copy of the policy's model with two value heads, and a copy that follows it."""
+    """The critic of `sac`: like that of `ppo`, with two value heads, and a copy that follows it."""
 
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=5e-5)
     warmup_steps: int = Field(

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from palestra.config.algorithm import AnyAlgorithmConfig
 from palestra.config.optimizer import OptimizerConfig
-from palestra.config.section import Positive, Section
+from palestra.config.section import UNLIMITED, Positive, Section
 
 DEFAULT_CONTEXT = 4096
 _OF_TRAINING = ("optimizer", "algorithm", "updates")  # keys that a frozen policy does not have
@@ -45,6 +46,35 @@ class UpdatesConfig(Section):
         return step % self.every == self.at % self.every
 
 
+class AdapterConfig(Section):
+    """LoRA (Hu et al. 2021): matrices of low rank beside the model's layers, trained in place of its weights."""
+
+    rank: Positive = Field(16, description="Rank of the product of a layer's two matrices; at most the layer's width.")
+    alpha: float = Field(
+        32.0, gt=0, le=UNLIMITED, description="The product is multiplied by alpha / rank, or as `rslora` says."
+    )
+    targets: Literal["all-linear"] | list[Annotated[str, Field(min_length=1)]] = Field(
+        "all-linear",
+        description="Layers that get matrices: `all-linear` (never the head that predicts tokens), or a list of the "
+        "ends of their names, such as `q_proj`.",
+    )
+    rslora: bool = Field(
+        False,
+        description="Multiply by alpha / sqrt(rank) (Kalajdzievski 2023), so that rank and scale are independent.",
+    )
+
+    @property
+    def scale(self) -> float:
+        """Return the factor of the product."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    @model_validator(mode="after")
+    def _is_for_something(self) -> AdapterConfig:
+        if not self.targets:
+            raise ValueError("targets is empty, so there is nothing to train; leave it out for all linear layers")
+        return self
+
+
 class PolicyConfig(Section):
     """One model of a job: its weights, context and sampling, and how it is trained unless it is frozen."""
 
@@ -52,7 +82,7 @@ class PolicyConfig(Section):
         "SmolLM2-135M-Instruct",
         min_length=1,
         description="`SmolLM2-135M-Instruct` (from a Python package), `tiny-random` (made on the spot), "
-        "or a Hugging Face folder or name.",
+        "or a Hugging Face folder or name. The folder may be that of an adapter in PEFT's format, as a checkpoint is.",
     )
     max_context: Positive = Field(
         DEFAULT_CONTEXT,
@@ -65,6 +95,11 @@ class PolicyConfig(Section):
         None, description="A table of the policy's own, with the keys of `[algorithm]`. None: the job's `[algorithm]`."
     )
     updates: UpdatesConfig = UpdatesConfig()
+    adapter: AdapterConfig | None = Field(
+        None,
+        description="Train an adapter (LoRA) of the model, whose own weights stay as they are and are in memory once "
+        "for the engine and the trainer, as long as both have the same `dtype` and device. None: train all weights.",
+    )
     frozen: bool = Field(
         False,
         strict=True,  # a text such as "false" would be true to those who read what is not checked yet
@@ -77,15 +112,22 @@ class PolicyConfig(Section):
         given = [key for key in _OF_TRAINING if key in self.model_fields_set and getattr(self, key) is not None]
         if self.frozen and given:
             raise ValueError(f"a frozen policy is never trained; leave out either `frozen` or its `{given[0]}`")
+        if self.frozen and self.adapter is not None:
+            raise ValueError(
+                "a frozen policy is never trained, so it gets no new adapter; leave out `adapter`, and name the folder "
+                "of one that was trained as its `model`"
+            )
         return self
 
     @model_serializer(mode="wrap")
     def _without_unused_keys(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out what says how a policy is trained, if it is frozen."""
+        """Leave out what says how a policy is trained, if it is frozen, and an adapter that is not there."""
         # A run writes its configuration with all defaults; an optimizer beside `frozen` would be refused on resuming.
         dumped: dict[str, Any] = handler(self)
         if self.frozen:
             dumped = {key: value for key, value in dumped.items() if key not in _OF_TRAINING}
+        if self.adapter is None:  # so that runs of versions without adapters have the digest that they had
+            dumped.pop("adapter", None)
         return dumped
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import math
 import time
@@ -81,7 +82,19 @@ def policy_spec(config: JobConfig, algorithm: Algorithm, policy: str, weights: M
     critic: CriticKind | None = None
     if algorithm.critic is not None:
         critic = "states" if algorithm.critic.target_rate is None else "actions"
-    return PolicySpec(model=model, reference=reference, teacher=teacher, critic=critic)
+    return PolicySpec(
+        model=model,
+        reference=reference,
+        teacher=teacher,
+        critic=critic,
+        adapter=config.policies[policy].adapter,
+        seed=_seed_of(config.seed, policy),
+    )
+
+
+def _seed_of(seed: int, policy: str) -> int:
+    """Return the seed of a policy's new weights, so that two policies of a job begin with different ones."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {policy}".encode()).digest()[:7])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -108,7 +108,7 @@ def _hub_folder(name: str) -> Path:
     )
 
     try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=["*/*"]))
+        folder = Path(huggingface_hub.snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=["*/*"]))
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise ModelError(f"model {name!r}: the Hugging Face hub has no such model, or it is not public") from error
     except (LocalEntryNotFoundError, HfHubHTTPError) as error:
@@ -120,6 +120,12 @@ def _hub_folder(name: str) -> Path:
         if huggingface_hub.constants.HF_HUB_OFFLINE:
             raise ModelError(f"model {name!r} is not in the hub's cache, and HF_HUB_OFFLINE is set") from error
         raise ServerFailed(f"model {name!r} is not in the hub's cache, and the hub can't be reached") from error
+    if (folder / "adapter_config.json").is_file():
+        # Its publisher has named its base, which could be any folder of the server.
+        raise ModelError(
+            f"model {name!r} is an adapter, and the server takes none from the hub; name a model with its own weights"
+        )
+    return folder
 
 
 def _is_final(status: int) -> bool:

@@ -12,25 +12,27 @@ residual stream are float32, and so are the logits of the `EXACT_LOGITS` most pr
 from __future__ import annotations
 
 import contextlib
+import copy
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Protocol
 
+import safetensors.torch
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from palestra.config import AdapterConfig
 from palestra.errors import ModelError
+from palestra.models.adapter_files import read_adapter, saved_adapter, tokenizer_source, write_adapter
+from palestra.models.adapters import Adapter, merge
 from palestra.models.catalog import model_folder, quiet_transformers
+from palestra.models.exact_logits import sharpened
 
 _NAME = "palestra_flat"
 _TRIAL_TOKENS = 12
-# A logit of 16 to 32 is rounded to a multiple of 1/8 in bfloat16, which moves logprobs as far as all layers do. A head
-# in float32 (MiniMax 2025, "MiniMax-M1", section 3.2) would make decoding on a CPU a fifth slower; computing the logits
-# of the most probable tokens again costs 4 % (64 would cost 8 %), and has all but the tail of the distribution.
-EXACT_LOGITS = 16
-_EXACT_ROWS = 64  # positions whose weights of the head, [rows, EXACT_LOGITS, hidden], exist at the same time
 
 
 class AttentionBackend(Protocol):
@@ -140,7 +142,11 @@ class CausalLM:
         vocab_size: number of tokens, V.
         max_positions: longest sequence that the model was made for, in tokens.
         layers, key_heads, head_dim: what the size of a key-value cache depends on.
+        adapter: matrices of low rank beside its layers; None: it has none.
     """
+
+    adapter: Adapter | None = None
+    _owner: CausalLM | None = None  # whose weights these are; None: its own
 
     def __init__(self, model: Any) -> None:
         """Take over a transformers model and try a flat forward pass.
@@ -163,7 +169,7 @@ class CausalLM:
                 parameter.data = parameter.data.to(torch.float32, copy=True)
         for module in model.modules():
             if isinstance(module, nn.Embedding):  # of tokens, and of positions
-                module.register_forward_hook(lambda _module, _inputs, out: self._embedded(out))
+                module.register_forward_hook(self._embedded)  # a method, so that a copy of the model calls its own
         self.vocab_size: int = config.vocab_size
         self.max_positions: int = getattr(config, "max_position_embeddings", None) or 2**20
         self.layers: int = config.num_hidden_layers
@@ -232,6 +238,22 @@ class CausalLM:
                 parameter.data = parameter.data.to(dtype)
         self.compute_in(dtype)
 
+    def on_same_weights(self) -> CausalLM:
+        """Return a model on the same weights, without a copy of them; no pass of this one may be running.
+
+        Each has its own layers, so that passes of both may run at the same time, and one may get an adapter.
+        """
+        shared: dict[int, Any] = {id(tensor): tensor for tensor in (*self.model.parameters(), *self.model.buffers())}
+        made = copy.deepcopy(self, shared)
+        made._owner = self
+        return made
+
+    def add_adapter(self, config: AdapterConfig, base: str, layers: Collection[str] | None = None) -> Adapter:
+        """Put matrices of low rank beside layers, see `Adapter`; the weights are those of another, and never change."""
+        assert self._owner is not None
+        self.adapter = Adapter(self.model, config, base, layers)
+        return self.adapter
+
     def _autocast(self, device: torch.device) -> contextlib.AbstractContextManager[object]:
         """Return a context that rounds the inputs of matrix products to the compute precision.
 
@@ -241,7 +263,7 @@ class CausalLM:
             return contextlib.nullcontext()
         return torch.autocast(device.type, self.compute_dtype)
 
-    def _embedded(self, out: Tensor) -> Tensor:
+    def _embedded(self, _module: nn.Module, _inputs: Any, out: Tensor) -> Tensor:
         """Round embeddings, [1, N, hidden], to the compute precision, and return them in float32."""
         return out if self.compute_dtype == torch.float32 else out.to(self.compute_dtype).float()
 
@@ -274,7 +296,7 @@ class CausalLM:
         with self._autocast(hidden.device):
             out: Tensor = head(hidden).float()
         if self.compute_dtype != torch.float32 and isinstance(head, nn.Linear):
-            out = _sharpened(out, hidden, head, self.compute_dtype)
+            out = sharpened(out, hidden, head, self.compute_dtype)
         config = self.config
         if (divisor := getattr(config, "logits_scaling", None)) is not None:
             out = out / divisor
@@ -288,66 +310,67 @@ class CausalLM:
         """Return each weight once with its name, tied weights under their first name, always in the same order."""
         return list(self.model.named_parameters())
 
+    def own_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Return the weights that may change, see `named_parameters`: of the adapter, or all if none is shared."""
+        if self.adapter is not None:
+            return self.adapter.named_parameters()
+        return self.named_parameters() if self._owner is None else []
+
     def save(self, folder: Path, tokenizer: Any) -> None:
-        """Write weights, configuration and tokenizer in Hugging Face's layout, loadable without Palestra.
+        """Write what may change, configuration and tokenizer for Hugging Face's libraries, loadable without Palestra.
 
         Args:
             folder: where to write; it has to exist.
             tokenizer: the model's tokenizer.
         """
+        tokenizer.save_pretrained(folder)
+        if self.adapter is not None:
+            write_adapter(folder, self.adapter)
+            return
         with quiet_transformers():
             self.model.config._attn_implementation = "sdpa"
             try:
                 self.model.save_pretrained(folder)
             finally:
                 self.model.config._attn_implementation = _NAME
-        tokenizer.save_pretrained(folder)
 
+    def read(self, folder: Path) -> dict[str, Tensor]:
+        """Return the weights that `save` has written, [n, d] or [d] by the names of `own_parameters`, on the CPU.
 
-def _sharpened(logits: Tensor, hidden: Tensor, head: nn.Linear, dtype: torch.dtype) -> Tensor:
-    """Replace the largest logits of each row by float32 products with the rounded weights, in place.
-
-    Args:
-        logits: [M, V], changed in place and returned.
-        hidden: [M, hidden].
-        head: the output layer, weights [V, hidden].
-        dtype: precision to which the weights are rounded, as in the product that made the logits.
-    """
-    bias = dict(head.named_parameters()).get("bias")
-    with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
-        largest = logits.topk(min(EXACT_LOGITS, logits.shape[1]), dim=-1).indices
-        pieces = []
-        for rows, tokens in zip(
-            torch.split(hidden.float(), _EXACT_ROWS), torch.split(largest, _EXACT_ROWS), strict=True
-        ):
-            exact = (head.weight[tokens].to(dtype).float() * rows.unsqueeze(1)).sum(dim=-1)
-            pieces.append(exact if bias is None else exact + bias[tokens].float())
-        lacking = torch.cat(pieces) - logits.gather(1, largest) if pieces else logits.new_zeros(largest.shape)
-    return logits.scatter_add_(1, largest, lacking)
+        Raises:
+            ModelError: those of an adapter can't be read.
+        """
+        if self.adapter is not None:
+            return read_adapter(folder).weights
+        files = sorted(folder.glob("model*.safetensors"))
+        return {name: tensor for file in files for name, tensor in safetensors.torch.load_file(file).items()}
 
 
 def load_causal_lm(name: str, dtype: torch.dtype, device: torch.device | None = None) -> CausalLM:
     """Load a model's weights onto a device.
 
     Args:
-        name: a catalog name, a folder, or a Hugging Face name.
+        name: a catalog name, a folder, or a Hugging Face name. The folder may be an adapter's: it is merged.
         dtype: of the weights with two dimensions or more; the others are float32.
         device: where the parameters are put; None: the CPU.
 
     Raises:
         ModelError: the weights are missing, or flat batches don't support the architecture.
     """
-    folder = model_folder(name)
+    adapter = saved_adapter(name)
+    folder = model_folder(name if adapter is None else adapter.base)
     try:
         with quiet_transformers():
             # Parameters with one dimension stay float32 and must not be rounded on the way; a checkpoint that is
             # rounded already is read as it is, which takes half the memory.
-            rounded = AutoConfig.from_pretrained(folder).dtype == dtype
+            rounded = adapter is None and AutoConfig.from_pretrained(folder).dtype == dtype
             model = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=dtype if rounded else torch.float32, attn_implementation=_NAME
             )
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"model {name!r} can't be loaded: {str(error).splitlines()[0]}") from error
+    if adapter is not None:
+        merge(model, adapter.weights, adapter.config.scale)
     for parameter in model.parameters():
         if parameter.ndim >= 2:
             parameter.data = parameter.data.to(dtype)
@@ -360,7 +383,7 @@ def load_tokenizer(name: str) -> Any:
     Raises:
         ModelError: the tokenizer can't be loaded, or has no chat template.
     """
-    folder = model_folder(name)
+    folder = model_folder(tokenizer_source(name))
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:

@@ -24,7 +24,7 @@ class WeightSource(Protocol):
     """
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each weight once, as (name, tensor), under the names of `CausalLM.named_parameters`.
+        """Yield each weight once, as (name, tensor), under the names of `CausalLM.own_parameters`.
 
         Tensors have the shapes of the parameters: matrices [n, d], norms and biases [d].
         """

@@ -304,12 +304,13 @@ def _groups(config: JobConfig) -> Iterator[Finding]:
 
 def _models(config: JobConfig) -> Iterator[Finding]:
     """Look at the models of all policies: whether they are there, their context, memory and disk."""
+    from palestra.models.adapter_files import base_of
     from palestra.models.catalog import model_folder
 
     needed = saved = 0
     for name, policy in config.policies.items():
         try:
-            folder = model_folder(policy.model)
+            folder = model_folder(base_of(policy.model))
             facts = model_facts(folder) if isinstance(folder, Path) else ModelFacts(parameters=None, context=None)
         except (ModelError, OSError, ValueError) as error:
             yield Finding(key=f"policies.{name}.model", text=f"model {policy.model!r}: {str(error).splitlines()[0]}")
@@ -350,6 +351,8 @@ def _bytes_of(config: JobConfig, name: str) -> _Bytes:
         # Each policy that learns from it has a copy.
         taught = sum(config.teacher_of(other) == name for other in config.trained_policies)
         return _Bytes(engine + computed * taught, 0)
+    if config.policies[name].adapter is not None:  # one base for all; what is trained beside it is small
+        return _Bytes(engine, 0)
     algorithm = config.algorithm_of(name)
     networks, copied = algorithm.trained_networks, 4 * algorithm.copied_networks
     reference = computed if algorithm.kl is not None else 0

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from palestra.config import DEFAULT_CONTEXT, EmbeddedEngineConfig, FakeEngineConfig, JobConfig, PolicyConfig
+from palestra.config import DEFAULT_CONTEXT, EmbeddedEngineConfig, FakeEngineConfig, JobConfig
 from palestra.engine.base import Engine
 from palestra.errors import ConfigError
 from palestra.grammars.pool import Grammars
@@ -16,6 +16,7 @@ from palestra.trainer.base import Trainer
 
 if TYPE_CHECKING:
     from palestra.engine.embedded.model_runner import PolicyModel
+    from palestra.models.loading import LoadedModels
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,15 +65,17 @@ def _fake(config: JobConfig, settings: FakeEngineConfig) -> Parts:
 
 
 def _embedded(config: JobConfig, settings: EmbeddedEngineConfig, weights: Mapping[str, str]) -> Parts:
-    """Build a job whose engine and trainer are in this process, each with weights of its own for every policy."""
+    """Build a job whose engine and trainer are in this process, and share weights that never change."""
     import torch
 
     from palestra.engine.embedded.engine import EmbeddedEngine
+    from palestra.models.loading import LoadedModels
 
     if config.deterministic:
         torch.use_deterministic_algorithms(True)
+    models = LoadedModels()
     loaded = {
-        name: _load(policy, weights.get(name, policy.model), settings, config.rollout.dropped_reasoning == "keep")
+        name: _load(config, name, weights.get(name, policy.model), settings, models)
         for name, policy in config.policies.items()
     }
     engine = EmbeddedEngine({name: one.model for name, one in loaded.items()}, settings, config.deterministic)
@@ -88,7 +91,7 @@ def _embedded(config: JobConfig, settings: EmbeddedEngineConfig, weights: Mappin
     }
     return Parts(
         engine=engine,
-        trainer=_torch_trainer(config) if config.kind == "training" else None,
+        trainer=_torch_trainer(config, models) if config.kind == "training" else None,
         policies=PolicySet.of(config, runtimes),
     )
 
@@ -103,26 +106,32 @@ class _Loaded:
     max_context: int  # tokens
 
 
-def _load(policy: PolicyConfig, model: str, settings: EmbeddedEngineConfig, keep_reasoning: bool) -> _Loaded:
+def _load(config: JobConfig, name: str, model: str, settings: EmbeddedEngineConfig, models: LoadedModels) -> _Loaded:
     """Load the model of one policy.
 
     Args:
-        policy: its settings.
+        config: the job.
+        name: of the policy.
         model: where its weights are.
         settings: of the engine.
-        keep_reasoning: see `select_renderer`.
+        models: of this process.
     """
     import torch
 
     from palestra.engine.embedded.engine import token_budget
     from palestra.engine.embedded.model_runner import PolicyModel
-    from palestra.models.causal_lm import load_causal_lm, load_tokenizer
     from palestra.models.device import device_of
     from palestra.models.grammar_masks import vocabulary_of
 
-    tokenizer = load_tokenizer(model)
-    renderer = select_renderer(tokenizer, keep_reasoning=keep_reasoning)
-    sampler = load_causal_lm(model, getattr(torch, settings.dtype), device_of(settings.device, "engine.device"))
+    policy, dtype = config.policies[name], getattr(torch, settings.dtype)
+    device = device_of(settings.device, "engine.device")
+    if policy.adapter is not None:
+        sampler, tokenizer = models.adapted(model, policy.adapter, None, dtype, device)
+    elif config.kind == "training" and not policy.frozen:
+        sampler, tokenizer = models.own(model, dtype, device)
+    else:
+        sampler, tokenizer = models.frozen(model, dtype, device)
+    renderer = select_renderer(tokenizer, keep_reasoning=config.rollout.dropped_reasoning == "keep")
     longest = getattr(sampler.config, "max_position_embeddings", policy.max_context)
     if policy.max_context > longest and policy.max_context != DEFAULT_CONTEXT:
         raise ConfigError(f"max_context is {policy.max_context} and {policy.model} has {longest} positions")
@@ -142,7 +151,7 @@ def _load(policy: PolicyConfig, model: str, settings: EmbeddedEngineConfig, keep
     )
 
 
-def _torch_trainer(config: JobConfig) -> Trainer:
+def _torch_trainer(config: JobConfig, models: LoadedModels) -> Trainer:
     from palestra.trainer.torch_trainer import TorchTrainer
 
-    return TorchTrainer(config.trainer, config.checkpoint.keep)
+    return TorchTrainer(config.trainer, config.checkpoint.keep, models)

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 
 from palestra.algorithms.base import ForwardOutput, ForwardOutputs
 from palestra.algorithms.loss import LossMetric, LossSpec
-from palestra.config import OptimizerConfig
+from palestra.config import AdapterConfig, OptimizerConfig
 from palestra.models.weights import WeightSource
 from palestra.types.calls import PolicyVersion
 from palestra.types.records import TrainSample
@@ -70,13 +70,19 @@ class PolicySpec:
         teacher: the model of the policy that teaches, named like `model`, which is kept like the reference; None: there
             is no teacher.
         critic: a copy of `model` with an optimizer of its own: with one head that values `states`, or with twin heads
-            that value `actions` and another copy, which follows it; None: there is no critic.
+            that value `actions` and another copy, which follows it; None: there is no critic. With an adapter, the
+            copies are adapters of their own on the same base.
+        adapter: what is trained in place of the model's weights, which are then shared with every other network of the
+            same model; None: all weights are trained.
+        seed: of the initial weights of an adapter.
     """
 
     model: str
     reference: str | None = None
     teacher: str | None = None
     critic: CriticKind | None = None
+    adapter: AdapterConfig | None = None
+    seed: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,7 +174,8 @@ class Trainer(Protocol):
             spec: the weights that it starts with.
 
         Raises:
-            ConfigError: there is a policy of this name, or the reference or the teacher has another tokenizer.
+            ConfigError: there is a policy of this name, the reference or the teacher has another tokenizer, or the
+                adapter does not fit the model.
             ModelError: missing weights, or an unsupported architecture.
         """
         ...

@@ -38,7 +38,7 @@ class Critic:
         """Take over a model's weights, float32, and give it value heads: every value is 0 at first, or nearly.
 
         Args:
-            model: a model of the critic's own; what only predicts tokens of it is never used.
+            model: a model of the critic's own, or one whose adapter is; what only predicts tokens of it is never used.
             config: how gradients are computed.
             target: another copy of the model, of a critic of actions; None: it is one of states.
         """
@@ -142,8 +142,11 @@ class _ValueNet:
         return self._model.device
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Return each weight once, with its name."""
-        body = [(f"body.{name}", parameter) for name, parameter in self._model.model.base_model.named_parameters()]
+        """Return each weight that is trained once, with its name."""
+        own = self._model.own_parameters()
+        if self._model.adapter is None:  # without the head that predicts tokens
+            own = list(self._model.model.base_model.named_parameters())
+        body = [(f"body.{name}", parameter) for name, parameter in own]
         return [*body, *((f"value_head.{name}", parameter) for name, parameter in self._head.named_parameters())]
 
     def __call__(self, micro: MicroBatch, nodes: Tensor | None = None) -> Tensor:

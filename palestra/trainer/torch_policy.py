@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -64,7 +63,7 @@ class TorchPolicy:
         """Take over a model's weights as they are, at version 0.0.
 
         Args:
-            model: has float32 weights; it computes in the precision of `config` from here on.
+            model: what is trained of it is float32; it computes in the precision of `config` from here on.
             tokenizer: the model's, which is written beside its weights.
             config: how gradients are computed.
             frozen: models in the precision of `config` that are never trained, by the output that each computes:
@@ -74,7 +73,7 @@ class TorchPolicy:
         """
         model.compute_in(getattr(torch, config.dtype))
         self._model, self._tokenizer = model, tokenizer
-        self.optimizer = Optimizer(model.named_parameters())
+        self.optimizer = Optimizer(model.own_parameters())
         self._micro_batch_tokens = config.micro_batch_tokens or MICRO_BATCH_TOKENS[model.device.type]
         self._grammars = Grammars(vocabulary_of(tokenizer, model.vocab_size), TRAINER_BOUNDS)
         masks = GrammarMasks(self._grammars)
@@ -86,7 +85,7 @@ class TorchPolicy:
 
     @property
     def parameters(self) -> Named:
-        """Return each weight of the policy once, with its name."""
+        """Return each weight that is trained once, with its name."""
         return self.optimizer.parameters
 
     def close(self) -> None:
@@ -323,10 +322,7 @@ class TorchPolicy:
         if found is None:
             return None
         path, state = found
-        weights: dict[str, Tensor] = {}
-        for file in sorted(path.glob("model*.safetensors")):
-            weights |= safetensors.torch.load_file(file)
-        copy_weights(self.parameters, weights, path)
+        copy_weights(self.parameters, self._model.read(path), path)
         self.optimizer.read(path, _OPTIMIZER)
         if self._critic is not None:
             self._critic.read(path)

@@ -14,8 +14,9 @@ from palestra.algorithms.loss import LossSpec
 from palestra.algorithms.losses import build_loss
 from palestra.config import TrainerConfig
 from palestra.errors import ConfigError, NotFound
-from palestra.models.causal_lm import CausalLM, load_causal_lm, load_tokenizer, set_threads
+from palestra.models.causal_lm import CausalLM, set_threads
 from palestra.models.device import device_of
+from palestra.models.loading import LoadedModels
 from palestra.models.weights import LocalWeights, WeightSource
 from palestra.threads import in_thread
 from palestra.trainer.base import Network, OptimParams, OptimReport, PolicySpec, StepReport
@@ -25,34 +26,20 @@ from palestra.types.calls import PolicyVersion
 from palestra.types.records import TrainSample
 
 T = TypeVar("T")
-LoadModel = Callable[[str, torch.device], tuple[CausalLM, Any]]
-
-
-def load_model(model: str, device: torch.device) -> tuple[CausalLM, Any]:
-    """Load the float32 weights and the tokenizer of a model.
-
-    Args:
-        model: a name as `PolicyConfig.model` has it, or a folder.
-        device: where the weights are put.
-
-    Raises:
-        ModelError: missing weights, or an unsupported architecture.
-    """
-    return load_causal_lm(model, torch.float32, device), load_tokenizer(model)
 
 
 class TorchTrainer:
     """A `Trainer` that computes with torch in this process, on one device."""
 
-    def __init__(self, config: TrainerConfig, keep: int, load: LoadModel = load_model) -> None:
+    def __init__(self, config: TrainerConfig, keep: int, models: LoadedModels | None = None) -> None:
         """Create a trainer without policies.
 
         Args:
             config: how gradients are computed, and on which device.
             keep: how many checkpoints of a policy are kept.
-            load: loads a model's weights and tokenizer.
+            models: of this process, which an engine may share; None: the trainer's own.
         """
-        self._config, self._keep, self._load_model = config, keep, load
+        self._config, self._keep, self._models = config, keep, models or LoadedModels()
         self._policies: dict[str, TorchPolicy] = {}
         self._serial = Serial()
 
@@ -70,14 +57,15 @@ class TorchTrainer:
 
         def load() -> TorchPolicy:
             device = device_of(self._config.device, "trainer.device")
-            model, tokenizer = self._load_model(spec.model, device)
+            model, tokenizer = self._trained(spec, device, spec.seed)
             frozen: dict[ForwardOutput, CausalLM] = {}
             if spec.reference is not None:
                 frozen["reference_logprobs"] = self._frozen("reference", spec.reference, device, model, tokenizer)
             if spec.teacher is not None:
                 frozen["teacher_logprobs"] = self._frozen("teacher", spec.teacher, device, model, tokenizer)
-            critic = self._load_model(spec.model, device)[0] if spec.critic is not None else None
-            target = self._load_model(spec.model, device)[0] if spec.critic == "actions" else None
+            # Both of a critic of actions begin alike, and their adapter is drawn with another seed than the policy's.
+            critic = self._trained(spec, device, spec.seed + 1)[0] if spec.critic is not None else None
+            target = self._trained(spec, device, spec.seed + 1)[0] if spec.critic == "actions" else None
             return TorchPolicy(model, tokenizer, self._config, frozen, critic, target)
 
         async def work() -> None:
@@ -86,6 +74,22 @@ class TorchTrainer:
             self._policies[policy] = await self._in_thread(load)
 
         await self._serial.run(work)
+
+    def _trained(self, spec: PolicySpec, device: torch.device, seed: int) -> tuple[CausalLM, Any]:
+        """Load a model of which all weights or an adapter are trained, float32, and its tokenizer.
+
+        Args:
+            spec: of the policy.
+            device: where the weights are put.
+            seed: of the weights of a new adapter.
+
+        Raises:
+            ModelError: missing weights, or an unsupported architecture.
+            ConfigError: the adapter does not fit the model.
+        """
+        if spec.adapter is None:
+            return self._models.own(spec.model, torch.float32, device)
+        return self._models.adapted(spec.model, spec.adapter, seed, getattr(torch, self._config.dtype), device)
 
     def _frozen(self, what: str, name: str, device: torch.device, policy: CausalLM, tokenizer: Any) -> CausalLM:
         """Load a model that is never trained, rounded to the precision in which it is computed.
@@ -101,7 +105,7 @@ class TorchTrainer:
             ConfigError: the model has another tokenizer, so that its ids are other texts, or more or fewer tokens.
             ModelError: missing weights, or an unsupported architecture.
         """
-        model, own = self._load_model(name, device)
+        model, own = self._models.frozen(name, getattr(torch, self._config.dtype), device)
         if own.get_vocab() != tokenizer.get_vocab():
             raise ConfigError(
                 f"the {what} {name!r} has another tokenizer than the policy, so its probabilities are of other "
@@ -112,7 +116,6 @@ class TorchTrainer:
                 f"the {what} {name!r} has {model.vocab_size} tokens, and the policy {policy.vocab_size}; take a "
                 "model with as many"
             )
-        model.round_to(getattr(torch, self._config.dtype))
         return model
 
     async def remove(self, policy: str) -> None:

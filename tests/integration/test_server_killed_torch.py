@@ -21,6 +21,12 @@ SAC = TINY | {
 }
 
 
+# An adapter in place of all weights: the policy's, the critic's, and a reference on the same base.
+LORA = PPO | {
+    "policies": {"policy": TINY["policies"]["policy"] | {"adapter": {"rank": 4, "targets": ["q_proj", "down_proj"]}}}
+}
+
+
 def tensors(job: Job) -> dict[str, torch.Tensor]:
     found = {}
     for path in sorted(job.checkpoints()[-1].glob("*.safetensors")):
@@ -100,6 +106,34 @@ def test_policy_critic_and_copy_of_sac_are_bit_identical_after_a_kill(tmp_path, 
         found, wanted = tensors(job), tensors(undisturbed_sac)
         assert found.keys() == wanted.keys()
         assert any(name.startswith("critic-target") for name in wanted)
+        assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+
+
+@pytest.fixture(scope="module")
+def undisturbed_lora(tmp_path_factory):
+    with Job(tmp_path_factory.mktemp("undisturbed-lora"), LORA) as job:
+        run_through(job, [])
+        assert_complete(job)
+        yield job
+
+
+@pytest.mark.parametrize(
+    ("every", "fault"),
+    [
+        pytest.param(10, "after_chat_commit:26", id="while step 2 is gathered, and step 1 has to be repeated"),
+        pytest.param(1, "before_step:2", id="between the updates of critic and policy in step 2"),
+        pytest.param(2, "before_publish:4", id="before step 3 is published, from the checkpoint of step 2"),
+    ],
+)
+def test_the_adapters_of_policy_and_critic_are_bit_identical_after_a_kill(tmp_path, undisturbed_lora, every, fault):
+    with Job(tmp_path, LORA | {"checkpoint": {"every_steps": every}}) as job:
+        run_through(job, [fault])
+        assert_complete(job)
+        assert_same_metrics(job, undisturbed_lora)
+        found, wanted = tensors(job), tensors(undisturbed_lora)
+        assert found.keys() == wanted.keys()
+        assert any(name.startswith("adapter_model") and bool(t.any()) for name, t in wanted.items() if "lora_B" in name)
+        assert not any(name.startswith("model") for name in wanted)
         assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
 
 

@@ -230,7 +230,8 @@ async def test_a_checkpoint_is_served_from_its_folder_and_loaded_once(tmp_path, 
     import torch
 
     from palestra.config import TrainerConfig
-    from palestra.models import causal_lm
+    from palestra.models import causal_lm, loading
+    from palestra.models.loading import LoadedModels
     from palestra.trainer.base import PolicySpec
     from palestra.trainer.torch_trainer import TorchTrainer
 
@@ -240,7 +241,7 @@ async def test_a_checkpoint_is_served_from_its_folder_and_loaded_once(tmp_path, 
         for _, parameter in trained.named_parameters():
             parameter.mul_(1.01)  # so that these are not the weights of the catalog
     tokenizer = causal_lm.load_tokenizer(model)
-    trainer = TorchTrainer(TrainerConfig(), 2, lambda model, device: (trained, tokenizer))
+    trainer = TorchTrainer(TrainerConfig(), 2, LoadedModels(lambda model, dtype, device: (trained, tokenizer)))
     await trainer.create("policy", PolicySpec(model=model))
     folder = await trainer.save("policy", tmp_path / "checkpoints", {"step": 1}, "save")
     await trainer.close()
@@ -254,7 +255,7 @@ async def test_a_checkpoint_is_served_from_its_folder_and_loaded_once(tmp_path, 
         loaded.append(load(name, dtype, device))
         return loaded[-1]
 
-    monkeypatch.setattr(causal_lm, "load_causal_lm", noted)
+    monkeypatch.setattr(loading, "load_causal_lm", noted)
     policies = {"policy": {"model": str(folder), "max_context": 256, "sampling": {"max_tokens": 16}}}
     engine = {"kind": "embedded", "threads": 1}
     run = tmp_path / "run"

@@ -7,8 +7,9 @@ have at least `MIN_ROWS` rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,7 @@ MIN_ROWS = 4  # products of fewer rows take another way through the processor, a
 class PolicyModel:
     """What an engine needs to sample from a policy."""
 
-    model: CausalLM  # the engine's own: `sync_weights` writes into it
+    model: CausalLM  # the engine's own: `sync_weights` writes into those of its weights that are not shared
     stop_ids: frozenset[int]  # tokens that end a reply
     grammars: Grammars | None = None  # of the model's tokenizer; None: requests can't have one
 
@@ -208,7 +209,7 @@ class ModelRunner:
         Raises:
             ModelError: a weight is missing, unknown, or has another shape.
         """
-        own = dict(self.model.named_parameters())
+        own = dict(self.model.own_parameters())
         given = dict(source.tensors())
         for name, tensor in given.items():
             if name not in own or own[name].shape != tensor.shape:
@@ -236,14 +237,41 @@ def check_determinism(model: CausalLM, max_batch: int) -> None:
         ModelError: a product gives other bits for another number of rows.
     """
     generator = torch.Generator().manual_seed(0)
-    for name, weight in model.named_parameters():
-        if weight.ndim != 2:
-            continue
-        rows = torch.randn((max_batch, weight.shape[1]), generator=generator).to(weight)
-        whole = torch.nn.functional.linear(rows, weight)
+    for name, width, product in _products(model, max_batch, generator):
+        rows = torch.randn((max_batch, width), generator=generator).to(model.device, model.compute_dtype)
+        whole = product(rows)
         for count in {n for n in (MIN_ROWS, MIN_ROWS + 1, max_batch // 2, max_batch - 1) if MIN_ROWS <= n <= max_batch}:
-            if not torch.equal(torch.nn.functional.linear(rows[:count], weight), whole[:count]):
+            if not torch.equal(product(rows[:count]), whole[:count]):
                 raise ModelError(
                     f"deterministic = true is not possible here: {name} gives other bits for {count} rows than "
                     f"for {max_batch}; set engine.dtype = 'float32', or engine.threads = 1"
                 )
+
+
+def _products(
+    model: CausalLM, rows: int, draw: torch.Generator
+) -> Iterator[tuple[str, int, Callable[[Tensor], Tensor]]]:
+    """Yield each product of a model's layers: its name, the width of its input, and a function of rows.
+
+    Args:
+        model: whose weights are multiplied.
+        rows: the most rows that a function will get.
+        draw: of matrices in place of an adapter's, which are zero at first.
+    """
+    for name, weight in model.named_parameters():
+        if weight.ndim == 2:
+            yield name, weight.shape[1], partial(_multiplied, weight)
+    for name, layer in model.adapter.layers.items() if model.adapter is not None else ():
+        added = torch.randn((rows, len(layer.lora_B.weight)), generator=draw).to(layer.weight)
+        matrix = torch.randn(layer.lora_B.weight.shape, generator=draw).to(layer.lora_B.weight)
+        yield f"{name}.lora_B.weight", matrix.shape[1], partial(_added, added, matrix)
+
+
+def _multiplied(weight: Tensor, rows: Tensor) -> Tensor:
+    """Return the product of a linear layer, [N, out], for rows [N, in]."""
+    return torch.nn.functional.linear(rows, weight)
+
+
+def _added(out: Tensor, matrix: Tensor, low: Tensor) -> Tensor:
+    """Return the sum that a layer with an adapter computes, see `LoraLinear.add_product`."""
+    return torch.addmm(out[: len(low)], low, matrix.t())

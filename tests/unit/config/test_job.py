@@ -27,6 +27,7 @@ OTHER: dict[str, Any] = {
     "roles": {"agent": "policy"},
     "policies.policy.model": "tiny-random",
     "policies.policy.max_context": 100,
+    "policies.policy.adapter": {"rank": 8},
     "policies.policy.sampling.temperature": 0.5,
     "policies.policy.sampling.max_tokens": 7,
     "policies.policy.optimizer.learning_rate": 1e-3,

@@ -77,6 +77,34 @@ def test_what_is_written_can_be_read_again():
     assert JobConfig.model_validate(config.model_dump()) == config
 
 
+def test_an_adapter_is_in_the_digest_and_none_is_as_before_there_were_any():
+    def digest(**policy):
+        return parse_config({"policies": {"policy": policy}}).digest()
+
+    assert digest() == digest(adapter=None)
+    assert len({digest(), digest(adapter={}), digest(adapter={"rank": 8}), digest(adapter={"rslora": True})}) == 4
+    written = dump_config(parse_config({"policies": {"policy": {"adapter": {"targets": ["q_proj"]}}}}))
+    assert parse_config(tomllib.loads(written)).policies["policy"].adapter.targets == ["q_proj"]
+    assert "adapter" not in dump_config(parse_config({}))
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        ({"adapter": {"rank": 0}}, "policies.policy.adapter.rank"),
+        ({"adapter": {"alpha": 0}}, "policies.policy.adapter.alpha"),
+        ({"adapter": {"targets": []}}, "targets is empty, so there is nothing to train"),
+        ({"adapter": {"ranks": 8}}, "rank"),
+        ({"frozen": True, "adapter": {}}, "a frozen policy is never trained, so it gets no new adapter"),
+    ],
+)
+def test_an_adapter_that_can_train_nothing_is_refused(policy, said):
+    with pytest.raises(ConfigError) as caught:
+        parse_config({"kind": "inference", "policies": {"policy": policy}})
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
 def test_what_decides_what_is_trained_is_in_the_digest():
     digests = {
         parse_config(settings).digest()

@@ -110,3 +110,12 @@ def test_a_job_is_started_again_where_there_is_no_network_and_not_where_none_may
     with pytest.raises(ModelError, match="HF_HUB_OFFLINE is set") as failure:
         exact_model("org/model")
     assert ending_of(failure.value) is Ending.FAILED
+
+
+def test_an_adapter_of_the_hub_is_refused_because_it_names_any_folder_as_its_base(monkeypatch, tmp_path):
+    import huggingface_hub
+
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "/runs/of-another-tenant"}')
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path))
+    with pytest.raises(ModelError, match="'org/adapter' is an adapter, and the server takes none from the hub"):
+        exact_model("org/adapter")

@@ -9,6 +9,7 @@ import torch
 from palestra.config import TrainerConfig
 from palestra.models.catalog import model_folder
 from palestra.models.causal_lm import load_causal_lm, load_tokenizer
+from palestra.models.loading import LoadedModels
 from palestra.trainer.base import PolicySpec
 from palestra.trainer.torch_trainer import TorchTrainer
 
@@ -20,7 +21,7 @@ def sharpen(model) -> None:
             parameter.mul_(10.0 if "q_proj" in name or "k_proj" in name else 2.0)
 
 
-def load(name: str, device: torch.device):
+def load(name: str, dtype: torch.dtype, device: torch.device):
     """`sharp` is `tiny-random` with larger weights."""
     model = load_causal_lm("tiny-random", torch.float32, device)
     if name == "sharp":
@@ -44,7 +45,7 @@ async def networks(
     model: str = "sharp", reference: str | None = None, critic: str | None = None, teacher: str | None = None, **config
 ):
     settings = TrainerConfig.model_validate({"threads": 1, "dtype": "float32"} | config)
-    trainer = TorchTrainer(settings, 2, load)
+    trainer = TorchTrainer(settings, 2, LoadedModels(load))
     try:
         await trainer.create("policy", PolicySpec(model=model, reference=reference, critic=critic, teacher=teacher))
         yield trainer

@@ -77,19 +77,20 @@ async def test_without_a_reference_none_is_kept_and_its_logprobs_are_refused():
 
 async def test_a_reference_with_another_tokenizer_or_fewer_tokens_is_refused():
     from palestra.config import TrainerConfig
+    from palestra.models.loading import LoadedModels
     from palestra.trainer.torch_trainer import TorchTrainer
 
     class OtherTokenizer:
         def get_vocab(self):
             return {"a": 0}
 
-    def loads(name, device):
-        model, tokenizer = load(name, device)
+    def loads(name, dtype, device):
+        model, tokenizer = load(name, dtype, device)
         if name == "smaller":
             model.vocab_size = 100
         return model, OtherTokenizer() if name == "other" else tokenizer
 
-    trainer = TorchTrainer(TrainerConfig(threads=1), 2, loads)
+    trainer = TorchTrainer(TrainerConfig(threads=1), 2, LoadedModels(loads))
     with pytest.raises(ConfigError, match="'other' has another tokenizer"):
         await trainer.create("policy", PolicySpec(model="tiny", reference="other"))
     with pytest.raises(ConfigError, match="'smaller' has 100 tokens, and the policy 259"):

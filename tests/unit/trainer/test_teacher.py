@@ -7,6 +7,7 @@ import pytest
 
 from palestra.config import TrainerConfig
 from palestra.errors import ConfigError
+from palestra.models.loading import LoadedModels
 from palestra.trainer.base import PolicySpec
 from palestra.trainer.torch_trainer import TorchTrainer
 from unit.trainer.networks import load, networks
@@ -32,11 +33,11 @@ async def test_a_teacher_with_another_tokenizer_is_refused():
         def get_vocab(self):
             return {"a": 0}
 
-    def loads(name, device):
-        model, tokenizer = load(name, device)
+    def loads(name, dtype, device):
+        model, tokenizer = load(name, dtype, device)
         return model, OtherTokenizer() if name == "other" else tokenizer
 
-    trainer = TorchTrainer(TrainerConfig(threads=1), 2, loads)
+    trainer = TorchTrainer(TrainerConfig(threads=1), 2, LoadedModels(loads))
     try:
         with pytest.raises(ConfigError, match="the teacher 'other' has another tokenizer than the policy"):
             await trainer.create("policy", PolicySpec(model="sharp", teacher="other"))

@@ -19,6 +19,7 @@ from palestra.config import TrainerConfig
 from palestra.errors import CheckpointError
 from palestra.models.catalog import model_folder
 from palestra.models.causal_lm import load_causal_lm, load_tokenizer
+from palestra.models.loading import LoadedModels
 from palestra.trainer.base import OptimParams, PolicySpec
 from palestra.trainer.torch_trainer import TorchTrainer
 from palestra.types.calls import PolicyVersion
@@ -56,7 +57,7 @@ def sharp_reference():
 async def training(model=None, **config):
     settings = TrainerConfig.model_validate({"threads": 1, "dtype": "float32"} | config)
     loaded = (model or sharp_tiny(), load_tokenizer("tiny-random"))
-    trainer = TorchTrainer(settings, 2, lambda name, device: loaded)
+    trainer = TorchTrainer(settings, 2, LoadedModels(lambda name, dtype, device: loaded))
     try:
         await trainer.create("policy", PolicySpec(model="tiny-random"))
         yield trainer

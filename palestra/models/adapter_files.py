@@ -1,0 +1,175 @@
+"""Adapters on disk, in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from pydantic import ValidationError
+from safetensors import SafetensorError
+from torch import Tensor
+
+from palestra.config import SMOLLM2, TINY, AdapterConfig
+from palestra.errors import ModelError
+from palestra.models.adapters import Adapter
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."  # PEFT puts the model of transformers into two others
+_MATRIX = re.compile(rf"{re.escape(_PREFIX)}(.+\.lora_[AB]\.weight)")
+# What changes the product of a layer, or which weights are trained, with the value that changes nothing.
+_PLAIN: dict[str, Any] = {
+    "peft_type": "LORA",
+    "bias": "none",
+    "fan_in_fan_out": False,
+    "use_dora": False,
+    "lora_bias": False,
+    "modules_to_save": None,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "target_parameters": None,
+    "trainable_token_indices": None,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavedAdapter:
+    """An adapter as it is on disk.
+
+    Attributes:
+        base: the model that it is for: a name as `PolicyConfig.model` has it, or a folder.
+        config: rank and scale; `targets` are the full names of its layers.
+        weights: its matrices, by the names of `Adapter.named_parameters`.
+    """
+
+    base: str
+    config: AdapterConfig
+    weights: dict[str, Tensor]
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Return the names of the layers, in order."""
+        return tuple(self.config.targets)
+
+
+def adapter_folder(name: str) -> Path | None:
+    """Return the folder of an adapter; None: a model's name is that of whole weights."""
+    if name in (SMOLLM2, TINY):
+        return None
+    folder = Path(name)
+    return folder if (folder / CONFIG).is_file() else None
+
+
+def base_of(name: str) -> str:
+    """Return the name of the model that has the weights of a name: an adapter's base, or the name itself.
+
+    Raises:
+        ModelError: the adapter's configuration can't be read.
+    """
+    folder = adapter_folder(name)
+    return name if folder is None else str(_read_config(folder)["base_model_name_or_path"])
+
+
+def tokenizer_source(name: str) -> str:
+    """Return the name of what has the tokenizer of a model: an adapter's folder, or its base, as PEFT writes none.
+
+    Raises:
+        ModelError: the adapter's configuration can't be read.
+    """
+    folder = adapter_folder(name)
+    return name if folder is not None and (folder / "tokenizer_config.json").is_file() else base_of(name)
+
+
+def saved_adapter(name: str) -> SavedAdapter | None:
+    """Return the adapter in a folder; None: a model's name is that of whole weights.
+
+    Raises:
+        ModelError: the adapter can't be read, or is of a kind that is not supported.
+    """
+    folder = adapter_folder(name)
+    return None if folder is None else read_adapter(folder)
+
+
+def read_adapter(folder: Path) -> SavedAdapter:
+    """Read an adapter that Palestra or PEFT has written.
+
+    Raises:
+        ModelError: files are missing or damaged, or the adapter is of a kind that is not supported.
+    """
+    data, weights = _read_config(folder), _read_weights(folder)
+    base, rank = str(data["base_model_name_or_path"]), data["r"]
+    for key, plain in _PLAIN.items():
+        if data.get(key, plain) not in (plain, None):
+            raise ModelError(f"the adapter in {folder} has {key} = {data[key]!r}, which is not supported")
+    if not base or adapter_folder(base) is not None:
+        raise ModelError(
+            f"the adapter in {folder} is for the model {base!r}, which is no model with weights of its own"
+        )
+    layers = sorted({name.rpartition(".lora_")[0] for name in weights})
+    for name, matrix in weights.items():
+        if matrix.ndim != 2 or (matrix.shape[0] if ".lora_A." in name else matrix.shape[1]) != rank:
+            raise ModelError(f"{name} in {folder} has the shape {tuple(matrix.shape)}, and the rank is {rank}")
+    try:
+        scale = {"alpha": data.get("lora_alpha"), "rslora": bool(data.get("use_rslora", False))}
+        config = AdapterConfig.model_validate({"rank": rank, "targets": layers, **scale})
+    except ValidationError as error:
+        raise ModelError(f"the adapter in {folder} is not supported: {error.errors()[0]['msg']}") from error
+    return SavedAdapter(base=base, config=config, weights=weights)
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """Return the configuration of an adapter, which names at least its base and its rank.
+
+    Raises:
+        ModelError: it can't be read.
+    """
+    try:
+        data: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        return data | {"r": int(data["r"]), "base_model_name_or_path": data["base_model_name_or_path"] or ""}
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ModelError(f"{folder / CONFIG} can't be read: {type(error).__name__}: {error}") from error
+
+
+def _read_weights(folder: Path) -> dict[str, Tensor]:
+    """Return the matrices of an adapter, [r, in] and [out, r], by the names of `Adapter.named_parameters`.
+
+    Raises:
+        ModelError: the file can't be read, or there is something else than matrices of linear layers.
+    """
+    try:
+        tensors = safetensors.torch.load_file(folder / WEIGHTS)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ModelError(f"{folder / WEIGHTS} can't be read: {type(error).__name__}: {error}") from error
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if (match := _MATRIX.fullmatch(name)) is None:
+            raise ModelError(f"the adapter in {folder} has {name}, and only those of linear layers are supported")
+        found[match[1]] = tensor
+    return found
+
+
+def write_adapter(folder: Path, adapter: Adapter) -> None:
+    """Write an adapter into a folder, for `read_adapter` and for PEFT.
+
+    Args:
+        folder: where to write; it has to exist.
+        adapter: is written in the precision that it has.
+    """
+    tensors = {f"{_PREFIX}{name}": p.detach().contiguous() for name, p in adapter.named_parameters()}
+    safetensors.torch.save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    config, alpha = adapter.config, adapter.config.alpha
+    written = {
+        **_PLAIN,
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": adapter.base,
+        "r": config.rank,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "lora_dropout": 0.0,
+        "use_rslora": config.rslora,
+        "target_modules": adapter.targets,
+        "inference_mode": True,
+    }
+    (folder / CONFIG).write_text(json.dumps(written, indent=2), encoding="utf-8")

@@ -1,0 +1,164 @@
+"""Loads the models of one process: weights that never change are in memory once, however many read them."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import torch
+
+from palestra.config import SMOLLM2, TINY, AdapterConfig
+from palestra.errors import ConfigError, ModelError
+from palestra.models.adapter_files import SavedAdapter, saved_adapter
+from palestra.models.adapters import Adapter
+from palestra.models.catalog import cache_folder, model_folder
+from palestra.models.causal_lm import CausalLM, load_causal_lm, load_tokenizer
+
+LoadModel = Callable[[str, torch.dtype, torch.device], tuple[CausalLM, Any]]
+_Key = tuple[str, torch.dtype, torch.device]
+
+
+def load_model(name: str, dtype: torch.dtype, device: torch.device) -> tuple[CausalLM, Any]:
+    """Load the weights and the tokenizer of a model.
+
+    Args:
+        name: as `PolicyConfig.model` has it, or a folder; that of an adapter is merged into its base.
+        dtype: of the weights with two dimensions or more.
+        device: where the weights are put.
+
+    Raises:
+        ModelError: missing weights, or an unsupported architecture.
+    """
+    return load_causal_lm(name, dtype, device), load_tokenizer(name)
+
+
+class LoadedModels:
+    """Models of one process, for its engine and its trainer.
+
+    Every method returns a model that no other caller has, with its tokenizer; models whose weights never change share
+    those of the same name, precision and device. Weights that nothing uses any more are freed.
+    """
+
+    def __init__(self, load: LoadModel = load_model) -> None:
+        """Load nothing yet.
+
+        Args:
+            load: loads a model's weights and tokenizer.
+        """
+        self._load = load
+        self._bases: WeakValueDictionary[_Key, CausalLM] = WeakValueDictionary()
+        self._tokenizers: WeakKeyDictionary[CausalLM, Any] = WeakKeyDictionary()
+        self._one_at_a_time = threading.Lock()
+
+    def own(self, name: str, dtype: torch.dtype, device: torch.device) -> tuple[CausalLM, Any]:
+        """Load a model with weights of its own, which may be changed.
+
+        Args:
+            name: as `PolicyConfig.model` has it; an adapter's folder is merged into its base.
+            dtype: of the weights with two dimensions or more.
+            device: where the weights are put.
+
+        Raises:
+            ModelError: missing weights, or an unsupported architecture.
+        """
+        return self._load(name, dtype, device)
+
+    def frozen(self, name: str, dtype: torch.dtype, device: torch.device) -> tuple[CausalLM, Any]:
+        """Load a model that is never changed, which computes in the precision of its weights.
+
+        Args:
+            name: as `PolicyConfig.model` has it; an adapter's folder is its base with that adapter.
+            dtype: of the weights with two dimensions or more.
+            device: where the weights are put.
+
+        Raises:
+            ModelError: missing weights, or an unsupported architecture.
+        """
+        saved = saved_adapter(name)
+        model, tokenizer = self._on_base(name if saved is None else saved.base, dtype, device)
+        if saved is None:
+            return model, tokenizer
+        adapter = model.add_adapter(saved.config, saved.base, saved.layers)
+        adapter.take(saved.weights)
+        adapter.freeze(dtype)
+        return model, tokenizer
+
+    def adapted(
+        self, name: str, config: AdapterConfig, seed: int | None, dtype: torch.dtype, device: torch.device
+    ) -> tuple[CausalLM, Any]:
+        """Load a model with an adapter of its own, which may be changed, on weights that are never changed.
+
+        Args:
+            name: as `PolicyConfig.model` has it; an adapter's folder is its base, and the adapter to begin with.
+            config: rank, scale and targets, which have to be those of an adapter to begin with.
+            seed: of the weights of an adapter that is new, float32 as for a trainer. None: for an engine, which gets
+                the weights of every version; they are in the base's precision, and have no gradient.
+            dtype: of the base's weights with two dimensions or more, in which it computes.
+            device: where the weights are put.
+
+        Raises:
+            ModelError: missing weights, or an unsupported architecture.
+            ConfigError: the adapter does not fit the model, or the adapter to begin with is of another kind.
+        """
+        saved = saved_adapter(name)
+        base = name if saved is None else saved.base
+        model, tokenizer = self._on_base(base, dtype, device)
+        adapter = model.add_adapter(config, _lasting_name(base))
+        if saved is None:
+            adapter.fill(seed or 0)
+        else:
+            _check_same(name, saved, adapter)
+            adapter.take(saved.weights)
+        if seed is None:
+            adapter.freeze(dtype)
+        return model, tokenizer
+
+    def _on_base(self, name: str, dtype: torch.dtype, device: torch.device) -> tuple[CausalLM, Any]:
+        """Return a model on the shared weights of one, which are loaded unless they are in memory."""
+        with self._one_at_a_time:
+            key = (_place(name), dtype, device)
+            base = self._bases.get(key)
+            if base is None:
+                base, tokenizer = self._load(name, dtype, device)
+                base.round_to(dtype)
+                for parameter in base.model.parameters():
+                    parameter.requires_grad_(False)
+                self._bases[key], self._tokenizers[base] = base, tokenizer
+            return base.on_same_weights(), self._tokenizers[base]
+
+
+def _place(name: str) -> str:
+    """Return the same text for all names of one model."""
+    with contextlib.suppress(ModelError):
+        found = model_folder(name)
+        return str(found.resolve()) if isinstance(found, Path) else found
+    return name
+
+
+def _lasting_name(name: str) -> str:
+    """Return the name of a base that is written beside its adapter: without what depends on the present folder."""
+    if name in (SMOLLM2, TINY) or not Path(name).is_dir():
+        return name
+    folder = Path(name).resolve()
+    made = folder.parent == (cache_folder() / "models").resolve()  # such a folder is made on any machine
+    return next((known for known in (SMOLLM2, TINY) if made and folder.name.startswith(f"{known}-")), str(folder))
+
+
+def _check_same(name: str, saved: SavedAdapter, adapter: Adapter) -> None:
+    """Raise ConfigError unless an adapter to begin with is of the kind that is to be trained."""
+    theirs, ours = saved.config, adapter.config
+    for key in ("rank", "alpha", "rslora"):
+        if getattr(theirs, key) != getattr(ours, key):
+            raise ConfigError(
+                f"adapter.{key} is {getattr(ours, key)!r}, and the adapter in {name}, which is to be trained on, has "
+                f"{getattr(theirs, key)!r}; take the same"
+            )
+    if other := set(saved.layers) ^ set(adapter.layers):
+        raise ConfigError(
+            f"adapter.targets names other layers than those of the adapter in {name}, which is to be trained on: they "
+            f"differ in {min(other)}"
+        )
