@@ -248,6 +248,15 @@ class CausalLM:
         made._owner = self
         return made
 
+    def copied(self) -> CausalLM:
+        """Return another model with the same weights: those that may change are its own, all others stand once."""
+        own = {id(weight) for _, weight in self.own_parameters()}
+        kept = (*self.model.parameters(), *self.model.buffers())
+        shared: dict[int, Any] = {id(tensor): tensor for tensor in kept if id(tensor) not in own}
+        made = copy.deepcopy(self, shared)
+        made._owner = self._owner
+        return made
+
     def add_adapter(self, config: AdapterConfig, base: str, layers: Collection[str] | None = None) -> Adapter:
         """Put matrices of low rank beside layers, see `Adapter`; the weights are those of another, and never change."""
         assert self._owner is not None

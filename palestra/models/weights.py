@@ -51,10 +51,10 @@ class LocalWeights:
 
 @dataclass(frozen=True, slots=True)
 class SavedWeights:
-    """Weights in the files of a folder, in Hugging Face's layout.
+    """Weights in the files of a folder, in Hugging Face's layout or, of an adapter, in PEFT's.
 
     Attributes:
-        folder: has `model*.safetensors`.
+        folder: has `model*.safetensors`, or the files of an adapter.
     """
 
     folder: Path
@@ -63,5 +63,9 @@ class SavedWeights:
         """Yield the tensors, [n, d] or [d], of one file after another; see `WeightSource`."""
         from safetensors.torch import load_file
 
+        from palestra.models.adapter_files import adapter_folder, read_adapter
+
+        if adapter_folder(str(self.folder)) is not None:
+            yield from read_adapter(self.folder).weights.items()
         for path in sorted(self.folder.glob("model*.safetensors")):
             yield from load_file(path).items()

@@ -66,7 +66,7 @@ def newest_of_run(model: str) -> str:
     if (folder / "run.db").is_file():
         return str(newest_of_policy(folder, None)[0])
     run = folder.parent.parent
-    if folder.parent.name == CHECKPOINTS and folder.is_dir() and (run / "run.db").is_file():
+    if folder.parent.name == CHECKPOINTS and folder.is_dir() and (run / SAVED_CONFIG).is_file():
         config = load_config(run / SAVED_CONFIG)
         if config.trains_several and folder.name in config.trained_policies:
             return str(newest_of_policy(run, folder.name)[0])

@@ -257,3 +257,24 @@ def test_claims_and_status_name_past_versions(tmp_path):
         assert plane.chat(claimed, headers={"x-palestra-agent": "opponent"}).json()["model"] == "white@0"
         assert plane.chat(claimed).json()["model"] == "white"
         assert 'palestra_policy_version{policy="white@0"} 0.0' in plane.get("/metrics").text
+
+
+async def test_past_versions_of_an_adapter_stand_on_the_same_weights(tmp_path):
+    settings = against_its_past(tmp_path / "run")
+    white = settings.policies["white"].model_dump(exclude_unset=True) | {"adapter": {"rank": 4}}
+    data = settings.model_dump(exclude_unset=True) | {"policies": {"white": white}}
+    settings = JobConfig.model_validate(data)
+    async with local_job(settings, lambda kind, found: None, RolloutSpec(environment=Talk)) as job:
+        await job.plane.store.tasks.push("train", [Task(task_id=t["id"], data=t) for t in TASKS], "c")
+        await job.plane.store.tasks.seal()
+        await job.run()
+        models = {name: job._engine._core.runners[name].model for name in ("white", "white@3", "white@4")}
+        bases = {name: dict(model.named_parameters())["model.norm.weight"].data_ptr() for name, model in models.items()}
+        own = {name: dict(model.own_parameters()) for name, model in models.items()}
+        assert len(set(bases.values())) == 1
+        first = next(iter(own["white"]))
+        assert len({weights[first].data_ptr() for weights in own.values()}) == 3
+        for name, weight in own["white"].items():
+            assert weight.equal(own["white@4"][name])
+        assert any(not weight.equal(own["white@3"][name]) for name, weight in own["white"].items())
+        assert (tmp_path / "run" / "pool" / "white@3" / "adapter_model.safetensors").is_file()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -149,10 +148,10 @@ class EmbeddedEngine:
 
         def add() -> None:
             if is_new := name not in self._policies:
-                copied = replace(known, model=copy.deepcopy(known.model))
+                copied = replace(known, model=known.model.copied())
                 self._core.add(name, copied, version)
                 self._policies = {**self._policies, name: copied}
-            weights = LocalWeights(known.model.named_parameters()) if source is None else source
+            weights = LocalWeights(known.model.own_parameters()) if source is None else source
             try:
                 self._core.runners[name].load_weights(version, weights)
             except BaseException:

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from palestra.config import parse_config
-from palestra.doctor.examination import _of_policies, findings_of
+from palestra.doctor.examination import findings_of
 from palestra.doctor.rule import JobSize
 from palestra.doctor.store_facts import store_facts
 from palestra.doctor.store_rules import TOGETHER
@@ -111,10 +111,10 @@ def test_where_several_policies_are_trained_each_has_its_signs_and_the_job_has_t
         own = by_policy(row, "white") | by_policy(row, "black")
         named = {name.replace("__", "/"): value for name, value in facts.items()}
         rows.append(own | named | {"black/train/grad_norm": 0.0})
-    found = {one.code: one.seen for one in _of_policies(rows, JobSize.of(config), config)}
+    found = {one.code: one for one in findings_of(rows, JobSize.of(config), config.players.rivals)}
     assert set(found) == {"opponents_collapse", "no_gradient"}
-    assert found["no_gradient"].startswith("policy black: ")
-    assert found["opponents_collapse"].startswith("white has won")
+    assert found["no_gradient"].policy == "black"
+    assert found["opponents_collapse"].seen.startswith("white has won")
 
 
 async def test_the_correlation_is_that_of_the_episodes_rewards(tmp_path):
