@@ -62,14 +62,14 @@ def newest_of_run(model: str) -> str:
         NotFound: the run has no checkpoint yet.
         ConfigError: the run has trained several policies.
     """
+    from palestra.trainer.checkpoint import found
+
     folder = Path(model)
     if (folder / "run.db").is_file():
         return str(newest_of_policy(folder, None)[0])
     run = folder.parent.parent
-    if folder.parent.name == CHECKPOINTS and folder.is_dir() and (run / SAVED_CONFIG).is_file():
-        config = load_config(run / SAVED_CONFIG)
-        if config.trains_several and folder.name in config.trained_policies:
-            return str(newest_of_policy(run, folder.name)[0])
+    if folder.parent.name == CHECKPOINTS and found(folder) and (run / "run.db").is_file():
+        return str(newest_of_policy(run, folder.name)[0])
     return model
 
 
