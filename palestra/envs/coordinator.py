@@ -36,6 +36,7 @@ class Coordinator(Generic[Action]):
         if not roles or len(set(roles)) != len(roles):
             raise InvalidEnvironment(f"an environment has at least one role, each with its own name, not {roles!r}")
         self._protocol, self._deterministic = protocol, deterministic
+        self.stages = protocol.stages()
         self._rank = {role: place for place, role in enumerate(roles)}
         self._states = dict.fromkeys(roles, AgentState.WAITING)
         self._playing = dict.fromkeys(roles)
@@ -43,7 +44,7 @@ class Coordinator(Generic[Action]):
         self._held: dict[str, Action] = {}  # answers of a barrier that is not complete
         self._ready: dict[str, Action] = {}  # answers that can be applied, in the order of roles
         self._together = True
-        for role in (role for stage in protocol.stages() for role in stage.roles):
+        for role in (role for stage in self.stages for role in stage.roles):
             self._check_known(role)
 
     @property

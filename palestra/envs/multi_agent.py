@@ -159,7 +159,7 @@ class MultiAgentEnvironment(ConcurrentEnvironment):
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._turnstile = asyncio.Lock()
         self._over = False
-        await _result(self.begin(task))
+        await result_of(self.begin(task))
         self.coordinator = Coordinator(self.roles, self.protocol(task), deterministic=self.deterministic)
         await self._show(self.coordinator.begin(), ())
 
@@ -258,10 +258,10 @@ class MultiAgentEnvironment(ConcurrentEnvironment):
             if not isinstance(action, Fault):
                 applied[role] = action
                 continue
-            self._settle(await _result(self.forfeit(role, action)))
+            self._settle(await result_of(self.forfeit(role, action)))
             if self._over:
                 return
-        if applied and (outcome := await _result(self.apply(applied))) is not None:
+        if applied and (outcome := await result_of(self.apply(applied))) is not None:
             self._settle(outcome)
 
     def _settle(self, outcome: Outcome) -> None:
@@ -314,7 +314,7 @@ class MultiAgentEnvironment(ConcurrentEnvironment):
 
     async def _show(self, roles: Sequence[str], causes: Sequence[str]) -> None:
         """Show each of these roles what it sees, in the order in which they were asked."""
-        seen = [(role, await _result(self.view(role))) for role in roles if role in self.coordinator.playing]
+        seen = [(role, await result_of(self.view(role))) for role in roles if role in self.coordinator.playing]
         for role, view in seen:
             last = self._shown.get(role)
             content = (text_message("user", self._text(role, view)),) if isinstance(view, str) else view
@@ -358,6 +358,6 @@ class MultiAgentEnvironment(ConcurrentEnvironment):
         return f"{role!r} failed"
 
 
-async def _result(found: Any) -> Any:
+async def result_of(found: Any) -> Any:
     """Return what a method of a subclass returned, awaited if the method is `async`."""
     return await found if isinstance(found, Awaitable) else found
