@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 
 class ContinuousEnvironment(MultiAgentEnvironment):
-    """A world of several agents that goes on by ticks, whether or not anybody acts.
+    """A world of several agents that moves by ticks, whether or not an agent acts.
 
     By default there is no order: each action is applied to the world as it is when the action arrives, and its agent is
     shown the world again. With another `protocol`, such as `simultaneous()`, the same world has barriers. Episodes
@@ -75,7 +75,7 @@ class ContinuousEnvironment(MultiAgentEnvironment):
                     self._settle(outcome)
                 if not self._over:
                     await self._advance()
-                if not self._over and number == self.ticks:
+                if number == self.ticks and not self._over:
                     self._end(self.final_outcome())
 
 

@@ -1,4 +1,4 @@
-"""`Coordinator`: keeps the agents of an episode to a protocol, whatever the order in which they answer."""
+"""`Coordinator`: keeps the agents of an episode to a protocol, in any order of their answers."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Coordinator(Generic[Action]):
         return {role: self._ready.pop(role)}
 
     def advance(self, acted: Sequence[str]) -> tuple[str, ...]:
-        """Return the roles that are asked after these have acted; none, with nobody to act: the protocol is over.
+        """Return the roles that are asked after these have acted; none, with no role to act: the protocol is over.
 
         Raises:
             InvalidEnvironment: the protocol asks a role that does not exist, is done, or has been asked already.
@@ -120,7 +120,7 @@ class Coordinator(Generic[Action]):
         return self._ask(self._protocol.following(acted, self.playing, pending))
 
     def retire(self, role: str) -> None:
-        """End the part of a role, whatever its state: it is never asked again, and an answer of it is dropped.
+        """End the part of a role in any state: it is never asked again, and an answer of it is dropped.
 
         Raises:
             IllegalTransition: its part has ended before.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping, Sequence
 from itertools import product
@@ -41,7 +42,7 @@ class Negotiation(MultiAgentEnvironment):
         """Create the environment.
 
         Args:
-            offers: turns of both together; without a deal after these nobody gets anything.
+            offers: turns of both together; without a deal after these both get 0.
             rules: whether a player reads the rules before its first turn.
             clock: source of the times of observations; None: the system's clock.
 
@@ -57,6 +58,8 @@ class Negotiation(MultiAgentEnvironment):
         """Draw the things, and what they are worth to each role."""
         source = random.Random(int(task.get("seed", 0)))
         self._counts = [source.randint(1, _MOST) for _ in range(_KINDS)]
+        while _WORTH % math.gcd(*self._counts):  # three of each kind can't be worth 10
+            self._counts = [source.randint(1, _MOST) for _ in range(_KINDS)]
         self._worth = {role: _draw_worth(source, self._counts) for role in self.roles}
         self._offer = ""
         self._left = self._offers

@@ -55,6 +55,11 @@ class OpenSpielEnvironment(MultiAgentEnvironment):
         kind = self._game.get_type()
         if kind.dynamics == spiel.GameType.Dynamics.MEAN_FIELD:
             raise ConfigError(f"{game!r} is a mean-field game, which has no players to be agents")
+        # Some games draw chance themselves, where the seed has to be a parameter of theirs.
+        self._seeded = kind.chance_mode == spiel.GameType.ChanceMode.SAMPLED_STOCHASTIC
+        if self._seeded and "rng_seed" not in kind.parameter_specification:
+            raise ConfigError(f"{game!r} draws chance by itself, and takes no seed, so that no episode can be repeated")
+        self._load = spiel.load_game
         self.roles = tuple(f"player-{number}" for number in range(self._game.num_players()))
         self.zero_sum = kind.utility in (spiel.GameType.Utility.ZERO_SUM, spiel.GameType.Utility.CONSTANT_SUM)
         self.total = float(self._game.utility_sum()) if self.zero_sum else 0.0
@@ -63,7 +68,11 @@ class OpenSpielEnvironment(MultiAgentEnvironment):
 
     def begin(self, task: Mapping[str, Any]) -> None:
         """Begin the game with chance from the task's seed."""
-        self._source = random.Random(int(task.get("seed", 0)))
+        seed = int(task.get("seed", 0))
+        self._source = random.Random(seed)
+        if self._seeded:
+            name, parameters = self._game.get_type().short_name, self._game.get_parameters()
+            self._game = self._load(name, parameters | {"rng_seed": seed % 2**31})
         self._state = self._game.new_initial_state()
         self._draw_chance()
 

@@ -51,14 +51,12 @@ class PettingZooEnvironment(MultiAgentEnvironment):
             ConfigError: PettingZoo is not installed, has no such world, or its actions are not discrete.
         """
         super().__init__(clock)
-        module = _imported(name)
-        make = getattr(module, "parallel_env" if parallel else "env", None)
-        if make is None:
-            raise ConfigError(f"PettingZoo's {name!r} has no {'parallel' if parallel else 'AEC'} form")
+        zoo = _imported()
         try:
-            self._world: Any = make(**(options or {}))
-        except TypeError as error:
-            raise ConfigError(f"PettingZoo can't make {name!r}: {error}") from None
+            self._world: Any = zoo.make("parallel" if parallel else "aec", name, **(options or {}))
+        except Exception as error:
+            form = "parallel" if parallel else "AEC"
+            raise ConfigError(f"PettingZoo can't make {name!r} in its {form} form: {error!s:.200}") from error
         self.roles = tuple(self._world.possible_agents)
         self._parallel = parallel
         for role in self.roles:
@@ -143,20 +141,14 @@ def _place(planes: Any) -> str:
     return next((str(number) for number, value in enumerate(planes) if value), ".")
 
 
-def _imported(name: str) -> Any:
-    """Import a world's module.
+def _imported() -> Any:
+    """Import PettingZoo and return the module.
 
     Raises:
-        ConfigError: PettingZoo is not installed, or has no such module.
+        ConfigError: PettingZoo is not installed.
     """
-    family, _, world = name.partition("/")
-    if not (family.isidentifier() and world.isidentifier()):
-        raise ConfigError(f"a world of PettingZoo is named by family and name, as classic/tictactoe_v3, not {name!r}")
     try:
-        importlib.import_module("pettingzoo")
+        # By name, because this module has the library's.
+        return importlib.import_module("pettingzoo")
     except ImportError:
         raise ConfigError("this environment needs PettingZoo; run: pip install 'palestra[games]'") from None
-    try:
-        return importlib.import_module(f"pettingzoo.{family}.{world}")
-    except ImportError as error:
-        raise ConfigError(f"PettingZoo can't load {name!r}: {error}") from None

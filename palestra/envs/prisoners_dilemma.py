@@ -19,7 +19,7 @@ _RULES = (
 
 
 class PrisonersDilemma(MultiAgentEnvironment):
-    """Each sees its own last choice and the other's, as in `cd`, and `-` at first; a round's reward is paid at once.
+    """Each sees its own last choice and the other's, as in `cd`, and `-` at first; each round is paid when it is over.
 
     An illegal or late reply is no choice: its player gets nothing in this round, and the other what two that cooperate
     get; the other sees `?`.

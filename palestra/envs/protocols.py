@@ -55,7 +55,7 @@ class AgentProtocol(ABC):
 
     @abstractmethod
     def following(self, acted: Sequence[str], playing: Collection[str], pending: Collection[str]) -> Sequence[str]:
-        """Return the roles that are asked now; none, with nobody pending: the protocol is over.
+        """Return the roles that are asked now; none, with no role pending: the protocol is over.
 
         Args:
             acted: the roles whose actions were applied now.

@@ -47,7 +47,7 @@ class TextArenaEnvironment(MultiAgentEnvironment):
         """Begin a game with the task's seed."""
         self._game = self._new_game()
         self._game.reset(num_players=len(self.roles), seed=int(task.get("seed", 0)))
-        self._player, self._text = self._game.get_observation()
+        self._player, self._shown_text = self._game.get_observation()
 
     def protocol(self, task: Mapping[str, Any]) -> AgentProtocol:
         """Return that the game says who is next."""
@@ -55,14 +55,14 @@ class TextArenaEnvironment(MultiAgentEnvironment):
 
     def view(self, role: str) -> str:
         """Return what TextArena has to say to the player since its last turn."""
-        return self._text if isinstance(self._text, str) else str(self._text)
+        return str(self._shown_text)
 
     def apply(self, actions: Mapping[str, ChatMessage]) -> Outcome | None:
         """Give TextArena the player's text."""
         ((_, action),) = actions.items()
         done, info = self._game.step(action.text)
         if not done:
-            self._player, self._text = self._game.get_observation()
+            self._player, self._shown_text = self._game.get_observation()
             return None
         rewards, _ = self._game.close()
         paid = {self.roles[player]: float(reward) for player, reward in rewards.items()}

@@ -60,9 +60,9 @@ async def test_rock_paper_scissors_pays_the_same_in_both_forms(parallel):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"name": "tictactoe_v3"}, "family and name"),
-        ({"name": "classic/no_such"}, "can't load 'classic/no_such'"),
-        ({"parallel": True}, "no parallel form"),
+        ({"name": "tictactoe_v3"}, "can't make 'tictactoe_v3'"),
+        ({"name": "classic/no_such"}, "can't make 'classic/no_such' in its AEC form"),
+        ({"parallel": True}, "in its parallel form"),
         ({"options": {"speed": 1}}, "can't make 'classic/tictactoe_v3'"),
     ],
 )
@@ -71,9 +71,17 @@ def test_what_pettingzoo_can_not_make_is_refused(settings, words):
         PettingZooEnvironment(**settings)
 
 
-@pytest.mark.parametrize("name", ["TicTacToe-v0", "IteratedPrisonersDilemma-v0", "KuhnPoker-v0"])
-def test_games_of_textarena_keep_to_what_environments_have_to_do(name):
-    check_environment(lambda: TextArenaEnvironment(id=name), [{"seed": 1}], ["[4]", "[0]", "[cooperate]", "[check]"])
+@pytest.mark.parametrize(
+    ("name", "actions"),
+    [
+        ("TicTacToe-v0", ["[4]", "[0]", "[8]"]),
+        ("TicTacToe-v0", ["nothing"]),
+        ("IteratedPrisonersDilemma-v0", ["[cooperate]", "[defect]"]),
+        ("KuhnPoker-v0", ["[check]", "[bet]", "[call]"]),
+    ],
+)
+def test_games_of_textarena_keep_to_what_environments_have_to_do(name, actions):
+    check_environment(lambda: TextArenaEnvironment(id=name), [{"seed": 1}, {"seed": 2}], actions)
 
 
 async def test_a_game_of_textarena_is_played_to_its_end():
