@@ -73,7 +73,7 @@ frameworks: $(DEV) $(FRAMEWORKS)/installed.txt  ## play agents of three framewor
 	$(BIN)/pytest tests/frameworks tests/documents -m frameworks
 	PYTHONPATH=tests $(BIN)/python -m frameworks.report docs/frameworks.md
 
-libraries: $(DEV) $(LIBRARIES)/installed.txt  ## frames and trackers with the real pandas, polars, TensorBoard, MLflow, W&B, trackio, OpenTelemetry
+libraries: $(DEV) $(LIBRARIES)/installed.txt  ## frames, trackers and games with the real pandas, polars, TensorBoard, MLflow, W&B, trackio, OpenTelemetry, PettingZoo, TextArena
 	$(BIN)/pytest tests/libraries -m libraries
 
 prose: $(DEV)  ## measure how docstrings and comments read (`python scripts/prose.py --rooms` for more)

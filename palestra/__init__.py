@@ -51,15 +51,23 @@ if TYPE_CHECKING:
     from palestra.envs import CalculatorEnvironment as CalculatorEnvironment
     from palestra.envs import ConcurrentEnvironment as ConcurrentEnvironment
     from palestra.envs import Environment as Environment
+    from palestra.envs import Fault as Fault
     from palestra.envs import FrozenLake as FrozenLake
     from palestra.envs import Gomoku as Gomoku
     from palestra.envs import GymnasiumEnvironment as GymnasiumEnvironment
+    from palestra.envs import MultiAgentEnvironment as MultiAgentEnvironment
+    from palestra.envs import Outcome as Outcome
     from palestra.envs import ReasoningEnvironment as ReasoningEnvironment
     from palestra.envs import Subagent as Subagent
     from palestra.envs import SubagentEnvironment as SubagentEnvironment
     from palestra.envs import TaskEnvironment as TaskEnvironment
+    from palestra.envs import TimeLimit as TimeLimit
     from palestra.envs import ToolEnvironment as ToolEnvironment
     from palestra.envs import check_environment as check_environment
+    from palestra.envs import free as free
+    from palestra.envs import phases as phases
+    from palestra.envs import simultaneous as simultaneous
+    from palestra.envs import turns as turns
     from palestra.envs.arithmetic import last_number as last_number
     from palestra.envs.arithmetic import right_number as right_number
     from palestra.learner.check import check_algorithm as check_algorithm
@@ -122,15 +130,23 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "CalculatorEnvironment",
         "ConcurrentEnvironment",
         "Environment",
+        "Fault",
         "FrozenLake",
         "Gomoku",
         "GymnasiumEnvironment",
+        "MultiAgentEnvironment",
+        "Outcome",
         "ReasoningEnvironment",
         "Subagent",
         "SubagentEnvironment",
         "TaskEnvironment",
+        "TimeLimit",
         "ToolEnvironment",
         "check_environment",
+        "free",
+        "phases",
+        "simultaneous",
+        "turns",
     ),
     "palestra.envs.arithmetic": (
         "last_number",

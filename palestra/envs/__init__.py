@@ -14,13 +14,19 @@ from palestra.envs.gomoku import Gomoku
 from palestra.envs.gomoku_duel import GomokuDuel
 from palestra.envs.gymnasium import FrozenLake, GymnasiumEnvironment
 from palestra.envs.kuhn_poker import KuhnPoker
+from palestra.envs.leduc_poker import LeducPoker
 from palestra.envs.multi_agent import Fault, MultiAgentEnvironment, Outcome, TimeLimit
+from palestra.envs.negotiation import Negotiation
+from palestra.envs.open_spiel import OpenSpielEnvironment
+from palestra.envs.pettingzoo import PettingZooEnvironment
+from palestra.envs.prisoners_dilemma import PrisonersDilemma
 from palestra.envs.protocols import AgentProtocol, Stage, decided, free, phases, simultaneous, turns
 from palestra.envs.reasoning_gym import ReasoningEnvironment
 from palestra.envs.rewards import reward_function
 from palestra.envs.split_sum import SplitSum
 from palestra.envs.subagents import DELEGATE, Subagent, SubagentEnvironment
 from palestra.envs.task_splits import Split
+from palestra.envs.textarena import TextArenaEnvironment
 from palestra.envs.tool_environment import ToolEnvironment
 
 __all__ = [
@@ -39,8 +45,13 @@ __all__ = [
     "GomokuDuel",
     "GymnasiumEnvironment",
     "KuhnPoker",
+    "LeducPoker",
     "MultiAgentEnvironment",
+    "Negotiation",
+    "OpenSpielEnvironment",
     "Outcome",
+    "PettingZooEnvironment",
+    "PrisonersDilemma",
     "ReasoningEnvironment",
     "SerialEnvironment",
     "Split",
@@ -49,6 +60,7 @@ __all__ = [
     "Subagent",
     "SubagentEnvironment",
     "TaskEnvironment",
+    "TextArenaEnvironment",
     "TimeLimit",
     "ToolEnvironment",
     "catalog_entry",

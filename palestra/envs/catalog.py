@@ -19,10 +19,16 @@ from palestra.envs.environment import Environment
 from palestra.envs.gomoku import Gomoku, gomoku_tasks
 from palestra.envs.gomoku_duel import GomokuDuel
 from palestra.envs.gymnasium import FrozenLake, frozen_lake_tasks
-from palestra.envs.kuhn_poker import KuhnPoker, kuhn_poker_tasks
+from palestra.envs.kuhn_poker import KuhnPoker
+from palestra.envs.leduc_poker import LeducPoker
+from palestra.envs.negotiation import Negotiation
+from palestra.envs.open_spiel import OpenSpielEnvironment
+from palestra.envs.pettingzoo import PettingZooEnvironment
+from palestra.envs.prisoners_dilemma import PrisonersDilemma
 from palestra.envs.reasoning_gym import ReasoningEnvironment, reasoning_tasks
 from palestra.envs.split_sum import SplitSum, split_sum_tasks
-from palestra.envs.task_splits import Split
+from palestra.envs.task_splits import Split, seed_tasks
+from palestra.envs.textarena import TextArenaEnvironment
 from palestra.errors import ConfigError
 
 
@@ -126,7 +132,37 @@ CATALOG: Mapping[str, CatalogEntry] = MappingProxyType(
         "kuhn-poker": CatalogEntry(
             summary="the smallest poker, of two agents `first` and `second`; moves are held to p and b",
             make=_maker("kuhn-poker", KuhnPoker, "clock"),
-            generate=kuhn_poker_tasks,
+            generate=partial(seed_tasks, "kuhn"),
+        ),
+        "leduc-poker": CatalogEntry(
+            summary="poker of six cards and two rounds, of two agents; moves are held to the legal ones of f, c and r",
+            make=_maker("leduc-poker", LeducPoker, "clock"),
+            generate=partial(seed_tasks, "leduc"),
+        ),
+        "prisoners-dilemma": CatalogEntry(
+            summary="two agents cooperate or defect at the same time, several rounds",
+            make=_maker("prisoners-dilemma", PrisonersDilemma, "clock"),
+            generate=partial(seed_tasks, "dilemma"),
+        ),
+        "negotiation": CatalogEntry(
+            summary="two agents divide things whose worth to the other they do not know; offers in turns",
+            make=_maker("negotiation", Negotiation, "clock"),
+            generate=partial(seed_tasks, "negotiation"),
+        ),
+        "open-spiel": CatalogEntry(
+            summary="any game of OpenSpiel, each player an agent; settings.game names it",
+            make=_maker("open-spiel", OpenSpielEnvironment, "clock"),
+            generate=partial(seed_tasks, "spiel"),
+        ),
+        "pettingzoo": CatalogEntry(
+            summary="worlds of PettingZoo with discrete actions; settings.name, as classic/tictactoe_v3",
+            make=_maker("pettingzoo", PettingZooEnvironment, "clock"),
+            generate=partial(seed_tasks, "zoo"),
+        ),
+        "textarena": CatalogEntry(
+            summary="games of TextArena, in free text; settings.id names it",
+            make=_maker("textarena", TextArenaEnvironment, "clock"),
+            generate=partial(seed_tasks, "arena"),
         ),
         "frozen-lake": CatalogEntry(
             summary="a walk over ice with holes, on random maps (Gymnasium)",

@@ -45,7 +45,15 @@ def check_environment(
     - `parents` names an observation that does not exist;
     - a tool is not offered in OpenAI's shape;
     - a call has no answer in the next observation, or an answer belongs to no call;
+    - an agent is asked for an action, or rewarded, after its part has ended;
     - no observation comes any more, and the episode is not over.
+
+    In an environment of several agents (`MultiAgentEnvironment`) also:
+
+    - the episode stops before its end, because the action of an agent is awaited that is shown nothing (deadlock);
+    - a role never acts;
+    - `zero_sum` is declared, and the rewards of an episode do not add up;
+    - the environment says that it is deterministic, and its episode depends on which agent answers first.
 
     Methods run as they do in a job: those that are `async` on one event loop, the others of an `Environment` in threads
     if it is `blocking`.
@@ -53,8 +61,9 @@ def check_environment(
     Args:
         make: returns a new environment each time.
         tasks: the tasks to play, at least one.
-        actions: the actions of each agent, repeated in this order. None: text of many kinds and, where tools are
-            offered, good and bad calls; the first task is then played with each of them as the first action.
+        actions: the actions of each agent, repeated in this order. None: legal ones where the environment gives
+            choices, else text of many kinds and, where tools are offered, good and bad calls; the first task is then
+            played with each of them as the first action.
         max_steps: an episode with more actions counts as endless.
         timeout_seconds: the longest time that a concurrent environment may show nothing.
 
@@ -123,7 +132,7 @@ async def _episode(environment: Environment, task: Task, script: Script, max_ste
     seen: list[Any] = [text]
     limit = environment.max_steps
     for number in range(max_steps if limit is None else min(limit, max_steps)):
-        action = script(number, environment.tools)
+        action = script(number, environment.tools, ())
         said = action.text[:20] if not action.tool_calls else action.tool_calls[0].function.name
         answer = checked_step(await _call_of(f"step({said!r})", environment, step_of(environment, action)))
         seen.append(answer[:4])

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, cast
 
 from palestra.envs.concurrent import ConcurrentEnvironment
+from palestra.envs.multi_agent import MultiAgentEnvironment
 from palestra.envs.rewards import checked_names
 from palestra.errors import EpisodeOver, InvalidEnvironment
 from palestra.tools import FINISH
@@ -19,14 +20,15 @@ TEXTS = ("", "hello", "1", '{"x": 1}', "é 漢 👩‍💻", "\ud800", "x" * 10_
 _VALUES: dict[str, Any] = {"string": "1 + 1", "integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}}
 
 Task = Mapping[str, Any]
-Script = Callable[[int, Sequence[Mapping[str, Any]]], ChatMessage]
-"""(number of actions that the agent has taken, tools that the agent is offered) -> the agent's next action."""
+Script = Callable[[int, Sequence[Mapping[str, Any]], Sequence[str]], ChatMessage]
+"""(number of actions that the agent has taken, tools that it is offered, choices that it has) -> its next action."""
 
 
 def scripts(tasks: Sequence[Task], actions: Sequence[str | ChatMessage] | None) -> list[tuple[Task, Script]]:
     """Return the episodes to play, each as a task and the script of its actions.
 
-    Without `actions` the first task is played once for each kind of action, beginning with that kind.
+    Without `actions` the first task is played once for each kind of action, beginning with that kind; where the
+    environment gives choices, actions are legal ones.
     """
     if actions is not None:
         return [(task, _repeated([_message(action) for action in actions])) for task in tasks]
@@ -41,13 +43,15 @@ def _message(action: str | ChatMessage) -> ChatMessage:
 
 
 def _repeated(actions: Sequence[ChatMessage]) -> Script:
-    return lambda number, tools: actions[number % len(actions)]
+    return lambda number, tools, choices: actions[number % len(actions)]
 
 
 def _rotated(start: int) -> Script:
-    def action(number: int, tools: Sequence[Mapping[str, Any]]) -> ChatMessage:
-        choices: list[ChatMessage] = [*(_calls(tools, number) if tools else ()), *map(_message, TEXTS)]
-        return choices[(start + number) % len(choices)]
+    def action(number: int, tools: Sequence[Mapping[str, Any]], choices: Sequence[str]) -> ChatMessage:
+        if choices and not tools:
+            return _message(choices[(start + number) % len(choices)])
+        kinds: list[ChatMessage] = [*(_calls(tools, number) if tools else ()), *map(_message, TEXTS)]
+        return kinds[(start + number) % len(kinds)]
 
     return action
 
@@ -105,16 +109,28 @@ async def check_concurrent(
         InvalidEnvironment: the first mistake that was found, in words.
     """
     fresh = []
+    acted: Counter[str] = Counter()
+    made: dict[int, ConcurrentEnvironment] = {}  # the environment of the last episode
+
+    async def played(task: Task, script: Script, last_first: bool = False) -> Seen:
+        environment = made[0] = make()
+        await _call("setup", environment.setup())
+        episode = _Episode(environment, script, max_steps, timeout_seconds, last_first)
+        seen = await episode.play(task)
+        acted.update(episode.acted)
+        await _close(environment)
+        return seen
+
     for task, script in plan:
-        for _ in range(2):
-            environment = make()
-            await _call("setup", environment.setup())
-            fresh.append(await _Episode(environment, script, max_steps, timeout_seconds).play(task))
-            await _close(environment)
-        if fresh.pop() != fresh[-1]:
+        fresh.append(await played(task, script))
+        if await played(task, script) != fresh[-1]:
             raise InvalidEnvironment(
                 "two new environments answer the same task and actions differently; take randomness from the task"
             )
+    if isinstance(several := made[0], MultiAgentEnvironment):
+        _check_roles(several, acted)
+        if several.deterministic and await played(*plan[0], last_first=True) != fresh[0]:
+            raise InvalidEnvironment("an episode depends on which of several agents answers first")
     environment = make()
     await _call("setup", environment.setup())
     if environment.reusable:
@@ -127,6 +143,18 @@ async def check_concurrent(
     # An episode that is left in the middle must stop too: rollouts abandon episodes.
     await _Episode(environment, plan[0][1], 1, timeout_seconds).begin()
     await _close(environment)
+
+
+def _check_roles(environment: MultiAgentEnvironment, acted: Mapping[str, int]) -> None:
+    """Refuse roles that never act: not in the episodes that were played, and not by what the protocol says of itself.
+
+    An episode may end before a role's turn, so a role that the protocol names is believed to act.
+    """
+    stages = environment.coordinator.stages
+    named = {role for stage in stages if stage.kind != "decided" for role in stage.roles or environment.roles}
+    for role in environment.roles:
+        if role not in acted and role not in named:
+            raise InvalidEnvironment(f"{role!r} never acts: no observation asked it for an action in any episode")
 
 
 async def _close(environment: ConcurrentEnvironment) -> None:
@@ -148,14 +176,20 @@ class _Episode:
     """Plays one episode; each observation is checked and answered as it arrives."""
 
     def __init__(
-        self, environment: ConcurrentEnvironment, script: Script, max_steps: int, timeout_seconds: float
+        self,
+        environment: ConcurrentEnvironment,
+        script: Script,
+        max_steps: int,
+        timeout_seconds: float,
+        last_first: bool = False,
     ) -> None:
-        self._environment, self._script = environment, script
+        self._environment, self._script, self._last_first = environment, script, last_first
         self._max_steps, self._timeout_seconds = max_steps, timeout_seconds
         self._ids: set[str] = set()
         self._seen: Seen = defaultdict(list)
-        self._acted: Counter[str] = Counter()
+        self.acted: Counter[str] = Counter()
         self._open: dict[str, Observation] = {}  # by agent: its unanswered observation
+        self._done: set[str] = set()  # agents that have seen their last observation
         self._calls: dict[str, list[str]] = {}  # by agent: ids of the tool calls in its last action
 
     async def play(self, task: Task) -> Seen:
@@ -168,11 +202,11 @@ class _Episode:
             self._check(observation)
             if not observation.is_last:
                 self._open[observation.agent] = observation
-            if self._acted.total() > self._max_steps:
+            if self.acted.total() > self._max_steps:
                 raise InvalidEnvironment(
                     f"an episode did not end within {self._max_steps} steps; set max_steps, or truncate it"
                 )
-        if not self._acted:
+        if not self.acted:
             raise InvalidEnvironment("an episode began with nothing to answer; `start` emits what there is to see")
         return self._seen
 
@@ -191,7 +225,8 @@ class _Episode:
         try:
             await asyncio.sleep(0)
             while self._open and not observing.done():
-                self._act(self._open.pop(next(iter(self._open))))
+                first = next(reversed(self._open) if self._last_first else iter(self._open))
+                self._act(self._open.pop(first))
                 await asyncio.sleep(0)
             done, _ = await asyncio.wait((observing,), timeout=self._timeout_seconds)
             if not done:
@@ -206,8 +241,8 @@ class _Episode:
 
     def _act(self, observation: Observation) -> None:
         agent = observation.agent
-        action = self._script(self._acted[agent], observation.tools)
-        self._acted[agent] += 1
+        action = self._script(self.acted[agent], observation.tools, observation.choices)
+        self.acted[agent] += 1
         self._calls[agent] = [call.id for call in action.tool_calls] if observation.tools else []
         self._environment.act(observation.id, action)
 
@@ -219,6 +254,7 @@ class _Episode:
         flags: tuple[Any, ...] = (observation.reward, observation.terminated, observation.truncated)
         if not isinstance(agent, str) or not agent:
             raise InvalidEnvironment(f"an observation is for an agent by name, not for {agent!r}")
+        self._check_part(observation)
         if not isinstance(content, tuple) or not all(isinstance(message, ChatMessage) for message in content):
             raise InvalidEnvironment(f"what {agent!r} sees is a tuple of messages, not {content!r:.80}")
         if isinstance(flags[0], Mapping):
@@ -241,6 +277,16 @@ class _Episode:
             self._check_conversation(observation)
         self._ids.add(observation.id)
         self._seen[agent].append((content, *flags))
+
+    def _check_part(self, observation: Observation) -> None:
+        """Check that an agent whose part has ended is neither asked nor rewarded."""
+        agent = observation.agent
+        if agent in self._done and not observation.is_last:
+            raise InvalidEnvironment(f"{agent!r} is asked for an action, and its part had ended before")
+        if agent in self._done and observation.reward is not None:
+            raise InvalidEnvironment(f"{agent!r} gets a reward of {observation.reward} after its part had ended")
+        if observation.is_last:
+            self._done.add(agent)
 
     def _check_conversation(self, observation: Observation) -> None:
         """Check that exactly the calls of the agent's last action are answered in its next observation."""

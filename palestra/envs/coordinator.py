@@ -1,4 +1,4 @@
-"""`Coordinator`: keeps the agents of an episode to a protocol, whatever the order in which they answer."""
+"""`Coordinator`: keeps the agents of an episode to a protocol, in any order of their answers."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ class Coordinator(Generic[Action]):
         if not roles or len(set(roles)) != len(roles):
             raise InvalidEnvironment(f"an environment has at least one role, each with its own name, not {roles!r}")
         self._protocol, self._deterministic = protocol, deterministic
+        self.stages = protocol.stages()
         self._rank = {role: place for place, role in enumerate(roles)}
         self._states = dict.fromkeys(roles, AgentState.WAITING)
         self._playing = dict.fromkeys(roles)
@@ -43,7 +44,7 @@ class Coordinator(Generic[Action]):
         self._held: dict[str, Action] = {}  # answers of a barrier that is not complete
         self._ready: dict[str, Action] = {}  # answers that can be applied, in the order of roles
         self._together = True
-        for role in (role for stage in protocol.stages() for role in stage.roles):
+        for role in (role for stage in self.stages for role in stage.roles):
             self._check_known(role)
 
     @property
@@ -110,7 +111,7 @@ class Coordinator(Generic[Action]):
         return {role: self._ready.pop(role)}
 
     def advance(self, acted: Sequence[str]) -> tuple[str, ...]:
-        """Return the roles that are asked after these have acted; none, with nobody to act: the protocol is over.
+        """Return the roles that are asked after these have acted; none, with no role to act: the protocol is over.
 
         Raises:
             InvalidEnvironment: the protocol asks a role that does not exist, is done, or has been asked already.
@@ -119,7 +120,7 @@ class Coordinator(Generic[Action]):
         return self._ask(self._protocol.following(acted, self.playing, pending))
 
     def retire(self, role: str) -> None:
-        """End the part of a role, whatever its state: it is never asked again, and an answer of it is dropped.
+        """End the part of a role in any state: it is never asked again, and an answer of it is dropped.
 
         Raises:
             IllegalTransition: its part has ended before.

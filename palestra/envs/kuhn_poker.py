@@ -8,7 +8,6 @@ from typing import Any
 
 from palestra.envs.multi_agent import Fault, MultiAgentEnvironment, Outcome
 from palestra.envs.protocols import AgentProtocol, turns
-from palestra.envs.task_splits import Split, draw_tasks
 from palestra.types.clock import Clock
 from palestra.types.messages import ChatMessage
 
@@ -98,22 +97,3 @@ def _other(role: str) -> str:
 def _paid(winner: str, amount: int, result: str) -> Outcome:
     rewards = {winner: float(amount), _other(winner): -float(amount)}
     return Outcome(rewards=rewards, over=True, info={"result": result})
-
-
-def kuhn_poker_tasks(split: Split, count: int, seed: int) -> list[dict[str, Any]]:
-    """Draw deals. There are only six, so the splits differ in seeds and not in cards.
-
-    Args:
-        split: the split to draw from.
-        count: number of tasks.
-        seed: other seeds draw other tasks of the same split.
-
-    Returns:
-        `count` distinct tasks with the keys `id` and `seed`.
-    """
-    return draw_tasks(split, count, seed, _draw)
-
-
-def _draw(source: random.Random) -> dict[str, Any]:
-    number = source.randrange(2**31)
-    return {"id": f"kuhn-{number}", "seed": number}

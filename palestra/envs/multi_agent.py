@@ -159,7 +159,7 @@ class MultiAgentEnvironment(ConcurrentEnvironment):
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._turnstile = asyncio.Lock()
         self._over = False
-        await _result(self.begin(task))
+        await result_of(self.begin(task))
         self.coordinator = Coordinator(self.roles, self.protocol(task), deterministic=self.deterministic)
         await self._show(self.coordinator.begin(), ())
 
@@ -258,10 +258,10 @@ class MultiAgentEnvironment(ConcurrentEnvironment):
             if not isinstance(action, Fault):
                 applied[role] = action
                 continue
-            self._settle(await _result(self.forfeit(role, action)))
+            self._settle(await result_of(self.forfeit(role, action)))
             if self._over:
                 return
-        if applied and (outcome := await _result(self.apply(applied))) is not None:
+        if applied and (outcome := await result_of(self.apply(applied))) is not None:
             self._settle(outcome)
 
     def _settle(self, outcome: Outcome) -> None:
@@ -314,16 +314,18 @@ class MultiAgentEnvironment(ConcurrentEnvironment):
 
     async def _show(self, roles: Sequence[str], causes: Sequence[str]) -> None:
         """Show each of these roles what it sees, in the order in which they were asked."""
-        seen = [(role, await _result(self.view(role))) for role in roles if role in self.coordinator.playing]
+        seen = [(role, await result_of(self.view(role))) for role in roles if role in self.coordinator.playing]
+        caused, known = tuple(causes), set(causes)
         for role, view in seen:
             last = self._shown.get(role)
             content = (text_message("user", self._text(role, view)),) if isinstance(view, str) else view
             own = () if last is None else (last.id,)
             reward = self._due.pop(role, None)
-            # A reward belongs to the role's own action, so an observation that brings one has no other cause.
-            others = () if reward is not None else tuple(cause for cause in causes if cause not in own)
+            # A reward belongs to the role's own action, so an observation that brings one has no other cause. The
+            # parents of a barrier's observations are one tuple: with many agents, one each would be quadratic.
+            parents = own if reward is not None else caused if known.issuperset(own) else (*own, *caused)
             choices = tuple(self.legal(role))
-            shown = self.emit(role, content, parents=(*own, *others), choices=choices, reward=reward)
+            shown = self.emit(role, content, parents=parents, choices=choices, reward=reward)
             self._shown[role] = shown
             if (limit := self.time_limits.get(role)) is not None and not shown.is_last:
                 loop = asyncio.get_running_loop()
@@ -358,6 +360,6 @@ class MultiAgentEnvironment(ConcurrentEnvironment):
         return f"{role!r} failed"
 
 
-async def _result(found: Any) -> Any:
+async def result_of(found: Any) -> Any:
     """Return what a method of a subclass returned, awaited if the method is `async`."""
     return await found if isinstance(found, Awaitable) else found

@@ -39,9 +39,11 @@ class AgentProtocol(ABC):
         together: whether the agents that are asked at the same time act at the same time: their actions are applied
             when all are there, and none has seen another's. False: each action is applied alone, and its agent may be
             asked again while others have not answered.
+        present_stage: number of the stage that the protocol is in, in `stages`; for drawings.
     """
 
     together: bool = True
+    present_stage: int = 0
 
     @abstractmethod
     def begin(self, playing: Collection[str]) -> Sequence[str]:
@@ -53,7 +55,7 @@ class AgentProtocol(ABC):
 
     @abstractmethod
     def following(self, acted: Sequence[str], playing: Collection[str], pending: Collection[str]) -> Sequence[str]:
-        """Return the roles that are asked now; none, with nobody pending: the protocol is over.
+        """Return the roles that are asked now; none, with no role pending: the protocol is over.
 
         Args:
             acted: the roles whose actions were applied now.
@@ -224,6 +226,11 @@ class _Phases(AgentProtocol):
     @property
     def together(self) -> bool:  # type: ignore[override]  # of the present phase
         return self._parts[self._number].together
+
+    @property
+    def present_stage(self) -> int:  # type: ignore[override]
+        before = sum(len(part.stages()) for part in self._parts[: self._number])
+        return before + self._parts[self._number].present_stage
 
     def begin(self, playing: Collection[str]) -> Sequence[str]:
         self._number = 0

@@ -49,3 +49,29 @@ def draw_tasks(
         elif (repeats := repeats + 1) > _MAX_REPEATS:
             raise ConfigError(f"there are about {len(found)} {split} tasks, and {count} were asked for")
     return list(found.values())
+
+
+def seed_tasks(name: str, split: Split, count: int, seed: int) -> list[dict[str, Any]]:
+    """Draw tasks that are nothing but a seed, from which the environment makes its world.
+
+    Two seeds may make the same world: of a game with few beginnings, such as the deals of a small deck, the splits
+    share most.
+
+    Args:
+        name: what the tasks' ids begin with.
+        split: the split to draw from.
+        count: number of tasks.
+        seed: other seeds draw other tasks of the same split.
+
+    Returns:
+        `count` distinct tasks with the keys `id` and `seed`.
+
+    Raises:
+        ConfigError: the split is unknown.
+    """
+
+    def draw(source: random.Random) -> dict[str, Any]:
+        number = source.randrange(2**31)
+        return {"id": f"{name}-{number}", "seed": number}
+
+    return draw_tasks(split, count, seed, draw)

@@ -1,0 +1,79 @@
+"""Environment `harvest`: fruit ripens by the clock, and the agents take what is there when they act."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from palestra.envs.continuous import ContinuousEnvironment
+from palestra.envs.multi_agent import Outcome
+from palestra.envs.protocols import AgentProtocol, free, simultaneous
+from palestra.types.clock import Clock
+from palestra.types.messages import ChatMessage
+
+TAKE, WAIT = "t", "w"
+
+
+class Harvest(ContinuousEnvironment):
+    """One piece of fruit ripens at each tick. An agent sees how much is there; `t` takes all of it, `w` nothing.
+
+    Agents that act at the same time share what is there. The reward of each is the part of all fruit that it took.
+    """
+
+    reusable = True
+    gives_choices = True
+    moves = (TAKE, WAIT)
+
+    def __init__(
+        self,
+        *,
+        agents: int = 2,
+        tick_seconds: float = 0.1,
+        ticks: int = 50,
+        barriers: bool = False,
+        clock: Clock | None = None,
+    ) -> None:
+        """Create the environment; the roles are `agent-0`, `agent-1`, …
+
+        Args:
+            agents: number of agents.
+            tick_seconds: time between ticks.
+            ticks: ticks after which the episode is over.
+            barriers: whether all agents act at the same time, and wait for the slowest.
+            clock: source of the times of observations; None: the system's clock.
+
+        Raises:
+            ValueError: a number is not positive.
+        """
+        super().__init__(tick_seconds=tick_seconds, ticks=ticks, clock=clock)
+        self.roles = tuple(f"agent-{number}" for number in range(agents))
+        self.barriers = barriers
+
+    def begin(self, task: Mapping[str, Any]) -> None:
+        """Begin without fruit."""
+        self.ripe = 0
+
+    def protocol(self, task: Mapping[str, Any]) -> AgentProtocol:
+        """Return no order, or a barrier before each action."""
+        return simultaneous() if self.barriers else free()
+
+    def tick(self) -> None:
+        """Let a piece of fruit ripen."""
+        self.ripe += 1
+
+    def view(self, role: str) -> str:
+        """Return how much fruit there is."""
+        return str(self.ripe)
+
+    def legal(self, role: str) -> Sequence[str]:
+        """Return both moves."""
+        return self.moves
+
+    def apply(self, actions: Mapping[str, ChatMessage]) -> Outcome | None:
+        """Give the fruit to those who take it."""
+        takers = [role for role, action in actions.items() if action.text == TAKE]
+        if not takers or not self.ripe:
+            return None
+        share = self.ripe / len(takers) / self.ticks
+        self.ripe = 0
+        return Outcome(rewards=dict.fromkeys(takers, share))
