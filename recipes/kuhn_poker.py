@@ -44,6 +44,7 @@ def job(seed: int, steps: int, against: str, model: str) -> JobConfig:
         # Adam's momentum keeps players circling around each other, so it has little of it.
         "optimizer": {"learning_rate": 1e-3, "betas": (0.5, 0.99), "schedule": "linear"},
     }
+    bonus = 0.02 if against == "frozen" else 0.2
     second = {"model": model, "max_context": 96, "frozen": True} if against == "frozen" else trained
     return JobConfig.model_validate(
         {
@@ -53,8 +54,14 @@ def job(seed: int, steps: int, against: str, model: str) -> JobConfig:
             "policies": {"first": trained} | ({} if against == "shared" else {"second": second}),  # YOURS 2: who plays
             "roles": {"first": "first", "second": "first" if against == "shared" else "second"},
             "rollout": {"groups_per_step": len(DEALS), "group_size": 64},
+            # Entropy keeps two learners from chasing each other; against one that stays as it is, it would only cost.
             # With one policy for both, each role answers for its own reward: both together would always be 0.
-            "algorithm": {"name": "rloo", "entropy_coefficient": 0.2, "loss_agg_mode": "token-mean", "credit": "agent"},
+            "algorithm": {
+                "name": "rloo",
+                "credit": "agent",
+                "loss_agg_mode": "token-mean",
+                "entropy_coefficient": bonus,
+            },
             "evaluation": {"every_steps": 0},
             "checkpoint": {"every_steps": 2, "keep": steps},
             "engine": {"dtype": "float32", "threads": 1, "max_batch": 256},  # too small a model for more threads
@@ -119,5 +126,4 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--against", choices=("self", "frozen", "shared"), default="self")
     parser.add_argument("--model", default="tiny-random")
-    arguments = parser.parse_args()
-    demonstrate(arguments.steps, arguments.seed, arguments.against, arguments.model)
+    demonstrate(**vars(parser.parse_args()))

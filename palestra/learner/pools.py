@@ -12,7 +12,7 @@ from pathlib import Path
 from palestra.config import JobConfig, PoolConfig, past_name, past_of
 from palestra.engine.base import Engine
 from palestra.errors import CheckpointError
-from palestra.models.weights import SavedWeights
+from palestra.models.saved_weights import SavedWeights
 from palestra.session import PolicySet
 from palestra.store import RunStore
 from palestra.store.casting import Casting

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -47,25 +46,3 @@ class LocalWeights:
         See `WeightSource`.
         """
         return iter(self.named)
-
-
-@dataclass(frozen=True, slots=True)
-class SavedWeights:
-    """Weights in the files of a folder, in Hugging Face's layout or, of an adapter, in PEFT's.
-
-    Attributes:
-        folder: has `model*.safetensors`, or the files of an adapter.
-    """
-
-    folder: Path
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors, [n, d] or [d], of one file after another; see `WeightSource`."""
-        from safetensors.torch import load_file
-
-        from palestra.models.adapter_files import adapter_folder, read_adapter
-
-        if adapter_folder(str(self.folder)) is not None:
-            yield from read_adapter(self.folder).weights.items()
-        for path in sorted(self.folder.glob("model*.safetensors")):
-            yield from load_file(path).items()

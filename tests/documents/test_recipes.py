@@ -18,11 +18,10 @@ IN_ONE_PROCESS = (
     "frozen_lake",
     "gomoku",
     "gomoku_self_play",
-    "kuhn_poker",
     "own_environment",
     "subagents",
 )
-OTHERS = ("framework_agent", "negotiation_seats", "resume", "service")
+OTHERS = ("framework_agent", "kuhn_poker", "negotiation_seats", "resume", "service")
 
 
 def test_every_recipe_is_run():
@@ -45,6 +44,17 @@ def test_it_trains_a_step(name, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "step 1/1" in done.stdout
     (_,) = tmp_path.glob("runs/*/checkpoints/step-000001/model.safetensors")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("against", ["self", "frozen", "shared"])
+def test_two_policies_are_measured_against_the_truth(against, tmp_path):
+    done = run("kuhn_poker", tmp_path, "--steps", "2", "--model", "tiny-random", "--against", against)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.search(r"^ +768  +([\d.]+)  +([\d.]+)  +(-?[\d.]+)  +(-?[\d.]+)$", done.stdout, re.MULTILINE)
+    assert found is not None, done.stdout
+    assert 0.2 < float(found[1]) < 0.8
+    assert ("a best response" in done.stdout) == (against == "frozen")
 
 
 @pytest.mark.slow
