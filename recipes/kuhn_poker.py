@@ -44,7 +44,10 @@ def job(seed: int, steps: int, against: str, model: str) -> JobConfig:
         # Adam's momentum keeps players circling around each other, so it has little of it.
         "optimizer": {"learning_rate": 1e-3, "betas": (0.5, 0.99), "schedule": "linear"},
     }
+    # Entropy keeps two learners from chasing each other; against one that stays as it is, it would only cost. With one
+    # policy for both, each role answers for its own reward: both together would always be 0.
     bonus = 0.02 if against == "frozen" else 0.2
+    algorithm = {"name": "rloo", "credit": "agent", "loss_agg_mode": "token-mean", "entropy_coefficient": bonus}
     second = {"model": model, "max_context": 96, "frozen": True} if against == "frozen" else trained
     return JobConfig.model_validate(
         {
@@ -54,14 +57,7 @@ def job(seed: int, steps: int, against: str, model: str) -> JobConfig:
             "policies": {"first": trained} | ({} if against == "shared" else {"second": second}),  # YOURS 2: who plays
             "roles": {"first": "first", "second": "first" if against == "shared" else "second"},
             "rollout": {"groups_per_step": len(DEALS), "group_size": 64},
-            # Entropy keeps two learners from chasing each other; against one that stays as it is, it would only cost.
-            # With one policy for both, each role answers for its own reward: both together would always be 0.
-            "algorithm": {
-                "name": "rloo",
-                "credit": "agent",
-                "loss_agg_mode": "token-mean",
-                "entropy_coefficient": bonus,
-            },
+            "algorithm": algorithm,
             "evaluation": {"every_steps": 0},
             "checkpoint": {"every_steps": 2, "keep": steps},
             "engine": {"dtype": "float32", "threads": 1, "max_batch": 256},  # too small a model for more threads
