@@ -46,7 +46,7 @@ def job(seed: int, steps: int, against: str, model: str) -> JobConfig:
     }
     # Entropy keeps two learners from chasing each other; against one that stays as it is, it would only cost. With one
     # policy for both, each role answers for its own reward: both together would always be 0.
-    bonus = 0.02 if against == "frozen" else 0.2
+    bonus = 0.0 if against == "frozen" else 0.2
     algorithm = {"name": "rloo", "credit": "agent", "loss_agg_mode": "token-mean", "entropy_coefficient": bonus}
     second = {"model": model, "max_context": 96, "frozen": True} if against == "frozen" else trained
     return JobConfig.model_validate(
