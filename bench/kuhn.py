@@ -47,7 +47,7 @@ def main() -> None:
 def result_of(folder: Path, against: str, seed: int, steps: int) -> dict[str, Any]:
     """Return the rows and the seconds of a run, which is made if its file is not there."""
     from palestra.config import SAVED_CONFIG, load_config
-    from recipes.kuhn_poker import best_responses, bets, checkpoint, truth
+    from recipes.kuhn_poker import checkpoint, read_off, truth
 
     saved, run = folder / f"{against}-{seed}.json", folder / "runs" / f"kuhn-{against}-{seed}"
     if not saved.is_file():
@@ -63,8 +63,8 @@ def result_of(folder: Path, against: str, seed: int, steps: int) -> dict[str, An
         rows = truth(Path("runs") / run.name, config, against)
         best = None
         if against == "frozen":
-            last = bets(checkpoint(Path("runs") / run.name, "first", steps), config.policies["second"].model)
-            best = best_responses(last)[0]
+            last = read_off(checkpoint(Path("runs") / run.name, "first", steps), config.policies["second"].model)
+            best = last.best_responses[0]
         os.chdir(at)
         saved.write_text(json.dumps({"rows": rows, "seconds": seconds, "best": best, "load": os.getloadavg()[0]}))
     found: dict[str, Any] = json.loads(saved.read_text())

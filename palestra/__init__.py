@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from palestra.config import OptimizerConfig as OptimizerConfig
     from palestra.config import PolicyConfig as PolicyConfig
     from palestra.config import RolloutConfig as RolloutConfig
+    from palestra.config import dump_config as dump_config
     from palestra.config import load_config as load_config
     from palestra.envs import Arithmetic as Arithmetic
     from palestra.envs import CalculatorEnvironment as CalculatorEnvironment
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from palestra.envs import FrozenLake as FrozenLake
     from palestra.envs import Gomoku as Gomoku
     from palestra.envs import GymnasiumEnvironment as GymnasiumEnvironment
+    from palestra.envs import KuhnPoker as KuhnPoker
     from palestra.envs import MultiAgentEnvironment as MultiAgentEnvironment
     from palestra.envs import Outcome as Outcome
     from palestra.envs import ReasoningEnvironment as ReasoningEnvironment
@@ -70,7 +72,9 @@ if TYPE_CHECKING:
     from palestra.envs import turns as turns
     from palestra.envs.arithmetic import last_number as last_number
     from palestra.envs.arithmetic import right_number as right_number
+    from palestra.envs.kuhn_truth import KuhnPolicy as KuhnPolicy
     from palestra.learner.check import check_algorithm as check_algorithm
+    from palestra.models.catalog import model_folder as model_folder
     from palestra.notebook import RecordedRun as RecordedRun
     from palestra.notebook import load_run as load_run
     from palestra.rollout import RolloutSpec as RolloutSpec
@@ -78,7 +82,9 @@ if TYPE_CHECKING:
     from palestra.runtime.evaluating import TaskOutcome as TaskOutcome
     from palestra.runtime.evaluating import evaluate as evaluate
     from palestra.runtime.job_thread import TrainResult as TrainResult
+    from palestra.runtime.matrix.picture import draw_matrix as draw_matrix
     from palestra.runtime.matrix.play import play_matrix as play_matrix
+    from palestra.runtime.matrix.play import versions_of as versions_of
     from palestra.runtime.matrix.result import Matrix as Matrix
     from palestra.runtime.probabilities import ChoiceQuestion as ChoiceQuestion
     from palestra.runtime.probabilities import choice_probabilities as choice_probabilities
@@ -86,6 +92,7 @@ if TYPE_CHECKING:
     from palestra.store.browsing import read_episodes as read_episodes
     from palestra.tools import Tool as Tool
     from palestra.tools import tool as tool
+    from palestra.types.messages import text_message as text_message
 
 __version__ = "0.1.0"
 
@@ -120,11 +127,15 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "palestra.client.control": ("ControlClient",),
     "palestra.runtime.evaluating": ("Evaluation", "TaskOutcome", "evaluate"),
     "palestra.runtime.job_thread": ("TrainResult",),
-    "palestra.runtime.matrix.play": ("play_matrix",),
+    "palestra.runtime.matrix.play": ("play_matrix", "versions_of"),
+    "palestra.runtime.matrix.picture": ("draw_matrix",),
+    "palestra.envs.kuhn_truth": ("KuhnPolicy",),
+    "palestra.types.messages": ("text_message",),
+    "palestra.models.catalog": ("model_folder",),
     "palestra.runtime.matrix.result": ("Matrix",),
     "palestra.runtime.probabilities": ("ChoiceQuestion", "choice_probabilities"),
     "palestra.runtime.training": ("train",),
-    "palestra.config": ("JobConfig", "OptimizerConfig", "PolicyConfig", "RolloutConfig", "load_config"),
+    "palestra.config": ("JobConfig", "OptimizerConfig", "PolicyConfig", "RolloutConfig", "dump_config", "load_config"),
     "palestra.envs": (
         "Arithmetic",
         "CalculatorEnvironment",
@@ -134,6 +145,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "FrozenLake",
         "Gomoku",
         "GymnasiumEnvironment",
+        "KuhnPoker",
         "MultiAgentEnvironment",
         "Outcome",
         "ReasoningEnvironment",

@@ -15,9 +15,6 @@ from typing import Any
 
 import palestra
 from palestra import Agent, Chat, ChatMessage, ConcurrentEnvironment, JobConfig, Observation, PolicyHandle, RolloutSpec
-from palestra.agents import text_message
-from palestra.runtime.matrix.picture import draw_matrix
-from palestra.runtime.matrix.play import versions_of
 
 PLACES = "ABCDEFGHI"
 LINES = ("ABC", "DEF", "GHI", "ADG", "BEH", "CFI", "AEI", "CEG")
@@ -50,7 +47,9 @@ class Duel(ConcurrentEnvironment):  # YOURS 1: a game of two roles
     def _show(self, role: str) -> None:
         letters = (place if mine == role else place.lower() for place, mine in sorted(self._stones.items()))
         parents = (self._seen[role],) if role in self._seen else ()
-        self._seen[role] = self.emit(role, (text_message("user", "".join(letters) or "-"),), parents=parents).id
+        self._seen[role] = self.emit(
+            role, (palestra.text_message("user", "".join(letters) or "-"),), parents=parents
+        ).id
 
     def _end(self, rewards: Mapping[str, float]) -> None:
         for role, reward in rewards.items():
@@ -98,7 +97,7 @@ def demonstrate(steps: int = 20, seed: int = 0, model: str = "tiny-random", game
     play = RolloutSpec(environment=Duel, agents={"": Player()})
     tasks = [{"id": f"game{n}", "first": Duel.roles[n % 2]} for n in range(12 * steps)]  # so that it learns both sides
     result = palestra.train(play, tasks, job(seed, steps, model), concurrency=128)
-    players = {"untrained": model} | versions_of(result.run_dir)
+    players = {"untrained": model} | palestra.versions_of(result.run_dir)
     matrix = palestra.play_matrix(
         players,
         Duel,
@@ -110,7 +109,7 @@ def demonstrate(steps: int = 20, seed: int = 0, model: str = "tiny-random", game
         concurrency=128,
     )
     print(f"\n{matrix.text()}")
-    draw_matrix(matrix, "Gomoku 3 x 3: versions of one policy", result.run_dir / "matrix.png")
+    palestra.draw_matrix(matrix, "Gomoku 3 x 3: versions of one policy", result.run_dir / "matrix.png")
     print(f"\nthe picture is {result.run_dir / 'matrix.png'}")
     return matrix
 

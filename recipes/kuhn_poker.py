@@ -15,9 +15,8 @@ import argparse
 from pathlib import Path
 
 import palestra
-from palestra import ChoiceQuestion, JobConfig, choice_probabilities
-from palestra.envs.kuhn_poker import KuhnPoker  # YOURS 1: a game with roles
-from palestra.envs.kuhn_truth import DEALS, FIRST, SECOND, best_responses, exploitability, value
+from palestra import ChoiceQuestion, JobConfig, KuhnPolicy, choice_probabilities, model_folder
+from palestra import KuhnPoker as Game  # YOURS 1: a game with roles
 
 
 def tiny_model(folder: Path, name: str) -> str:
@@ -25,8 +24,6 @@ def tiny_model(folder: Path, name: str) -> str:
     if name != "tiny-random":
         return name
     from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from palestra.models.catalog import model_folder
 
     model = AutoModelForCausalLM.from_pretrained(model_folder(name), dtype="float32")
     for weight in model.parameters():
@@ -56,7 +53,7 @@ def job(seed: int, steps: int, against: str, model: str) -> JobConfig:
             "steps": steps,
             "policies": {"first": trained} | ({} if against == "shared" else {"second": second}),  # YOURS 2: who plays
             "roles": {"first": "first", "second": "first" if against == "shared" else "second"},
-            "rollout": {"groups_per_step": len(DEALS), "group_size": 64},
+            "rollout": {"groups_per_step": len(KuhnPolicy.deals), "group_size": 64},
             "algorithm": algorithm,
             "evaluation": {"every_steps": 0},
             "checkpoint": {"every_steps": 2, "keep": steps},
@@ -66,13 +63,13 @@ def job(seed: int, steps: int, against: str, model: str) -> JobConfig:
     )
 
 
-def bets(first: Path | str, second: Path | str) -> dict[str, float]:
-    """Return the probability of a bet in each information state, read off two models."""
+def read_off(first: Path | str, second: Path | str) -> KuhnPolicy:
+    """Return the policies of two models: the probability of a bet in each information state."""
     found = {}
-    for model, states in ((first, FIRST), (second, SECOND)):
+    for model, states in ((first, KuhnPolicy.first_states), (second, KuhnPolicy.second_states)):
         answers = choice_probabilities(str(model), [question(state) for state in states])
         found |= {state: answer["b"] for state, answer in zip(states, answers, strict=True)}
-    return found
+    return KuhnPolicy(found)
 
 
 def question(state: str) -> ChoiceQuestion:
@@ -83,30 +80,30 @@ def question(state: str) -> ChoiceQuestion:
 
 def demonstrate(steps: int = 120, seed: int = 0, against: str = "self", model: str = "tiny-random") -> None:
     """Train, and print how exploitable the last policies and their average are."""
-    tasks = [{"id": f"deal-{a}{b}", "cards": [a, b]} for a, b in DEALS]  # YOURS 3: what is dealt
+    tasks = [{"id": f"deal-{a}{b}", "cards": [a, b]} for a, b in KuhnPolicy.deals]  # YOURS 3: what is dealt
     config = job(seed, steps, against, tiny_model(Path("runs") / "kuhn-model", model))
-    result = palestra.train(environment=KuhnPoker, tasks=tasks, config=config, concurrency=256)
+    result = palestra.train(environment=Game, tasks=tasks, config=config, concurrency=256)
     rows = truth(result.run_dir, config, against)
     print("         games  exploitability: last  average   value: last  average")
     for games, *numbers in rows[-1 :: -max(1, len(rows) // 12)][::-1]:
         print("{:14,.0f}  {:20.3f}  {:7.3f}  {:12.3f}  {:7.3f}".format(games, *numbers))
     if against == "frozen":
         first = checkpoint(result.run_dir, "first", steps)
-        best = best_responses(bets(first, config.policies["second"].model))[0]
+        best = read_off(first, config.policies["second"].model).best_responses[0]
         print(f"the first player wins {rows[-1][3]:.3f} a game, and a best response {best:.3f}")
 
 
 def truth(run: Path, config: JobConfig, against: str) -> list[tuple[float, ...]]:
     """Return for each checkpoint the games, exploitability of the last and of the average, and the values of both."""
-    rows, sums = list[tuple[float, ...]](), dict.fromkeys((*FIRST, *SECOND), 0.0)
+    rows, sums = list[tuple[float, ...]](), dict[str, float]()
     for count, step in enumerate(range(2, config.steps + 1, 2), 1):
         first = checkpoint(run, "first", step)
         others = {"self": checkpoint(run, "second", step), "shared": first}
-        last = bets(first, others[against] if against in others else config.policies["second"].model)
-        sums = {state: total + last[state] for state, total in sums.items()}
-        average = {state: total / count for state, total in sums.items()}
-        games = step * len(DEALS) * config.rollout.group_size
-        rows.append((games, exploitability(last), exploitability(average), value(last), value(average)))
+        last = read_off(first, others[against] if against in others else config.policies["second"].model)
+        sums = {state: sums.get(state, 0.0) + bet for state, bet in last.bets.items()}
+        average = KuhnPolicy({state: total / count for state, total in sums.items()})
+        games = step * len(KuhnPolicy.deals) * config.rollout.group_size
+        rows.append((games, last.exploitability, average.exploitability, last.value, average.value))
     return rows
 
 

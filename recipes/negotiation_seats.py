@@ -79,7 +79,6 @@ def bob(url: str, role: str) -> None:
 def demonstrate(steps: int, model: str) -> None:
     """Start the job and both workers, and say what each side has earned."""
     import palestra
-    from palestra.config import dump_config
 
     folder = Path("runs") / f"seats-{time.strftime('%H%M%S')}"
     with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -97,7 +96,7 @@ def demonstrate(steps: int, model: str) -> None:
     }
     folder.mkdir(parents=True)
     job, command = folder / "job.toml", str(Path(sys.executable).with_name("palestra"))
-    job.write_text(dump_config(palestra.JobConfig.model_validate(settings)))
+    job.write_text(palestra.dump_config(palestra.JobConfig.model_validate(settings)))
     server = subprocess.Popen([command, "run", str(job)])
     while server.poll() is None and not (folder / "api_key").exists():
         time.sleep(0.1)

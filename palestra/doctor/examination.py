@@ -109,7 +109,7 @@ def findings_of(rows: Iterable[Row], job: JobSize, rivals: Sequence[str] = ()) -
         found = [finding for name, mine in own.items() for finding in _findings(mine, job, OF_A_POLICY, name)]
         # The rules of the job need one row a step, of whichever policy was trained in it.
         steps = zip(*own.values(), strict=True)
-        merged = [next((each for each in step if "train/episodes" in each), step[0]) for step in steps]
+        merged = [next((each for each in step if each.get("train/episodes")), step[0]) for step in steps]
         found += _findings(merged, job, OF_A_JOB, "")
     return sorted(found, key=lambda finding: not finding.holds)
 
@@ -126,7 +126,7 @@ def _findings(rows: Iterable[Row], job: JobSize, rules: Sequence[Rule], policy: 
     history, newest = History(job), 0
     spells: dict[str, _Spell] = {}
     for row in rows:
-        if "train/episodes" not in row:
+        if not row.get("train/episodes"):
             continue
         history.add(row)
         before, newest = newest, int(row["step"])

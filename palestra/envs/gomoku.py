@@ -10,7 +10,7 @@ from typing import Any, Literal
 from palestra.envs.environment import Environment
 from palestra.envs.task_splits import Split, draw_tasks
 
-_MOVE = re.compile(r"(\d+)\D+(\d+)")
+_MOVE = re.compile(r"(?<!\d)(\d++)\D+(\d++)")  # takes linear time, also of a long run of digits
 _DIRECTIONS = ((0, 1), (1, 0), (1, 1), (1, -1))
 EMPTY, AGENT, OPPONENT = ".", "X", "O"
 
@@ -44,6 +44,8 @@ class Board:
     def move(self, text: str) -> tuple[int, int] | None:
         """Return the first (row, column), from 0, that a text names; None: it names none that is free."""
         match = _MOVE.search(text)
+        if match is not None and max(len(match[1]), len(match[2])) > 9:  # Python refuses numbers of thousands of digits
+            return None
         row, column = (int(match[1]) - 1, int(match[2]) - 1) if match else (-1, -1)
         inside = 0 <= row < self.size and 0 <= column < self.size
         return (row, column) if inside and self._stones[row][column] == EMPTY else None

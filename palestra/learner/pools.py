@@ -71,13 +71,14 @@ class Pools:
         if not self._pools:
             return
         if await self._store.log.fact("config_digest") is None:  # what is there is of a run that was removed
-            shutil.rmtree(self._folder, ignore_errors=True)
+            for policy, step in self._on_disk():
+                shutil.rmtree(self._folder / past_name(policy, step), ignore_errors=True)
         bound = await self._bound()
         for policy in self._pools:
             if 0 in self._kept(policy, bound):
                 await self._write(policy, 0)
         for policy, step in sorted(self._on_disk(), key=lambda found: found[1]):
-            if step >= self._oldest(policy, bound):
+            if step > bound or step in self._kept(policy, bound):
                 await self._load(policy, step)
                 self._casting.done = max(self._casting.done, step)
 
@@ -94,7 +95,7 @@ class Pools:
         """
         bound = await self._bound()
         for policy in self._pools:
-            for version in self._kept(policy, bound):
+            for version in self._kept(policy, bound) | self._kept(policy, max(bound, step)):
                 if version <= step and past_name(policy, version) not in self._policies.past:
                     name = past_name(policy, version)
                     raise CheckpointError(
@@ -118,7 +119,7 @@ class Pools:
         self._casting.done = max(self._casting.done, step)
         bound = max(step - self._ahead, 0)
         for policy, version in sorted(self._on_disk()):
-            if version < self._oldest(policy, bound):
+            if version <= bound and version not in self._kept(policy, bound):
                 name = past_name(policy, version)
                 self._policies.past.pop(name, None)
                 await self._engine.remove_policy(name)
@@ -131,10 +132,6 @@ class Pools:
     def _kept(self, policy: str, bound: int) -> set[int]:
         """Return the versions of all pools of a policy at a step."""
         return {version for pool in self._pools[policy] for version in pool.versions(bound)}
-
-    def _oldest(self, policy: str, bound: int) -> int:
-        """Return the oldest version of all pools of a policy at a step."""
-        return min(self._kept(policy, bound))
 
     def _on_disk(self) -> list[tuple[str, int]]:
         """Return policy and step of each version that has a folder."""

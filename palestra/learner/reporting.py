@@ -212,7 +212,7 @@ class StepLog:
         trained = []
         for policy, history in self._histories.items():
             own = row_of_policy(row, policy, self._rivals)
-            if "train/episodes" in own:
+            if own.get("train/episodes"):
                 history.add(own)
                 trained.append(policy)
         return trained

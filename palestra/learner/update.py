@@ -168,7 +168,8 @@ class PolicyUpdate:
 
     def learns_from(self, trajectories: Sequence[Trajectory]) -> bool:
         """Return whether the policy can learn anything from the completed episodes of a group."""
-        return self._algorithm.learns_from(shares_of(trajectories, self._policy, self._roles))
+        shares = shares_of(trajectories, self._policy, self._roles)
+        return bool(shares) and self._algorithm.learns_from(shares)
 
     def due(self, step: int) -> bool:
         """Return whether the policy is updated in a step; see `UpdatesConfig`."""

@@ -20,6 +20,8 @@ from palestra.types.records import EpisodeRecord
 log = logging.getLogger("palestra.rollout")
 FAILURES_IN_A_ROW = 20
 OF_WORKERS = (Termination.SEAT_LOST, Termination.SEAT_UNCLAIMED)  # failures that say nothing about this process
+# Failures that a worker of a seat may bring about, by an action that the environment can't take, or by none.
+PERHAPS_OF_WORKERS = (Termination.AGENT_FAILED, Termination.ENVIRONMENT_FAILED, Termination.TIMED_OUT)
 
 
 class RunnerPool:
@@ -138,12 +140,18 @@ class RunnerPool:
         if not isinstance(error, RolloutFailed):
             raise error
         self.progress.terminations[error.termination] += 1
-        self._in_a_row += error.termination not in OF_WORKERS
+        self._in_a_row += not self._is_of_workers(episode, error)
         log.warning("episode %s: %s: %s", name, error.termination, error, exc_info=error.__cause__)
         if self._in_a_row >= FAILURES_IN_A_ROW:
             raise RolloutFailed(
                 error.termination, f"{self._in_a_row} episodes in a row failed, the last one, {name}, with {error}"
             ) from error
+
+    def _is_of_workers(self, episode: EpisodeRecord, error: RolloutFailed) -> bool:
+        """Return whether workers of other processes may be to blame for a failure, who must not end the job."""
+        if error.termination in OF_WORKERS:
+            return True
+        return error.termination in PERHAPS_OF_WORKERS and self._seats is not None and self._seats.was_held(episode)
 
     async def _give_back_unplayed(self) -> None:
         async with self._claiming:

@@ -186,17 +186,24 @@ class Runner:
             log.info("episode %s was given back before: %s", episode.episode_id, reason)
 
     async def _collect(self, episode: EpisodeRecord) -> EpisodeResult:
+        session = await self._sessions.begin(episode)  # first: a lease that has run out has no seats any more
         book, agents = self._sessions.seats, self._agents
         seats = None if book is None else book.open(episode)
         if book is not None and seats is not None:
             agents = with_seats(agents, seats, book.roles)
         async with self._environments.acquire() as environment:
+            if book is not None and (limited := set(book.roles) & set(getattr(environment, "time_limits", {}))):
+                raise RolloutFailed(
+                    Termination.ENVIRONMENT_FAILED,
+                    f"the environment limits the time of {', '.join(sorted(limited))}, which are seats: a limit would "
+                    "also run while no worker is there, so that a worker's death would make another win",
+                )
             engine = TrajectoryCollectEngine(
                 environment=environment,
                 agents=agents,
                 seats=seats,
                 sessions=self._sessions,
-                session=await self._sessions.begin(episode),
+                session=session,
                 algorithm_of=self._algorithm_of,
                 temperature=self._temperature,
             )

@@ -59,6 +59,8 @@ class _Seat:
         history: observations and actions, by the name of the agent (the seat, or a subagent of it).
         last: what it was shown when its part ended.
         calls: model calls in flight of the worker that holds it.
+        finished: whether its part is over, so that nothing will be asked of it.
+        kept: whether its last worker held it until the episode ended.
     """
 
     role: str
@@ -72,6 +74,8 @@ class _Seat:
     history: defaultdict[str, tuple[ChatMessage, ...]] = field(default_factory=lambda: defaultdict(tuple))
     last: tuple[ChatMessage, ...] = ()
     calls: set[asyncio.Task[object]] = field(default_factory=set)
+    finished: bool = False
+    kept: bool = False
 
     def move(self, following: SeatState) -> None:
         check_transition(f"the seat {self.role}", self.state, following)
@@ -126,7 +130,8 @@ class SeatTable:
         if number is not None:
             self._numbers[observation.id] = number
         elif observation.agent in self._seats:
-            self._seats[observation.agent].last = observation.content
+            seat = self._seats[observation.agent]
+            seat.last, seat.finished = observation.content, True
 
     async def ask(self, observation: Observation) -> ChatMessage | None:
         """Wait for the action that answers an observation of a seat.
@@ -177,7 +182,8 @@ class SeatTable:
 
     def can_take(self, role: str) -> bool:
         """Return whether a worker may claim a seat now."""
-        return self._failure is None and self._seats[role].state is SeatState.FREE
+        seat = self._seats[role]
+        return self._failure is None and seat.state is SeatState.FREE and not seat.finished
 
     @property
     def missed(self) -> tuple[str, ...]:
@@ -318,7 +324,7 @@ class SeatTable:
         """
         seat, digest = self._seats[role], _digest(action)
         known = seat.acted.get(observation_id)
-        if known == digest and seat.fence == fence:  # also where the episode has ended with this action
+        if known == digest and seat.fence == fence:  # also where the worker has left the seat since
             return
         self._held(role, fence)
         if known == digest:
@@ -333,6 +339,27 @@ class SeatTable:
         seat.history[asked.observation.agent] += (*asked.observation.content, action)
         if not asked.answer.done():
             asked.answer.set_result(action)
+
+    def was_given(self, role: str, fence: int, observation_id: str, action: ChatMessage) -> bool:
+        """Return whether an action was taken before, of an episode that may be over.
+
+        Args:
+            role: the seat.
+            fence: of its worker.
+            observation_id: the observation that it answers.
+            action: the worker's message.
+        """
+        seat = self._seats[role]
+        return seat.fence == fence and seat.acted.get(observation_id) == _digest(action)
+
+    @property
+    def was_held(self) -> bool:
+        """Return whether a worker has ever held a seat."""
+        return any(seat.fence for seat in self._seats.values())
+
+    def was_last(self, role: str, fence: int) -> bool:
+        """Return whether a worker has held its seat until the episode ended."""
+        return self._seats[role].fence == fence and self._seats[role].kept
 
     def view(self, role: str, fence: int, events_seen: int) -> SeatAnswer:
         """Return what the worker of a seat may see now.
@@ -381,6 +408,9 @@ class SeatTable:
         for call in self._calls.values():
             if call.role == role and call.number not in self._acted_by and call.forget is not None:
                 call.forget()
+                call.forget = None  # another call may have the seed by now
+        if seat.finished:  # nothing is asked of it any more
+            return
         if self._config.takeover == "policy":
             self._play(seat)
         elif self._config.takeover == "replay":
@@ -425,11 +455,14 @@ class SeatTable:
         held = []
         for seat in self._seats.values():
             if seat.state is SeatState.HELD:
+                seat.kept = True
                 held.append((self.lease_of(seat.role), seat.fence))
                 self._leases.drop(*held[-1])
             if seat.state is not SeatState.OVER:
                 seat.move(SeatState.OVER)
             seat.history.clear()
+        for call in self._calls.values():
+            call.forget = None  # it holds the session, and the table is kept for late requests
         self.changed.notify()
         return held
 

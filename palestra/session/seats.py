@@ -196,6 +196,9 @@ class SeatBook:
         if episode_id is not None:
             await self._episodes.get(episode_id)
         until = self._clock.monotonic() + wait_seconds
+        most = max(self._max_observers // (2 * len(self.roles)), 1)  # so that observations of all seats have room
+        if self._wanting[role] >= most:
+            raise TooManyRequests(f"{self._wanting[role]} claims of the seat {role} wait, which is the limit")
         with self._counted(), self._wanted_of(role if episode_id is None else None):
             while True:
                 seen = self._available.count
@@ -254,16 +257,20 @@ class SeatBook:
             action: the worker's message.
 
         Raises:
-            EpisodeEnded: the episode is over, perhaps by this action, and the server was started again since.
+            EpisodeLeaseExpired: the worker of this key does not hold the seat any more, or the episode was given back.
+            EpisodeEnded: the episode is completed, without this action or before the server was started again.
         """
         lease = key.episode_id, key.fence
-        table = self._tables.get(lease) or self._ended.get(lease)
-        if table is None:
-            await self._outcome(key)
-            raise EpisodeEnded(f"episode {key.episode_id} is completed; observe the seat for its reward")
-        table.act(key.role, key.seat_fence, observation_id, action)
-        if lease in self._tables:
+        table = self._tables.get(lease)
+        if table is not None:
+            table.act(key.role, key.seat_fence, observation_id, action)
             table.renew(key.role, key.seat_fence)
+            return
+        ended = self._ended.get(lease)
+        if ended is not None and ended.was_given(key.role, key.seat_fence, observation_id, action):
+            return
+        await self._outcome(key)
+        raise EpisodeEnded(f"episode {key.episode_id} is completed; observe the seat for its reward")
 
     def leave(self, key: SeatKey) -> None:
         """Give a seat back.
@@ -318,6 +325,11 @@ class SeatBook:
                 callback(name, seat_fence, False)
         self._available.notify()
 
+    def was_held(self, episode: EpisodeRecord) -> bool:
+        """Return whether a worker has had a seat in an attempt at an episode that is over."""
+        table = self._ended.get((episode.episode_id, episode.fence))
+        return table is not None and table.was_held
+
     async def _outcome(self, key: SeatKey) -> SeatAnswer:
         """Return the end of a seat's episode as the store has it.
 
@@ -330,6 +342,8 @@ class SeatBook:
         if episode.state is EpisodeState.DISCARDED:
             raise EpisodeEnded(f"episode {key.episode_id} was discarded, so it has no reward; claim again")
         table = self._ended.get((key.episode_id, key.fence))
+        if table is not None and not table.was_last(key.role, key.seat_fence):
+            raise self._gone(key)
         return SeatAnswer(
             status="over",
             last=() if table is None else table.last_of(key.role),

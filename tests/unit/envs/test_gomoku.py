@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from palestra.envs import Gomoku
+from palestra.envs.gomoku import Board
 
 
 def play(task, *moves):
@@ -58,3 +61,12 @@ def test_the_seed_of_the_task_decides_how_the_opponent_plays():
 def test_a_board_that_can_not_be_played_is_refused(task):
     with pytest.raises(ValueError, match="can't be played"):
         Gomoku().reset(task)
+
+
+def test_a_move_of_many_digits_is_no_move_and_is_read_at_once():
+    board = Board(3, 3)
+    began = time.process_time()
+    for text in ("1" * 65536, "1" * 5000 + " 1", "1 " + "1" * 5000, "1 1" * 20000):
+        assert board.move(text) in (None, (0, 10), (0, 0))
+    assert time.process_time() - began < 2.0
+    assert board.move("row 2, column 3") == (1, 2)

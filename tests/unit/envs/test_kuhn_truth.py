@@ -6,9 +6,10 @@ import random
 
 import pytest
 
-from palestra.envs.kuhn_truth import FIRST, GAME_VALUE, SECOND, best_responses, exploitability, value
+from palestra import KuhnPolicy
 
-UNIFORM = dict.fromkeys((*FIRST, *SECOND), 0.5)
+UNIFORM = dict.fromkeys((*KuhnPolicy.first_states, *KuhnPolicy.second_states), 0.5)
+GAME_VALUE = -1 / 18
 
 
 def perfect(alpha: float) -> dict[str, float]:
@@ -20,14 +21,14 @@ def perfect(alpha: float) -> dict[str, float]:
 
 @pytest.mark.parametrize("alpha", [0.0, 0.1, 1 / 3])
 def test_perfect_play_has_the_games_value_and_can_not_be_exploited(alpha):
-    assert value(perfect(alpha)) == pytest.approx(GAME_VALUE, abs=1e-12)
-    assert best_responses(perfect(alpha)) == pytest.approx((GAME_VALUE, -GAME_VALUE), abs=1e-12)
-    assert exploitability(perfect(alpha)) == pytest.approx(0.0, abs=1e-12)
+    assert KuhnPolicy(perfect(alpha)).value == pytest.approx(GAME_VALUE, abs=1e-12)
+    assert KuhnPolicy(perfect(alpha)).best_responses == pytest.approx((GAME_VALUE, -GAME_VALUE), abs=1e-12)
+    assert KuhnPolicy(perfect(alpha)).exploitability == pytest.approx(0.0, abs=1e-12)
 
 
 def test_random_play_is_exploitable():
-    assert exploitability(UNIFORM) == pytest.approx(0.458333, abs=1e-6)
-    assert value(UNIFORM) == pytest.approx(0.125)
+    assert KuhnPolicy(UNIFORM).exploitability == pytest.approx(0.458333, abs=1e-6)
+    assert KuhnPolicy(UNIFORM).value == pytest.approx(0.125)
 
 
 def test_all_is_as_open_spiel_says():
@@ -43,5 +44,5 @@ def test_all_is_as_open_spiel_says():
         for state, bet in bets.items():
             table.action_probability_array[table.state_lookup[state]] = (1 - bet, bet)
         score = expected_game_score.policy_value(game.new_initial_state(), [table, table])
-        assert value(bets) == pytest.approx(score[0], abs=1e-9)
-        assert exploitability(bets) == pytest.approx(of_open_spiel.exploitability(game, table), abs=1e-9)
+        assert KuhnPolicy(bets).value == pytest.approx(score[0], abs=1e-9)
+        assert KuhnPolicy(bets).exploitability == pytest.approx(of_open_spiel.exploitability(game, table), abs=1e-9)
