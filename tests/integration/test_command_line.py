@@ -104,7 +104,7 @@ def test_a_model_that_is_not_in_the_cache_and_cant_be_downloaded(job_file):
         ("steps", ["KEY=VALUE"]),
         ("name.first=x", ["name"]),
         ("server.port=99999", ["server.port"]),
-        ('policies={"a": {}, "b": {}}', ["one policy a job"]),
+        ('policies={"a": {}, "b": {}}', ["policies.b", "roles"]),
     ],
 )
 def test_a_wrong_key_or_value_in_the_configuration(job_file, setting, words):

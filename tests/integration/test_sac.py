@@ -105,7 +105,7 @@ def test_it_learns_which_choice_is_right(tmp_path):
 
 
 def test_agents_without_choices_are_refused_before_anything_is_played(tmp_path):
-    with pytest.raises(ConfigError, match=r"sac.*finitely many choices.*no agent here is"):
+    with pytest.raises(ConfigError, match=r"sac.*finitely many choices.*no agent is"):
         train(job(tmp_path), agent=ModelAgent(max_tokens=4))
     assert not (tmp_path / "run.db").exists()
 

@@ -179,6 +179,8 @@ def test_the_description_of_the_api_has_every_route(plane):
         ("POST", "/tasks"),
         ("POST", "/register_episode"),
         ("POST", "/claim_episode"),
+        ("POST", "/observe_seat"),
+        ("POST", "/act_seat"),
         ("POST", "/heartbeat_episode"),
         ("POST", "/end_episode"),
         ("POST", "/abort_episode"),
