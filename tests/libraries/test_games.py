@@ -75,7 +75,6 @@ def test_what_pettingzoo_can_not_make_is_refused(settings, words):
     ("name", "actions"),
     [
         ("TicTacToe-v0", ["[4]", "[0]", "[8]"]),
-        ("TicTacToe-v0", ["nothing"]),
         ("IteratedPrisonersDilemma-v0", ["[cooperate]", "[defect]"]),
         ("KuhnPoker-v0", ["[check]", "[bet]", "[call]"]),
     ],
