@@ -5,8 +5,8 @@
 Kuhn poker has three cards and twelve information states, so nothing has to be estimated: the probabilities of all
 moves are read off the models, and exploitability follows exactly (0 for perfect play, 0.458 at random; perfect play
 brings the first player -1/18 a game). The curves of the two oppose each other, and the last policies circle around the
-solution while their average comes near it. `--against frozen` trains the first player alone, against the untrained
-second; `--against shared` has one policy for both. What it prints is in README.md.
+solution while their average comes near it. `--against frozen` trains the first player alone, against a second that
+moves at random; `--against shared` has one policy for both. What it prints is in README.md.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def job(seed: int, steps: int, against: str, model: str) -> JobConfig:
     # policy for both, each role answers for its own reward: both together would always be 0.
     bonus = 0.0 if against == "frozen" else 0.2
     algorithm = {"name": "rloo", "credit": "agent", "loss_agg_mode": "token-mean", "entropy_coefficient": bonus}
-    second = {"model": model, "max_context": 96, "frozen": True} if against == "frozen" else trained
+    second = {"model": "tiny-random", "max_context": 96, "frozen": True} if against == "frozen" else trained
     return JobConfig.model_validate(
         {
             "name": f"kuhn-{against}-{seed}",
