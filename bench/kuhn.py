@@ -12,7 +12,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +50,11 @@ def result_of(folder: Path, against: str, seed: int, steps: int) -> dict[str, An
 
     saved, run = folder / f"{against}-{seed}.json", folder / "runs" / f"kuhn-{against}-{seed}"
     if not saved.is_file():
-        began = time.monotonic()
         options = ["--steps", str(steps), "--seed", str(seed), "--against", against]
         script = str(ROOT / "recipes" / "kuhn_poker.py")
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         subprocess.run([sys.executable, script, *options], cwd=folder, env=environment, check=True)
-        seconds = time.monotonic() - began
+        seconds = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["wall_seconds"]
         config = load_config(run / SAVED_CONFIG)
         at = Path.cwd()
         os.chdir(folder)  # the models of random weights are named from there
@@ -66,7 +64,7 @@ def result_of(folder: Path, against: str, seed: int, steps: int) -> dict[str, An
             last = read_off(checkpoint(Path("runs") / run.name, "first", steps), config.policies["second"].model)
             best = last.best_responses[0]
         os.chdir(at)
-        saved.write_text(json.dumps({"rows": rows, "seconds": seconds, "best": best, "load": os.getloadavg()[0]}))
+        saved.write_text(json.dumps({"rows": rows, "seconds": seconds, "best": best}))
     found: dict[str, Any] = json.loads(saved.read_text())
     return found
 
@@ -113,16 +111,14 @@ def write(steps: int, found: dict[tuple[str, int], dict[str, Any]], seeds: list[
     frozen, best = found["frozen", 0]["rows"][-1], found["frozen", 0]["best"]
     from learning import machine
 
-    loads = ", ".join(f"{one['load']:.1f}" for one in found.values())
     lines += [
         "",
-        "`frozen`: the first player alone is trained, against the untrained second; it wins "
+        "`frozen`: the first player alone is trained, against a second that moves at random; it wins "
         f"{frozen[3]:.3f} a game,\nand a best response {best:.3f} ({frozen[3] / best:.0%}). "
         "`shared`: one policy plays both roles.",
         "",
-        f"`python bench/kuhn.py --seeds {' '.join(map(str, seeds))}`. Wall seconds are of the whole process.",
-        f"Machine: {machine()}; {datetime.date.today()};",
-        f"load average at the ends of the runs: {loads} (above 2, other work shared the cores).",
+        f"`python bench/kuhn.py --seeds {' '.join(map(str, seeds))}`. Wall seconds are of the training,",
+        f"beside other work. Machine: {machine()}; {datetime.date.today()}.",
         "",
     ]
     text, part = PAGE.read_text(), BEGIN + "\n".join(lines) + END
