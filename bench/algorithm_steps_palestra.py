@@ -12,6 +12,7 @@ import asyncio
 import json
 import random
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -127,18 +128,18 @@ class Contestant:
     async def _event(self, kind: str, data: dict[str, Any]) -> None:
         raise AssertionError(f"{kind}: {data}")
 
-    async def step(self, number: int, seed: int) -> float:
-        """One step; returns its seconds."""
+    async def step(self, number: int, seed: int, clock: Callable[[], float]) -> float:
+        """One step; returns its seconds by a clock."""
         batch = await self.update.make_batch(number, episodes(seed))
-        begin = time.perf_counter()
+        begin = clock()
         row = await self.update.train(number, batch)
-        seconds = time.perf_counter() - begin
+        seconds = clock() - begin
         assert row["train/trained_tokens"] == PROMPTS * SAMPLES * NEW_TOKENS, row
         await self.trainer.weights("policy")
         return seconds
 
 
-async def measure(threads: int, steps: int, names: list[str]) -> dict[str, list[float]]:
+async def measure(threads: int, steps: int, names: list[str], clock: Callable[[], float]) -> dict[str, list[float]]:
     """Seconds of all steps but the first, by algorithm."""
     contestants = {name: Contestant(threads, name) for name in names}
     found: dict[str, list[float]] = {name: [] for name in names}
@@ -147,7 +148,7 @@ async def measure(threads: int, steps: int, names: list[str]) -> dict[str, list[
     order = random.Random(0)
     for number in range(1, steps + 1):
         for name in order.sample(names, len(names)):
-            found[name].append(await contestants[name].step(number, number))
+            found[name].append(await contestants[name].step(number, number, clock))
     for one in contestants.values():
         await one.trainer.close()
     return {name: seconds[1:] for name, seconds in found.items()}
@@ -159,9 +160,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--steps", type=int, default=7, help="the first is not counted")
     parser.add_argument("--only", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
+    parser.add_argument("--cpu", action="store_true", help="seconds of the processor, which neighbours disturb less")
     wanted = parser.parse_args()
+    clock = time.process_time if wanted.cpu else time.perf_counter
     tune_malloc()
-    print(json.dumps(asyncio.run(measure(wanted.threads, wanted.steps, wanted.only))))
+    print(json.dumps(asyncio.run(measure(wanted.threads, wanted.steps, wanted.only, clock))))
 
 
 if __name__ == "__main__":

@@ -60,13 +60,38 @@ class TokenForward:
             columns: its columns on the model's device (`columns_of`).
             entropy_gradient: whether the entropies have a gradient, as the log-probabilities have.
         """
+        hidden, pieces = self._pieces(self._with_entropy if entropy_gradient else self._chunk, micro, columns)
+        if not pieces:
+            empty = hidden.sum(dtype=torch.float32).expand(0)
+            return empty, empty if entropy_gradient else empty.detach()
+        return torch.cat([p for p, _ in pieces]), torch.cat([e for _, e in pieces])
+
+    def logprobs(self, micro: MicroBatch, columns: dict[str, Tensor]) -> Tensor:
+        """Return the targets' log-probabilities alone, float32 [T]: for a pass that needs no entropies.
+
+        Args:
+            micro: trees of rows.
+            columns: its columns on the model's device.
+        """
+        hidden, pieces = self._pieces(self._chosen, micro, columns)
+        return torch.cat(pieces) if pieces else hidden.new_zeros(0, dtype=torch.float32)
+
+    def _pieces(
+        self, chunk: Callable[..., Any], micro: MicroBatch, columns: dict[str, Tensor]
+    ) -> tuple[Tensor, list[Any]]:
+        """Return the hidden states [T, hidden] that predict the targets, and what `chunk` returns for parts of them.
+
+        Args:
+            chunk: is given hidden states, targets, temperatures and, if a grammar restricts any, the allowed tokens.
+            micro: trees of rows.
+            columns: its columns on the model's device.
+        """
         hidden = flat_hidden(self._model, micro).index_select(0, columns["source"])
         allowed = allowed_tokens(micro.samples, self._masks, self._model.vocab_size)
         given = [columns["target"], columns["temperature"]]
         if allowed is not None:
             given.append(allowed.to(hidden.device))
-        chunk = self._with_entropy if entropy_gradient else self._chunk
-        pieces = [
+        return hidden, [
             _call(
                 chunk,
                 hidden[i : i + self._size],
@@ -75,10 +100,11 @@ class TokenForward:
             )
             for i in range(0, len(hidden), self._size)
         ]
-        if not pieces:
-            empty = hidden.sum(dtype=torch.float32).expand(0)
-            return empty, empty if entropy_gradient else empty.detach()
-        return torch.cat([p for p, _ in pieces]), torch.cat([e for _, e in pieces])
+
+    def _chosen(self, hidden: Tensor, target: Tensor, temperature: Tensor, allowed: Tensor | None = None) -> Tensor:
+        """Return log-probabilities, [T]; see `_scores`."""
+        scores, total = self._scores(hidden, temperature, allowed)
+        return scores.gather(1, target.unsqueeze(1)).squeeze(1) - total
 
     def _chunk(
         self, hidden: Tensor, target: Tensor, temperature: Tensor, allowed: Tensor | None = None

@@ -200,7 +200,7 @@ class TorchPolicy:
         for micro in means.split:
             targets = columns_of(micro, self._model.device)
             with torch.no_grad():
-                logprobs, _ = self._forward(micro, targets)
+                logprobs = self._forward.logprobs(micro, targets)
                 means.add(micro, loss.of_sequence(self._inputs(logprobs, targets)))
         return means
 
@@ -256,8 +256,7 @@ class TorchPolicy:
     def _logprobs(self, model: TokenForward, micro: MicroBatch) -> Tensor:
         """Return the log-probabilities [T] of a micro-batch's trained tokens under a model, without gradient."""
         with torch.no_grad():
-            logprobs, _ = model(micro, columns_of(micro, self._model.device))
-        return logprobs
+            return model.logprobs(micro, columns_of(micro, self._model.device))
 
     def _critic_for(self, loss: BaseLoss) -> Critic:
         if self._critic is None:
