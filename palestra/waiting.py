@@ -12,6 +12,8 @@ from collections.abc import Awaitable, Collection, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from palestra.errors import PalestraError
+
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
@@ -146,10 +148,16 @@ def _raise_one(tasks: Iterable[asyncio.Future[Any]]) -> None:
 
 
 def _log_errors(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Log the errors of tasks that have ended and whose errors are not raised."""
+    """Log the errors of tasks that have ended and whose errors are not raised.
+
+    One of Palestra's own says what happened and what to do, so that no traceback is added: a store that is gone, say,
+    fails in every task that uses it.
+    """
     for task in tasks:
         if _failed(task):
-            log.error("failed beside something else that ended: %r", task.exception(), exc_info=task.exception())
+            error = task.exception()
+            traceback = None if isinstance(error, PalestraError) else error
+            log.error("failed beside something else that ended: %r", error, exc_info=traceback)
 
 
 def _failed(task: asyncio.Future[Any]) -> bool:

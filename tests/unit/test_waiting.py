@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import palestra
+from palestra.errors import StoreError
 from palestra.waiting import Winner, cancelled, race, together
 
 
@@ -81,6 +82,15 @@ async def test_the_error_of_a_loser_is_logged_where_the_winner_failed_too(caplog
     with caplog.at_level(logging.ERROR), pytest.raises(KeyError, match="fast"):
         await race(Runner().work(1, KeyError("fast")), Runner().work(LONG, at_cancel=ValueError("left half")))
     assert "left half" in caplog.text
+
+
+async def test_an_error_of_ours_that_is_not_raised_is_logged_in_one_line(caplog):
+    gone = "the store is gone; put it back"
+    with caplog.at_level(logging.ERROR), pytest.raises(StoreError):
+        await race(Runner().work(1, StoreError("first")), Runner().work(LONG, at_cancel=StoreError(gone)))
+    (record,) = caplog.records
+    assert gone in record.getMessage()
+    assert record.exc_info is None
 
 
 async def test_an_entrant_in_a_shield_goes_on():

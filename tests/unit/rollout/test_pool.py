@@ -145,3 +145,36 @@ async def test_weights_that_are_to_change_between_episodes_wait_for_those_that_a
     await until(lambda: done(bench, 3))
     await publishing
     await stopped(playing)
+
+
+@pytest.mark.parametrize("held", [True, False])
+async def test_workers_of_seats_do_not_end_a_job_by_their_actions(bench, held):
+    class Broken(Once):
+        def step(self, action):
+            raise ValueError("an action of a worker")
+
+    class Seats:
+        wanted = 64
+        on_wanted: list = []  # noqa: RUF012
+
+        def open(self, episode):
+            return None
+
+        def was_held(self, episode):
+            return held
+
+    for group in range(1, 9):
+        await bench.store.groups.register("train", group, 1, TASK, 8)
+    runners = pool(bench, Broken)
+    runners._seats = Seats()
+    if held:
+
+        async def many_failed():
+            return runners.progress.terminations["environment_failed"] > 40
+
+        task = asyncio.ensure_future(runners.run())
+        await until(many_failed)
+        await stopped(task)
+    else:
+        with pytest.raises(RolloutFailed, match="20 episodes in a row failed"):
+            await asyncio.wait_for(runners.run(), 10)

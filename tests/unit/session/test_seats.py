@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from itertools import count
 
 import pytest
@@ -240,3 +241,78 @@ async def test_two_workers_do_not_wait_for_each_other_in_two_episodes(store, boo
         await asked
     assert failed.value.termination == "seat_unclaimed"
     assert (await take(book, "white", "again")).table is first
+
+
+async def test_a_seat_whose_part_is_over_is_not_offered_and_leaving_it_ends_nothing(store, clock):
+    for takeover in ("worker", "replay", "policy"):
+        book = make_book(store, clock, takeover=takeover)
+        await store.groups.register("train", 0, 1, TASK, 3)
+        (episode,) = await store.episodes.claim_many("runner", takeover, 1)
+        table = book.open(episode)
+        white, black = await take(book, "white"), await take(book, "black")
+        asked = show(table, "o1", agent="black")
+        table.show(Observation(id="o2", parents=(), agent="white", content=(), terminated=True), None)
+        book.leave(white.key)
+        assert await take(book, "white", "heir") is None
+        await asyncio.sleep(0)
+        assert not asked.done(), "black plays on"
+        await book.act(black.key, "o1", text_message("assistant", "a"))
+        assert (await asked).text == "a"
+
+
+async def test_an_action_that_comes_after_the_end_hears_of_the_end_and_one_sent_again_is_taken(store, book):
+    (table,) = await begin(store, book)
+    white, black = await take(book, "white"), await take(book, "black")
+    asked = show(table, "o0")
+    show(table, "o1", agent="black")
+    await asyncio.sleep(0)
+    action = text_message("assistant", "a")
+    await book.act(white.key, "o0", action)
+    assert await asked is action
+    await store.episodes.end(table.episode.episode_id, table.episode.fence, {"white": 1.0, "black": 0.0}, None, {})
+    await book.act(white.key, "o0", action)
+    with pytest.raises(EpisodeEnded, match="is completed; observe the seat for its reward"):
+        await book.act(black.key, "o1", action)
+    assert (await book.observe(black.key, 0, 0.0)).reward == 0.0
+
+
+async def test_the_end_is_told_to_those_who_held_their_seats_and_not_to_former_workers(store, book):
+    (table,) = await begin(store, book)
+    former = await take(book, "white", "former")
+    book.leave(former.key)
+    heir = await take(book, "white", "heir")
+    await store.episodes.end(table.episode.episode_id, table.episode.fence, {"white": 1.0, "black": 0.0}, None, {})
+    assert (await book.observe(heir.key, 0, 0.0)).reward == 1.0
+    with pytest.raises(EpisodeLeaseExpired, match="claim a seat again"):
+        await book.observe(former.key, 0, 0.0)
+
+
+async def test_claims_of_one_seat_leave_room_for_the_others_and_for_observations(store, clock):
+    book = make_book(store, clock, limit=8)
+    waiting = [asyncio.ensure_future(take(book, "white", f"w{number}", wait=9.0)) for number in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(TooManyRequests, match="2 claims of the seat white wait"):
+        await take(book, "white", "late", wait=9.0)
+    (_,) = await begin(store, book)
+    black = await take(book, "black")
+    assert (await book.observe(black.key, 0, 0.0)).status == "waiting"
+    for one in waiting:
+        one.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def test_an_episode_that_is_over_keeps_no_session_in_memory(store, book):
+    class Session:
+        def free_seed(self) -> None:
+            raise AssertionError("the worker has not left")
+
+    session = Session()
+    kept = weakref.ref(session)
+    (table,) = await begin(store, book)
+    white = await take(book, "white")
+    table.note_call("white", white.key.seat_fence, 0, 0)
+    table.note_recorded(0, session.free_seed)
+    await store.episodes.end(table.episode.episode_id, table.episode.fence, {"white": 1.0}, None, {})
+    del session
+    assert kept() is None
+    assert book.was_held(table.episode)
