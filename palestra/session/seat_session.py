@@ -57,7 +57,7 @@ class SeatSession:
 
     def note_recorded(self, chat: Chat) -> None:
         """Note that a call of this seat is on disk."""
-        self._table.note_recorded(chat.index, partial(self._session.free_seed, chat))
+        self._table.calls.note_recorded(chat.index, partial(self._session.free_seed, chat))
 
     def note(self, number: int, index: int) -> None:
         """Note a call of this seat before it is sampled.
@@ -66,7 +66,7 @@ class SeatSession:
             number: its TimeStep.
             index: of its Chat.
         """
-        self._table.note_call(self._role, self._fence, number, index)
+        self._table.calls.note(self._role, self._fence, number, index)
 
 
 class _Noted:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from palestra.config import SeatsConfig
 from palestra.database import Notifier
 from palestra.errors import Conflict, EpisodeLeaseExpired, PalestraError, RolloutFailed
+from palestra.session.seat_calls import POLICY, SeatCalls
 from palestra.store.leases import LeaseBook
 from palestra.types.clock import Clock
 from palestra.types.messages import ChatMessage, Observation
@@ -20,7 +21,6 @@ from palestra.types.seat_wire import SeatAnswer, SeatEvent, SeatObservation
 from palestra.types.states import SeatState, check_transition
 
 SEAT_LOST, SEAT_UNCLAIMED = "seat_lost", "seat_unclaimed"  # why an episode is given back; see `rollout.Termination`
-POLICY = 0  # the fence under which the policy of a role acts; those of workers are larger
 
 
 @dataclass(kw_only=True, slots=True)
@@ -31,16 +31,6 @@ class _Asked:
     number: int
     since: float
     answer: asyncio.Future[ChatMessage | None]
-
-
-@dataclass(kw_only=True, slots=True)
-class _Call:
-    """A model call of a seat. `forget` frees its seed; None: it is not recorded yet."""
-
-    role: str
-    number: int
-    fences: set[int]  # of the workers that asked for it
-    forget: Callable[[], None] | None = None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -90,6 +80,7 @@ class SeatTable:
 
     Attributes:
         episode: claimed by the server, under the lease in which it is played.
+        calls: model calls of the seats' workers.
         changed: notified when a seat has something new to look at.
     """
 
@@ -105,12 +96,10 @@ class SeatTable:
             max_workers: workers that a seat may lose before the episode is given back.
             clock: of waiting times.
         """
-        self.episode, self.changed = episode, Notifier()
+        self.episode, self.calls, self.changed = episode, SeatCalls(), Notifier()
         self._config, self._leases, self._max_workers, self._clock = config, leases, max_workers, clock
         self._seats = {role: _Seat(role=role, free_since=clock.monotonic()) for role in config.roles}
         self._numbers: dict[str, int] = {}  # observation -> its TimeStep
-        self._acted_by: dict[int, int] = {}  # TimeStep -> fence of the seat under which its action was given
-        self._calls: dict[int, _Call] = {}  # by index of the Chat
         self._events: list[SeatEvent] = []
         self._failure: PalestraError | None = None
 
@@ -151,7 +140,7 @@ class SeatTable:
         seat = self._seats[observation.agent.partition("/")[0]]
         number = self._numbers[observation.id]
         if seat.state is SeatState.PLAYED:
-            self._acted_by[number] = POLICY
+            self.calls.note_action(number, POLICY)
             return None
         answer: asyncio.Future[ChatMessage | None] = asyncio.get_running_loop().create_future()
         asked = _Asked(observation=observation, number=number, since=self._clock.monotonic(), answer=answer)
@@ -166,17 +155,9 @@ class SeatTable:
 
     @property
     def unused_calls(self) -> list[int]:
-        """Return the calls of workers that are gone which led to no action, by index: they must not be trained.
-
-        The action of their TimeStep was given by another worker, by the policy, or not at all.
-        """
-        found = []
-        for index, call in sorted(self._calls.items()):
-            seat = self._seats[call.role]
-            present = seat.fence if seat.state is SeatState.HELD else POLICY
-            if self._acted_by.get(call.number, present) not in call.fences:
-                found.append(index)
-        return found
+        """Return the calls that must not be trained, by index; see `SeatCalls.unused`."""
+        seats = self._seats.values()
+        return self.calls.unused({s.role: s.fence if s.state is SeatState.HELD else POLICY for s in seats})
 
     # What workers do
 
@@ -288,27 +269,6 @@ class SeatTable:
             raise Conflict(f"{role} has nothing to answer now; {self._who_acts()}; observe the seat before a call")
         return (own or asked)[0].number
 
-    def note_call(self, role: str, fence: int, number: int, index: int) -> None:
-        """Note who has made a model call, before it is sampled; see `unused_calls`.
-
-        Args:
-            role: the seat.
-            fence: of its worker.
-            number: the call's TimeStep.
-            index: of its Chat.
-        """
-        self._calls.setdefault(index, _Call(role=role, number=number, fences=set())).fences.add(fence)
-
-    def note_recorded(self, index: int, forget: Callable[[], None]) -> None:
-        """Note that a call is on disk.
-
-        Args:
-            index: of its Chat.
-            forget: frees its seed. Called if its worker leaves before it acts: then the next worker that makes the same
-                call gets the same tokens, so that a death changes nothing of what is trained.
-        """
-        self._calls[index].forget = forget
-
     def act(self, role: str, fence: int, observation_id: str, action: ChatMessage) -> None:
         """Answer an observation. A repeated equal action changes nothing.
 
@@ -334,7 +294,7 @@ class SeatTable:
         asked = seat.asked.pop(observation_id, None)
         if asked is None:
             raise Conflict(f"observation {observation_id} does not wait for an action of {role}; {self._who_acts()}")
-        self._acted_by[asked.number] = fence
+        self.calls.note_action(asked.number, fence)
         seat.acted[observation_id] = digest
         seat.history[asked.observation.agent] += (*asked.observation.content, action)
         if not asked.answer.done():
@@ -405,10 +365,7 @@ class SeatTable:
         self._tell("seat_left", role)
         for task in seat.calls:
             task.cancel()
-        for call in self._calls.values():
-            if call.role == role and call.number not in self._acted_by and call.forget is not None:
-                call.forget()
-                call.forget = None  # another call may have the seed by now
+        self.calls.free_seeds(role)
         if seat.finished:  # nothing is asked of it any more
             return
         if self._config.takeover == "policy":
@@ -461,8 +418,7 @@ class SeatTable:
             if seat.state is not SeatState.OVER:
                 seat.move(SeatState.OVER)
             seat.history.clear()
-        for call in self._calls.values():
-            call.forget = None  # it holds the session, and the table is kept for late requests
+        self.calls.close()  # the table is kept for late requests
         self.changed.notify()
         return held
 
@@ -484,7 +440,7 @@ class SeatTable:
         seat.move(SeatState.PLAYED)
         self._tell("seat_played", seat.role)
         for asked in list(seat.asked.values()):
-            self._acted_by[asked.number] = POLICY
+            self.calls.note_action(asked.number, POLICY)
             if not asked.answer.done():
                 asked.answer.set_result(None)
         seat.asked.clear()
