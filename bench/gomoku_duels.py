@@ -25,12 +25,12 @@ COLOURS = {"white": "#0072B2", "black": "#D55E00"}
 GROUPS, EVERY, GAMES = 12, 8, 20
 ABOUT = """## Gomoku of two policies: opposing curves, and a matrix of versions
 
-Two models of random weights, `white` and `black`, play Gomoku on 3 x 3 against each other; board, agent and moves are
-those of `recipes/gomoku_self_play.py`. They are trained apart, each by its own rewards: {steps} steps of {groups} groups
-of 16 games; who begins alternates from group to group. A win is 1 and a draw 0.5, so the two rewards of a game add up to
-1, and the curves on the left mirror each other. They say who is ahead, and not whether both get better. So versions of
-both, one every {every} steps, play each other afterwards, and a player who draws its moves: {games} games of each pair in
-each seat.
+Two models of random weights, `white` and `black`, play Gomoku on 3 x 3 against each other; board, agent and moves
+are those of `recipes/gomoku_self_play.py`. They are trained apart, each by its own rewards: {steps} steps of
+{groups} groups of 16 games; who begins alternates from group to group. A win is 1 and a draw 0.5, so the two
+rewards of a game sum to 1, and the curves on the left mirror each other. They say who is ahead, and not whether
+both get better. So versions of both, one every {every} steps, play each other afterwards, and a player who draws
+its moves: {games} games of each pair, in each seat.
 """
 
 
