@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any
 
 from palestra.agents import Agent, ModelAgent
@@ -16,96 +13,20 @@ from palestra.config import AlgorithmConfig
 from palestra.envs import ConcurrentEnvironment
 from palestra.errors import (
     ContextOverflow,
-    EngineFailure,
-    EpisodeEnded,
-    EpisodeLeaseExpired,
     EpisodeOver,
     InvalidEnvironment,
     NotScored,
     RolloutFailed,
-    ServerStopping,
-    place_of,
 )
+from palestra.rollout.failures import classify_errors, said
+from palestra.rollout.result import EpisodeResult, Step, Termination
 from palestra.session import EpisodeSession, GenerationRequest, Sessions
-from palestra.session.seat_table import SEAT_LOST, SEAT_UNCLAIMED, SeatTable
+from palestra.session.seat_table import SeatTable
 from palestra.types.calls import Chat
 from palestra.types.messages import MAX_NAMED, ChatMessage, Observation, StepReward, ToolChoice
-from palestra.types.records import MAX_STEPS, UNUSED_CALLS, AgentStepReward, StepTimes
+from palestra.types.records import AgentStepReward
 
-LONGEST_SEEN = 4000  # characters of the last observations
-LONGEST_INFO = 4000  # characters of an environment's information, over a whole episode
 AlgorithmOf = Callable[[str], AlgorithmConfig]  # by the name of a policy
-Lost = (EpisodeLeaseExpired, EpisodeEnded)  # the episode does not belong to this runner any more
-
-
-class Termination(StrEnum):
-    """Why an episode ended.
-
-    Only the first three have a reward; after the others the episode is played again, or dropped.
-    """
-
-    DONE = "done"
-    MAX_STEPS = MAX_STEPS  # truncated by the environment, usually by its limit of steps
-    CONTEXT_FULL = "context_full"  # an agent's conversation left no room for a reply
-    TIMED_OUT = "timed_out"
-    ENVIRONMENT_FAILED = "environment_failed"
-    AGENT_FAILED = "agent_failed"
-    ENGINE_FAILED = "engine_failed"
-    NOT_SCORED = "not_scored"  # a reward is None: the episode is left out, and not played again
-    CANCELLED = "cancelled"  # the job was stopped
-    SEAT_LOST = SEAT_LOST  # a worker has left its seat, and no other has taken it
-    SEAT_UNCLAIMED = SEAT_UNCLAIMED  # no worker has come to a seat that had to act
-
-
-@dataclass(kw_only=True, slots=True)
-class Step:
-    """One TimeStep: an observation that asked for an action, the action's reward, and when the action was given."""
-
-    observation: Observation
-    reward: float = 0.0
-    acted_at: float | None = None  # Unix seconds; None: no action was given
-
-
-@dataclass(kw_only=True, slots=True)
-class EpisodeResult:
-    """The outcome of an episode: how it ended, and what is recorded beside its model calls."""
-
-    termination: Termination = Termination.DONE
-    steps: list[Step] = field(default_factory=list)  # in order of observation: TimeStep i is entry i
-    rewards: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # by agent
-    named_rewards: dict[str, float | None] | None = None  # sums of agents that learn; None: none has names
-    unnamed: bool = False  # whether such an agent has earned something without a name
-    by_agent: list[AgentStepReward] = field(default_factory=list)  # what each has earned by an action, in order
-    full_contexts: list[str] = field(default_factory=list)  # subagents whose context had no room for a reply
-    info: dict[str, str] = field(default_factory=dict)  # by TimeStep that caused it, or `reset`; see `_note`
-    unused_calls: list[int] = field(default_factory=list)  # see `SeatTable.unused_calls`
-    last_seen: str = ""  # text of last observations, which no model call contains
-
-    @property
-    def step_rewards(self) -> list[float]:
-        """Return the reward of each TimeStep, in order."""
-        return [step.reward for step in self.steps]
-
-    @property
-    def step_times(self) -> list[StepTimes]:
-        """Return the times of observation and action of each TimeStep, in order."""
-        return [StepTimes(step.observation.observed_at, step.acted_at) for step in self.steps]
-
-    @property
-    def metadata(self) -> dict[str, Any]:
-        """Return the JSON to record with the episode, beside calls, rewards and times."""
-        found: dict[str, Any] = {"termination": self.termination.value}
-        if unanswered := sum(step.acted_at is None for step in self.steps):
-            found["unanswered_observations"] = unanswered
-        if self.full_contexts:
-            found["context_full"] = self.full_contexts
-        if self.info:
-            found["info"] = self.info
-        if self.unused_calls:
-            found[UNUSED_CALLS] = self.unused_calls
-        if self.last_seen:
-            found["last_seen"] = self.last_seen[:LONGEST_SEEN]
-        return found
 
 
 class TrajectoryCollectEngine:
@@ -173,7 +94,7 @@ class TrajectoryCollectEngine:
         except ContextOverflow as error:
             # No action was possible: the task itself does not fit, so there is no behaviour to reward.
             if all(step.acted_at is None for step in self._result.steps):
-                raise RolloutFailed(Termination.AGENT_FAILED, _said(error)) from error
+                raise RolloutFailed(Termination.AGENT_FAILED, said(error)) from error
             self._result.termination = Termination.CONTEXT_FULL
         finally:
             left = [*self._turns, *([self._observing] if self._observing is not None else [])]
@@ -235,9 +156,9 @@ class TrajectoryCollectEngine:
             if known:
                 result.by_agent.append(AgentStepReward(max(known), observation.agent, reward))
             if learns:
-                self._name(observation.reward)
+                result.name(observation.reward)
         if observation.info:
-            _note(result.info, self._name_of(observation), observation.info)
+            result.note(self._name_of(observation), observation.info)
         if observation.truncated and not observation.terminated:
             result.termination = Termination.MAX_STEPS
         self._sessions.context.counts["observations"] += 1
@@ -275,17 +196,6 @@ class TrajectoryCollectEngine:
             return reward
         policy = self._sessions.context.policies.roles.policy_of(agent)  # whose past version may play the agent
         return self._algorithm_of(policy).weighted_sum(reward)
-
-    def _name(self, reward: StepReward) -> None:
-        """Add a reward to those of the episode by name."""
-        result = self._result
-        if not isinstance(reward, Mapping):
-            result.unnamed = result.unnamed or reward != 0
-            return
-        named = result.named_rewards = result.named_rewards or {}
-        for name, value in reward.items():
-            before = named.get(name)
-            named[name] = before if value is None else (before or 0.0) + value
 
     def _check_named(self) -> None:
         """Refuse what rewards by name can't be together.
@@ -342,7 +252,7 @@ class TrajectoryCollectEngine:
             if "/" not in name:
                 if self.roles.plays_frozen(name):
                     # The policy that is trained is not to blame, so the episode fails instead of getting a reward of 0.
-                    text = f"{name}, which a frozen policy plays: {_said(error)}"
+                    text = f"{name}, which a frozen policy plays: {said(error)}"
                     raise RolloutFailed(Termination.AGENT_FAILED, text) from error
                 raise
             self._result.full_contexts.append(name)  # only this subagent ends; its parent continues
@@ -369,46 +279,6 @@ class TrajectoryCollectEngine:
         """Make one model call in the episode's session and return its record."""
         with self._sessions.counted():
             return await self._session.generate_one(call)
-
-
-def _note(notes: dict[str, str], name: str, info: Mapping[str, Any]) -> None:
-    """Record an environment's information for people, as short ASCII text, so that any object can be stored."""
-    left = LONGEST_INFO - sum(len(text) for other, text in notes.items() if other != name)
-    if left <= 0:
-        return
-    try:
-        text = json.dumps(info, default=repr)
-    except (TypeError, ValueError, RecursionError):
-        text = repr(info).encode("ascii", "backslashreplace").decode()
-    text = f"{notes[name]} {text}" if name in notes else text
-    notes[name] = text if len(text) <= left else text[: max(left - 3, 0)] + "..."
-
-
-class classify_errors:
-    """Context manager that turns an exception into `RolloutFailed`, which names the component that failed.
-
-    Exceptions that end an episode in good order (`EpisodeOver`, `ContextOverflow`, `NotScored`) pass unchanged.
-    """
-
-    __slots__ = ("_termination",)
-
-    def __init__(self, termination: Termination) -> None:
-        self._termination = termination
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None or not isinstance(error, Exception):
-            return
-        if isinstance(error, (EpisodeOver, ContextOverflow, NotScored, RolloutFailed, *Lost)):
-            return
-        whose = Termination.ENGINE_FAILED if isinstance(error, EngineFailure | ServerStopping) else self._termination
-        raise RolloutFailed(whose, _said(error)) from error
-
-
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}{place_of(error)}"
 
 
 def _conversation(seen: tuple[ChatMessage, ...], chats: Sequence[Chat], action: ChatMessage) -> tuple[ChatMessage, ...]:

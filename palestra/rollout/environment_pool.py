@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from palestra.envs import ConcurrentEnvironment, Environment, SerialEnvironment
-from palestra.rollout.collect import Termination, classify_errors
+from palestra.rollout.failures import classify_errors
+from palestra.rollout.result import Termination
 from palestra.types.clock import Clock
 
 log = logging.getLogger("palestra.rollout")

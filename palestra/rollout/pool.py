@@ -9,8 +9,9 @@ from collections.abc import AsyncIterator
 
 from palestra.database import WAKE_SECONDS
 from palestra.errors import RolloutFailed
-from palestra.rollout.collect import EpisodeResult, Lost, Termination
+from palestra.rollout.failures import Lost
 from palestra.rollout.orchestrator import Outcome, RolloutOrchestrator
+from palestra.rollout.result import EpisodeResult, Termination
 from palestra.rollout.runner import Runner
 from palestra.rollout.sync_lock import RolloutSyncLock
 from palestra.session import Sessions

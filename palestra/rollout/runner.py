@@ -14,8 +14,10 @@ from palestra.agents import Agent, ModelAgent
 from palestra.client.arguments import checked_amount, checked_count
 from palestra.config import GRPOConfig
 from palestra.errors import NotScored, RolloutFailed
-from palestra.rollout.collect import AlgorithmOf, EpisodeResult, Lost, Termination, TrajectoryCollectEngine
+from palestra.rollout.collect import AlgorithmOf, TrajectoryCollectEngine
 from palestra.rollout.environment_pool import EnvironmentPool, Made
+from palestra.rollout.failures import Lost
+from palestra.rollout.result import EpisodeResult, Termination
 from palestra.rollout.seats import with_seats
 from palestra.session import Sessions
 from palestra.types.records import EpisodeRecord, Task, Trajectory

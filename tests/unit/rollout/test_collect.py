@@ -14,7 +14,7 @@ from palestra.config import GRPOConfig, Roles
 from palestra.envs import ConcurrentEnvironment, Environment
 from palestra.errors import ContextOverflow, RolloutFailed
 from palestra.rollout import RolloutSpec, Runner, Termination
-from palestra.rollout.collect import LONGEST_INFO
+from palestra.rollout.result import LONGEST_INFO
 from palestra.session import Sessions
 from palestra.types.forks import ForkReason
 from palestra.types.messages import text_message

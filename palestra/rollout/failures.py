@@ -1,0 +1,46 @@
+"""Errors of an episode by the component that failed: the environment, an agent, or the engine."""
+
+from __future__ import annotations
+
+from palestra.errors import (
+    ContextOverflow,
+    EngineFailure,
+    EpisodeEnded,
+    EpisodeLeaseExpired,
+    EpisodeOver,
+    NotScored,
+    RolloutFailed,
+    ServerStopping,
+    place_of,
+)
+from palestra.rollout.result import Termination
+
+Lost = (EpisodeLeaseExpired, EpisodeEnded)  # the episode does not belong to this runner any more
+
+
+class classify_errors:
+    """Context manager that turns an exception into `RolloutFailed`, which names the component that failed.
+
+    Exceptions that end an episode in good order (`EpisodeOver`, `ContextOverflow`, `NotScored`) pass unchanged.
+    """
+
+    __slots__ = ("_termination",)
+
+    def __init__(self, termination: Termination) -> None:
+        self._termination = termination
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None or not isinstance(error, Exception):
+            return
+        if isinstance(error, (EpisodeOver, ContextOverflow, NotScored, RolloutFailed, *Lost)):
+            return
+        whose = Termination.ENGINE_FAILED if isinstance(error, EngineFailure | ServerStopping) else self._termination
+        raise RolloutFailed(whose, said(error)) from error
+
+
+def said(error: Exception) -> str:
+    """Return an error as one line that names its type and place."""
+    return f"{type(error).__name__}: {error}{place_of(error)}"

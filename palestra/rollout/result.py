@@ -1,0 +1,114 @@
+"""What comes out of one episode: how it ended, and what is recorded beside its model calls."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from palestra.session.seat_table import SEAT_LOST, SEAT_UNCLAIMED
+from palestra.types.messages import Observation, StepReward
+from palestra.types.records import MAX_STEPS, UNUSED_CALLS, AgentStepReward, StepTimes
+
+LONGEST_SEEN = 4000  # characters of the last observations
+LONGEST_INFO = 4000  # characters of an environment's information, over a whole episode
+
+
+class Termination(StrEnum):
+    """Why an episode ended.
+
+    Only the first three have a reward; after the others the episode is played again, or dropped.
+    """
+
+    DONE = "done"
+    MAX_STEPS = MAX_STEPS  # truncated by the environment, usually by its limit of steps
+    CONTEXT_FULL = "context_full"  # an agent's conversation left no room for a reply
+    TIMED_OUT = "timed_out"
+    ENVIRONMENT_FAILED = "environment_failed"
+    AGENT_FAILED = "agent_failed"
+    ENGINE_FAILED = "engine_failed"
+    NOT_SCORED = "not_scored"  # a reward is None: the episode is left out, and not played again
+    CANCELLED = "cancelled"  # the job was stopped
+    SEAT_LOST = SEAT_LOST  # a worker has left its seat, and no other has taken it
+    SEAT_UNCLAIMED = SEAT_UNCLAIMED  # no worker has come to a seat that had to act
+
+
+@dataclass(kw_only=True, slots=True)
+class Step:
+    """One TimeStep: an observation that asked for an action, the action's reward, and when the action was given."""
+
+    observation: Observation
+    reward: float = 0.0
+    acted_at: float | None = None  # Unix seconds; None: no action was given
+
+
+@dataclass(kw_only=True, slots=True)
+class EpisodeResult:
+    """The outcome of an episode: how it ended, and what is recorded beside its model calls."""
+
+    termination: Termination = Termination.DONE
+    steps: list[Step] = field(default_factory=list)  # in order of observation: TimeStep i is entry i
+    rewards: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # by agent
+    named_rewards: dict[str, float | None] | None = None  # sums of agents that learn; None: none has names
+    unnamed: bool = False  # whether such an agent has earned something without a name
+    by_agent: list[AgentStepReward] = field(default_factory=list)  # what each has earned by an action, in order
+    full_contexts: list[str] = field(default_factory=list)  # subagents whose context had no room for a reply
+    info: dict[str, str] = field(default_factory=dict)  # by TimeStep that caused it, or `reset`; see `note`
+    unused_calls: list[int] = field(default_factory=list)  # see `SeatTable.unused_calls`
+    last_seen: str = ""  # text of last observations, which no model call contains
+
+    def note(self, name: str, info: Mapping[str, Any]) -> None:
+        """Record an environment's information for people, as short ASCII text, so that any object can be stored.
+
+        Args:
+            name: the TimeStep that caused it, or `reset`.
+            info: the information.
+        """
+        left = LONGEST_INFO - sum(len(text) for other, text in self.info.items() if other != name)
+        if left <= 0:
+            return
+        try:
+            text = json.dumps(info, default=repr)
+        except (TypeError, ValueError, RecursionError):
+            text = repr(info).encode("ascii", "backslashreplace").decode()
+        text = f"{self.info[name]} {text}" if name in self.info else text
+        self.info[name] = text if len(text) <= left else text[: max(left - 3, 0)] + "..."
+
+    @property
+    def step_rewards(self) -> list[float]:
+        """Return the reward of each TimeStep, in order."""
+        return [step.reward for step in self.steps]
+
+    @property
+    def step_times(self) -> list[StepTimes]:
+        """Return the times of observation and action of each TimeStep, in order."""
+        return [StepTimes(step.observation.observed_at, step.acted_at) for step in self.steps]
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """Return the JSON to record with the episode, beside calls, rewards and times."""
+        found: dict[str, Any] = {"termination": self.termination.value}
+        if unanswered := sum(step.acted_at is None for step in self.steps):
+            found["unanswered_observations"] = unanswered
+        if self.full_contexts:
+            found["context_full"] = self.full_contexts
+        if self.info:
+            found["info"] = self.info
+        if self.unused_calls:
+            found[UNUSED_CALLS] = self.unused_calls
+        if self.last_seen:
+            found["last_seen"] = self.last_seen[:LONGEST_SEEN]
+        return found
+
+    def name(self, reward: StepReward) -> None:
+        """Add a reward of an agent that learns to those of the episode by name."""
+        if not isinstance(reward, Mapping):
+            self.unnamed = self.unnamed or reward != 0
+            return
+        named = self.named_rewards = self.named_rewards or {}
+        for name, value in reward.items():
+            before = named.get(name)
+            named[name] = before if value is None else (before or 0.0) + value
