@@ -1,25 +1,38 @@
-"""SIGKILL to the worker of a seat, and to the server, in the middle of games of two workers: nothing is lost."""
+"""Two policies and two seats: SIGKILL to either worker, and to the server at every named point; nothing is lost."""
 
 from __future__ import annotations
 
 import json
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 from outcome import assert_complete
 from servers import HERE, PALESTRA, SCRIPTED, Job, Plane, Process, until
 
+from palestra.faults import POLICY_POINTS, SEAT_POINTS, SERVER_POINTS
+
 ROLES = ("agent", "opponent")
 DUEL = SCRIPTED | {
     "environment": {"name": "gomoku-duel"},
-    "policies": {"white": {}, "black": {"frozen": True}},
+    "policies": {"white": {}, "black": {}},
     "roles": {"agent": "white", "opponent": "black"},
     "seats": {"roles": list(ROLES)},
     "rollout": {"group_size": 3, "groups_per_step": 2, "lease_seconds": 2.0},
+    "checkpoint": {"every_steps": 1},
 }
 # What a worker that dies has sampled, and no action came of, is in these and nowhere else.
 OF_THE_DEAD = ("train/calls_abandoned", "train/tokens_abandoned", "train/calls_frozen", "train/tokens_frozen")
+# The pass at which the server dies, late enough that steps are repeated. Two saves and two publications make a step.
+PASSES = {"claim": 14, "chat": 40, "generation": 30, "end": 9, "manifest": 2, "step": 3, "checkpoint": 3, "publish": 3}
+PASSES |= {"publications": 2, "seat": 25}
+# Of the first tier: where a game is broken off in the middle, and where two policies could come apart.
+FIRST_TIER = ("after_seat_action", "between_publications")
+POINTS = [
+    pytest.param(f"{point}:{PASSES[point.split('_')[1]]}", marks=() if point in FIRST_TIER else pytest.mark.slow)
+    for point in (*SERVER_POINTS, *POLICY_POINTS, *SEAT_POINTS)
+]
 TIMELY = ("time/", "wall_seconds", "rollout/")
 
 
@@ -33,9 +46,14 @@ def sit(job: Job, role: str, name: str, *options: str) -> Process:
 def assert_as(job: Job, undisturbed: Job) -> None:
     """What was trained is the same, bit by bit; rewards of both seats are on disk, and each worker was told its own."""
     assert_complete(job)
-    assert job.weights() == undisturbed.weights()
+    for policy in DUEL["policies"]:
+        assert job.weights(policy) == undisturbed.weights(policy)
     for row, before in zip(job.metrics(), undisturbed.metrics(), strict=True):
-        kept = [name for name in before if not name.startswith((*TIMELY, *OF_THE_DEAD))]
+        kept = [
+            name
+            for name in before
+            if not name.removeprefix("white/").removeprefix("black/").startswith((*TIMELY, *OF_THE_DEAD))
+        ]
         assert {name: row[name] for name in kept} == {name: before[name] for name in kept}
     stored = {
         row["episode_id"]: json.loads(row["rewards"])
@@ -58,9 +76,9 @@ def undisturbed_duel(tmp_path_factory):
             sit(job, role, role)
         job.finish()
         assert_as(job, job)
-        rewards = [row["train/reward_mean"] for row in job.metrics() if "train/reward_mean" in row]
+        rewards = [row["white/train/reward_mean"] for row in job.metrics() if "white/train/reward_mean" in row]
         assert len(set(rewards)) > 1, "the games differ"
-        assert all(row["train/calls_abandoned"] == 0 for row in job.metrics()[1:])
+        assert all(row[f"{p}/train/calls_abandoned"] == 0 for row in job.metrics()[1:] for p in DUEL["policies"])
         yield job
 
 
@@ -98,19 +116,19 @@ def test_the_seat_of_a_killed_worker_is_played_on_by_another(tmp_path, undisturb
         assert len(json.loads(row["metadata"]).get("unused_calls", [])) == (after == "chat")
 
 
-@pytest.mark.parametrize(
-    "faults",
-    [
-        pytest.param(["after_seat_action:20", "before_seat_action:31", "after_end_commit:3"], id="games"),
-        pytest.param(["before_seat_claim:5"], marks=pytest.mark.slow),
-        pytest.param(["after_seat_claim:5"], marks=pytest.mark.slow),
-        pytest.param(["after_chat_commit:40", "before_end_commit:2"], marks=pytest.mark.slow),
-        pytest.param(["before_manifest_commit:2", "before_publish:1"], marks=pytest.mark.slow),
-    ],
-    ids=lambda faults: faults[0].replace(":", "-"),
-)
-def test_a_killed_server_plays_its_games_again_and_both_workers_come_back(tmp_path, undisturbed_duel, faults):
-    with Job(tmp_path, DUEL) as job:
+@pytest.mark.parametrize("fault", POINTS)
+def test_a_killed_server_plays_its_games_again_and_both_workers_come_back(tmp_path, undisturbed_duel, fault):
+    killed_in_turn(tmp_path, undisturbed_duel, [fault])
+
+
+def test_a_server_that_is_killed_again_and_again_ends_as_one_that_was_not(tmp_path, undisturbed_duel):
+    faults = ["before_seat_claim:5", "before_seat_action:31", "after_end_commit:3", "after_checkpoint_rename:1"]
+    killed_in_turn(tmp_path, undisturbed_duel, faults)
+
+
+def killed_in_turn(folder: Path, undisturbed: Job, faults: list[str]) -> None:
+    """Kill the server of a duel at each of the points, start it again, and compare what comes out."""
+    with Job(folder, DUEL) as job:
         for number, fault in enumerate(faults):
             server = job.start(*(["--resume"] if number else []), fault=fault)
             if number == 0:
@@ -119,7 +137,7 @@ def test_a_killed_server_plays_its_games_again_and_both_workers_come_back(tmp_pa
             assert server.wait() == -signal.SIGKILL, f"{fault} was not met:\n{server.output}"
         job.start("--resume")
         job.finish()
-        assert_as(job, undisturbed_duel)
+        assert_as(job, undisturbed)
 
 
 def test_a_person_has_the_key_of_one_seat(tmp_path):
