@@ -1,7 +1,7 @@
 """Two policies at Kuhn poker, measured against the truth: `python bench/kuhn.py --seeds 0 1 2`.
 
-Each run is `python recipes/kuhn_poker.py` in a process of its own, below `--folder`; one that is finished there is not
-run again. The part of docs/learning.md is written anew, with its picture.
+Each run is `python recipes/kuhn_poker.py` in a process of its own, below `--folder`; a run whose result
+is there is not repeated. Afterwards the part of docs/learning.md is replaced, with its picture.
 """
 
 from __future__ import annotations

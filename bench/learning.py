@@ -2,7 +2,7 @@
 
 Each seed is one run of a recipe in a process of its own, as `python recipes/NAME.py` does it. The control is the
 untrained model: the validation before the first step, the same tasks, the same greedy decoding. The recipe's part of
-docs/learning.md is written anew, with its picture; the other parts stay as they are.
+docs/learning.md is replaced, with its picture; the other parts stay as they are.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What two policies cost that share the episodes of a step, beside one policy that has them all: time and memory.
 
-The arithmetic of sampling, of gradients and of rows is that of the episodes, whoever plays them. What is there once
-more is what goes by weights and not by tokens: the optimizer's pass over the second model, its publication, and the
-passes of the engine, which are of one policy each, so that a batch of 64 is two of 32. Bytes of a parameter: 4 its
+The work of sampling and of gradients depends on the number of tokens, so it is the same for one policy and for two. The
+second policy adds what depends on weights: the optimizer's pass over them, their publication, and passes of the engine,
+each of which is of one policy, so that a batch of 64 replies becomes two of 32. Bytes of a parameter: 4 its
 weight, 8 its moments, 2 in the engine, of each policy; 4 its gradient, of the policy that is being trained.
 """
 
