@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import threading
-import time
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -22,19 +21,14 @@ from palestra.grammars.process import (
     GrammarServer,
     GrammarVocabulary,
     ProcessMatcher,
-    Refusal,
     refusal,
 )
-from palestra.grammars.tree import GrammarTree, TreeMatcher
+from palestra.grammars.tree import GrammarTrees, TreeMatcher
+from palestra.grammars.verdicts import Refusal, Verdicts
 
 MOST_PROCESSES = 32
 MOST_COMPILING = 2
 MOST_WAITING = 256  # grammars that wait to be compiled; more are refused with 429
-MOST_KNOWN = 1024
-MOST_TREE_TOKENS = 2**18  # of all trees that are kept; one takes about 100 bytes
-# Time depends on the machine's load as well as on the grammar: a less busy machine might be inside the bound. So a
-# refusal for time is forgotten after a while; until then the same grammar is refused without being compiled again.
-FORGET_SECONDS = 60.0
 _CHUNK = 64  # tokens of one request of the trainer, whose masks are all in memory at the same time
 
 
@@ -64,13 +58,10 @@ class Grammars:
         self._server: GrammarServer | None = None
         self._threads: ThreadPoolExecutor | None = None
         self._closed = False
-        # By digest of the grammar's text. The ordered ones are least recently used first. A refusal of None in
-        # `_known` means usable; the number says until when (monotonic seconds) the entry counts.
+        # By digest of the grammar's text; processes least recently used first.
         self._alive: OrderedDict[bytes, GrammarProcess] = OrderedDict()
-        self._trees: OrderedDict[bytes, GrammarTree] = OrderedDict()
-        self._tree_tokens = 0
+        self._trees, self._verdicts = GrammarTrees(), Verdicts()
         self._compiling: dict[bytes, _Compilation] = {}
-        self._known: OrderedDict[bytes, tuple[Refusal | None, float]] = OrderedDict()
         self._queue: deque[Future[None]] = deque()  # callers that wait until a process is released
         self._numbers = count()
 
@@ -88,7 +79,9 @@ class Grammars:
         """
         key = _key(grammar)
         try:
-            if not self._is_known(key):
+            with self._lock:
+                usable = self._verdicts.is_usable(key)
+            if not usable:
                 await self._compiled(key, grammar)
         except InvalidRequest as error:
             raise Refusal.of(error).error(field) from None
@@ -280,40 +273,13 @@ class Grammars:
 
     # Compiling.
 
-    def _is_known(self, key: bytes) -> bool:
-        """Return True if the grammar is known to be usable, False if it has to be compiled.
-
-        Raises:
-            InvalidRequest: the grammar is known to be unusable.
-        """
-        with self._lock:
-            refused, until = self._known.get(key, (None, 0.0))
-            if until < time.monotonic():
-                self._known.pop(key, None)
-                return False
-            self._known.move_to_end(key)
-        if refused is not None:
-            raise (
-                GrammarRefused(refused.text, lasting=refused.lasting) if refused.bound else InvalidRequest(refused.text)
-            )
-        return True
-
-    def _learn(self, key: bytes, error: InvalidRequest | None) -> None:
-        """Remember whether a grammar can be used (`error` None) or not. The caller holds the lock."""
-        refused = None if error is None else Refusal.of(error)
-        lasting = refused is None or refused.lasting
-        self._known[key] = (refused, float("inf") if lasting else time.monotonic() + FORGET_SECONDS)
-        self._known.move_to_end(key)
-        if len(self._known) > MOST_KNOWN:
-            self._known.popitem(last=False)
-
     def _ended(self, process: GrammarProcess, error: PalestraError) -> None:
         """Drop a process that ended during a reply, and refuse its grammar from now on if the grammar is to blame."""
         with self._lock:
             for key in [key for key, alive in self._alive.items() if alive is process]:
                 del self._alive[key]
                 if isinstance(error, GrammarRefused):
-                    self._learn(key, error)
+                    self._verdicts.learn(key, error)
 
     def _take(self, key: bytes) -> ProcessMatcher | TreeMatcher | Future[None] | None:
         """Return a matcher if the grammar's tree is known or its process runs, None if it may be compiled, else a
@@ -321,11 +287,10 @@ class Grammars:
 
         The future is done when another caller releases a process.
         """
-        self._is_known(key)
         with self._lock:
-            if key in self._trees:
-                self._trees.move_to_end(key)
-                return TreeMatcher(self._trees[key])
+            self._verdicts.is_usable(key)
+            if (tree := self._trees.get(key)) is not None:
+                return TreeMatcher(tree)
             process = self._alive.get(key)
             if process is not None and process.usable:
                 self._alive.move_to_end(key)
@@ -409,7 +374,7 @@ class Grammars:
             if self._compiling.get(key) is compilation:
                 del self._compiling[key]
             if error is None or isinstance(error, InvalidRequest):
-                self._learn(key, error)
+                self._verdicts.learn(key, error)
             unused = [] if error is not None or compilation.process is None else self._keep(key, compilation.process)
         for process in unused:
             process.kill()
@@ -426,21 +391,12 @@ class Grammars:
         if self._closed:
             return [process]
         if process.tree is not None:
-            self._keep_tree(key, process.tree)
+            self._trees.keep(key, process.tree)
             return [process]
         gone = [self._alive.pop(key)] if key in self._alive else []
         self._alive[key] = process
         idle = [other for other, p in self._alive.items() if not p.users]
         return gone + [self._alive.pop(other) for other in idle[: max(0, len(self._alive) - MOST_PROCESSES)]]
-
-    def _keep_tree(self, key: bytes, tree: GrammarTree) -> None:
-        """Keep the tree of a grammar, and forget those that were used least recently. The caller holds the lock."""
-        if (before := self._trees.pop(key, None)) is not None:
-            self._tree_tokens -= before.size
-        self._trees[key] = tree
-        self._tree_tokens += tree.size
-        while self._tree_tokens > MOST_TREE_TOKENS and len(self._trees) > 1:
-            self._tree_tokens -= self._trees.popitem(last=False)[1].size
 
     def _running_server(self) -> GrammarServer:
         """Return the server from which processes are forked, after starting it if it does not run.

@@ -14,7 +14,6 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
 
 from palestra.errors import EngineFailure, GrammarRefused, InvalidRequest, PalestraError
 from palestra.grammars.bounds import Bounds
@@ -276,29 +275,3 @@ def refusal(problem: str) -> InvalidRequest:
     if any(word in text.lower() for word in _LIMITS):
         return GrammarRefused(text[:300])
     return InvalidRequest(text[:300])
-
-
-class Refusal(NamedTuple):
-    """Why a grammar can't be used. It is kept, so that each later request for the grammar gets the same error.
-
-    Attributes:
-        text: the reason, in words.
-        bound: True: the grammar is over a bound; False: llguidance can't read it.
-        lasting: whether the grammar would also be refused at another time.
-    """
-
-    text: str
-    bound: bool
-    lasting: bool
-
-    @classmethod
-    def of(cls, error: InvalidRequest) -> Refusal:
-        """Return the refusal that keeps an error of `GrammarProcess` or `refusal`."""
-        bound = isinstance(error, GrammarRefused)
-        return cls(str(error), bound, not isinstance(error, GrammarRefused) or error.lasting)
-
-    def error(self, field: str) -> InvalidRequest:
-        """Return the error for a request that asks for the grammar in `field`."""
-        if self.bound:
-            return GrammarRefused(self.text, lasting=self.lasting).of_field(field)
-        return InvalidRequest(f"{field}: this schema can't be used: {self.text}", field)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,6 +10,8 @@ from numpy.typing import NDArray
 
 from palestra.errors import InvalidRequest
 from palestra.grammars.matcher import Matcher
+
+MOST_TREE_TOKENS = 2**18  # of all trees that are kept; one takes about 100 bytes
 
 
 class GrammarTree:
@@ -67,6 +70,46 @@ class GrammarTree:
             nodes.append(self.after(nodes[-1], token))
         masks = bytearray().join(self.mask(nodes[place]) for place in wanted)  # writable, as torch wants it
         return np.frombuffer(masks, "<i4").reshape(-1, self._mask_bytes // 4)
+
+
+class GrammarTrees:
+    """The trees of grammars that are kept, by digest; those that were used least recently are forgotten first.
+
+    Not safe for threads: its user holds a lock.
+    """
+
+    def __init__(self) -> None:
+        self._trees: OrderedDict[bytes, GrammarTree] = OrderedDict()
+        self._tokens = 0
+
+    def get(self, key: bytes) -> GrammarTree | None:
+        """Return the tree of a grammar; None: it is not kept."""
+        tree = self._trees.get(key)
+        if tree is not None:
+            self._trees.move_to_end(key)
+        return tree
+
+    def keep(self, key: bytes, tree: GrammarTree) -> None:
+        """Keep the tree of a grammar.
+
+        Args:
+            key: digest of the grammar's text.
+            tree: the newest one is kept however large it is.
+        """
+        if (before := self._trees.pop(key, None)) is not None:
+            self._tokens -= before.size
+        self._trees[key] = tree
+        self._tokens += tree.size
+        while self._tokens > MOST_TREE_TOKENS and len(self._trees) > 1:
+            self._tokens -= self._trees.popitem(last=False)[1].size
+
+    def __len__(self) -> int:
+        return len(self._trees)
+
+    @property
+    def tokens(self) -> int:
+        """Return the number of tokens of all trees."""
+        return self._tokens
 
 
 class TreeMatcher(Matcher):

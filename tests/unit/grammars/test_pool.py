@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 from palestra.errors import EngineFailure, GrammarRefused, InvalidRequest, TooManyRequests
-from palestra.grammars import pool
+from palestra.grammars import pool, verdicts
+from palestra.grammars import tree as trees
 from palestra.grammars.bounds import BOUNDS as SHIPPED
 from palestra.grammars.pool import Grammars
 from palestra.grammars.process import GrammarServer
@@ -144,8 +145,8 @@ async def test_a_refusal_for_time_is_not_for_ever(make, monkeypatch):
     grammars._bounds = replace(ROOMY, compile_cpu_seconds=200.0, compile_wall_seconds=0.2)
     with pytest.raises(GrammarRefused, match="processor time"):  # remembered
         await grammars.check(SLOW, "response_format")
-    monkeypatch.setattr(pool, "FORGET_SECONDS", 0.0)
-    grammars._known.clear()
+    monkeypatch.setattr(verdicts, "FORGET_SECONDS", 0.0)
+    grammars._verdicts.clear()
     with pytest.raises(GrammarRefused, match=r"longer than 0\.2 s"):
         await grammars.check(SLOW, "response_format")
     grammars._bounds = replace(ROOMY, compile_cpu_seconds=0.05)
@@ -418,11 +419,11 @@ async def test_a_large_grammar_keeps_its_process(make, grammar):
 
 
 async def test_trees_used_least_recently_are_forgotten_and_found_again(make, monkeypatch):
-    monkeypatch.setattr(pool, "MOST_TREE_TOKENS", 14)
+    monkeypatch.setattr(trees, "MOST_TREE_TOKENS", 14)
     grammars = make(SHIPPED)
     texts = [f'start: "{word}" | "cd"\n' for word in ("ab", "xy", "uv")]  # six tokens each
     for text in texts:
         await grammars.check(text, "choices")
-    assert (len(grammars._trees), grammars._tree_tokens) == (2, 12)
+    assert (len(grammars._trees), grammars._trees.tokens) == (2, 12)
     assert allowed((await grammars.matcher(texts[0])).mask) == {ord("a"), ord("c")}
-    assert (len(grammars._trees), grammars._tree_tokens) == (2, 12)
+    assert (len(grammars._trees), grammars._trees.tokens) == (2, 12)
