@@ -17,7 +17,8 @@ TAKE, WAIT = "t", "w"
 class Harvest(ContinuousEnvironment):
     """One piece of fruit ripens at each tick. An agent sees how much is there; `t` takes all of it, `w` nothing.
 
-    Agents that act at the same time share what is there. The reward of each is the part of all fruit that it took.
+    Agents that act at the same time share what is there. The reward of each is the part of all fruit that it took. With
+    `least` above 1 there is something to learn: who takes fewer than `least` pieces spoils them, and gets nothing.
     """
 
     reusable = True
@@ -31,6 +32,7 @@ class Harvest(ContinuousEnvironment):
         tick_seconds: float = 0.1,
         ticks: int = 50,
         barriers: bool = False,
+        least: int = 1,
         clock: Clock | None = None,
     ) -> None:
         """Create the environment; the roles are `agent-0`, `agent-1`, …
@@ -40,6 +42,7 @@ class Harvest(ContinuousEnvironment):
             tick_seconds: time between ticks.
             ticks: ticks after which the episode is over.
             barriers: whether all agents act at the same time, and wait for the slowest.
+            least: pieces that have to be there for taking them to bring anything.
             clock: source of the times of observations; None: the system's clock.
 
         Raises:
@@ -47,7 +50,9 @@ class Harvest(ContinuousEnvironment):
         """
         super().__init__(tick_seconds=tick_seconds, ticks=ticks, clock=clock)
         self.roles = tuple(f"agent-{number}" for number in range(agents))
-        self.barriers = barriers
+        if least < 1:
+            raise ValueError(f"least = {least}: at least 1 piece")
+        self.barriers, self.least = barriers, least
 
     def begin(self, task: Mapping[str, Any]) -> None:
         """Begin without fruit."""
@@ -74,6 +79,6 @@ class Harvest(ContinuousEnvironment):
         takers = [role for role, action in actions.items() if action.text == TAKE]
         if not takers or not self.ripe:
             return None
-        share = self.ripe / len(takers) / self.ticks
+        share = self.ripe / len(takers) / self.ticks if self.ripe >= self.least else 0.0
         self.ripe = 0
         return Outcome(rewards=dict.fromkeys(takers, share))

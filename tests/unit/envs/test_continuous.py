@@ -71,7 +71,19 @@ def test_without_barriers_there_are_more_actions():
     assert (with_, without) == (2 * 5, 26 + 5)
 
 
+def test_who_takes_too_few_pieces_spoils_them():
+    acted, rewards, _ = run_virtual(played(world(least=3), {"agent-0": [2.5, 3.0], "agent-1": []}))
+    assert [at for at, *_ in acted] == [2.5, 5.5]
+    # By hand: 2 pieces at 2.5 s are too few; until 5.5 s 3 more have ripened.
+    assert rewards["agent-0"] == pytest.approx(3 / 20)
+
+
 @pytest.mark.parametrize("wrong", [{"ticks": 0}, {"tick_seconds": 0.0}, {"tick_seconds": -1.0}])
 def test_a_world_without_time_is_refused(wrong):
     with pytest.raises(ValueError, match="at least one tick"):
         world(**wrong)
+
+
+def test_fruit_is_taken_in_pieces():
+    with pytest.raises(ValueError, match="least = 0: at least 1 piece"):
+        world(least=0)
