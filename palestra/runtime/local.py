@@ -217,6 +217,7 @@ async def local_job(
                     reasoning=config.rollout.dropped_reasoning == "keep",
                     whitespace=config.rollout.stripped_whitespace == "keep",
                 ),
+                seats=frozenset(config.seats.roles),
             )
             stack.callback(context.pool.close)
             progress = JobProgress(

@@ -76,6 +76,7 @@ class SessionContext:
         strict_history: whether a call that would lose exact tokens of an earlier one is refused.
         ignore_untrainable: whether sampling fields that training can't have are ignored and not refused.
         sameness: changes of a reply after which a call still continues from its exact ids.
+        seats: agents that workers of their own play; what one says and is shown, no other may find out.
         pool: threads for work that would block the event loop.
         counts: of calls, tokens and forks, since the start.
         times: seconds spent in each state, over all calls.
@@ -88,6 +89,7 @@ class SessionContext:
     strict_history: bool = False
     ignore_untrainable: bool = False
     sameness: Sameness = EXACT
+    seats: frozenset[str] = frozenset()
     pool: WorkPool = field(default_factory=WorkPool)
     counts: Counter[str] = field(default_factory=Counter)
     times: StateTimes = field(init=False)
@@ -102,6 +104,11 @@ class SessionContext:
     def clock(self) -> Clock:
         """Return the clock of the store, which all times of calls come from."""
         return self.store.clock
+
+    def seat_of(self, agent: str) -> str:
+        """Return the seat of an agent or of its parent; empty: it has none."""
+        root = agent.partition("/")[0]
+        return root if root in self.seats else ""
 
     def count(self, chat: Chat) -> None:
         """Add a recorded call to the counters."""

@@ -79,28 +79,35 @@ class PromptBuilder:
         calls: how many calls were added.
     """
 
-    def __init__(self, pool: WorkPool, sameness: Sameness, strict: bool) -> None:
+    def __init__(
+        self, pool: WorkPool, sameness: Sameness, strict: bool, seat_of: Callable[[str], str] = lambda _: ""
+    ) -> None:
         """Start without calls.
 
         Args:
             pool: threads for the work that grows with the messages or the tools.
             sameness: which changes of a reply keep it the same message; see `History`.
             strict: refuse a call that would lose exact tokens of an earlier one.
+            seat_of: returns an agent's seat, or an empty text. Calls of one seat have nothing in common with those of
+                another, so that none can find out by its prompts what another has said or seen.
         """
         self.calls = 0
-        # Ids of two tokenizers may be equal by chance, so a call is compared with those of its own policy only.
-        self._tries: defaultdict[str, TokenTrie] = defaultdict(TokenTrie)
-        self._unmerged: list[Chat] = []  # not yet in a trie, which most episodes never need
-        self._history = History(sameness)
+        self._pasts: defaultdict[str, _Past] = defaultdict(lambda: _Past(sameness))  # by seat
         self._aside = _Aside(pool)
-        self._strict = strict
+        self._strict, self._seat_of = strict, seat_of
 
-    def trie(self, policy: str) -> TokenTrie:
-        """Return all calls of a policy merged on their tokens, after adding those that were not merged yet."""
-        while self._unmerged:
-            chat = self._unmerged.pop()
-            self._tries[chat.policy].add(chat)
-        return self._tries[policy]
+    def trie(self, policy: str, agent: str = "") -> TokenTrie:
+        """Return the calls of a policy that an agent's call is compared with, merged on their tokens.
+
+        Args:
+            policy: by name.
+            agent: that makes the call; without a name, one that has no seat.
+        """
+        return self._past(agent).trie(policy)
+
+    def _past(self, agent: str) -> _Past:
+        """Return the calls that an agent may continue from: those of its seat, if it has one, else of all others."""
+        return self._pasts[self._seat_of(agent)]
 
     def add(self, chat: Chat, keys: Mapping[int, Hashable] | None = None) -> None:
         """Add a call that is on disk, so that later prompts can continue from it.
@@ -110,16 +117,15 @@ class PromptBuilder:
             keys: the keys of its messages, if they are known; see `History.add`.
         """
         self.calls += 1
-        self._unmerged.append(chat)
-        self._history.add(chat, keys)
+        past = self._past(chat.agent)
+        past.unmerged.append(chat)
+        past.history.add(chat, keys)
 
     def clear(self) -> None:
         """Forget all calls and free their memory, because the episode has ended."""
-        self._unmerged.clear()
-        for trie in self._tries.values():
-            trie.clear()
-        self._tries.clear()
-        self._history.clear()
+        for past in self._pasts.values():
+            past.clear()
+        self._pasts.clear()
 
     async def build(self, call: GenerationRequest, renderer: Renderer, max_context: int | None) -> Prompt:
         """Return the prompt of a call.
@@ -142,7 +148,7 @@ class PromptBuilder:
         room = None if max_context is None else max_context - 1
         try:
             if call.prompt is not None:
-                prompt = await self._laid_out(call.prompt, call.policy, renderer, room)
+                prompt = await self._laid_out(call, call.prompt, renderer, room)
             else:
                 prompt = await self._of_messages(call, renderer, room)
         except TooManyTokens as error:
@@ -157,9 +163,10 @@ class PromptBuilder:
 
     async def _of_messages(self, call: GenerationRequest, renderer: Renderer, room: int | None) -> Prompt:
         """Build a prompt from messages; see `build`."""
-        new = call.messages[self._history.same(call.policy, call.messages) :]
-        keys = await self._aside.run(new, (), self._history.keys, new)
-        match = self._history.match(call.policy, call.messages, keys)
+        history = self._past(call.agent).history
+        new = call.messages[history.same(call.policy, call.messages) :]
+        keys = await self._aside.run(new, (), history.keys, new)
+        match = history.match(call.policy, call.messages, keys)
         prompt = await self._extended(call, renderer, match, keys, room)
         if prompt is None:
             prompt = await self._rendered(call, renderer, match, keys, room)
@@ -169,11 +176,17 @@ class PromptBuilder:
         return prompt
 
     async def _laid_out(
-        self, prompt: str | tuple[int, ...], policy: str, renderer: Renderer, room: int | None
+        self, call: GenerationRequest, prompt: str | tuple[int, ...], renderer: Renderer, room: int | None
     ) -> Prompt:
         """Build a prompt from text or ids that the caller laid out.
 
         The call of the policy with which it starts becomes its parent.
+
+        Args:
+            call: the request.
+            prompt: of the request.
+            renderer: of the policy.
+            room: the longest prompt, in tokens; None: any.
         """
         vocabulary = renderer.vocabulary
         if isinstance(prompt, str):
@@ -186,7 +199,7 @@ class PromptBuilder:
             raise InvalidRequest(
                 f"prompt: it has no token, or ids that are none; ids are below {len(vocabulary)}", "prompt"
             )
-        parent, shared = self.trie(policy).longest(ids)
+        parent, shared = self.trie(call.policy, call.agent).longest(ids)
         return Prompt(ids=ids, parent=parent, shared=shared, shared_messages=0, new_messages=(), fork=None)
 
     async def _extended(
@@ -258,7 +271,7 @@ class PromptBuilder:
         whole: TokenSequence = await self._aside.run_if(long, renderer.render, messages, tools, room)
         exact = match.call is not None and common_tokens(whole, match.call.sequence) == match.call.tokens
         known = (match.call, match.call.tokens) if match.call and exact else None
-        parent, shared = known or self.trie(call.policy).longest(*whole)
+        parent, shared = known or self.trie(call.policy, call.agent).longest(*whole)
         fork = None
         if match.reason is not None:
             fork = _fork(match.reason, match.left, match.known, whole)
@@ -277,6 +290,31 @@ class PromptBuilder:
             fork=fork,
             keys=keys,
         )
+
+
+class _Past:
+    """Calls that later ones may continue: those of one seat, or of all agents without a seat."""
+
+    def __init__(self, sameness: Sameness) -> None:
+        # Ids of two tokenizers may be equal by chance, so a call is compared with those of its own policy only.
+        self._tries: defaultdict[str, TokenTrie] = defaultdict(TokenTrie)
+        self.unmerged: list[Chat] = []  # not yet in a trie, which most episodes never need
+        self.history = History(sameness)
+
+    def trie(self, policy: str) -> TokenTrie:
+        """Return all calls of a policy merged on their tokens, after adding those that were not merged yet."""
+        while self.unmerged:
+            chat = self.unmerged.pop()
+            self._tries[chat.policy].add(chat)
+        return self._tries[policy]
+
+    def clear(self) -> None:
+        """Forget all calls and free their memory."""
+        self.unmerged.clear()
+        for trie in self._tries.values():
+            trie.clear()
+        self._tries.clear()
+        self.history.clear()
 
 
 class _Aside:

@@ -66,15 +66,16 @@ class CallRegistry:
             if chat.index not in used:
                 self._undelivered[chat.request_digest] = chat
 
-    def reserve(self, prompt_ids: Ids, policy: str = "") -> ReservedCall:
+    def reserve(self, prompt_ids: Ids, policy: str = "", seat: str = "") -> ReservedCall:
         """Give a call its number and its seed: the first seed of its prompt that no other call has.
 
         Args:
             prompt_ids: int32 [P].
             policy: name of the policy that is called; empty for the job's default one. Two policies that get the same
                 prompt have seeds of their own, so that it does not matter which of them is called first.
+            seat: of the agent that calls, for the same reason; empty: it has none.
         """
-        prompt = prompt_digest(prompt_ids, policy)
+        prompt = prompt_digest(prompt_ids, policy, seat)
         for occurrence in count(self._taken.get(prompt, 0)):
             seed = call_seed(self._job_seed, self._episode_id, prompt, occurrence)
             if seed not in self._seeds:
@@ -90,15 +91,16 @@ class CallRegistry:
         self._seeds.discard(reservation.seed)
         self._taken[reservation.prompt] = min(self._taken[reservation.prompt], reservation.occurrence)
 
-    def free(self, chat: Chat, policy: str = "") -> None:
+    def free(self, chat: Chat, policy: str = "", seat: str = "") -> None:
         """Free the seed of a recorded call of which no action will come, so that making it again gives the same sample.
 
         Args:
             chat: the call.
             policy: see `reserve`.
+            seat: see `reserve`.
         """
         self._seeds.discard(chat.sampling.seed)
-        self._taken[prompt_digest(chat.prompt_ids, policy)] = 0
+        self._taken[prompt_digest(chat.prompt_ids, policy, seat)] = 0
 
     async def undelivered(self, request: GenerationRequest) -> dict[int, Chat]:
         """Return the choices of a request that are on disk and were not delivered, by their numbers.
@@ -159,14 +161,16 @@ def call_seed(job_seed: int, episode_id: str, prompt: bytes, occurrence: int) ->
     return int.from_bytes(digest, "little") >> 1
 
 
-def prompt_digest(prompt_ids: Ids, policy: str = "") -> bytes:
-    """Return a digest of 16 bytes for a prompt of a policy.
+def prompt_digest(prompt_ids: Ids, policy: str = "", seat: str = "") -> bytes:
+    """Return a digest of 16 bytes for a prompt of a policy and of a seat.
 
     Args:
         prompt_ids: int32 [P].
         policy: at most 64 ASCII characters; see `CallRegistry.reserve`.
+        seat: see there.
     """
-    digest = hashlib.blake2b(digest_size=16, key=policy.encode())
+    person = hashlib.blake2b(seat.encode(), digest_size=16).digest() if seat else b""
+    digest = hashlib.blake2b(digest_size=16, key=policy.encode(), person=person)
     data = memoryview(prompt_ids.astype("<i4").tobytes())
     for start in range(0, len(data), _PIECE):
         digest.update(data[start : start + _PIECE])

@@ -118,7 +118,7 @@ class Session:
         """
         self.episode_id, self.fence, self.kind = episode_id, fence, kind
         self._context = context
-        self._prompts = PromptBuilder(context.pool, context.sameness, context.strict_history)
+        self._prompts = PromptBuilder(context.pool, context.sameness, context.strict_history, context.seat_of)
         self._registry = CallRegistry(context.seed, episode_id, recorded)
         self._recorder = Recorder(store, context, self._registry, self._prompts)
         self._turns = Turns(f"a call of episode {episode_id}", context.times)
@@ -193,7 +193,7 @@ class Session:
 
     def free_seed(self, chat: Chat) -> None:
         """Let a call that is made in the place of a recorded one, which led to no action, be the same sample."""
-        self._registry.free(chat, self._seeded_for(chat.policy))
+        self._registry.free(chat, *self._seeded_for(chat.policy, chat.agent))
 
     def terminate(self, reason: PalestraError) -> None:
         """End the session. Calls in flight are cancelled and raise `reason`, as do all later calls."""
@@ -274,7 +274,8 @@ class Session:
 
     def _reserve(self, call: _Call, choice: _Choice) -> None:
         """Give a choice its number, its seed and its sampling parameters, and report them to the listener."""
-        reserved = choice.reserved = self._registry.reserve(call.prompt.ids, self._seeded_for(call.request.policy))
+        seeded_for = self._seeded_for(call.request.policy, call.request.agent)
+        reserved = choice.reserved = self._registry.reserve(call.prompt.ids, *seeded_for)
         sampling = choice.sampling = sampling_of(
             call.request,
             call.runtime.config,
@@ -297,9 +298,10 @@ class Session:
             )
             call.listener.started(choice.number, start)
 
-    def _seeded_for(self, policy: str) -> str:
-        """Return a policy as seeds know it: empty for the job's default one."""
-        return "" if policy == self._context.policies.roles.default else policy
+    def _seeded_for(self, policy: str, agent: str) -> tuple[str, str]:
+        """Return policy and seat as seeds know them: a policy is empty where it is the job's default one."""
+        default = policy == self._context.policies.roles.default
+        return "" if default else policy, self._context.seat_of(agent)
 
     async def _sample(self, call: _Call, choice: _Choice) -> Chat:
         """Sample one choice, parse its reply, and record it."""
