@@ -86,6 +86,8 @@ if TYPE_CHECKING:
     from palestra.runtime.matrix.result import Matrix as Matrix
     from palestra.runtime.probabilities import ChoiceQuestion as ChoiceQuestion
     from palestra.runtime.probabilities import choice_probabilities as choice_probabilities
+    from palestra.runtime.scores import Evaluation as Evaluation
+    from palestra.runtime.scores import TaskOutcome as TaskOutcome
     from palestra.runtime.training import train as train
     from palestra.store.browsing import read_episodes as read_episodes
     from palestra.tools import Tool as Tool

@@ -63,7 +63,7 @@ def said(job: ScriptedJob) -> list[tuple[str, int, str]]:
 
 CASES = [
     (collapses, "opponents_collapse", 16, "agent has won nearly every game of the last 10 steps"),
-    (oscillates, "opponents_oscillate", 25, "took the lead from each other"),
+    (oscillates, "opponents_oscillate", 24, "took the lead from each other"),
     (rises, "opponents_rise", 9, "the rewards of both opponents rose"),
 ]
 
