@@ -13,7 +13,7 @@ from palestra.terminal import say
 
 if TYPE_CHECKING:
     from palestra.config import JobConfig
-    from palestra.runtime.evaluating import Evaluation
+    from palestra.runtime.scores import Evaluation
 
 
 def add(commands: Any) -> None:
