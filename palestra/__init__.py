@@ -78,8 +78,6 @@ if TYPE_CHECKING:
     from palestra.notebook import RecordedRun as RecordedRun
     from palestra.notebook import load_run as load_run
     from palestra.rollout import RolloutSpec as RolloutSpec
-    from palestra.runtime.evaluating import Evaluation as Evaluation
-    from palestra.runtime.evaluating import TaskOutcome as TaskOutcome
     from palestra.runtime.evaluating import evaluate as evaluate
     from palestra.runtime.job_thread import TrainResult as TrainResult
     from palestra.runtime.matrix.picture import draw_matrix as draw_matrix
@@ -88,6 +86,8 @@ if TYPE_CHECKING:
     from palestra.runtime.matrix.result import Matrix as Matrix
     from palestra.runtime.probabilities import ChoiceQuestion as ChoiceQuestion
     from palestra.runtime.probabilities import choice_probabilities as choice_probabilities
+    from palestra.runtime.scores import Evaluation as Evaluation
+    from palestra.runtime.scores import TaskOutcome as TaskOutcome
     from palestra.runtime.training import train as train
     from palestra.store.browsing import read_episodes as read_episodes
     from palestra.tools import Tool as Tool
@@ -125,7 +125,8 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     ),
     "palestra.client": ("AsyncClient", "Client", "Episode", "ModelEndpoint", "RolloutResult"),
     "palestra.client.control": ("ControlClient",),
-    "palestra.runtime.evaluating": ("Evaluation", "TaskOutcome", "evaluate"),
+    "palestra.runtime.evaluating": ("evaluate",),
+    "palestra.runtime.scores": ("Evaluation", "TaskOutcome"),
     "palestra.runtime.job_thread": ("TrainResult",),
     "palestra.runtime.matrix.play": ("play_matrix", "versions_of"),
     "palestra.runtime.matrix.picture": ("draw_matrix",),

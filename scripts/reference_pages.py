@@ -68,7 +68,7 @@ def doctor_page() -> str:
         "It ends with 0 where nothing was found, with 1 where something was, also if a later step does not show it any "
         "more, and with 2 after an error.",
         "",
-        "A running job looks for the same signs after each step, except for the last six of the table, which need "
+        "A running job looks for the same signs after each step, except for the last two of the table, which need "
         "more than its metrics. What appears is a `warning` on the console, in `palestra watch`, among the events and "
         "on the [page](dashboard.md); `/status` has in `warnings` what holds now, and `train/warnings` counts them.",
         "",

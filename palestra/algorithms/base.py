@@ -129,10 +129,13 @@ class RecordedEpisodes:
     Attributes:
         run_dir: folder of the run that has recorded them; None: the job's training tasks are conversations.
         min_reward: episodes of that run with a smaller reward are left out; None: none are.
+        policy: policy of that run whose calls and rewards are learned from, where the run has trained several; None:
+            the one with the name of the policy that learns.
     """
 
     run_dir: Path | None
     min_reward: float | None
+    policy: str | None = None
 
 
 class Algorithm(ABC):

@@ -41,7 +41,9 @@ class SFT(Algorithm):
     def __init__(self, config: SFTConfig, step_order: StepOrder = "observed") -> None:
         """Keep the settings, which say where the episodes are recorded. See `Algorithm`."""
         super().__init__(config, step_order)
-        self.recorded = RecordedEpisodes(run_dir=config.from_run, min_reward=config.min_reward)
+        self.recorded = RecordedEpisodes(
+            run_dir=config.from_run, min_reward=config.min_reward, policy=config.from_policy
+        )
 
     def advantages(self, groups: Sequence[Group], forward: ForwardOutputs) -> TokenAdvantages:
         """Return advantages of 1, which the loss does not read: every recorded token weighs the same."""

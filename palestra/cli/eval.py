@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from palestra.terminal import say
 
 if TYPE_CHECKING:
     from palestra.config import JobConfig
-    from palestra.runtime.evaluating import Evaluation
+    from palestra.runtime.scores import Evaluation
 
 
 def add(commands: Any) -> None:
@@ -23,10 +24,16 @@ def add(commands: Any) -> None:
         run,
         "score a model or a checkpoint on tasks, greedily",
         "  palestra eval runs/addition held_out.jsonl --rollout my_agent.py:rollout\n"
-        "  palestra eval runs/gomoku/checkpoints/step-000030 --environment gomoku\n\n"
+        "  palestra eval runs/gomoku/checkpoints/step-000030 --environment gomoku\n"
+        "  palestra eval runs/duel --environment gomoku-duel --policy white --model black=tiny-random\n"
+        "  palestra eval runs/duel --environment gomoku-duel --random opponent\n\n"
         "exit code: 0 every task was scored, 1 some were not, 2 an error, 130 stopped",
     )
-    parser.add_argument("model", metavar="CHECKPOINT", help="a checkpoint's folder, a run's (its newest), or a model")
+    parser.add_argument(
+        "checkpoint",
+        metavar="CHECKPOINT",
+        help="a checkpoint's folder, a run's (its newest, of each policy that it has trained), or a model",
+    )
     parser.add_argument(
         "tasks",
         metavar="TASKS",
@@ -50,7 +57,26 @@ def add(commands: Any) -> None:
         "--environment plays",
     )
     parser.add_argument(
-        "--config", metavar="JOB.TOML", type=Path, help="a job, in TOML, whose settings hold; without it, the defaults"
+        "--config",
+        metavar="JOB.TOML",
+        type=Path,
+        help="a job, in TOML, whose settings hold; without it, the defaults, or those of a run that has trained "
+        "several policies",
+    )
+    parser.add_argument("--policy", metavar="NAME", help="print the rewards of this policy; without it, of each")
+    parser.add_argument(
+        "--model",
+        metavar="NAME=MODEL",
+        action="append",
+        default=[],
+        help="play a policy with another model or checkpoint, such as an opponent; may be given several times",
+    )
+    parser.add_argument(
+        "--random",
+        metavar="AGENT",
+        action="append",
+        default=[],
+        help="let an agent draw its legal moves in place of its policy; may be given several times",
     )
     parser.add_argument(
         "--concurrency", metavar="EPISODES", type=int, default=64, help="episodes played at the same time"
@@ -79,37 +105,74 @@ def run(arguments: argparse.Namespace) -> int:
         () if arguments.tasks is None else arguments.tasks,
         config,
         reward=None if arguments.reward is None else load_function(arguments.reward),
+        random=arguments.random,
         concurrency=arguments.concurrency,
         quiet=arguments.quiet,
     )
+    if arguments.policy is not None and found.policies:
+        found = found.of(arguments.policy)
     _show(found, arguments.quiet)
     if not found.complete:
         return 130
-    return 0 if len(found.rewards) == len(found.outcomes) else 1
+    return 0 if found.scored == len(found.outcomes) else 1
 
 
 def _config(arguments: argparse.Namespace) -> JobConfig:
-    """Return the job whose settings the evaluation has, with the model and the environment of the arguments."""
-    from palestra.config import load_config, parse_config
-    from palestra.runtime.run_dir import newest_of_run
+    """Return the job whose settings the evaluation has, with the models and the environment of the arguments."""
+    from palestra.config import SAVED_CONFIG, load_config, parse_config
+    from palestra.runtime.starting_points import trained_in, with_models
 
-    settings = overrides(arguments.set)
-    config = load_config(arguments.config, settings) if arguments.config else parse_config({}, settings)
+    settings, file = overrides(arguments.set), arguments.config
+    if file is None and len(trained_in(arguments.checkpoint)) > 1:
+        file = Path(arguments.checkpoint) / SAVED_CONFIG
+    config = load_config(file, settings) if file else parse_config({}, settings)
     environment = config.environment.model_copy(update={"name": arguments.environment})
-    return config.with_model(newest_of_run(arguments.model)).model_copy(
-        update={"environment": environment, "run_dir": arguments.run_dir, "name": "eval"}
-    )
+    config = with_models(with_models(config, arguments.checkpoint), _models(arguments.model))
+    if arguments.policy is not None and arguments.policy not in config.trained_policies:
+        known = " and ".join(map(repr, config.trained_policies))
+        raise ConfigError(f"--policy {arguments.policy}: {known} would be scored, and no other policy")
+    return config.model_copy(update={"environment": environment, "run_dir": arguments.run_dir, "name": "eval"})
+
+
+def _models(given: Sequence[str]) -> dict[str, str]:
+    """Return the models of `--model NAME=MODEL` by the policy's name."""
+    found = {}
+    for text in given:
+        name, equals, model = text.partition("=")
+        if not (name and equals and model):
+            raise ConfigError(f"--model {text}: write NAME=MODEL, as in --model black=tiny-random")
+        found[name] = model
+    return found
 
 
 def _show(found: Evaluation, quiet: bool) -> None:
-    """Print a line for each task, unless `quiet`, and the mean reward with its interval."""
+    """Print a line for each task, unless `quiet`, and the mean reward with its interval, of each policy."""
     for outcome in () if quiet else found.outcomes:
-        said = f"{outcome.reward:g}" if outcome.reward is not None else f"not scored: {outcome.reason or 'not played'}"
+        rewards = [f"{name} {reward:g}" for name, reward in outcome.by_policy.items()]
+        if outcome.reward is not None:
+            rewards.append(f"{outcome.reward:g}")
+        said = ", ".join(rewards) or f"not scored: {outcome.reason or 'not played'}"
         say(f"{outcome.task_id}  {' '.join(said.split())}")
-    scored, total = len(found.rewards), len(found.outcomes)
+    if not found.scored:
+        say(f"none of {len(found.outcomes)} tasks was scored")
+        return
+    for name in found.policies:
+        _show_mean(found.of(name), f"{name}: ")
+    if not found.policies:
+        _show_mean(found, "")
+
+
+def _show_mean(found: Evaluation, whose: str) -> None:
+    """Print the mean reward of one policy.
+
+    Args:
+        found: its outcomes.
+        whose: the beginning of the line.
+    """
+    scored, total = found.scored, len(found.outcomes)
     if found.mean is None:
-        say(f"none of {total} tasks was scored")
+        say(f"{whose}none of {total} tasks was scored")
         return
     between = "" if found.interval is None else " (95 % interval {:.3f} to {:.3f})".format(*found.interval)
     rest = "" if scored == total else f"; {total - scored} of {total} were not scored"
-    say(f"mean reward {found.mean:.3f}{between} on {scored} tasks{rest}")
+    say(f"{whose}mean reward {found.mean:.3f}{between} on {scored} tasks{rest}")

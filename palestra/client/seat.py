@@ -112,11 +112,14 @@ class Seat(SeatState):
             if (observation := self._read(self._send(self._call()))) is not None:
                 yield observation
 
-    def act(self, action: str | ChatMessage) -> None:
+    def act(self, action: str | ChatMessage) -> bool:
         """Answer the observation that was given last.
 
         Args:
             action: a text, or a message with tool calls.
+
+        Returns:
+            Whether the environment has the action; False: the seat's time for it was over.
 
         Raises:
             EpisodeLeaseExpired: the seat was lost; claim again.
@@ -124,7 +127,8 @@ class Seat(SeatState):
             InvalidRequest: the action is too long, or nothing was observed.
         """
         with contextlib.suppress(EpisodeEnded):  # an action that was sent again may have ended the episode
-            self._send(self._action(action))
+            return bool(self._send(self._action(action)).taken)
+        return True
 
     def leave(self) -> None:
         """Give the seat back, for another worker or its policy. Does nothing if the episode is over or lost."""
@@ -153,10 +157,11 @@ class AsyncSeat(SeatState):
             if (observation := self._read(await self._send(self._call()))) is not None:
                 yield observation
 
-    async def act(self, action: str | ChatMessage) -> None:
+    async def act(self, action: str | ChatMessage) -> bool:
         """Answer the observation that was given last; see `Seat.act`."""
         with contextlib.suppress(EpisodeEnded):
-            await self._send(self._action(action))
+            return bool((await self._send(self._action(action))).taken)
+        return True
 
     async def leave(self) -> None:
         """Give the seat back; see `Seat.leave`."""

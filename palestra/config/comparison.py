@@ -49,6 +49,11 @@ class ScenarioEntry(Section):
     best: float | None = Field(None, description="The best possible validation reward, where it is known.")
     seeds: Seeds | None = Field(None, description="Seeds of this scenario. None: those of the comparison.")
     algorithms: list[str] | None = Field(None, description="Algorithms that are compared here. None: all.")
+    policies: Annotated[list[Identifier], Field(min_length=1)] | None = Field(
+        None,
+        description="Policies whose validation rewards are compared, each in tables of its own, where the job trains "
+        "several. None: all that it trains.",
+    )
     tuned: dict[str, AlgorithmEntry] = Field(
         {}, description="Settings and overrides of an algorithm that hold in this scenario only, by its key."
     )

@@ -24,6 +24,12 @@ class SFTConfig(AlgorithmConfig):
         "JSON objects with `messages`, and perhaps `tools` and `reward`, whose replies are learned. Each group is one "
         "of them, so that a step has `rollout.groups_per_step`.",
     )
+    from_policy: str | None = Field(
+        None,
+        min_length=1,
+        description="Policy of `from_run` whose calls and rewards are learned from, where that run has trained "
+        "several. None: the one with the name of the policy that learns.",
+    )
     min_reward: float | None = Field(
         None, description="Episodes with a smaller reward are left out of those of `from_run`. None: all are taken."
     )
@@ -42,6 +48,8 @@ class SFTConfig(AlgorithmConfig):
     def _reward_of_a_run(self) -> SFTConfig:
         if self.min_reward is not None and self.from_run is None:
             raise ValueError("min_reward chooses among the episodes of `from_run`, and that is not given")
+        if self.from_policy is not None and self.from_run is None:
+            raise ValueError("from_policy is a policy of the run `from_run`, and that is not given")
         return self
 
 

@@ -210,6 +210,7 @@ _ADDED_TO_ALGORITHM: Mapping[str, object] = {
     "entropy_coefficient": 0.0,
     "kl": None,
     "teacher_server": None,
+    "from_policy": None,
 }
 
 

@@ -1,6 +1,6 @@
-"""Signs of a game that goes wrong: opponents that are paid alike, one that always wins, and two that chase each other.
+"""Signs of a game that goes wrong: opponents that rise or are paid alike, one that always wins, two in turns.
 
-The numbers are those of two agents, which `store_facts` adds to the rows. What is a sign between opponents may be a
+The numbers are those of two agents, which `opponent_facts` adds to the rows. What is a sign between opponents may be a
 success where agents help each other, so each rule first looks whether the two are opponents.
 """
 
@@ -12,8 +12,17 @@ from collections.abc import Sequence
 
 from palestra.doctor import episodes
 from palestra.doctor.rule import RECENT, History, Row, Rule, in_each, mean
-from palestra.doctor.store_rules import AGENT_REWARD, HIGHEST, LOWEST, TOGETHER, TWO_AGENTS
 
+# Names of the numbers that `opponent_facts` adds to a row.
+AGENT_REWARD = "store/reward/"  # and the agent: its mean reward
+CONSTANT_SUM, TWO_AGENTS = "store/constant_sum_share", "store/episodes_of_two"
+REWARD_SPREAD = "store/reward_spread"
+HIGHEST, LOWEST = "store/reward_highest", "store/reward_lowest"
+TOGETHER = "store/reward_correlation"  # of the two agents of an episode; absent where one always earns the same
+
+CONSTANT_SHARE = 0.95
+RISE = 0.1  # of the spread of rewards
+OPPONENT_STEPS = 6
 ALIKE, APART = 0.5, -0.5  # correlation of two rewards: -1 of opponents, or near it where a move may be illegal
 COLLAPSED_STEPS, BOUND = 10, 0.02
 WINDOW, WINDOWS, TURNS = 3, 8, 4
@@ -36,6 +45,22 @@ def _are_opponents(history: History) -> bool:
 
 def _said(name: str) -> str:
     return name.removeprefix(AGENT_REWARD)
+
+
+def _opponents_rise(history: History) -> str | None:
+    rows = [row for row in history.rows if TWO_AGENTS in row]
+    if len(rows) < OPPONENT_STEPS:
+        return None
+    first, last = [row for row in history.start if TWO_AGENTS in row][:RECENT], rows[-RECENT:]
+    agents = [name for name in first[0] if name.startswith(AGENT_REWARD)] if first else []
+    if len(agents) != 2 or not in_each(first, lambda row: row[CONSTANT_SUM] >= CONSTANT_SHARE):
+        return None
+    least = RISE * max(row[REWARD_SPREAD] for row in (*first, *last))
+    moves = [(name, mean(first, name), mean(last, name)) for name in agents]
+    if least <= 0 or any(a is None or b is None or b - a <= least for _, a, b in moves):
+        return None
+    said = " and ".join(f"{name.removeprefix(AGENT_REWARD)} from {a:.3g} to {b:.3g}" for name, a, b in moves)
+    return f"the rewards of both opponents rose: {said}; at the start what one won the other lost"
 
 
 def _paid_alike(history: History) -> str | None:
@@ -95,6 +120,16 @@ _RIVALS = "a role has a pool, or several policies are trained"
 _OPPONENTS = f"correlation of the two agents' rewards ≤ {APART:g} in each of the first {RECENT} steps that have one"
 
 OPPONENT_RULES = (
+    Rule(
+        code="opponents_rise",
+        formula=f"two agents whose rewards had a constant sum in ≥ {CONSTANT_SHARE:g} of the episodes of each of the "
+        f"first {RECENT} steps: the mean of each rose by > {RISE:g} × (highest - lowest reward) to the last {RECENT}",
+        seen=_opponents_rise,
+        means="the game is not zero-sum any more: the players found a way to be paid together, or the reward has a bug",
+        remedy="read the episodes in which both won, and make the reward of one the loss of the other",
+        shows=episodes.best,
+        of_job=True,
+    ),
     Rule(
         code="opponents_paid_alike",
         formula="a role has a pool; two agents, and the correlation of their "

@@ -11,7 +11,7 @@ from palestra.doctor.store_rules import STORE_RULES
 from palestra.doctor.trend_rules import TREND_RULES
 from palestra.types.progress import HealthWarning
 
-RULES: tuple[Rule, ...] = (*STEP_RULES, *TREND_RULES, *STORE_RULES, *OPPONENT_RULES)
+RULES: tuple[Rule, ...] = (*STEP_RULES, *TREND_RULES, *OPPONENT_RULES, *STORE_RULES)
 
 
 OF_A_POLICY = tuple(rule for rule in RULES if not rule.of_job)

@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import shutil
-import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import orjson
 from sqlalchemy import Connection, select
 
-from palestra.doctor.store_rules import (
-    AGENT_REWARD,
-    CLAIMS,
-    CONSTANT_SUM,
-    FAILURES,
-    FREE,
-    HIGHEST,
-    LOWEST,
-    NEEDED,
-    REASON,
-    REWARD_SPREAD,
-    TOGETHER,
-    TWO_AGENTS,
-)
-from palestra.store.run_store import UNREADABLE
+from palestra.doctor.opponent_facts import rewards_of_two
+from palestra.doctor.store_rules import CLAIMS, FAILURES, FREE, NEEDED, REASON
 from palestra.store.tables import episodes, groups
 
 # Beginnings of reasons with which no attempt failed: its episode was left out on purpose, or its job was stopped.
@@ -47,7 +31,7 @@ def store_facts(connection: Connection) -> dict[int, dict[str, float]]:
     by_step: dict[int, list[Any]] = defaultdict(list)
     for row in connection.execute(wanted):
         by_step[row.step].append(row)
-    return {step: _attempts(rows) | _opponents(rows) for step, rows in by_step.items()}
+    return {step: _attempts(rows) | rewards_of_two(row.rewards for row in rows) for step, rows in by_step.items()}
 
 
 def _attempts(rows: Iterable[Any]) -> dict[str, float]:
@@ -64,43 +48,6 @@ def _attempts(rows: Iterable[Any]) -> dict[str, float]:
         if failures and reason:
             found[REASON + " ".join(reason.split())[:LONGEST_REASON]] += failures
     return found
-
-
-def _opponents(rows: Iterable[Any]) -> dict[str, float]:
-    """Return the rewards of the two agents of the episodes; nothing where other agents play."""
-    rewards = [found for row in rows if row.rewards is not None and (found := _rewards(row.rewards)) is not None]
-    names = {name for found in rewards for name in found}
-    if len(names) != 2 or any(len(found) != 2 for found in rewards):
-        return {}
-    sums = sorted(math.fsum(found.values()) for found in rewards)
-    middle = sums[len(sums) // 2]
-    known = [value for found in rewards for value in found.values()]
-    one, other = ([found[name] for found in rewards] for name in sorted(names))
-    together = _correlation(one, other)
-    return {
-        TWO_AGENTS: float(len(rewards)),
-        CONSTANT_SUM: sum(math.isclose(value, middle, abs_tol=1e-6) for value in sums) / len(sums),
-        REWARD_SPREAD: max(known) - min(known),
-        HIGHEST: max(known),
-        LOWEST: min(known),
-        **({} if together is None else {TOGETHER: together}),
-    } | {AGENT_REWARD + name: math.fsum(found[name] for found in rewards) / len(rewards) for name in names}
-
-
-def _correlation(one: Sequence[float], other: Sequence[float]) -> float | None:
-    """Return the correlation of two agents' rewards, from -1 to 1; None: one of them is always the same."""
-    try:
-        return statistics.correlation(one, other)
-    except statistics.StatisticsError:
-        return None
-
-
-def _rewards(text: str) -> dict[str, float] | None:
-    """Return rewards by agent; None: the record is damaged."""
-    try:
-        return {str(name): float(value) for name, value in orjson.loads(text).items()}
-    except (*UNREADABLE, TypeError, AttributeError):
-        return None
 
 
 def disk_facts(folder: Path, step: int, steps: int) -> Mapping[str, float]:

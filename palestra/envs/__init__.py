@@ -15,7 +15,7 @@ from palestra.envs.gomoku_duel import GomokuDuel
 from palestra.envs.gymnasium import FrozenLake, GymnasiumEnvironment
 from palestra.envs.kuhn_poker import KuhnPoker
 from palestra.envs.leduc_poker import LeducPoker
-from palestra.envs.multi_agent import Fault, MultiAgentEnvironment, Outcome, TimeLimit
+from palestra.envs.multi_agent import Fault, MultiAgentEnvironment, Outcome
 from palestra.envs.negotiation import Negotiation
 from palestra.envs.open_spiel import OpenSpielEnvironment
 from palestra.envs.pettingzoo import PettingZooEnvironment
@@ -28,6 +28,7 @@ from palestra.envs.subagents import DELEGATE, Subagent, SubagentEnvironment
 from palestra.envs.task_splits import Split
 from palestra.envs.textarena import TextArenaEnvironment
 from palestra.envs.tool_environment import ToolEnvironment
+from palestra.envs.turn_clock import TimeLimit
 
 __all__ = [
     "CATALOG",

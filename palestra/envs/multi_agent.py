@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import math
 from abc import abstractmethod
-from collections.abc import Awaitable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
 from palestra.envs.concurrent import ConcurrentEnvironment
 from palestra.envs.coordinator import Coordinator
 from palestra.envs.protocols import AgentProtocol, turns
+from palestra.envs.turn_clock import TimeLimit, TurnClock
 from palestra.errors import Conflict, EpisodeOver, InvalidEnvironment, RolloutFailed
 from palestra.types.clock import Clock
 from palestra.types.messages import ChatMessage, Observation, text_message
@@ -27,29 +29,7 @@ class Fault(StrEnum):
     ILLEGAL = "illegal"  # the reply is none of the observation's choices
     LATE = "late"  # the time limit is over, and has no default action
     FAILED = "failed"  # the agent raised, or its context is full
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TimeLimit:
-    """How long a role may think about one action.
-
-    Attributes:
-        seconds: by the event loop's clock, from the moment at which the role is shown the observation.
-        default: text of the action that is taken in its place; None: it is late, which fails the episode unless the
-            environment's `forfeits` have `Fault.LATE`.
-    """
-
-    seconds: float
-    default: str | None = None
-
-    def __post_init__(self) -> None:
-        """Check the number.
-
-        Raises:
-            ValueError: `seconds` is no positive number.
-        """
-        if not self.seconds > 0:
-            raise ValueError(f"a time limit is a positive number of seconds, not {self.seconds}")
+    LEFT = "left"  # the worker of its seat is gone, and no other one takes the seat
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,6 +87,8 @@ class MultiAgentEnvironment(ConcurrentEnvironment):
         """
         super().__init__(clock)
         self._over = True
+        self._seats: Collection[str] = ()  # roles whose clocks run only while they are told to
+        self._told_late: Callable[[str, ChatMessage | None], None] = lambda observation_id, action: None
 
     # Methods that a subclass implements.
 
@@ -156,7 +138,7 @@ class MultiAgentEnvironment(ConcurrentEnvironment):
         self._shown: dict[str, Observation] = {}  # the last observation of each role
         self._due: dict[str, float] = {}  # rewards that the role's next observation brings
         self._totals = dict.fromkeys(self.roles, 0.0)
-        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._timers: dict[str, TurnClock] = {}
         self._turnstile = asyncio.Lock()
         self._over = False
         await result_of(self.begin(task))
@@ -212,6 +194,37 @@ class MultiAgentEnvironment(ConcurrentEnvironment):
         if observation is not None and not self._over:
             self._work(observation_id, self._accept(observation, Fault.FAILED))
 
+    @property
+    def forfeits_lost_seats(self) -> bool:
+        """Return whether the environment scores a role whose seat has lost its worker for good."""
+        return Fault.LEFT in self.forfeits
+
+    def pace(self, seats: Collection[str], late: Callable[[str, ChatMessage | None], None]) -> None:
+        """Let the clocks of roles run only while `run_clock` says so, because workers elsewhere play them.
+
+        Args:
+            seats: these roles.
+            late: is called with an observation's id, and with the default action, if there is one, when the time for an
+                action is over.
+        """
+        self._seats, self._told_late = tuple(seats), late
+
+    def run_clock(self, observation_id: str) -> None:
+        """Let the time for an action run: a worker knows the observation, or the role's policy plays it."""
+        if (clock := self._timers.get(observation_id)) is not None:
+            clock.run()
+
+    def hold_clock(self, observation_id: str) -> None:
+        """Hold the time for an action, because the seat has no worker."""
+        if (clock := self._timers.get(observation_id)) is not None:
+            clock.hold()
+
+    def lose_turn(self, observation_id: str) -> None:
+        """Score the turn of a role whose seat is lost; only where `forfeits_lost_seats`."""
+        if (observation := self._open.get(observation_id)) is not None:
+            self.withdraw(observation_id)
+            self._work(observation_id, self._accept(observation, Fault.LEFT))
+
     async def abandon(self) -> None:
         """End the episode at any point and wait until none of its work is running."""
         self._over = True
@@ -223,7 +236,7 @@ class MultiAgentEnvironment(ConcurrentEnvironment):
     async def _accept(self, observation: Observation, action: ChatMessage | Fault) -> None:
         role = observation.agent
         if (timer := self._timers.pop(observation.id, None)) is not None:
-            timer.cancel()
+            timer.hold()
         async with self._turnstile:
             # While this action waited, another one may have ended the part of its role, or the episode.
             if self._over or self.coordinator.state(role) is AgentState.DONE:
@@ -328,8 +341,9 @@ class MultiAgentEnvironment(ConcurrentEnvironment):
             shown = self.emit(role, content, parents=parents, choices=choices, reward=reward)
             self._shown[role] = shown
             if (limit := self.time_limits.get(role)) is not None and not shown.is_last:
-                loop = asyncio.get_running_loop()
-                self._timers[shown.id] = loop.call_later(limit.seconds, self._late, shown, limit)
+                clock = self._timers[shown.id] = TurnClock(limit.seconds, partial(self._late, shown, limit))
+                if role not in self._seats:
+                    clock.run()
 
     def _text(self, role: str, view: str) -> str:
         rules = "" if role in self._shown else self.rules(role)
@@ -342,11 +356,12 @@ class MultiAgentEnvironment(ConcurrentEnvironment):
             return
         action = None if limit.default is None else text_message("assistant", limit.default)
         self.withdraw(observation.id, action)
+        self._told_late(observation.id, action)
         self._work(observation.id, self._accept(observation, action or Fault.LATE))
 
     def _end_timers(self) -> None:
         for timer in getattr(self, "_timers", {}).values():
-            timer.cancel()
+            timer.hold()
         self._timers = {}
 
     def _said(self, observation: Observation, fault: Fault) -> str:

@@ -94,7 +94,7 @@ class Learner:
         )
         self._pools = Pools(config, trainer, engine, policies, store, folder.pools)
         self._recordings = self._updates.recordings()
-        self._log = StepLog(config, store.log, folder, progress, self._event)
+        self._log = StepLog(config, store, folder, progress, self._event)
         self._wall_before = 0.0
         self._resumed_step = 0  # first step that this process gathers in a resumed run; 0: not resumed
         self._started = time.monotonic()
@@ -205,7 +205,7 @@ class Learner:
         await self._publish(self._policies.trained)
         unfinished = await self._store.log.restore_metrics(self._progress.step)
         rows = await self._store.log.metrics()
-        self._log.restore(rows)
+        await self._log.restore(rows)
         if self._progress.step == 0 and not rows:
             return {"step": 0.0}  # the row of the evaluation before the first step
         return unfinished

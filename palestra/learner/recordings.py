@@ -5,7 +5,6 @@ From there on they are like played ones: the same manifest, the same rows, and t
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,14 +15,22 @@ import orjson
 from jinja2 import TemplateError
 
 from palestra.algorithms.base import RecordedEpisodes
-from palestra.config import SAVED_CONFIG, load_config
+from palestra.config import Roles
 from palestra.database import to_json
 from palestra.errors import ConfigError
 from palestra.learner.groups import Gathered
+from palestra.learner.recorded_run import (
+    check_tokens,
+    chosen_episodes,
+    is_apart,
+    learned_policies,
+    recorded_rewards,
+    source_config,
+)
 from palestra.renderers.long_text import TooManyTokens
 from palestra.session import PolicyRuntime
 from palestra.store import RunStore
-from palestra.store.browsing import browse, list_episodes
+from palestra.store.browsing import browse
 from palestra.store.calls import read_trajectory
 from palestra.threads import in_thread
 from palestra.tokens import common_tokens
@@ -33,6 +40,7 @@ from palestra.types.messages import ChatMessage, text_message
 from palestra.types.records import RecordedEpisode, Task
 
 _IDS = "recorded_episodes"  # fact in the run store: the ids of the episodes that are learned from
+_POLICIES = "recorded_policies"  # fact in the run store: the policies of that run whose calls are learned
 _CERTAIN = 0.0  # the log-probability of a token that was given and not sampled
 
 
@@ -48,14 +56,15 @@ class Recordings:
             store: the job's run store.
         """
         self._source, self._runtime, self._store = source, runtime, store
-        self._policies: frozenset[str] = frozenset()  # whose calls are learned, by their names in the run of the source
+        self._policies: tuple[str, ...] = ()  # whose calls are learned, by their names in the run of the source
+        self._roles = Roles(default=runtime.name)  # who plays which agent there
 
     async def tasks(self) -> list[Task]:
         """Return a task for each recorded episode, in canonical order; a resumed job has those of its first start.
 
         Raises:
-            ConfigError: there is no such run, it has no such episode, or its policy is of another model; or a task is
-                no conversation.
+            ConfigError: there is no such run, it has no such episode or policy, or its policy is of another model; or a
+                task is no conversation.
         """
         run_dir = self._source.run_dir
         if run_dir is None:
@@ -63,13 +72,21 @@ class Recordings:
             for task in tasks:
                 read_conversation(task)
             return tasks
-        self._policies = await in_thread(lambda: _learned_policies(run_dir, self._runtime))
+        config = await in_thread(lambda: source_config(run_dir))
+        self._roles = config.players
         known = await self._store.log.fact(_IDS)
         if known is None:
-            names = await in_thread(lambda: chosen_episodes(run_dir, self._source.min_reward))
+            self._policies = learned_policies(run_dir, self._source.policy, self._runtime.name)
+            await in_thread(lambda: check_tokens(config, self._policies, run_dir, self._runtime))
+            names = await in_thread(lambda: chosen_episodes(run_dir, self._policies, self._source.min_reward))
+            await self._store.log.set_fact(_POLICIES, to_json(list(self._policies)))
             await self._store.log.set_fact(_IDS, to_json(names))
         else:
             names = orjson.loads(known)
+            chosen = await self._store.log.fact(_POLICIES)
+            # Jobs of earlier versions have learned from the calls of all policies that their source has trained.
+            self._policies = config.trained_policies if chosen is None else tuple(orjson.loads(chosen))
+            await in_thread(lambda: check_tokens(config, self._policies, run_dir, self._runtime))
         return [Task(task_id=name, data={"recorded": name}) for name in names]
 
     async def episode(self, task: Task, version: PolicyVersion) -> RecordedEpisode:
@@ -88,15 +105,16 @@ class Recordings:
         return await in_thread(lambda: self._of_run(run_dir, task, version))
 
     def _of_run(self, run_dir: Path, task: Task, version: PolicyVersion) -> RecordedEpisode:
-        """Read an episode of another run; calls of policies that were not trained there are left out."""
+        """Read an episode of another run; calls of policies that are not learned from are left out."""
         with browse(run_dir / "run.db") as connection:
             found = read_trajectory(connection, task.data["recorded"])
         episode = found.episode
         calls = [chat for chat in found.chats if chat.policy in self._policies]
+        apart = is_apart(self._roles, self._policies)
         return RecordedEpisode(
             task=Task(task_id=episode.task.task_id, data=episode.task.data),
-            rewards=dict(episode.rewards or {}),
-            step_rewards=episode.step_rewards,
+            rewards=recorded_rewards(self._roles, self._policies, episode.players, episode.rewards or {}),
+            step_rewards=None if apart else episode.step_rewards,  # those of all policies together
             step_times=episode.step_times,
             named_rewards=episode.named_rewards,
             metadata={"recorded": f"{run_dir}/{episode.episode_id}"},
@@ -253,60 +271,3 @@ async def gather_recorded(
     found = await store.groups.of_step("train", step)
     names = tuple(episode.episode_id for _, episodes in found for episode in episodes)
     return Gathered(episode_ids=names, dropped=0, skipped=0, discarded=0, stale=0)
-
-
-def _learned_policies(run_dir: Path, runtime: PolicyRuntime) -> frozenset[str]:
-    """Return the names of the policies that were trained in a run, if their tokens are tokens of this policy.
-
-    Raises:
-        ConfigError: there is no such run, or its model has another tokenizer.
-    """
-    _check_run(run_dir)
-    config = load_config(run_dir / SAVED_CONFIG)
-    names = frozenset(config.trained_policies)
-    for model in {config.policies[name].model for name in names} - {runtime.config.model}:
-        if config.engine.kind != "fake" and not _same_tokens(model, runtime):
-            raise ConfigError(
-                f"algorithm.from_run: the run in {run_dir} is of {model!r}, whose tokenizer is another one than that "
-                f"of {runtime.config.model!r}, so its ids are other texts; take its messages as tasks"
-            )
-    return names
-
-
-def _check_run(run_dir: Path) -> None:
-    if not (run_dir / "run.db").is_file():
-        raise ConfigError(f"algorithm.from_run: {run_dir} is not the folder of a run (it has no run.db)")
-
-
-def _same_tokens(model: str, runtime: PolicyRuntime) -> bool:
-    """Return whether every token of a model is the same bytes in the policy's tokenizer."""
-    from palestra.models.causal_lm import load_tokenizer
-    from palestra.renderers.vocabulary import Vocabulary
-
-    other, own = Vocabulary(load_tokenizer(model)), runtime.renderer.vocabulary
-    return len(other) == len(own) and all(other.bytes_of(token) == own.bytes_of(token) for token in range(len(own)))
-
-
-def chosen_episodes(run_dir: Path, min_reward: float | None) -> list[str]:
-    """Return the ids of a run's completed training episodes with enough reward, in canonical order.
-
-    Args:
-        run_dir: folder of the run.
-        min_reward: the least reward; None: any.
-
-    Raises:
-        ConfigError: there is no such run, or no such episode.
-    """
-    _check_run(run_dir)
-    with browse(run_dir / "run.db") as connection:
-        found = list_episodes(connection, "train", "completed", sys.maxsize)
-    rewarded = [(each.episode_id, each.reward) for each in found if each.reward is not None and each.completion_tokens]
-    names = [name for name, reward in rewarded if min_reward is None or reward >= min_reward]
-    if not names:
-        best = max((reward for _, reward in rewarded), default=None)
-        most = "it has none at all" if best is None else f"the largest reward is {best:g}"
-        raise ConfigError(
-            f"algorithm.from_run: the run in {run_dir} has no training episode with a reward of at least "
-            f"{min_reward}; {most}"
-        )
-    return names

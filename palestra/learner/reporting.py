@@ -11,18 +11,19 @@ import io
 import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from palestra.config import SAVED_CONFIG, JobConfig, dump_config, load_config, name_differences
 from palestra.disk import write_whole, writing
-from palestra.doctor.rule import History, JobSize
+from palestra.doctor.opponent_facts import opponent_facts
+from palestra.doctor.rule import KEPT, START, History, JobSize
 from palestra.doctor.rules import OF_A_JOB, OF_A_POLICY, health_of
 from palestra.errors import ConfigError
 from palestra.learner.update import AddEvent
-from palestra.store import RunLog
+from palestra.store import RunStore
 from palestra.types.metrics import of_policies, of_policy, row_of_policy
 from palestra.types.progress import HealthWarning, JobProgress
 
@@ -181,40 +182,48 @@ class StepLog:
     """Writes the rows of a run, oldest first."""
 
     def __init__(
-        self, config: JobConfig, log: RunLog, folder: RunFolder, progress: JobProgress, add_event: AddEvent
+        self, config: JobConfig, store: RunStore, folder: RunFolder, progress: JobProgress, add_event: AddEvent
     ) -> None:
         """Create the log without rows; `restore` adds those of a resumed run.
 
         Args:
             config: the job.
-            log: the store's log, the source of truth of all rows.
+            store: the job's run store, whose log is the source of truth of all rows.
             folder: the files that show the rows.
             progress: the state that `/status` shows.
             add_event: records an event of the job.
         """
-        self._config, self._log, self._folder, self._progress = config, log, folder, progress
+        self._config, self._store, self._log = config, store, store.log
+        self._folder, self._progress = folder, progress
         self._add_event = add_event
         size = JobSize.of(config)
         self._rivals = config.players.rivals
         sole = config.players.default if len(config.policies) > 1 else ""
         self._histories = {policy: History(size) for policy in self._rivals or (sole,)}
+        self._job_history = History(size)  # a row a step, whichever policy was trained in it
         self._found: dict[str, list[HealthWarning]] = {}  # by policy, of the newest step in which it was trained
 
-    def restore(self, rows: Sequence[Mapping[str, float]]) -> None:
+    async def restore(self, rows: Sequence[Mapping[str, float]]) -> None:
         """Write the file from the rows of the store, as after a restart."""
         rows = [_finite(row) for row in rows]  # a store of before has null where a number was infinite
         self._folder.write_metrics(rows)
+        steps = [int(row["step"]) for row in rows if any(of_policies(row, "train/episodes").values())]
+        facts = await self._opponents({*steps[:START], *steps[-KEPT:]})  # no rule looks at others
         for row in rows:
-            self._add(row)
+            self._add({**row, **facts.get(int(row["step"]), {})})
+
+    async def _opponents(self, steps: Collection[int]) -> dict[int, dict[str, float]]:
+        """Return what the rules of opponents read of the episodes of steps, by the number of the step."""
+        return await self._store.db.read(lambda connection: opponent_facts(connection, steps))
 
     def _add(self, row: Row) -> list[str]:
-        """Add a row to the histories of the policies, and return the names of those that it has trained."""
-        trained = []
-        for policy, history in self._histories.items():
-            own = row_of_policy(row, policy, self._rivals)
-            if own.get("train/episodes"):
-                history.add(own)
-                trained.append(policy)
+        """Add a row to the histories of the policies and the job; return the names of those that it has trained."""
+        own = {policy: row_of_policy(row, policy, self._rivals) for policy in self._histories}
+        trained = [policy for policy, mine in own.items() if mine.get("train/episodes")]
+        for policy in trained:
+            self._histories[policy].add(own[policy])
+        if trained:
+            self._job_history.add(own[trained[0]])
         return trained
 
     async def write(self, step: int, row: dict[str, float], last: bool) -> None:
@@ -237,14 +246,15 @@ class StepLog:
 
     async def _warn(self, row: dict[str, float]) -> None:
         """Report each sign of a run that learns nothing, once, when it appears."""
-        trained = self._add(row)
+        step = int(row["step"])
+        trained = self._add({**row, **(await self._opponents([step]))[step]})
         if not trained:
             return
         before = {(warning.policy, warning.code) for warning in self._progress.warnings}
         if self._rivals:
             # One that is not updated in this step keeps the signs of the step in which it was.
             self._found |= {policy: health_of(self._histories[policy], policy, OF_A_POLICY) for policy in trained}
-            self._found[""] = health_of(self._histories[trained[0]], "", OF_A_JOB)
+            self._found[""] = health_of(self._job_history, "", OF_A_JOB)
         else:
             self._found = {policy: health_of(self._histories[policy], policy) for policy in trained}
         found = [warning for warnings in self._found.values() for warning in warnings]

@@ -13,6 +13,7 @@ from typing import Any, Self
 from palestra.agents import Agent, ModelAgent
 from palestra.client.arguments import checked_amount, checked_count
 from palestra.config import GRPOConfig
+from palestra.envs import ConcurrentEnvironment, MultiAgentEnvironment
 from palestra.errors import NotScored, RolloutFailed
 from palestra.rollout.collect import AlgorithmOf, TrajectoryCollectEngine
 from palestra.rollout.environment_pool import EnvironmentPool, Made
@@ -20,6 +21,7 @@ from palestra.rollout.failures import Lost
 from palestra.rollout.result import EpisodeResult, Termination
 from palestra.rollout.seats import with_seats
 from palestra.session import Sessions
+from palestra.session.seat_table import SeatTable
 from palestra.types.records import EpisodeRecord, Task, Trajectory
 
 _WEIGHTS_OF_ONE = GRPOConfig()
@@ -194,12 +196,8 @@ class Runner:
         if book is not None and seats is not None:
             agents = with_seats(agents, seats, book.roles)
         async with self._environments.acquire() as environment:
-            if book is not None and (limited := set(book.roles) & set(getattr(environment, "time_limits", {}))):
-                raise RolloutFailed(
-                    Termination.ENVIRONMENT_FAILED,
-                    f"the environment limits the time of {', '.join(sorted(limited))}, which are seats: a limit would "
-                    "also run while no worker is there, so that a worker's death would make another win",
-                )
+            if book is not None and seats is not None:
+                _pace(environment, book.roles, seats)
             engine = TrajectoryCollectEngine(
                 environment=environment,
                 agents=agents,
@@ -210,6 +208,29 @@ class Runner:
                 temperature=self._temperature,
             )
             return _finite(await engine.collect(episode.task.data))
+
+
+def _pace(environment: ConcurrentEnvironment, roles: tuple[str, ...], seats: SeatTable) -> None:
+    """Let the clocks of seats run only while a worker has the seat and knows what it has to answer.
+
+    Args:
+        environment: before its episode.
+        roles: names of the seats.
+        seats: of the episode.
+
+    Raises:
+        RolloutFailed: the environment limits the time of seats by clocks of its own.
+    """
+    if isinstance(environment, MultiAgentEnvironment):
+        environment.pace(roles, seats.miss)
+        seats.world = environment
+    elif limited := set(roles) & set(getattr(environment, "time_limits", {})):
+        raise RolloutFailed(
+            Termination.ENVIRONMENT_FAILED,
+            f"the environment limits the time of {', '.join(sorted(limited))}, which are seats, and is no "
+            "MultiAgentEnvironment: its limits would also run while no worker is there, so that a worker's death would "
+            "make another win",
+        )
 
 
 def _finite(collected: EpisodeResult) -> EpisodeResult:

@@ -15,6 +15,7 @@ from palestra.envs.environment import task_prompt
 from palestra.envs.rewards import reward_function
 from palestra.errors import ConfigError, InvalidEnvironment
 from palestra.rollout import RolloutSpec
+from palestra.runtime.starting_points import with_models
 
 TaskData = Mapping[str, Any]
 Tasks = Iterable[TaskData] | str | Path
@@ -23,27 +24,29 @@ RewardFunction = Callable[..., Any] | Mapping[str, Callable[..., Any]]
 
 
 def resolve_config(
-    config: JobConfig | None, model: str | None, environment: EnvironmentMaker | str | None
+    config: JobConfig | None, model: str | Mapping[str, str] | None, environment: EnvironmentMaker | str | None
 ) -> JobConfig:
     """Return the job that a configuration and the arguments beside it describe.
 
     Args:
         config: the job; None for the defaults.
-        model: replaces the model of the job's one policy that is not frozen; None leaves it.
+        model: replaces the model of the job's one policy that is not frozen, or models by the policy's name, as
+            `with_models` reads them; None leaves them.
         environment: a name sets `environment.name`; anything else leaves it.
 
     Raises:
-        ConfigError: `config` is not a JobConfig, or names another environment.
+        ConfigError: `config` is not a JobConfig, or names another environment, or it is not clear whose model is meant.
+        NotFound: `model` is the folder of a run that has no checkpoint yet.
     """
     if config is not None and not isinstance(config, JobConfig):
         raise ConfigError(f"the configuration is a {type(config).__name__}; write palestra.JobConfig(steps=30, …)")
     config = config or JobConfig()
     if model is not None:
-        if not isinstance(model, str):
+        if not isinstance(model, str | Mapping):
             raise ConfigError(
                 f"`model` has the type {type(model).__name__}; give the name of a model, or the folder that it is in"
             )
-        config = config.with_model(model)
+        config = with_models(config, model)
     if isinstance(environment, str):
         if config.environment.name not in (None, environment):
             raise ConfigError(

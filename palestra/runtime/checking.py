@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from palestra.algorithms.base import RecordedEpisodes
 from palestra.algorithms.registry import create_algorithm
-from palestra.config import DEFAULT_CONTEXT, AlgorithmConfig, FakeEngineConfig, JobConfig
+from palestra.config import DEFAULT_CONTEXT, FakeEngineConfig, JobConfig
 from palestra.envs import ConcurrentEnvironment, Environment
 from palestra.envs.catalog import catalog_entry
 from palestra.envs.check import check_environment
@@ -26,7 +26,7 @@ from palestra.envs.task_splits import Split
 from palestra.errors import ConfigError, InvalidEnvironment, ModelError, StoreError
 from palestra.extras import missing_extra
 from palestra.http.server import listen
-from palestra.learner.recordings import chosen_episodes
+from palestra.learner.recorded_run import chosen_episodes, learned_policies
 from palestra.runtime.role_check import odd_roles, past_copies
 from palestra.runtime.tasks import read_files
 from palestra.types.conversations import read_conversation
@@ -263,28 +263,27 @@ def _algorithm(config: JobConfig, key: str, policy: str) -> Iterator[Finding]:
     if "teacher_logprobs" in algorithm.needs and config.teacher_of(policy) is None and served is None:
         text = "the job has no policy that teaches; add one to [policies] with `frozen = true`"
         yield Finding(key=f"{key}.teacher", text=text)
-    yield from _recordings(config, key, settings, algorithm.recorded)
+    yield from _recordings(config, policy, algorithm.recorded)
 
 
-def _recordings(
-    config: JobConfig, key: str, settings: AlgorithmConfig, recorded: RecordedEpisodes | None
-) -> Iterator[Finding]:
+def _recordings(config: JobConfig, policy: str, recorded: RecordedEpisodes | None) -> Iterator[Finding]:
     """Look for the recorded episodes that an algorithm trains, if any.
 
     Args:
         config: the job.
-        key: of the algorithm's table.
-        settings: that table.
+        policy: the policy that is trained.
         recorded: where the episodes are; None: they are played.
     """
     try:
         if recorded is not None and recorded.run_dir is not None:
-            chosen_episodes(recorded.run_dir, recorded.min_reward)
+            policies = learned_policies(recorded.run_dir, recorded.policy, policy)
+            chosen_episodes(recorded.run_dir, policies, recorded.min_reward)
         elif recorded is not None:
             for task in _tasks_of(config, "train"):
                 read_conversation(task)
     except (ConfigError, StoreError) as error:
-        where = f"{key}.from_run" if settings.brings_tasks else "tasks.train"
+        key, brings = config.algorithm_key(policy), config.algorithm_of(policy).brings_tasks
+        where = f"{key}.from_run" if brings else "tasks.train"
         yield Finding(key=where, text=str(error).removeprefix("algorithm.from_run: ").removeprefix("tasks.train: "))
     if recorded is not None and recorded.run_dir is None and config.tasks.train is None and config.environment.name:
         text = f"the tasks of {config.environment.name!r} are no conversations; name a file in tasks.train, or from_run"

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 from rich.console import RenderableType
 from rich.text import Text
 
+from palestra.agents import ModelAgent, RandomAgent
 from palestra.client.arguments import checked_count
 from palestra.client.worker import Rollout
-from palestra.config import JobConfig, Roles
+from palestra.config import SAVED_CONFIG, JobConfig, Roles, load_config
 from palestra.envs.catalog import catalog_entry
 from palestra.errors import ConfigError
 from palestra.rollout import RolloutSpec
@@ -30,7 +30,8 @@ from palestra.runtime.arguments import (
 )
 from palestra.runtime.console import Console, models_of
 from palestra.runtime.job_thread import Interrupts, JobThread, run
-from palestra.runtime.run_dir import newest_of_run
+from palestra.runtime.scores import Evaluation, TaskOutcome
+from palestra.runtime.starting_points import trained_in
 from palestra.runtime.tasks import task_of
 from palestra.runtime.training import Rollouts, play_until_over
 from palestra.store.browsing import EpisodeSummary, browse, list_episodes, read_episode
@@ -39,93 +40,40 @@ from palestra.types.records import Trajectory
 if TYPE_CHECKING:
     from palestra.runtime.local import LocalJob
 
-NORMAL_95 = 1.959964  # 95 % of a normal distribution lie within so many standard deviations
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TaskOutcome:
-    """The outcome of one task of an evaluation: its reward, or why there is none."""
-
-    task_id: str
-    episode_id: str
-    reward: float | None  # sum of the rewards of agents that no frozen policy plays; None: every attempt failed
-    reason: str | None  # why the last attempt failed; None if there is a reward
-    trajectory: Trajectory | None = None  # messages, tokens, logprobs and steps; None unless they were asked for
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Evaluation:
-    """The outcomes of all tasks, in their order, with their mean and its confidence interval."""
-
-    outcomes: tuple[TaskOutcome, ...]
-    complete: bool  # False: the evaluation was stopped before its end
-
-    def __repr__(self) -> str:
-        """Return the mean in a line, with the number of outcomes and not the outcomes."""
-        between = "" if self.interval is None else ", interval=({:.4g}, {:.4g})".format(*self.interval)
-        mean = "None" if self.mean is None else f"{self.mean:.4g}"
-        scored = f"{len(self.rewards)} of {len(self.outcomes)} tasks scored"
-        return f"Evaluation(mean={mean}{between}, {scored}, complete={self.complete})"
-
-    @property
-    def rewards(self) -> list[float]:
-        """Return the rewards of the tasks that were scored."""
-        return [outcome.reward for outcome in self.outcomes if outcome.reward is not None]
-
-    @property
-    def mean(self) -> float | None:
-        """Return the mean reward of the tasks that were scored, or None if there is none."""
-        rewards = self.rewards
-        return math.fsum(rewards) / len(rewards) if rewards else None
-
-    @property
-    def interval(self) -> tuple[float, float] | None:
-        """Return the 95 % confidence interval of the mean over tasks, or None with fewer than two rewards.
-
-        For rewards of 0 and 1 this is Wilson's score interval (1927), otherwise the mean plus and minus 1.96 standard
-        errors.
-        """
-        rewards, mean = self.rewards, self.mean
-        count = len(rewards)
-        if count < 2 or mean is None:
-            return None
-        if set(rewards) <= {0.0, 1.0}:
-            square = NORMAL_95**2
-            middle = (mean + square / (2 * count)) / (1 + square / count)
-            root = math.sqrt(mean * (1 - mean) / count + square / (4 * count**2))
-            half = NORMAL_95 * root / (1 + square / count)
-            return max(0.0, middle - half), min(1.0, middle + half)
-        variance = math.fsum((reward - mean) ** 2 for reward in rewards) / (count - 1)
-        half = NORMAL_95 * math.sqrt(variance / count)
-        return mean - half, mean + half
-
 
 def evaluate(
     rollout: Rollout | RolloutSpec | None = None,
     tasks: Tasks = (),
     config: JobConfig | None = None,
     *,
-    model: str | None = None,
+    model: str | Mapping[str, str] | None = None,
     environment: EnvironmentMaker | str | None = None,
     reward: RewardFunction | None = None,
+    random: Collection[str] = (),
     trajectories: bool = False,
     concurrency: int = 64,
     quiet: bool = False,
 ) -> Evaluation:
     """Score a model once on each task, greedily; nothing is trained.
 
+    Where several policies of the job are not frozen, each is scored by its own rewards: `Evaluation.of`.
+
     Args:
         rollout: a function `(task, endpoint)`, or a `RolloutSpec`; see `train`.
         tasks: JSON objects: a list, an iterator that ends, a data set of `datasets`, or the path of a JSONL file; a key
             `id` names a task. If it is empty, an environment that ships with Palestra makes its validation tasks.
-        config: the job, whose settings about training are not used; None for the defaults. If it has a `run_dir`,
-            episodes are kept there, for `palestra episodes`.
+        config: the job, whose settings about training are not used; None for the defaults, or, where `model` is a run
+            that has trained several policies, for that run's. If it has a `run_dir`, episodes are kept there, for
+            `palestra episodes`.
         model: name of a model, or folder of a model, of a checkpoint, or of a run, whose newest checkpoint is scored;
-            None: the configuration's.
+            or models by the policy's name, of opponents as well. Of a run that has trained several policies each takes
+            the checkpoint of its own name, and `RUN/checkpoints/NAME` is that of one. None: the configuration's.
         environment: class of an environment, a function without arguments that makes one, or the name of one that ships
             with Palestra (`palestra environments`).
         reward: scores one answer to each task's `prompt`: `(task, answer) -> float`, or a function in TRL's
             form, which gets texts.
+        random: names of agents that draw one of their legal moves (`Observation.choices`) in place of their policy,
+            whose rewards are not counted; only in an environment.
         trajectories: whether each outcome has its trajectory: messages, tokens, logprobs, steps.
         concurrency: number of episodes that are played at the same time.
         quiet: whether to print nothing.
@@ -135,7 +83,8 @@ def evaluate(
 
     Raises:
         ConfigError: none of the arguments says what is played, or more than one does, or there is no task, or
-            `concurrency` is below 1.
+            `concurrency` is below 1, or it is not clear whose model `model` is, or the environment has no agent of a
+            name in `random`.
         NotFound: `model` is the folder of a run that has no checkpoint yet.
         PalestraError: the model can't be loaded, or many episodes in a row have failed.
         KeyboardInterrupt, SystemExit: after SIGINT, or SIGTERM (exit code 143); episodes are kept in `run_dir`.
@@ -143,15 +92,28 @@ def evaluate(
     found, interrupts = evaluate_until_stopped(
         rollout,
         tasks,
-        resolve_config(config, newest_of_run(model) if isinstance(model, str) else model, environment),
+        config_to_score(config, model, environment),
         environment=environment,
         reward=reward,
+        random=random,
         trajectories=trajectories,
         concurrency=concurrency,
         quiet=quiet,
     )
-    interrupts.raise_received(f"{len(found.rewards)} of {len(found.outcomes)} tasks were scored")
+    interrupts.raise_received(f"{found.scored} of {len(found.outcomes)} tasks were scored")
     return found
+
+
+def config_to_score(
+    config: JobConfig | None, model: str | Mapping[str, str] | None, environment: EnvironmentMaker | str | None
+) -> JobConfig:
+    """Return the job whose policies are scored; the arguments and errors are those of `evaluate`."""
+    if config is None and isinstance(model, str) and len(trained_in(model)) > 1:
+        found = load_config(Path(model) / SAVED_CONFIG)
+        # The folder is that of the run. What was played there is played here only if the caller says so.
+        named = found.environment.model_copy(update={"name": environment if isinstance(environment, str) else None})
+        config = found.model_copy(update={"run_dir": None, "environment": named})
+    return resolve_config(config, model, environment)
 
 
 def evaluate_until_stopped(
@@ -161,14 +123,15 @@ def evaluate_until_stopped(
     *,
     environment: EnvironmentMaker | str | None = None,
     reward: RewardFunction | None = None,
+    random: Collection[str] = (),
     trajectories: bool = False,
     concurrency: int = 64,
     quiet: bool = False,
 ) -> tuple[Evaluation, Interrupts]:
     """Evaluate as `evaluate` does, and also return the received signals, so that a caller may end as it likes.
 
-    `rollout`, `tasks`, `config`, `environment`, `reward`, `trajectories`, `concurrency` and `quiet` are those of
-    `evaluate`.
+    `rollout`, `tasks`, `config`, `environment`, `reward`, `random`, `trajectories`, `concurrency` and `quiet` are those
+    of `evaluate`.
     """
     concurrency = checked_count("concurrency", concurrency)
     if config.run_dir is not None and (config.run_dir / "run.db").exists():
@@ -176,6 +139,8 @@ def evaluate_until_stopped(
             f"{config.run_dir} has a run already; choose another folder for the episodes of an evaluation"
         )
     played = resolve_rollout(config, rollout, environment, reward) or _shipped(config)
+    if random:
+        played = _with_random(played, random)
     given = _tasks(tasks, config)
     if reward is not None:
         check_prompts("tasks", given)
@@ -202,21 +167,67 @@ def evaluate_until_stopped(
         roles = config.players
         with browse(run_dir / "run.db") as connection:
             outcomes = tuple(
-                TaskOutcome(
-                    task_id=row.task_id,
-                    episode_id=row.episode_id,
-                    reward=None if row.rewards is None else _learned(roles, row),
-                    reason=row.reason,
-                    trajectory=read_episode(connection, row.episode_id).trajectory if trajectories else None,
+                _outcome(
+                    row,
+                    roles,
+                    random,
+                    read_episode(connection, row.episode_id).trajectory if trajectories else None,
                 )
                 for row in list_episodes(connection, "validation", None, len(scored))
             )
-        return Evaluation(outcomes=outcomes, complete=result.state == "completed"), interrupts
+        complete = result.state == "completed"
+        return Evaluation(outcomes=outcomes, complete=complete, policies=roles.rivals), interrupts
 
 
-def _learned(roles: Roles, row: EpisodeSummary) -> float:
-    """Return the reward of a completed episode, without what frozen policies and past versions have earned."""
-    return float(sum(roles.of_episode(row.players).trained_rewards(row.rewards or {}).values()))
+def _outcome(row: EpisodeSummary, roles: Roles, random: Collection[str], trajectory: Trajectory | None) -> TaskOutcome:
+    """Return the outcome of a task, without what frozen policies, past versions and random agents have earned.
+
+    Args:
+        row: the task's episode.
+        roles: of the job.
+        random: agents that draw their moves.
+        trajectory: of the episode, where it was asked for.
+    """
+    names = roles.rivals or (roles.default,)
+    policies = roles.of_episode(row.players)
+    rewards = {name: reward for name, reward in (row.rewards or {}).items() if not _is_of(name, random)}
+    own = {name: policies.rewards_of(name, rewards) for name in names}
+    # A random agent may have been all that a policy plays; without one, no reward of its own is a reward of 0.
+    sums = {name: float(sum(found.values())) for name, found in own.items() if found or not (random or roles.rivals)}
+    return TaskOutcome(
+        task_id=row.task_id,
+        episode_id=row.episode_id,
+        reward=None if roles.rivals or row.rewards is None else sums.get(roles.default),
+        reason=row.reason,
+        trajectory=trajectory,
+        by_policy=sums if roles.rivals else {},
+        by_agent=dict(row.rewards or {}),
+    )
+
+
+def _is_of(agent: str, names: Collection[str]) -> bool:
+    """Return whether an agent has one of the names, or is a subagent of one that has."""
+    return any(agent == name or agent.startswith(f"{name}/") for name in names)
+
+
+def _with_random(played: Rollout | RolloutSpec, names: Collection[str]) -> RolloutSpec:
+    """Return what is played with agents that draw their moves.
+
+    Args:
+        played: what says how an episode is played.
+        names: of these agents.
+
+    Raises:
+        ConfigError: it is no environment, or an environment that has no agent of a name.
+    """
+    if not isinstance(played, RolloutSpec):
+        raise ConfigError("only an environment says which moves are legal; a rollout function draws its own")
+    roles = tuple(getattr(played.environment(), "roles", ()))
+    for name in names:
+        if roles and name not in roles:
+            raise ConfigError(f"there is no agent {name!r} to draw its moves; there are {', '.join(map(repr, roles))}")
+    agents = played.agents or {"": ModelAgent(max_tokens=played.max_tokens)}
+    return replace(played, agents={**agents, **{name: RandomAgent() for name in names}})
 
 
 def _shipped(config: JobConfig) -> RolloutSpec:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from palestra.client import AsyncClient, Worker
@@ -38,7 +38,7 @@ def train(
     tasks: Tasks = (),
     config: JobConfig | None = None,
     *,
-    model: str | None = None,
+    model: str | Mapping[str, str] | None = None,
     environment: EnvironmentMaker | str | None = None,
     reward: RewardFunction | None = None,
     validation_tasks: Tasks = (),
@@ -60,7 +60,9 @@ def train(
             names a task. From an iterator, which may be endless, as many are taken as the job has groups. May be empty
             if the configuration names files, or an environment that makes its own tasks.
         config: the job; None for the defaults.
-        model: name of a model, or folder of a model or of a checkpoint; None: the configuration's.
+        model: name of a model, or folder of a model, of a checkpoint, or of a run, which stands for its newest
+            checkpoint; or models by the policy's name. Of a run that has trained several policies each policy takes the
+            checkpoint of its own name, and `RUN/checkpoints/NAME` is that of one. None: the configuration's.
         environment: class of an environment, a function without arguments that makes one, or the name of one that ships
             with Palestra (`palestra environments`).
         reward: scores one answer to each task's `prompt`: `(task, answer) -> float`, or a function in TRL's

@@ -39,9 +39,9 @@ def add_seat_routes(app: FastAPI, plane: DataPlane) -> None:
         body = await read_request(ActSeat, request, plane.pool)
         key = plane.keys.require_seat(request, body.episode_id)
         fault_point("before_seat_action")
-        await plane.seats.act(key, body.observation_id, body.action)
+        taken = await plane.seats.act(key, body.observation_id, body.action)
         fault_point("after_seat_action")
-        return ActionAccepted(episode_id=key.episode_id, observation_id=body.observation_id)
+        return ActionAccepted(episode_id=key.episode_id, observation_id=body.observation_id, taken=taken)
 
     app.include_router(routes)
 

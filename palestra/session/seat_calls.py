@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 POLICY = 0  # the fence under which the policy of a role acts; those of workers are larger
+ENVIRONMENT = -1  # the fence under which the environment acts in a seat's place
 
 
 @dataclass(kw_only=True, slots=True)
@@ -54,7 +55,7 @@ class SeatCalls:
 
         Args:
             number: the TimeStep.
-            fence: of the worker that gave it, or POLICY.
+            fence: of the worker that gave it, or POLICY, or ENVIRONMENT, where no one has given one in time.
         """
         self._acted_by[number] = fence
 

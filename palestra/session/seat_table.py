@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from palestra.config import SeatsConfig
 from palestra.database import Notifier
 from palestra.errors import Conflict, EpisodeLeaseExpired, PalestraError, RolloutFailed
-from palestra.session.seat_calls import POLICY, SeatCalls
+from palestra.session.seat_calls import ENVIRONMENT, POLICY, SeatCalls
+from palestra.session.seat_world import UNTIMED, SeatWorld
 from palestra.store.leases import LeaseBook
 from palestra.types.clock import Clock
 from palestra.types.messages import ChatMessage, Observation
@@ -49,6 +50,8 @@ class _Seat:
         history: observations and actions, by the name of the agent (the seat, or a subagent of it).
         last: what it was shown when its part ended.
         calls: model calls in flight of the worker that holds it.
+        held_since: when its worker took it.
+        missed: observations for whose action the time was over.
         finished: whether its part is over, so that nothing will be asked of it.
         kept: whether its last worker held it until the episode ended.
     """
@@ -64,6 +67,8 @@ class _Seat:
     history: defaultdict[str, tuple[ChatMessage, ...]] = field(default_factory=lambda: defaultdict(tuple))
     last: tuple[ChatMessage, ...] = ()
     calls: set[asyncio.Task[object]] = field(default_factory=set)
+    held_since: float = 0.0
+    missed: set[str] = field(default_factory=set)
     finished: bool = False
     kept: bool = False
 
@@ -82,6 +87,7 @@ class SeatTable:
         episode: claimed by the server, under the lease in which it is played.
         calls: model calls of the seats' workers.
         changed: notified when a seat has something new to look at.
+        world: the environment, as far as it limits the time of seats; set before it shows anything.
     """
 
     def __init__(
@@ -102,6 +108,7 @@ class SeatTable:
         self._numbers: dict[str, int] = {}  # observation -> its TimeStep
         self._events: list[SeatEvent] = []
         self._failure: PalestraError | None = None
+        self.world: SeatWorld = UNTIMED
 
     def lease_of(self, role: str) -> str:
         """Return the name of a seat's lease, which no seat of another attempt at the episode has."""
@@ -141,10 +148,14 @@ class SeatTable:
         number = self._numbers[observation.id]
         if seat.state is SeatState.PLAYED:
             self.calls.note_action(number, POLICY)
+            self.world.run_clock(observation.id)
             return None
+        if seat.state is SeatState.LOST:
+            self._forfeit(seat, observation, number)
         answer: asyncio.Future[ChatMessage | None] = asyncio.get_running_loop().create_future()
         asked = _Asked(observation=observation, number=number, since=self._clock.monotonic(), answer=answer)
-        seat.asked[observation.id] = asked
+        if seat.state is not SeatState.LOST:
+            seat.asked[observation.id] = asked
         self.changed.notify()
         try:
             return await answer
@@ -152,6 +163,23 @@ class SeatTable:
             if seat.asked.pop(observation.id, None) is not None:  # it is withdrawn without an answer
                 seat.history[observation.agent] += observation.content
             self.changed.notify()
+
+    def miss(self, observation_id: str, action: ChatMessage | None) -> None:
+        """Note that a seat's time for an action is over.
+
+        The model calls that were made for it led to no action, so they are not trained.
+
+        Args:
+            observation_id: the observation; one that no seat has to answer changes nothing.
+            action: what the environment took in its place; None: nothing.
+        """
+        for seat in self._seats.values():
+            if (asked := seat.asked.pop(observation_id, None)) is not None:
+                self.calls.note_action(asked.number, ENVIRONMENT)
+                seat.missed.add(observation_id)
+                done = () if action is None else (action,)
+                seat.history[asked.observation.agent] += (*asked.observation.content, *done)
+                self.changed.notify()
 
     @property
     def unused_calls(self) -> list[int]:
@@ -196,7 +224,7 @@ class SeatTable:
         """
         seat = self._seats[role]
         seat.move(SeatState.HELD)
-        seat.fence, seat.worker_id = seat.fence + 1, worker_id
+        seat.fence, seat.worker_id, seat.held_since = seat.fence + 1, worker_id, self._clock.monotonic()
         self._leases.grant(self.lease_of(role), seat.fence, seconds, worker_id)
         self._tell("seat_claimed", role)
         return seat.fence
@@ -269,7 +297,7 @@ class SeatTable:
             raise Conflict(f"{role} has nothing to answer now; {self._who_acts()}; observe the seat before a call")
         return (own or asked)[0].number
 
-    def act(self, role: str, fence: int, observation_id: str, action: ChatMessage) -> None:
+    def act(self, role: str, fence: int, observation_id: str, action: ChatMessage) -> bool:
         """Answer an observation. A repeated equal action changes nothing.
 
         Args:
@@ -278,6 +306,9 @@ class SeatTable:
             observation_id: the observation.
             action: the worker's message.
 
+        Returns:
+            Whether the environment gets the action; False: the time for it was over.
+
         Raises:
             EpisodeLeaseExpired: the worker of this fence does not hold the seat any more.
             Conflict: another action was given before, or the observation does not wait for one of this seat.
@@ -285,10 +316,12 @@ class SeatTable:
         seat, digest = self._seats[role], _digest(action)
         known = seat.acted.get(observation_id)
         if known == digest and seat.fence == fence:  # also where the worker has left the seat since
-            return
+            return True
         self._held(role, fence)
         if known == digest:
-            return
+            return True
+        if self.was_missed(role, fence, observation_id):
+            return False
         if known is not None:
             raise Conflict(f"another action was given for observation {observation_id} before; the first one stands")
         asked = seat.asked.pop(observation_id, None)
@@ -299,6 +332,7 @@ class SeatTable:
         seat.history[asked.observation.agent] += (*asked.observation.content, action)
         if not asked.answer.done():
             asked.answer.set_result(action)
+        return True
 
     def was_given(self, role: str, fence: int, observation_id: str, action: ChatMessage) -> bool:
         """Return whether an action was taken before, of an episode that may be over.
@@ -311,6 +345,17 @@ class SeatTable:
         """
         seat = self._seats[role]
         return seat.fence == fence and seat.acted.get(observation_id) == _digest(action)
+
+    def was_missed(self, role: str, fence: int, observation_id: str) -> bool:
+        """Return whether the time for an action was over, of an episode that may be over.
+
+        Args:
+            role: the seat.
+            fence: of its worker.
+            observation_id: the observation that the action answers.
+        """
+        seat = self._seats[role]
+        return seat.fence == fence and observation_id in seat.missed
 
     @property
     def was_held(self) -> bool:
@@ -334,6 +379,8 @@ class SeatTable:
         """
         seat = self._held(role, fence)
         asked = next(iter(seat.asked.values()), None)
+        if asked is not None:
+            self.world.run_clock(asked.observation.id)
         return SeatAnswer(
             status="waiting" if asked is None else "act",
             observation=None if asked is None else _shown(asked),
@@ -363,6 +410,8 @@ class SeatTable:
         seat.move(SeatState.FREE)
         seat.left, seat.free_since = seat.left + 1, self._clock.monotonic()
         self._tell("seat_left", role)
+        for observation_id in seat.asked:
+            self.world.hold_clock(observation_id)
         for task in seat.calls:
             task.cancel()
         self.calls.free_seeds(role)
@@ -371,24 +420,30 @@ class SeatTable:
         if self._config.takeover == "policy":
             self._play(seat)
         elif self._config.takeover == "replay":
-            self.fail(SEAT_LOST, f"the worker of the seat {role} is gone, and the episode is played again")
+            self._lose(seat, f"the worker of the seat {role} is gone, and the episode is played again")
         elif seat.left >= self._max_workers:
-            self.fail(SEAT_LOST, f"the seat {role} has lost {seat.left} workers (rollout.max_attempts)")
+            self._lose(seat, f"the seat {role} has lost {seat.left} workers (rollout.max_attempts)")
 
     def check_waiting(self) -> None:
         """Give a seat that has to act and has been free for too long to its policy, or the episode back."""
         now, limit = self._clock.monotonic(), self._config.wait_seconds
         for seat in self._seats.values():
             since = next((one.since for one in seat.asked.values()), None)
-            if seat.state is not SeatState.FREE or since is None or now - max(since, seat.free_since) < limit:
+            if since is None or now - max(since, seat.free_since, seat.held_since) < limit:
+                continue
+            if seat.state is SeatState.HELD:  # a worker that does not look at what it has to answer has no more time
+                self.world.run_clock(next(iter(seat.asked)))
                 continue
             # An episode that no worker has come to is not played by policies alone: it waits for workers again.
             if self._config.takeover == "policy" and any(one.fence for one in self._seats.values()):
                 self._play(seat)
                 continue
-            kind = SEAT_LOST if seat.left else SEAT_UNCLAIMED
-            self.fail(kind, f"no worker has claimed the seat {seat.role} for {limit:g} s (seats.wait_seconds)")
-            return
+            reason = f"no worker has claimed the seat {seat.role} for {limit:g} s (seats.wait_seconds)"
+            if seat.left:
+                self._lose(seat, reason)
+            else:
+                self.fail(SEAT_UNCLAIMED, reason)
+                return
 
     def fail(self, termination: str, reason: str) -> None:
         """Have the episode given back.
@@ -435,11 +490,34 @@ class SeatTable:
                     asked.answer.set_exception(error)
                     asked.answer.exception()  # counts as read, also where the turn was cancelled meanwhile
 
+    def _lose(self, seat: _Seat, reason: str) -> None:
+        """Give up on a seat that has lost its worker: a forfeit, if the environment scores that, else the episode.
+
+        Args:
+            seat: the seat.
+            reason: for people.
+        """
+        if not self.world.forfeits_lost_seats:
+            self.fail(SEAT_LOST, reason)
+            return
+        seat.move(SeatState.LOST)
+        self._tell("seat_lost", seat.role)
+        for asked in list(seat.asked.values()):
+            self._forfeit(seat, asked.observation, asked.number)
+        seat.asked.clear()
+
+    def _forfeit(self, seat: _Seat, observation: Observation, number: int) -> None:
+        """Have the environment score a turn of a lost seat. What waits for the action is cancelled by the runner."""
+        self.calls.note_action(number, ENVIRONMENT)
+        seat.history[observation.agent] += observation.content
+        self.world.lose_turn(observation.id)
+
     def _play(self, seat: _Seat) -> None:
         """Let the policy of a seat's role answer all that waits, and all that follows."""
         seat.move(SeatState.PLAYED)
         self._tell("seat_played", seat.role)
         for asked in list(seat.asked.values()):
+            self.world.run_clock(asked.observation.id)
             self.calls.note_action(asked.number, POLICY)
             if not asked.answer.done():
                 asked.answer.set_result(None)

@@ -248,13 +248,16 @@ class SeatBook:
                     await table.changed.wait(left, seen)
         return await self._outcome(key)
 
-    async def act(self, key: SeatKey, observation_id: str, action: ChatMessage) -> None:
+    async def act(self, key: SeatKey, observation_id: str, action: ChatMessage) -> bool:
         """Answer an observation; see `SeatTable.act`.
 
         Args:
             key: of the seat.
             observation_id: the observation.
             action: the worker's message.
+
+        Returns:
+            Whether the environment has the action; False: the seat's time for it was over.
 
         Raises:
             EpisodeLeaseExpired: the worker of this key does not hold the seat any more, or the episode was given back.
@@ -263,12 +266,14 @@ class SeatBook:
         lease = key.episode_id, key.fence
         table = self._tables.get(lease)
         if table is not None:
-            table.act(key.role, key.seat_fence, observation_id, action)
+            taken = table.act(key.role, key.seat_fence, observation_id, action)
             table.renew(key.role, key.seat_fence)
-            return
+            return taken
         ended = self._ended.get(lease)
         if ended is not None and ended.was_given(key.role, key.seat_fence, observation_id, action):
-            return
+            return True
+        if ended is not None and ended.was_missed(key.role, key.seat_fence, observation_id):
+            return False
         await self._outcome(key)
         raise EpisodeEnded(f"episode {key.episode_id} is completed; observe the seat for its reward")
 

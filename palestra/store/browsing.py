@@ -121,6 +121,17 @@ def _complete_older(connection: Connection) -> None:
             )
 
 
+def called_by(connection: Connection, policy: str) -> set[str]:
+    """Return the ids of the episodes in which a policy has sampled.
+
+    Args:
+        connection: from `browse`.
+        policy: by name.
+    """
+    found = select(chats.c.episode_id).where(chats.c.policy == policy).distinct()
+    return set(connection.execute(found).scalars())
+
+
 def list_episodes(connection: Connection, kind: str | None, state: str | None, limit: int) -> list[EpisodeSummary]:
     """Return the episodes that were claimed last, in canonical order.
 

@@ -46,8 +46,9 @@ class SeatEvent(Body):
     """Something that happened to another seat of the episode."""
 
     number: int = Field(description="Counts the events of the episode, from 1.")
-    kind: Literal["seat_claimed", "seat_left", "seat_played"] = Field(
-        description="`seat_left`: its worker is gone; `seat_played`: the policy of its role plays it from now on."
+    kind: Literal["seat_claimed", "seat_left", "seat_played", "seat_lost"] = Field(
+        description="`seat_left`: its worker is gone; `seat_played`: the policy of its role plays it from now on; "
+        "`seat_lost`: no worker plays it any more, and the environment scores that."
     )
     role: str
 
@@ -105,7 +106,10 @@ class ActSeat(Body):
 
 
 class ActionAccepted(Body):
-    """Answer of `POST /act_seat`: the environment has the action."""
+    """Answer of `POST /act_seat`: the environment has the action, or the time for it was over."""
 
     episode_id: str
     observation_id: str
+    taken: bool = Field(
+        True, description="False: the seat's time for it was over, and the environment did what it does then."
+    )

@@ -67,12 +67,14 @@ class AgentState(StrEnum):
 class SeatState(StrEnum):
     """States of a seat: an agent of an episode that a worker outside of the server plays.
 
-    A seat that its worker leaves, or whose lease runs out, is FREE again, or is PLAYED by its policy from then on.
+    A seat that its worker leaves, or whose lease runs out, is FREE again, or is PLAYED by its policy from then on,
+    or is LOST, where the environment scores that as a forfeit.
     """
 
     FREE = "free"
     HELD = "held"
     PLAYED = "played"
+    LOST = "lost"
     OVER = "over"
 
 
@@ -101,9 +103,10 @@ TRANSITIONS: Mapping[StrEnum, frozenset[StrEnum]] = {
     AgentState.WAITING: frozenset({AgentState.ACTING, AgentState.DONE}),
     AgentState.ACTING: frozenset({AgentState.WAITING, AgentState.DONE}),
     AgentState.DONE: frozenset(),
-    SeatState.FREE: frozenset({SeatState.HELD, SeatState.PLAYED, SeatState.OVER}),
+    SeatState.FREE: frozenset({SeatState.HELD, SeatState.PLAYED, SeatState.LOST, SeatState.OVER}),
     SeatState.HELD: frozenset({SeatState.FREE, SeatState.PLAYED, SeatState.OVER}),
     SeatState.PLAYED: frozenset({SeatState.OVER}),
+    SeatState.LOST: frozenset({SeatState.OVER}),
     SeatState.OVER: frozenset(),
 }
 

@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from palestra import AsyncClient, JobConfig, RolloutSpec
-from palestra.envs import ConcurrentEnvironment
+from palestra.envs import ConcurrentEnvironment, MultiAgentEnvironment, Outcome, TimeLimit
 from palestra.errors import ConfigError, Conflict, EpisodeLeaseExpired, NotFound
 from palestra.runtime.local import local_job
 from palestra.types.messages import text_message
@@ -70,10 +70,10 @@ def config(folder: Path, **changes: Any) -> JobConfig:
 
 
 @asynccontextmanager
-async def running(folder: Path, **changes: Any):
+async def running(folder: Path, environment: Any = Talk, **changes: Any):
     """A job of two seats, with its tasks."""
     settings = config(folder, **changes)
-    async with local_job(settings, lambda kind, data: None, RolloutSpec(environment=Talk)) as job:
+    async with local_job(settings, lambda kind, data: None, RolloutSpec(environment=environment)) as job:
         await job.plane.store.tasks.push("train", [Task(task_id=t["id"], data=t) for t in TASKS], "c")
         await job.plane.store.tasks.seal()
         work = asyncio.ensure_future(job.run())
@@ -130,6 +130,59 @@ async def test_two_workers_play_an_episode_and_each_sees_its_own_side(tmp_path):
         (row,) = await job.plane.store.log.metrics()
         trained = sum(len(c.completion_ids) for t in trajectories for c in t.chats if c.policy == "w")
         assert (row["train/trained_tokens"], row["train/calls_abandoned"]) == (trained, 0)
+
+
+class Timed(MultiAgentEnvironment):
+    """White and black speak once each; white has little time, and what it has not said in time is `pass`."""
+
+    roles = ("white", "black")
+    reusable = True
+    time_limits = {"white": TimeLimit(seconds=0.5, default="pass")}  # noqa: RUF012
+
+    def begin(self, task):
+        self.said: list[str] = []
+
+    def view(self, role):
+        return " ".join(self.said) or "begin"
+
+    def apply(self, actions):
+        self.said += [action.text for action in actions.values()]
+        earned = float(self.said[0] == "pass")
+        over = len(self.said) == 2
+        return Outcome(rewards={"white": -earned, "black": earned} if over else {}, over=over)
+
+
+async def test_a_worker_without_time_left_is_told_and_what_it_sampled_is_not_trained(tmp_path):
+    """In every second episode white thinks too long; a seat whose worker comes late has its whole time then."""
+
+    async def white(job, thinks):
+        taken = []
+        async with AsyncClient(job.url, job.api_key, worker_id="white") as client:
+            while True:
+                async with client.seat("white") as seat:
+                    if seat is None:
+                        return taken
+                    async for observation in seat:
+                        said = await reply_of(seat, observation)
+                        await asyncio.sleep(next(thinks))
+                        taken.append((seat.episode.episode_id, await seat.act(said)))
+
+    async with running(tmp_path / "run", Timed) as job:
+        black = asyncio.ensure_future(play(job, "black"))
+        await asyncio.sleep(0.8)  # longer than white's limit: its clock does not run while it has no worker
+        taken = await asyncio.wait_for(white(job, iter([0.0, 0.8, 0.0, 0.8])), 30)
+        await asyncio.wait_for(black, 30)
+        assert [in_time for _, in_time in taken] == [True, False]
+        (row,) = await job.plane.store.log.metrics()
+        assert row["train/calls_abandoned"] == 1
+        manifest = await job.plane.store.log.manifest(1)
+        for trajectory in await job.plane.store.calls.trajectories(manifest.episode_ids):
+            in_time = dict(taken)[trajectory.episode.episode_id]
+            assert trajectory.episode.rewards == (
+                {"white": 0.0, "black": 0.0} if in_time else {"white": -1.0, "black": 1.0}
+            )
+            shown = next(chat for chat in trajectory.chats if chat.agent == "black").messages[-1].text
+            assert (shown == "pass") == (not in_time)
 
 
 REQUESTS = map("request-{}".format, count())

@@ -15,6 +15,7 @@ from typing import Any
 from palestra.config import JobConfig
 from palestra.disk import GO_ON, write_whole
 from palestra.errors import ConfigError, PalestraError, RunInUse, StoreError
+from palestra.learner.reporting import CHECKPOINTS
 from palestra.runtime.comparison.plan import Load, given_by
 from palestra.runtime.training import train_until_stopped
 from palestra.trainer.checkpoint import found
@@ -89,7 +90,8 @@ def run_recorded(path: Path, load: Load) -> int:
     if state != "completed":
         return 130
     write_record(path, record | {"state": FINISHED})  # before checkpoints go: an unfinished run resumes from them
-    _remove_checkpoints(path.with_suffix("") / "checkpoints", keep_newest=record["checkpoints"] == "newest")
+    for folder in checkpoint_folders(path.with_suffix("") / CHECKPOINTS):
+        _remove_checkpoints(folder, keep_newest=record["checkpoints"] == "newest")
     return 0
 
 
@@ -109,6 +111,12 @@ def _train(record: dict[str, Any], folder: Path, load: Load) -> str:
             if time.monotonic() > until:
                 raise
             time.sleep(1.0)
+
+
+def checkpoint_folders(folder: Path) -> list[Path]:
+    """Return the folders of a run that have checkpoints: its own, or one of each of several policies."""
+    below = [path for path in folder.iterdir() if path.is_dir() and found(path)] if folder.is_dir() else []
+    return [folder, *sorted(below)]
 
 
 def _remove_checkpoints(folder: Path, keep_newest: bool) -> None:

@@ -48,24 +48,26 @@ def write_page(comparison: ComparisonConfig, runs: Sequence[PlannedRun], results
     path.parent.mkdir(parents=True, exist_ok=True)
     parts = [f"# {comparison.title}", MADE]
     parts += [text.strip() for text in (comparison.about,) if text]
-    total, done = len(runs), sum(map(len, results.finished.values()))
+    total, done = len(runs), results.done
     state = f"{done} of {total} runs are finished" + (f", {len(results.failures)} failed" if results.failures else "")
     parts.append(f"{state}. Palestra {__version__}, {machine()}.")
     if comparison.findings:
         parts += ["## What was found", comparison.findings.strip()]
     parts += ["## How it was measured", HOW.strip()]
     for key, scenario in comparison.scenarios.items():
-        picture = path.with_name(f"{path.stem}-{key}.png")
-        of_scenario = {
-            name: results.finished[key, name] for name in comparison.algorithms if (key, name) in results.finished
-        }
-        curves = {
-            name: curve_of(found, scenario.token_budget, comparison.evaluations) for name, found in of_scenario.items()
-        }
-        if curves:
-            draw_curves(scenario, scenario.title or key, curves, picture)
         of_key = [run for run in runs if run.scenario == key]
-        parts += _scenario(scenario, scenario.title or key, of_key, of_scenario, curves, picture.name)
+        for policy in of_key[0].policies:
+            whose, end = (f": {policy}", f"-{policy}") if policy else ("", "")
+            title, picture = f"{scenario.title or key}{whose}", path.with_name(f"{path.stem}-{key}{end}.png")
+            names = [name for name in comparison.algorithms if (key, name, policy) in results.finished]
+            of_policy = {name: results.finished[key, name, policy] for name in names}
+            curves = {
+                name: curve_of(found, scenario.token_budget, comparison.evaluations)
+                for name, found in of_policy.items()
+            }
+            if curves:
+                draw_curves(scenario, title, curves, picture)
+            parts += _scenario(scenario, title, of_key, of_policy, curves, picture.name)
     parts += ["## The algorithms", _algorithms(comparison)]
     if results.failures:
         failed = [f"- {failure.run.label}: {one_line(failure.reason)}" for failure in results.failures]
@@ -81,7 +83,7 @@ def _scenario(
     curves: Mapping[str, Curve],
     picture: str,
 ) -> list[str]:
-    """Return the paragraphs of one scenario.
+    """Return the paragraphs of one scenario, or of one of several policies that are trained in it.
 
     Args:
         scenario: the scenario.

@@ -38,6 +38,7 @@ class PlannedRun:
         config: the job, whole.
         play: the function that returns what `palestra.train` is given; None: the job's own environment is played.
         arguments: arguments of that function.
+        policies: the policies whose rewards are compared, where several are trained; "" stands for the only one.
     """
 
     scenario: str
@@ -47,6 +48,7 @@ class PlannedRun:
     config: JobConfig
     play: str | None
     arguments: Table
+    policies: tuple[str, ...] = ("",)
 
     @property
     def label(self) -> str:
@@ -101,6 +103,7 @@ def plan_runs(comparison: ComparisonConfig, load: Load) -> list[PlannedRun]:
                 config = _config(comparison, key, algorithm, seed, base)
                 if number == 0:
                     _check_validation(key, config, plays)
+                    _check_policies(key, scenario, config)
                 run = PlannedRun(
                     scenario=key,
                     algorithm=algorithm,
@@ -109,6 +112,7 @@ def plan_runs(comparison: ComparisonConfig, load: Load) -> list[PlannedRun]:
                     config=config,
                     play=scenario.play,
                     arguments=scenario.arguments,
+                    policies=tuple(scenario.policies or config.trained_policies) if config.trains_several else ("",),
                 )
                 found.setdefault(number, []).append(run)
     return [run for number in sorted(found) for run in found[number]]
@@ -206,17 +210,19 @@ def _checked(overrides: Table, place: str) -> Table:
 
 
 def _check_validation(key: str, config: JobConfig, given: Mapping[str, Any]) -> None:
-    """Refuse a scenario without held-out tasks, or with rewards of several policies: nothing could be compared."""
-    if config.trains_several:
-        names = " and ".join(map(repr, config.trained_policies))
-        raise ConfigError(
-            f"scenario {key} trains {names}, and a comparison is of the rewards of one policy; set `frozen = true` for "
-            "the others"
-        )
+    """Refuse a scenario without held-out tasks: nothing could be compared."""
     environment = config.environment
     made = environment.name is not None and environment.validation_tasks
     if not (given.get("validation_tasks") or config.tasks.validation or made):
         raise ConfigError(f"scenario {key} has no validation tasks, and a comparison is of their rewards")
+
+
+def _check_policies(key: str, scenario: ScenarioEntry, config: JobConfig) -> None:
+    """Refuse a scenario that compares a policy which is not trained."""
+    for name in scenario.policies or ():
+        if name not in config.trained_policies:
+            known = " and ".join(map(repr, config.trained_policies))
+            raise ConfigError(f"scenarios.{key}.policies names {name!r}, and the job trains {known}")
 
 
 def _merged(base: Table, over: Table) -> Table:

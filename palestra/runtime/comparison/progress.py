@@ -15,6 +15,7 @@ from palestra.runtime.comparison.plan import PlannedRun
 from palestra.runtime.comparison.results import Row, read_rows
 from palestra.runtime.situation import PlainLines
 from palestra.terminal import TerminalConsole, one_line
+from palestra.types.metrics import of_policies
 from palestra.types.progress import duration
 
 
@@ -122,9 +123,13 @@ class GridProgress:
 def reached(folder: Path) -> str:
     """Return in words what a run has reached, from its metrics."""
     rows = read_rows(folder)
-    scores = [row["validation/reward_mean"] for row in rows if "validation/reward_mean" in row]
+    scores: dict[str, list[float]] = {}
+    for row in rows:
+        for policy, reward in of_policies(row, "validation/reward_mean").items():
+            scores.setdefault(policy, []).append(reward)
     tokens = max((row.get("rollout/sampled_tokens", 0.0) for row in rows), default=0.0)
-    gained = f"validation {scores[0]:.2f} → {scores[-1]:.2f}" if scores else "no validation"
+    each = [f"{policy} {found[0]:.2f} → {found[-1]:.2f}".lstrip() for policy, found in scores.items()]
+    gained = f"validation {', '.join(each)}" if each else "no validation"
     return f"{gained} after {tokens:,.0f} tokens"
 
 

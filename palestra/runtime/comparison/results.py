@@ -10,6 +10,7 @@ from pathlib import Path
 from palestra.errors import ConfigError
 from palestra.runtime.comparison.one_run import FAILED, FINISHED, read_record
 from palestra.runtime.comparison.plan import PlannedRun
+from palestra.types.metrics import of_policy
 
 Row = Mapping[str, float]
 
@@ -86,14 +87,20 @@ class Results:
     """All runs of a comparison.
 
     Attributes:
-        finished: by (scenario, algorithm), in order of the seeds.
+        finished: by (scenario, algorithm, policy), in order of the seeds; the policy is "" where one is trained.
         failures: runs that have ended with an error.
         open: number of runs that are not finished and have not failed.
     """
 
-    finished: Mapping[tuple[str, str], Sequence[Result]]
+    finished: Mapping[tuple[str, str, str], Sequence[Result]]
     failures: Sequence[Failure]
     open: int
+
+    @property
+    def done(self) -> int:
+        """Return the number of finished runs."""
+        runs = {(scenario, algorithm): len(found) for (scenario, algorithm, _), found in self.finished.items()}
+        return sum(runs.values())
 
 
 def read_rows(folder: Path) -> list[Row]:
@@ -130,34 +137,42 @@ def _row(line: bytes, number: int, path: Path) -> Row:
     return row
 
 
-def result_of(seed: int, rows: Sequence[Row]) -> Result:
+def reward_name(policy: str) -> str:
+    """Return the name of the metric that is compared; `policy` is "" where one is trained."""
+    return of_policy("validation/reward_mean", policy) if policy else "validation/reward_mean"
+
+
+def result_of(seed: int, rows: Sequence[Row], policy: str = "") -> Result:
     """Return the result of a run.
 
     Args:
         seed: of the run.
         rows: all rows of its metrics, of which one has a validation at least.
+        policy: the policy whose rewards count; "" where one is trained.
     """
+    name = reward_name(policy)
     tokens = seconds = 0.0
     points = []
     for row in rows:
         tokens = row.get("rollout/sampled_tokens", tokens)
         seconds += row.get("time/step_seconds", 0.0)
-        if "validation/reward_mean" in row:
-            points.append(Point(tokens, seconds, row["validation/reward_mean"]))
+        if name in row:
+            points.append(Point(tokens, seconds, row[name]))
     return Result(seed=seed, points=tuple(points), tokens=tokens, seconds=seconds)
 
 
-def _unscored(rows: Sequence[Row]) -> str | None:
-    """Return why the validations of a finished run can't be reported; None: they can.
+def _unscored(rows: Sequence[Row], policy: str) -> str | None:
+    """Return why a policy's validations of a finished run can't be reported; None: they can.
 
     Without the last one an earlier one would pass for the final reward, and without the first one a trained model for
     the untrained one.
     """
-    scored = ["validation/reward_mean" in row for row in rows if "validation/total" in row]
+    scored = [reward_name(policy) in row for row in rows if "validation/total" in row]
+    whose = f" for {policy!r}" if policy else ""
     if not any(scored):
-        return "none of its validation episodes was scored"
+        return f"none of its validation episodes was scored{whose}"
     ends = [name for name, known in (("first", scored[0]), ("last", scored[-1])) if not known]
-    return f"none of the episodes of its {ends[0]} validation was scored" if ends else None
+    return f"none of the episodes of its {ends[0]} validation was scored{whose}" if ends else None
 
 
 def read_results(runs: Sequence[PlannedRun]) -> Results:
@@ -166,16 +181,19 @@ def read_results(runs: Sequence[PlannedRun]) -> Results:
     Args:
         runs: all runs of the plan.
     """
-    finished: dict[tuple[str, str], list[Result]] = {}
+    finished: dict[tuple[str, str, str], list[Result]] = {}
     failures, left = [], 0
     for run in runs:
         record = read_record(run.record) or {}
         rows = read_rows(run.folder) if record.get("state") == FINISHED else []
         if record.get("state") == FINISHED:
-            if (reason := _unscored(rows)) is not None:
-                failures.append(Failure(run=run, reason=reason))
-            else:
-                finished.setdefault((run.scenario, run.algorithm), []).append(result_of(run.seed, rows))
+            reasons = [reason for policy in run.policies if (reason := _unscored(rows, policy)) is not None]
+            if reasons:
+                failures.append(Failure(run=run, reason=reasons[0]))
+                continue
+            for policy in run.policies:
+                of_run = result_of(run.seed, rows, policy)
+                finished.setdefault((run.scenario, run.algorithm, policy), []).append(of_run)
         elif record.get("state") == FAILED:
             failures.append(Failure(run=run, reason=str(record.get("reason", ""))))
         else:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,13 +121,12 @@ class SubmittedGrid:
     def _fetch(self, run: PlannedRun, job: Job) -> None:
         """Download the files of a run into its folder, all of them or none."""
         artifacts = job.artifacts()
-        steps = [artifact.path.split("/")[1] for artifact in artifacts if artifact.path.startswith("checkpoints/")]
-        newest = newest_name(steps) if self._checkpoints == "newest" else None
+        kept = newest_below([artifact.path for artifact in artifacts]) if self._checkpoints == "newest" else ()
         part = run.folder.with_name(f".{run.folder.name}.part")
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
         for artifact in artifacts:
-            if not artifact.path.startswith("checkpoints/") or artifact.path.startswith(f"checkpoints/{newest}/"):
+            if not artifact.path.startswith("checkpoints/") or artifact.path.startswith(kept):
                 job.download(artifact.path, artifact.place_in(part))
         shutil.rmtree(run.folder, ignore_errors=True)
         part.rename(run.folder)
@@ -142,6 +142,20 @@ class SubmittedGrid:
         if self._seen.get(run.record) != text:
             self._seen[run.record] = text
             self._say(f"{run.label}: {text}")
+
+
+def newest_below(paths: Iterable[str]) -> tuple[str, ...]:
+    """Return the folders of a job's newest checkpoints, each with a slash at its end: one, or one of each policy.
+
+    Args:
+        paths: of the job's files.
+    """
+    steps: dict[str, set[str]] = {}
+    for path in paths:
+        found = re.match(r"(checkpoints/(?:[^/]+/)?)(step-\d+)/", path)
+        if found is not None:
+            steps.setdefault(found[1], set()).add(found[2])
+    return tuple(f"{folder}{newest_name(names)}/" for folder, names in steps.items())
 
 
 def check_submittable(runs: Sequence[PlannedRun], url: str) -> None:

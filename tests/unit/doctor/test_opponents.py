@@ -9,9 +9,9 @@ import pytest
 
 from palestra.config import parse_config
 from palestra.doctor.examination import findings_of
+from palestra.doctor.opponent_rules import TOGETHER
 from palestra.doctor.rule import JobSize
 from palestra.doctor.store_facts import store_facts
-from palestra.doctor.store_rules import TOGETHER
 from palestra.store.browsing import browse
 from palestra.types.metrics import by_policy
 from unit.building import TASK, open_store

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sqlite3
 from pathlib import Path
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from palestra.config import JobConfig
 from palestra.errors import ConfigError
@@ -122,6 +124,57 @@ async def test_a_source_without_what_is_asked_for_is_refused(tmp_path, source, c
         await run_until_refused(ScriptedJob(tmp_path / "job", sft(source, **changes)))
 
 
+@pytest.fixture
+async def source_of_two(tmp_path) -> Path:
+    both = {"white": {}, "black": {}}
+    await ScriptedJob(tmp_path / "two", config(policies=both, roles={"opponent": "black"})).run()
+    return tmp_path / "two"
+
+
+@pytest.mark.parametrize(("policy", "agent", "least"), [("white", "agent", 2.0), ("black", "opponent", 1.0)])
+async def test_of_several_trained_policies_the_calls_and_rewards_of_one_are_learned(
+    tmp_path, source_of_two, policy, agent, least
+):
+    job = ScriptedJob(tmp_path / "job", sft(source_of_two, from_policy=policy, min_reward=least))
+    await job.run()
+    recorded = {t.episode.episode_id: t for t in of(source_of_two)}
+    good = {name for name, t in recorded.items() if t.episode.rewards[agent] >= least}
+    assert 0 < len(good) < len(recorded)
+    for trajectory in of(tmp_path / "job"):
+        original = recorded[trajectory.episode.metadata["recorded"].rpartition("/")[2]]
+        assert original.episode.episode_id in good
+        assert trajectory.episode.rewards == {agent: original.episode.rewards[agent]}
+        own = [chat for chat in original.chats if chat.policy == policy]
+        assert [chat.completion_ids.tolist() for chat in trajectory.chats] == [c.completion_ids.tolist() for c in own]
+
+
+async def test_of_several_that_of_the_same_name_is_learned_or_the_one_that_is_named(tmp_path, source_of_two):
+    black = sft(source_of_two).model_copy(update={"policies": {"black": sft().policies["policy"]}})
+    await ScriptedJob(tmp_path / "same", black).run()
+    counts = {len(trajectory.chats) for trajectory in of(tmp_path / "same")}
+    assert counts == {1}  # the opponent calls once an episode, and the agent twice
+    with pytest.raises(ConfigError, match=r"has trained 'white' and 'black', and 'policy' learns from .*from_policy"):
+        await run_until_refused(ScriptedJob(tmp_path / "none", sft(source_of_two)))
+    with pytest.raises(ConfigError, match=r"from_policy: the run in .* has trained 'white' and 'black', and not 'red'"):
+        await run_until_refused(ScriptedJob(tmp_path / "red", sft(source_of_two, from_policy="red")))
+    with pytest.raises(ValidationError, match="from_policy is a policy of the run"):
+        JobConfig.model_validate({"algorithm": {"name": "sft", "from_policy": "white"}})
+
+
+async def test_a_job_of_an_earlier_version_learns_from_all_policies_of_its_source_as_before(tmp_path, source_of_two):
+    """Its store has the episodes that were chosen, and does not say whose calls they are taken for."""
+    first = ScriptedJob(tmp_path / "job", sft(source_of_two, from_policy="black"))
+    first.on_event = lambda kind, data: first.learner.stop() if kind == "step" and data["step"] == 1 else None
+    await first.run()
+    with sqlite3.connect(tmp_path / "job/run.db") as db:
+        assert json.loads(db.execute("SELECT value FROM meta WHERE key = 'recorded_policies'").fetchone()[0]) == [
+            "black"
+        ]
+        db.execute("DELETE FROM meta WHERE key = 'recorded_policies'")
+    await ScriptedJob(tmp_path / "job", sft(source_of_two, from_policy="black")).run()
+    assert [len(trajectory.chats) for trajectory in of(tmp_path / "job")] == [1, 1, 3, 3]
+
+
 async def run_until_refused(job: ScriptedJob) -> None:
     try:
         await job.run()
@@ -133,7 +186,7 @@ async def test_a_source_with_another_tokenizer_is_refused(tmp_path, source, monk
     saved = source / "config.toml"
     text = saved.read_text().replace('kind = "fake"', 'kind = "embedded"').replace("SmolLM2-135M-Instruct", "other")
     saved.write_text("\n".join(line for line in text.splitlines() if not line.startswith(("delay_s", "reply_t"))))
-    monkeypatch.setattr("palestra.learner.recordings._same_tokens", lambda model, runtime: False)
+    monkeypatch.setattr("palestra.learner.recorded_run._same_tokens", lambda model, runtime: False)
     with pytest.raises(ConfigError, match=r"is of 'other', whose tokenizer is another one than that of 'SmolLM2"):
         await run_until_refused(ScriptedJob(tmp_path / "job", sft(source)))
 

@@ -82,8 +82,8 @@ async def test_numbers_that_json_does_not_have_are_left_out_of_the_row_everywher
         async def event(kind, data):
             assert None not in data.values()
 
-        log = StepLog(JobConfig(), store.log, folder, progress, event)
-        log.restore([{"step": 1.0, "train/loss": None}])  # as a store of before has it
+        log = StepLog(JobConfig(), store, folder, progress, event)
+        await log.restore([{"step": 1.0, "train/loss": None}])  # as a store of before has it
         await log.write(2, {"step": 2.0, "train/a": float("inf"), "train/b": float("nan"), "train/c": 1e308}, False)
         assert lines(folder) == ['{"step": 1}', '{"step": 2, "train/c": ' + str(int(1e308)) + "}"]
         assert await store.log.metrics() == [{"step": 2.0, "train/c": 1e308}] == [progress.last_metrics]

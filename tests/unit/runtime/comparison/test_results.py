@@ -49,7 +49,7 @@ def test_only_finished_runs_count_and_failures_have_their_reason(tmp_path, monke
     finish(runs[2], rows((0, 0.2), (400, 0.5)))
     write_record(runs[3].record, runs[3].settings | {"state": FAILED, "reason": "no memory"})
     found = read_results(runs)
-    assert {key: [result.seed for result in of] for key, of in found.finished.items()} == {("sums", "grpo"): [1, 3]}
+    assert {key: [result.seed for result in of] for key, of in found.finished.items()} == {("sums", "grpo", ""): [1, 3]}
     assert [(failure.run, failure.reason) for failure in found.failures] == [(runs[3], "no memory")]
     assert found.open == 1
 
@@ -60,7 +60,7 @@ def test_a_row_that_is_half_written_is_left_out(tmp_path, monkeypatch):
     finish(runs[0], rows((0, 0.1), (400, 0.4)))
     with (runs[0].folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "rollout/sampled_tok')
-    assert [result.tokens for result in read_results(runs).finished["sums", "grpo"]] == [400]
+    assert [result.tokens for result in read_results(runs).finished["sums", "grpo", ""]] == [400]
 
 
 def test_of_two_validations_after_equally_many_tokens_the_first_counts():
@@ -93,7 +93,7 @@ def test_a_validation_between_the_others_that_scored_nothing_is_left_out(tmp_pat
     made = rows((0, 0.1), (200, 0.2), (400, 0.4))
     del made[1]["validation/reward_mean"]
     finish(runs[0], made)
-    (result,) = read_results(runs[:1]).finished["sums", "grpo"]
+    (result,) = read_results(runs[:1]).finished["sums", "grpo", ""]
     assert [point.reward for point in result.points] == [0.1, 0.4]
 
 

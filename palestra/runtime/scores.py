@@ -1,0 +1,118 @@
+"""`Evaluation`: the outcome of each task on which models are scored, mean rewards, and their confidence intervals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from palestra.errors import ConfigError
+from palestra.types.metrics import of_policy
+from palestra.types.records import Trajectory
+
+MEAN = "validation/reward_mean"
+NORMAL_95 = 1.959964  # 95 % of a normal distribution lie within so many standard deviations
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskOutcome:
+    """The outcome of one task of an evaluation: its reward, or why there is none."""
+
+    task_id: str
+    episode_id: str
+    # Sum of the rewards of agents that no frozen policy plays. None: every attempt failed; or several policies are
+    # scored, of which each has its own in `by_policy`; or the policy of `Evaluation.of` has not played.
+    reward: float | None
+    reason: str | None  # why the last attempt failed; None if there are rewards
+    trajectory: Trajectory | None = None  # messages, tokens, logprobs and steps; None unless they were asked for
+    by_policy: Mapping[str, float] = field(default_factory=dict)  # where several policies are scored: of each its sum
+    by_agent: Mapping[str, float] = field(default_factory=dict)  # the reward of each agent, whichever policy plays it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluation:
+    """The outcomes of all tasks, in their order, with their mean and its confidence interval."""
+
+    outcomes: tuple[TaskOutcome, ...]
+    complete: bool  # False: the evaluation was stopped before its end
+    policies: tuple[str, ...] = ()  # the policies that are scored, where there are several
+
+    def __repr__(self) -> str:
+        """Return the mean in a line, with the number of outcomes and not the outcomes."""
+        means = [f"{name}={_number(self.of(name).mean)}" for name in self.policies] or [self._said()]
+        scored = f"{self.scored} of {len(self.outcomes)} tasks scored"
+        return f"Evaluation({', '.join(means)}, {scored}, complete={self.complete})"
+
+    def _said(self) -> str:
+        between = "" if self.interval is None else ", interval=({:.4g}, {:.4g})".format(*self.interval)
+        return f"mean={_number(self.mean)}{between}"
+
+    @property
+    def scored(self) -> int:
+        """Return the number of tasks that have rewards."""
+        return sum(outcome.reward is not None or bool(outcome.by_policy) for outcome in self.outcomes)
+
+    def of(self, policy: str) -> Evaluation:
+        """Return the evaluation of one of several policies that were scored together, with its own rewards.
+
+        A task in which the policy has not played has no reward, and is not in its mean.
+
+        Raises:
+            ConfigError: the policy was not scored.
+        """
+        if policy not in self.policies:
+            known = ", ".join(map(repr, self.policies)) or "one policy alone"
+            raise ConfigError(f"{policy!r} was not scored; scored was {known}")
+        outcomes = (replace(one, reward=one.by_policy.get(policy), by_policy={}) for one in self.outcomes)
+        return Evaluation(outcomes=tuple(outcomes), complete=self.complete)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Return the mean rewards by the names that they have in training, such as `white/validation/reward_mean`."""
+        each = {of_policy(MEAN, name): self.of(name).mean for name in self.policies} or {MEAN: self.mean}
+        return {name: mean for name, mean in each.items() if mean is not None}
+
+    @property
+    def rewards(self) -> list[float]:
+        """Return the rewards of the tasks that were scored.
+
+        Raises:
+            ConfigError: several policies were scored, of which each has its own; see `of`.
+        """
+        if self.policies:
+            names = " and ".join(map(repr, self.policies))
+            raise ConfigError(
+                f"{names} were scored, each with rewards of its own: take those of one, of({self.policies[0]!r})"
+            )
+        return [outcome.reward for outcome in self.outcomes if outcome.reward is not None]
+
+    @property
+    def mean(self) -> float | None:
+        """Return the mean reward of the tasks that were scored, or None if there is none; see `of`."""
+        rewards = self.rewards
+        return math.fsum(rewards) / len(rewards) if rewards else None
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """Return the 95 % confidence interval of the mean over tasks, or None with fewer than two rewards.
+
+        For rewards of 0 and 1 this is Wilson's score interval (1927), otherwise the mean plus and minus 1.96 standard
+        errors.
+        """
+        rewards, mean = self.rewards, self.mean
+        count = len(rewards)
+        if count < 2 or mean is None:
+            return None
+        if set(rewards) <= {0.0, 1.0}:
+            square = NORMAL_95**2
+            middle = (mean + square / (2 * count)) / (1 + square / count)
+            root = math.sqrt(mean * (1 - mean) / count + square / (4 * count**2))
+            half = NORMAL_95 * root / (1 + square / count)
+            return max(0.0, middle - half), min(1.0, middle + half)
+        variance = math.fsum((reward - mean) ** 2 for reward in rewards) / (count - 1)
+        half = NORMAL_95 * math.sqrt(variance / count)
+        return mean - half, mean + half
+
+
+def _number(mean: float | None) -> str:
+    return "None" if mean is None else f"{mean:.4g}"
