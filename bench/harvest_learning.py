@@ -78,11 +78,11 @@ def run(seed: int, barriers: bool, steps: int) -> tuple[float, float, float, flo
                     "player": {
                         "model": "tiny-random",
                         "max_context": 128,
-                        "optimizer": {"learning_rate": 5e-3, "schedule": "linear"},
+                        "optimizer": {"learning_rate": 1e-2, "schedule": "linear"},
                     }
                 },
-                "rollout": {"groups_per_step": GROUPS, "group_size": 8, "step_order": "acted"},
-                "algorithm": {"credit": "agent", "loss_agg_mode": "token-mean"},
+                "rollout": {"groups_per_step": GROUPS, "group_size": 16, "step_order": "acted"},
+                "algorithm": {"credit": "step", "loss_agg_mode": "token-mean"},
                 "evaluation": {"every_steps": 0},
                 "checkpoint": {"every_steps": steps},
                 "engine": {"dtype": "float32", "threads": 1, "max_batch": 128},

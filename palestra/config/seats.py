@@ -33,6 +33,12 @@ class SeatsConfig(Section):
         "of its role plays it (`takeover = policy`), or the episode is given back.",
     )
 
+    act_seconds: Seconds = Field(
+        600.0,
+        description="Longest time that a worker may take for an action. Then the seat is taken from it, as when its "
+        "lease has run out. A shorter limit of the environment itself (`time_limits`) comes first.",
+    )
+
     @model_validator(mode="after")
     def _are_whole_agents(self) -> SeatsConfig:
         if len(set(self.roles)) != len(self.roles):

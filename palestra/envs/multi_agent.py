@@ -199,6 +199,11 @@ class MultiAgentEnvironment(ConcurrentEnvironment):
         """Return whether the environment scores a role whose seat has lost its worker for good."""
         return Fault.LEFT in self.forfeits
 
+    @property
+    def scores_illegal(self) -> bool:
+        """Return whether a reply that is none of the choices is scored, and is not a failure of the episode."""
+        return Fault.ILLEGAL in self.forfeits
+
     def pace(self, seats: Collection[str], late: Callable[[str, ChatMessage | None], None]) -> None:
         """Let the clocks of roles run only while `run_clock` says so, because workers elsewhere play them.
 

@@ -249,6 +249,9 @@ class TrajectoryCollectEngine:
                 return
             if isinstance(error, RolloutFailed):
                 raise
+            if self._seats is not None and self._seats.was_taken_over(name):
+                # Its worker has filled the context and left: an end without a reward would spare it a loss.
+                raise RolloutFailed(Termination.SEAT_LOST, f"{name}, whose worker is gone: {said(error)}") from error
             if "/" not in name:
                 if self.roles.plays_frozen(name):
                     # The policy that is trained is not to blame, so the episode fails instead of getting a reward of 0.

@@ -25,7 +25,9 @@ from palestra.session.seat_table import SeatTable
 from palestra.types.records import EpisodeRecord, Task, Trajectory
 
 _WEIGHTS_OF_ONE = GRPOConfig()
-_NO_ATTEMPTS = (Termination.CANCELLED, Termination.SEAT_UNCLAIMED)  # the episode was stopped, or has not really begun
+# The episode was stopped, or has not really begun, or a worker has left it: else the holder of one seat's key could use
+# up the attempts of all episodes, and end the job.
+_NO_ATTEMPTS = (Termination.CANCELLED, Termination.SEAT_UNCLAIMED, Termination.SEAT_LOST)
 log = logging.getLogger("palestra.rollout")
 
 
@@ -173,7 +175,7 @@ class Runner:
 
         Args:
             episode: the claimed episode.
-            termination: why; CANCELLED and SEAT_UNCLAIMED do not count as an attempt, as if the episode had never been
+            termination: why; what `_NO_ATTEMPTS` has does not count as an attempt, as if the episode had never been
                 claimed.
             reason: text to record with the attempt.
             discard: whether to drop the episode instead of having it played again.

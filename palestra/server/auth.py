@@ -164,12 +164,15 @@ class KeyRing:
         if self.check(bearer(request)) is not None:
             raise Forbidden("this is an episode's key, or a seat's; this route takes the job's key")
 
-    def require_role(self, request: Request, role: str) -> None:
+    def require_role(self, request: Request, role: str) -> bool:
         """Check that a request carries the job's present key, or the key that claims this seat.
 
         Args:
             request: a claim.
             role: the seat.
+
+        Returns:
+            Whether the key is that of the seat's role, and not the job's.
 
         Raises:
             Unauthorized: there is no key, or it is not a key of this job.
@@ -181,6 +184,7 @@ class KeyRing:
                 raise Forbidden(f"this key claims the seat {key.role!r}, and not {role!r}")
         elif key is not None:
             raise Forbidden("this is an episode's key, or a seat's; a claim takes the job's key, or that of its seat")
+        return isinstance(key, RoleKey)
 
     def require_seat(self, request: Request, episode_id: str) -> SeatKey:
         """Return the seat of an episode that a request's key opens.

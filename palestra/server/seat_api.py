@@ -61,16 +61,17 @@ async def claim_seat(plane: DataPlane, body: ClaimEpisode, role: str, request: R
         NotFound: there is no such seat.
         ServerStopping: the server is shutting down.
     """
-    plane.keys.require_role(request, role)
+    # Who has the key of a role may not know, or may copy, what others call their workers.
+    worker_id = f"{role}: {body.worker_id}" if plane.keys.require_role(request, role) else body.worker_id
     seats, workers, progress = plane.seats, plane.workers, plane.progress
     seats.check_role(role)
     wait = min(body.wait_seconds, plane.config.server.max_wait_seconds)
-    workers.mark_claiming(body.worker_id, body.request_id)
+    workers.mark_claiming(worker_id, body.request_id)
     fault_point("before_seat_claim")
     try:
         claiming = seats.claim(
             role,
-            body.worker_id,
+            worker_id,
             body.request_id,
             body.allow_discard_timeout,
             body.episode_id,
@@ -79,14 +80,14 @@ async def claim_seat(plane: DataPlane, body: ClaimEpisode, role: str, request: R
         )
         claim = await until_disconnect(request.receive, claiming)
     finally:
-        workers.mark_answered(body.worker_id, body.request_id)
+        workers.mark_answered(worker_id, body.request_id)
     fault_point("after_seat_claim")
     if claim is not None:
-        workers.mark_playing(body.worker_id, claim.table.lease_of(role), claim.key.seat_fence)
+        workers.mark_playing(worker_id, claim.table.lease_of(role), claim.key.seat_fence)
         plane.keys.require_role(request, role)  # the job may have other keys by now
         return ClaimAnswer(status="claimed", episode=_claimed(plane, claim, request), job_state=progress.state.value)
     if progress.over:
-        workers.mark_notified(body.worker_id, body.request_id)
+        workers.mark_notified(worker_id, body.request_id)
     return ClaimAnswer(status="finished" if progress.over else "waiting", job_state=progress.state.value)
 
 

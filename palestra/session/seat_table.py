@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from palestra.config import SeatsConfig
 from palestra.database import Notifier
-from palestra.errors import Conflict, EpisodeLeaseExpired, PalestraError, RolloutFailed
+from palestra.errors import Conflict, EpisodeLeaseExpired, InvalidRequest, PalestraError, RolloutFailed
 from palestra.session.seat_calls import ENVIRONMENT, POLICY, SeatCalls
 from palestra.session.seat_world import UNTIMED, SeatWorld
 from palestra.store.leases import LeaseBook
@@ -51,6 +51,7 @@ class _Seat:
         last: what it was shown when its part ended.
         calls: model calls in flight of the worker that holds it.
         held_since: when its worker took it.
+        told: how many events of the episode its worker was given.
         missed: observations for whose action the time was over.
         finished: whether its part is over, so that nothing will be asked of it.
         kept: whether its last worker held it until the episode ended.
@@ -69,6 +70,7 @@ class _Seat:
     calls: set[asyncio.Task[object]] = field(default_factory=set)
     held_since: float = 0.0
     missed: set[str] = field(default_factory=set)
+    told: int = 0
     finished: bool = False
     kept: bool = False
 
@@ -206,6 +208,10 @@ class SeatTable:
         waits = any(seat.asked and not seat.fence and self.can_take(seat.role) for seat in self._seats.values())
         return waits and self._seats[role].state is SeatState.HELD
 
+    def worker_of(self, role: str) -> str:
+        """Return the last worker of a seat."""
+        return self._seats[role].worker_id
+
     def seat_held_by(self, worker_id: str) -> str | None:
         """Return the seat that a worker holds; None: it holds none."""
         held = (s.role for s in self._seats.values() if s.state is SeatState.HELD and s.worker_id == worker_id)
@@ -225,6 +231,7 @@ class SeatTable:
         seat = self._seats[role]
         seat.move(SeatState.HELD)
         seat.fence, seat.worker_id, seat.held_since = seat.fence + 1, worker_id, self._clock.monotonic()
+        seat.told = 0
         self._leases.grant(self.lease_of(role), seat.fence, seconds, worker_id)
         self._tell("seat_claimed", role)
         return seat.fence
@@ -312,6 +319,7 @@ class SeatTable:
         Raises:
             EpisodeLeaseExpired: the worker of this fence does not hold the seat any more.
             Conflict: another action was given before, or the observation does not wait for one of this seat.
+            InvalidRequest: the action is none of the observation's choices, and the environment would not score that.
         """
         seat, digest = self._seats[role], _digest(action)
         known = seat.acted.get(observation_id)
@@ -324,14 +332,19 @@ class SeatTable:
             return False
         if known is not None:
             raise Conflict(f"another action was given for observation {observation_id} before; the first one stands")
-        asked = seat.asked.pop(observation_id, None)
+        asked = seat.asked.get(observation_id)
         if asked is None:
             raise Conflict(f"observation {observation_id} does not wait for an action of {role}; {self._who_acts()}")
+        choices = asked.observation.choices
+        if choices and action.text not in choices and not self.world.scores_illegal:
+            raise InvalidRequest(f"{action.text!r:.80} is none of the choices: {', '.join(choices)}", "action")
+        del seat.asked[observation_id]
         self.calls.note_action(asked.number, fence)
         seat.acted[observation_id] = digest
         seat.history[asked.observation.agent] += (*asked.observation.content, action)
         if not asked.answer.done():
-            asked.answer.set_result(action)
+            # Thoughts are the worker's own: neither the environment nor the policy that may take over reads them.
+            asked.answer.set_result(action.model_copy(update={"reasoning_content": None}))
         return True
 
     def was_given(self, role: str, fence: int, observation_id: str, action: ChatMessage) -> bool:
@@ -366,26 +379,28 @@ class SeatTable:
         """Return whether a worker has held its seat until the episode ended."""
         return self._seats[role].fence == fence and self._seats[role].kept
 
-    def view(self, role: str, fence: int, events_seen: int) -> SeatAnswer:
+    def view(self, role: str, fence: int, events_seen: int | None) -> SeatAnswer:
         """Return what the worker of a seat may see now.
 
         Args:
             role: the seat.
             fence: of its worker.
-            events_seen: number of the last event that the worker knows.
+            events_seen: number of the last event that the worker knows; None: of the last that it was given.
 
         Raises:
             EpisodeLeaseExpired: the worker of this fence does not hold the seat any more.
         """
         seat = self._held(role, fence)
         asked = next(iter(seat.asked.values()), None)
+        seen = seat.told if events_seen is None else events_seen
+        seat.told = len(self._events)
         if asked is not None:
             self.world.run_clock(asked.observation.id)
         return SeatAnswer(
             status="waiting" if asked is None else "act",
             observation=None if asked is None else _shown(asked),
             to_act=self.to_act,
-            events=tuple(event for event in self._events[events_seen:] if event.role != role),
+            events=tuple(event for event in self._events[seen:] if event.role != role),
         )
 
     def last_of(self, role: str) -> tuple[ChatMessage, ...]:
@@ -423,6 +438,22 @@ class SeatTable:
             self._lose(seat, f"the worker of the seat {role} is gone, and the episode is played again")
         elif seat.left >= self._max_workers:
             self._lose(seat, f"the seat {role} has lost {seat.left} workers (rollout.max_attempts)")
+
+    def overdue(self) -> list[tuple[str, int]]:
+        """Return the seats whose workers have taken too long for an action, with their fences."""
+        now, limit = self._clock.monotonic(), self._config.act_seconds
+        return [
+            (seat.role, seat.fence)
+            for seat in self._seats.values()
+            if seat.state is SeatState.HELD
+            and seat.asked
+            and now - max(min(asked.since for asked in seat.asked.values()), seat.held_since) >= limit
+        ]
+
+    def was_taken_over(self, agent: str) -> bool:
+        """Return whether a policy plays the seat of an agent in the place of a worker that has left it."""
+        seat = self._seats.get(agent.partition("/")[0])
+        return seat is not None and seat.state is SeatState.PLAYED and seat.left > 0
 
     def check_waiting(self) -> None:
         """Give a seat that has to act and has been free for too long to its policy, or the episode back."""

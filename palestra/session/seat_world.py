@@ -12,6 +12,10 @@ class SeatWorld(Protocol):
     def forfeits_lost_seats(self) -> bool:
         """Return whether a seat that is lost is a forfeit, and not a failure of the episode."""
 
+    @property
+    def scores_illegal(self) -> bool:
+        """Return whether the environment takes an action that is none of an observation's choices."""
+
     def run_clock(self, observation_id: str) -> None:
         """Let the time for an action run; one without a limit has no clock."""
 
@@ -26,6 +30,7 @@ class _Untimed:
     """A world without time limits, which scores no lost seat."""
 
     forfeits_lost_seats = False
+    scores_illegal = True
 
     def run_clock(self, observation_id: str) -> None: ...
 

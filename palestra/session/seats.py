@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +28,8 @@ from palestra.types.records import EpisodeRecord
 from palestra.types.seat_wire import SeatAnswer
 from palestra.types.states import EpisodeState
 
+log = logging.getLogger("palestra.seats")
+MOST_OBSERVING = 8  # requests of one worker that observe a seat at the same time; it needs one
 MOST_ENDED = 256  # episodes whose seats are remembered after their end, for requests that are sent again
 
 
@@ -88,8 +91,9 @@ class SeatBook:
         self._leases = LeaseBook(clock, rollout.max_episode_seconds)
         self._tables: dict[tuple[str, int], SeatTable] = {}  # by the lease of the episode, in the order of claims
         self._ended: OrderedDict[tuple[str, int], SeatTable] = OrderedDict()
-        self._claims: dict[str, SeatClaim] = {}  # by request id, of episodes that are being played
+        self._claims: dict[tuple[str, str], SeatClaim] = {}  # by role and request id, of episodes that are being played
         self._wanting: Counter[str] = Counter()  # claims that wait for any episode, by seat
+        self._observers: Counter[SeatKey] = Counter()  # requests that observe a seat, by its key
         self._available = Notifier()
         self._max_observers, self._waiting = max_observers, 0
         self._stopped: PalestraError | None = None
@@ -123,6 +127,12 @@ class SeatBook:
                 for lease, fence in expired:
                     if lease == table.lease_of(role) and table.holds(role, fence):
                         self._leave(table, role, fence)
+            for role, fence in table.overdue():
+                log.warning(
+                    "episode %s: the worker %r of the seat %s has not acted for %g s (seats.act_seconds)",
+                    *(table.episode.episode_id, table.worker_of(role), role, self._config.act_seconds),
+                )
+                self._leave(table, role, fence)
             table.check_waiting()
         self._fill_seats()
 
@@ -221,21 +231,24 @@ class SeatBook:
             raise self._gone(key)
         return table
 
-    async def observe(self, key: SeatKey, events_seen: int, wait_seconds: float) -> SeatAnswer:
+    async def observe(self, key: SeatKey, events_seen: int | None, wait_seconds: float) -> SeatAnswer:
         """Return what a seat has to answer, or that it waits, or how the episode ended.
 
         Args:
             key: of the seat.
-            events_seen: number of the last event that the worker knows; a newer one ends the wait.
+            events_seen: number of the last event that the worker knows; a newer one ends the wait. None: of the last
+                one that it was given.
             wait_seconds: the longest wait for an observation.
 
         Raises:
             EpisodeLeaseExpired: the worker does not hold the seat any more, or the episode was given back.
             EpisodeEnded: the episode was discarded.
-            TooManyRequests: too many requests wait.
+            TooManyRequests: too many requests wait, of this seat or of all.
         """
         until = self._clock.monotonic() + wait_seconds
-        with self._counted():
+        if (present := self._tables.get((key.episode_id, key.fence))) is not None:
+            present.renew(key.role, key.seat_fence)  # also where the request is refused below
+        with self._counted(), self._observing(key):
             while (table := self._tables.get((key.episode_id, key.fence))) is not None:
                 seen = table.changed.count
                 if self._stopped is not None:
@@ -289,8 +302,8 @@ class SeatBook:
         self, role: str, worker_id: str, request_id: str, seconds: float, episode_id: str | None
     ) -> SeatClaim | None:
         """Return the claim of a request that is sent again, or a new one; None: there is no free seat."""
-        known = self._claims.get(request_id)
-        if known is not None and known.key.role == role and known.table.holds(role, known.key.seat_fence):
+        known = self._claims.get((role, request_id))
+        if known is not None and known.table.holds(role, known.key.seat_fence):
             return known
         both: str | None = None
         for (name, fence), table in self._tables.items():
@@ -302,7 +315,7 @@ class SeatBook:
                 )
                 continue
             key = SeatKey(name, fence, role, table.take(role, worker_id, seconds))
-            claim = self._claims[request_id] = SeatClaim(table, key, seconds)
+            claim = self._claims[role, request_id] = SeatClaim(table, key, seconds)
             return claim
         if both is not None:
             raise Conflict(f"{both}; give each worker its own worker_id, or wait until that episode is over")
@@ -383,6 +396,23 @@ class SeatBook:
             yield
         finally:
             self._waiting -= 1
+
+    @contextmanager
+    def _observing(self, key: SeatKey) -> Iterator[None]:
+        """Count a request that observes a seat, so that the requests of one leave room for those of others.
+
+        Raises:
+            TooManyRequests: the limit is reached.
+        """
+        if self._observers[key] >= MOST_OBSERVING:
+            raise TooManyRequests(f"{MOST_OBSERVING} requests observe this seat at the moment, which is the limit")
+        self._observers[key] += 1
+        try:
+            yield
+        finally:
+            self._observers[key] -= 1
+            if not self._observers[key]:
+                del self._observers[key]
 
     @contextmanager
     def _wanted_of(self, role: str | None) -> Iterator[None]:

@@ -20,7 +20,12 @@ class ObserveSeat(Body):
     """
 
     episode_id: Name
-    events_seen: int = Field(0, ge=0, description="The number of the last event that the worker knows.")
+    events_seen: int | None = Field(
+        None,
+        ge=0,
+        description="The number of the last event that the worker knows: newer ones are answered at once. Without it, "
+        "each event is given once, with the next answer.",
+    )
     wait_seconds: float = Field(
         0.0, ge=0, allow_inf_nan=False, description="How long to wait, at most `server.max_wait_seconds`."
     )

@@ -17,6 +17,7 @@ from palestra import AsyncClient, JobConfig, RolloutSpec
 from palestra.envs import ConcurrentEnvironment, MultiAgentEnvironment, Outcome, TimeLimit
 from palestra.errors import ConfigError, Conflict, EpisodeLeaseExpired, NotFound
 from palestra.runtime.local import local_job
+from palestra.store.key_files import seat_key
 from palestra.types.messages import text_message
 from palestra.types.records import Task
 
@@ -376,7 +377,7 @@ async def test_a_game_that_can_not_go_on_is_given_back_and_both_claim_again(tmp_
             assert why in said(answer, 409)
             assert "claim a seat again" in said(answer, 409)
         episode = await job.plane.store.episodes.get(white["episode_id"])
-        assert (episode.state, episode.attempts) == ("registered", 1)
+        assert (episode.state, episode.attempts) == ("registered", 0)  # it says nothing about the episode
         players = [asyncio.ensure_future(play(job, role)) for role in ("white", "black")]
         await asyncio.wait_for(asyncio.gather(*players), 30)
 
@@ -411,3 +412,58 @@ async def test_the_clients_give_a_seat_back_and_raise_what_is_wrong(tmp_path):
             with pytest.raises(Conflict, match="holds the seat white"):
                 async with client.seat("black"):
                     pass
+
+
+@pytest.mark.parametrize("takeover", ["replay", "worker"])
+async def test_whoever_has_the_key_of_one_seat_can_not_end_the_job_by_leaving(tmp_path, takeover):
+    seats = {"roles": ["white", "black"], "takeover": takeover}
+    rollout = {"group_size": 2, "groups_per_step": 1, "lease_seconds": 60.0, "max_attempts": 2}
+    async with running(tmp_path / "run", seats=seats, rollout=rollout) as job, Http(job) as http:
+        for _ in range(12):  # more often than all episodes together have attempts
+            left = await http.seat("white")
+            gone = await http.post("/abort_episode", left["api_key"], episode_id=left["episode_id"], reason="left")
+            assert gone.status_code == 200, gone.text
+            await asyncio.sleep(0.02)
+        white, black = await asyncio.wait_for(asyncio.gather(play(job, "white"), play(job, "black")), 60)
+        counts = await job.plane.store.episodes.counts()
+        assert (counts.completed, counts.discarded) == (2, 0)
+        assert len(white) == len(black) == 2
+
+
+async def test_a_context_that_a_worker_has_filled_before_it_left_is_no_end_without_a_loss(tmp_path):
+    seats = {"roles": ["white", "black"], "takeover": "policy"}
+    policies = {"w": {}, "b": {"frozen": True, "max_context": 200}}
+    settings = config(tmp_path / "run", seats=seats, policies=policies)
+    async with local_job(settings, lambda kind, data: None, RolloutSpec(environment=Talk)) as job:
+        await job.plane.store.tasks.push("train", [Task(task_id=t["id"], data=t) for t in TASKS], "c")
+        await job.plane.store.tasks.seal()
+        work = asyncio.ensure_future(job.run())
+        async with Http(job) as http:
+            white, black = await http.seat("white"), await http.seat("black")
+            shown = (await http.observe(white, events=9)).json()["observation"]["observation_id"]
+            await http.act(white, shown, "a")
+            shown = (await http.observe(black, events=9)).json()["observation"]["observation_id"]
+            assert (await http.act(black, shown, "much to say " * 100)).status_code == 200
+            await http.post("/abort_episode", black["api_key"], episode_id=black["episode_id"], reason="left")
+            shown = (await http.observe(white, events=9)).json()["observation"]["observation_id"]
+            await http.act(white, shown, "b")
+            lost = await http.observe(white, wait=20.0, events=9)
+            assert lost.status_code == 409, lost.text
+            episode = await job.plane.store.episodes.get(white["episode_id"])
+            assert episode.rewards is None
+            assert "black, whose worker is gone: ContextOverflow" in said(lost, 409)
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+
+
+async def test_workers_of_two_people_may_have_the_same_name(tmp_path):
+    async with running(tmp_path / "run") as job, Http(job) as http:
+        keys = {role: seat_key(job.plane.keys._secret(), "seats", role) for role in ("white", "black")}
+        seats = {}
+        for role, key in keys.items():
+            body = {"worker_id": "host-1", "request_id": "same", "wait_seconds": 5, "role": role}
+            answer = await http.post("/claim_episode", key, **body)
+            assert answer.status_code == 200, answer.text
+            seats[role] = answer.json()["episode"]
+        assert seats["white"]["episode_id"] == seats["black"]["episode_id"]
+        assert (await http.observe(seats["white"], events=9)).json()["status"] == "act"

@@ -13,6 +13,7 @@ from palestra.errors import (
     Conflict,
     EpisodeEnded,
     EpisodeLeaseExpired,
+    InvalidRequest,
     NotFound,
     RolloutFailed,
     ServerStopping,
@@ -268,7 +269,7 @@ async def test_an_action_that_comes_after_the_end_hears_of_the_end_and_one_sent_
     await asyncio.sleep(0)
     action = text_message("assistant", "a")
     await book.act(white.key, "o0", action)
-    assert await asked is action
+    assert await asked == action
     await store.episodes.end(table.episode.episode_id, table.episode.fence, {"white": 1.0, "black": 0.0}, None, {})
     await book.act(white.key, "o0", action)
     with pytest.raises(EpisodeEnded, match="is completed; observe the seat for its reward"):
@@ -316,3 +317,118 @@ async def test_an_episode_that_is_over_keeps_no_session_in_memory(store, book):
     del session
     assert kept() is None
     assert book.was_held(table.episode)
+
+
+async def test_a_worker_that_does_not_act_loses_its_seat(store, clock, caplog):
+    book = make_book(store, clock, act_seconds=30.0)
+    (table,) = await begin(store, book)
+    white, black = await take(book, "white", "slow"), await take(book, "black")
+    asked = show(table, "o0")
+    await asyncio.sleep(0)
+    clock.advance(29.0)
+    book.expire()
+    assert (await book.observe(white.key, 0, 0.0)).status == "act"
+    clock.advance(2.0)
+    book.expire()
+    assert "the worker 'slow' of the seat white has not acted for 30 s (seats.act_seconds)" in caplog.text
+    with pytest.raises(EpisodeLeaseExpired):
+        await book.observe(white.key, 0, 0.0)
+    (event,) = [e for e in (await book.observe(black.key, 0, 0.0)).events if e.kind == "seat_left"]
+    assert event.role == "white"
+    heir = await take(book, "white", "heir")
+    clock.advance(29.0)
+    book.expire()
+    await book.act(heir.key, "o0", text_message("assistant", "a"))
+    assert (await asked).text == "a", "the time of the next worker begins when it comes"
+
+
+async def test_observations_of_one_seat_leave_room_for_those_of_another_and_keep_its_lease(store, clock):
+    book = make_book(store, clock, limit=1000)
+    await begin(store, book)
+    white, black = await take(book, "white"), await take(book, "black")
+    clock.advance(LEASE - 1)
+    flood = [asyncio.ensure_future(book.observe(black.key, 9, 5.0)) for _ in range(20)]
+    await asyncio.sleep(0.05)
+    refused = [one for one in flood if one.done()]
+    assert len(refused) == 12
+    for one in refused:
+        with pytest.raises(TooManyRequests, match="8 requests observe this seat"):
+            one.result()
+    assert (await book.observe(white.key, 9, 0.0)).status == "waiting"
+    for one in flood:
+        one.cancel()
+    await asyncio.gather(*flood, return_exceptions=True)
+
+
+async def test_a_refused_observation_renews_the_lease(store, clock):
+    book = make_book(store, clock, limit=0)
+    (episode,) = await begin(store, book)
+    key = (await asyncio.wait_for(take_without_limit(book, "white"), 5)).key
+    clock.advance(LEASE - 1)
+    with pytest.raises(TooManyRequests):
+        await book.observe(key, 0, 0.0)
+    clock.advance(LEASE - 1)
+    book.expire()
+    assert episode.holds("white", key.seat_fence)
+
+
+async def take_without_limit(book, role):
+    most, book._max_observers = book._max_observers, 100
+    try:
+        return await take(book, role)
+    finally:
+        book._max_observers = most
+
+
+async def test_the_same_request_id_for_two_seats_is_two_claims(store, book):
+    await begin(store, book)
+    white, black = await take(book, "white", "a", "same"), await take(book, "black", "b", "same")
+    assert (await take(book, "white", "a", "same")).key == white.key
+    assert (await take(book, "black", "b", "same")).key == black.key
+
+
+async def test_each_event_is_given_once_to_a_worker_that_counts_none(store, book):
+    (table,) = await begin(store, book)
+    white, black = await take(book, "white"), await take(book, "black")
+    assert [e.kind for e in (await book.observe(white.key, None, 0.0)).events] == ["seat_claimed"]
+    assert (await book.observe(white.key, None, 0.0)).events == ()
+    book.leave(black.key)
+    assert [e.kind for e in (await book.observe(white.key, None, 0.0)).events] == ["seat_left"]
+    assert [e.kind for e in (await book.observe(white.key, 2, 0.0)).events] == ["seat_left"]
+    book.leave(white.key)
+    heir = await take(book, "white", "heir")
+    assert [e.kind for e in (await book.observe(heir.key, None, 0.0)).events] == ["seat_claimed", "seat_left"]
+    assert table.failure is None
+
+
+async def test_an_action_that_is_none_of_the_choices_is_refused_and_can_be_given_again(store, book):
+    class Strict:
+        forfeits_lost_seats = scores_illegal = False
+
+        def run_clock(self, observation_id):
+            pass
+
+    (table,) = await begin(store, book)
+    table.world = Strict()
+    white = await take(book, "white")
+    content = (text_message("user", "?"),)
+    observation = Observation(id="o0", parents=(), agent="white", content=content, choices=("1", "2"))
+    table.show(observation, 0)
+    asked = asyncio.ensure_future(table.ask(observation))
+    await asyncio.sleep(0)
+    with pytest.raises(InvalidRequest, match="'7' is none of the choices: 1, 2"):
+        await book.act(white.key, "o0", text_message("assistant", "7"))
+    assert not asked.done()
+    await book.act(white.key, "o0", text_message("assistant", "2"))
+    assert (await asked).text == "2"
+
+
+async def test_thoughts_of_a_worker_stay_its_own(store, book):
+    (table,) = await begin(store, book)
+    white = await take(book, "white")
+    asked = show(table, "o0")
+    await asyncio.sleep(0)
+    action = text_message("assistant", "p").model_copy(update={"reasoning_content": "long " * 1000})
+    await book.act(white.key, "o0", action)
+    assert (await asked).reasoning_content is None
+    assert table.history("white")["white"][-1] == action, "the next worker goes on with them"
