@@ -66,6 +66,7 @@ OTHER: dict[str, Any] = {
     "environment.timeout_seconds": 3.0,
     "seats.roles": ["white"],
     "seats.takeover": "policy",
+    "seats.act_seconds": 9.0,
     "seats.wait_seconds": 9.0,
     "algorithm.importance_sampling": "token-mask",
     "algorithm.importance_limit": 3.0,
