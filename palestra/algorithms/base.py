@@ -93,7 +93,7 @@ class CriticUpdate:
         loss: the loss of a value, by its name.
         optimizer: the critic's own, with its own schedule.
         epochs: updates made from one batch.
-        warmup_steps: first steps of a job in which the critic is trained and the policy is not.
+        warmup_steps: the first of the steps in which the policy is due, in which the critic alone is trained.
         target_rate: share by which the critic's copy, which gives `target_action_values`, moves to the critic after
             each update (Polyak averaging). None: there is no copy, and the critic has one head, which values states.
     """

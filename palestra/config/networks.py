@@ -86,7 +86,10 @@ class CriticConfig(Section):
     )
     epochs: Positive = Field(1, description="Optimizer steps of the critic made from one batch.")
     warmup_steps: int = Field(
-        0, ge=0, description="First steps in which only the critic is trained, so that its values mean something."
+        0,
+        ge=0,
+        description="The first so many of the policy's steps (those of `updates`), in which only the critic is "
+        "trained, so that its values mean something.",
     )
 
 
@@ -95,7 +98,10 @@ class TwinCriticConfig(Section):
 
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=5e-5)
     warmup_steps: int = Field(
-        0, ge=0, description="First steps in which only the critic is trained, so that its values mean something."
+        0,
+        ge=0,
+        description="The first so many of the policy's steps (those of `updates`), in which only the critic is "
+        "trained, so that its values mean something.",
     )
     target_rate: float = Field(
         0.1, gt=0, le=1, description="Share by which the copy moves to the critic after each update (tau)."

@@ -45,6 +45,10 @@ class UpdatesConfig(Section):
         """Return whether the policy is updated in a step, which counts from 1."""
         return step % self.every == self.at % self.every
 
+    def until(self, step: int) -> int:
+        """Return in how many of the first steps, up to this one, the policy is updated."""
+        return max((step - self.at) // self.every + 1, 0)
+
 
 class AdapterConfig(Section):
     """LoRA (Hu et al. 2021): matrices of low rank beside the model's layers, trained in place of its weights."""

@@ -9,7 +9,9 @@ from functools import partial
 from typing import Any, cast
 
 from palestra.envs.check_concurrent import Script, Task, check_concurrent, check_nothing_left, scripts
+from palestra.envs.check_continuous import episodes_of
 from palestra.envs.concurrent import ConcurrentEnvironment, checked_reset, checked_step, step_of
+from palestra.envs.continuous import ContinuousEnvironment, run_virtual
 from palestra.envs.environment import Environment
 from palestra.errors import InvalidEnvironment
 from palestra.threads import call
@@ -55,6 +57,9 @@ def check_environment(
     - `zero_sum` is declared, and the rewards of an episode do not add up;
     - the environment says that it is deterministic, and its episode depends on which agent answers first.
 
+    A `ContinuousEnvironment` is played in virtual time, in which each agent always thinks for the same time: two new
+    ones have to show the same then. What such a world waits for besides timers, as a thread, takes none of its time.
+
     Methods run as they do in a job: those that are `async` on one event loop, the others of an `Environment` in threads
     if it is `blocking`.
 
@@ -82,16 +87,22 @@ def check_environment(
         raise InvalidEnvironment(f"max_steps is at least 1, or None, and not {made.max_steps}")
     plan = scripts(tasks, actions)
     if isinstance(made, ConcurrentEnvironment):
-        work = check_concurrent(cast("Callable[[], ConcurrentEnvironment]", make), plan, max_steps, timeout_seconds)
+        concurrent = cast("Callable[[], ConcurrentEnvironment]", make)
+        work = check_concurrent(concurrent, plan, max_steps, timeout_seconds, episodes_of(made))
     else:
         work = _check_serial(cast("Callable[[], Environment]", make), plan, max_steps)
-    _run_apart(work)
+    _run_apart(work, run_virtual if isinstance(made, ContinuousEnvironment) else asyncio.run)
 
 
-def _run_apart(work: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine on an event loop of its own, in a thread: one of the caller's may be running in this one."""
+def _run_apart(work: Coroutine[Any, Any, None], run: Callable[[Coroutine[Any, Any, None]], None]) -> None:
+    """Run a coroutine on an event loop of its own, in a thread: one of the caller's may be running in this one.
+
+    Args:
+        work: the coroutine.
+        run: makes the event loop.
+    """
     with ThreadPoolExecutor(1, "palestra-check") as thread:
-        thread.submit(asyncio.run, work).result()
+        thread.submit(run, work).result()
 
 
 async def _check_serial(make: Callable[[], Environment], plan: Sequence[tuple[Task, Script]], max_steps: int) -> None:

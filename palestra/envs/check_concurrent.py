@@ -96,6 +96,7 @@ async def check_concurrent(
     plan: Sequence[tuple[Task, Script]],
     max_steps: int,
     timeout_seconds: float,
+    episode_of: Callable[..., Episode],
 ) -> None:
     """Play the episodes of `plan` in concurrent environments; see `check_environment` for the mistakes that are found.
 
@@ -104,6 +105,7 @@ async def check_concurrent(
         plan: tasks, each with the script of its actions.
         max_steps: an episode with more actions counts as endless.
         timeout_seconds: the longest time that an environment may show nothing.
+        episode_of: plays an episode; has the arguments of `Episode`.
 
     Raises:
         InvalidEnvironment: the first mistake that was found, in words.
@@ -115,7 +117,7 @@ async def check_concurrent(
     async def played(task: Task, script: Script, last_first: bool = False) -> Seen:
         environment = made[0] = make()
         await _call("setup", environment.setup())
-        episode = _Episode(environment, script, max_steps, timeout_seconds, last_first)
+        episode = episode_of(environment, script, max_steps, timeout_seconds, last_first)
         seen = await episode.play(task)
         acted.update(episode.acted)
         await _close(environment)
@@ -134,14 +136,14 @@ async def check_concurrent(
     environment = make()
     await _call("setup", environment.setup())
     if environment.reusable:
-        again = [await _Episode(environment, s, max_steps, timeout_seconds).play(task) for task, s in (*plan, *plan)]
+        again = [await episode_of(environment, s, max_steps, timeout_seconds).play(task) for task, s in (*plan, *plan)]
         if again != fresh + fresh:
             raise InvalidEnvironment("it says that it is reusable, and a second episode differs from that of a new one")
         await _close(environment)
         return
     await _call("reset", environment.reset(plan[0][0]))
     # An episode that is left in the middle must stop too: rollouts abandon episodes.
-    await _Episode(environment, plan[0][1], 1, timeout_seconds).begin()
+    await episode_of(environment, plan[0][1], 1, timeout_seconds).begin()
     await _close(environment)
 
 
@@ -172,7 +174,7 @@ async def check_nothing_left() -> None:
         raise InvalidEnvironment(f"after close this still runs: {names}")
 
 
-class _Episode:
+class Episode:
     """Plays one episode; each observation is checked and answered as it arrives."""
 
     def __init__(

@@ -20,7 +20,7 @@ class ContinuousEnvironment(MultiAgentEnvironment):
 
     By default there is no order: each action is applied to the world as it is when the action arrives, and its agent is
     shown the world again. With another `protocol`, such as `simultaneous()`, the same world has barriers. Episodes
-    depend on how long agents think, so they are not deterministic, and `check_environment` can't compare two of them.
+    depend on how long agents think, so they are not deterministic; `check_environment` plays them in virtual time.
     `rollout.step_order = "acted"` credits actions in the order in which they were given.
 
     Time is the event loop's, so a test plays in virtual time with `run_virtual`.

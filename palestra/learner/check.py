@@ -39,7 +39,7 @@ def check_algorithm(
 
     - the class is no subclass of `palestra.Algorithm`; an error that `advantages`, `loss` or the loss raises is raised;
     - advantages or importance weights have other shapes than the rows, or are not finite for a trained token, also
-      where all rewards of a group, or of the batch, are equal;
+      where all rewards of a group, or of the batch, are equal, with and without a penalty that trains such groups;
     - the loss is not a number, or is not one number for each token;
     - a metric is not declared;
     - tokens that were not sampled matter: the prompt, padding at the end of a row, or what stands in a row's columns
@@ -68,7 +68,10 @@ def check_algorithm(
     plain = made_up_groups()
     wanted = token_gradients(make(), plain)
     for rewards, title in ((EQUAL_IN_GROUPS, "of each group"), (EQUAL, "of the batch")):
-        token_gradients(make(), made_up_groups(rewards=rewards), f"where all rewards {title} are equal")
+        where = f"where all rewards {title} are equal"
+        token_gradients(make(), made_up_groups(rewards=rewards), where)
+        # A penalty or a bonus in the loss trains such groups as well, so that they have rows.
+        token_gradients(make(), made_up_groups(rewards=rewards), f"{where} and a penalty trains them", True)
     for title, groups in _same_episodes():
         _compare(token_gradients(make(), groups), wanted, title)
     _check_parts(make(), plain)
@@ -114,21 +117,24 @@ def _check_type(algorithm: object) -> None:
     _check_subclass(type(algorithm))
 
 
-def token_gradients(algorithm: Algorithm, groups: Sequence[Group], where: str = "") -> Gradients:
+def token_gradients(algorithm: Algorithm, groups: Sequence[Group], where: str = "", penalty: bool = False) -> Gradients:
     """Return the gradient of each trained token, by its id, and check all that can be checked of one batch.
 
     Args:
         algorithm: gives the advantages and names the loss.
         groups: made-up groups with rows.
         where: what is special about the episodes, for messages.
+        penalty: whether a job has a penalty or a bonus, so that also groups without anything to learn have rows.
     """
-    rows, loss = _rows(algorithm, groups, where), _loss(algorithm)
+    rows, loss = _rows(algorithm, groups, where, penalty), _loss(algorithm)
     return _of_rows(loss, rows, rows, where)
 
 
-def _rows(algorithm: Algorithm, groups: Sequence[Group], where: str) -> list[TrainSample]:
-    """Return the rows with advantages, as a learner makes them."""
-    groups = [group if algorithm.learns_from(group.trajectories) else replace(group, rows=()) for group in groups]
+def _rows(algorithm: Algorithm, groups: Sequence[Group], where: str, penalty: bool = False) -> list[TrainSample]:
+    """Return the rows with advantages, as a learner makes them; the arguments are those of `token_gradients`."""
+    groups = [
+        group if algorithm.learns_from(group.trajectories) or penalty else replace(group, rows=()) for group in groups
+    ]
     rows = [row for group in groups for row in group.rows]
     forward: ForwardOutputs = {name: [of_token(row, name) for row in rows] for name in algorithm.needs}
     found = algorithm.advantages(groups, forward)

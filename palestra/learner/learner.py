@@ -108,10 +108,11 @@ class Learner:
         Both have to be done before this server takes requests.
 
         Raises:
-            ConfigError: a server that is to teach can't.
+            ConfigError: the run is of another configuration, or a server that is to teach can't.
             TeacherFailed: it does not answer.
             CheckpointError: a past version can't be written.
         """
+        await self._known_digest()  # before a pool of another configuration changes what the run has on the disk
         await self._pools.open()
         await self._updates.prepare()
 
@@ -175,18 +176,26 @@ class Learner:
 
     # Start and resume
 
+    async def _known_digest(self) -> str | None:
+        """Return the digest of the configuration with which the run was started; None: it is a new one.
+
+        Raises:
+            ConfigError: it is of another configuration.
+        """
+        known = await self._store.log.fact("config_digest")
+        if known is not None and known != self._config.digest():
+            raise ConfigError(self._folder.why_not_resumed(self._config))
+        return known
+
     async def _restore(self) -> dict[str, float] | None:
         """Load the last good checkpoint, if there is one, and publish its weights to the engine.
 
         Returns the row of the last step if it still waits for its evaluation; a new run begins with such a row for step
         0.
         """
-        digest = self._config.digest()
-        known = await self._store.log.fact("config_digest")
-        if known is not None and known != digest:
-            raise ConfigError(self._folder.why_not_resumed(self._config))
+        known = await self._known_digest()
         if known is None:
-            await self._store.log.set_fact("config_digest", digest)
+            await self._store.log.set_fact("config_digest", self._config.digest())
         self._folder.write_config(self._config)
         state = await self._checkpoints.load()
         if state is not None:

@@ -289,7 +289,7 @@ class PolicyUpdate:
         if batch.samples:
             batch = batch.with_token_rewards(self._regularization.token_rewards(batch.samples, forward))
         critic, remembered = self._algorithm.critic, self._algorithm.state()
-        waits = critic is not None and step <= critic.warmup_steps
+        waits = critic is not None and self._config.policies[self._policy].updates.until(step) <= critic.warmup_steps
         advantages = await asyncio.to_thread(self._algorithm.advantages, batch.groups, forward)
         if waits:
             # What follows the policy, such as a tuned temperature, would run away while the policy is not trained.

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from palestra.algorithms.base import RecordedEpisodes
 from palestra.algorithms.registry import create_algorithm
@@ -27,15 +27,13 @@ from palestra.errors import ConfigError, InvalidEnvironment, ModelError, StoreEr
 from palestra.extras import missing_extra
 from palestra.http.server import listen
 from palestra.learner.recorded_run import chosen_episodes, learned_policies
-from palestra.runtime.role_check import odd_roles, past_copies
+from palestra.runtime.model_sizes import Sizes, add_policy, add_reference
+from palestra.runtime.role_check import odd_roles
 from palestra.runtime.tasks import read_files
 from palestra.types.conversations import read_conversation
 from palestra.types.records import Task
 
 GIB = 2**30
-TRAINED_BYTES = 16  # a parameter that is trained: weight, gradient and two moments in float32
-SAVED_BYTES = 12  # a parameter in a checkpoint: weight and two moments in float32
-ENGINE_BYTES = {"bfloat16": 2, "float32": 4}  # a parameter in the engine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -306,7 +304,7 @@ def _models(config: JobConfig) -> Iterator[Finding]:
     from palestra.models.adapter_files import base_of
     from palestra.models.catalog import model_folder
 
-    needed = saved = 0
+    sizes = Sizes()
     for name, policy in config.policies.items():
         try:
             folder = model_folder(base_of(policy.model))
@@ -319,44 +317,16 @@ def _models(config: JobConfig) -> Iterator[Finding]:
                 key=f"policies.{name}.max_context",
                 text=f"max_context is {policy.max_context} and {policy.model} has {facts.context} positions",
             )
-        size, number = _bytes_of(config, name), facts.parameters or 0
-        needed, saved = needed + number * size.needed, saved + number * size.saved
+        add_policy(sizes, config, name, str(folder), facts.parameters or 0)
     for key, model in _references(config).items():
         try:
-            model_folder(model)
+            folder = model_folder(base_of(model))
+            facts = model_facts(folder) if isinstance(folder, Path) else ModelFacts(parameters=None, context=None)
         except (ModelError, OSError, ValueError) as error:
             yield Finding(key=key, text=f"model {model!r}: {str(error).splitlines()[0]}")
-    yield from _room(config, needed, saved)
-
-
-class _Bytes(NamedTuple):
-    """How many bytes a parameter of a policy takes: in memory, and in a checkpoint."""
-
-    needed: int
-    saved: int
-
-
-def _bytes_of(config: JobConfig, name: str) -> _Bytes:
-    """Return what a parameter of a policy takes: of the engine, of the trainer, and of networks beside the policy.
-
-    Args:
-        config: the job.
-        name: of the policy.
-    """
-    engine, computed = ENGINE_BYTES[getattr(config.engine, "dtype", "bfloat16")], ENGINE_BYTES[config.trainer.dtype]
-    if config.kind != "training":
-        return _Bytes(engine, 0)
-    if config.policies[name].frozen:
-        # Each policy that learns from it has a copy.
-        taught = sum(config.teacher_of(other) == name for other in config.trained_policies)
-        return _Bytes(engine + computed * taught, 0)
-    if config.policies[name].adapter is not None:  # one base for all; what is trained beside it is small
-        return _Bytes(engine, 0)
-    algorithm = config.algorithm_of(name)
-    networks, copied = algorithm.trained_networks, 4 * algorithm.copied_networks
-    reference = computed if algorithm.kl is not None else 0
-    engine *= 1 + past_copies(config, name)
-    return _Bytes(engine + TRAINED_BYTES * networks + copied + reference, SAVED_BYTES * networks + copied)
+            continue
+        add_reference(sizes, config, str(folder), facts.parameters or 0)
+    yield from _room(config, sizes)
 
 
 def _references(config: JobConfig) -> dict[str, str]:
@@ -370,30 +340,30 @@ def _references(config: JobConfig) -> dict[str, str]:
     }
 
 
-def _room(config: JobConfig, needed: int, saved: int) -> Iterator[Finding]:
-    """Compare weights with the memory, and checkpoints with the disk.
-
-    Args:
-        config: the job.
-        needed: bytes of weights, gradients and moments.
-        saved: bytes of one checkpoint.
-    """
+def _room(config: JobConfig, sizes: Sizes) -> Iterator[Finding]:
+    """Compare the bytes of the models with the memory, and those of checkpoints and past versions with the disk."""
     import torch
 
     free, whose = available_bytes(), "memory"
     if config.trainer.device != "cpu" and torch.cuda.is_available():
         free, whose = torch.cuda.mem_get_info()[0], "the GPU's memory"
-    if needed > free:
+    if sizes.memory > free:
         yield Finding(
             key="model",
-            text=f"weights, gradients and moments take {needed / GIB:.1f} GiB, and {free / GIB:.1f} GiB of {whose} are "
-            "free; choose a smaller model",
+            text=f"weights, gradients and moments take {sizes.memory / GIB:.1f} GiB, and {free / GIB:.1f} GiB of "
+            f"{whose} are free; choose a smaller model",
         )
     # One more than are kept: the oldest is removed when the newest is whole.
-    wanted, disk = saved * (config.checkpoint.keep + 1), shutil.disk_usage(existing_parent(config.folder)).free
-    if wanted > disk:
+    saved, disk = sizes.saved * (config.checkpoint.keep + 1), shutil.disk_usage(existing_parent(config.folder)).free
+    said = [f"{config.checkpoint.keep + 1} checkpoints take {saved / GIB:.1f} GiB"]
+    if sizes.versions:
+        said.append(f"the past versions of pools {sizes.versions / GIB:.1f} GiB")
+    if saved + sizes.versions > disk:
         yield Finding(
             key="checkpoint.keep",
-            text=f"{config.checkpoint.keep + 1} checkpoints take {wanted / GIB:.1f} GiB, and {config.folder} has room "
-            f"for {disk / GIB:.1f} GiB; free some, keep fewer, or choose another run_dir",
+            text=f"{' and '.join(said)}, and {config.folder} has room for {disk / GIB:.1f} GiB; free some, keep fewer, "
+            "or choose another run_dir",
         )
+    elif sizes.versions > GIB // 10:
+        text = f"the past versions of pools take up to {sizes.versions / GIB:.1f} GiB of the disk"
+        yield Finding(key="roles", text=text, fatal=False)

@@ -61,7 +61,8 @@ class Estimate:
         load_seconds: from the start until the data plane listens.
         trial_seconds: how long the trial took.
         truncated_share: share of the trial's replies that reached the limit of tokens.
-        teaching_share: share of the trial's groups with rewards that differ; the others have no gradient.
+        teaching_share: share of the trial's groups with rewards that differ; the others have no gradient, unless a
+            penalty or a bonus in the loss gives them one.
         silent_share: share of the trial's episodes in which the policy that is trained was not called.
         assumptions: what the numbers rest on, in sentences.
     """
@@ -213,7 +214,7 @@ def extrapolate(config: JobConfig, trial: JobConfig, seen: Measured, trial_secon
     rows_longer = (distinct + sampled * (longer - 1)) / max(distinct, 1)
     rollout = row["time/rollout_seconds"] * larger * longer
     most = row["time/train_seconds"] * larger * rows_longer
-    train = most * seen.teaching_share
+    train = most * _trained_share(config, seen.teaching_share)
     rest = row["time/step_seconds"] - row["time/rollout_seconds"] - row["time/train_seconds"]
     others = rollout + max(rest, 0.0)
     # Activations grow with the tokens of a micro-batch; one row that is longer than a micro-batch has one of its own.
@@ -247,10 +248,15 @@ def _assumptions(config: JobConfig, trial: JobConfig, seen: Measured) -> Iterato
     yield f"measured in step {STEPS} of a trial with the model as it is now; evaluations are left out"
     if any(policy.updates.every > 1 for policy in config.policies.values()):
         yield "all policies that are trained are updated in this step; in others it may be some of them"
-    if seen.teaching_share < 1:
+    if _trained_share(config, seen.teaching_share) < 1:
         yield (
             f"{seen.teaching_share:.0%} of the groups had different rewards, and only those are trained: the shorter "
             "times are for as many, the longer ones for a step in which all groups are"
+        )
+    elif seen.teaching_share < 1:
+        yield (
+            f"{seen.teaching_share:.0%} of the groups had different rewards; a penalty or a bonus trains the others as "
+            "well"
         )
     groups, trial_groups = config.rollout.groups_per_step, trial.rollout.groups_per_step
     if groups > trial_groups:
@@ -271,6 +277,17 @@ def _assumptions(config: JobConfig, trial: JobConfig, seen: Measured) -> Iterato
     if config.environment.name is None:
         what = "the task as JSON" if config.tasks.train is not None else f"{STAND_IN_WORDS} words"
         yield f"your agent plays outside: an episode is taken to be one call, whose prompt is {what}"
+
+
+def _trained_share(config: JobConfig, teaching_share: float) -> float:
+    """Return the share of the rows that are trained: of policies with a penalty or a bonus in the loss, all.
+
+    Args:
+        config: the job.
+        teaching_share: share of the groups with rewards that differ.
+    """
+    algorithms = [config.algorithm_of(name) for name in config.trained_policies]
+    return sum(1.0 if each.trains_equal_rewards else teaching_share for each in algorithms) / len(algorithms)
 
 
 def _reply_limit(config: JobConfig) -> int:

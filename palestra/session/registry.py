@@ -50,7 +50,7 @@ class CallRegistry:
             recorded: the lease's calls, in any order.
         """
         self._job_seed, self._episode_id = job_seed, episode_id
-        self._seeds: set[int] = set()  # of the calls that are recorded or in flight
+        self._seeds: dict[int, int] = {}  # of the calls that are recorded or in flight: whose it is, by index
         self._taken: dict[bytes, int] = {}  # for each prompt the number from which a free occurrence is searched
         # Calls by the digest of their request, by which a retry is recognised.
         self._undelivered: dict[str, Chat] = {}
@@ -60,7 +60,7 @@ class CallRegistry:
         calls = list(recorded)
         used = {chat.parent.index for chat in calls if chat.parent is not None and chat.extends}
         for chat in calls:
-            self._seeds.add(chat.sampling.seed)
+            self._seeds[chat.sampling.seed] = chat.index
             self._count(chat)
             # A call that continues this one shows that the reply arrived. Otherwise a retry may ask for it.
             if chat.index not in used:
@@ -81,26 +81,31 @@ class CallRegistry:
             if seed not in self._seeds:
                 break
         self._taken[prompt] = occurrence
-        self._seeds.add(seed)
         index = self._next_index  # larger than its parent's, because prompts are built in this order
         self._next_index += 1
+        self._seeds[seed] = index
         return ReservedCall(index, seed, prompt, occurrence)
 
     def release(self, reservation: ReservedCall) -> None:
         """Free the seed of a call that will not be recorded, so that sending the call again gives the same sample."""
-        self._seeds.discard(reservation.seed)
+        if self._seeds.get(reservation.seed) != reservation.index:  # it was freed before, and another call may have it
+            return
+        del self._seeds[reservation.seed]
         self._taken[reservation.prompt] = min(self._taken[reservation.prompt], reservation.occurrence)
 
-    def free(self, chat: Chat, policy: str = "", seat: str = "") -> None:
-        """Free the seed of a recorded call of which no action will come, so that making it again gives the same sample.
+    def free(self, index: int, seed: int, prompt_ids: Ids, policy: str = "", seat: str = "") -> None:
+        """Free the seed of a call of which no action will come, so that making it again gives the same sample.
 
         Args:
-            chat: the call.
+            index: of the call, which may be recorded, or sampled, or being written.
+            seed: of its sampling; one that another call has by now stays.
+            prompt_ids: int32 [P].
             policy: see `reserve`.
             seat: see `reserve`.
         """
-        self._seeds.discard(chat.sampling.seed)
-        self._taken[prompt_digest(chat.prompt_ids, policy, seat)] = 0
+        if self._seeds.get(seed) == index:
+            del self._seeds[seed]
+            self._taken[prompt_digest(prompt_ids, policy, seat)] = 0
 
     async def undelivered(self, request: GenerationRequest) -> dict[int, Chat]:
         """Return the choices of a request that are on disk and were not delivered, by their numbers.

@@ -11,12 +11,12 @@ ENVIRONMENT = -1  # the fence under which the environment acts in a seat's place
 
 @dataclass(kw_only=True, slots=True)
 class _Call:
-    """A model call of a seat. `forget` frees its seed; None: it is not recorded yet."""
+    """A model call of a seat. `forget` frees its seed; None: it was freed, or the episode is over."""
 
     role: str
     number: int
     fences: set[int]  # of the workers that asked for it
-    forget: Callable[[], None] | None = None
+    forget: Callable[[], None] | None
 
 
 class SeatCalls:
@@ -30,7 +30,7 @@ class SeatCalls:
         self._calls: dict[int, _Call] = {}  # by index of the Chat
         self._acted_by: dict[int, int] = {}  # TimeStep -> fence of the seat under which its action was given
 
-    def note(self, role: str, fence: int, number: int, index: int) -> None:
+    def note(self, role: str, fence: int, number: int, index: int, forget: Callable[[], None]) -> None:
         """Note who has made a call, before it is sampled.
 
         Args:
@@ -38,17 +38,10 @@ class SeatCalls:
             fence: of its worker.
             number: the call's TimeStep.
             index: of its Chat.
+            forget: frees its seed; called if its worker leaves before it acts, also while the call is being written.
         """
-        self._calls.setdefault(index, _Call(role=role, number=number, fences=set())).fences.add(fence)
-
-    def note_recorded(self, index: int, forget: Callable[[], None]) -> None:
-        """Note that a call is on disk.
-
-        Args:
-            index: of its Chat.
-            forget: frees its seed; called if its worker leaves before it acts.
-        """
-        self._calls[index].forget = forget
+        call = _Call(role=role, number=number, fences=set(), forget=forget)
+        self._calls.setdefault(index, call).fences.add(fence)
 
     def note_action(self, number: int, fence: int) -> None:
         """Note that the action of a TimeStep was given.

@@ -43,7 +43,7 @@ class SeatSession:
         digest = f"{self._role}.{self._fence}:{request.digest}"
         with self._table.calling(self._role, self._fence):
             return await self._session.generate(
-                replace(request, time_step=number, digest=digest), _Noted(self, number, listener)
+                replace(request, time_step=number, digest=digest), _Noted(self, number, request, listener)
             )
 
     async def count_tokens(self, request: GenerationRequest) -> int:
@@ -55,28 +55,26 @@ class SeatSession:
         """Record that a reply was sent; see `Session.delivered`."""
         self._session.delivered(chat)
 
-    def note_recorded(self, chat: Chat) -> None:
-        """Note that a call of this seat is on disk."""
-        self._table.calls.note_recorded(chat.index, partial(self._session.free_seed, chat))
-
-    def note(self, number: int, index: int) -> None:
+    def note(self, number: int, start: CallStart, request: GenerationRequest) -> None:
         """Note a call of this seat before it is sampled.
 
         Args:
             number: its TimeStep.
-            index: of its Chat.
+            start: the call.
+            request: that the call answers.
         """
-        self._table.calls.note(self._role, self._fence, number, index)
+        forget = partial(self._session.free_seed, start, request.policy, request.agent)
+        self._table.calls.note(self._role, self._fence, number, start.index, forget)
 
 
 class _Noted:
     """A listener that notes each call of a seat, and passes everything on to another listener."""
 
-    def __init__(self, seat: SeatSession, number: int, listener: Listener | None) -> None:
-        self._seat, self._number, self._listener = seat, number, listener
+    def __init__(self, seat: SeatSession, number: int, request: GenerationRequest, listener: Listener | None) -> None:
+        self._seat, self._number, self._request, self._listener = seat, number, request, listener
 
     def started(self, choice: int, start: CallStart) -> None:
-        self._seat.note(self._number, start.index)
+        self._seat.note(self._number, start, self._request)
         if self._listener is not None:
             self._listener.started(choice, start)
 
@@ -85,6 +83,5 @@ class _Noted:
             self._listener.sampled(choice, piece)
 
     def finished(self, choice: int, chat: Chat) -> None:
-        self._seat.note_recorded(chat)
         if self._listener is not None:
             self._listener.finished(choice, chat)

@@ -191,9 +191,15 @@ class Session:
         """Record that a reply was sent, so that a retry can't mean this call any more."""
         self._registry.delivered(chat)
 
-    def free_seed(self, chat: Chat) -> None:
-        """Let a call that is made in the place of a recorded one, which led to no action, be the same sample."""
-        self._registry.free(chat, *self._seeded_for(chat.policy, chat.agent))
+    def free_seed(self, call: CallStart, policy: str, agent: str) -> None:
+        """Let a call that is made in the place of one that led to no action be the same sample.
+
+        Args:
+            call: the one that led to no action, recorded or not.
+            policy: that was called.
+            agent: that has called it.
+        """
+        self._registry.free(call.index, call.sampling.seed, call.prompt_ids, *self._seeded_for(policy, agent))
 
     def terminate(self, reason: PalestraError) -> None:
         """End the session. Calls in flight are cancelled and raise `reason`, as do all later calls."""

@@ -132,7 +132,7 @@ class World:
         else:
             assert holds
             assert waiting[0].id == f"o{number}"
-            self.table.calls.note(role, fence, number, len(self.calls))
+            self.table.calls.note(role, fence, number, len(self.calls), lambda: None)
             self.calls[len(self.calls)] = (role, number, fence)
 
     async def leave(self, role: str, back: int) -> None:

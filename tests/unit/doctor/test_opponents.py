@@ -117,6 +117,29 @@ def test_where_several_policies_are_trained_each_has_its_signs_and_the_job_has_t
     assert found["opponents_collapse"].seen.startswith("white has won")
 
 
+def test_steps_without_an_episode_of_a_policy_are_none_of_its_own_and_still_count_for_the_game():
+    """White and black take turns: in the steps of the other each has trained no episode."""
+    config = parse_config({"policies": {"white": {}, "black": {}}, "roles": {"opponent": "black"}, "steps": 100})
+    noise, whole, in_turns = random.Random(0), [], []
+    for row in run_of(60):
+        facts = game(0.5 if row["step"] < 20 else 1.0, noise, drawn=0.0)
+        named = {name.replace("__", "/"): value for name, value in facts.items()}
+        own = {name: by_policy(row, name) for name in ("white", "black")}
+        whole.append(own["white"] | own["black"] | named)
+        waits = "white" if row["step"] % 2 else "black"
+        # What a policy that is not due reports: no episodes, and signs of trouble, if anyone read them.
+        idle = {f"{waits}/train/episodes": 0.0, f"{waits}/train/grad_norm": 0.0, f"{waits}/train/updates_skipped": 9.0}
+        in_turns.append(whole[-1] | idle)
+    size, rivals = JobSize.of(config), config.players.rivals
+    (expected,) = findings_of(whole, size, rivals)
+    assert findings_of(in_turns, size, rivals) == [expected]
+    assert (expected.code, expected.policy) == ("opponents_collapse", "")
+    never = [row | {"white/train/episodes": 0.0, "white/train/updates_skipped": 9.0} for row in whole]
+    assert findings_of(never, size, rivals) == [expected]
+    neither = [row | {"white/train/episodes": 0.0, "black/train/episodes": 0.0} for row in whole]
+    assert findings_of(neither, size, rivals) == []
+
+
 async def test_the_correlation_is_that_of_the_episodes_rewards(tmp_path):
     with open_store(tmp_path) as store:
         for step, pairs in ((1, [(1, 0), (0, 1), (0.5, 0.5)]), (2, [(1, 1), (0, 0)]), (3, [(1, 0), (1, 0)])):

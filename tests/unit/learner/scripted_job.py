@@ -112,6 +112,7 @@ class ScriptedJob:
             self._report,
         )
         self.on_event = lambda kind, data: None
+        self.silent = lambda group, agent: False  # whether an agent has no part in the episodes of a group
         context = SessionContext(
             store=self.store,
             policies=self.policies,
@@ -194,7 +195,9 @@ class ScriptedJob:
             )
             length = 0 if self.equal_rewards else len(first.completion_ids) + int("0" + second.reply.text)
             rewards = {"agent": float(length % 3)}
-            for agent, policy in self.policies.roles.named.items():
+            for agent, policy in self.policies.roles.of_episode(episode.players).named.items():
+                if self.silent(episode.group_index, agent):
+                    continue
                 other = await session.generate_one(GenerationRequest(policy=policy, messages=messages, agent=agent))
                 rewards[agent] = float(int("0" + other.reply.text) % 2)
             await self.store.episodes.end(episode.episode_id, episode.fence, rewards, None, {})

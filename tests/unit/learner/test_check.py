@@ -44,6 +44,13 @@ class DividesByDeviation(Right):
             return np.full(len(row.ids), np.float32(advantage) / np.float32(deviation), np.float32)
 
 
+class SkipsEqualRewards(DividesByDeviation):
+    """Has no advantages that are not finite, until a penalty trains groups of equal rewards as well."""
+
+    def learns_from(self, trajectories):
+        return len({trajectory.episode.reward for trajectory in trajectories}) > 1
+
+
 class PromptsCount(Right):
     def of_row(self, row, advantage, group):
         return np.full(len(row.ids), advantage / row.loss_mask.argmax(), np.float32)
@@ -216,6 +223,10 @@ def test_every_algorithm_that_ships_passes(name, other):
 @pytest.mark.parametrize(
     ("algorithm", "said"),
     [
+        (
+            SkipsEqualRewards,
+            "is not finite where all rewards of each group are equal and a penalty trains them",
+        ),
         (
             DividesByDeviation,
             "advantage of a token of episode .* is not finite where all rewards of each group are equal",

@@ -99,6 +99,17 @@ async def test_in_warmup_steps_the_critic_alone_is_trained(tmp_path):
     assert job.engine.version("policy") == PolicyVersion(0, 1)
 
 
+async def test_warmup_counts_the_updates_of_the_policy_and_not_the_steps_of_the_job(tmp_path):
+    """The policy is due in steps 1, 3, 5 and 7: the critic alone is trained in 1 and 3."""
+    algorithm = {"name": "ppo", "critic": {"warmup_steps": 2}}
+    policies = {"policy": {"updates": {"every": 2}}}
+    job = ScriptedJob(tmp_path, config(algorithm=algorithm, policies=policies, steps=7))
+    await job.run()
+    assert [row["version"] for row in rows(tmp_path)] == [0, 0, 0, 0, 0, 1, 1, 2]
+    critic = [row["step"] for row in rows(tmp_path) if "train/critic_loss" in row]
+    assert critic == [1, 3, 5, 7]
+
+
 async def test_ppo_learns_from_groups_of_one(tmp_path):
     small = {"group_size": 1, "groups_per_step": 2, "lease_seconds": 60}
     job = ScriptedJob(tmp_path, config(algorithm={"name": "ppo"}, rollout=small))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import sqlite3
 from collections import defaultdict
 
 import pytest
@@ -218,17 +219,74 @@ async def test_weights_are_handed_over_together_under_the_lock(tmp_path):
     assert inside == [[("publish", "white"), ("publish", "black")]] * 4
 
 
-async def test_dynamic_sampling_asks_those_that_are_due(tmp_path):
-    """All rewards of the opponent are equal: a group is replaced where white, which differs, is not due."""
-    algorithm = {"name": "grpo", "dynamic_sampling": 2}
-    job = ScriptedJob(tmp_path / "both", two(algorithm=algorithm), equal_rewards=True)
+SAMPLING = {"algorithm": {"name": "grpo", "dynamic_sampling": 2}}
+MOST = 2 * 2  # groups that are replaced in a step: twice those of a step
+
+
+def settled(folder, steps) -> dict[str, list[list[dict[str, float]]]]:
+    """The rewards of the episodes of each group of some steps, by the state of the group."""
+    found = defaultdict(list)
+    with sqlite3.connect(folder / "run.db") as db:
+        wanted = "SELECT group_index, state FROM groups WHERE kind = 'train' AND step = ? ORDER BY group_index"
+        for step in steps:
+            for group, state in db.execute(wanted, (step,)).fetchall():
+                played = "SELECT rewards FROM episodes WHERE kind = 'train' AND group_index = ?"
+                found[state].append([json.loads(rewards) for (rewards,) in db.execute(played, (group,))])
+    return found
+
+
+def differ(group: list[dict[str, float]], agent: str) -> bool:
+    return len({rewards[agent] for rewards in group if agent in rewards}) > 1
+
+
+def skipped(folder) -> list[float]:
+    return [row["train/groups_skipped"] for row in rows(folder)[1:]]
+
+
+@pytest.mark.parametrize("white", [{}, {"updates": {"every": 9}}])
+async def test_dynamic_sampling_asks_those_that_are_due(tmp_path, white):
+    """White's rewards are all equal, so that black alone decides, whether white is due or not."""
+    job = ScriptedJob(tmp_path, two(white, steps=6, **SAMPLING), equal_rewards=True)
     await job.run()
-    alone = two(white={"updates": {"every": 9}}, algorithm=algorithm)
-    other = ScriptedJob(tmp_path / "black", alone, equal_rewards=True)
-    await other.run()
-    assert sum(row["train/groups_skipped"] for row in rows(tmp_path / "black")[2:]) >= sum(
-        row["train/groups_skipped"] for row in rows(tmp_path / "both")[2:]
-    )
+    found = settled(tmp_path, range(2, 7))
+    assert not any(differ(group, "opponent") for group in found["skipped"])
+    assert all(differ(group, "opponent") for group in found["ready"])
+    assert 0 < len(found["skipped"]) == sum(skipped(tmp_path)[1:])
+
+
+async def test_dynamic_sampling_does_not_ask_those_that_are_not_due(tmp_path):
+    """Only white is due from step 2 on: every group is replaced, also where black differs, as often as is allowed."""
+    job = ScriptedJob(tmp_path, two(black={"updates": {"every": 9}}, steps=4, **SAMPLING), equal_rewards=True)
+    await job.run()
+    assert skipped(tmp_path)[1:] == [MOST] * 3
+    assert any(differ(group, "opponent") for group in settled(tmp_path, range(2, 5))["skipped"])
+
+
+async def test_dynamic_sampling_asks_a_due_rival_that_has_played_nothing(tmp_path):
+    """Black has no part in every second group: white alone decides there, and both in the others."""
+    job = ScriptedJob(tmp_path, two(steps=6, **SAMPLING))
+    job.silent = lambda group, agent: bool(group % 2)
+    await job.run()
+    found = settled(tmp_path, range(1, 7))
+    apart = [group for state in found.values() for group in state if "opponent" not in group[0]]
+    assert 0 < len(apart) < sum(map(len, found.values()))
+    assert not any(differ(group, agent) for group in found["skipped"] for agent in ("agent", "opponent"))
+    assert all(differ(group, "agent") or differ(group, "opponent") for group in found["ready"])
+    assert len(found["skipped"]) == sum(skipped(tmp_path))
+
+
+async def test_a_due_rival_that_has_played_nothing_at_all_has_no_update_and_no_sign(tmp_path):
+    job = ScriptedJob(tmp_path, two(steps=4, **SAMPLING))
+    job.silent = lambda group, agent: True
+    await job.run()
+    found = settled(tmp_path, range(1, 5))
+    assert not any(differ(group, "agent") for group in found["skipped"])
+    for row in rows(tmp_path)[1:]:
+        assert row["black/train/episodes"] == 0
+        assert "black/train/loss" not in row
+        assert row["white/train/episodes"] == 4
+    assert job.trainer.version("black") == PolicyVersion(0, 0)
+    assert {data["policy"] for kind, data in job.events if kind == "warning"} <= {"white", ""}
 
 
 async def test_recorded_episodes_of_a_users_algorithm_are_refused_for_several(tmp_path):

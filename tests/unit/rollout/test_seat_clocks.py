@@ -138,7 +138,7 @@ def test_a_worker_that_is_late_is_told_and_its_default_action_is_taken_and_remem
         await asyncio.sleep(LIMIT + 1)
         told.append(game.table.act("white", fence, first.observation_id, text_message("assistant", "late")))
         told.append(game.table.act("white", fence, first.observation_id, text_message("assistant", "again")))
-        game.table.calls.note("white", fence, 0, 7)
+        game.table.calls.note("white", fence, 0, 7, lambda: None)
         told.append(game.table.unused_calls)
         told.append([message.text for message in game.table.history("white")["white"]])
         told.append(await game.plays("white", fence, "w"))

@@ -209,6 +209,44 @@ def test_each_version_of_a_pool_is_a_copy_in_the_engine(tmp_path, monkeypatch):
         assert ("model" not in keys) == fits
 
 
+@pytest.mark.parametrize(
+    ("policies", "changes", "bytes_each"),
+    [
+        ({"a": {"adapter": {}}, "b": {"adapter": {}}}, {}, 2),  # one base, which engine and trainer share
+        ({"a": {"adapter": {}}, "b": {"adapter": {}}, "c": {"frozen": True}}, {}, 2),
+        ({"a": {"adapter": {}}, "b": {"adapter": {}}}, {"trainer": {"device": "cpu", "dtype": "float32"}}, 6),
+        ({"a": {"adapter": {}}, "b": {}}, {}, 20),  # the base, and what is trained with its own copy in the engine
+        ({"a": {}, "b": {"frozen": True}, "c": {"frozen": True}}, {}, 20),
+        ({"a": {"adapter": {}}}, {"algorithm": {"kl": {}}}, 2),  # the base is the reference
+        ({"a": {}, "b": {"frozen": True}}, {"algorithm": {"name": "distill"}}, 20),
+    ],
+)
+def test_weights_that_never_change_count_once(tmp_path, monkeypatch, policies, changes, bytes_each):
+    folder = model_in(tmp_path / "m", 10**6)
+    cpu = {"engine": {"device": "cpu"}, "trainer": {"device": "cpu"}}
+    named = {name: {"model": folder, **policy} for name, policy in policies.items()}
+    roles = {f"agent-{name}": name for name in policies}
+    for free, fits in ((bytes_each * 10**6, True), (bytes_each * 10**6 - 1, False)):
+        monkeypatch.setattr(checking, "available_bytes", lambda free=free: free)
+        keys = found(policies=named, roles=roles, server={"port": 0}, **cpu | changes)
+        assert ("model" not in keys) == fits
+
+
+def test_the_disk_that_past_versions_need_is_named(tmp_path, monkeypatch):
+    folder = model_in(tmp_path / "m", 10**9)
+    role = {"policy": "policy", "versions": "pool", "pool": {"size": 3, "every_steps": 2}}
+    job = {"model": folder, "roles": {"opponent": role}, "server": {"port": 0}}
+    disk = checking.shutil._ntuple_diskusage
+    monkeypatch.setattr(checking, "available_bytes", lambda: 10**12)
+    # Three checkpoints of 12 bytes a parameter, and four versions of 4.
+    monkeypatch.setattr(checking.shutil, "disk_usage", lambda path: disk(10**12, 0, 52 * 10**9))
+    assert found(**job) == {}
+    assert noted(**job)["roles"] == "the past versions of pools take up to 14.9 GiB of the disk"
+    monkeypatch.setattr(checking.shutil, "disk_usage", lambda path: disk(10**12, 0, 52 * 10**9 - 1))
+    said = found(**job)["checkpoint.keep"]
+    assert "3 checkpoints take 33.5 GiB and the past versions of pools 14.9 GiB, and " in said
+
+
 def test_policies_that_play_nothing_and_roles_that_nobody_has_are_noted():
     policies = {"player": {}, "old": {"frozen": True}, "judge": {"frozen": True}}
     roles = {"opponent": "old", "oponent": "old", "agent/solver": "old"}

@@ -101,6 +101,16 @@ def test_groups_without_different_rewards_are_not_trained(tmp_path):
     assert "25% of the groups" in found.assumptions[1]
 
 
+@pytest.mark.parametrize("algorithm", [{"kl": {}}, {"entropy_coefficient": 0.01}])
+def test_a_penalty_or_a_bonus_in_the_loss_trains_groups_of_equal_rewards_as_well(tmp_path, algorithm):
+    config = embedded(model="tiny-random", algorithm=algorithm)
+    seen = replace(SEEN, teaching_share=0.25)
+    found = extrapolate(config, trial_config(config, tmp_path / "run"), seen, 20.0)
+    assert found.train_seconds == found.most_train_seconds
+    assert found.step_seconds == found.most_step_seconds
+    assert "25% of the groups had different rewards; a penalty or a bonus trains the others" in found.assumptions[1]
+
+
 def earned(group: int, number: int, reward: float | None, **more) -> Trajectory:
     """An episode in which a frozen policy plays the opponent."""
     name = f"train-{group:06d}-{number:02d}"

@@ -35,6 +35,18 @@ def test_a_seed_that_was_released_is_the_next_ones_and_its_number_stays_a_gap():
     assert [one.index for one in again] == [3, 4, 5]
 
 
+def test_a_seed_is_freed_by_the_call_that_has_it_and_by_no_other():
+    """The call of a worker that died was cancelled late: its seed is that of the next worker's call by then."""
+    registry = CallRegistry(7, "e", ())
+    first = registry.reserve(PROMPT)
+    registry.free(first.index, first.seed, PROMPT)
+    second = registry.reserve(PROMPT)
+    assert (second.seed, second.index) == (first.seed, 1)
+    registry.release(first)
+    registry.free(first.index, first.seed, PROMPT)
+    assert registry.reserve(PROMPT).seed == seeds(1)[0]
+
+
 def test_a_registry_of_recorded_calls_goes_on_where_they_end():
     first = make_chat(index=4, prompt=[1], completion=[2])
     registry = CallRegistry(7, "e", [first])

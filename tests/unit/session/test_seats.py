@@ -311,8 +311,7 @@ async def test_an_episode_that_is_over_keeps_no_session_in_memory(store, book):
     kept = weakref.ref(session)
     (table,) = await begin(store, book)
     white = await take(book, "white")
-    table.calls.note("white", white.key.seat_fence, 0, 0)
-    table.calls.note_recorded(0, session.free_seed)
+    table.calls.note("white", white.key.seat_fence, 0, 0, session.free_seed)
     await store.episodes.end(table.episode.episode_id, table.episode.fence, {"white": 1.0}, None, {})
     del session
     assert kept() is None

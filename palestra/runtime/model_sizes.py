@@ -1,0 +1,89 @@
+"""How many bytes the models of a job take, in memory and on the disk, by the numbers of their parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from palestra.config import JobConfig
+from palestra.runtime.role_check import past_copies
+
+TRAINED_BYTES = 16  # a parameter that is trained: weight, gradient and two moments in float32
+SAVED_BYTES = 12  # a parameter in a checkpoint: weight and two moments in float32
+VERSION_BYTES = 4  # a parameter in a past version on the disk
+BYTES = {"bfloat16": 2, "float32": 4}  # a parameter that is only read
+
+
+@dataclass(slots=True)
+class Sizes:
+    """Bytes of all models of a job.
+
+    Attributes:
+        trained: in memory, of weights that are of one policy alone, with gradients and moments.
+        shared: in memory, of weights that never change, which all policies share: by model, precision and device.
+        saved: of one checkpoint of each policy.
+        versions: on the disk, of the past versions of pools.
+    """
+
+    trained: int = 0
+    shared: dict[tuple[str, str, str], int] = field(default_factory=dict)
+    saved: int = 0
+    versions: int = 0
+
+    @property
+    def memory(self) -> int:
+        """Return the bytes in memory."""
+        return self.trained + sum(self.shared.values())
+
+
+def add_policy(sizes: Sizes, config: JobConfig, name: str, model: str, parameters: int) -> None:
+    """Add what a policy takes: in the engine, in the trainer, and of networks beside it.
+
+    Args:
+        sizes: are added to.
+        config: the job.
+        name: of the policy.
+        model: its weights; of an adapter, its base.
+        parameters: of the model.
+    """
+    policy, adds = config.policies[name], _Shared(sizes, config)
+    if config.kind != "training" or policy.frozen:
+        adds.in_engine(model, parameters)
+        if config.kind == "training" and any(config.teacher_of(other) == name for other in config.trained_policies):
+            adds.in_trainer(model, parameters)
+        return
+    algorithm = config.algorithm_of(name)
+    if algorithm.kl is not None and algorithm.kl.reference is None:
+        adds.in_trainer(model, parameters)
+    if policy.adapter is not None:  # one base for all; what is trained beside it is small, and so are past versions
+        adds.in_engine(model, parameters)
+        adds.in_trainer(model, parameters)
+        return
+    networks, copied = algorithm.trained_networks, 4 * algorithm.copied_networks
+    past = past_copies(config, name)
+    in_engine = BYTES[getattr(config.engine, "dtype", "bfloat16")] * (1 + past)
+    sizes.trained += parameters * (in_engine + TRAINED_BYTES * networks + copied)
+    sizes.saved += parameters * (SAVED_BYTES * networks + copied)
+    # One more than a pool has: the oldest is removed when the newest is whole.
+    sizes.versions += parameters * VERSION_BYTES * (past + 1) if past else 0
+
+
+def add_reference(sizes: Sizes, config: JobConfig, model: str, parameters: int) -> None:
+    """Add a model that only a penalty reads; the arguments are those of `add_policy`."""
+    _Shared(sizes, config).in_trainer(model, parameters)
+
+
+class _Shared:
+    """Adds weights that never change, each once."""
+
+    def __init__(self, sizes: Sizes, config: JobConfig) -> None:
+        self._shared = sizes.shared
+        device = str(getattr(config.engine, "device", "auto"))
+        self.in_engine = self._adder(str(getattr(config.engine, "dtype", "bfloat16")), device)
+        self.in_trainer = self._adder(config.trainer.dtype, config.trainer.device)
+
+    def _adder(self, dtype: str, device: str) -> Callable[[str, int], None]:
+        def add(model: str, parameters: int) -> None:
+            self._shared[model, dtype, device] = parameters * BYTES[dtype]
+
+        return add
