@@ -451,7 +451,9 @@ async def test_a_context_that_a_worker_has_filled_before_it_left_is_no_end_witho
             assert lost.status_code == 409, lost.text
             episode = await job.plane.store.episodes.get(white["episode_id"])
             assert episode.rewards is None
-            assert "seat_lost: black, whose worker is gone: ContextOverflow" in caplog.text
+            async with asyncio.timeout(10):
+                while "seat_lost: black, whose worker is gone: ContextOverflow" not in caplog.text:
+                    await asyncio.sleep(0.01)
         work.cancel()
         await asyncio.gather(work, return_exceptions=True)
 
