@@ -101,7 +101,7 @@ def test_groups_without_different_rewards_are_not_trained(tmp_path):
     assert "25% of the groups" in found.assumptions[1]
 
 
-@pytest.mark.parametrize("algorithm", [{"kl": {}}, {"entropy_coefficient": 0.01}])
+@pytest.mark.parametrize("algorithm", [{"kl": {"coefficient": 0.1}}, {"entropy_coefficient": 0.01}])
 def test_a_penalty_or_a_bonus_in_the_loss_trains_groups_of_equal_rewards_as_well(tmp_path, algorithm):
     config = embedded(model="tiny-random", algorithm=algorithm)
     seen = replace(SEEN, teaching_share=0.25)
