@@ -9,7 +9,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -24,6 +24,7 @@ from palestra.config import JobConfig, past_name
 from palestra.engine.base import Engine
 from palestra.envs import ConcurrentEnvironment
 from palestra.envs.catalog import catalog_entry
+from palestra.envs.task_splits import Split
 from palestra.errors import ConfigError, EngineFailure, PalestraError, StoreError
 from palestra.faults import fault_point
 from palestra.http.server import listen, served, url_of
@@ -160,6 +161,7 @@ async def local_job(
     weights: Mapping[str, str] | None = None,
     scored: Sequence[Task] | None = None,
     own_code: bool = False,
+    given: Collection[Split] = (),
 ) -> AsyncIterator[LocalJob]:
     """Open a job and serve its data plane while the block is open. Nothing is trained until `run` is called.
 
@@ -171,6 +173,7 @@ async def local_job(
         scored: tasks to score the models on, once each, without training. None: the job does what its configuration
             says.
         own_code: whether `algorithm.name` may be a class of the user's own; never true in a server.
+        given: splits whose tasks are pushed to the job, so that its environment makes none; see `load_tasks`.
 
     Raises:
         ConfigError: the port is in use, the folder belongs to a running job, or the configuration can't be met.
@@ -205,7 +208,7 @@ async def local_job(
                 for name, algorithm in algorithms.items():
                     await parts.trainer.create(name, policy_spec(config, algorithm, name, weights or {}))
             if scored is None:
-                await load_tasks(store.tasks, config, tasks)
+                await load_tasks(store.tasks, config, tasks, given)
             fault_point("during_start")
             context = SessionContext(
                 store=store,
