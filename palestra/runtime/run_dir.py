@@ -112,8 +112,8 @@ def checkpoints_of_run(run_dir: Path, policy: str | None) -> Path:
     names = " and ".join(map(repr, trained))
     if policy is None and len(trained) > 1:
         raise ConfigError(
-            f"the run in {run_dir} has trained {names}, and a checkpoint is that of one: its folder is "
-            f"{run_dir / CHECKPOINTS / trained[0]}, or name it with --policy {trained[0]}"
+            f"the run in {run_dir} has trained {names}, and a checkpoint is that of one: name its folder, such as "
+            f"{run_dir / CHECKPOINTS / trained[0]}"
         )
     if policy is not None and policy not in trained:
         raise ConfigError(f"the run in {run_dir} has trained no policy {policy!r}; it has trained {names}")
