@@ -62,14 +62,15 @@ def newest_of_run(model: str) -> str:
         NotFound: the run has no checkpoint yet.
         ConfigError: the run has trained several policies.
     """
-    from palestra.trainer.checkpoint import found
-
     folder = Path(model)
     if (folder / "run.db").is_file():
         return str(newest_of_policy(folder, None)[0])
     run = folder.parent.parent
-    if folder.parent.name == CHECKPOINTS and found(folder) and (run / "run.db").is_file():
-        return str(newest_of_policy(run, folder.name)[0])
+    if folder.parent.name == CHECKPOINTS and (run / "run.db").is_file():
+        from palestra.trainer.checkpoint import found
+
+        if found(folder):
+            return str(newest_of_policy(run, folder.name)[0])
     return model
 
 
