@@ -98,7 +98,7 @@ def measure(seed: int, steps: int) -> None:
         "measured": time.perf_counter() - began - seconds,
         "train": {name: [row[f"{name}/train/reward_mean"] for row in result.metrics] for name in COLOURS},
         "against": cells,
-        "elo": {name: [rating.elo, rating.half] for name, rating in matrix.ratings.items()},
+        "elo": {name: rating and [rating.elo, rating.half] for name, rating in matrix.ratings.items()},
         "untrained": pair(matrix, "untrained", "random"),
     }
     Path(f"seed-{seed}.json").write_text(json.dumps(found))

@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ def ada(url: str, role: str) -> None:
                     text = reply.choices[0].message.content or ""
                     messages.append({"role": "assistant", "content": text})
                     seat.act(text)
+            # A seat that is lost, because Bob is gone or this worker was too slow, ends the block; claim again.
 
 
 def bob(url: str, role: str) -> None:
@@ -63,17 +65,22 @@ def bob(url: str, role: str) -> None:
             continue
         episode, key = claimed["episode"]["episode_id"], claimed["episode"]["api_key"]
         messages: list[dict[str, str]] = []
-        while (seen := post("/observe_seat", key, episode_id=episode, wait_seconds=20))["status"] != "over":
-            if seen["status"] == "act":
-                for said in seen["observation"]["content"]:
-                    messages.append(
-                        {"role": said["role"], "content": "".join(part["text"] for part in said["content"])}
-                    )
-                reply = post("/v1/chat/completions", key, model="any name", messages=messages, **HELD)
-                text = reply["choices"][0]["message"]["content"]
-                messages.append({"role": "assistant", "content": text})
-                observation = seen["observation"]["observation_id"]
-                post("/act_seat", key, episode_id=episode, observation_id=observation, content=text)
+        try:
+            while (seen := post("/observe_seat", key, episode_id=episode, wait_seconds=20))["status"] != "over":
+                if seen["status"] == "act":
+                    for said in seen["observation"]["content"]:
+                        text = "".join(part["text"] for part in said["content"])
+                        messages.append({"role": said["role"], "content": text})
+                    reply = post("/v1/chat/completions", key, model="any name", messages=messages, **HELD)
+                    text = reply["choices"][0]["message"]["content"]
+                    messages.append({"role": "assistant", "content": text})
+                    observation = seen["observation"]["observation_id"]
+                    post("/act_seat", key, episode_id=episode, observation_id=observation, content=text)
+        except urllib.error.HTTPError as error:
+            # The seat is lost, because Ada is gone or this worker was too slow, or its episode has ended; claim again.
+            code = json.load(error)["error"]["code"] if error.code == 409 else None
+            if code not in ("episode_lease_expired", "episode_ended"):
+                raise
 
 
 def demonstrate(steps: int, model: str) -> None:

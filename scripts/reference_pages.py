@@ -40,7 +40,9 @@ def metrics_page() -> str:
         "",
         "Where a job trains several policies, each metric of a policy has its name in front: "
         "`white/train/reward_mean`, `white/validation/reward_mean`, `white/rollout/staleness_max`, `white/version`. In "
-        "a step in which a policy is not updated it has rewards, and nothing else. Without a name are `version`, the "
+        "a step in which a policy is not updated it has only what is said of its episodes (rewards, "
+        "`rollout/truncated_share`, `rollout/drift_share`, `rollout/forks_…`) and its `version`. Without a name are "
+        "`version`, the "
         "newest of all, `time/train_seconds`, the sum, and what is of the whole job: "
         + ", ".join(f"`{m.name}`" for m in METRICS if m.name in OF_THE_JOB)
         + ".",

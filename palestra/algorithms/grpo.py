@@ -17,7 +17,7 @@ class GRPO(ScaledGroupBaseline):
     config: GRPOConfig
     about = About(
         summary="a group's mean return is its baseline",
-        formula="A = (R - mean(R)) / (std(R) + 1e-4) within a group; "
+        formula="A = (R - mean(R)) / (std(R) + 1e-4) within a group, std of the sample (n - 1); "
         "loss = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = pi(token) / pi_old(token)",
         paper="Shao et al. 2024, DeepSeekMath, section 4.1, arXiv:2402.03300",
         needs=("groups of at least two episodes",),

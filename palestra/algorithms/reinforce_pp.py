@@ -29,8 +29,8 @@ class ReinforcePP(PolicyGradient):
     config: ReinforcePPConfig
     about = About(
         summary="advantages are normalised over the whole batch, with or without the group's mean as baseline",
-        formula="A = (a - mean(a)) / (std(a) + 1e-4) over the batch, a = R, or R - mean of its group; loss as in grpo, "
-        "mean over all tokens of the batch",
+        formula="A = (a - mean(a)) / (std(a) + 1e-4) over the batch, std of the sample (n - 1), "
+        "a = R, or R - mean of its group; loss as in grpo, mean over all tokens of the batch",
         paper="Hu et al. 2025, REINFORCE++, arXiv:2501.03262",
         needs=("with `baseline = group`: groups of at least two episodes",),
     )

@@ -57,6 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     from palestra.client.arguments import checked_amount
     from palestra.config import find_mistakes
     from palestra.runtime.checking import Finding, available_bytes, check_job
+    from palestra.runtime.starting_points import with_checkpoints
 
     limit_seconds = checked_amount("--trial-seconds", arguments.trial_seconds, above_zero=True, endless=True)
     config, mistakes = find_mistakes(arguments.config, overrides(arguments.set))
@@ -67,6 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.json:
             say(json.dumps(_as_json(wrong, None), indent=2))
         return MISTAKEN
+    config = with_checkpoints(config)
     with _stoppable(), _progress(arguments.json) as report:
         report("looking at configuration and machine")
         # Before a model is loaded: what the trial itself takes is a part of what the job will take.

@@ -61,7 +61,7 @@ def _print(folder: Path, found: Examination) -> None:
     say(f"{folder}, step {found.step} of {found.steps}: {what}")
     for finding in found.findings:
         say()
-        whose = one_line(f"  policy {finding.policy}") if finding.policy else ""
+        whose = f"  policy {one_line(finding.policy)}" if finding.policy else ""
         say(f"{finding.code}{whose}  {_when(finding)}")
         _paragraph("seen", finding.seen)
         _paragraph("it means", finding.means)

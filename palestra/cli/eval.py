@@ -120,14 +120,14 @@ def run(arguments: argparse.Namespace) -> int:
 def _config(arguments: argparse.Namespace) -> JobConfig:
     """Return the job whose settings the evaluation has, with the models and the environment of the arguments."""
     from palestra.config import SAVED_CONFIG, load_config, parse_config
-    from palestra.runtime.starting_points import trained_in, with_models
+    from palestra.runtime.starting_points import trained_in, with_checkpoints, with_models
 
     settings, file = overrides(arguments.set), arguments.config
     if file is None and len(trained_in(arguments.checkpoint)) > 1:
         file = Path(arguments.checkpoint) / SAVED_CONFIG
     config = load_config(file, settings) if file else parse_config({}, settings)
     environment = config.environment.model_copy(update={"name": arguments.environment})
-    config = with_models(with_models(config, arguments.checkpoint), _models(arguments.model))
+    config = with_checkpoints(with_models(with_models(config, arguments.checkpoint), _models(arguments.model)))
     if arguments.policy is not None and arguments.policy not in config.trained_policies:
         known = " and ".join(map(repr, config.trained_policies))
         raise ConfigError(f"--policy {arguments.policy}: {known} would be scored, and no other policy")

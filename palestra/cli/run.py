@@ -35,8 +35,9 @@ def run(arguments: argparse.Namespace) -> int:
     from palestra.runtime.console import console_of
     from palestra.runtime.local import run_on_uvloop, serve
     from palestra.runtime.run_dir import resolve_run_dir
+    from palestra.runtime.starting_points import with_checkpoints
 
-    config = load_config(arguments.config, overrides(arguments.set))
+    config = with_checkpoints(load_config(arguments.config, overrides(arguments.set)))
     config = resolve_run_dir(config, arguments.resume, lambda text: say(f"palestra: {text}", file=sys.stderr))
     if config.engine.kind == "embedded":
         tune_malloc()  # before the console starts the first thread

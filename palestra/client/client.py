@@ -192,6 +192,8 @@ class AsyncClient:
                 yield seat
                 await seat.leave()
         except BaseException as error:
+            if await seat.ends_with(error):
+                return
             try:
                 await self._send(abort_call(claimed, _reason(error), discard=False), GIVE_BACK_SECONDS)
             except PalestraError as problem:
@@ -393,7 +395,9 @@ class Client:
         """Claim a seat of an episode that the server plays, for a `with` block. Gives None when the job is over.
 
         The seat's lease is renewed while the block is open. A seat that is not over at the block's end is given back,
-        also after an exception, which is raised again.
+        also after an exception, which is raised again. A seat may be lost meanwhile, because another seat's worker is
+        gone or this one's time ran out: then its observations end, or a model call of the seat fails with 409, which
+        ends the block. `seat.lost` says so after the block; claim again.
 
         Args:
             role: name of the seat; one of the job's `seats.roles`.
@@ -419,6 +423,8 @@ class Client:
                 yield seat
                 seat.leave()
         except BaseException as error:
+            if seat.ends_with(error):
+                return
             try:
                 self._send(abort_call(claimed, _reason(error), discard=False), GIVE_BACK_SECONDS)
             except PalestraError as problem:

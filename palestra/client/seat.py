@@ -7,11 +7,37 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from typing import Any
 
 from palestra.client.episode import Episode, ModelEndpoint
-from palestra.client.protocol import Call, abort_call, act_call, observe_call, read_claim
-from palestra.errors import Conflict, EpisodeEnded, InvalidRequest
+from palestra.client.protocol import Call, abort_call, act_call, heartbeat_call, observe_call, read_claim
+from palestra.errors import Conflict, EpisodeEnded, EpisodeLeaseExpired, InvalidRequest, PalestraError
 from palestra.types.messages import ChatMessage
 from palestra.types.seat_wire import SeatAnswer, SeatEvent, SeatObservation
 from palestra.types.wire import ClaimAnswer
+
+LOST = (EpisodeLeaseExpired, EpisodeEnded)
+_CODES = {kind("").code for kind in LOST}
+
+
+def says_lost(error: BaseException) -> bool:
+    """Return whether an error is a server's answer that an episode or a seat is not the caller's any more.
+
+    Model SDKs have errors of their own, which keep the server's code: as `code`, in `body`, or in the HTTP `response`.
+    """
+    if isinstance(error, BaseExceptionGroup):
+        return all(map(says_lost, error.exceptions))
+    if isinstance(error, PalestraError):
+        return isinstance(error, LOST)
+    found = [getattr(error, "code", None), _code_in(getattr(error, "body", None))]
+    read = getattr(getattr(error, "response", None), "json", None)
+    if callable(read):
+        with contextlib.suppress(ValueError, RuntimeError):  # no JSON, or a stream that is not read
+            found.append(_code_in(read()))
+    return any(isinstance(code, str) and code in _CODES for code in found)
+
+
+def _code_in(body: object) -> object:
+    """Return the code of a body of an error answer, which some SDKs cut down to its `error`."""
+    inner = body.get("error", body) if isinstance(body, Mapping) else None
+    return inner.get("code") if isinstance(inner, Mapping) else None
 
 
 def seat_of(answer: ClaimAnswer) -> tuple[Episode | None, bool]:
@@ -32,6 +58,7 @@ class SeatState:
         events: what happened to other seats: claimed, left by a worker, played by a policy.
         to_act: the seats that had to act when the server was asked last.
         over: whether the episode is over.
+        lost: whether the seat, or its episode, is not this worker's any more; claim again.
         reward: the seat's own, of the whole episode; None before it is over, or where it has none.
         truncated: whether the environment has cut the episode off.
         last: what the environment showed when the seat's part ended.
@@ -48,7 +75,7 @@ class SeatState:
         self.episode, self.role = claimed, role
         self.events: list[SeatEvent] = []
         self.to_act: tuple[str, ...] = ()
-        self.over = False
+        self.over = self.lost = False
         self.reward: float | None = None
         self.truncated = False
         self.last: tuple[ChatMessage, ...] = ()
@@ -78,7 +105,7 @@ class SeatState:
 
     def _leaving(self) -> Call[Any] | None:
         """Return the request that gives the seat back; None: there is nothing to give back."""
-        if self.over or self._left:
+        if self.over or self.lost or self._left:
             return None
         self._left = True
         return abort_call(self.episode, "left", discard=False)
@@ -88,7 +115,8 @@ class Seat(SeatState):
     """A claimed seat of a script: `for observation in seat: seat.act(reply)`.
 
     The iteration gives each observation that the seat has to answer, and ends when the episode is over and its rewards
-    are on disk; `reward` is known then. An observation that is not answered is given again.
+    are on disk; `reward` is known then. An observation that is not answered is given again. The iteration also ends
+    when the seat is `lost`: its time ran out, or the episode is played again because another seat's worker is gone.
     """
 
     def __init__(self, send: Callable[[Call[Any]], Any], claimed: Episode, role: str) -> None:
@@ -103,14 +131,17 @@ class Seat(SeatState):
         self._send = send
 
     def __iter__(self) -> Iterator[SeatObservation]:
-        """Give observations until the episode is over.
-
-        Raises:
-            EpisodeLeaseExpired, EpisodeEnded: the seat was lost, or the episode is played again; claim again.
-        """
-        while not self.over:
-            if (observation := self._read(self._send(self._call()))) is not None:
+        """Give observations until the episode is over, or the seat is lost."""
+        while not (self.over or self.lost):
+            if (observation := self._next()) is not None:
                 yield observation
+
+    def _next(self) -> SeatObservation | None:
+        try:
+            return self._read(self._send(self._call()))
+        except LOST:
+            self.lost = True
+            return None
 
     def act(self, action: str | ChatMessage) -> bool:
         """Answer the observation that was given last.
@@ -119,22 +150,43 @@ class Seat(SeatState):
             action: a text, or a message with tool calls.
 
         Returns:
-            Whether the environment has the action; False: the seat's time for it was over.
+            Whether the environment has the action; False: the seat's time for it was over, or the seat is lost.
 
         Raises:
-            EpisodeLeaseExpired: the seat was lost; claim again.
             Conflict: the environment does not wait for this action any more.
             InvalidRequest: the action is too long, or nothing was observed.
         """
-        with contextlib.suppress(EpisodeEnded):  # an action that was sent again may have ended the episode
+        if self.lost:
+            return False
+        try:
             return bool(self._send(self._action(action)).taken)
-        return True
+        except EpisodeEnded:  # an action that was sent again may have ended the episode
+            return True
+        except EpisodeLeaseExpired:
+            self.lost = True
+            return False
 
     def leave(self) -> None:
         """Give the seat back, for another worker or its policy. Does nothing if the episode is over or lost."""
         if (call := self._leaving()) is not None:
             with contextlib.suppress(Conflict):
                 self._send(call)
+
+    def ends_with(self, error: BaseException) -> bool:
+        """Return whether an error of the seat's block says no more than that the seat is lost, or its episode over.
+
+        The error may be of another episode that the block plays beside, so the server is asked about this one.
+        """
+        if self.over or not says_lost(error):
+            return False
+        if not self.lost:
+            try:
+                self._send(heartbeat_call(self.episode))
+            except LOST:
+                self._next()
+            except PalestraError:
+                return False
+        return self.over or self.lost
 
 
 class AsyncSeat(SeatState):
@@ -152,19 +204,45 @@ class AsyncSeat(SeatState):
         self._send = send
 
     async def __aiter__(self) -> AsyncIterator[SeatObservation]:
-        """Give observations until the episode is over; see `Seat`."""
-        while not self.over:
-            if (observation := self._read(await self._send(self._call()))) is not None:
+        """Give observations until the episode is over, or the seat is lost; see `Seat`."""
+        while not (self.over or self.lost):
+            if (observation := await self._next()) is not None:
                 yield observation
+
+    async def _next(self) -> SeatObservation | None:
+        try:
+            return self._read(await self._send(self._call()))
+        except LOST:
+            self.lost = True
+            return None
 
     async def act(self, action: str | ChatMessage) -> bool:
         """Answer the observation that was given last; see `Seat.act`."""
-        with contextlib.suppress(EpisodeEnded):
+        if self.lost:
+            return False
+        try:
             return bool((await self._send(self._action(action))).taken)
-        return True
+        except EpisodeEnded:
+            return True
+        except EpisodeLeaseExpired:
+            self.lost = True
+            return False
 
     async def leave(self) -> None:
         """Give the seat back; see `Seat.leave`."""
         if (call := self._leaving()) is not None:
             with contextlib.suppress(Conflict):
                 await self._send(call)
+
+    async def ends_with(self, error: BaseException) -> bool:
+        """Return whether an error of the seat's block says that the seat is lost; see `Seat.ends_with`."""
+        if self.over or not says_lost(error):
+            return False
+        if not self.lost:
+            try:
+                await self._send(heartbeat_call(self.episode))
+            except LOST:
+                await self._next()
+            except PalestraError:
+                return False
+        return self.over or self.lost

@@ -42,8 +42,9 @@ class EnvironmentConfig(Section):
 
     name: str | None = Field(
         None,
-        description="`arithmetic`, `calculator`, `countdown`, `frozen-lake`, `gomoku`, `gomoku-duel`, `gsm-symbolic` "
-        "or `subagents`. None: remote workers play, or the environment given to `palestra.train`.",
+        description="Name of an environment that ships with Palestra, such as `arithmetic`, `gomoku-duel` or "
+        "`kuhn-poker`; `palestra environments` lists all. None: remote workers play, or the environment given to "
+        "`palestra.train`.",
     )
     settings: dict[str, bool | int | float | str] = Field({}, description="Settings of the environment.")
     train_tasks: Positive = Field(512, description="Tasks to generate, if no file names any.")

@@ -19,9 +19,9 @@ _CREDIT = (
     "subagents are compared with all that the same parent started."
 )
 _ADVANTAGE_SCALE = (
-    "`std`: divide by the group's deviation (GRPO); `none`: do not (Dr. GRPO); `gdpo`: divide each of an episode's "
-    "`named_rewards` by its own deviation before they are weighed and added up, and the sum by the batch's deviation "
-    "(GDPO: Liu et al. 2026), so that a reward with a small range counts, too."
+    "`std`: divide by the group's sample deviation, with n - 1 (GRPO); `none`: do not (Dr. GRPO); `gdpo`: divide each "
+    "of an episode's `named_rewards` by its own deviation before they are weighed and added up, and the sum by the "
+    "batch's deviation (GDPO: Liu et al. 2026), so that a reward with a small range counts, too."
 )
 _DYNAMIC_SAMPLING = (
     "Groups of a step that may be replaced by groups of tasks to come because their returns are equal, as a multiple "

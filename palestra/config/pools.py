@@ -42,8 +42,9 @@ class PoolConfig(Section):
     choice: Literal["uniform", "prioritized"] = Field(
         "uniform",
         description="`uniform`: each version equally often; `prioritized`: with a weight of (1 - win rate) ** `power`, "
-        "where the win rate is that of the agents that learn against this version, over all steps (PFSP: Vinyals et "
-        "al. 2019).",
+        "where the win rate is that of the agents that learn against this version, over all steps that are done when "
+        "an episode of a step s may be played first: up to s - 1 - `rollout.max_staleness` (PFSP: Vinyals et al. "
+        "2019).",
     )
     power: float = Field(2.0, gt=0, le=16, description="Exponent of `prioritized`: how much more the hard ones count.")
     latest_share: float = Field(

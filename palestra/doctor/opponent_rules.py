@@ -43,6 +43,16 @@ def _are_opponents(history: History) -> bool:
     return in_each(first, lambda row: row[TOGETHER] <= APART)
 
 
+def may_be_opponents(history: History) -> bool:
+    """Return whether what a policy earns may depend on another policy that gets better, too.
+
+    Then a reward without a trend, or one that falls, says nothing of the policy's own learning. Of more or fewer agents
+    than two it is not known who plays against whom.
+    """
+    first = [row for row in history.start if TOGETHER in row]
+    return history.job.rivals and (not first or _are_opponents(history))
+
+
 def _said(name: str) -> str:
     return name.removeprefix(AGENT_REWARD)
 
@@ -54,6 +64,9 @@ def _opponents_rise(history: History) -> str | None:
     first, last = [row for row in history.start if TWO_AGENTS in row][:RECENT], rows[-RECENT:]
     agents = [name for name in first[0] if name.startswith(AGENT_REWARD)] if first else []
     if len(agents) != 2 or not in_each(first, lambda row: row[CONSTANT_SUM] >= CONSTANT_SHARE):
+        return None
+    # Partners who fail every game at first have a constant sum, too: that of nothing.
+    if not _are_opponents(history):
         return None
     least = RISE * max(row[REWARD_SPREAD] for row in (*first, *last))
     moves = [(name, mean(first, name), mean(last, name)) for name in agents]
@@ -73,7 +86,7 @@ def _paid_alike(history: History) -> str | None:
     means = " and ".join(f"{_said(name)} {mean(rows, name) or 0.0:.3g}" for name in agents)
     return (
         f"what {_said(agents[0])} and {_said(agents[1])} earn goes up and down together (correlation "
-        f"{rows[-1][TOGETHER]:.2f}), although one plays against the other: mean rewards are {means}"
+        f"{rows[-1][TOGETHER]:.2f}), and past versions play one of them: mean rewards are {means}"
     )
 
 
@@ -100,12 +113,11 @@ def _oscillates(history: History) -> str | None:
     if not history.job.rivals or len(rows) < WINDOW * WINDOWS or len(agents) != 2 or not _are_opponents(history):
         return None
     spread = max(row[HIGHEST] for row in rows) - min(row[LOWEST] for row in rows)
+    parts = [rows[start : start + WINDOW] for start in range(0, len(rows), WINDOW)]
+    fewest = min(sum(row[TWO_AGENTS] for row in part) for part in parts)
     # The difference of two rewards of one game is at most twice as uncertain as either of them.
-    least = max(SWING * spread, SURE * spread / math.sqrt(WINDOW * max(history.job.groups_per_step, 1)))
-    differences = [
-        (mean(part, agents[0]) or 0.0) - (mean(part, agents[1]) or 0.0)
-        for part in (rows[start : start + WINDOW] for start in range(0, len(rows), WINDOW))
-    ]
+    least = max(SWING * spread, SURE * spread / math.sqrt(max(fewest, 1.0)))
+    differences = [(mean(part, agents[0]) or 0.0) - (mean(part, agents[1]) or 0.0) for part in parts]
     sides = [difference > 0 for difference in differences if abs(difference) >= least]
     turns = sum(before != after for before, after in itertools.pairwise(sides))
     if least <= 0 or turns < TURNS:
@@ -122,8 +134,9 @@ _OPPONENTS = f"correlation of the two agents' rewards ≤ {APART:g} in each of t
 OPPONENT_RULES = (
     Rule(
         code="opponents_rise",
-        formula=f"two agents whose rewards had a constant sum in ≥ {CONSTANT_SHARE:g} of the episodes of each of the "
-        f"first {RECENT} steps: the mean of each rose by > {RISE:g} × (highest - lowest reward) to the last {RECENT}",
+        formula=f"{_OPPONENTS}; two agents whose rewards had a constant sum in ≥ {CONSTANT_SHARE:g} of the episodes of "
+        f"each of the first {RECENT} steps: the mean of each rose by > {RISE:g} × (highest - lowest reward) to the "
+        f"last {RECENT}",
         seen=_opponents_rise,
         means="the game is not zero-sum any more: the players found a way to be paid together, or the reward has a bug",
         remedy="read the episodes in which both won, and make the reward of one the loss of the other",
@@ -135,9 +148,10 @@ OPPONENT_RULES = (
         formula="a role has a pool; two agents, and the correlation of their "
         f"rewards over the episodes of a step ≥ {ALIKE:g} in each of the last {RECENT} steps",
         seen=_paid_alike,
-        means="both opponents get the winner's reward, so both rise at the same time, which no game of two can be",
-        remedy="read an episode that one agent has won: what one wins the other has to lose; set `zero_sum = True` in "
-        "the environment, which then fails such an episode",
+        means="if the agents play against each other, both get the winner's reward, which teaches neither to win; if "
+        "they play together, this is as it should be",
+        remedy="of opponents, read an episode that one agent has won: what one wins the other has to lose; set "
+        "`zero_sum = True` in the environment, which then fails such an episode",
         shows=episodes.best,
         of_job=True,
     ),
@@ -156,7 +170,7 @@ OPPONENT_RULES = (
         code="opponents_oscillate",
         formula=f"{_RIVALS}; {_OPPONENTS}; over {WINDOWS} windows of {WINDOW} steps the difference of the mean rewards "
         f"changes its sign ≥ {TURNS} times; windows count with a difference of ≥ {SWING:g} × (highest - lowest reward) "
-        f"and ≥ {SURE:g} × that / √({WINDOW} × `rollout.groups_per_step`)",
+        f"and ≥ {SURE:g} × that / √(episodes of the window that has the fewest)",
         seen=_oscillates,
         means="each side only learns to beat the other's last version, and forgets how to beat the ones before",
         remedy="play against a pool of past versions, lower learning_rate, or raise algorithm.entropy_coefficient",

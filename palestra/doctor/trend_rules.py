@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from palestra.doctor import episodes
+from palestra.doctor.opponent_rules import may_be_opponents
 from palestra.doctor.rule import RECENT, START, History, Row, Rule, in_each, mean
 
 REWARD, STD, ENTROPY = "train/reward_mean", "train/reward_std", "train/entropy"
@@ -40,7 +41,7 @@ def _not_better(history: History, recent: Sequence[Row]) -> bool:
 
 def _reward_collapse(history: History) -> str | None:
     rows = list(history.rows)
-    if len(rows) < 2 * RECENT:
+    if len(rows) < 2 * RECENT or may_be_opponents(history):
         return None
     recent, earlier = rows[-RECENT:], rows[:-RECENT]
     now = mean(recent, REWARD) or 0.0
@@ -126,7 +127,9 @@ def _learning_rate_idle(history: History) -> str | None:
     ):
         return f"the learning rate of the last {len(recent)} steps was 0, so no weight changed"
     last = history.last(IDLE_STEPS)[-START:]
-    if not in_each([*history.start, *last], lambda row: ENTROPY in row and row.get("train/grad_norm", 0.0) > 0):
+    if may_be_opponents(history) or not in_each(
+        [*history.start, *last], lambda row: ENTROPY in row and row.get("train/grad_norm", 0.0) > 0
+    ):
         return None
     series: tuple[Callable[[Row], float], ...] = (lambda row: row[REWARD], lambda row: row[ENTROPY], _tokens)
     if not last or any(_moved(history.start, last, value) for value in series):
@@ -155,13 +158,14 @@ def _average(rows: Sequence[Row], value: Callable[[Row], float]) -> float:
 
 
 _FAR = f"{SURE:g} σ/√({RECENT} × `rollout.groups_per_step`)"
+_SOLE = "the policy does not play against one that is trained as well, nor against its past"
 _NO_BETTER = f"`train/reward_mean` not above that of the first {RECENT} by more than a standard error"
 
 TREND_RULES = (
     Rule(
         code="reward_collapse",
         formula=f"means of {RECENT} steps of `train/reward_mean`: best - now > {LOST_SHARE:g} × (best - first), and > "
-        f"{_FAR}; σ is the largest `train/reward_std` of these steps",
+        f"{_FAR}; σ is the largest `train/reward_std` of these steps; {_SOLE}",
         seen=_reward_collapse,
         means="an update broke the policy, it found a way that the reward stopped paying, or the tasks became harder",
         remedy="go on from the checkpoint before the fall with a lower learning_rate or with algorithm.kl, and read "
@@ -201,7 +205,7 @@ TREND_RULES = (
         code="learning_rate_idle",
         formula=f"`train/learning_rate` = 0 in each of {RECENT} steps before the last; or from step {IDLE_STEPS} on, "
         f"with gradients in all of them, reward, entropy and tokens of an episode in the last {START} steps differ "
-        f"from those of the first {START} by ≤ {IDLE_ERRORS:g} standard errors",
+        f"from those of the first {START} by ≤ {IDLE_ERRORS:g} standard errors, and {_SOLE}",
         seen=_learning_rate_idle,
         means="the learning rate is too small for the precision of the weights, or the schedule ended early",
         remedy="raise learning_rate tenfold, look at its schedule, or train with trainer.dtype = 'float32'",

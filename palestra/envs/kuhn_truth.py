@@ -9,13 +9,16 @@ from typing import ClassVar
 
 from palestra.envs.kuhn_poker import BET, PASS
 
+ROUNDING = 1e-6
+
 
 @dataclass(frozen=True, slots=True)
 class KuhnPolicy:
     """The policies of both players: the probability of a bet in each of the twelve information states.
 
     Attributes:
-        bets: by information state, named as `KuhnPoker` shows it: a card and the moves so far, as in `0pb`.
+        bets: by information state, named as `KuhnPoker` shows it: a card and the moves so far, as in `0pb`. A
+            probability may leave [0, 1] by `ROUNDING`, as sums of numbers do.
         deals: the cards of the first and the second player, of all six deals.
         first_states: information states of the first player.
         second_states: information states of the second player.
@@ -25,6 +28,22 @@ class KuhnPolicy:
     deals: ClassVar[tuple[tuple[int, int], ...]] = tuple(itertools.permutations(range(3), 2))
     first_states: ClassVar[tuple[str, ...]] = tuple(f"{card}{moves}" for card in range(3) for moves in ("", "pb"))
     second_states: ClassVar[tuple[str, ...]] = tuple(f"{card}{moves}" for card in range(3) for moves in ("p", "b"))
+
+    def __post_init__(self) -> None:
+        """Refuse what is no policy.
+
+        Raises:
+            ValueError: information states are missing, or there is one that the game does not have, or a number is no
+                probability.
+        """
+        states = {*self.first_states, *self.second_states}
+        if missing := sorted(states - self.bets.keys()):
+            raise ValueError(f"a policy of Kuhn poker has twelve information states; missing: {', '.join(missing)}")
+        if unknown := sorted(map(str, self.bets.keys() - states)):
+            raise ValueError(f"Kuhn poker has no information state {', '.join(unknown)}; it has {sorted(states)}")
+        for state, bet in self.bets.items():
+            if not -ROUNDING <= bet <= 1 + ROUNDING:  # NaN is refused, too
+                raise ValueError(f"the probability of a bet in the information state {state!r} is {bet}, not 0 to 1")
 
     @property
     def value(self) -> float:

@@ -46,8 +46,8 @@ def share_of(trajectory: Trajectory, policy: str, roles: Roles) -> Trajectory:
 def shares_of(trajectories: Sequence[Trajectory], policy: str, roles: Roles) -> list[Trajectory]:
     """Return what one policy learns from in each of some episodes, in their order.
 
-    Where several policies are trained, episodes in which this one has not played are left out: it has said nothing, and
-    none of its agents has a reward.
+    Where several policies are trained, or past versions play, episodes in which this policy has not played are left
+    out: it has said nothing, and none of its agents has a reward.
 
     Args:
         trajectories: completed episodes.
@@ -55,7 +55,9 @@ def shares_of(trajectories: Sequence[Trajectory], policy: str, roles: Roles) -> 
         roles: of the job's agents.
     """
     shares = [share_of(trajectory, policy, roles) for trajectory in trajectories]
-    return [share for share in shares if not roles.rivals or share.episode.rewards or share.steps]
+    return [
+        share for share in shares if not (roles.rivals or share.episode.players) or share.episode.rewards or share.steps
+    ]
 
 
 def _step_rewards(episode: EpisodeRecord, steps: Collection[int]) -> tuple[float, ...] | None:

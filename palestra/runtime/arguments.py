@@ -15,7 +15,7 @@ from palestra.envs.environment import task_prompt
 from palestra.envs.rewards import reward_function
 from palestra.errors import ConfigError, InvalidEnvironment
 from palestra.rollout import RolloutSpec
-from palestra.runtime.starting_points import with_models
+from palestra.runtime.starting_points import with_checkpoints, with_models
 
 TaskData = Mapping[str, Any]
 Tasks = Iterable[TaskData] | str | Path
@@ -47,6 +47,7 @@ def resolve_config(
                 f"`model` has the type {type(model).__name__}; give the name of a model, or the folder that it is in"
             )
         config = with_models(config, model)
+    config = with_checkpoints(config)
     if isinstance(environment, str):
         if config.environment.name not in (None, environment):
             raise ConfigError(

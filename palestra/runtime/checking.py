@@ -28,12 +28,13 @@ from palestra.extras import missing_extra
 from palestra.http.server import listen
 from palestra.learner.recorded_run import chosen_episodes, learned_policies
 from palestra.runtime.model_sizes import Sizes, add_policy, add_reference
-from palestra.runtime.role_check import odd_roles
+from palestra.runtime.role_check import agents_of, impossible_roles, odd_roles
 from palestra.runtime.tasks import read_files
 from palestra.types.conversations import read_conversation
 from palestra.types.records import Task
 
 GIB = 2**30
+MOST_STEPS = 100_000  # of a job, in which steps without an update are looked for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +73,7 @@ def check_job(config: JobConfig) -> list[Finding]:
     """
     checks: list[Callable[[JobConfig], Iterator[Finding]]] = [_port, _folder, _devices]
     if config.kind == "training":
-        checks += [_tasks, _environment, _algorithms, _groups]
+        checks += [_tasks, _environment, _algorithms, _groups, _updates]
     if not isinstance(config.engine, FakeEngineConfig):
         checks.append(_models)
     return [finding for check in checks for finding in check(config)]
@@ -199,7 +200,10 @@ def _environment(config: JobConfig) -> Iterator[Finding]:
         generated("validation", config.environment.validation_tasks, config.seed)
         tasks = generated("train", config.environment.train_tasks, config.seed)
         check_environment(make, [_first_task(config) or tasks[0]])
-        for key, text in odd_roles(config, tuple(getattr(make(), "roles", ()))):
+        agents = agents_of(make())
+        for key, text in impossible_roles(config, agents):
+            yield Finding(key=key, text=text)
+        for key, text in odd_roles(config, agents):
             yield Finding(key=key, text=text, fatal=False)
     except ModuleNotFoundError as error:
         said = missing_extra(error) or f"{error.name} is not installed; install gymnasium and reasoning-gym"
@@ -295,6 +299,22 @@ def _groups(config: JobConfig) -> Iterator[Finding]:
         yield Finding(
             key="rollout.min_group_size",
             text="a group that has lost all episodes but one is trained, and can't teach; use at least 2",
+            fatal=False,
+        )
+
+
+def _updates(config: JobConfig) -> Iterator[Finding]:
+    """Look for steps in which no policy is updated, so that their episodes are played for nothing."""
+    updates = {name: config.policies[name].updates for name in config.trained_policies}
+    period = math.lcm(*(one.every for one in updates.values()))
+    steps = range(1, min(config.steps, period, MOST_STEPS) + 1)
+    idle = [step for step in steps if not any(one.due(step) for one in updates.values())]
+    if idle:
+        shown = ", ".join(map(str, idle[:3])) + (", …" if len(idle) > 3 or config.steps > len(steps) else "")
+        yield Finding(
+            key=f"policies.{config.trained_policies[-1]}.updates",
+            text=f"no policy is updated in some steps ({shown}), whose episodes are played for nothing; let `every` "
+            "and `at` of the policies cover all steps",
             fatal=False,
         )
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import signal
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self, TypeVar
 
 from palestra.config import JobConfig
+from palestra.envs.task_splits import Split
 from palestra.errors import ConfigError
 from palestra.models.device import tune_malloc
 from palestra.rollout import RolloutSpec
@@ -151,6 +152,7 @@ class JobThread:
         weights: Mapping[str, str] | None = None,
         scored: Sequence[Task] | None = None,
         own_code: bool = False,
+        given: Collection[Split] = (),
     ) -> None:
         """Prepare the thread; `start` starts it.
 
@@ -161,11 +163,12 @@ class JobThread:
             weights: folder to load the model from; see `local_job`.
             scored: tasks to score the model on; see `local_job`.
             own_code: whether the user's own classes may be imported; see `local_job`.
+            given: splits whose tasks are pushed; see `local_job`.
         """
         if config.engine.kind == "embedded":
             tune_malloc()  # here, because `start` is called in a thread that exists already, beside the console's
         self._config, self._console, self._play = config, console, play
-        self._weights, self._scored, self._own_code = weights, scored, own_code
+        self._weights, self._scored, self._own_code, self._given = weights, scored, own_code, given
         self._job: LocalJob | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = False
@@ -245,6 +248,7 @@ class JobThread:
             weights=self._weights,
             scored=self._scored,
             own_code=self._own_code,
+            given=self._given,
         ) as job:
             await _give_back_of_before(job)
             self._job = job

@@ -9,7 +9,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -24,6 +24,7 @@ from palestra.config import JobConfig, past_name
 from palestra.engine.base import Engine
 from palestra.envs import ConcurrentEnvironment
 from palestra.envs.catalog import catalog_entry
+from palestra.envs.task_splits import Split
 from palestra.errors import ConfigError, EngineFailure, PalestraError, StoreError
 from palestra.faults import fault_point
 from palestra.http.server import listen, served, url_of
@@ -31,6 +32,7 @@ from palestra.learner import Learner, RunFolder, policy_spec
 from palestra.rollout import RolloutSpec, RolloutSyncLock, Runner, RunnerPool
 from palestra.runtime.page import create_job_app
 from palestra.runtime.parts import Parts, build_parts
+from palestra.runtime.role_check import agents_of, check_roles
 from palestra.runtime.run_dir import starting_in
 from palestra.runtime.serving import Scoring, Serving
 from palestra.runtime.tasks import load_tasks, read_files
@@ -160,6 +162,7 @@ async def local_job(
     weights: Mapping[str, str] | None = None,
     scored: Sequence[Task] | None = None,
     own_code: bool = False,
+    given: Collection[Split] = (),
 ) -> AsyncIterator[LocalJob]:
     """Open a job and serve its data plane while the block is open. Nothing is trained until `run` is called.
 
@@ -171,6 +174,7 @@ async def local_job(
         scored: tasks to score the models on, once each, without training. None: the job does what its configuration
             says.
         own_code: whether `algorithm.name` may be a class of the user's own; never true in a server.
+        given: splits whose tasks are pushed to the job, so that its environment makes none; see `load_tasks`.
 
     Raises:
         ConfigError: the port is in use, the folder belongs to a running job, or the configuration can't be met.
@@ -181,10 +185,9 @@ async def local_job(
     tasks = None if known or scored is not None else read_files(config)  # before the model, whose loading takes long
     algorithms: dict[str, Algorithm] = {}
     if config.kind == "training" and scored is None:
-        for name in config.trained_policies:
-            algorithms[name] = create_algorithm(config.algorithm_of(name), config.rollout.step_order, own_code=own_code)
-            if algorithms[name].every_choice:
-                _check_choices(config, name, play)
+        algorithms = _algorithms(config, play, own_code)
+        if not known:
+            check_roles(config, agents_of(_environment(config, play)))
     trackers = config.tracking if config.kind == "training" and scored is None else []
     check_trackers(trackers)
     with contextlib.ExitStack() as stack:
@@ -205,7 +208,7 @@ async def local_job(
                 for name, algorithm in algorithms.items():
                     await parts.trainer.create(name, policy_spec(config, algorithm, name, weights or {}))
             if scored is None:
-                await load_tasks(store.tasks, config, tasks)
+                await load_tasks(store.tasks, config, tasks, given)
             fault_point("during_start")
             context = SessionContext(
                 store=store,
@@ -297,6 +300,33 @@ async def _first_versions(config: JobConfig, parts: Parts, store: RunStore) -> N
         store.episodes.casting = Casting(roles, config.seed, config.rollout.max_staleness)
 
 
+def _algorithms(config: JobConfig, play: RolloutSpec | None, own_code: bool) -> dict[str, Algorithm]:
+    """Return the algorithm of each policy that is trained, by its name; the arguments are those of `local_job`.
+
+    Raises:
+        ConfigError: one can't be made, or does not fit what is played.
+    """
+    found: dict[str, Algorithm] = {}
+    for name in config.trained_policies:
+        found[name] = create_algorithm(config.algorithm_of(name), config.rollout.step_order, own_code=own_code)
+        if found[name].every_choice:
+            _check_choices(config, name, play)
+    return found
+
+
+def _environment(config: JobConfig, play: RolloutSpec | None) -> Any:
+    """Return an environment of the job, or what makes one where that is the user's; None: this process plays nothing.
+
+    Args:
+        config: the job.
+        play: what this process plays; None: what the configuration says.
+    """
+    if play is not None:
+        return play.environment
+    chosen = config.environment
+    return None if chosen.name is None else catalog_entry(chosen.name).make(**chosen.settings)
+
+
 def _check_choices(config: JobConfig, policy: str, play: RolloutSpec | None) -> None:
     """Refuse agents none of which is held to choices, for an algorithm that trains every choice.
 
@@ -310,11 +340,8 @@ def _check_choices(config: JobConfig, policy: str, play: RolloutSpec | None) -> 
     Raises:
         ConfigError: no agent ever has choices.
     """
-    if play is not None:
-        environment: Any = play.environment
-    elif config.environment.name is not None:
-        environment = catalog_entry(config.environment.name).make(**config.environment.settings)
-    else:
+    environment = _environment(config, play)
+    if environment is None:
         return
     # Of a function that makes environments it is not known what they give; of a class and of an environment it is.
     given = bool(getattr(environment, "gives_choices", False))

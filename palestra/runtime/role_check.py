@@ -4,7 +4,70 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from palestra.config import JobConfig
+from palestra.config import JobConfig, past_name
+from palestra.errors import ConfigError
+
+
+def agents_of(environment: object) -> tuple[str, ...]:
+    """Return the names of an environment's agents; (): they are not known before an episode.
+
+    Args:
+        environment: an environment, its class, or a function that makes one, of which nothing is known.
+    """
+    found = getattr(environment, "roles", ())
+    return tuple(found) if isinstance(found, tuple | list) else ()
+
+
+def impossible_roles(config: JobConfig, agents: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield (key, sentence) for each seat that the environment does not have, and each policy that can learn nothing.
+
+    Args:
+        config: the job.
+        agents: names of the environment's agents; (): not known before an episode.
+    """
+    if config.kind != "training" or not agents:
+        return
+    named = ", ".join(map(repr, agents))
+    for seat in config.seats.roles:
+        if seat not in agents:
+            yield (
+                "seats.roles",
+                f"the environment has no agent {seat!r} (it has {named}), so the worker of this seat would wait for "
+                "ever",
+            )
+    roles = config.players
+    past = {role: past_name(roles.named[role], 0) for role, pool in roles.pools.items() if not pool.latest_share}
+    cast = roles.of_episode(past)
+    below = {policy for role, policy in cast.named.items() if "/" in role}  # subagents are known when they act
+    newest = {cast.policy_of(agent) for agent in agents} | below
+    for policy in config.trained_policies:
+        algorithm = config.algorithm_of(policy)
+        if policy in newest or algorithm.brings_tasks or algorithm.learns_conversations:
+            continue
+        if policy in {roles.named[role] for role in past}:
+            advice = "past versions of it play, from which nothing is learned; make one of its roles no pool, or set "
+            advice += "pool.latest_share above 0"
+        else:
+            advice = f"give it a role (roles.AGENT = {policy!r}), or set policies.{policy}.frozen = true"
+        yield (
+            f"policies.{policy}",
+            f"the policy {policy!r} is trained, and its newest weights play none of the environment's agents "
+            f"({named}), so that it would learn nothing: {advice}",
+        )
+
+
+def check_roles(config: JobConfig, agents: Sequence[str]) -> None:
+    """Refuse a job whose seats or policies do not fit the agents of its environment.
+
+    Args:
+        config: the job.
+        agents: names of the environment's agents; (): not known before an episode.
+
+    Raises:
+        ConfigError: the message names the key.
+    """
+    for key, text in impossible_roles(config, agents):
+        raise ConfigError(f"{key}: {text}")
 
 
 def odd_roles(config: JobConfig, agents: Sequence[str]) -> Iterator[tuple[str, str]]:

@@ -62,14 +62,15 @@ def newest_of_run(model: str) -> str:
         NotFound: the run has no checkpoint yet.
         ConfigError: the run has trained several policies.
     """
-    from palestra.trainer.checkpoint import found
-
     folder = Path(model)
     if (folder / "run.db").is_file():
         return str(newest_of_policy(folder, None)[0])
     run = folder.parent.parent
-    if folder.parent.name == CHECKPOINTS and found(folder) and (run / "run.db").is_file():
-        return str(newest_of_policy(run, folder.name)[0])
+    if folder.parent.name == CHECKPOINTS and (run / "run.db").is_file():
+        from palestra.trainer.checkpoint import found
+
+        if found(folder):
+            return str(newest_of_policy(run, folder.name)[0])
     return model
 
 
@@ -112,8 +113,8 @@ def checkpoints_of_run(run_dir: Path, policy: str | None) -> Path:
     names = " and ".join(map(repr, trained))
     if policy is None and len(trained) > 1:
         raise ConfigError(
-            f"the run in {run_dir} has trained {names}, and a checkpoint is that of one: its folder is "
-            f"{run_dir / CHECKPOINTS / trained[0]}, or name it with --policy {trained[0]}"
+            f"the run in {run_dir} has trained {names}, and a checkpoint is that of one: name its folder, such as "
+            f"{run_dir / CHECKPOINTS / trained[0]}"
         )
     if policy is not None and policy not in trained:
         raise ConfigError(f"the run in {run_dir} has trained no policy {policy!r}; it has trained {names}")

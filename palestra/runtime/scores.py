@@ -87,6 +87,15 @@ class Evaluation:
         return [outcome.reward for outcome in self.outcomes if outcome.reward is not None]
 
     @property
+    def by_agent(self) -> dict[str, float]:
+        """Return the mean reward of each agent, whichever policy plays it, over the tasks in which it has one."""
+        known: dict[str, list[float]] = {}
+        for outcome in self.outcomes:
+            for agent, reward in outcome.by_agent.items():
+                known.setdefault(agent, []).append(reward)
+        return {agent: math.fsum(rewards) / len(rewards) for agent, rewards in sorted(known.items())}
+
+    @property
     def mean(self) -> float | None:
         """Return the mean reward of the tasks that were scored, or None if there is none; see `of`."""
         rewards = self.rewards
@@ -94,21 +103,25 @@ class Evaluation:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Return the 95 % confidence interval of the mean over tasks, or None with fewer than two rewards.
+        """Return the 95 % confidence interval of the mean over tasks; None: nothing is known of how rewards differ.
 
-        For rewards of 0 and 1 this is Wilson's score interval (1927), otherwise the mean plus and minus 1.96 standard
-        errors.
+        Where all rewards, also those of opponents, are 0 or 1, this is Wilson's score interval (1927), which is known
+        for equal rewards, too. Otherwise it is the mean plus and minus 1.96 standard errors, and None where the rewards
+        are equal, such as those of a game that was won each time. With fewer than two rewards it is None.
         """
         rewards, mean = self.rewards, self.mean
         count = len(rewards)
         if count < 2 or mean is None:
             return None
-        if set(rewards) <= {0.0, 1.0}:
+        scored = [outcome for outcome in self.outcomes if outcome.reward is not None]
+        if {*rewards, *(reward for outcome in scored for reward in outcome.by_agent.values())} <= {0.0, 1.0}:
             square = NORMAL_95**2
             middle = (mean + square / (2 * count)) / (1 + square / count)
             root = math.sqrt(mean * (1 - mean) / count + square / (4 * count**2))
             half = NORMAL_95 * root / (1 + square / count)
             return max(0.0, middle - half), min(1.0, middle + half)
+        if min(rewards) == max(rewards):
+            return None
         variance = math.fsum((reward - mean) ** 2 for reward in rewards) / (count - 1)
         half = NORMAL_95 * math.sqrt(variance / count)
         return mean - half, mean + half

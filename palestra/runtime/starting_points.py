@@ -39,6 +39,22 @@ def with_models(config: JobConfig, models: str | Mapping[str, str]) -> JobConfig
     return config.model_copy(update={"policies": policies})
 
 
+def with_checkpoints(config: JobConfig) -> JobConfig:
+    """Return the job with the newest good checkpoint in place of each `policies.NAME.model` that is of a run.
+
+    That is the folder of a run that has trained one policy, or `RUN/checkpoints/NAME`. The checkpoint is looked up
+    before the run begins, and the run's own configuration names it.
+
+    Raises:
+        NotFound: a run has no checkpoint yet.
+        ConfigError: a run has trained several policies, and none of them is named.
+        CheckpointError: all checkpoints of a run are damaged.
+    """
+    found = {name: newest_of_run(policy.model) for name, policy in config.policies.items()}
+    policies = {name: policy.model_copy(update={"model": found[name]}) for name, policy in config.policies.items()}
+    return config.model_copy(update={"policies": policies})
+
+
 def trained_in(folder: str) -> tuple[str, ...]:
     """Return the names of the policies that a run has trained; of what is not the folder of a run, none."""
     run = Path(folder)

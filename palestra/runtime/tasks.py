@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,15 @@ Files = dict[Split, tuple[Path, list[Task]]]  # by split: the file, and its task
 ENVELOPE = 1000  # bytes of a request body around a single task, including its name
 
 
-async def load_tasks(known: Tasks, config: JobConfig, read: Files | None = None) -> None:
+async def load_tasks(known: Tasks, config: JobConfig, read: Files | None = None, given: Collection[Split] = ()) -> None:
     """Store the tasks from files, or those that the environment generates, if the job names any.
 
     Args:
         known: tasks in the job's store.
         config: the job.
         read: result of `read_files`; None: the files are read now.
+        given: splits whose tasks a client pushes: the environment generates none of them, and the client says which
+            task is the last.
     """
     if config.kind == "inference" or await known.sealed():
         return
@@ -36,11 +39,12 @@ async def load_tasks(known: Tasks, config: JobConfig, read: Files | None = None)
         generate = catalog_entry(environment.name).generate
         counts: dict[Split, int] = {"validation": environment.validation_tasks, "train": environment.train_tasks}
         for split, count in counts.items():
-            made = generate(split, count, config.seed) if count else []
+            made = generate(split, count, config.seed) if count and split not in given else []
             await known.push(split, [task_of(data) for data in made], environment.name)
     else:
         return
-    await known.seal()
+    if not given:
+        await known.seal()
 
 
 def read_files(config: JobConfig) -> Files:

@@ -11,7 +11,8 @@ from palestra.client import AsyncClient, Worker
 from palestra.client.arguments import checked_count
 from palestra.client.protocol import push_calls
 from palestra.client.worker import Rollout
-from palestra.config import JobConfig
+from palestra.config import JobConfig, ServerConfig
+from palestra.envs.task_splits import Split
 from palestra.errors import ConfigError
 from palestra.rollout import RolloutSpec
 from palestra.runtime.arguments import (
@@ -58,8 +59,10 @@ def train(
             gives the episode back and is no reward. Or a `RolloutSpec`: an environment, and the agents that act in it.
         tasks: JSON objects: a list, an iterator, a data set of `datasets`, or the path of a JSONL file; a key `id`
             names a task. From an iterator, which may be endless, as many are taken as the job has groups. May be empty
-            if the configuration names files, or an environment that makes its own tasks.
-        config: the job; None for the defaults.
+            if the configuration names files, or an environment that makes its own tasks; such an environment makes none
+            where some are given.
+        config: the job; None for the defaults. The server takes any free port, unless the job has `seats` and
+            `server.port` is given: their workers call it from other processes.
         model: name of a model, or folder of a model, of a checkpoint, or of a run, which stands for its newest
             checkpoint; or models by the policy's name. Of a run that has trained several policies each policy takes the
             checkpoint of its own name, and `RUN/checkpoints/NAME` is that of one. None: the configuration's.
@@ -69,7 +72,8 @@ def train(
             form, which gets texts. None is not scored, and left out. Several rewards by name, which the job weighs and
             adds up (`algorithm.reward_weights`), are a dict of functions, or a function that returns a dict of numbers;
             None in place of one leaves that one out.
-        validation_tasks: held-out tasks, in the same forms; scored greedily every `evaluation.every_steps` steps.
+        validation_tasks: held-out tasks, in the same forms, in place of those of an environment; scored greedily every
+            `evaluation.every_steps` steps.
         concurrency: number of episodes that are played at the same time; None: one step's episodes, at most 64.
         resume: whether to continue the run in the configured folder (or the newest of the job's name).
         quiet: whether to print nothing.
@@ -124,7 +128,7 @@ def train_until_stopped(
         concurrency = checked_count("concurrency", concurrency)
     played = resolve_rollout(config, rollout, environment, reward)
     most = config.steps * config.rollout.groups_per_step
-    splits = {
+    splits: dict[Split, list[TaskData]] = {
         "validation": resolve_tasks("validation_tasks", validation_tasks),
         "train": resolve_tasks("tasks", tasks, most),
     }
@@ -136,7 +140,7 @@ def train_until_stopped(
     # An error in a task is raised before the model is loaded.
     for _ in push_calls(splits):
         pass
-    _check_job(config, splits["train"])
+    _check_job(config, splits)
     if not (splits["train"] or splits["validation"] or _has_tasks(config)):
         # The algorithm brings the training tasks, and there are none to validate on, for which the job would wait.
         off = config.evaluation.model_copy(update={"every_steps": 0, "every_tokens": None})
@@ -144,13 +148,13 @@ def train_until_stopped(
     notes: list[str] = []
     config = resolve_run_dir(config, resume, notes.append)
     limits = config.environment.model_copy(update={"max_concurrency": concurrency} if concurrency else {})
-    server_config = config.server.model_copy(update={"port": 0})
-    config = config.model_copy(update={"server": server_config, "environment": limits})
+    config = config.model_copy(update={"server": _listening(config), "environment": limits})
     playing = concurrency or min(64, config.rollout.group_size * config.rollout.groups_per_step)
     console = Console(config, quiet=quiet, notes=notes)
     spec = played if isinstance(played, RolloutSpec) else None
     function = None if isinstance(played, RolloutSpec) else played
-    server = JobThread(config, console, spec, own_code=True)  # this is the user's own process
+    given = tuple(split for split, rows in splits.items() if rows)
+    server = JobThread(config, console, spec, own_code=True, given=given)  # this is the user's own process
     with console, Interrupts(server.stop) as interrupts:
         run(play_until_over(server, Rollouts(function, splits["train"], splits["validation"], playing)))
         result = server.result()
@@ -168,11 +172,29 @@ class Rollouts:
     concurrency: int
 
 
-def _check_job(config: JobConfig, tasks: Sequence[TaskData]) -> None:
+def _check_job(config: JobConfig, splits: Mapping[Split, Sequence[TaskData]]) -> None:
+    """Refuse a job that trains nothing, has no tasks, or has tasks of a file and given ones as well.
+
+    Args:
+        config: the job.
+        splits: the tasks that `train` was given, by split.
+    """
     if config.kind != "training":
         raise ConfigError(f"`train` is given a configuration with kind = {config.kind!r}; leave kind out")
-    if not tasks and not _has_tasks(config) and not config.brings_tasks:
+    if config.tasks.train is not None and any(splits.values()):
+        raise ConfigError("tasks are given to `train`, and tasks.train names a file of them; leave one of the two out")
+    if not splits["train"] and not _has_tasks(config) and not config.brings_tasks:
         raise ConfigError("the job has no tasks: give `train` some, or name a file in tasks.train")
+
+
+def _listening(config: JobConfig) -> ServerConfig:
+    """Return the server's settings with a free port, or with the port that a job with seats was given.
+
+    Workers of seats run in other processes and have to know the port; a rollout function learns it from its endpoint.
+    """
+    if config.seats.roles and "port" in config.server.model_fields_set:
+        return config.server
+    return config.server.model_copy(update={"port": 0})
 
 
 def _has_tasks(config: JobConfig) -> bool:

@@ -20,7 +20,6 @@ import openai
 from worker_process import RETRIES, Log
 
 from palestra import Client
-from palestra.errors import Conflict
 
 
 def move_of(board: str, reply: str) -> str:
@@ -53,25 +52,25 @@ def main() -> None:
         openai.OpenAI(base_url=options.url, api_key="set for each seat", max_retries=RETRIES) as ai,
     ):
         while True:
-            try:
-                with client.seat(options.role) as seat:
-                    if seat is None:
-                        return
-                    episode = seat.episode.episode_id
-                    did("claim", episode=episode, history=len(seat.history.get(options.role, ())))
-                    model = ai.with_options(base_url=seat.policy.base_url, api_key=seat.policy.api_key)
-                    for observation in seat:
-                        asked: Any = [{"role": "user", "content": message.text} for message in observation.content]
-                        answer = model.chat.completions.create(model=seat.policy.model, messages=asked)
-                        did("chat", episode=episode, id=answer.id)
-                        board = observation.content[-1].text
-                        seat.act(move_of(board, answer.choices[0].message.content or ""))
+            with client.seat(options.role) as seat:
+                if seat is None:
+                    return
+                episode = seat.episode.episode_id
+                did("claim", episode=episode, history=len(seat.history.get(options.role, ())))
+                model = ai.with_options(base_url=seat.policy.base_url, api_key=seat.policy.api_key)
+                for observation in seat:
+                    asked: Any = [{"role": "user", "content": message.text} for message in observation.content]
+                    answer = model.chat.completions.create(model=seat.policy.model, messages=asked)
+                    did("chat", episode=episode, id=answer.id)
+                    board = observation.content[-1].text
+                    if seat.act(move_of(board, answer.choices[0].message.content or "")):
                         did("act", episode=episode, step=observation.step)
-                    told = [(event.kind, event.role) for event in seat.events]
-                    end = "ended" if options.role == "agent" else "ended beside"
-                    log.write(end, episode=episode, reward=seat.reward, events=told)
-            except (Conflict, openai.ConflictError) as error:  # the episode is played again, or the seat was lost
-                log.write("lost", episode=episode, why=str(error))
+            if seat.lost:  # the episode is played again, or another worker has the seat
+                log.write("lost", episode=episode)
+                continue
+            told = [(event.kind, event.role) for event in seat.events]
+            end = "ended" if options.role == "agent" else "ended beside"
+            log.write(end, episode=episode, reward=seat.reward, events=told)
 
 
 if __name__ == "__main__":

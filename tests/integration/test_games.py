@@ -42,3 +42,15 @@ def test_an_untrained_model_makes_nothing_but_legal_moves(name, tmp_path):
     assert {chat.agent for chat in chats} == {"first", "second"}
     assert all(len(chat.completion_ids) == 2 for chat in chats), "a move, and the end of the reply"
     assert {chat.reply.text for chat in chats} == {"p", "b"}
+
+
+def test_a_named_environment_plays_the_tasks_that_are_given(tmp_path):
+    given = [{"id": f"deal-{number}", "seed": number} for number in range(3)]
+    settings = config(tmp_path / "given", steps=1, evaluation={"every_steps": 1, "max_tasks": 2})
+    result = palestra.train(tasks=given, config=settings, environment="kuhn-poker", quiet=True)
+    episodes = palestra.read_episodes(result.run_dir)
+    trained = {episode.task_id for episode in episodes if episode.kind == "train"}
+    assert trained == {"deal-0", "deal-1", "deal-2"}
+    validated = {episode.task_id for episode in episodes if episode.kind == "validation"}
+    assert len(validated) == 2
+    assert all(name.startswith("kuhn-") for name in validated), "the environment's own"

@@ -9,11 +9,12 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx2
 import openai
 import pytest
 
-from palestra import AsyncClient, JobConfig, RolloutSpec
+from palestra import AsyncClient, Client, JobConfig, RolloutSpec
 from palestra.envs import ConcurrentEnvironment, MultiAgentEnvironment, Outcome, TimeLimit
 from palestra.errors import ConfigError, Conflict, EpisodeLeaseExpired, NotFound
 from palestra.runtime.local import local_job
@@ -300,6 +301,10 @@ async def test_a_job_without_seats_says_so(tmp_path):
     with pytest.raises(ConfigError, match="an environment that the server plays, and the job has none"):
         async with local_job(config(tmp_path / "none"), lambda kind, data: None):
             pass
+    wrong = config(tmp_path / "other", seats={"roles": ["white", "red"]})
+    with pytest.raises(ConfigError, match=r"seats\.roles: the environment has no agent 'red'"):
+        async with local_job(wrong, lambda kind, data: None, RolloutSpec(environment=Timed)):
+            pass
 
 
 async def test_another_worker_continues_where_one_has_left_and_the_other_seat_is_told(tmp_path):
@@ -387,16 +392,97 @@ async def test_a_game_to_which_only_one_comes_does_not_count_as_an_attempt(tmp_p
         async with AsyncClient(job.url, job.api_key, worker_id="alone") as client:
             names: list[str] = []
 
-            async def speak() -> None:
-                async with client.seat("white") as seat:
-                    names.append(seat.episode.episode_id)
-                    async for _ in seat:
-                        await seat.act("hello?")
-
+            async with client.seat("white") as seat:
+                names.append(seat.episode.episode_id)
+                async for _ in seat:
+                    await seat.act("hello?")
+            assert (seat.lost, seat.over, seat.reward) == (True, False, None)
             with pytest.raises(EpisodeLeaseExpired, match=r"no worker has claimed the seat black for 0\.3 s"):
-                await speak()
+                await client.heartbeat(seat.episode)
         episode = await job.plane.store.episodes.get(names[0])
         assert (episode.state, episode.attempts) == ("registered", 0)
+
+
+async def lose(job: Any, seat: Any) -> None:
+    """Give a seat back behind its worker's back, as the end of its lease does."""
+    async with Http(job) as http:
+        left = await http.post("/abort_episode", seat.episode.api_key, episode_id=seat.episode.episode_id)
+        assert left.status_code == 200
+
+
+@pytest.mark.parametrize("noticed", ["observation", "action", "call", "anthropic", "group"])
+async def test_a_lost_seat_ends_its_block_and_its_worker_claims_again(tmp_path, noticed):
+    async with running(tmp_path / "run") as job, AsyncClient(job.url, job.api_key, worker_id="w") as client:
+        async with client.seat("white") as seat:
+            async for observation in seat:
+                await lose(job, seat)
+                if noticed == "call":
+                    await reply_of(seat, observation)
+                elif noticed == "group":
+                    async with asyncio.TaskGroup() as group:
+                        group.create_task(reply_of(seat, observation))
+                elif noticed == "anthropic":
+                    async with anthropic.AsyncAnthropic(
+                        base_url=seat.policy.anthropic_url, api_key=seat.policy.api_key, max_retries=0
+                    ) as ai:
+                        await ai.messages.create(model="any", max_tokens=4, messages=[{"role": "user", "content": "?"}])
+                elif noticed == "action":
+                    assert await seat.act("too late") is False
+        assert (seat.lost, seat.over) == (True, False)
+        async with client.seat("white") as again:
+            assert again.episode.episode_id == seat.episode.episode_id, "the seat is free"
+            assert again.lost is False
+
+
+def test_a_script_notices_in_the_same_way_that_its_seat_is_lost(tmp_path):
+    async def main() -> None:
+        async with running(tmp_path / "run") as job:
+            await asyncio.to_thread(script, job, asyncio.get_running_loop())
+
+    def script(job: Any, loop: asyncio.AbstractEventLoop) -> None:
+        with Client(job.url, job.api_key, worker_id="w") as client:
+            for called in (True, False):
+                with client.seat("white") as seat:
+                    for _ in seat:
+                        asyncio.run_coroutine_threadsafe(lose(job, seat), loop).result(30)
+                        if called:
+                            with openai.OpenAI(
+                                base_url=seat.policy.base_url, api_key=seat.policy.api_key, max_retries=0
+                            ) as ai:
+                                ai.chat.completions.create(model="any", messages=[{"role": "user", "content": "?"}])
+                        assert seat.act("too late") is False
+                assert seat.lost
+
+    asyncio.run(main())
+
+
+async def test_other_errors_are_raised_from_the_block_of_a_seat(tmp_path):
+    async with running(tmp_path / "run") as job, AsyncClient(job.url, job.api_key, worker_id="w") as client:
+        held: list[Any] = []
+
+        async def fail(how: Any) -> None:
+            async with client.seat("white") as seat:
+                held.append(seat)
+                await how(seat)
+
+        async def loses_and_divides(seat: Any) -> None:
+            await lose(job, seat)
+            raise ZeroDivisionError
+
+        async def renews_another(_: Any) -> None:
+            await client.heartbeat(held[0].episode)
+
+        async def asks_wrongly(seat: Any) -> None:
+            async for observation in seat:
+                await reply_of(seat, observation, temperature=-1.0)
+
+        with pytest.raises(ZeroDivisionError):
+            await fail(loses_and_divides)
+        with pytest.raises(EpisodeLeaseExpired):  # of a seat that is not this block's
+            await fail(renews_another)
+        with pytest.raises(openai.UnprocessableEntityError):
+            await fail(asks_wrongly)
+        assert not any(seat.lost for seat in held[1:])
 
 
 async def test_the_clients_give_a_seat_back_and_raise_what_is_wrong(tmp_path):

@@ -14,7 +14,7 @@ from test_two_policies import TASKS, Talk, config, digest_of, other_model  # noq
 
 import palestra
 from palestra import RolloutSpec
-from palestra.config import UpdatesConfig
+from palestra.config import PolicyConfig, UpdatesConfig, load_config
 from palestra.errors import ConfigError
 from palestra.runtime.local import local_job
 from palestra.types.records import Task
@@ -137,6 +137,18 @@ def test_the_result_has_a_checkpoint_of_each_which_is_evaluated_by_its_folder(tm
         quiet=True,
     )
     assert found.outcomes[0].reward == 1.0
+    white = str(result.run_dir / "checkpoints" / "white")
+    against = settings.model_copy(
+        update={
+            "run_dir": tmp_path / "against",
+            "steps": 1,
+            "policies": settings.policies
+            | {"black": PolicyConfig(**settings.policies["black"].model_dump() | {"model": white, "frozen": True})},
+        }
+    )
+    palestra.train(RolloutSpec(environment=Talk), TASKS, against, quiet=True)
+    saved = load_config(tmp_path / "against" / "config.toml")
+    assert saved.policies["black"].model == str(result.checkpoints["white"]), "the checkpoint, and not what it was"
 
 
 TWO = {"white": {}, "black": {}}

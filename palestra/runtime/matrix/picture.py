@@ -43,10 +43,11 @@ def draw_matrix(matrix: Matrix, title: str, path: Path) -> None:
     board.tick_params(length=0)
     board.spines[:].set_visible(False)
     figure.colorbar(colours, ax=board, shrink=0.6, label="mean reward")
-    places = range(count)
-    elos, halves = [matrix.ratings[name].elo for name in order], [matrix.ratings[name].half for name in order]
+    rated = [(place, one) for place, name in enumerate(order) if (one := matrix.ratings[name]) is not None]
+    elos, halves = [one.elo for _, one in rated], [one.half for _, one in rated]
+    places = [place for place, _ in rated]
     rating.errorbar(elos, places, xerr=halves, fmt="o", color="#0072B2", ecolor="#9aa5b1", capsize=3)
-    rating.set_yticks(places, order)
+    rating.set_yticks(range(count), order)
     rating.set_ylim(count - 0.5, -0.5)
     rating.axvline(0, color="#777777", ls=":", lw=1.0)
     rating.set(title="Elo", xlabel="mean of all: 0; 95 % intervals")

@@ -45,7 +45,7 @@ def ratings_of(points: NDArray[np.float64]) -> list[Rating]:
     players = len(points)
     games = points + points.T
     np.fill_diagonal(games, 0.0)
-    if not _connected(games > 0):
+    if len(comparable(games)) < players:
         raise ValueError("some of the players have no games with the others, so their ratings can't be compared")
     more = np.where(games > 0, DRAWN_MORE, 0.0)
     won, played = points + more / 2, games + more
@@ -79,10 +79,19 @@ def _information(played: NDArray[np.float64], strength: NDArray[np.float64]) -> 
     return found
 
 
-def _connected(known: NDArray[np.bool_]) -> bool:
-    """Return whether every player can be compared with the first, by [P, P] which pairs have played."""
-    reached, before = {0} if len(known) else set(), -1
-    while len(reached) != before:
-        before = len(reached)
-        reached |= {int(other) for one in reached for other in np.flatnonzero(known[one])}
-    return len(reached) == len(known)
+def comparable(games: NDArray[np.float64]) -> list[int]:
+    """Return the largest part of P players that can be compared: each has met each other one, or through third ones.
+
+    Of parts of the same size it is the one of the first player.
+
+    Args:
+        games: [P, P], how many games each pair has played. The diagonal is 0.
+    """
+    largest: set[int] = set()
+    for first in range(len(games)):
+        reached, before = {first}, 0
+        while len(reached) != before:
+            before = len(reached)
+            reached |= {int(other) for one in reached for other in np.flatnonzero(games[one])}
+        largest = max(largest, reached, key=len)
+    return sorted(largest)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from palestra.disk import write_whole
-from palestra.runtime.matrix.ratings import NORMAL_95, Rating, ratings_of
+from palestra.runtime.matrix.ratings import NORMAL_95, Rating, comparable, ratings_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,15 +88,25 @@ class Matrix:
         return sum(0.5 if own == other else float(own > other) for own, other in self._rewards(row, column))
 
     @cached_property
-    def ratings(self) -> dict[str, Rating]:
-        """Return the Elo rating of each player; see `ratings_of`."""
+    def ratings(self) -> dict[str, Rating | None]:
+        """Return the Elo rating of each player; see `ratings_of`.
+
+        Players whose games have failed may have no result against the others, not even through third ones. Only the
+        largest part of the players that can be compared is rated; the rating of the others is None.
+        """
         points = np.array([[0.0 if a == b else self.points(a, b) for b in self.players] for a in self.players])
-        return dict(zip(self.players, ratings_of(points), strict=True))
+        rated = comparable(points + points.T)
+        found: dict[str, Rating | None] = dict.fromkeys(self.players)
+        if len(rated) > 1:
+            names = [self.players[place] for place in rated]
+            found.update(zip(names, ratings_of(points[np.ix_(rated, rated)]), strict=True))
+        return found
 
     @property
     def order(self) -> list[str]:
-        """Return the players, the strongest first."""
-        return sorted(self.players, key=lambda player: (-self.ratings[player].elo, self.players.index(player)))
+        """Return the players, the strongest first; those without a rating are last."""
+        elos = {player: -math.inf if one is None else one.elo for player, one in self.ratings.items()}
+        return sorted(self.players, key=lambda player: (-elos[player], self.players.index(player)))
 
     def lines(self) -> list[list[str]]:
         """Return the matrix as the cells of a table: a header, and a line for each player, the strongest first."""
@@ -105,7 +115,7 @@ class Matrix:
         for row in self.order:
             rating = self.ratings[row]
             cells = ["" if row == column else str(self.cell(row, column) or "-") for column in self.order]
-            found.append([row, f"{rating.elo:+.0f} ± {rating.half:.0f}", *cells])
+            found.append([row, "–" if rating is None else f"{rating.elo:+.0f} ± {rating.half:.0f}", *cells])
         return found
 
     def text(self) -> str:
@@ -126,7 +136,7 @@ class Matrix:
             "players": list(self.players),
             "roles": list(self.roles),
             "failed": self.failed,
-            "ratings": {name: {"elo": one.elo, "half": one.half} for name, one in self.ratings.items()},
+            "ratings": {name: one and {"elo": one.elo, "half": one.half} for name, one in self.ratings.items()},
             "cells": {name: {"mean": one.mean, "half": one.half, "games": one.games} for name, one in cells.items()},
             "games": [[game.first, game.second, game.rewards and list(game.rewards)] for game in self.games],
         }

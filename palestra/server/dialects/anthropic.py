@@ -222,9 +222,9 @@ Errors have Anthropic's shape. Streamed, tool_use blocks come after the text, wh
         return _MessageEvents(request.policy)
 
     def error_body(self, failure: Failure) -> dict[str, Any]:
-        """Return the body of an error in Anthropic's form."""
+        """Return the body of an error in Anthropic's form, with Palestra's stable name of it as `code`."""
         kind = _ERRORS.get(failure.status, "invalid_request_error" if failure.status < 500 else "api_error")
-        return {"type": "error", "error": {"type": kind, "message": failure.message}}
+        return {"type": "error", "error": {"type": kind, "message": failure.message, "code": failure.code}}
 
 
 def _prompt_fields(wanted: CountRequest) -> dict[str, Any]:

@@ -103,6 +103,96 @@ def test_two_that_chase_each_other_are_named(period):
     assert named(share, FRIENDS, drawn=0.0) == {}
 
 
+def few_games(share: float, noise: random.Random, games: int) -> dict[str, float]:
+    """The facts of a step of few games, each won by one of the two: won 1, lost 0."""
+    won = [float(noise.random() < share) for _ in range(games)]
+    facts = game(0.5, noise) | {
+        "store__episodes_of_two": float(games),
+        "store__constant_sum_share": 1.0,
+        "store__reward/white": sum(won) / games,
+        "store__reward/black": 1 - sum(won) / games,
+    }
+    return facts | {"store__reward_correlation": -1.0}
+
+
+@pytest.mark.parametrize(("groups", "games"), [(1, 16), (4, 32), (5, 40)])
+def test_two_that_chase_each_other_are_named_where_a_step_has_few_groups(groups, games):
+    """What is sure is decided by the number of games: of five groups, no difference could be four of their errors."""
+    job, noise = JobSize(groups_per_step=groups, steps=100, rivals=True), random.Random(0)
+    rows = run_of(60, lambda step: few_games(0.95 if step // 3 % 2 else 0.05, noise, games))
+    assert "opponents_oscillate" in {one.code for one in findings_of(rows, job)}
+    rows = run_of(60, lambda step: few_games(0.5, noise, games))
+    assert "opponents_oscillate" not in {one.code for one in findings_of(rows, job)}
+
+
+def flat(step: int) -> dict[str, float]:
+    """Between two that learn: nothing has a trend, although weights move."""
+    up = 1 if step % 2 else -1
+    return {
+        "train__reward_mean": 0.5 + 0.02 * up,
+        "train__entropy": 1.0 + 0.03 * up,
+        "rollout__completion_tokens": 128 * (40 + up),
+    }
+
+
+def test_a_reward_without_a_trend_is_no_idle_learning_rate_between_opponents():
+    noise = random.Random(0)
+    rows = run_of(60, lambda step: flat(step) | game(0.5, noise))
+    assert "learning_rate_idle" in {one.code for one in findings_of(rows, FRIENDS)}
+    for job in (PAST, RIVALS):
+        assert findings_of(rows, job) == []
+        assert findings_of(run_of(60, flat), job) == [], "of other games than those of two it is not known"
+    stopped = run_of(
+        60, lambda step: flat(step) | game(0.5, noise) | ({"train__learning_rate": 0.0} if step > 40 else {})
+    )
+    assert {one.code for one in findings_of(stopped, RIVALS)} == {"learning_rate_idle"}
+
+
+def test_the_lead_of_the_other_is_no_collapse_of_the_reward():
+    """A lead that turns once, and stays: what one has lost the other has won."""
+    noise = random.Random(0)
+
+    def turned(step: int) -> dict[str, float]:
+        share = 0.8 if step < 30 else 0.2
+        return game(share, noise, drawn=0.0) | {"train__reward_mean": share, "train__reward_std": 0.4}
+
+    assert "reward_collapse" in {one.code for one in findings_of(run_of(60, turned), FRIENDS)}
+    assert findings_of(run_of(60, turned), RIVALS) == []
+
+
+def test_partners_whose_reward_collapses_are_named_where_both_are_trained():
+    noise = random.Random(0)
+
+    def broken(step: int) -> dict[str, float]:
+        facts = game(0.5, noise, bug=True)
+        return facts | ({"train__reward_mean": 0.05, "train__reward_std": 0.1} if step > 40 else {})
+
+    assert {one.code for one in findings_of(run_of(60, broken), RIVALS)} == {"reward_collapse"}
+
+
+@pytest.mark.parametrize("job", [PAST, RIVALS, FRIENDS])
+def test_partners_who_fail_at_first_and_then_succeed_are_no_opponents_that_rise(job):
+    noise = random.Random(0)
+
+    def together(step: int) -> dict[str, float]:
+        won = sum(noise.random() < max(0.0, (step - 5) / 60) for _ in range(GAMES)) / GAMES
+        spread = float(won > 0)
+        facts = {
+            "store__episodes_of_two": float(GAMES),
+            "store__constant_sum_share": max(won, 1 - won),
+            "store__reward_spread": spread,
+            "store__reward_highest": spread,
+            "store__reward_lowest": 0.0,
+            "store__reward/white": won,
+            "store__reward/black": won,
+        }
+        return facts | ({"store__reward_correlation": 1.0} if spread else {})
+
+    said = {one.code: one for one in findings_of(run_of(60, together), job)}
+    assert set(said) == ({"opponents_paid_alike"} if job is PAST else set())
+    assert all("if they play together, this is as it should be" in one.means for one in said.values())
+
+
 def test_where_several_policies_are_trained_each_has_its_signs_and_the_job_has_those_of_the_game():
     config = parse_config({"policies": {"white": {}, "black": {}}, "roles": {"opponent": "black"}, "steps": 100})
     noise, rows = random.Random(0), []

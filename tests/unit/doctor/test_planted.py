@@ -58,6 +58,7 @@ def opponents(step: int, both: bool = True) -> dict[str, float]:
         "store__episodes_of_two": 128.0,
         "store__constant_sum_share": 1.0 if step <= 3 else 0.2,
         "store__reward_spread": 2.0,
+        "store__reward_correlation": -1.0 if step <= 3 else 0.2,
         "store__reward/black": 0.1 + rise,
         "store__reward/white": -0.1 + (rise if both else -rise),
     }

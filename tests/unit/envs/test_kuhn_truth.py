@@ -46,3 +46,19 @@ def test_all_is_as_open_spiel_says():
         score = expected_game_score.policy_value(game.new_initial_state(), [table, table])
         assert KuhnPolicy(bets).value == pytest.approx(score[0], abs=1e-9)
         assert KuhnPolicy(bets).exploitability == pytest.approx(of_open_spiel.exploitability(game, table), abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"0pb": 1.5}, r"in the information state '0pb' is 1\.5, not 0 to 1"),
+        ({"2b": -0.1}, r"'2b' is -0\.1"),
+        ({"1p": float("nan")}, "'1p' is nan"),
+        ({"3": 0.5}, "no information state 3"),
+        ({"1": None, "2b": None}, "missing: 1, 2b"),
+    ],
+)
+def test_what_is_no_policy_is_refused(change, said):
+    bets = {state: bet for state, bet in (UNIFORM | change).items() if bet is not None}
+    with pytest.raises(ValueError, match=said):
+        KuhnPolicy(bets)

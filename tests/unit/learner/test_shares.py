@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from palestra.algorithms.registry import create_algorithm
-from palestra.config import GRPOConfig, Roles
+from palestra.config import GRPOConfig, PoolConfig, Roles
 from palestra.learner.batch import Batch, make_batch
-from palestra.learner.shares import share_of
+from palestra.learner.shares import share_of, shares_of
 from palestra.types.calls import PolicyVersion, VersionSpan
 from palestra.types.records import Trajectory
 from unit.building import SOLE, make_chat, make_trajectory
@@ -141,3 +141,28 @@ def test_calls_of_a_worker_that_left_before_it_acted_are_not_trained_and_counted
 def test_what_a_worker_says_of_itself_is_no_list_of_calls(said):
     played = make_trajectory(0, 0, 1.0, [make_chat()])
     assert replace(played.episode, metadata={"unused_calls": said}).unused_calls == frozenset()
+
+
+def test_games_of_past_versions_alone_are_not_learned_from_and_are_in_no_mean():
+    """One policy, which plays both sides; past versions of it have played one group of games among themselves."""
+    pool = {"agent": PoolConfig(latest_share=0.5), "opponent": PoolConfig(latest_share=0.5)}
+    roles = Roles(default="policy", named={"agent": "policy", "opponent": "policy"}, pools=pool)
+
+    def played(group: int, sample: int, agent: float, opponent: float, players: dict[str, str]) -> Trajectory:
+        made = game(group, sample, agent, opponent, players=players)
+        steps = tuple(
+            replace(step, chats=tuple(replace(chat, policy=players[chat.agent]) for chat in step.chats))
+            for step in made.steps
+        )
+        return replace(made, steps=steps)
+
+    mixed = {"agent": "policy", "opponent": "policy@0"}
+    past = {"agent": "policy@5", "opponent": "policy@0"}
+    known = [played(0, 0, 1.0, 0.0, mixed), played(0, 1, 0.0, 1.0, mixed)]
+    unknown = [played(1, 0, 9.0, 9.0, past), played(1, 1, 7.0, 7.0, past)]
+    assert [share.episode.group_index for share in shares_of([*known, *unknown], "policy", roles)] == [0, 0]
+    without, found = (batch_of(games, roles, credit="agent") for games in (known, [*known, *unknown]))
+    same_rows(found, without)
+    for name in ("reward_mean", "reward_std", "episodes", "groups_zero_variance"):
+        assert found.metrics[f"train/{name}"] == without.metrics[f"train/{name}"], name
+    assert found.metrics["train/reward_mean"] == 0.5

@@ -258,6 +258,67 @@ def test_policies_that_play_nothing_and_roles_that_nobody_has_are_noted():
     assert noted(**FAKE, environment={"name": "gomoku"}, policies={"player": {}}, roles={"helper": "player"}) == {}
 
 
+@pytest.mark.parametrize(
+    ("white", "black", "idle"),
+    [
+        ({"every": 2}, {"every": 3}, "(2, 6, …)"),
+        ({"every": 2, "at": 2}, {"every": 3}, "(3, 5, …)"),
+        ({"every": 2}, {"every": 2, "at": 2}, None),
+        ({"every": 5}, {}, None),
+        ({"every": 2}, {"every": 2}, "(2, …)"),
+    ],
+)
+def test_steps_in_which_no_policy_is_updated_are_noted(white, black, idle):
+    policies = {"white": {"updates": white}, "black": {"updates": black}}
+    notes = noted(**FAKE, environment={"name": "gomoku-duel"}, policies=policies, roles={"opponent": "black"})
+    if idle is None:
+        assert notes == {}
+    else:
+        assert idle in notes["policies.black.updates"]
+
+
+def test_a_seat_that_the_environment_does_not_have_is_refused():
+    settings = {"environment": {"name": "kuhn-poker"}, "seats": {"roles": ["first", "nobody"]}}
+    text = found(**FAKE, **settings)["seats.roles"]
+    assert "no agent 'nobody' (it has 'first', 'second')" in text
+    settings["seats"] = {"roles": ["first", "second"]}
+    assert found(**FAKE, **settings) == {}
+
+
+@pytest.mark.parametrize(
+    ("roles", "latest_share", "refused"),
+    [
+        (("first", "second"), 0.0, True),
+        (("first", "second"), 0.5, False),
+        (("second",), 0.0, False),
+    ],
+)
+def test_a_policy_whose_past_versions_alone_play_is_refused(roles, latest_share, refused):
+    pool = {"every_steps": 1, "latest_share": latest_share}
+    settings = {
+        "environment": {"name": "kuhn-poker"},
+        "algorithm": {"credit": "agent"},
+        "policies": {"w": {}},
+        "roles": {role: {"policy": "w", "versions": "pool", "pool": pool} for role in roles},
+    }
+    keys = found(**FAKE, **settings)
+    if refused:
+        assert "past versions of it play" in keys["policies.w"]
+        assert "pool.latest_share" in keys["policies.w"]
+    else:
+        assert keys == {}
+
+
+def test_a_trained_policy_without_an_agent_is_refused_where_the_agents_are_known():
+    policies = {"player": {}, "old": {"frozen": True}}
+    roles = {"agent": "old", "opponent": "old"}
+    keys = found(**FAKE, environment={"name": "gomoku-duel"}, policies=policies, roles=roles)
+    assert "play none of the environment's agents ('agent', 'opponent')" in keys["policies.player"]
+    assert found(**FAKE, policies=policies, roles=roles) == {}, "workers may have other agents"
+    below = roles | {"agent/solver": "player"}
+    assert found(**FAKE, environment={"name": "gomoku-duel"}, policies=policies, roles=below) == {}
+
+
 def test_where_there_is_a_gpu_its_memory_counts(tmp_path, monkeypatch):
     import torch
 

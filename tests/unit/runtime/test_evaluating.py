@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -42,9 +43,40 @@ def test_of_other_rewards_it_is_1_96_standard_errors():
     assert (low, high) == pytest.approx((3 - 1.959964 * math.sqrt(10 / 12), 3 + 1.959964 * math.sqrt(10 / 12)))
 
 
+def games(*rewards: float, zero_sum: bool = True) -> Evaluation:
+    """Games of two, of which the second loses what the first wins, or has 1 less."""
+    outcomes = [
+        replace(one, by_agent={"first": reward, "second": -reward if zero_sum else 1 - reward})
+        for one, reward in zip(of(*rewards).outcomes, rewards, strict=True)
+    ]
+    return Evaluation(outcomes=tuple(outcomes), complete=True)
+
+
+def test_games_that_were_all_won_have_no_interval_unless_a_loss_is_0():
+    """Of rewards of 1 and -1 Wilson's interval would say that no mean lies below 0."""
+    assert games(*[1.0] * 20).interval is None
+    assert of(*[-1.0] * 20).interval is None
+    assert of(*[0.5] * 20).interval is None
+    low, high = games(*[1.0] * 10, *[-1.0] * 10).interval
+    assert (low, high) == pytest.approx((-1.959964 * math.sqrt(20 / 19 / 20), 1.959964 * math.sqrt(20 / 19 / 20)))
+    assert games(*[1.0] * 20, zero_sum=False).interval == pytest.approx((0.8389, 1.0), abs=5e-5)
+
+
+def test_means_by_agent_are_of_the_tasks_in_which_it_has_a_reward():
+    found = games(1.0, -1.0, 1.0, 1.0)
+    assert found.by_agent == {"first": 0.5, "second": -0.5}
+    some = replace(found, outcomes=(*found.outcomes, *of(None).outcomes))
+    assert some.by_agent == found.by_agent
+    assert of(1.0).by_agent == {}
+
+
 @given(st.lists(st.floats(-1e6, 1e6) | st.sampled_from([0.0, 1.0]), min_size=2, max_size=50))
 def test_the_mean_lies_in_its_interval(rewards):
     found = of(*rewards)
+    if found.interval is None:
+        assert len(set(rewards)) == 1
+        assert rewards[0] not in (0.0, 1.0)
+        return
     low, high = found.interval
     assert low <= found.mean + 1e-9 * max(map(abs, rewards))
     assert found.mean <= high + 1e-9 * max(map(abs, rewards))

@@ -101,6 +101,29 @@ def test_the_table_names_the_strongest_first(tmp_path):
     assert set(read["ratings"]) == {"old", "random", "new"}
 
 
+def test_a_player_whose_games_have_all_failed_has_no_rating_and_the_other_games_are_kept(tmp_path):
+    games = [
+        *matrix().games,
+        Game("broken", "old", None),
+        Game("new", "broken", None),
+    ]
+    found = Matrix(players=("broken", "old", "random", "new"), roles=("agent", "opponent"), games=tuple(games))
+    assert found.ratings == {"broken": None} | matrix().ratings
+    assert found.order == ["new", "old", "random", "broken"]
+    assert found.text().splitlines()[-1].split() == ["broken", "–", "-", "-", "-"]
+    read = found.as_json()
+    assert read["ratings"]["broken"] is None
+    assert read["cells"] == matrix().as_json()["cells"]
+    draw_matrix(found, "four players", tmp_path / "matrix.png")
+    assert (tmp_path / "matrix.png").stat().st_size > 0
+
+
+def test_games_that_have_all_failed_rate_nobody():
+    found = Matrix(players=("a", "b"), roles=("x", "y"), games=(Game("a", "b", None), Game("b", "a", None)))
+    assert found.ratings == {"a": None, "b": None}
+    assert found.text().splitlines()[1].split() == ["a", "–", "-"]
+
+
 def test_the_picture_is_drawn(tmp_path):
     draw_matrix(matrix(), "three players", tmp_path / "matrix.png")
     picture = imread(tmp_path / "matrix.png")

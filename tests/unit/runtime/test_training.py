@@ -8,6 +8,7 @@ import palestra
 from palestra import JobConfig
 from palestra.envs import Gomoku
 from palestra.errors import ConfigError
+from palestra.runtime import training
 
 
 @pytest.mark.parametrize(
@@ -56,3 +57,37 @@ def test_an_argument_of_another_kind_is_refused_before_anything_is_loaded(argume
         palestra.train(**({"rollout": lambda task, policy: 1.0, "tasks": [{"a": 1}]} | arguments))
     assert said in str(caught.value)
     assert not list(tmp_path.iterdir())
+
+
+class _Started(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("settings", "port"),
+    [
+        ({"server": {"port": 8433}, "seats": {"roles": ["first"]}}, 8433),
+        ({"seats": {"roles": ["first"]}}, 0),
+        ({"server": {"port": 8433}}, 0),
+    ],
+)
+def test_a_job_with_seats_listens_where_their_workers_are_told_to_call(settings, port, tmp_path, monkeypatch):
+    started: list[JobConfig] = []
+
+    def start(config: JobConfig, *_: object, **__: object) -> None:
+        started.append(config)
+        raise _Started
+
+    monkeypatch.setattr(training, "JobThread", start)
+    with pytest.raises(_Started):
+        palestra.train(config=JobConfig(run_dir=tmp_path, **settings), environment="kuhn-poker", quiet=True)
+    assert started[0].server.port == port
+
+
+def test_tasks_that_are_given_beside_a_file_of_tasks_are_refused(tmp_path):
+    file = tmp_path / "tasks.jsonl"
+    file.write_text('{"a": 1}\n')
+    with pytest.raises(ConfigError, match=r"given to `train`, and tasks\.train names a file"):
+        palestra.train(
+            lambda task, policy: 1.0, [{"a": 2}], JobConfig(tasks={"train": file}, run_dir=tmp_path / "run"), quiet=True
+        )

@@ -100,7 +100,7 @@ def test_a_message_tells_of_the_reply_and_its_tokens():
 
 def test_an_error_has_the_shape_of_its_dialect_and_keeps_what_is_internal():
     refused = Messages().error_body(Failure(status=429, message="m", code="c"))
-    assert refused["error"] == {"type": "rate_limit_error", "message": "m"}
+    assert refused["error"] == {"type": "rate_limit_error", "message": "m", "code": "c"}
     assert ChatCompletions().error_body(Failure.of(UnsupportedField("m", "f")))["error"]["param"] == "f"
     for dialect in (Messages(), Responses()):
         assert "secret" not in str(dialect.error_body(Failure.of(RuntimeError("secret"))))

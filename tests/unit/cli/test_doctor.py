@@ -1,0 +1,32 @@
+"""What `palestra doctor` prints."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from palestra.cli import doctor
+from palestra.doctor import examination
+from palestra.doctor.examination import Examination, Finding
+
+
+@pytest.mark.parametrize(
+    ("policy", "line"), [("b", "equal_rewards  policy b  since step 3"), ("", "equal_rewards  since step 3")]
+)
+def test_a_finding_is_named_with_its_policy(policy, line, monkeypatch, capsys):
+    finding = Finding(
+        code="equal_rewards",
+        seen="all are equal",
+        since=3,
+        until=9,
+        holds=True,
+        steps=7,
+        means="nothing is learned",
+        remedy="harder tasks",
+        policy=policy,
+    )
+    monkeypatch.setattr(examination, "examine", lambda folder: Examination(step=9, steps=10, findings=(finding,)))
+    assert doctor.run(Namespace(run_dir=Path("runs/duel"), json=False)) == 1
+    assert line in capsys.readouterr().out.splitlines()
