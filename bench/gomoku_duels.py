@@ -143,34 +143,40 @@ def draw(found: dict[int, dict[str, Any]]) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11.5, 3.9), dpi=150, layout="constrained")
+    figure = Figure(figsize=(11.5, 7.0), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
-    left, middle, right = figure.subplots(1, 3)
-    for number, one in enumerate(found.values()):
+    grid = figure.add_gridspec(2, 2 * len(found))
+    middle, right = figure.add_subplot(grid[1, : len(found)]), figure.add_subplot(grid[1, len(found) :])
+    for number, (seed, one) in enumerate(found.items()):
+        own = figure.add_subplot(grid[0, 2 * number : 2 * number + 2])
+        own.axhline(0.5, color="black", lw=0.8, ls=":")
+        own.set(ylim=(0.2, 0.8), title=f"against each other, seed {seed}", ylabel="mean reward")
         for name, colour in COLOURS.items():
             label = name if number == 0 else None
-            steps = range(1, len(one["train"][name]) + 1)
-            left.plot(steps, one["train"][name], color=colour, lw=1.3, alpha=0.85, label=label)
+            own.plot(range(1, len(one["train"][name]) + 1), one["train"][name], color=colour, lw=1.6, label=name)
             rows = [[0, *one["untrained"]], *one["against"][name]]
-            middle.errorbar(
-                [row[0] for row in rows], [row[1] for row in rows], yerr=[row[2] for row in rows],
-                color=colour, lw=1.5, capsize=2, alpha=0.85, label=label,
-            )  # fmt: skip
             elo = [one["elo"]["untrained"], *(one["elo"][f"{name}@{row[0]}"] for row in one["against"][name])]
-            right.errorbar(
-                [row[0] for row in rows], [e for e, _ in elo], yerr=[half for _, half in elo],
-                color=colour, lw=1.5, capsize=2, alpha=0.85, label=label,
-            )  # fmt: skip
-    for axes in (left, middle, right):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", alpha=0.25)
-        axes.set_xlabel("step")
-    left.axhline(0.5, color="black", lw=0.8, ls=":")
-    left.set(ylabel="mean reward", title="against each other, while they train")
-    middle.set(ylabel="mean reward", title="against random moves")
-    right.set(ylabel="Elo", title="among all versions")
-    left.legend(frameon=False)
+            steps = [row[0] + (2 * number - 2 + (name == "black")) * 0.25 for row in rows]  # so that bars do not hide
+            for axes, points in ((middle, [row[1:3] for row in rows]), (right, elo)):
+                means, halves = [mean for mean, _ in points], [half for _, half in points]
+                axes.errorbar(
+                    steps, means, yerr=halves, color=colour, lw=1.3, elinewidth=0.8, capsize=2, alpha=0.85, label=label
+                )
+        own.legend(frameon=False, loc="upper left")
+        style(own)
+    middle.set(ylabel="mean reward", title="versions against random moves, all seeds")
+    right.set(ylabel="Elo", title="versions among all versions of their seed")
+    for axes in (middle, right):
+        axes.legend(frameon=False)
+        style(axes)
     figure.savefig(CURVES)
+
+
+def style(axes: Any) -> None:
+    """Give a plot the look of the others."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", alpha=0.25)
+    axes.set_xlabel("step")
 
 
 def write(found: dict[int, dict[str, Any]], steps: int, folder: Path) -> None:
