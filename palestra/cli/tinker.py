@@ -59,6 +59,13 @@ def add(commands: Any) -> None:
         "--deterministic", action="store_true", help="samples are the same bit by bit, whatever is sampled beside them"
     )
     parser.add_argument("--max-models", metavar="N", type=int, default=16, help="models that a tenant may train")
+    parser.add_argument(
+        "--checkpoint-steps",
+        metavar="N",
+        type=int,
+        default=16,
+        help="optimizer steps of a model between two checkpoints; what came after the newest is computed again after a kill",
+    )
     parser.add_argument("--loaded-models", metavar="N", type=int, default=8, help="models in memory, of all tenants")
 
 
@@ -70,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     from palestra.runtime.tinker import TinkerOptions
     from palestra.tinker.limits import Limits
 
-    for name in ("threads", "max_models", "loaded_models"):
+    for name in ("threads", "max_models", "loaded_models", "checkpoint_steps"):
         if (value := getattr(arguments, name)) is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}, and has to be at least 1")
     tune_malloc()
@@ -84,7 +91,11 @@ def run(arguments: argparse.Namespace) -> int:
         engine=EmbeddedEngineConfig.model_validate(parts),
         trainer=TrainerConfig.model_validate(parts),
         deterministic=arguments.deterministic,
-        limits=Limits(models=arguments.max_models, loaded_models=arguments.loaded_models),
+        limits=Limits(
+            models=arguments.max_models,
+            loaded_models=arguments.loaded_models,
+            checkpoint_steps=arguments.checkpoint_steps,
+        ),
         adapters=dict(_named(text) for text in arguments.adapter),
     )
     run_on_uvloop(_serve(options))
