@@ -64,7 +64,7 @@ def add(commands: Any) -> None:
         metavar="N",
         type=int,
         default=16,
-        help="optimizer steps of a model between two checkpoints; what came after the newest is computed again after a kill",
+        help="steps of a model between two checkpoints; after a kill, what came after the newest is computed again",
     )
     parser.add_argument("--loaded-models", metavar="N", type=int, default=8, help="models in memory, of all tenants")
 
